@@ -1,0 +1,46 @@
+# Everything a user needs: make build, make test. Both set up what is missing first.
+#   JOBS=4 make build                    how many compilers at once (default: the cores)
+#   MOESH_TORCH_DIR=/path/to/torch ...   an installed torch (2.11 or later) instead of the one in .venv
+
+JOBS ?= $(shell nproc)
+TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
+CTEST = ctest --output-on-failure --no-tests=error
+
+.PHONY: all setup build test asan tsan sanitize bench-comm format lint clean
+
+all: build
+
+setup:
+	@scripts/setup.sh
+
+build: setup
+	@cmake --preset release $(TORCH) > /dev/null
+	@cmake --build build -j $(JOBS)
+
+test: build
+	$(CTEST) --test-dir build
+
+# The comm and spmd tests under AddressSanitizer + UBSan, and under ThreadSanitizer.
+asan: setup
+	@cmake --preset dev $(TORCH) > /dev/null
+	cmake --build build-asan -j $(JOBS) --target sanitized_tests
+	ASAN_OPTIONS=detect_leaks=0 $(CTEST) --test-dir build-asan -L 'unit|dist'
+
+tsan: setup
+	@cmake --preset tsan $(TORCH) > /dev/null
+	cmake --build build-tsan -j $(JOBS) --target sanitized_tests
+	TSAN_OPTIONS="suppressions=$(CURDIR)/cmake/tsan.supp" $(CTEST) --test-dir build-tsan -L 'unit|dist'
+
+sanitize: asan tsan
+
+bench-comm: build
+	scripts/bench_comm.sh
+
+format:
+	git ls-files '*.h' '*.cpp' | xargs clang-format-19 -i
+
+lint: build
+	git ls-files 'moesh/*.cpp' | xargs clang-tidy-19 -p build --quiet
+
+clean:
+	rm -rf build build-asan build-tsan

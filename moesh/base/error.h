@@ -1,0 +1,74 @@
+#pragma once
+// One exception type with a kind. Every message carries the offending values and the way out.
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace moesh {
+
+enum class ErrorKind {
+  config,    // the user asked for something that cannot be
+  data,      // a file or tensor from outside is not what it should be
+  comm,      // a rank left, fell out of step, or did not answer in time
+  device,    // an accelerator or its driver refused
+  internal,  // moesh itself is wrong
+};
+
+const char* to_string(ErrorKind kind);
+
+/// The only exception moesh throws.
+class Error : public std::runtime_error {
+ public:
+  Error(ErrorKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  ErrorKind kind() const { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+namespace detail {
+
+template <class V>
+void print_value(std::ostream& os, const V& v) {
+  os << v;
+}
+
+template <class V>
+void print_value(std::ostream& os, const std::vector<V>& values) {
+  os << '[';
+  for (size_t i = 0; i < values.size(); ++i) os << (i ? ", " : "") << values[i];
+  os << ']';
+}
+
+template <class... Vs>
+std::string concat(const Vs&... vs) {
+  std::ostringstream os;
+  (print_value(os, vs), ...);
+  return os.str();
+}
+
+[[noreturn]] void fail(const char* file, int line, const char* condition, ErrorKind kind, const std::string& text);
+
+template <class... Vs>
+[[noreturn]] void fail_with(const char* file, int line, const char* condition, ErrorKind kind, const Vs&... vs) {
+  fail(file, line, condition, kind, concat(vs...));
+}
+
+template <class... Vs>
+[[noreturn]] void fail_with(const char* file, int line, const char* condition, const char* text, const Vs&... vs) {
+  fail(file, line, condition, ErrorKind::internal, concat(text, vs...));
+}
+
+}  // namespace detail
+}  // namespace moesh
+
+/// MOESH_CHECK(x > 0, ErrorKind::config, "x is ", x, "; set it to 1 or more"). Without a kind it is an internal error
+/// and the message also names file, line and condition.
+#define MOESH_CHECK(cond, ...)                                                          \
+  do {                                                                                  \
+    if (!(cond)) [[unlikely]]                                                           \
+      ::moesh::detail::fail_with(__FILE__, __LINE__, #cond, __VA_ARGS__);               \
+  } while (false)

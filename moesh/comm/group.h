@@ -1,0 +1,148 @@
+#pragma once
+// A group of ranks and its collectives. Values are returned, inputs are never written. Rows (dimension 0) may be
+// uneven: `rows[r]` is what rank r holds, and every rank passes the same list. Backends live in threads/, mpi/, nccl/;
+// checked/ wraps any of them.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace moesh::comm {
+
+enum class ReduceOp : std::uint8_t { sum, max, min };
+enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, split };
+
+const char* to_string(Collective op);
+const char* to_string(ReduceOp op);
+
+/// Rows (dimension 0) per rank. Empty: the same on every rank.
+using Rows = std::vector<std::int64_t>;
+
+/// An operation that was started. `wait` ends it.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual at::Tensor wait() = 0;
+};
+
+/// The owner of a started operation. A handle that is dropped without `wait` is waited for, since the other ranks count on it.
+class [[nodiscard]] Handle {
+ public:
+  explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
+  explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  Handle(Handle&&) = default;
+  Handle& operator=(Handle&&) = default;
+  ~Handle();
+
+  /// Blocks until the result is there; throws Error (comm) when a rank left, fell out of step or is late.
+  at::Tensor wait();
+
+ private:
+  std::unique_ptr<Work> work_;
+  at::Tensor value_;
+};
+
+/// One collective as it was called, for the trace.
+struct TraceEntry {
+  std::string group;
+  Collective op;
+  std::int64_t bytes;  // of this rank's input
+};
+
+/// While it lives, records every collective of more than one rank which this thread starts.
+class Trace {
+ public:
+  Trace();
+  ~Trace();
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+  const std::vector<TraceEntry>& entries() const { return entries_; }
+
+ private:
+  friend class Group;
+  std::vector<TraceEntry> entries_;
+  Trace* outer_;
+};
+
+class Group {
+ public:
+  virtual ~Group() = default;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+  /// What it is called in messages: "world", "tp", ...
+  const std::string& name() const { return name_; }
+  /// World ranks, by rank in this group.
+  const std::vector<int>& members() const { return members_; }
+
+  /// [..] -> [..], the sum (max, min) over the ranks. Same bits on every rank, every run.
+  at::Tensor all_reduce(const at::Tensor& x, ReduceOp op = ReduceOp::sum) { return start_all_reduce(x, op).wait(); }
+  /// [rows[rank], ..] -> [sum of rows, ..]
+  at::Tensor all_gather(const at::Tensor& x, Rows rows = {}) { return start_all_gather(x, std::move(rows)).wait(); }
+  /// [sum of rows, ..] -> [rows[rank], ..]
+  at::Tensor reduce_scatter(const at::Tensor& x, Rows rows = {}, ReduceOp op = ReduceOp::sum) {
+    return start_reduce_scatter(x, std::move(rows), op).wait();
+  }
+  /// [sum of send, ..] -> [sum of recv, ..]: send[r] rows go to rank r, recv[r] rows come from it, in rank order.
+  at::Tensor all_to_all(const at::Tensor& x, Rows send, Rows recv) {
+    return start_all_to_all(x, std::move(send), std::move(recv)).wait();
+  }
+  /// The value of rank `root`; every rank passes a tensor of its shape.
+  at::Tensor broadcast(const at::Tensor& x, int root) { return start_broadcast(x, root).wait(); }
+  /// Returns when every rank has come.
+  void barrier();
+
+  Handle start_all_reduce(const at::Tensor& x, ReduceOp op = ReduceOp::sum);
+  Handle start_all_gather(const at::Tensor& x, Rows rows = {});
+  Handle start_reduce_scatter(const at::Tensor& x, Rows rows = {}, ReduceOp op = ReduceOp::sum);
+  Handle start_all_to_all(const at::Tensor& x, Rows send, Rows recv);
+  Handle start_broadcast(const at::Tensor& x, int root);
+
+  /// Ranks of one color form a group, ordered by (key, rank). A negative color: this rank is in none (nullptr).
+  std::shared_ptr<Group> split(int color, int key, const std::string& name);
+
+  /// A promise that `x` is the same on every rank. Only `checked` looks; `what` names the tensor in its message.
+  virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
+
+  /// Where small tensors that no caller chose a device for must live.
+  virtual at::Device control_device() const { return at::kCPU; }
+
+ protected:
+  Group(std::string name, int rank, std::vector<int> members);
+
+  // The backend's part. Arguments are checked, x is contiguous, rows are filled in, and size() > 1.
+  virtual std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) = 0;
+  virtual std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) = 0;
+  virtual std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) = 0;
+  virtual std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) = 0;
+  virtual std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) = 0;
+  virtual void do_barrier() = 0;
+  /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place among them. `index` is
+  /// the number of the new group among those which this split makes: (parent, split count, index) names it everywhere.
+  /// Called on every rank, also on one that is in no group (no members, -1, -1) or alone: there the result is not used.
+  virtual std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) = 0;
+
+  /// World ranks of ranks of this group.
+  std::vector<int> world_ranks(const std::vector<int>& ranks) const;
+
+ private:
+  void check(Collective op, const at::Tensor& x) const;
+  void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
+  Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
+  void trace(Collective op, const at::Tensor& x) const;
+
+  std::string name_;
+  int rank_;
+  std::vector<int> members_;
+};
+
+/// The group of one rank, for programs without a world.
+std::shared_ptr<Group> solo_group(const std::string& name = "solo");
+
+}  // namespace moesh::comm

@@ -1,0 +1,224 @@
+#include "moesh/comm/host_group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <cstddef>
+#include <numeric>
+
+#include "moesh/base/error.h"
+#include "moesh/types/token.h"
+
+namespace moesh::comm {
+namespace {
+
+// Below this a rank reads all of its peers' tensors and sums everything itself: one exchange instead of two.
+constexpr std::int64_t kSmallBytes = 32 * 1024;
+
+std::int64_t row_numel(const at::Tensor& x) {
+  std::int64_t n = 1;
+  for (std::int64_t d = 1; d < x.dim(); ++d) n *= x.size(d);
+  return n;
+}
+
+Block part(const at::Tensor& x, std::int64_t start, std::int64_t numel) {
+  auto* base = static_cast<std::byte*>(x.data_ptr());
+  return {base ? base + start * static_cast<std::int64_t>(x.element_size()) : nullptr, numel};
+}
+
+// Consecutive parts of x, one a rank.
+std::vector<Block> parts(const at::Tensor& x, const Rows& rows, std::int64_t inner) {
+  std::vector<Block> blocks;
+  std::int64_t start = 0;
+  for (auto r : rows) {
+    blocks.push_back(part(x, start, r * inner));
+    start += r * inner;
+  }
+  return blocks;
+}
+
+std::vector<std::int64_t> sizes(const std::vector<Block>& blocks) {
+  std::vector<std::int64_t> n;
+  for (const auto& b : blocks) n.push_back(b.numel);
+  return n;
+}
+
+at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
+  auto shape = like.sizes().vec();
+  shape[0] = rows;
+  return at::empty(shape, like.options());
+}
+
+// all_gather, all_to_all, broadcast: each block that comes has its place in the result.
+class CopyWork final : public Work {
+ public:
+  CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Block> into)
+      : exchange_(std::move(exchange)), out_(std::move(out)), into_(std::move(into)) {}
+  at::Tensor wait() override {
+    const auto blocks = exchange_->receive();
+    for (size_t j = 0; j < blocks.size(); ++j) copy(into_[j], blocks[j], out_.options());
+    exchange_->close();
+    return out_;
+  }
+
+ private:
+  std::unique_ptr<Exchange> exchange_;
+  at::Tensor out_;
+  std::vector<Block> into_;
+};
+
+// reduce_scatter and the small all_reduce: the blocks that come are summed.
+class FoldWork final : public Work {
+ public:
+  FoldWork(std::unique_ptr<Exchange> exchange, at::Tensor out, ReduceOp op)
+      : exchange_(std::move(exchange)), out_(std::move(out)), op_(op) {}
+  at::Tensor wait() override {
+    fold(op_, exchange_->receive(), part(out_, 0, out_.numel()), out_.options());
+    exchange_->close();
+    return out_;
+  }
+
+ private:
+  std::unique_ptr<Exchange> exchange_;
+  at::Tensor out_;
+  ReduceOp op_;
+};
+
+}  // namespace
+
+// A large all_reduce: rank r sums the r-th part of everyone, then the parts are gathered.
+class AllReduceWork final : public Work {
+ public:
+  AllReduceWork(HostGroup& group, Call call, const at::Tensor& x, ReduceOp op)
+      : group_(group), call_(call), out_(at::empty_like(x)), op_(op) {
+    const Pieces cut{x.numel(), group.size()};
+    into_ = parts(out_, cut.lengths(), 1);
+    auto send = parts(x, cut.lengths(), 1);
+    const std::vector<std::int64_t> recv(send.size(), cut.length(group.rank()));
+    exchange_ = group.post({call, std::move(send), recv, {}, {x}, x.options()});
+  }
+  at::Tensor wait() override {
+    const auto mine = into_[static_cast<size_t>(group_.rank())];
+    fold(op_, exchange_->receive(), mine, out_.options());
+    exchange_->close();
+    call_.phase = 1;
+    auto gather = group_.post({call_, std::vector<Block>(into_.size(), mine), sizes(into_), into_, {out_}, out_.options()});
+    const auto blocks = gather->receive();
+    for (size_t j = 0; j < blocks.size(); ++j) copy(into_[j], blocks[j], out_.options());
+    gather->close();
+    return out_;
+  }
+
+ private:
+  HostGroup& group_;
+  Call call_;
+  at::Tensor out_;
+  ReduceOp op_;
+  std::vector<Block> into_;
+  std::unique_ptr<Exchange> exchange_;
+};
+
+Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce, int root) {
+  Call c;
+  c.sequence = sequence;
+  c.op = op;
+  c.reduce = reduce;
+  c.dtype = static_cast<std::int8_t>(x.scalar_type());
+  c.num_dims = static_cast<std::int8_t>(x.dim());
+  c.root = static_cast<std::int16_t>(root);
+  for (std::int64_t d = 0; d < x.dim(); ++d) c.dims[d] = x.size(d);
+  return c;
+}
+
+bool Call::agrees_with(const Call& o) const {
+  if (sequence != o.sequence || phase != o.phase || op != o.op || reduce != o.reduce || dtype != o.dtype || num_dims != o.num_dims || root != o.root)
+    return false;
+  const bool any_rows = op == Collective::all_gather || op == Collective::all_to_all;
+  for (int d = any_rows ? 1 : 0; d < num_dims; ++d)
+    if (dims[d] != o.dims[d]) return false;
+  return true;
+}
+
+std::string Call::describe() const {
+  if (op == Collective::barrier) return to_string(op);
+  std::string text = std::string(to_string(op)) + "(";
+  if (op == Collective::all_reduce || op == Collective::reduce_scatter) text += std::string(to_string(reduce)) + ", ";
+  if (op == Collective::broadcast) text += "from rank " + std::to_string(root) + ", ";
+  return text + detail::concat(static_cast<at::ScalarType>(dtype), " ", std::vector<std::int64_t>(dims, dims + num_dims)) + ")";
+}
+
+std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group) {
+  // The most common call is taken as right; on a tie, the one of the lowest rank.
+  size_t best = 0, best_votes = 0;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    size_t votes = 0;
+    for (const auto& c : calls) votes += c.agrees_with(calls[i]);
+    if (votes > best_votes) best = i, best_votes = votes;
+  }
+  if (best_votes == calls.size()) return {};
+  for (size_t i = 0; i < calls.size(); ++i) {
+    if (calls[i].agrees_with(calls[best])) continue;
+    return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
+                          " of group '", group, "', where rank ", world_ranks[best], " called ", calls[best].describe(),
+                          " as operation ", calls[best].sequence,
+                          ". All ranks of a group must make the same calls in the same order, on tensors that fit.");
+  }
+  return {};
+}
+
+std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {
+  const Call call = Call::of(Collective::all_reduce, next_sequence(), x, op);
+  if (static_cast<std::int64_t>(x.nbytes()) > kSmallBytes) return std::make_unique<AllReduceWork>(*this, call, x, op);
+  const auto n = static_cast<size_t>(size());
+  auto exchange = post({call, std::vector<Block>(n, part(x, 0, x.numel())), std::vector<std::int64_t>(n, x.numel()), {}, {x},
+                        x.options()});
+  return std::make_unique<FoldWork>(std::move(exchange), at::empty_like(x), op);
+}
+
+std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
+  const Call call = Call::of(Collective::all_gather, next_sequence(), x);
+  const at::Tensor out = empty_rows(x, std::accumulate(rows.begin(), rows.end(), std::int64_t{0}));
+  auto into = parts(out, rows, row_numel(x));
+  auto exchange = post({call, std::vector<Block>(rows.size(), part(x, 0, x.numel())), sizes(into), into, {x, out}, x.options()});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+}
+
+std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
+  const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op);
+  const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
+  auto exchange = post({call, parts(x, rows, row_numel(x)), std::vector<std::int64_t>(rows.size(), out.numel()), {}, {x},
+                        x.options()});
+  return std::make_unique<FoldWork>(std::move(exchange), out, op);
+}
+
+std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) {
+  const Call call = Call::of(Collective::all_to_all, next_sequence(), x);
+  const at::Tensor out = empty_rows(x, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}));
+  auto into = parts(out, recv, row_numel(x));
+  auto exchange = post({call, parts(x, send, row_numel(x)), sizes(into), into, {x, out}, x.options()});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+}
+
+std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
+  const Call call = Call::of(Collective::broadcast, next_sequence(), x, ReduceOp::sum, root);
+  const auto n = static_cast<size_t>(size());
+  const at::Tensor out = at::empty_like(x);
+  std::vector<Block> into(n);
+  into[static_cast<size_t>(root)] = part(out, 0, out.numel());
+  std::vector<Block> send(n);
+  if (rank() == root) send.assign(n, part(x, 0, x.numel()));
+  auto exchange = post({call, std::move(send), sizes(into), into, {x, out}, x.options()});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+}
+
+void HostGroup::do_barrier() {
+  Call call;
+  call.sequence = next_sequence();
+  call.dtype = static_cast<std::int8_t>(at::kByte);
+  const auto n = static_cast<size_t>(size());
+  auto exchange = post({call, std::vector<Block>(n), std::vector<std::int64_t>(n, 0), {}, {}, at::TensorOptions(at::kByte)});
+  exchange->receive();
+  exchange->close();
+}
+
+}  // namespace moesh::comm

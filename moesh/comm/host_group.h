@@ -1,0 +1,87 @@
+#pragma once
+// What threads and mpi share: every collective is one or two exchanges of blocks between all ranks, and reductions sum in
+// rank order, so that results have the same bits on both backends, in every run.
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moesh/comm/group.h"
+
+namespace moesh::comm {
+
+/// One collective as a rank calls it. Plain bytes: it is compared over the ranks, and is the header of an MPI message.
+struct Call {
+  std::int64_t sequence = 0;  // number of the operation in its group
+  std::int32_t phase = 0;     // a large all_reduce is two exchanges
+  Collective op = Collective::barrier;
+  ReduceOp reduce = ReduceOp::sum;
+  std::int8_t dtype = 0;
+  std::int8_t num_dims = 0;
+  std::int16_t root = 0;
+  std::int64_t dims[8] = {};
+
+  static Call of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
+  /// The same operation on tensors that fit: dimension 0 of gathers and all_to_all may differ.
+  bool agrees_with(const Call& other) const;
+  /// "all_reduce(sum, float32 [3, 4])"
+  std::string describe() const;
+};
+
+/// The verdict over the calls of all ranks: empty if they agree, else which rank is out of step, and with what.
+std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group);
+
+/// Contiguous elements of a call's dtype and device.
+struct Block {
+  void* data = nullptr;
+  std::int64_t numel = 0;
+};
+
+/// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it. If `into` is not empty,
+/// a backend that receives messages puts them there; one that reads peers' memory leaves the copy to the caller.
+struct Post {
+  Call call;
+  std::vector<Block> send;
+  std::vector<std::int64_t> recv;
+  std::vector<Block> into;
+  std::vector<at::Tensor> keep;  // owners of the memory behind the blocks
+  at::TensorOptions options;
+};
+
+/// An exchange under way.
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+  /// Blocks until every rank has posted; element j is what rank j sent here. Valid until `close`.
+  virtual std::vector<Block> receive() = 0;
+  /// Blocks until every rank has read what this rank sent.
+  virtual void close() = 0;
+};
+
+class HostGroup : public Group {
+ protected:
+  using Group::Group;
+  /// Makes the post visible to the peers and returns at once.
+  virtual std::unique_ptr<Exchange> post(Post post) = 0;
+
+  std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override;
+  std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override;
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override;
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override;
+  std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
+  void do_barrier() override;
+
+ private:
+  friend class AllReduceWork;
+  std::int64_t next_sequence() { return sequence_++; }
+  std::int64_t sequence_ = 0;
+};
+
+/// out[i] = blocks[0][i] op blocks[1][i] op ...: in this order, bfloat16 in float32 and rounded once. NaN wins.
+void fold(ReduceOp op, const std::vector<Block>& blocks, Block out, const at::TensorOptions& options);
+
+/// Copies a block on its device.
+void copy(Block to, Block from, const at::TensorOptions& options);
+
+}  // namespace moesh::comm

@@ -1,0 +1,103 @@
+#pragma once
+// Which placements may meet on one axis, and what comes out, with no communication. One function per kind of
+// operation; a `throw` in it is the compiler's message: what is wrong, and the cure.
+
+#include "moesh/types/layout.h"
+
+namespace moesh {
+
+enum class Op { add, mul, linear };
+enum class Unary { linear, nonlinear, over_features };
+enum class Over { tokens, features, experts };
+
+constexpr Place mix_varying(Op op, Place a, Place b) {
+  using enum Place;
+  if (op == Op::linear) {  // a is x, b is the weight
+    if (a == F && b == F) return P;
+    if (a == F && b == R) throw "x holds a slice of the features and the weight is whole: give the weight F (row), or all_gather<axis>(x) first";
+    if (a == T && b == F) throw "token shard times column shard, the forgotten gather: all_gather<axis>(x) first";
+    if (b == E && varies(a) && a != E) throw "rows times expert weights, the forgotten all-to-all: to_experts<axis>(x) first";
+    if (b == T) throw "a weight is never sharded by tokens: declare it I, F or E";
+  }
+  if (a == R) return b;
+  if (b == R) return a;
+  if (a == b) return a;
+  throw "different things vary over the ranks (tokens T, features F, experts E): all_gather<axis> one of them, or take rows to_experts / to_owners first";
+}
+
+/// What `a op b` is on one axis.
+constexpr Place mix(Op op, Place a, Place b) {
+  using enum Place;
+  if (a == I && b == I) return I;
+  if (a == I || b == I) throw "an invariant value (I) takes no part in split work: a parameter enters through use(w), any other value through enter<axis>(x)";
+  if (op == Op::add) {
+    if (a == P && b == P) return P;
+    if (a == P || b == P) throw "a partial sum (P) plus a whole value counts it once per rank: all_reduce or reduce_scatter the sum first, or add once<axis>(value)";
+  } else if (a == P || b == P) {
+    if (a == P && b == P) throw "the product of two partial sums (P) is not the sum of products: all_reduce<axis> one of them first";
+    if (a == R || b == R) return P;
+    throw "a partial sum (P) times a shard: all_reduce<axis> or reduce_scatter<axis> the sum first";
+  }
+  return mix_varying(op, a, b);
+}
+
+/// What a function of one tensor makes of it on one axis.
+constexpr Place apply(Unary kind, Place a) {
+  if (a == Place::P && kind != Unary::linear)
+    throw "a nonlinear function of a partial sum (P) is not the sum of its values: all_reduce<axis> or reduce_scatter<axis> first";
+  if (a == Place::F && kind == Unary::over_features)
+    throw "a norm, softmax or top-k over features needs all of them and this rank holds a slice (F): all_gather<axis>(x) first, or use a vocabulary-parallel form";
+  return a;
+}
+
+/// What a sum over tokens, features or experts is on one axis: P where that very thing varies.
+constexpr Place sum(Over over, Place a) {
+  using enum Place;
+  const Place what = over == Over::tokens ? T : over == Over::features ? F : E;
+  if (a == what) return P;
+  if (over == Over::tokens && a == E) throw "these rows are at their experts (E): sum over experts, or bring them home with to_owners<axis>(x) first";
+  return a;
+}
+
+template <Layout A, Layout B>
+constexpr auto mix(Op op, A a, B b) {
+  if constexpr (!std::same_as<A, B>) {
+    throw "a dense and a sparse tensor do not mix: cross with sparse(x) or dense(x) first";
+    return a;
+  } else {
+    const auto p = places(a), q = places(b);
+    return A{mix(op, p[0], q[0]), mix(op, p[1], q[1]), mix(op, p[2], q[2])};
+  }
+}
+
+template <Layout L>
+constexpr L apply(Unary kind, L a) {
+  return each(a, [kind](Place p) { return apply(kind, p); });
+}
+
+template <Layout L>
+constexpr L sum(Over over, L a) {
+  return each(a, [over](Place p) { return sum(over, p); });
+}
+
+/// backward() seeds 1 on every rank, which is right for P and I alone.
+template <Layout L>
+constexpr L check_loss(L a) {
+  return each(a, [](Place p) {
+    if (p == Place::R) throw "backward of a replicated loss (R) is wrong by the size of the axis: end in all_reduce<axis, I>, or keep the sum P";
+    if (p != Place::P && p != Place::I) throw "backward needs a loss that is P or I on every axis: sum over tokens first (sum<Over::tokens>)";
+    return p;
+  });
+}
+
+/// Logs, clips, optimizers and checkpoints read numbers that every rank has whole.
+template <Layout L>
+constexpr L check_whole(L a) {
+  return each(a, [](Place p) {
+    if (p == Place::P) throw "this value is still a partial sum (P): all_reduce<axis> first";
+    if (!is_whole(p)) throw "this value is one rank's shard: sum it and all_reduce<axis> first";
+    return p;
+  });
+}
+
+}  // namespace moesh

@@ -1,0 +1,56 @@
+#include "moesh/base/random.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "moesh/base/error.h"
+
+namespace moesh {
+namespace {
+
+// Known answers published with the Random123 library (kat_vectors, philox4x32 10 rounds).
+TEST(Philox, KnownAnswers) {
+  EXPECT_EQ(philox({0, 0, 0, 0}, {0, 0}), (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
+            (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
+            (std::array<uint32_t, 4>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(Random, DependsOnSeedStreamAndIndexAlone) {
+  const Random a(7, "gate.weight"), b(7, "gate.weight"), other_stream(7, "gate.bias"), other_seed(8, "gate.weight");
+  for (uint64_t i : {0ull, 1ull, 12345678901ull}) {
+    EXPECT_EQ(a.bits(i), b.bits(i));
+    EXPECT_NE(a.bits(i), other_stream.bits(i));
+    EXPECT_NE(a.bits(i), other_seed.bits(i));
+  }
+}
+
+TEST(Random, UniformAndNormalHaveTheirMoments) {
+  const Random random(1, 2);
+  constexpr int n = 200000;
+  double sum = 0, normal_sum = 0, normal_squares = 0, normal_fourth = 0;
+  for (int i = 0; i < n; ++i) {
+    const double u = random.uniform(i), z = random.normal(i);
+    ASSERT_TRUE(u >= 0 && u < 1);
+    sum += u, normal_sum += z, normal_squares += z * z, normal_fourth += z * z * z * z;
+  }
+  EXPECT_NEAR(sum / n, 0.5, 5 * std::sqrt(1.0 / 12 / n));
+  EXPECT_NEAR(normal_sum / n, 0, 5 / std::sqrt(n));
+  EXPECT_NEAR(normal_squares / n, 1, 5 * std::sqrt(2.0 / n));
+  EXPECT_NEAR(normal_fourth / n, 3, 5 * std::sqrt(96.0 / n));
+}
+
+TEST(Random, BelowCoversItsRangeEvenly) {
+  const Random random(3, 4);
+  std::vector<int> seen(7);
+  constexpr int n = 70000;
+  for (int i = 0; i < n; ++i) ++seen.at(random.below(i, 7));
+  for (int count : seen) EXPECT_NEAR(count, n / 7, 5 * std::sqrt(n / 7.0));
+  EXPECT_THROW(random.below(0, 0), Error);
+}
+
+}  // namespace
+}  // namespace moesh
