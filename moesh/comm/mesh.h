@@ -1,0 +1,82 @@
+#pragma once
+// One world, two views:
+//   dense:  pp x dp_replicate x dp_shard x cp x tp      attention, norms, dense MLP, router, shared experts
+//   sparse: pp x dp_replicate x efsdp    x ep x etp     routed experts
+// Both number the same ranks (the last axis fastest), so efsdp * ep * etp == dp_shard * cp * tp.
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moesh/comm/group.h"
+#include "moesh/types/layout.h"
+
+namespace moesh {
+
+/// Sizes of the axes. efsdp = 0: what is left of dp_shard * cp * tp after ep * etp.
+struct MeshShape {
+  int pp = 1, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 1;
+  int efsdp = 0, ep = 1, etp = 1;
+
+  int num_ranks() const { return pp * dp_replicate * dp_shard * cp * tp; }
+  /// The size of a set of axes: the product.
+  int size(Axes set) const;
+  /// The shape with efsdp filled in; throws Error (config) when sizes do not multiply up, naming them and what would work.
+  MeshShape validated() const;
+  /// The same, and the world must have exactly this many ranks.
+  MeshShape validated(int world_size) const;
+  /// "dp_shard=2 tp=2 ep=4", axes of size 1 left out.
+  std::string describe() const;
+
+  bool operator==(const MeshShape&) const = default;
+};
+
+/// Every shape of exactly num_ranks ranks (pp = 1): each factorisation of the dense view with each of the sparse one.
+std::vector<MeshShape> all_mesh_shapes(int num_ranks);
+
+/// "tp", "dp_shard|cp"
+std::string to_string(Axes set);
+
+class Mesh {
+ public:
+  /// Splits the groups of all axes and of the products that are used. Every rank of `world` makes the same call.
+  Mesh(comm::Group& world, const MeshShape& shape);
+
+  const MeshShape& shape() const { return shape_; }
+  int rank() const { return rank_; }
+  int size(Axes set) const { return shape_.size(set); }
+  /// This rank's place on a set of axes, the last axis fastest: its rank in that group.
+  int coordinate(Axes set) const { return coordinate(rank_, set); }
+  int coordinate(int rank, Axes set) const;
+  /// The ranks that differ from this one on these axes alone. Axes of one view only.
+  const std::shared_ptr<comm::Group>& group(Axes set) const;
+  /// A small table: sizes, and the coordinates of each rank in both views.
+  std::string table() const;
+
+ private:
+  int axis_coordinate(int rank, Axes axis) const;
+  Axes canonical(Axes set) const;
+
+  MeshShape shape_;
+  int rank_;
+  std::map<Axes, std::shared_ptr<comm::Group>> groups_;  // by the axes of the set that are larger than 1
+  std::shared_ptr<comm::Group> solo_;
+};
+
+/// Makes a mesh the one that typed collectives of this thread use, as long as the scope lives.
+class MeshScope {
+ public:
+  explicit MeshScope(const Mesh& mesh);
+  ~MeshScope();
+  MeshScope(const MeshScope&) = delete;
+  MeshScope& operator=(const MeshScope&) = delete;
+
+ private:
+  const Mesh* outer_;
+};
+
+/// The mesh of the innermost scope of this thread.
+const Mesh& current_mesh();
+
+}  // namespace moesh

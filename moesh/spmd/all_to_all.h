@@ -1,0 +1,31 @@
+#pragma once
+#include <vector>
+
+#include "moesh/spmd/raw.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh {
+
+/// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it. Backward: to_owners.
+template <Axes A, auto L>
+auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+  constexpr auto checked = [] {
+    if (on(L, A) != Place::T) throw "to_experts takes token rows (T) to the ranks that hold their experts";
+    return true;
+  }();
+  static_assert(checked);
+  return assume<with(L, A, Place::E)>(raw::exchange_rows(rows.local(), A, send, recv));
+}
+
+/// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward: to_experts.
+template <Axes A, auto L>
+auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+  constexpr auto checked = [] {
+    if (on(L, A) != Place::E) throw "to_owners brings rows (E) home from their experts";
+    return true;
+  }();
+  static_assert(checked);
+  return assume<with(L, A, Place::T)>(raw::exchange_rows(rows.local(), A, send, recv));
+}
+
+}  // namespace moesh

@@ -1,0 +1,12 @@
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+
+namespace moesh::raw {
+
+/// Gives `out`, computed without autograd as a linear function of x, its gradient: `adjoint` takes that of out to that of x.
+/// Backward calls it once, on every rank, also when no gradient came (then with zeros): it may hold collectives.
+at::Tensor attach(const at::Tensor& x, const at::Tensor& out, std::function<at::Tensor(const at::Tensor&)> adjoint);
+
+}  // namespace moesh::raw

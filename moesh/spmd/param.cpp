@@ -1,0 +1,105 @@
+#include "moesh/spmd/param.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+#include "moesh/spmd/attach.h"
+#include "moesh/types/token.h"
+
+namespace moesh::raw {
+namespace {
+
+// Cuts one dimension of a region; sizes of all parts are returned.
+std::vector<std::int64_t> cut(Region& region, std::int64_t dim, int parts, int part) {
+  const auto d = static_cast<size_t>(dim);
+  const Pieces pieces{region.length[d], parts};
+  region.start[d] += pieces.start(part);
+  region.length[d] = pieces.length(part);
+  return pieces.lengths();
+}
+
+double initial_value(const Init& init, const Random& random, std::int64_t index) {
+  switch (init.kind) {
+    case Init::Kind::zeros: return 0;
+    case Init::Kind::ones: return init.scale;
+    case Init::Kind::normal: return init.scale * random.normal(static_cast<std::uint64_t>(index));
+    case Init::Kind::uniform: return init.scale * (2 * random.uniform(static_cast<std::uint64_t>(index)) - 1);
+  }
+  return 0;
+}
+
+// Element i of the region gets the value of its index in the whole tensor.
+at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
+  at::Tensor out = at::empty(region.length, at::TensorOptions(at::kDouble));
+  auto* data = out.data_ptr<double>();
+  const Random random(init.seed, spec.name);
+  const auto dims = spec.shape.size();
+  at::parallel_for(0, out.numel(), 4096, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      std::int64_t rest = i, index = 0, stride = 1;
+      for (size_t d = dims; d-- > 0;) {
+        index += (region.start[d] + rest % region.length[d]) * stride;
+        rest /= region.length[d];
+        stride *= spec.shape[d];
+      }
+      data[i] = initial_value(init, random, index);
+    }
+  });
+  return out.to(at::TensorOptions(spec.device).dtype(spec.dtype));
+}
+
+}  // namespace
+
+Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas, const Init& init) {
+  const auto& mesh = current_mesh();
+  const auto num_dims = static_cast<std::int64_t>(spec.shape.size());
+  MOESH_CHECK(!spec.name.empty(), ErrorKind::config, "a parameter has no name; its name is the stream of its random numbers");
+  MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name, "' has no dimension; give a scalar the shape {1}");
+  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config, "parameter '", spec.name, "': storage_dim ",
+              spec.storage_dim, " of a tensor with ", num_dims, " dimensions");
+  Stored w{.spec = spec, .storage = storage, .replicas = replicas};
+  w.compute = {std::vector<std::int64_t>(spec.shape.size(), 0), spec.shape};
+  Axes seen = none;
+  for (const auto& [axis, dim] : spec.cuts) {
+    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config, "parameter '", spec.name, "' is cut on ",
+                to_string(axis), " along dimension ", dim, ": its layout is cut on ", to_string(cutting), " and it has ", num_dims, " dimensions");
+    cut(w.compute, dim, mesh.size(axis), mesh.coordinate(axis));
+    seen = seen | axis;
+  }
+  MOESH_CHECK(seen == cutting, ErrorKind::config, "parameter '", spec.name, "': its layout is cut on ", to_string(cutting),
+              " and .cuts names ", to_string(seen), "; name the dimension of each, as in .cuts = {{tp, 0}}");
+  w.shard = w.compute;
+  w.storage_sizes = cut(w.shard, spec.storage_dim, mesh.size(storage), mesh.coordinate(storage));
+  w.value = make_values(spec, w.shard, init).requires_grad_(true);
+  return w;
+}
+
+at::Tensor use(const Stored& w, Axes replicas) {
+  const auto& mesh = current_mesh();
+  const auto storage_group = mesh.group(w.storage);
+  const auto replica_group = mesh.group(replicas);
+  const auto compute = w.spec.compute.value_or(w.spec.dtype);
+  at::Tensor out = w.value.detach();
+  if (replica_group->size() > 1) replica_group->expect_same(out, w.spec.name);
+  out = out.to(compute);  // cast before the gather: fewer bytes travel
+  if (storage_group->size() > 1) out = run(Step::all_gather, out, *storage_group, w.spec.storage_dim, w.storage_sizes);
+  return attach(w.value, out, [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
+                               dtype = w.spec.dtype](const at::Tensor& grad) {
+    at::Tensor sum = grad.to(dtype);  // the reduction is in the precision of the master weights
+    if (storage_group->size() > 1) sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
+    return replica_group->all_reduce(sum);
+  });
+}
+
+at::Tensor gather(const Stored& w, const at::Tensor& shard) {
+  MOESH_CHECK(shard.defined(), ErrorKind::config, "parameter '", w.spec.name, "' has no gradient: no backward has reached it");
+  const at::NoGradGuard no_grad;
+  const auto group = current_mesh().group(w.storage);
+  return group->size() == 1 ? shard : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
+}
+
+}  // namespace moesh::raw

@@ -1,0 +1,42 @@
+#pragma once
+// The differentiable collectives behind the typed ones. Plain tensors and run-time placements: nothing here is checked
+// by the compiler, so only the typed headers of this folder call it.
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moesh/comm/mesh.h"
+#include "moesh/types/transition.h"
+
+namespace moesh {
+
+/// Along which dimension a tensor is cut, and how. By itself a dimension means: gathers join equal parts, cuts make pieces
+/// of ceil(size / ranks). `total` gives the whole size (pieces of ceil(total / ranks)), `sizes` any parts at all.
+struct Along {
+  std::int64_t dim;
+  std::int64_t total = -1;
+  std::vector<std::int64_t> sizes = {};
+};
+
+namespace raw {
+
+/// Takes x from one placement to another on the axes; backward takes the gradient between the adjoints.
+at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along, const char* what);
+
+/// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R, identity from I.
+at::Tensor once(const at::Tensor& x, Axes axes, Place from);
+
+/// Rows to other ranks; backward sends the gradients back.
+at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv);
+
+/// Throws where `checked` finds that x, promised to be the same on the axes, is not.
+void expect_same(const at::Tensor& x, Axes axes, const std::string& what);
+
+/// One step, without autograd.
+at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim, const std::vector<std::int64_t>& sizes);
+
+}  // namespace raw
+}  // namespace moesh
