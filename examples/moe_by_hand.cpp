@@ -99,7 +99,9 @@ Result run(comm::Group& world, const MeshShape& shape) {
   auto y = moe(leaf, choice, w1, w2);
   backward(sum_all(square(y)));
   const Along tokens{.dim = 0, .total = N};
-  const auto whole = [](const auto& g, int64_t dim) { return local(all_gather<ep>(all_gather<etp>(g, {.dim = dim, .total = H}), {.dim = 0})); };
+  const auto whole = [](const auto& g, int64_t dim) {
+    return local(all_gather<ep>(all_gather<etp>(g, {.dim = dim, .total = H}), {.dim = 0}));
+  };
   return {local(all_gather<dp>(y, tokens)), local(all_gather<dp>(grad(leaf), tokens)), whole(grad(w1), 1), whole(grad(w2), 2)};
 }
 

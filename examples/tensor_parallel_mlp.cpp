@@ -14,7 +14,7 @@ using enum Place;
 
 constexpr int64_t B = 2, L = 7, D = 8, F4 = 12;  // 7 positions on 4 ranks: shards of 2, 2, 2 and 1
 
-using Shards = Tensor<Dense{T, T, T}>;      // every rank holds its own tokens
+using Shards = Tensor<Dense{T, T, T}>;        // every rank holds its own tokens
 using Column = Param<Dense{I, I, Place::F}>;  // every rank holds its own features
 
 // Leave out the all_gather, or the reduce_scatter, and this does not compile.
@@ -59,7 +59,8 @@ int main() try {
     static std::mutex mutex;
     const std::lock_guard lock(mutex);
     right = right && same;
-    if (world.rank() == 0) std::printf("loss %.12f on %d ranks, %.12f on one\n", r.loss.item<double>(), num_ranks, alone.loss.item<double>());
+    if (world.rank() == 0)
+      std::printf("loss %.12f on %d ranks, %.12f on one\n", r.loss.item<double>(), num_ranks, alone.loss.item<double>());
   });
   std::printf("gradients %s\n", right ? "agree" : "DIFFER");
   return right ? 0 : 1;

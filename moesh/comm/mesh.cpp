@@ -17,10 +17,33 @@ constexpr Axes kSparseOnly = efsdp | ep | etp;
 constexpr Axes kDenseOnly = dp_shard | cp | tp;
 
 // Every set of axes over which something is ever gathered or summed: compute axes, storage, and gradients of parameters.
-constexpr Axes kUsed[] = {
-    dp,   cp, tp,  dp | cp,  dp | tp,   cp | tp,  dp | cp | tp,   fsdp,  fsdp | tp,  dp_replicate, dp_replicate | tp,
-    edp,  ep, etp, edp | ep, edp | etp, ep | etp, edp | ep | etp, efsdp, efsdp | ep, efsdp | etp,  efsdp | ep | etp,
-    dp_replicate | ep, dp_replicate | etp, dp_replicate | ep | etp, dp_shard, pp};
+constexpr Axes kUsed[] = {dp,
+                          cp,
+                          tp,
+                          dp | cp,
+                          dp | tp,
+                          cp | tp,
+                          dp | cp | tp,
+                          fsdp,
+                          fsdp | tp,
+                          dp_replicate,
+                          dp_replicate | tp,
+                          edp,
+                          ep,
+                          etp,
+                          edp | ep,
+                          edp | etp,
+                          ep | etp,
+                          edp | ep | etp,
+                          efsdp,
+                          efsdp | ep,
+                          efsdp | etp,
+                          efsdp | ep | etp,
+                          dp_replicate | ep,
+                          dp_replicate | etp,
+                          dp_replicate | ep | etp,
+                          dp_shard,
+                          pp};
 
 const char* axis_name(Axes axis) {
   switch (axis) {
@@ -98,7 +121,8 @@ MeshShape MeshShape::validated(int world_size) const {
 std::string MeshShape::describe() const {
   std::string text;
   each_axis(static_cast<Axes>(255), [&](Axes a) {
-    if (axis_size(*this, a) > 1) text += (text.empty() ? "" : " ") + std::string(axis_name(a)) + "=" + std::to_string(axis_size(*this, a));
+    if (axis_size(*this, a) > 1)
+      text += (text.empty() ? "" : " ") + std::string(axis_name(a)) + "=" + std::to_string(axis_size(*this, a));
   });
   return text.empty() ? "one rank" : text;
 }
@@ -111,8 +135,13 @@ std::vector<MeshShape> all_mesh_shapes(int num_ranks) {
         const int block = num_ranks / replicate;
         for (int experts : divisors(block))
           for (int tensor : divisors(block / experts))
-            all.push_back(MeshShape{.dp_replicate = replicate, .dp_shard = shard, .cp = context, .tp = block / shard / context,
-                                    .ep = experts, .etp = tensor}.validated(num_ranks));
+            all.push_back(MeshShape{.dp_replicate = replicate,
+                                    .dp_shard = shard,
+                                    .cp = context,
+                                    .tp = block / shard / context,
+                                    .ep = experts,
+                                    .etp = tensor}
+                              .validated(num_ranks));
       }
   return all;
 }
@@ -197,8 +226,9 @@ MeshScope::MeshScope(const Mesh& mesh) : outer_(scoped_mesh) { scoped_mesh = &me
 MeshScope::~MeshScope() { scoped_mesh = outer_; }
 
 const Mesh& current_mesh() {
-  MOESH_CHECK(scoped_mesh, ErrorKind::config,
-              "this thread has no mesh: make one at the start of the rank's function, Mesh mesh(world, {.tp = 2}); MeshScope scope(mesh);");
+  MOESH_CHECK(
+      scoped_mesh, ErrorKind::config,
+      "this thread has no mesh: make one at the start of the rank's function, Mesh mesh(world, {.tp = 2}); MeshScope scope(mesh);");
   return *scoped_mesh;
 }
 

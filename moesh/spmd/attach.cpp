@@ -18,7 +18,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     context->saved_data["adjoint"] = c10::IValue::make_capsule(adjoint);
     return out.detach();  // a tensor of its own, also where the step returned its input
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
     const at::NoGradGuard no_grad;
     const auto adjoint = c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
     return {adjoint->apply(grads[0]), at::Tensor(), at::Tensor()};

@@ -8,7 +8,8 @@ namespace moesh {
 template <auto L>
 void backward(const Tensor<L>& loss) {
   [[maybe_unused]] constexpr auto checked = check_loss(L);
-  MOESH_CHECK(loss.local().numel() == 1, ErrorKind::config, "backward of a loss with ", loss.local().numel(), " elements; sum it first (sum_all)");
+  MOESH_CHECK(loss.local().numel() == 1, ErrorKind::config, "backward of a loss with ", loss.local().numel(),
+              " elements; sum it first (sum_all)");
   loss.local().backward();
 }
 

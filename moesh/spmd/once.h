@@ -10,7 +10,8 @@ template <Axes A, auto L>
 auto once(const Tensor<L>& x) {
   constexpr Place from = on(L, A);
   constexpr auto checked = [] {
-    if (!is_whole(from)) throw "once takes a value that every rank has whole (R or I); a shard becomes a term by as_term<axis>(x)";
+    if (!is_whole(from))
+      throw "once takes a value that every rank has whole (R or I); a shard becomes a term by as_term<axis>(x)";
     return true;
   }();
   static_assert(checked);

@@ -26,7 +26,9 @@ at::Tensor softmax(const at::Tensor& x) { return at::softmax(x, -1); }
 at::Tensor rms_norm(const at::Tensor& x, double eps) {
   return x * at::rsqrt(at::mean(at::square(x), {-1}, /*keepdim=*/true) + eps);
 }
-at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) { return dims.empty() ? at::sum(x) : at::sum(x, dims); }
+at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
+  return dims.empty() ? at::sum(x) : at::sum(x, dims);
+}
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
 at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index) { return x.select(dim, index); }
 at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std::int64_t length) {

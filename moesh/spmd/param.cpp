@@ -4,7 +4,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/spmd/attach.h"
@@ -59,14 +58,15 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
   const auto num_dims = static_cast<std::int64_t>(spec.shape.size());
   MOESH_CHECK(!spec.name.empty(), ErrorKind::config, "a parameter has no name; its name is the stream of its random numbers");
   MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name, "' has no dimension; give a scalar the shape {1}");
-  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config, "parameter '", spec.name, "': storage_dim ",
-              spec.storage_dim, " of a tensor with ", num_dims, " dimensions");
+  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config, "parameter '", spec.name,
+              "': storage_dim ", spec.storage_dim, " of a tensor with ", num_dims, " dimensions");
   Stored w{.spec = spec, .storage = storage, .replicas = replicas};
   w.compute = {std::vector<std::int64_t>(spec.shape.size(), 0), spec.shape};
   Axes seen = none;
   for (const auto& [axis, dim] : spec.cuts) {
-    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config, "parameter '", spec.name, "' is cut on ",
-                to_string(axis), " along dimension ", dim, ": its layout is cut on ", to_string(cutting), " and it has ", num_dims, " dimensions");
+    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config, "parameter '", spec.name,
+                "' is cut on ", to_string(axis), " along dimension ", dim, ": its layout is cut on ", to_string(cutting),
+                " and it has ", num_dims, " dimensions");
     cut(w.compute, dim, mesh.size(axis), mesh.coordinate(axis));
     seen = seen | axis;
   }
@@ -87,12 +87,13 @@ at::Tensor use(const Stored& w, Axes replicas) {
   if (replica_group->size() > 1) replica_group->expect_same(out, w.spec.name);
   out = out.to(compute);  // cast before the gather: fewer bytes travel
   if (storage_group->size() > 1) out = run(Step::all_gather, out, *storage_group, w.spec.storage_dim, w.storage_sizes);
-  return attach(w.value, out, [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
-                               dtype = w.spec.dtype](const at::Tensor& grad) {
-    at::Tensor sum = grad.to(dtype);  // the reduction is in the precision of the master weights
-    if (storage_group->size() > 1) sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
-    return replica_group->all_reduce(sum);
-  });
+  return attach(w.value, out,
+                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
+                 dtype = w.spec.dtype](const at::Tensor& grad) {
+                  at::Tensor sum = grad.to(dtype);  // the reduction is in the precision of the master weights
+                  if (storage_group->size() > 1) sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
+                  return replica_group->all_reduce(sum);
+                });
 }
 
 at::Tensor gather(const Stored& w, const at::Tensor& shard) {

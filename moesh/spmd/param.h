@@ -24,8 +24,8 @@ struct ParamSpec {
   std::vector<std::int64_t> shape;
   std::vector<std::pair<Axes, std::int64_t>> cuts = {};
   std::int64_t storage_dim = 0;
-  at::ScalarType dtype = at::kFloat;                   // of the master weights and of the gradient's reduction
-  std::optional<at::ScalarType> compute = {};          // what `use` casts to; the same if not given
+  at::ScalarType dtype = at::kFloat;           // of the master weights and of the gradient's reduction
+  std::optional<at::ScalarType> compute = {};  // what `use` casts to; the same if not given
   at::Device device = at::kCPU;
 };
 
@@ -39,11 +39,11 @@ struct Init {
 /// The part of a parameter that this rank stores.
 struct Stored {
   ParamSpec spec;
-  Axes storage = none;                          // the axes over which it is stored in shards
-  Axes replicas = none;                         // the axes on which the gradient is summed after the shards are
-  Region compute, shard;                        // what `use` gives, and what this rank stores of it
-  std::vector<std::int64_t> storage_sizes;      // of each storage rank along storage_dim
-  at::Tensor value;                             // the leaf: [shard.length]
+  Axes storage = none;                      // the axes over which it is stored in shards
+  Axes replicas = none;                     // the axes on which the gradient is summed after the shards are
+  Region compute, shard;                    // what `use` gives, and what this rank stores of it
+  std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
+  at::Tensor value;                         // the leaf: [shard.length]
 };
 
 namespace raw {
@@ -59,7 +59,8 @@ at::Tensor gather(const Stored& w, const at::Tensor& shard);
 template <Layout L>
 constexpr L check_param(L layout) {
   for (Place p : places(layout))
-    if (p != Place::I && p != Place::F && p != Place::E) throw "a parameter is I, F or E on each axis: it enters work (R) through use(w)";
+    if (p != Place::I && p != Place::F && p != Place::E)
+      throw "a parameter is I, F or E on each axis: it enters work (R) through use(w)";
   if (places(layout)[0] != Place::I) throw "a parameter is I on dp (edp): FSDP is its storage, not its meaning";
   if constexpr (std::same_as<L, Dense>)
     if (layout.cp != Place::I) throw "a parameter is I on cp: FSDP is its storage, not its meaning";

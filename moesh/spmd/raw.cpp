@@ -13,13 +13,14 @@ namespace moesh::raw {
 namespace {
 
 // The part of each rank along the dimension. `x` is this rank's part, or the whole.
-std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool is_part, const comm::Group& group, const char* what) {
+std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool is_part, const comm::Group& group,
+                                  const char* what) {
   const std::int64_t n = group.size(), here = x.size(along.dim);
   std::vector<std::int64_t> sizes = along.sizes;
   if (sizes.empty() && along.total >= 0) sizes = Pieces{along.total, n}.lengths();
   if (sizes.empty()) sizes = is_part ? std::vector<std::int64_t>(static_cast<size_t>(n), here) : Pieces{here, n}.lengths();
-  MOESH_CHECK(static_cast<std::int64_t>(sizes.size()) == n, ErrorKind::config, what, " along dimension ", along.dim, ": sizes ", sizes,
-              " list ", sizes.size(), " ranks, and group '", group.name(), "' has ", n);
+  MOESH_CHECK(static_cast<std::int64_t>(sizes.size()) == n, ErrorKind::config, what, " along dimension ", along.dim, ": sizes ",
+              sizes, " list ", sizes.size(), " ranks, and group '", group.name(), "' has ", n);
   const std::int64_t total = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
   const std::int64_t mine = sizes[static_cast<size_t>(group.rank())];
   MOESH_CHECK(here == (is_part ? mine : total), ErrorKind::config, what, " along dimension ", along.dim, ": rank ", group.rank(),
@@ -86,7 +87,8 @@ at::Tensor once(const at::Tensor& x, Axes axes, Place from) {
   return attach(x, keep_first(value), adjoint);
 }
 
-at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send,
+                         const std::vector<std::int64_t>& recv) {
   const auto group = current_mesh().group(axes);
   if (group->size() == 1) return x;
   return attach(x, group->all_to_all(x.detach(), send, recv),

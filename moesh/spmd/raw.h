@@ -30,7 +30,8 @@ at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Alon
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
 /// Rows to other ranks; backward sends the gradients back.
-at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv);
+at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send,
+                         const std::vector<std::int64_t>& recv);
 
 /// Throws where `checked` finds that x, promised to be the same on the axes, is not.
 void expect_same(const at::Tensor& x, Axes axes, const std::string& what);

@@ -1,0 +1,139 @@
+#include "moesh/comm/mesh.h"
+
+#include <gtest/gtest.h>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+
+namespace moesh {
+namespace {
+
+std::string error_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::config);
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(MeshShape, FillsInWhatIsLeftForTheExperts) {
+  const MeshShape s = MeshShape{.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2}.validated();
+  EXPECT_EQ(s.efsdp, 2);
+  EXPECT_EQ(s.size(dp | cp), 4);
+  EXPECT_EQ(s.size(efsdp | ep | etp), 8);
+  EXPECT_EQ(s.describe(), "dp_shard=2 cp=2 tp=2 efsdp=2 ep=2 etp=2");
+}
+
+TEST(MeshShape, NamesSizesThatDoNotMultiplyUp) {
+  EXPECT_EQ(
+      error_of([] { MeshShape{.dp_shard = 2, .tp = 2, .ep = 3}.validated(); }),
+      "mesh: ep * etp = 3 * 1 = 3 does not divide dp_shard * cp * tp = 2 * 1 * 2 = 4; the experts use the same ranks, so ep * etp "
+      "must be one of [1, 2, 4]");
+  EXPECT_EQ(error_of([] { MeshShape{.tp = 4, .efsdp = 3, .ep = 2}.validated(); }),
+            "mesh: efsdp * ep * etp = 3 * 2 * 1 = 6, and dp_shard * cp * tp = 4; set efsdp to 2 or leave it out");
+  EXPECT_EQ(
+      error_of([] { MeshShape{.dp_shard = 2, .tp = 2}.validated(6); }),
+      "mesh: pp * dp_replicate * dp_shard * cp * tp = 1 * 1 * 2 * 1 * 2 = 4, and the world has 6 ranks; start 4 ranks, or change a "
+      "size so that the product is 6");
+  EXPECT_EQ(error_of([] { MeshShape{.cp = 0}.validated(); }), "mesh: cp is 0; every axis has a size of 1 or more");
+  EXPECT_EQ(error_of([] { current_mesh(); }).substr(0, 23), "this thread has no mesh");
+}
+
+TEST(MeshShape, ThereAre333OfUpToEightRanks) {
+  size_t num = 0;
+  for (int n = 1; n <= 8; ++n) num += all_mesh_shapes(n).size();
+  EXPECT_EQ(num, 333u);
+}
+
+// A rank's place by the definition: both views number the ranks with the last axis fastest.
+int expected_coordinate(const MeshShape& s, int rank, Axes axis) {
+  const bool sparse = axis == efsdp || axis == ep || axis == etp;
+  const int last = sparse ? s.etp : s.tp, middle = sparse ? s.ep : s.cp, first = sparse ? s.efsdp : s.dp_shard;
+  if (axis == tp || axis == etp) return rank % last;
+  if (axis == cp || axis == ep) return rank / last % middle;
+  if (axis == dp_shard || axis == efsdp) return rank / (last * middle) % first;
+  if (axis == dp_replicate) return rank / (last * middle * first) % s.dp_replicate;
+  return rank / (last * middle * first * s.dp_replicate);
+}
+
+TEST(Mesh, GroupsHoldTheRanksThatDifferOnTheirAxesAlone) {
+  std::vector<MeshShape> shapes = all_mesh_shapes(4);
+  for (const auto& s : all_mesh_shapes(6)) shapes.push_back(s);
+  shapes.push_back({.pp = 2, .dp_replicate = 2, .dp_shard = 1, .cp = 1, .tp = 2, .ep = 2});
+  shapes.push_back({.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2});
+  for (const auto& shape : shapes) {
+    SCOPED_TRACE(shape.describe());
+    comm::launch(shape.num_ranks(), [&](comm::Group& world) {
+      const Mesh mesh(world, shape);
+      const auto& s = mesh.shape();
+      for (Axes set : {dp,
+                       cp,
+                       tp,
+                       dp | cp,
+                       dp | tp,
+                       cp | tp,
+                       dp | cp | tp,
+                       fsdp,
+                       dp_replicate,
+                       dp_replicate | tp,
+                       edp,
+                       ep,
+                       etp,
+                       edp | ep,
+                       ep | etp,
+                       edp | ep | etp,
+                       efsdp,
+                       dp_replicate | ep,
+                       dp_replicate | etp,
+                       dp_replicate | ep | etp,
+                       pp}) {
+        const bool sparse = (set & (efsdp | ep | etp)) != none;
+        std::vector<int> expected;
+        for (int r = 0; r < world.size(); ++r) {
+          bool member = true;
+          for (Axes a : {pp, dp_replicate, sparse ? efsdp : dp_shard, sparse ? ep : cp, sparse ? etp : tp})
+            member = member && (contains(set, a) || expected_coordinate(s, r, a) == expected_coordinate(s, world.rank(), a));
+          if (member) expected.push_back(r);
+        }
+        const auto& group = *mesh.group(set);
+        if (expected.size() > 1) EXPECT_EQ(group.members(), expected) << to_string(set);
+        EXPECT_EQ(group.size(), static_cast<int>(expected.size())) << to_string(set);
+        EXPECT_EQ(group.rank(), mesh.coordinate(set)) << to_string(set);
+      }
+      EXPECT_THROW(mesh.group(cp | ep), Error);
+    });
+  }
+}
+
+TEST(Mesh, PrintsASmallTable) {
+  comm::launch(4, [](comm::Group& world) {
+    const Mesh mesh(world, {.dp_shard = 2, .tp = 2, .ep = 4});
+    if (world.rank() == 0)
+      EXPECT_EQ(mesh.table(),
+                "mesh of 4 ranks\n"
+                "dense   pp 1  dp_replicate 1  dp_shard 2  cp 1  tp 2  \n"
+                "sparse  pp 1  dp_replicate 1  efsdp 1  ep 4  etp 1  \n"
+                "rank    dense (dp cp tp)   sparse (edp ep etp)\n"
+                "0       0  0  0            0  0  0  \n"
+                "1       0  0  1            0  1  0  \n"
+                "2       1  0  0            0  2  0  \n"
+                "3       1  0  1            0  3  0  \n");
+  });
+}
+
+TEST(Mesh, ScopesNest) {
+  comm::launch(1, [](comm::Group& world) {
+    const Mesh outer(world, {}), inner(world, {});
+    const MeshScope a(outer);
+    {
+      const MeshScope b(inner);
+      EXPECT_EQ(&current_mesh(), &inner);
+    }
+    EXPECT_EQ(&current_mesh(), &outer);
+  });
+}
+
+}  // namespace
+}  // namespace moesh

@@ -1,0 +1,112 @@
+#include "moesh/spmd/ops.h"
+
+#include <gtest/gtest.h>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/spmd/spmd.h"
+#include "tests/spmd/device.h"
+
+namespace moesh {
+namespace {
+
+using enum Place;
+
+at::Tensor random(at::IntArrayRef shape) { return at::randn(shape, at::TensorOptions(at::kDouble).device(test_device())); }
+
+// The layout of a result, as a compile-time value.
+template <class X>
+constexpr auto layout_of = std::remove_cvref_t<X>::layout;
+
+TEST(Ops, AgreeWithLibTorchAndCarryTheirLayout) {
+  const auto x = assume<Dense{T, T, R}>(random({3, 4}));
+  const auto w = assume<Dense{R, R, F}>(random({5, 4}));
+  const auto w2 = assume<Dense{R, R, F}>(random({4, 5}));
+  const auto norm = assume<Dense{R, R, R}>(random({4}));
+
+  const auto h = linear(x, w);
+  static_assert(layout_of<decltype(h)> == Dense{T, T, F});
+  EXPECT_TRUE(at::allclose(local(h), local(x).matmul(local(w).t())));
+  const auto y = linear(silu(h), w2);
+  static_assert(layout_of<decltype(y)> == Dense{T, T, P});
+  EXPECT_TRUE(at::allclose(local(y), (local(h) * local(h).sigmoid()).matmul(local(w2).t())));
+
+  static_assert(layout_of<decltype(y + y)> == Dense{T, T, P});
+  static_assert(layout_of<decltype(y - y)> == Dense{T, T, P});
+  static_assert(layout_of<decltype(scale(y, 2))> == Dense{T, T, P});
+  static_assert(layout_of<decltype(x * x)> == Dense{T, T, R});
+  EXPECT_TRUE(at::equal(local(y + y), local(y) + local(y)));
+  EXPECT_TRUE(at::equal(local(y - y), at::zeros_like(local(y))));
+  EXPECT_TRUE(at::equal(local(scale(y, 2)), local(y) * 2));
+  EXPECT_TRUE(at::equal(local(add_scalar(x, 2)), local(x) + 2));
+  EXPECT_TRUE(at::equal(local(square(x)), local(x) * local(x)));
+  EXPECT_TRUE(at::allclose(local(softmax(x)), at::softmax(local(x), -1)));
+  const auto n = rms_norm(x, norm, 1e-6);
+  static_assert(layout_of<decltype(n)> == Dense{T, T, R});
+  EXPECT_TRUE(at::allclose(local(n), at::rms_norm(local(x), {4}, local(norm), 1e-6)));
+  EXPECT_EQ(local(cast(x, at::kFloat)).scalar_type(), at::kFloat);
+}
+
+TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
+  const auto x = assume<Dense{T, T, F}>(random({3, 4}));
+  static_assert(layout_of<decltype(sum<Over::tokens>(x, {0}))> == Dense{P, P, F});
+  static_assert(layout_of<decltype(sum<Over::features>(x, {1}))> == Dense{T, T, P});
+  static_assert(layout_of<decltype(sum_all(x))> == Dense{P, P, P});
+  const auto rows = assume<Sparse{T, E, R}>(random({3, 4}));
+  static_assert(layout_of<decltype(sum<Over::experts>(rows, {0}))> == Sparse{T, P, R});
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(x, {0})), local(x).sum(0)));
+  EXPECT_TRUE(at::allclose(local(sum<Over::features>(x, {1})), local(x).sum(1)));
+  EXPECT_TRUE(at::allclose(local(sum_all(x)), local(x).sum()));
+}
+
+TEST(Ops, PartsKeepTheirLayout) {
+  const auto x = assume<Sparse{T, E, P}>(random({3, 4}));
+  static_assert(layout_of<decltype(select(x, 0, 1))> == Sparse{T, E, P});
+  EXPECT_TRUE(at::equal(local(cat(std::vector{narrow(x, 0, 0, 1), narrow(x, 0, 1, 2)}, 0)), local(x)));
+  EXPECT_TRUE(at::equal(local(select(x, 0, 1)), local(x)[1]));
+}
+
+TEST(Backward, GradientsHaveTheAdjointPlacement) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.tp = 2});
+        const MeshScope scope(mesh);
+        const auto x = as_leaf(assume<Dense{I, I, R}>(at::ones({2}, at::TensorOptions(at::kDouble).device(test_device()))));
+        const auto mine = scale(x, world.rank() + 1.0);
+        backward(sum_all(keep<tp>(mine, {.dim = 0})));  // rank r reads element r: the loss is P on tp, I elsewhere
+        const auto g = grad(x);
+        static_assert(layout_of<decltype(g)> == Dense{I, I, P});
+        EXPECT_TRUE(at::equal(local(all_reduce<tp>(g)).cpu(), at::tensor({1.0, 2.0}, at::kDouble)));
+      },
+      test_options());
+}
+
+TEST(Backward, ErrorsNameTheCure) {
+  const auto x = as_leaf(assume<Dense{P, P, P}>(at::ones({2})));
+  EXPECT_THROW(backward(x), Error);
+  EXPECT_THROW(grad(x), Error);
+}
+
+std::string logged;
+
+TEST(Whole, NumbersAreReadLoggedAndClipped) {
+  const auto norm = assume<Dense{I, I, I}>(at::full({}, 4.0));
+  EXPECT_EQ(number(norm), 4);
+  set_log_sink([](LogLevel, const std::string& line) { logged = line; });
+  log_number("grad_norm", norm);
+  set_log_sink(nullptr);
+  EXPECT_EQ(logged, "[info] grad_norm 4");
+  std::vector<at::Tensor> gradients{at::full({2}, 8.0), at::full({1}, 2.0)};
+  EXPECT_EQ(clip(gradients, norm, 1.0), 0.25);
+  EXPECT_EQ(gradients[0][1].item<double>(), 2);
+  EXPECT_EQ(gradients[1][0].item<double>(), 0.5);
+  EXPECT_EQ(clip(gradients, norm, 5.0), 1);
+  EXPECT_EQ(gradients[1][0].item<double>(), 0.5);
+  EXPECT_THROW(clip(gradients, assume<Dense{I, I, I}>(at::full({}, NAN)), 1.0), Error);
+  EXPECT_THROW(clip(gradients, norm, 0), Error);
+  EXPECT_THROW(number(assume<Dense{I, I, I}>(at::ones({2}))), Error);
+}
+
+}  // namespace
+}  // namespace moesh
