@@ -11,10 +11,11 @@ if(NOT EXISTS "${MOESH_TORCH_DIR}/include/ATen/core/Tensor.h" OR NOT EXISTS "${M
     "include/ATen or lib/libtorch_cpu.so). Pass -DMOESH_TORCH_DIR=$(python3 -c 'import torch; print(torch.__path__[0])').")
 endif()
 
-file(STRINGS "${MOESH_TORCH_DIR}/include/torch/headeronly/version.h" _lines REGEX "define TORCH_VERSION_M")
-if(NOT _lines)
-  file(STRINGS "${MOESH_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h" _lines REGEX "define TORCH_VERSION_M")
+set(_header "${MOESH_TORCH_DIR}/include/torch/headeronly/version.h")
+if(NOT EXISTS "${_header}") # older ones have it elsewhere
+  set(_header "${MOESH_TORCH_DIR}/include/torch/csrc/api/include/torch/version.h")
 endif()
+file(STRINGS "${_header}" _lines REGEX "define TORCH_VERSION_M")
 string(REGEX MATCH "TORCH_VERSION_MAJOR ([0-9]+)" _ "${_lines}")
 set(_major "${CMAKE_MATCH_1}")
 string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${_lines}")

@@ -67,8 +67,8 @@ template <class... Vs>
 
 /// MOESH_CHECK(x > 0, ErrorKind::config, "x is ", x, "; set it to 1 or more"). Without a kind it is an internal error
 /// and the message also names file, line and condition.
-#define MOESH_CHECK(cond, ...)                                                          \
-  do {                                                                                  \
-    if (!(cond)) [[unlikely]]                                                           \
-      ::moesh::detail::fail_with(__FILE__, __LINE__, #cond, __VA_ARGS__);               \
+#define MOESH_CHECK(cond, ...)                                            \
+  do {                                                                    \
+    if (!(cond)) [[unlikely]]                                             \
+      ::moesh::detail::fail_with(__FILE__, __LINE__, #cond, __VA_ARGS__); \
   } while (false)

@@ -37,8 +37,8 @@ void set_log_sink(LogSink sink) { current_sink = sink; }
 
 void log_line(LogLevel level, const std::string& text) {
   const char* name = kNames[static_cast<int>(level)];
-  const std::string line = current_rank < 0 ? detail::concat("[", name, "] ", text)
-                                            : detail::concat("[", name, " rank ", current_rank, "] ", text);
+  const std::string line =
+      current_rank < 0 ? detail::concat("[", name, "] ", text) : detail::concat("[", name, " rank ", current_rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
   const std::string with_end = line + '\n';
   std::fwrite(with_end.data(), 1, with_end.size(), stderr);

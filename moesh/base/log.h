@@ -13,7 +13,8 @@ enum class LogLevel { debug, info, warn, error, off };
 void set_log_rank(int rank);
 int log_rank();
 
-/// Lines below this level are dropped. Initially from the environment variable MOESH_LOG (debug, info, warn, error, off), else info.
+/// Lines below this level are dropped. Initially from the environment variable MOESH_LOG (debug, info, warn, error, off), else
+/// info.
 void set_log_level(LogLevel level);
 LogLevel log_level();
 
@@ -29,8 +30,12 @@ void log(LogLevel level, const Vs&... vs) {
 }
 
 template <class... Vs>
-void log_info(const Vs&... vs) { log(LogLevel::info, vs...); }
+void log_info(const Vs&... vs) {
+  log(LogLevel::info, vs...);
+}
 template <class... Vs>
-void log_warn(const Vs&... vs) { log(LogLevel::warn, vs...); }
+void log_warn(const Vs&... vs) {
+  log(LogLevel::warn, vs...);
+}
 
 }  // namespace moesh

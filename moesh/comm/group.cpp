@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <map>
@@ -69,6 +70,9 @@ at::Tensor Handle::wait() {
 Trace::Trace() : outer_(current_trace) { current_trace = this; }
 Trace::~Trace() { current_trace = outer_; }
 
+TracePause::TracePause() : paused_(current_trace) { current_trace = nullptr; }
+TracePause::~TracePause() { current_trace = paused_; }
+
 Group::Group(std::string name, int rank, std::vector<int> members)
     : name_(std::move(name)), rank_(rank), members_(std::move(members)) {
   MOESH_CHECK(rank >= 0 && rank < size(), "rank ", rank, " of a group of ", size());
@@ -84,7 +88,7 @@ std::vector<int> Group::world_ranks(const std::vector<int>& ranks) const {
 void Group::check(Collective op, const at::Tensor& x) const {
   MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_, "': the tensor is undefined");
   MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_, "': dtype ",
-              x.scalar_type(), " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
+              c10::getDtypeNames(x.scalar_type()).first, " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
   MOESH_CHECK(x.dim() <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", x.dim(),
               " dimensions; at most 8 are supported, so flatten some");
 }
@@ -111,15 +115,14 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
   return rows;
 }
 
-void Group::trace(Collective op, const at::Tensor& x) const {
-  for (Trace* t = current_trace; t; t = t->outer_)
-    t->entries_.push_back({name_, op, static_cast<std::int64_t>(x.nbytes())});
+void Group::trace(Collective op, std::size_t bytes) const {
+  for (Trace* t = current_trace; t; t = t->outer_) t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
 }
 
 Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
   check_reduce(Collective::all_reduce, x, op);
   if (size() == 1) return Handle(x);
-  trace(Collective::all_reduce, x);
+  trace(Collective::all_reduce, x.nbytes());
   return Handle(do_all_reduce(x.contiguous(), op));
 }
 
@@ -132,7 +135,7 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
   MOESH_CHECK(rows[static_cast<size_t>(rank_)] == x.size(0), ErrorKind::comm, "all_gather on group '", name_, "': rank ", rank_,
               " holds ", x.size(0), " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
-  trace(Collective::all_gather, x);
+  trace(Collective::all_gather, x.nbytes());
   return Handle(do_all_gather(x.contiguous(), rows));
 }
 
@@ -141,7 +144,7 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
   MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "reduce_scatter on group '", name_, "': a scalar has no rows; use all_reduce");
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
-  trace(Collective::reduce_scatter, x);
+  trace(Collective::reduce_scatter, x.nbytes());
   return Handle(do_reduce_scatter(x.contiguous(), rows, op));
 }
 
@@ -155,7 +158,7 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
   MOESH_CHECK(send[self] == recv[self], ErrorKind::comm, "all_to_all on group '", name_, "': rank ", rank_, " keeps ", send[self],
               " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
-  trace(Collective::all_to_all, x);
+  trace(Collective::all_to_all, x.nbytes());
   return Handle(do_all_to_all(x.contiguous(), send, recv));
 }
 
@@ -164,12 +167,13 @@ Handle Group::start_broadcast(const at::Tensor& x, int root) {
   MOESH_CHECK(root >= 0 && root < size(), ErrorKind::comm, "broadcast on group '", name_, "' from rank ", root,
               "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
-  trace(Collective::broadcast, x);
+  trace(Collective::broadcast, x.nbytes());
   return Handle(do_broadcast(x.contiguous(), root));
 }
 
 void Group::barrier() {
   if (size() == 1) return;
+  trace(Collective::barrier, 0);
   do_barrier();
 }
 

@@ -1,7 +1,7 @@
 #pragma once
-// A group of ranks and its collectives. Values are returned, inputs are never written. Rows (dimension 0) may be
-// uneven: `rows[r]` is what rank r holds, and every rank passes the same list. Backends live in threads/, mpi/, nccl/;
-// checked/ wraps any of them.
+// A group of ranks and its collectives. Values are returned, inputs are never written (a group of one rank returns its
+// input). Rows (dimension 0) may be uneven: `rows[r]` is what rank r holds, and every rank passes the same list. Backends
+// live in threads/, mpi/, nccl/; checked/ wraps any of them.
 
 #include <ATen/core/Tensor.h>
 
@@ -22,7 +22,7 @@ const char* to_string(ReduceOp op);
 /// Rows (dimension 0) per rank. Empty: the same on every rank.
 using Rows = std::vector<std::int64_t>;
 
-/// An operation that was started. `wait` ends it.
+/// An operation that was started. `wait` ends it. Ranks wait in the same order, and before the group is gone.
 class Work {
  public:
   virtual ~Work() = default;
@@ -66,6 +66,18 @@ class Trace {
   friend class Group;
   std::vector<TraceEntry> entries_;
   Trace* outer_;
+};
+
+/// While it lives, nothing is recorded: what a wrapper sends on its own account is not the program's doing.
+class TracePause {
+ public:
+  TracePause();
+  ~TracePause();
+  TracePause(const TracePause&) = delete;
+  TracePause& operator=(const TracePause&) = delete;
+
+ private:
+  Trace* paused_;
 };
 
 class Group {
@@ -135,7 +147,7 @@ class Group {
   void check(Collective op, const at::Tensor& x) const;
   void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
   Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
-  void trace(Collective op, const at::Tensor& x) const;
+  void trace(Collective op, std::size_t bytes) const;
 
   std::string name_;
   int rank_;

@@ -2,7 +2,9 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <numeric>
 
@@ -12,8 +14,11 @@
 namespace moesh::comm {
 namespace {
 
-// Below this a rank reads all of its peers' tensors and sums everything itself: one exchange instead of two.
+// Up to here a rank copies its input for its peers and does not wait until they have read it, and all_reduce is one exchange
+// in which every rank sums everything.
 constexpr std::int64_t kSmallBytes = 32 * 1024;
+
+bool is_small(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()) <= kSmallBytes; }
 
 std::int64_t row_numel(const at::Tensor& x) {
   std::int64_t n = 1;
@@ -49,14 +54,29 @@ at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
   return at::empty(shape, like.options());
 }
 
+// What the peers read: x, or a copy of it that nobody will write.
+at::Tensor for_peers(const at::Tensor& x) {
+  if (!is_small(x)) return x;
+  const at::Tensor own = at::empty_like(x);
+  copy(part(own, 0, own.numel()), part(x, 0, x.numel()), x.options());
+  return own;
+}
+
+// Own block first, then round the group: ranks do not all read the same peer at once.
+void copy_all(const std::vector<Block>& into, const std::vector<Block>& from, int rank, const at::TensorOptions& options) {
+  for (size_t k = 0; k < from.size(); ++k) {
+    const size_t j = (static_cast<size_t>(rank) + k) % from.size();
+    copy(into[j], from[j], options);
+  }
+}
+
 // all_gather, all_to_all, broadcast: each block that comes has its place in the result.
 class CopyWork final : public Work {
  public:
-  CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Block> into)
-      : exchange_(std::move(exchange)), out_(std::move(out)), into_(std::move(into)) {}
+  CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Block> into, int rank)
+      : exchange_(std::move(exchange)), out_(std::move(out)), into_(std::move(into)), rank_(rank) {}
   at::Tensor wait() override {
-    const auto blocks = exchange_->receive();
-    for (size_t j = 0; j < blocks.size(); ++j) copy(into_[j], blocks[j], out_.options());
+    copy_all(into_, exchange_->receive(), rank_, out_.options());
     exchange_->close();
     return out_;
   }
@@ -65,6 +85,7 @@ class CopyWork final : public Work {
   std::unique_ptr<Exchange> exchange_;
   at::Tensor out_;
   std::vector<Block> into_;
+  int rank_;
 };
 
 // reduce_scatter and the small all_reduce: the blocks that come are summed.
@@ -95,16 +116,27 @@ class AllReduceWork final : public Work {
     into_ = parts(out_, cut.lengths(), 1);
     auto send = parts(x, cut.lengths(), 1);
     const std::vector<std::int64_t> recv(send.size(), cut.length(group.rank()));
-    exchange_ = group.post({call, std::move(send), recv, {}, {x}, x.options()});
+    // Nobody posts the second phase before having read the first: its end is not waited for.
+    exchange_ = group.post({.call = call,
+                            .send = std::move(send),
+                            .recv = recv,
+                            .into = {},
+                            .keep = {x},
+                            .options = x.options(),
+                            .wait_for_readers = false});
   }
   at::Tensor wait() override {
     const auto mine = into_[static_cast<size_t>(group_.rank())];
     fold(op_, exchange_->receive(), mine, out_.options());
     exchange_->close();
     call_.phase = 1;
-    auto gather = group_.post({call_, std::vector<Block>(into_.size(), mine), sizes(into_), into_, {out_}, out_.options()});
-    const auto blocks = gather->receive();
-    for (size_t j = 0; j < blocks.size(); ++j) copy(into_[j], blocks[j], out_.options());
+    auto gather = group_.post({.call = call_,
+                               .send = std::vector<Block>(into_.size(), mine),
+                               .recv = sizes(into_),
+                               .into = into_,
+                               .keep = {out_},
+                               .options = out_.options()});
+    copy_all(into_, gather->receive(), group_.rank(), out_.options());
     gather->close();
     return out_;
   }
@@ -144,10 +176,11 @@ std::string Call::describe() const {
   std::string text = std::string(to_string(op)) + "(";
   if (op == Collective::all_reduce || op == Collective::reduce_scatter) text += std::string(to_string(reduce)) + ", ";
   if (op == Collective::broadcast) text += "from rank " + std::to_string(root) + ", ";
-  return text + detail::concat(static_cast<at::ScalarType>(dtype), " ", std::vector<std::int64_t>(dims, dims + num_dims)) + ")";
+  return text + detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ", std::vector<std::int64_t>(dims, dims + num_dims)) + ")";
 }
 
 std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group) {
+  if (std::all_of(calls.begin(), calls.end(), [&](const Call& c) { return c.agrees_with(calls[0]); })) return {};
   // The most common call is taken as right; on a tie, the one of the lowest rank.
   size_t best = 0, best_votes = 0;
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -155,7 +188,6 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
     for (const auto& c : calls) votes += c.agrees_with(calls[i]);
     if (votes > best_votes) best = i, best_votes = votes;
   }
-  if (best_votes == calls.size()) return {};
   for (size_t i = 0; i < calls.size(); ++i) {
     if (calls[i].agrees_with(calls[best])) continue;
     return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
@@ -168,47 +200,79 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
 
 std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {
   const Call call = Call::of(Collective::all_reduce, next_sequence(), x, op);
-  if (static_cast<std::int64_t>(x.nbytes()) > kSmallBytes) return std::make_unique<AllReduceWork>(*this, call, x, op);
+  if (!is_small(x)) return std::make_unique<AllReduceWork>(*this, call, x, op);
   const auto n = static_cast<size_t>(size());
-  auto exchange = post({call, std::vector<Block>(n, part(x, 0, x.numel())), std::vector<std::int64_t>(n, x.numel()), {}, {x},
-                        x.options()});
+  const at::Tensor mine = for_peers(x);
+  auto exchange = post({.call = call,
+                        .send = std::vector<Block>(n, part(mine, 0, x.numel())),
+                        .recv = std::vector<std::int64_t>(n, x.numel()),
+                        .into = {},
+                        .keep = {mine},
+                        .options = x.options(),
+                        .wait_for_readers = false});
   return std::make_unique<FoldWork>(std::move(exchange), at::empty_like(x), op);
 }
 
 std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
   const Call call = Call::of(Collective::all_gather, next_sequence(), x);
   const at::Tensor out = empty_rows(x, std::accumulate(rows.begin(), rows.end(), std::int64_t{0}));
+  const at::Tensor mine = for_peers(x);
   auto into = parts(out, rows, row_numel(x));
-  auto exchange = post({call, std::vector<Block>(rows.size(), part(x, 0, x.numel())), sizes(into), into, {x, out}, x.options()});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+  auto exchange = post({.call = call,
+                        .send = std::vector<Block>(rows.size(), part(mine, 0, x.numel())),
+                        .recv = sizes(into),
+                        .into = into,
+                        .keep = {mine, out},
+                        .options = x.options(),
+                        .wait_for_readers = !is_small(x)});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
 std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
   const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op);
   const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
-  auto exchange = post({call, parts(x, rows, row_numel(x)), std::vector<std::int64_t>(rows.size(), out.numel()), {}, {x},
-                        x.options()});
+  const at::Tensor mine = for_peers(x);
+  auto exchange = post({.call = call,
+                        .send = parts(mine, rows, row_numel(x)),
+                        .recv = std::vector<std::int64_t>(rows.size(), out.numel()),
+                        .into = {},
+                        .keep = {mine},
+                        .options = x.options(),
+                        .wait_for_readers = !is_small(x)});
   return std::make_unique<FoldWork>(std::move(exchange), out, op);
 }
 
 std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) {
   const Call call = Call::of(Collective::all_to_all, next_sequence(), x);
   const at::Tensor out = empty_rows(x, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}));
+  const at::Tensor mine = for_peers(x);
   auto into = parts(out, recv, row_numel(x));
-  auto exchange = post({call, parts(x, send, row_numel(x)), sizes(into), into, {x, out}, x.options()});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+  auto exchange = post({.call = call,
+                        .send = parts(mine, send, row_numel(x)),
+                        .recv = sizes(into),
+                        .into = into,
+                        .keep = {mine, out},
+                        .options = x.options(),
+                        .wait_for_readers = !is_small(x)});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
 std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const Call call = Call::of(Collective::broadcast, next_sequence(), x, ReduceOp::sum, root);
   const auto n = static_cast<size_t>(size());
+  const bool is_root = rank() == root;
   const at::Tensor out = at::empty_like(x);
+  const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
   std::vector<Block> into(n);
   into[static_cast<size_t>(root)] = part(out, 0, out.numel());
-  std::vector<Block> send(n);
-  if (rank() == root) send.assign(n, part(x, 0, x.numel()));
-  auto exchange = post({call, std::move(send), sizes(into), into, {x, out}, x.options()});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into));
+  auto exchange = post({.call = call,
+                        .send = is_root ? std::vector<Block>(n, part(mine, 0, x.numel())) : std::vector<Block>(n),
+                        .recv = sizes(into),
+                        .into = into,
+                        .keep = {mine, out},
+                        .options = x.options(),
+                        .wait_for_readers = is_root && !is_small(x)});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
 void HostGroup::do_barrier() {
@@ -216,7 +280,13 @@ void HostGroup::do_barrier() {
   call.sequence = next_sequence();
   call.dtype = static_cast<std::int8_t>(at::kByte);
   const auto n = static_cast<size_t>(size());
-  auto exchange = post({call, std::vector<Block>(n), std::vector<std::int64_t>(n, 0), {}, {}, at::TensorOptions(at::kByte)});
+  auto exchange = post({.call = call,
+                        .send = std::vector<Block>(n),
+                        .recv = std::vector<std::int64_t>(n, 0),
+                        .into = {},
+                        .keep = {},
+                        .options = at::TensorOptions(at::kByte),
+                        .wait_for_readers = false});
   exchange->receive();
   exchange->close();
 }

@@ -47,6 +47,7 @@ struct Post {
   std::vector<Block> into;
   std::vector<at::Tensor> keep;  // owners of the memory behind the blocks
   at::TensorOptions options;
+  bool wait_for_readers = true;  // false: nobody writes what is sent after `close`, so peers may still be reading it then
 };
 
 /// An exchange under way.
@@ -55,7 +56,7 @@ class Exchange {
   virtual ~Exchange() = default;
   /// Blocks until every rank has posted; element j is what rank j sent here. Valid until `close`.
   virtual std::vector<Block> receive() = 0;
-  /// Blocks until every rank has read what this rank sent.
+  /// This rank has read what it received. Blocks until every rank has read what this rank sent, if the post says so.
   virtual void close() = 0;
 };
 
@@ -71,6 +72,9 @@ class HostGroup : public Group {
   std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override;
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
+
+  /// The number of the latest operation.
+  std::int64_t last_sequence() const { return sequence_ - 1; }
 
  private:
   friend class AllReduceWork;

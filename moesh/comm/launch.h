@@ -4,17 +4,27 @@
 #include <ATen/core/Tensor.h>
 
 #include <chrono>
+#include <cstdint>
+#include <exception>
 #include <functional>
+#include <memory>
 
 #include "moesh/comm/group.h"
 
 namespace moesh::comm {
 
+enum class Backend : std::uint8_t {
+  automatic,  // nccl under mpirun or srun where every rank is a process with a GPU of its own, else host
+  host,       // threads, and MPI between processes: ranks may share a GPU
+  nccl,       // one GPU a rank
+};
+
 struct LaunchOptions {
   std::chrono::milliseconds timeout{300'000};  // of every wait
   bool checked = false;                        // wrap every group: compare calls, and hashes of R and I values
   int num_threads = 0;                         // ATen threads of each rank; 0: the cores divided by the ranks, at least 1
-  at::Device device = at::kCPU;                // several ranks may share one CUDA device
+  at::Device device = at::kCPU;                // cuda without index: by place on the machine where each rank has its own GPU
+  Backend backend = Backend::automatic;
 
   void validate() const;
 };
@@ -27,7 +37,27 @@ void launch(int num_ranks, const std::function<void(Group& world)>& f, const Lau
 /// The number of processes that mpirun or srun started with this one; 0 without a launcher.
 int num_launched_processes();
 
+/// The place of this process among those which the launcher started on this machine; 0 without a launcher.
+int local_process();
+
+/// The device of the rank at `place` on its machine: where no index is given, GPUs are dealt out in turn.
+at::Device device_for(at::Device asked, int place);
+
+/// Makes the device and a new stream of it the current ones of this thread.
+void use_device(at::Device device);
+
 /// What every rank thread does first: backward runs in this very thread, ATen uses `num_threads`, log lines carry the rank.
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks);
+
+/// The ranks of a world that live in this process.
+struct LocalRanks {
+  int first = 0, count = 1;
+  int num_on_machine = 1;                                     // they share its cores
+  std::function<std::shared_ptr<Group>(int rank)> group;      // the world as a rank sees it
+  std::function<void(int rank, std::exception_ptr)> leave;    // told when it returned (null) or threw
+};
+
+/// Runs `f` on a thread for each of them, and returns when all have ended.
+void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options);
 
 }  // namespace moesh::comm

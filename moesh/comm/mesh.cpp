@@ -73,6 +73,15 @@ int axis_size(const MeshShape& s, Axes axis) {
   }
 }
 
+int axis_coordinate(const MeshShape& s, int rank, Axes axis) {
+  const auto& order = contains(kSparseOnly, axis) ? kSparseAxes : kDenseAxes;
+  for (int i = 4; i >= 0; --i) {
+    if (order[i] == axis) return rank % axis_size(s, axis);
+    rank /= axis_size(s, order[i]);
+  }
+  return 0;
+}
+
 template <class F>
 void each_axis(Axes set, F f) {
   for (int bit = 1; bit < 256; bit *= 2)
@@ -92,6 +101,20 @@ int MeshShape::size(Axes set) const {
   int n = 1;
   each_axis(set, [&](Axes a) { n *= axis_size(*this, a); });
   return n;
+}
+
+int MeshShape::coordinate(int rank, Axes set) const {
+  int place = 0;
+  each_axis(set, [&](Axes a) { place = place * axis_size(*this, a) + axis_coordinate(*this, rank, a); });
+  return place;
+}
+
+int MeshShape::group_number(int rank, Axes set) const {
+  const bool is_sparse = (set & kSparseOnly) != none;
+  int number = 0;  // by the places on all other axes of the view
+  for (Axes a : is_sparse ? kSparseAxes : kDenseAxes)
+    if (!contains(set, a)) number = number * axis_size(*this, a) + axis_coordinate(*this, rank, a);
+  return number;
 }
 
 MeshShape MeshShape::validated() const {
@@ -157,29 +180,9 @@ Mesh::Mesh(comm::Group& world, const MeshShape& shape)
   for (Axes used : kUsed) {
     const Axes set = canonical(used);
     if (set == none || groups_.contains(set)) continue;
-    // Ranks of one group agree on every other axis of the view; ordered by world rank, the last axis is the fastest.
-    const bool is_sparse = (set & kSparseOnly) != none;
-    int color = 0;
-    for (Axes a : is_sparse ? kSparseAxes : kDenseAxes)
-      if (!contains(set, a)) color = color * axis_size(shape_, a) + axis_coordinate(rank_, a);
-    groups_[set] = world.split(color, rank_, to_string(set));
+    // Ordered by world rank, the last axis is the fastest within a group too.
+    groups_[set] = world.split(shape_.group_number(rank_, set), rank_, to_string(set));
   }
-}
-
-int Mesh::axis_coordinate(int rank, Axes axis) const {
-  const bool is_sparse = contains(kSparseOnly, axis);
-  const auto& order = is_sparse ? kSparseAxes : kDenseAxes;
-  for (int i = 4; i >= 0; --i) {
-    if (order[i] == axis) return rank % axis_size(shape_, axis);
-    rank /= axis_size(shape_, order[i]);
-  }
-  return 0;
-}
-
-int Mesh::coordinate(int rank, Axes set) const {
-  int place = 0;
-  each_axis(set, [&](Axes a) { place = place * axis_size(shape_, a) + axis_coordinate(rank, a); });
-  return place;
 }
 
 Axes Mesh::canonical(Axes set) const {

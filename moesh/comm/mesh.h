@@ -22,6 +22,10 @@ struct MeshShape {
   int num_ranks() const { return pp * dp_replicate * dp_shard * cp * tp; }
   /// The size of a set of axes: the product.
   int size(Axes set) const;
+  /// A rank's place on a set of axes, the last axis fastest.
+  int coordinate(int rank, Axes set) const;
+  /// The number of the group to which a rank belongs: groups of ranks that differ on these axes alone. Axes of one view only.
+  int group_number(int rank, Axes set) const;
   /// The shape with efsdp filled in; throws Error (config) when sizes do not multiply up, naming them and what would work.
   MeshShape validated() const;
   /// The same, and the world must have exactly this many ranks.
@@ -47,15 +51,14 @@ class Mesh {
   int rank() const { return rank_; }
   int size(Axes set) const { return shape_.size(set); }
   /// This rank's place on a set of axes, the last axis fastest: its rank in that group.
-  int coordinate(Axes set) const { return coordinate(rank_, set); }
-  int coordinate(int rank, Axes set) const;
+  int coordinate(Axes set) const { return shape_.coordinate(rank_, set); }
+  int coordinate(int rank, Axes set) const { return shape_.coordinate(rank, set); }
   /// The ranks that differ from this one on these axes alone. Axes of one view only.
   const std::shared_ptr<comm::Group>& group(Axes set) const;
   /// A small table: sizes, and the coordinates of each rank in both views.
   std::string table() const;
 
  private:
-  int axis_coordinate(int rank, Axes axis) const;
   Axes canonical(Axes set) const;
 
   MeshShape shape_;

@@ -6,15 +6,30 @@
 
 namespace moesh {
 
+/// Rows that are on their way: other work goes on until `wait`.
+template <auto L>
+class [[nodiscard]] Moving {
+ public:
+  explicit Moving(raw::RowExchange exchange) : exchange_(std::move(exchange)) {}
+  Tensor<L> wait() { return assume<L>(exchange_.wait()); }
+
+ private:
+  raw::RowExchange exchange_;
+};
+
 /// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it. Backward: to_owners.
 template <Axes A, auto L>
-auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+auto start_to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
   constexpr auto checked = [] {
     if (on(L, A) != Place::T) throw "to_experts takes token rows (T) to the ranks that hold their experts";
     return true;
   }();
   static_assert(checked);
-  return assume<with(L, A, Place::E)>(raw::exchange_rows(rows.local(), A, send, recv));
+  return Moving<with(L, A, Place::E)>(raw::RowExchange(rows.local(), A, send, recv));
+}
+template <Axes A, auto L>
+auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+  return start_to_experts<A>(rows, send, recv).wait();
 }
 
 /// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward: to_experts.
@@ -25,7 +40,7 @@ auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send, con
     return true;
   }();
   static_assert(checked);
-  return assume<with(L, A, Place::T)>(raw::exchange_rows(rows.local(), A, send, recv));
+  return assume<with(L, A, Place::T)>(raw::RowExchange(rows.local(), A, send, recv).wait());
 }
 
 }  // namespace moesh

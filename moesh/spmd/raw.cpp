@@ -87,12 +87,17 @@ at::Tensor once(const at::Tensor& x, Axes axes, Place from) {
   return attach(x, keep_first(value), adjoint);
 }
 
-at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send,
-                         const std::vector<std::int64_t>& recv) {
-  const auto group = current_mesh().group(axes);
-  if (group->size() == 1) return x;
-  return attach(x, group->all_to_all(x.detach(), send, recv),
-                [group, send, recv](const at::Tensor& grad) { return group->all_to_all(grad, recv, send); });
+RowExchange::RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send, std::vector<std::int64_t> recv)
+    : x_(x),
+      group_(current_mesh().group(axes)),
+      send_(std::move(send)),
+      recv_(std::move(recv)),
+      handle_(group_->start_all_to_all(x.detach(), send_, recv_)) {}
+
+at::Tensor RowExchange::wait() {
+  if (group_->size() == 1) return x_;
+  return attach(x_, handle_.wait(),
+                [group = group_, send = send_, recv = recv_](const at::Tensor& grad) { return group->all_to_all(grad, recv, send); });
 }
 
 }  // namespace moesh::raw

@@ -29,9 +29,18 @@ at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Alon
 /// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R, identity from I.
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
-/// Rows to other ranks; backward sends the gradients back.
-at::Tensor exchange_rows(const at::Tensor& x, Axes axes, const std::vector<std::int64_t>& send,
-                         const std::vector<std::int64_t>& recv);
+/// Rows to other ranks, under way; backward sends the gradients back.
+class RowExchange {
+ public:
+  RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send, std::vector<std::int64_t> recv);
+  at::Tensor wait();
+
+ private:
+  at::Tensor x_;
+  std::shared_ptr<comm::Group> group_;
+  std::vector<std::int64_t> send_, recv_;
+  comm::Handle handle_;
+};
 
 /// Throws where `checked` finds that x, promised to be the same on the axes, is not.
 void expect_same(const at::Tensor& x, Axes axes, const std::string& what);

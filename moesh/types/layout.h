@@ -11,15 +11,16 @@
 
 namespace moesh {
 
+// clang-format off
 /// A set of mesh axes, one bit each. dp and edp are compute axes made of two storage axes.
 enum class Axes : std::uint8_t {
   none = 0,
   pp = 1, dp_replicate = 2, dp_shard = 4, cp = 8, tp = 16,  // dense view: pp x dp_replicate x dp_shard x cp x tp
   efsdp = 32, ep = 64, etp = 128,                           // sparse view: pp x dp_replicate x efsdp x ep x etp
-  dp = dp_replicate | dp_shard,
-  edp = dp_replicate | efsdp,
+  dp = dp_replicate | dp_shard, edp = dp_replicate | efsdp,
   fsdp = dp_shard | cp,  // the ranks that share the storage of a dense parameter
 };
+// clang-format on
 using enum Axes;
 
 constexpr Axes operator|(Axes a, Axes b) { return static_cast<Axes>(static_cast<int>(a) | static_cast<int>(b)); }
@@ -29,13 +30,13 @@ constexpr bool contains(Axes set, Axes part) { return (set & part) == part; }
 /// Attention, norms, dense MLP, router, shared experts.
 struct Dense {
   Place dp, cp, tp;
-  static constexpr std::array<Axes, 3> axes{Axes::dp, Axes::cp, Axes::tp};
+  static constexpr std::array axes{Axes::dp, Axes::cp, Axes::tp};
   bool operator==(const Dense&) const = default;
 };
 /// Routed experts.
 struct Sparse {
   Place edp, ep, etp;
-  static constexpr std::array<Axes, 3> axes{Axes::edp, Axes::ep, Axes::etp};
+  static constexpr std::array axes{Axes::edp, Axes::ep, Axes::etp};
   bool operator==(const Sparse&) const = default;
 };
 
@@ -51,27 +52,28 @@ constexpr L each(L layout, auto f) {
   const auto p = places(layout);
   return {f(p[0]), f(p[1]), f(p[2])};
 }
-
-template <Layout L>
-constexpr L adjoint(L layout) {
+constexpr auto adjoint(Layout auto layout) {
   return each(layout, [](Place p) { return adjoint(p); });
 }
 
+/// The axes on which the layout has this placement.
+constexpr Axes axes_with(Layout auto layout, Place place) {
+  Axes found = none;
+  for (int i = 0; i < 3; ++i)
+    if (places(layout)[i] == place) found = found | layout.axes[i];
+  return found;
+}
+
 /// The one placement which the layout has on all of `set`; a set of several axes needs the same letter on each.
-template <Layout L>
-constexpr Place on(L layout, Axes set) {
-  const auto p = places(layout);
-  Axes seen = none;
-  int first = -1;
-  for (int i = 0; i < 3; ++i) {
-    if (!contains(set, L::axes[i])) continue;
-    seen = seen | L::axes[i];
-    if (first < 0) first = i;
-    else if (p[i] != p[first]) throw "the tensor has different placements on these axes: move one axis at a time";
-  }
-  if (first < 0 || seen != set)
+constexpr Place on(Layout auto layout, Axes set) {
+  Axes axes = none;
+  for (Axes axis : layout.axes)
+    if (contains(set, axis)) axes = axes | axis;
+  if (axes == none || axes != set)
     throw "not an axis of this view: dense tensors have dp, cp, tp; sparse ones edp, ep, etp; cross with sparse(x) or dense(x)";
-  return p[first];
+  for (Place place : places(layout))
+    if (contains(axes_with(layout, place), axes)) return place;
+  throw "the tensor has different placements on these axes: move one axis at a time";
 }
 
 /// The layout with `place` on every axis of `set`.
@@ -83,20 +85,11 @@ constexpr L with(L layout, Axes set, Place place) {
   return {p[0], p[1], p[2]};
 }
 
-/// The axes on which the layout has this placement.
-template <Layout L>
-constexpr Axes axes_with(L layout, Place place) {
-  Axes found = none;
-  for (int i = 0; i < 3; ++i)
-    if (places(layout)[i] == place) found = found | L::axes[i];
-  return found;
-}
-
 /// "Dense{T, T, R}"
-template <Layout L>
-std::string to_string(L layout) {
+std::string to_string(Layout auto layout) {
   const auto p = places(layout);
-  return std::string(std::same_as<L, Dense> ? "Dense{" : "Sparse{") + letter(p[0]) + ", " + letter(p[1]) + ", " + letter(p[2]) + "}";
+  return std::string(std::same_as<decltype(layout), Dense> ? "Dense{" : "Sparse{") + letter(p[0]) + ", " + letter(p[1]) + ", " +
+         letter(p[2]) + "}";
 }
 
 }  // namespace moesh

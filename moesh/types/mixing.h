@@ -10,35 +10,28 @@ enum class Op { add, mul, linear };
 enum class Unary { linear, nonlinear, over_features };
 enum class Over { tokens, features, experts };
 
-constexpr Place mix_varying(Op op, Place a, Place b) {
-  using enum Place;
-  if (op == Op::linear) {  // a is x, b is the weight
-    if (a == F && b == F) return P;
-    if (a == F && b == R) throw "x holds a slice of the features and the weight is whole: give the weight F (row), or all_gather<axis>(x) first";
-    if (a == T && b == F) throw "token shard times column shard, the forgotten gather: all_gather<axis>(x) first";
-    if (b == E && varies(a) && a != E) throw "rows times expert weights, the forgotten all-to-all: to_experts<axis>(x) first";
-    if (b == T) throw "a weight is never sharded by tokens: declare it I, F or E";
-  }
-  if (a == R) return b;
-  if (b == R) return a;
-  if (a == b) return a;
-  throw "different things vary over the ranks (tokens T, features F, experts E): all_gather<axis> one of them, or take rows to_experts / to_owners first";
-}
-
-/// What `a op b` is on one axis.
+/// What `a op b` is on one axis. For Op::linear a is x, and b is the weight.
 constexpr Place mix(Op op, Place a, Place b) {
   using enum Place;
   if (a == I && b == I) return I;
-  if (a == I || b == I) throw "an invariant value (I) takes no part in split work: a parameter enters through use(w), any other value through enter<axis>(x)";
-  if (op == Op::add) {
-    if (a == P && b == P) return P;
-    if (a == P || b == P) throw "a partial sum (P) plus a whole value counts it once per rank: all_reduce or reduce_scatter the sum first, or add once<axis>(value)";
-  } else if (a == P || b == P) {
-    if (a == P && b == P) throw "the product of two partial sums (P) is not the sum of products: all_reduce<axis> one of them first";
-    if (a == R || b == R) return P;
+  if (a == I || b == I)
+    throw "an invariant value (I) takes no part in split work: a parameter enters through use(w), any other value through enter<axis>(x)";
+  if (op == Op::add && (a == P) != (b == P))
+    throw "a partial sum (P) plus a whole value counts it once per rank: all_reduce or reduce_scatter the sum first, or add once<axis>(value), pad<axis>(shard)";
+  if (op != Op::add && a == P && b == P) throw "a product of partial sums (P) is no sum of products: all_reduce<axis> one first";
+  if ((a == P && varies(b)) || (b == P && varies(a)))
     throw "a partial sum (P) times a shard: all_reduce<axis> or reduce_scatter<axis> the sum first";
+  if (op == Op::linear) {
+    if (a == F && b == F) return P;
+    if (a == F && b == R)
+      throw "x has a slice of the features, the weight has all: make it F (row), or all_gather<axis>(x) first";
+    if (a == T && b == F) throw "token shard times column shard, the forgotten gather: all_gather<axis>(x) first";
+    if (b == E && a != E && a != R) throw "rows times expert weights, the forgotten all-to-all: to_experts<axis>(x) first";
+    if (b == T) throw "a weight is never sharded by tokens: declare it I, F or E";
   }
-  return mix_varying(op, a, b);
+  if (a == R) return b;
+  if (b == R || a == b) return a;
+  throw "different things vary over the ranks (tokens T, features F, experts E): all_gather<axis> one of them, or take rows to_experts / to_owners first";
 }
 
 /// What a function of one tensor makes of it on one axis.
@@ -53,49 +46,38 @@ constexpr Place apply(Unary kind, Place a) {
 /// What a sum over tokens, features or experts is on one axis: P where that very thing varies.
 constexpr Place sum(Over over, Place a) {
   using enum Place;
-  const Place what = over == Over::tokens ? T : over == Over::features ? F : E;
-  if (a == what) return P;
-  if (over == Over::tokens && a == E) throw "these rows are at their experts (E): sum over experts, or bring them home with to_owners<axis>(x) first";
+  if (a == (over == Over::tokens ? T : over == Over::features ? F : E)) return P;
+  if (over == Over::tokens && a == E) throw "these rows are at their experts (E): to_owners<axis>(x) first, or sum over experts";
   return a;
 }
 
 template <Layout A, Layout B>
-constexpr auto mix(Op op, A a, B b) {
-  if constexpr (!std::same_as<A, B>) {
-    throw "a dense and a sparse tensor do not mix: cross with sparse(x) or dense(x) first";
-    return a;
-  } else {
-    const auto p = places(a), q = places(b);
-    return A{mix(op, p[0], q[0]), mix(op, p[1], q[1]), mix(op, p[2], q[2])};
-  }
+constexpr A mix(Op op, A a, B b) {
+  static_assert(std::same_as<A, B>, "a dense and a sparse tensor do not mix: cross with sparse(x) or dense(x) first");
+  const auto p = places(a), q = places(b);
+  return {mix(op, p[0], q[0]), mix(op, p[1], q[1]), mix(op, p[2], q[2])};
 }
-
-template <Layout L>
-constexpr L apply(Unary kind, L a) {
+constexpr auto apply(Unary kind, Layout auto a) {
   return each(a, [kind](Place p) { return apply(kind, p); });
 }
-
-template <Layout L>
-constexpr L sum(Over over, L a) {
+constexpr auto sum(Over over, Layout auto a) {
   return each(a, [over](Place p) { return sum(over, p); });
 }
 
 /// backward() seeds 1 on every rank, which is right for P and I alone.
-template <Layout L>
-constexpr L check_loss(L a) {
+constexpr auto check_loss(Layout auto a) {
   return each(a, [](Place p) {
-    if (p == Place::R) throw "backward of a replicated loss (R) is wrong by the size of the axis: end in all_reduce<axis, I>, or keep the sum P";
-    if (p != Place::P && p != Place::I) throw "backward needs a loss that is P or I on every axis: sum over tokens first (sum<Over::tokens>)";
+    if (p == Place::R) throw "backward of a replicated loss (R) is off by the axis size: keep the sum P, or all_reduce<axis, I>";
+    if (varies(p)) throw "backward needs a loss that is P or I on every axis: sum over tokens first (sum<Over::tokens>)";
     return p;
   });
 }
 
 /// Logs, clips, optimizers and checkpoints read numbers that every rank has whole.
-template <Layout L>
-constexpr L check_whole(L a) {
+constexpr auto check_whole(Layout auto a) {
   return each(a, [](Place p) {
     if (p == Place::P) throw "this value is still a partial sum (P): all_reduce<axis> first";
-    if (!is_whole(p)) throw "this value is one rank's shard: sum it and all_reduce<axis> first";
+    if (varies(p)) throw "this value is one rank's shard: sum it and all_reduce<axis> first";
     return p;
   });
 }

@@ -20,11 +20,7 @@ constexpr bool varies(Place p) { return p == Place::T || p == Place::F || p == P
 constexpr bool is_whole(Place p) { return p == Place::R || p == Place::I; }
 
 /// The placement of the gradient. An involution.
-constexpr Place adjoint(Place p) {
-  if (p == Place::R) return Place::P;
-  if (p == Place::P) return Place::R;
-  return p;
-}
+constexpr Place adjoint(Place p) { return p == Place::R ? Place::P : p == Place::P ? Place::R : p; }
 
 constexpr char letter(Place p) { return "RIPTFE"[static_cast<int>(p)]; }
 

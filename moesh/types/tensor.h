@@ -2,6 +2,7 @@
 // A tensor whose layout is part of its type. It never turns into a plain one by itself: one way in (`assume`), one way
 // out (`local`). Raw is at::Tensor in moesh; a fake serves in tests.
 
+#include <type_traits>
 #include <utility>
 
 #include "moesh/types/transition.h"
@@ -9,7 +10,7 @@
 namespace moesh {
 
 template <auto L, class Raw>
-  requires Layout<decltype(L)>
+  requires Layout<std::remove_const_t<decltype(L)>>  // g++ 12 says const here
 class Typed {
  public:
   static constexpr auto layout = L;
@@ -20,6 +21,7 @@ class Typed {
   static Typed assume(Raw raw) { return Typed(std::move(raw)); }
   /// The way out: this rank's part, as a plain tensor.
   const Raw& local() const { return raw_; }
+  operator Raw() const = delete;  // a typed tensor does not become a plain one by itself: local(x) is the way out
 
  private:
   explicit Typed(Raw raw) : raw_(std::move(raw)) {}

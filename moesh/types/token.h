@@ -11,14 +11,17 @@
 
 namespace moesh {
 
+struct GlobalToken;
 /// A token's place among those which this rank holds: index into [B, len_r] flattened.
 struct LocalToken {
   std::int64_t value;
+  operator GlobalToken() const = delete;  // a shard knows the way: shard.global(t)
   auto operator<=>(const LocalToken&) const = default;
 };
 /// A token's place in the whole micro-batch: b * L + position.
 struct GlobalToken {
   std::int64_t value;
+  operator LocalToken() const = delete;  // a shard knows the way: shard.local(t)
   auto operator<=>(const GlobalToken&) const = default;
 };
 
@@ -37,21 +40,22 @@ struct Pieces {
   }
 };
 
-/// [B, L] cut along L over `parts` ranks; rank `part` holds [B, length()].
+/// [B, L] cut along L over `parts` ranks; rank `part` holds [B, length()]. With a width each rank holds that many pieces side by
+/// side: the block of one cp rank whose tp ranks do not cut the sequence further is `width` = tp pieces of the cut over cp x tp.
 /// A local index is decoded with the true length and placed with the padded stride: using one for both is wrong for B > 1.
 class SequenceShard {
  public:
-  SequenceShard(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part)
-      : batch_(batch), pieces_{sequence, parts}, part_(part) {
-    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts, ErrorKind::config,
+  SequenceShard(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part, std::int64_t width = 1)
+      : batch_(batch), pieces_{sequence, parts * width}, part_(part), width_(width) {
+    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts && width >= 1, ErrorKind::config,
                 "no such sequence shard: batch ", batch, ", sequence length ", sequence, ", part ", part, " of ", parts,
-                "; batch and length must be 0 or more, and 0 <= part < parts");
+                ", width ", width, "; batch and length must be 0 or more, width 1 or more, and 0 <= part < parts");
   }
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return pieces_.total; }
-  std::int64_t start() const { return pieces_.start(part_); }
-  std::int64_t length() const { return pieces_.length(part_); }
+  std::int64_t start() const { return pieces_.start(part_ * width_); }
+  std::int64_t length() const { return pieces_.start((part_ + 1) * width_) - start(); }
   std::int64_t num_local() const { return batch_ * length(); }
   std::int64_t num_global() const { return batch_ * sequence(); }
   const Pieces& pieces() const { return pieces_; }
@@ -64,13 +68,14 @@ class SequenceShard {
   /// The rank that holds a token.
   std::int64_t owner(GlobalToken t) const {
     check(t);
-    return pieces_.owner(t.value % sequence());
+    return pieces_.owner(t.value % sequence()) / width_;
   }
   /// This rank's index of a token that it holds.
   LocalToken local(GlobalToken t) const {
     check(t);
     const std::int64_t b = t.value / sequence(), position = t.value % sequence() - start();
-    MOESH_CHECK(position >= 0 && position < length(), "global token ", t.value, " belongs to part ", owner(t), ", not to part ", part_);
+    MOESH_CHECK(position >= 0 && position < length(), "global token ", t.value, " belongs to part ", owner(t), ", not to part ",
+                part_);
     return {b * length() + position};
   }
 
@@ -80,7 +85,7 @@ class SequenceShard {
   }
   std::int64_t batch_;
   Pieces pieces_;
-  std::int64_t part_;
+  std::int64_t part_, width_;
 };
 
 /// T tokens cut flat, without regard to sequences, over `parts` ranks. Each token still knows its sequence.

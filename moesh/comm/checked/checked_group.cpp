@@ -63,34 +63,41 @@ class CheckedGroup final : public Group {
 
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override {
+    const TracePause quiet;
     compare(Call::of(Collective::all_reduce, sequence_++, x, op), {}, x.device());
     return forward(inner_->start_all_reduce(x, op));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
+    const TracePause quiet;
     compare(Call::of(Collective::all_gather, sequence_++, x), rows, x.device());
     return forward(inner_->start_all_gather(x, rows));
   }
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override {
+    const TracePause quiet;
     compare(Call::of(Collective::reduce_scatter, sequence_++, x, op), rows, x.device());
     return forward(inner_->start_reduce_scatter(x, rows, op));
   }
   std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override {
+    const TracePause quiet;
     const Call call = Call::of(Collective::all_to_all, sequence_++, x);
     compare(call, {}, x.device());
     compare_counts(call, send, recv, x.device());
     return forward(inner_->start_all_to_all(x, send, recv));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override {
+    const TracePause quiet;
     compare(Call::of(Collective::broadcast, sequence_++, x, ReduceOp::sum, root), {}, x.device());
     return forward(inner_->start_broadcast(x, root));
   }
   void do_barrier() override {
+    const TracePause quiet;
     Call call;
     call.sequence = sequence_++;
     compare(call, {}, control_device());
     inner_->barrier();
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
+    const TracePause quiet;
     auto group = inner_->split(members.empty() ? -1 : index, rank, name);
     return group && group->size() > 1 ? checked(group) : group;
   }
@@ -99,6 +106,7 @@ class CheckedGroup final : public Group {
 
   // [size, words]: the words of every rank, on the host.
   at::Tensor gather(const std::vector<std::int64_t>& words, const at::Device& device) {
+    const TracePause quiet;
     const auto n = static_cast<std::int64_t>(words.size());
     return inner_->all_gather(at::tensor(words, at::kLong).reshape({1, n}).to(device)).cpu();
   }

@@ -2,7 +2,10 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <numeric>
+#include <thread>
 
 #include "moesh/base/error.h"
 
@@ -11,6 +14,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// A peer is often only a few microseconds behind, and to block and be woken costs more than that.
+constexpr int kYieldsBeforeBlocking = 50;
+
 // Work on an accelerator is asynchronous; peers may touch the memory only when it is done.
 void synchronize(const at::Device& device) {
   if (device.is_cpu()) return;
@@ -18,105 +24,120 @@ void synchronize(const at::Device& device) {
   guard.getStream(device).synchronize();
 }
 
+// One exchange: what each rank posted, and who has read everything.
+struct Slot {
+  explicit Slot(size_t size) : posts(size), posted(size), closed(size) {}
+  std::vector<Post> posts;
+  std::vector<std::atomic<bool>> posted, closed;
+  std::atomic<size_t> num_posted = 0, num_closed = 0;
+};
+
 }  // namespace
 
 // What the ranks of one group share: the exchanges under way, by (sequence, phase).
 class ThreadGroupState {
  public:
-  using Key = std::pair<std::int64_t, std::int32_t>;
-
   ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name, std::vector<int> members)
       : world_(world), key_(std::move(key)), name_(std::move(name)), members_(std::move(members)) {}
 
   const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
   const std::vector<int>& members() const { return members_; }
-  std::shared_ptr<ThreadWorld> world() const { return world_.lock(); }
 
-  void publish(int rank, Post post) {
-    const Key key{post.call.sequence, post.call.phase};
-    std::lock_guard lock(mutex_);
-    auto& slot = slots_[key];
-    if (slot.posts.empty()) slot.posts.resize(members_.size());
-    slot.posts[static_cast<size_t>(rank)] = std::make_unique<Post>(std::move(post));
-    if (++slot.num_posted == members_.size()) changed_.notify_all();
+  std::shared_ptr<Slot> publish(int rank, Post post) {
+    std::shared_ptr<Slot> slot;
+    {
+      std::lock_guard lock(mutex_);
+      auto& found = slots_[{post.call.sequence, post.call.phase}];
+      if (!found) found = std::make_shared<Slot>(members_.size());
+      slot = found;
+    }
+    const auto me = static_cast<size_t>(rank);
+    slot->posts[me] = std::move(post);
+    count(slot->posted[me], slot->num_posted);
+    return slot;
   }
 
-  // Blocks until all have posted, and returns what each sent to `rank`.
-  std::vector<Block> collect(int rank, const Call& call) {
-    Slot& slot = wait_for(rank, call, "", [](const Slot& s, size_t n) { return s.num_posted == n; },
-                          [](const Slot& s, size_t j) { return s.posts.empty() || !s.posts[j]; });
-    // All posts are there and nobody changes them before everyone has closed: no lock is needed to read them.
-    std::vector<Call> calls;
-    for (const auto& p : slot.posts) calls.push_back(p->call);
-    const std::string verdict = disagreement(calls, members_, name_);
-    MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
-    const Post& mine = *slot.posts[static_cast<size_t>(rank)];
+  // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes the posts.
+  std::vector<Block> collect(int rank, const Slot& slot) {
+    const auto me = static_cast<size_t>(rank);
+    const Post& mine = slot.posts[me];
+    wait_for(slot.num_posted, slot.posted, rank, mine.call, "");
+    for (const auto& p : slot.posts)
+      if (!p.call.agrees_with(mine.call)) throw_disagreement(slot);
     std::vector<Block> blocks;
+    blocks.reserve(slot.posts.size());
     for (size_t j = 0; j < slot.posts.size(); ++j) {
-      const Block& b = slot.posts[j]->send[static_cast<size_t>(rank)];
-      MOESH_CHECK(b.numel == mine.recv[j], ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '",
-                  name_, "', rank ", members_[j], " sends ", b.numel, " elements and rank ", members_[static_cast<size_t>(rank)],
-                  " expects ", mine.recv[j], ". Every rank must pass the same rows.");
-      MOESH_CHECK(slot.posts[j]->options.device() == mine.options.device(), ErrorKind::comm, "in ", call.describe(), ", operation ",
-                  call.sequence, " of group '", name_, "', rank ", members_[j], " has its tensor on ", slot.posts[j]->options.device(),
-                  " and rank ", members_[static_cast<size_t>(rank)], " on ", mine.options.device(),
-                  ". Ranks that are threads share one device.");
-      blocks.push_back(b);
+      const Post& theirs = slot.posts[j];
+      check_count(theirs.send[me].numel, mine.recv[j], mine.call, name_, members_[j], members_[me]);
+      MOESH_CHECK(theirs.options.device() == mine.options.device(), ErrorKind::comm, "in ", mine.call.describe(), ", operation ",
+                  mine.call.sequence, " of group '", name_, "', rank ", members_[j], " has its tensor on ", theirs.options.device(),
+                  " and rank ", members_[me], " on ", mine.options.device(), ". Ranks that are threads share one device.");
+      blocks.push_back(theirs.send[me]);
     }
     return blocks;
   }
 
-  // Blocks until all have read what this rank sent.
-  void close(int rank, const Call& call) {
-    const Key key{call.sequence, call.phase};
-    {
+  // This rank has read everything. Blocks until the others have, where what they read is not the exchange's own.
+  void close(int rank, Slot& slot) {
+    const auto me = static_cast<size_t>(rank);
+    const Post& mine = slot.posts[me];
+    if (count(slot.closed[me], slot.num_closed)) {
       std::lock_guard lock(mutex_);
-      auto& slot = slots_.at(key);
-      if (slot.closed.empty()) slot.closed.resize(members_.size());
-      slot.closed[static_cast<size_t>(rank)] = true;
-      if (++slot.num_closed == members_.size()) changed_.notify_all();
+      slots_.erase({mine.call.sequence, mine.call.phase});
     }
-    wait_for(rank, call, "the end of ", [](const Slot& s, size_t n) { return s.num_closed == n; },
-             [](const Slot& s, size_t j) { return !s.closed[j]; });
-    std::lock_guard lock(mutex_);
-    auto& slot = slots_.at(key);
-    if (++slot.num_gone == members_.size()) slots_.erase(key);
+    if (mine.wait_for_readers) wait_for(slot.num_closed, slot.closed, rank, mine.call, "the end of ");
   }
 
   void wake() {
+    // A thread between its look at the count and its sleep holds the lock.
     std::lock_guard lock(mutex_);
-    changed_.notify_all();
+    if (num_blocked_ > 0) changed_.notify_all();
   }
 
  private:
-  struct Slot {
-    std::vector<std::unique_ptr<Post>> posts;
-    std::vector<bool> closed;
-    size_t num_posted = 0, num_closed = 0, num_gone = 0;
-  };
+  // True for the last one, who wakes the others.
+  bool count(std::atomic<bool>& flag, std::atomic<size_t>& num) {
+    flag.store(true, std::memory_order_release);
+    if (num.fetch_add(1, std::memory_order_acq_rel) + 1 < members_.size()) return false;
+    wake();
+    return true;
+  }
 
-  template <class Done, class Missing>
-  Slot& wait_for(int rank, const Call& call, const char* where, Done done, Missing is_missing) {
-    const auto world = this->world();
+  void wait_for(const std::atomic<size_t>& num, const std::vector<std::atomic<bool>>& flags, int rank, const Call& call,
+                const char* where) {
+    const auto done = [&] { return num.load(std::memory_order_acquire) == members_.size(); };
+    for (int i = 0; i < kYieldsBeforeBlocking; ++i) {
+      if (done()) return;
+      std::this_thread::yield();
+    }
+    const auto world = world_.lock();
+    MOESH_CHECK(world, ErrorKind::comm, call.describe(), " on group '", name_, "', whose world has ended");
     const auto deadline = Clock::now() + world->timeout();
     std::unique_lock lock(mutex_);
-    Slot& slot = slots_[{call.sequence, call.phase}];
-    while (!done(slot, members_.size())) {
-      std::vector<int> missing;
-      for (size_t j = 0; j < members_.size(); ++j)
-        if (is_missing(slot, j)) missing.push_back(members_[j]);
-      // The world's lock is taken inside the group's: `leave` never holds both.
-      std::string why = world->reason(missing);
-      const bool late = Clock::now() >= deadline;
-      if (why.empty() && late)
-        why = detail::concat(missing.size() == 1 ? "rank " : "ranks ", missing, " did not come within ",
-                             std::chrono::duration<double>(world->timeout()).count(), " s");
-      MOESH_CHECK(why.empty(), ErrorKind::comm, "rank ", members_[static_cast<size_t>(rank)], " waited in ", where, call.describe(),
-                  ", operation ", call.sequence, " of group '", name_, "': ", why);
-      changed_.wait_until(lock, deadline);
+    while (!done()) {
+      const auto missing = missing_in(flags);
+      std::string why = missing.empty() ? "" : world->roll().reason(missing);
+      if (why.empty() && !missing.empty() && Clock::now() >= deadline) why = too_late(missing, world->timeout());
+      // One that came and then left may have done both since the first look.
+      if (!why.empty() && missing_in(flags) == missing) give_up(members_[static_cast<size_t>(rank)], where, call, name_, why);
+      ++num_blocked_;
+      changed_.wait_until(lock, why.empty() ? deadline : Clock::now());
+      --num_blocked_;
     }
-    return slot;
+  }
+
+  std::vector<int> missing_in(const std::vector<std::atomic<bool>>& flags) const {
+    std::vector<int> missing;
+    for (size_t j = 0; j < members_.size(); ++j)
+      if (!flags[j].load(std::memory_order_acquire)) missing.push_back(members_[j]);
+    return missing;
+  }
+
+  [[noreturn]] void throw_disagreement(const Slot& slot) const {
+    std::vector<Call> calls;
+    for (const auto& p : slot.posts) calls.push_back(p.call);
+    throw Error(ErrorKind::comm, disagreement(calls, members_, name_));
   }
 
   const std::weak_ptr<ThreadWorld> world_;
@@ -124,7 +145,8 @@ class ThreadGroupState {
   const std::vector<int> members_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<Key, Slot> slots_;
+  int num_blocked_ = 0;
+  std::map<std::pair<std::int64_t, std::int32_t>, std::shared_ptr<Slot>> slots_;
 };
 
 namespace {
@@ -132,29 +154,27 @@ namespace {
 class ThreadExchange final : public Exchange {
  public:
   ThreadExchange(std::shared_ptr<ThreadGroupState> state, int rank, Post post)
-      : state_(std::move(state)), rank_(rank), call_(post.call), device_(post.options.device()) {
+      : state_(std::move(state)), rank_(rank), device_(post.options.device()) {
     synchronize(device_);
-    state_->publish(rank_, std::move(post));
+    slot_ = state_->publish(rank_, std::move(post));
   }
-  std::vector<Block> receive() override { return state_->collect(rank_, call_); }
+  std::vector<Block> receive() override { return state_->collect(rank_, *slot_); }
   void close() override {
     synchronize(device_);
-    state_->close(rank_, call_);
+    state_->close(rank_, *slot_);
   }
 
  private:
   std::shared_ptr<ThreadGroupState> state_;
   int rank_;
-  Call call_;
   at::Device device_;
+  std::shared_ptr<Slot> slot_;
 };
 
 class ThreadGroup final : public HostGroup {
  public:
-  using MakeState = std::function<std::shared_ptr<ThreadGroupState>(const std::string& key, const std::string& name,
-                                                                    const std::vector<int>& members)>;
-  ThreadGroup(std::shared_ptr<ThreadGroupState> state, int rank, std::shared_ptr<ThreadWorld> world, MakeState make)
-      : HostGroup(state->name(), rank, state->members()), state_(std::move(state)), world_(std::move(world)), make_(std::move(make)) {}
+  ThreadGroup(std::shared_ptr<ThreadWorld> world, std::shared_ptr<ThreadGroupState> state, int rank)
+      : HostGroup(state->name(), rank, state->members()), world_(std::move(world)), state_(std::move(state)) {}
 
  private:
   std::unique_ptr<Exchange> post(Post post) override {
@@ -163,19 +183,18 @@ class ThreadGroup final : public HostGroup {
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
     const std::string key = detail::concat(state_->key(), "/", num_splits_++, ".", index);
     if (members.size() <= 1) return nullptr;
-    return std::make_shared<ThreadGroup>(make_(key, name, world_ranks(members)), rank, world_, make_);
+    return std::make_shared<ThreadGroup>(world_, world_->state(key, name, world_ranks(members)), rank);
   }
 
-  std::shared_ptr<ThreadGroupState> state_;
   std::shared_ptr<ThreadWorld> world_;
-  MakeState make_;
+  std::shared_ptr<ThreadGroupState> state_;
   int num_splits_ = 0;
 };
 
 }  // namespace
 
 ThreadWorld::ThreadWorld(int num_ranks, std::chrono::milliseconds timeout)
-    : num_ranks_(num_ranks), timeout_(timeout), left_(static_cast<size_t>(num_ranks)) {}
+    : num_ranks_(num_ranks), timeout_(timeout), roll_(num_ranks) {}
 
 std::shared_ptr<ThreadWorld> ThreadWorld::create(int num_ranks, std::chrono::milliseconds timeout) {
   MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "a world of ", num_ranks, " ranks; it takes 1 or more");
@@ -185,11 +204,7 @@ std::shared_ptr<ThreadWorld> ThreadWorld::create(int num_ranks, std::chrono::mil
 std::shared_ptr<Group> ThreadWorld::group(int rank) {
   std::vector<int> members(static_cast<size_t>(num_ranks_));
   std::iota(members.begin(), members.end(), 0);
-  auto self = shared_from_this();
-  auto make = [self](const std::string& key, const std::string& name, const std::vector<int>& m) {
-    return self->state(key, name, m);
-  };
-  return std::make_shared<ThreadGroup>(state("world", "world", members), rank, self, make);
+  return std::make_shared<ThreadGroup>(shared_from_this(), state("world", "world", members), rank);
 }
 
 std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key, const std::string& name,
@@ -201,37 +216,13 @@ std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key, con
 }
 
 void ThreadWorld::leave(int rank, std::exception_ptr fault) {
-  std::vector<std::shared_ptr<ThreadGroupState>> states;
-  {
-    std::lock_guard lock(mutex_);
-    left_[static_cast<size_t>(rank)] = true;
-    if (fault && !fault_) {
-      fault_ = fault;
-      faulty_rank_ = rank;
-      try {
-        std::rethrow_exception(fault);
-      } catch (const std::exception& e) {
-        fault_text_ = e.what();
-      } catch (...) {
-        fault_text_ = "an exception that is not a std::exception";
-      }
-    }
-    for (const auto& [key, state] : states_) states.push_back(state);
+  if (fault) {
+    roll_.threw(rank, fault);
+  } else {
+    roll_.returned(rank);
   }
-  for (const auto& state : states) state->wake();
-}
-
-std::exception_ptr ThreadWorld::first_fault() const {
   std::lock_guard lock(mutex_);
-  return fault_;
-}
-
-std::string ThreadWorld::reason(const std::vector<int>& missing) const {
-  std::lock_guard lock(mutex_);
-  if (fault_) return detail::concat("rank ", faulty_rank_, " failed: ", fault_text_);
-  for (int r : missing)
-    if (left_[static_cast<size_t>(r)]) return detail::concat("rank ", r, " has returned and will not come");
-  return {};
+  for (const auto& [key, state] : states_) state->wake();
 }
 
 }  // namespace moesh::comm

@@ -1,0 +1,296 @@
+#include "moesh/comm/nccl/nccl_group.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <sstream>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/nccl/world.h"
+
+namespace moesh::comm {
+namespace {
+
+constexpr std::int64_t kIdWords = sizeof(NcclUniqueId) / sizeof(std::int64_t);
+
+NcclType type_of(const at::Tensor& x) {
+  switch (x.scalar_type()) {
+    case at::kDouble: return NcclType::float64;
+    case at::kFloat: return NcclType::float32;
+    case at::kBFloat16: return NcclType::bfloat16;
+    case at::kLong: return NcclType::int64;
+    case at::kInt: return NcclType::int32;
+    case at::kBool: return NcclType::uint8;  // 0 and 1: max is any, min is all
+    default: throw Error(ErrorKind::internal, "NCCL has no type for this dtype");
+  }
+}
+
+NcclReduce reduce_of(ReduceOp op) {
+  return op == ReduceOp::sum ? NcclReduce::sum : op == ReduceOp::max ? NcclReduce::max : NcclReduce::min;
+}
+
+std::int64_t total(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+
+bool is_even(const Rows& rows) {
+  return std::all_of(rows.begin(), rows.end(), [&](auto r) { return r == rows[0]; });
+}
+
+Block whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
+
+// Consecutive parts of x, one a rank.
+std::vector<Block> parts(const at::Tensor& x, const Rows& rows) {
+  std::int64_t inner = 1;
+  for (std::int64_t d = 1; d < x.dim(); ++d) inner *= x.size(d);
+  auto* next = static_cast<std::byte*>(x.data_ptr());
+  std::vector<Block> blocks;
+  for (auto r : rows) {
+    blocks.push_back({next, r * inner});
+    if (next) next += r * inner * static_cast<std::int64_t>(x.element_size());
+  }
+  return blocks;
+}
+
+at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
+  auto shape = like.sizes().vec();
+  shape[0] = rows;
+  return at::empty(shape, like.options());
+}
+
+// send[j] goes to rank j and recv[j] comes from it, all at once. Empty parts are left out on both sides.
+NcclResult exchange(const NcclApi& api, NcclComm comm, void* stream, NcclType type, const std::vector<Block>& send,
+                    const std::vector<Block>& recv) {
+  NcclResult result = api.group_start();
+  auto keep_first_error = [&](NcclResult r) {
+    if (result == NcclResult::success && r != NcclResult::in_progress) result = r;
+  };
+  for (size_t j = 0; j < send.size(); ++j) {
+    const int peer = static_cast<int>(j);
+    if (send[j].numel) keep_first_error(api.send(send[j].data, static_cast<size_t>(send[j].numel), type, peer, comm, stream));
+    if (recv[j].numel) keep_first_error(api.recv(recv[j].data, static_cast<size_t>(recv[j].numel), type, peer, comm, stream));
+  }
+  const NcclResult end = api.group_end();
+  return result == NcclResult::success ? end : result;
+}
+
+at::Tensor words_of(const NcclUniqueId& id, at::Device device) {
+  const at::Tensor words = at::empty({1, kIdWords}, at::kLong);
+  std::memcpy(words.data_ptr(), &id, sizeof(id));
+  return words.to(device);
+}
+
+NcclUniqueId id_of(const at::Tensor& words) {
+  NcclUniqueId id;
+  const at::Tensor host = words.cpu().contiguous();
+  std::memcpy(&id, host.const_data_ptr(), sizeof(id));
+  return id;
+}
+
+class NcclGroup final : public Group {
+ public:
+  NcclGroup(std::shared_ptr<NcclWorld> world, NcclComm comm, std::shared_ptr<const NcclGroupInfo> info, int rank)
+      : Group(info->name, rank, info->members), world_(std::move(world)), comm_(comm), info_(std::move(info)) {}
+
+  at::Device control_device() const override { return world_->device(); }
+  NcclWorld& world() { return *world_; }
+
+ private:
+  std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override;
+  std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override;
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override;
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override;
+  std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
+  void do_barrier() override;
+  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override;
+
+  // Checks where x lives, and counts the operation.
+  Call call(Collective op, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
+  std::unique_ptr<Work> start(const Call& call, const at::Tensor& x, const at::Tensor& out, const NcclWorld::Issue& issue);
+
+  std::shared_ptr<NcclWorld> world_;
+  NcclComm comm_;
+  std::shared_ptr<const NcclGroupInfo> info_;
+  std::int64_t sequence_ = 0;
+};
+
+class NcclWork final : public Work {
+ public:
+  NcclWork(std::shared_ptr<NcclWorld> world, std::shared_ptr<NcclTicket> ticket, at::Tensor out)
+      : world_(std::move(world)), ticket_(std::move(ticket)), out_(std::move(out)) {}
+  at::Tensor wait() override {
+    world_->wait(*ticket_);
+    return out_;
+  }
+
+ private:
+  std::shared_ptr<NcclWorld> world_;
+  std::shared_ptr<NcclTicket> ticket_;
+  at::Tensor out_;
+};
+
+Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int root) {
+  MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(), "': the tensor is on ", x.device(),
+              ", and this NCCL group works on ", world_->device(), "; move it there (x.to(group.control_device())), or use backend host");
+  return Call::of(op, sequence_++, x, reduce, root);
+}
+
+std::unique_ptr<Work> NcclGroup::start(const Call& call, const at::Tensor& x, const at::Tensor& out, const NcclWorld::Issue& issue) {
+  // Detached: what is kept is memory, not a graph.
+  return std::make_unique<NcclWork>(world_, world_->enqueue(comm_, call, info_, {x.detach(), out}, issue), out);
+}
+
+std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {
+  const Call c = call(Collective::all_reduce, x, op);
+  const at::Tensor out = at::empty_like(x);
+  return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
+    if (x.numel() == 0) return NcclResult::success;
+    return api.all_reduce(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), reduce_of(op), comm, stream);
+  });
+}
+
+std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
+  const Call c = call(Collective::all_gather, x);
+  const at::Tensor out = empty_rows(x, total(rows));
+  return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
+    if (out.numel() == 0) return NcclResult::success;
+    if (is_even(rows))
+      return api.all_gather(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), comm, stream);
+    return exchange(api, comm, stream, type_of(x), std::vector<Block>(rows.size(), whole(x)), parts(out, rows));
+  });
+}
+
+std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
+  const Call c = call(Collective::reduce_scatter, x, op);
+  const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
+  if (is_even(rows)) {
+    return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
+      if (out.numel() == 0) return NcclResult::success;
+      return api.reduce_scatter(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(out.numel()), type_of(x), reduce_of(op), comm,
+                                stream);
+    });
+  }
+  // NCCL has no uneven one: every rank's share comes here and is summed in rank order.
+  const at::Tensor shares = at::empty({size(), out.numel()}, x.options());
+  const auto blocks = parts(shares, Rows(rows.size(), 1));
+  auto ticket = world_->enqueue(
+      comm_, c, info_, {x.detach(), out, shares},
+      [&](const NcclApi& api, NcclComm comm, void* stream) {
+        return exchange(api, comm, stream, type_of(x), parts(x, rows), blocks);
+      },
+      [op, blocks, to = whole(out), options = x.options()] { fold(op, blocks, to, options); });
+  return std::make_unique<NcclWork>(world_, std::move(ticket), out);
+}
+
+std::unique_ptr<Work> NcclGroup::do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) {
+  const Call c = call(Collective::all_to_all, x);
+  const at::Tensor out = empty_rows(x, total(recv));
+  return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
+    return exchange(api, comm, stream, type_of(x), parts(x, send), parts(out, recv));
+  });
+}
+
+std::unique_ptr<Work> NcclGroup::do_broadcast(const at::Tensor& x, int root) {
+  const Call c = call(Collective::broadcast, x, ReduceOp::sum, root);
+  const at::Tensor out = at::empty_like(x);
+  return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
+    if (x.numel() == 0) return NcclResult::success;
+    return api.broadcast(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), root, comm, stream);
+  });
+}
+
+void NcclGroup::do_barrier() {
+  Call c;
+  c.sequence = sequence_++;
+  const at::Tensor one = at::ones({1}, at::TensorOptions(at::kInt).device(world_->device()));
+  const auto ticket = world_->enqueue(comm_, c, info_, {one}, [&](const NcclApi& api, NcclComm comm, void* stream) {
+    return api.all_reduce(one.const_data_ptr(), one.data_ptr(), 1, NcclType::int32, NcclReduce::max, comm, stream);
+  });
+  world_->finish(*ticket);
+}
+
+std::shared_ptr<Group> NcclGroup::do_split(const std::vector<int>& members, int rank, int /*index*/, const std::string& name) {
+  // The first member of each new group makes its id, and one all_gather brings all ids to everyone.
+  const TracePause quiet;
+  const bool makes_id = rank == 0 && members.size() > 1;
+  const at::Tensor mine = words_of(makes_id ? world_->new_id() : NcclUniqueId{}, world_->device());
+  const at::Tensor all = all_gather(mine).cpu();
+  world_->throw_if_stopped();  // else the words may be noise
+  if (members.size() <= 1) return nullptr;
+  auto info = std::make_shared<const NcclGroupInfo>(NcclGroupInfo{name, world_ranks(members)});
+  NcclComm comm = world_->join(id_of(all[members[0]]), rank, info);
+  return std::make_shared<NcclGroup>(world_, comm, std::move(info), rank);
+}
+
+NcclWorld& world_of(Group& group) {
+  auto* nccl = dynamic_cast<NcclGroup*>(&group);
+  MOESH_CHECK(nccl, "group '", group.name(), "' is not an NCCL group");
+  return nccl->world();
+}
+
+// A number for the GPU which this process calls `device`: the machine (its name and boot), and the entry of
+// CUDA_VISIBLE_DEVICES, by which processes of one machine give different GPUs the same index.
+std::int64_t gpu_key(at::Device device) {
+  char host[256] = {};
+  gethostname(host, sizeof(host) - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::string entry = std::to_string(static_cast<int>(device.index()));
+  if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
+    std::istringstream list(visible);
+    for (int i = 0; i <= device.index(); ++i)
+      if (!std::getline(list, entry, ',')) entry = detail::concat("?", static_cast<int>(device.index()));
+  }
+  return static_cast<std::int64_t>(std::hash<std::string>{}(detail::concat(host, '/', boot, '/', entry)));
+}
+
+}  // namespace
+
+void NcclOptions::validate() const {
+  MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(), " ms; it must be positive");
+}
+
+std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device) {
+  const at::Tensor key = at::empty({1}, at::kLong);
+  *key.mutable_data_ptr<std::int64_t>() = gpu_key(existing_device(device));
+  const at::Tensor keys = group.all_gather(key.to(group.control_device())).cpu();
+  const auto* p = keys.const_data_ptr<std::int64_t>();
+  std::vector<int> sharing;
+  for (int r = 0; r < group.size(); ++r)
+    if (std::find(p, p + r, p[r]) != p + r) sharing.push_back(r);
+  return sharing;
+}
+
+std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const NcclOptions& options) {
+  options.validate();
+  const auto api = options.api ? options.api : installed_nccl();
+  MOESH_CHECK(device.type() == api->device_type, ErrorKind::config, "an NCCL world on device ", device, "; it takes a ",
+              c10::DeviceTypeName(api->device_type, true), " device");
+  device = existing_device(device);
+  if (!api->ranks_may_share_device) {
+    const auto sharing = ranks_that_share_a_gpu(bootstrap, device);
+    MOESH_CHECK(sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing, " of group '", bootstrap.name(),
+                "' are on the same GPU as a lower rank (this rank is on ", device,
+                "); let them share it through the host backend (ranks that are threads), or start one rank per GPU");
+  }
+
+  const int rank = bootstrap.rank();
+  auto world = std::make_shared<NcclWorld>(api, device, bootstrap.members()[static_cast<size_t>(rank)], options.timeout,
+                                           options.block_host);
+  const at::Tensor mine = words_of(rank == 0 ? world->new_id() : NcclUniqueId{}, bootstrap.control_device());
+  const NcclUniqueId id = id_of(bootstrap.broadcast(mine, 0));
+  auto info = std::make_shared<const NcclGroupInfo>(NcclGroupInfo{bootstrap.name(), bootstrap.members()});
+  NcclComm comm = world->join(id, rank, info);
+  return std::make_shared<NcclGroup>(std::move(world), comm, std::move(info), rank);
+}
+
+void close_nccl(Group& group) { world_of(group).close(); }
+void stop_nccl(Group& group, const std::string& reason) { world_of(group).stop(reason); }
+
+}  // namespace moesh::comm

@@ -1,0 +1,85 @@
+#include "moesh/comm/nccl/nccl_launch.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <mutex>
+#include <vector>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/nccl/nccl_group.h"
+
+namespace moesh::comm {
+namespace {
+
+std::string text_of(const std::exception_ptr& fault) {
+  try {
+    std::rethrow_exception(fault);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
+}
+
+// The worlds of the ranks which are threads of this process: a fault in one of them reaches the others at once.
+class LocalWorlds {
+ public:
+  void add(const std::shared_ptr<Group>& world) {
+    std::lock_guard lock(mutex_);
+    worlds_.push_back(world);
+  }
+  /// Stops the others, and gives the first fault of all.
+  std::exception_ptr fail(int rank, const std::exception_ptr& fault) {
+    std::vector<std::weak_ptr<Group>> worlds;
+    {
+      std::lock_guard lock(mutex_);
+      if (first_) return first_;
+      first_ = fault;
+      worlds = worlds_;
+    }
+    const std::string reason = detail::concat("rank ", rank, " failed: ", text_of(fault));
+    for (const auto& weak : worlds)
+      if (const auto world = weak.lock()) stop_nccl(*world, reason);
+    return fault;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Group>> worlds_;
+  std::exception_ptr first_;
+};
+
+}  // namespace
+
+bool should_try_nccl(int num_ranks, const LaunchOptions& options) {
+  if (options.backend == Backend::nccl) return true;
+  const int num_processes = num_launched_processes();
+  return options.backend == Backend::automatic && options.device.is_cuda() && num_processes > 0 &&
+         (num_ranks == 0 || num_ranks == num_processes) && has_nccl();
+}
+
+std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions options) {
+  return [f = std::move(f), options, local = std::make_shared<LocalWorlds>()](Group& host) {
+    // Ranks that are threads of this process take one GPU each.
+    const int place = num_launched_processes() > 0 ? local_process() : host.rank();
+    const at::Device device = device_for(options.device, place);
+    use_device(device);
+    if (options.backend == Backend::automatic && !ranks_that_share_a_gpu(host, device).empty()) {
+      if (!options.checked) return f(host);
+      // `host` outlives the call: it is lent, not owned.
+      return f(*checked(std::shared_ptr<Group>(std::shared_ptr<Group>(), &host)));
+    }
+    // The `checked` group reads what it gathers: there a fault must show at once.
+    const auto world = nccl_world(host, device, {.timeout = options.timeout, .block_host = options.checked});
+    local->add(world);
+    try {
+      f(options.checked ? *checked(world) : *world);
+      close_nccl(*world);
+    } catch (...) {
+      std::rethrow_exception(local->fail(host.rank(), std::current_exception()));
+    }
+  };
+}
+
+}  // namespace moesh::comm

@@ -1,0 +1,55 @@
+#pragma once
+// The queue on which collectives run beside the computation, and points in it. Device-generic: c10 streams and events.
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <functional>
+#include <memory>
+
+namespace moesh::comm {
+
+/// A point in a queue of work.
+class Mark {
+ public:
+  virtual ~Mark() = default;
+  /// The work before it has ended. Any thread may ask.
+  virtual bool done() const = 0;
+  /// What the caller queues from now on (and what the stream that was current at the mark queues) starts after it.
+  virtual void hold_current() = 0;
+};
+
+/// A queue of work. Calls come from one thread.
+class CommStream {
+ public:
+  virtual ~CommStream() = default;
+  /// What NCCL takes as a stream.
+  virtual void* handle() = 0;
+  /// Later work starts after what the caller's current stream holds now.
+  virtual void follow_current() = 0;
+  /// Runs f with this queue as the current stream.
+  virtual void run(const std::function<void()>& f) = 0;
+  /// The end of the work queued so far.
+  virtual std::shared_ptr<Mark> mark() = 0;
+};
+
+/// A high-priority stream of an accelerator.
+class DeviceStream : public CommStream {
+ public:
+  explicit DeviceStream(at::Device device);
+  void* handle() override { return stream_.native_handle(); }
+  void follow_current() override;
+  void run(const std::function<void()>& f) override;
+  std::shared_ptr<Mark> mark() override;
+  const c10::Stream& stream() const { return stream_; }
+
+ private:
+  c10::Stream stream_;
+};
+
+std::unique_ptr<CommStream> device_stream(at::Device device);
+
+/// The device with its index: that of the current device where none is given. Throws Error (device) where there is no such one.
+at::Device existing_device(at::Device device);
+
+}  // namespace moesh::comm

@@ -1,0 +1,276 @@
+#include "moesh/comm/nccl/world.h"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+
+namespace moesh::comm {
+namespace {
+
+using namespace std::chrono_literals;
+
+// How often the watchdog looks. Deadlines are seconds to minutes.
+constexpr auto kLook = 10ms;
+
+// Between two questions: at first hardly at all, since most answers come within microseconds.
+void pause(int num_asked) {
+  if (num_asked < 50) std::this_thread::yield();
+  else std::this_thread::sleep_for(std::min<std::chrono::microseconds>(1ms, num_asked * 1us));
+}
+
+std::string describe(const NcclTicket& ticket) {
+  return detail::concat(ticket.call.describe(), ", operation ", ticket.call.sequence, " of group '", ticket.group->name, "'");
+}
+
+}  // namespace
+
+NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank, std::chrono::milliseconds timeout,
+                     bool block_host)
+    : api_(std::move(api)), device_(device), rank_(rank), timeout_(timeout), block_host_(block_host),
+      num_exceptions_(std::uncaught_exceptions()), stream_(api_->make_stream(device)), watchdog_([this] { watch(); }) {}
+
+NcclWorld::~NcclWorld() {
+  try {
+    if (std::uncaught_exceptions() > num_exceptions_) stop("an exception has ended the world");
+    bool is_over = false;
+    {
+      std::lock_guard lock(state_);
+      is_over = !fault_.empty();
+    }
+    if (is_over) drain();
+    else close();
+  } catch (const std::exception& e) {
+    log_warn("the end of an NCCL world: ", e.what());
+  }
+  {
+    std::lock_guard lock(state_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+  watchdog_.join();
+}
+
+// The watchdog takes the tickets out, and stops what is late. After that NCCL's kernels give up within moments.
+void NcclWorld::drain() {
+  std::unique_lock lock(state_);
+  while (!changed_.wait_for(lock, 5s, [&] { return tickets_.empty(); }))
+    if (!fault_.empty()) return;
+}
+
+void NcclWorld::close() {
+  drain();
+  throw_if_stopped();
+  const c10::DeviceGuard guard(device_);
+  const auto deadline = Clock::now() + timeout_;
+  std::unique_lock calls(calls_);
+  while (true) {
+    Member member;
+    {
+      std::lock_guard lock(state_);
+      if (members_.empty()) {
+        if (fault_.empty()) fault_ = "this NCCL world has ended; its groups cannot be used after that";
+        return;
+      }
+      member = members_.front();
+    }
+    settle(calls, member, api_->comm_finalize(member.comm), deadline,
+           [&] { return detail::concat("the end of group '", member.group->name, "'"); });
+    {
+      std::lock_guard lock(state_);
+      members_.erase(members_.begin());
+    }
+    api_->comm_destroy(member.comm);
+  }
+}
+
+NcclUniqueId NcclWorld::new_id() {
+  NcclUniqueId id{};
+  const NcclResult result = api_->get_unique_id(&id);
+  MOESH_CHECK(result == NcclResult::success, ErrorKind::comm, "rank ", rank_, " got no NCCL id: ", error_text(result, nullptr));
+  return id;
+}
+
+NcclComm NcclWorld::join(const NcclUniqueId& id, int rank, std::shared_ptr<const NcclGroupInfo> group) {
+  throw_if_stopped();
+  const c10::DeviceGuard guard(device_);
+  const auto deadline = Clock::now() + timeout_;
+  std::unique_lock calls(calls_);
+  NcclComm comm = nullptr;
+  const NcclResult result = api_->comm_init_rank(&comm, static_cast<int>(group->members.size()), id, rank);
+  if (comm) {
+    std::unique_lock lock(state_);
+    if (fault_.empty()) members_.push_back({comm, group});
+    else api_->comm_abort(comm);
+  }
+  throw_if_stopped();
+  settle(calls, {comm, group}, result, deadline, [&] { return detail::concat("the start of group '", group->name, "'"); });
+  return comm;
+}
+
+std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call, std::shared_ptr<const NcclGroupInfo> group,
+                                               std::vector<at::Tensor> keep, const Issue& issue,
+                                               const std::function<void()>& after) {
+  auto ticket = std::make_shared<NcclTicket>();
+  *ticket = {comm, call, std::move(group), std::move(keep), nullptr, Clock::now() + timeout_};
+  const c10::DeviceGuard guard(device_);
+  {
+    std::unique_lock calls(calls_);
+    throw_if_stopped();
+    stream_->follow_current();
+    NcclResult result = issue(*api_, comm, stream_->handle());
+    settle(calls, {comm, ticket->group}, result, ticket->deadline, [&] { return describe(*ticket); });
+    if (after) stream_->run(after);
+    ticket->mark = stream_->mark();
+  }
+  {
+    std::lock_guard lock(state_);
+    tickets_.push_back(ticket);
+  }
+  changed_.notify_all();
+  return ticket;
+}
+
+void NcclWorld::wait(NcclTicket& ticket) {
+  throw_if_stopped();
+  if (block_host_) finish(ticket);
+  ticket.mark->hold_current();
+  throw_if_stopped();
+  ticket.keep.clear();
+}
+
+void NcclWorld::finish(const NcclTicket& ticket) {
+  for (int asked = 0; !ticket.mark->done(); ++asked) {
+    throw_if_stopped();
+    pause(asked);
+  }
+  std::unique_lock calls(calls_);
+  throw_if_stopped();
+  const NcclResult state = state_of(ticket.comm);
+  if (state == NcclResult::success) return;
+  const std::string text = detail::concat("rank ", rank_, ", in ", describe(ticket), ": ", error_text(state, ticket.comm));
+  calls.unlock();
+  stop(text);
+  throw_if_stopped();
+}
+
+void NcclWorld::stop(const std::string& reason) {
+  std::vector<Member> members;
+  {
+    std::lock_guard lock(state_);
+    if (!fault_.empty()) return;
+    fault_ = reason;
+    members.swap(members_);
+  }
+  changed_.notify_all();
+  // A rank that queues behind a stuck kernel can itself be stuck in a call, with the lock, until the kernel is aborted:
+  // after a second NCCL is aborted without it.
+  std::unique_lock calls(calls_, std::defer_lock);
+  (void)calls.try_lock_for(1s);
+  for (const Member& m : members) api_->comm_abort(m.comm);
+}
+
+void NcclWorld::throw_if_stopped() const {
+  std::lock_guard lock(state_);
+  if (!fault_.empty()) throw Error(ErrorKind::comm, fault_);
+}
+
+std::string NcclWorld::late(const std::string& what, const NcclGroupInfo& group) const {
+  return detail::concat("rank ", rank_, " waited in ", what, ": it was not done within ",
+                        std::chrono::duration<double>(timeout_).count(), " s. One of the ranks ", group.members,
+                        " did not come, or called something else (NCCL cannot tell; `checked` groups can).");
+}
+
+std::string NcclWorld::error_text(NcclResult result, NcclComm comm) const {
+  const char* last = comm ? api_->last_error(comm) : nullptr;
+  return detail::concat("NCCL answered ", static_cast<int>(result), " (", api_->error_string(result), ")",
+                        last && *last ? detail::concat(": ", last) : "");
+}
+
+// What NCCL has found by itself since the last call. The lock for calls is held.
+NcclResult NcclWorld::state_of(NcclComm comm) const {
+  NcclResult state = NcclResult::success;
+  const NcclResult result = api_->get_async_error(comm, &state);
+  return result == NcclResult::success ? state : result;
+}
+
+// Waits until the communicator takes calls again. The lock is free between two questions, so that `stop` gets through.
+void NcclWorld::settle(std::unique_lock<std::timed_mutex>& calls, const Member& member, NcclResult result,
+                       Clock::time_point deadline, const What& what) {
+  for (int asked = 0; result == NcclResult::in_progress; ++asked) {
+    if (Clock::now() >= deadline) {
+      calls.unlock();
+      stop(late(what(), *member.group));
+      throw_if_stopped();
+    }
+    calls.unlock();
+    pause(asked);
+    calls.lock();
+    throw_if_stopped();
+    result = state_of(member.comm);
+  }
+  if (result == NcclResult::success) return;
+  const std::string text = detail::concat("rank ", rank_, ", in ", what(), ": ", error_text(result, member.comm));
+  calls.unlock();
+  stop(text);
+  throw_if_stopped();
+}
+
+void NcclWorld::watch() {
+  set_log_rank(rank_);
+  const c10::DeviceGuard guard(device_);
+  std::unique_lock lock(state_);
+  while (true) {
+    changed_.wait(lock, [&] { return ending_ || !tickets_.empty(); });
+    if (ending_) return;
+    changed_.wait_for(lock, kLook, [&] { return ending_; });
+    lock.unlock();
+    look();
+    lock.lock();
+  }
+}
+
+void NcclWorld::look() {
+  std::shared_ptr<NcclTicket> first;
+  {
+    std::lock_guard lock(state_);
+    if (tickets_.empty()) return;
+    first = tickets_.front();
+  }
+  std::string fault;
+  if (std::unique_lock calls(calls_, std::try_to_lock); calls) {  // a rank that is in a call sees its errors itself
+    std::lock_guard lock(state_);
+    for (const auto& [comm, group] : members_) {
+      const NcclResult state = state_of(comm);
+      if (state == NcclResult::success || state == NcclResult::in_progress) continue;
+      fault = detail::concat("rank ", rank_, ", in ", describe(*first), " or after it: ", error_text(state, comm));
+      break;
+    }
+  }
+  if (!fault.empty()) stop(fault);
+  try {
+    while (first && first->mark->done()) {
+      std::shared_ptr<NcclTicket> next;
+      {
+        std::lock_guard lock(state_);
+        tickets_.pop_front();
+        if (!tickets_.empty()) next = tickets_.front();
+      }
+      changed_.notify_all();
+      first = std::move(next);  // memory that it still kept goes here, outside the lock
+    }
+  } catch (const std::exception& e) {
+    // The device itself has failed; nothing on it will end any more.
+    stop(detail::concat("rank ", rank_, ", in ", describe(*first), ": ", e.what()));
+    std::lock_guard lock(state_);
+    tickets_.clear();
+    changed_.notify_all();
+    return;
+  }
+  if (first && Clock::now() >= first->deadline) stop(late(describe(*first), *first->group));
+}
+
+}  // namespace moesh::comm

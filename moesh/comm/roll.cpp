@@ -1,0 +1,90 @@
+#include "moesh/comm/roll.h"
+
+#include "moesh/base/error.h"
+
+namespace moesh::comm {
+
+void Roll::returned(int rank) {
+  std::lock_guard lock(mutex_);
+  left_[static_cast<size_t>(rank)] = true;
+}
+
+void Roll::threw(int rank, std::exception_ptr fault) {
+  std::lock_guard lock(mutex_);
+  if (!exception_) exception_ = fault;
+  fail(rank, text_of(fault));
+}
+
+void Roll::failed(int rank, const std::string& text) {
+  std::lock_guard lock(mutex_);
+  fail(rank, text);
+}
+
+void Roll::fail(int rank, const std::string& text) {
+  left_[static_cast<size_t>(rank)] = true;
+  if (failure_.empty()) failure_ = detail::concat("rank ", rank, " failed: ", text);
+}
+
+std::exception_ptr Roll::first_exception() const {
+  std::lock_guard lock(mutex_);
+  return exception_;
+}
+
+std::string Roll::first_failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+std::vector<int> Roll::present() const {
+  std::lock_guard lock(mutex_);
+  std::vector<int> ranks;
+  for (size_t r = 0; r < left_.size(); ++r)
+    if (!left_[r]) ranks.push_back(static_cast<int>(r));
+  return ranks;
+}
+
+bool Roll::has_left(int rank) const {
+  std::lock_guard lock(mutex_);
+  return left_[static_cast<size_t>(rank)];
+}
+
+std::string Roll::reason(const std::vector<int>& missing) const {
+  std::lock_guard lock(mutex_);
+  if (!failure_.empty()) return failure_;
+  for (int r : missing)
+    if (left_[static_cast<size_t>(r)]) return detail::concat("rank ", r, " has returned and will not come");
+  return {};
+}
+
+std::string text_of(const std::exception_ptr& fault) {
+  try {
+    std::rethrow_exception(fault);
+  } catch (const std::exception& e) {
+    return e.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
+}
+
+std::string name_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
+  return detail::concat(name_ranks(missing), " did not come within ", std::chrono::duration<double>(timeout).count(), " s");
+}
+
+void give_up(int rank, const char* where, const Call& call, const std::string& group, const std::string& why) {
+  throw Error(ErrorKind::comm, detail::concat("rank ", rank, " waited in ", where, call.describe(), ", operation ", call.sequence,
+                                              " of group '", group, "': ", why));
+}
+
+void check_count(std::int64_t sent, std::int64_t expected, const Call& call, const std::string& group, int from, int to) {
+  MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '", group,
+              "', rank ", from, " sends ", sent, " elements and rank ", to, " expects ", expected,
+              ". Every rank must pass the same rows.");
+}
+
+}  // namespace moesh::comm

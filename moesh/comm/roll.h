@@ -1,0 +1,59 @@
+#pragma once
+// The roll of a world: who has left it, and who failed first. A rank that waits asks it whether the wait can still end well.
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "moesh/comm/host_group.h"
+
+namespace moesh::comm {
+
+class Roll {
+ public:
+  explicit Roll(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
+
+  /// The function of a rank returned.
+  void returned(int rank);
+  /// The function of a rank threw; the first exception is kept.
+  void threw(int rank, std::exception_ptr fault);
+  /// A rank failed elsewhere, with this text.
+  void failed(int rank, const std::string& text);
+
+  /// The first exception that `threw` was told, or null.
+  std::exception_ptr first_exception() const;
+  /// "rank 2 failed: ..." of the first rank that failed anywhere; empty if none did.
+  std::string first_failure() const;
+  /// Ranks that are still there.
+  std::vector<int> present() const;
+  bool has_left(int rank) const;
+  /// Why a wait for `missing` ranks cannot end well; empty while it can.
+  std::string reason(const std::vector<int>& missing) const;
+
+ private:
+  void fail(int rank, const std::string& text);
+
+  mutable std::mutex mutex_;
+  std::vector<bool> left_;
+  std::exception_ptr exception_;
+  std::string failure_;
+};
+
+/// What an exception says.
+std::string text_of(const std::exception_ptr& fault);
+
+/// "rank 3", "ranks 1, 2"
+std::string name_ranks(const std::vector<int>& ranks);
+
+/// "rank 3 did not come within 5 s"
+std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout);
+
+/// Throws the Error (comm) of a wait that ended badly. `rank` is a world rank, `where` is "" or "the end of ".
+[[noreturn]] void give_up(int rank, const char* where, const Call& call, const std::string& group, const std::string& why);
+
+/// Throws unless the block which `from` sends has the `expected` elements. Both are world ranks.
+void check_count(std::int64_t sent, std::int64_t expected, const Call& call, const std::string& group, int from, int to);
+
+}  // namespace moesh::comm

@@ -1,0 +1,60 @@
+#pragma once
+// The routed experts: parameters in the sparse view, own experts on ep (E), own features of each on etp (F).
+// N local tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
+
+#include <optional>
+#include <string>
+
+#include "moesh/kernels/experts.h"
+#include "moesh/kernels/sort.h"
+#include "moesh/spmd/param.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh::nn {
+
+struct ExpertsConfig {
+  std::int64_t num_experts = 0, dim = 0, ffn = 0;
+  kernels::Activation activation = kernels::Activation::swiglu;
+  kernels::ScoreSide scores = kernels::ScoreSide::after;
+  bool biases = false;
+
+  void validate() const;
+};
+
+class Experts {
+ public:
+  using Weight = Param<Sparse{Place::I, Place::E, Place::F}>;
+  using OutputBias = Param<Sparse{Place::I, Place::E, Place::I}>;
+
+  /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
+  Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype, at::Device device, const Init& init);
+
+  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a partial sum over etp. `to` sorts them.
+  Tensor<Sparse{Place::T, Place::E, Place::P}> rows(const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
+                                                    const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
+                                                    const kernels::Reordered& order) const;
+
+  /// All tokens of the ep x etp ranks -> this rank's experts' share of every token's output, a partial sum over both.
+  Tensor<Sparse{Place::T, Place::P, Place::P}> share(const Tensor<Sparse{Place::T, Place::R, Place::R}>& x_ND,
+                                                     const Tensor<Sparse{Place::T, Place::R, Place::R}>& scores_NK,
+                                                     const at::Tensor& experts_NK) const;
+
+  const ExpertsConfig& config() const { return config_; }
+  /// f(param) for each parameter, in the order w1, w3, w2, b1, b3, b2.
+  template <class Fn>
+  void each_param(Fn f) {
+    f(w1_), f(w3_), f(w2_);
+    if (b1_) f(*b1_), f(*b3_), f(*b2_);
+  }
+
+ private:
+  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e, const at::Tensor& token_R,
+                 const at::Tensor& inverse) const;
+
+  ExpertsConfig config_;
+  Weight w1_, w3_, w2_;
+  std::optional<Weight> b1_, b3_;
+  std::optional<OutputBias> b2_;
+};
+
+}  // namespace moesh::nn

@@ -1,0 +1,83 @@
+#pragma once
+// The mixture-of-experts layer: router, dispatch, experts, combine, shared experts. One path for every mesh.
+
+#include <optional>
+#include <string>
+
+#include "moesh/nn/dispatch.h"
+#include "moesh/nn/experts.h"
+#include "moesh/nn/router.h"
+
+namespace moesh::nn {
+
+/// A dense SwiGLU that every token passes, column and row cut over tp.
+class SharedExperts {
+ public:
+  using Weight = Param<Dense{Place::I, Place::I, Place::F}>;
+  SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device, const Init& init);
+
+  /// R on tp in, a partial sum over tp out.
+  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const;
+
+  template <class Fn>
+  void each_param(Fn f) {
+    f(w1_), f(w3_), f(w2_);
+  }
+
+ private:
+  Weight w1_, w3_, w2_;
+};
+
+struct MoeConfig {
+  std::string name = "moe";
+  RouterConfig router;
+  ExpertsConfig experts;        // num_experts is the router's
+  std::int64_t shared_ffn = 0;  // width of the shared experts together; 0: none
+  Dispatcher dispatcher = Dispatcher::automatic;
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;
+  Init init{.kind = Init::Kind::normal, .scale = 0.02};
+
+  void validate() const;
+};
+
+class Moe {
+ public:
+  explicit Moe(const MoeConfig& config);
+
+  struct Sharded {
+    Tensor<Dense{Place::T, Place::T, Place::T}> y;
+    Route route;
+  };
+  struct Invariant {
+    Tensor<Dense{Place::T, Place::T, Place::I}> y;
+    Route route;
+  };
+  /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
+  Sharded operator()(const Tensor<Dense{Place::T, Place::T, Place::T}>& x_BLD, const Tokens& tokens, const RouteOptions& options = {});
+  /// Without: x is [B, block, D], the same on all tp ranks. No token is computed twice.
+  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD, const Tokens& tokens, const RouteOptions& options = {});
+
+  Router& router() { return router_; }
+  /// f(param) for every parameter.
+  template <class Fn>
+  void each_param(Fn f) {
+    f(router_.gate());
+    if (router_.gate_bias()) f(*router_.gate_bias());
+    experts_.each_param(f);
+    if (shared_) shared_->each_param(f);
+  }
+
+ private:
+  bool gathers_over_tp() const;
+  Tensor<Dense{Place::T, Place::T, Place::P}> over_tp(const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND, const Route& route,
+                                                      const Along& rows) const;
+
+  MoeConfig config_;
+  Dispatcher dispatcher_;
+  Router router_;
+  Experts experts_;
+  std::optional<SharedExperts> shared_;
+};
+
+}  // namespace moesh::nn

@@ -1,0 +1,60 @@
+#include "moesh/nn/tokens.h"
+
+#include <ATen/ops/empty.h>
+
+#include "moesh/base/mutant.h"
+
+namespace moesh::nn {
+
+Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel)
+    : mesh_(mesh), batch_(batch), sequence_(sequence), sequence_parallel_(sequence_parallel), rank_(mesh.rank()), num_dp_(mesh.size(dp)) {}
+
+SequenceShard Tokens::shard(int rank) const {
+  if (sequence_parallel_) return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));
+  return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp), /*width=*/mesh_.size(tp));
+}
+
+std::int64_t Tokens::length() const { return shard(rank_).length(); }
+
+// Without sequence parallelism the tokens of the cp block are cut flat over tp.
+std::int64_t Tokens::flat_start(int rank) const {
+  return sequence_parallel_ ? 0 : Pieces{shard(rank).num_local(), mesh_.size(tp)}.start(mesh_.coordinate(rank, tp));
+}
+
+std::int64_t Tokens::num_local(int rank) const {
+  const std::int64_t held = shard(rank).num_local();
+  return sequence_parallel_ ? held : Pieces{held, mesh_.size(tp)}.length(mesh_.coordinate(rank, tp));
+}
+
+std::vector<std::int64_t> Tokens::rows(const comm::Group& group) const {
+  if (group.size() == 1) return {num_local()};
+  std::vector<std::int64_t> all;
+  for (int member : group.members()) all.push_back(num_local(member));
+  return all;
+}
+
+GlobalToken Tokens::global(LocalToken t) const {
+  const SequenceShard held = shard(rank_);
+  const std::int64_t before = mesh_.coordinate(dp) * batch_ * sequence_;
+  if (MOESH_MUTANT(b1_index_formula) && sequence_parallel_)  // right for B = 1 and even shards only
+    return {before + t.value + mesh_.coordinate(cp | tp) * held.num_local()};
+  if (MOESH_MUTANT(padded_stride_decode) && sequence_parallel_) {
+    const std::int64_t n = held.pieces().stride();
+    return {before + t.value / n * sequence_ + held.start() + t.value % n};
+  }
+  return {before + held.global(LocalToken{flat_start(rank_) + t.value}).value};
+}
+
+at::Tensor Tokens::global_ids(at::Device device) const {
+  at::Tensor ids = at::empty({num_local()}, at::kLong);
+  auto* p = ids.data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < ids.numel(); ++i) p[i] = global(LocalToken{i}).value;
+  return ids.to(device);
+}
+
+at::Tensor Tokens::sequence_ids(at::Device device) const {
+  const std::int64_t first = mesh_.coordinate(dp) * batch_;
+  return global_ids(device).div(sequence_, "floor").sub_(first);
+}
+
+}  // namespace moesh::nn

@@ -1,0 +1,360 @@
+// The nccl backend over a loopback table on the CPU: its whole logic but for the device itself. nccl_gpu_test.cpp has the rest.
+
+#include "moesh/comm/nccl/nccl_group.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <latch>
+#include <thread>
+
+#include "conformance.h"
+#include "moesh/base/error.h"
+#include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/launch.h"
+#include "moesh/comm/nccl/world.h"
+#include "nccl_loopback.h"
+
+namespace moesh::comm {
+namespace {
+
+using loopback::Pace;
+using namespace std::chrono_literals;
+
+// What `f` throws; empty if it does not.
+std::string error_of(const std::function<void()>& f, ErrorKind kind = ErrorKind::comm) {
+  try {
+    f();
+  } catch (const Error& e) {
+    EXPECT_EQ(to_string(e.kind()), std::string(to_string(kind))) << e.what();
+    return e.what();
+  }
+  return {};
+}
+
+void expect_text(const std::string& got, const std::vector<std::string>& texts) {
+  for (const auto& text : texts) EXPECT_NE(got.find(text), std::string::npos) << "'" << text << "' is not in: " << got;
+}
+
+std::string name_of(Pace pace) { return pace == Pace::queued ? "queued" : "polled"; }
+
+// ---------------------------------------------------------------- what every backend does
+
+struct Param {
+  int num_ranks;
+  Pace pace;
+  bool checked;
+};
+
+class NcclConformance : public testing::TestWithParam<Param> {};
+
+TEST_P(NcclConformance, Holds) {
+  const auto [num_ranks, pace, is_checked] = GetParam();
+  for (const auto& c : conformance::cases()) {
+    SCOPED_TRACE(c.name);
+    const auto nccl = loopback::make(at::kCPU, pace);
+    try {
+      launch(num_ranks, [&, is_checked = is_checked](Group& bootstrap) {
+        auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .block_host = is_checked, .api = nccl.api});
+        c.run(is_checked ? *checked(world) : *world, {});
+      });
+    } catch (const std::exception& e) {
+      ADD_FAILURE() << e.what();
+    }
+    EXPECT_GE(nccl.count->created, num_ranks);
+    EXPECT_EQ(nccl.count->destroyed, nccl.count->created);
+    EXPECT_EQ(nccl.count->aborted, 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Loopback, NcclConformance,
+                         testing::Values(Param{1, Pace::queued, false}, Param{2, Pace::queued, false}, Param{3, Pace::queued, false},
+                                         Param{4, Pace::queued, false}, Param{2, Pace::polled, false}, Param{3, Pace::polled, false},
+                                         Param{4, Pace::polled, false}, Param{2, Pace::queued, true}, Param{3, Pace::polled, true}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.num_ranks) + "_" + name_of(info.param.pace) +
+                                  (info.param.checked ? "_checked" : "");
+                         });
+
+// Sums of the loopback table have the bits of threads, so everything has.
+TEST(Nccl, DigestIsThatOfThreads) {
+  std::atomic<std::uint64_t> of_threads = 0, of_nccl = 0;
+  const auto nccl = loopback::make(at::kCPU, Pace::queued);
+  launch(3, [&](Group& host) {
+    of_threads = conformance::digest(host, {}, 11);
+    of_nccl = conformance::digest(*nccl_world(host, at::kCPU, {.api = nccl.api}), {}, 11);
+  });
+  EXPECT_NE(of_threads, 0u);
+  EXPECT_EQ(of_threads, of_nccl);
+}
+
+// ---------------------------------------------------------------- which calls are made
+
+struct Calls {
+  std::atomic<int> all_gather = 0, reduce_scatter = 0, send = 0, recv = 0, group = 0;
+};
+
+// The table, counting the calls of all ranks.
+std::shared_ptr<const NcclApi> counting(const NcclApi& inner, Calls& calls) {
+  auto api = std::make_shared<NcclApi>(inner);
+  api->all_gather = [&calls, f = inner.all_gather](auto... args) { return ++calls.all_gather, f(args...); };
+  api->reduce_scatter = [&calls, f = inner.reduce_scatter](auto... args) { return ++calls.reduce_scatter, f(args...); };
+  api->send = [&calls, f = inner.send](auto... args) { return ++calls.send, f(args...); };
+  api->recv = [&calls, f = inner.recv](auto... args) { return ++calls.recv, f(args...); };
+  api->group_start = [&calls, f = inner.group_start] { return ++calls.group, f(); };
+  return api;
+}
+
+TEST(Nccl, EvenShardsAreNativeAndUnevenOnesAreMessages) {
+  Calls calls;
+  const auto api = counting(*loopback::make(at::kCPU, Pace::queued).api, calls);
+  launch(3, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.api = api});
+    const auto x = at::full({6, 2}, world->rank() + 1.0);
+    const auto rank = static_cast<size_t>(world->rank());
+    const auto expect = [&](int all_gather, int reduce_scatter, int messages, int groups) {
+      world->barrier();
+      EXPECT_EQ(calls.all_gather, all_gather);
+      EXPECT_EQ(calls.reduce_scatter, reduce_scatter);
+      EXPECT_EQ(calls.send, messages);
+      EXPECT_EQ(calls.recv, messages);
+      EXPECT_EQ(calls.group, groups);
+      world->barrier();
+    };
+    world->all_gather(x);
+    expect(3, 0, 0, 0);
+    world->reduce_scatter(x);
+    expect(3, 3, 0, 0);
+    const Rows rows{4, 0, 2};
+    EXPECT_TRUE(world->reduce_scatter(x, rows).equal(at::full({rows[rank], 2}, 6.0)));
+    expect(3, 3, 6, 3);  // everyone sends to ranks 0 and 2
+    world->all_gather(x.narrow(0, 0, rows[rank]), rows);
+    expect(3, 3, 12, 6);  // ranks 0 and 2 send to everyone
+    world->all_to_all(x, {2, 2, 2}, {2, 2, 2});
+    expect(3, 3, 21, 9);
+    world->all_gather(at::zeros({0, 4}));
+    expect(3, 3, 21, 9);  // nothing to move
+  });
+}
+
+// What NCCL reads and writes stays, however soon the caller lets go of it, and goes when the operation has been waited for.
+TEST(Nccl, MemoryIsKeptAsLongAsItIsUsed) {
+  for (const Rows& rows : {Rows{3000, 3000}, Rows{1000, 5000}}) {
+    const auto nccl = loopback::make(at::kCPU, Pace::queued);
+    launch(2, [&](Group& bootstrap) {
+      auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
+      const auto rank = static_cast<size_t>(world->rank());
+      if (rank == 1) std::this_thread::sleep_for(20ms);  // so that rank 0 lets go before the peer reads
+      auto handle = world->start_reduce_scatter(at::full({6000}, rank + 1.0), rows);
+      const auto noise = at::full({6000}, -1.0);  // would take the place of memory that was freed
+      EXPECT_TRUE(handle.wait().equal(at::full({rows[rank]}, 3.0)));
+      EXPECT_EQ(noise.sum().item<double>(), -6000.0);
+
+      const auto x = at::full({6000}, 1.0);
+      EXPECT_TRUE(world->reduce_scatter(x, rows).equal(at::full({rows[rank]}, 2.0)));
+      EXPECT_EQ(x.storage().use_count(), 1u);
+    });
+  }
+}
+
+TEST(Nccl, ControlDeviceIsItsOwn) {
+  const auto nccl = loopback::make(at::kCPU, Pace::queued);
+  launch(2, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
+    EXPECT_EQ(world->control_device(), at::Device(at::kCPU));
+    expect_text(error_of([&] { world->all_reduce(at::empty({2}, at::kMeta)); }),
+                {"all_reduce on group 'world'", "the tensor is on meta, and this NCCL group works on cpu", "x.to(group.control_device())"});
+    EXPECT_EQ(world->all_reduce(at::ones({1})).item<float>(), 2.0f);
+  });
+}
+
+// ---------------------------------------------------------------- faults
+
+class NcclFault : public testing::TestWithParam<Pace> {};
+INSTANTIATE_TEST_SUITE_P(Loopback, NcclFault, testing::Values(Pace::queued, Pace::polled),
+                         [](const auto& info) { return name_of(info.param); });
+
+TEST_P(NcclFault, RankThatNeverComesIsMissedAtTheDeadline) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  launch(3, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 300ms, .api = nccl.api});
+    auto tp = world->split(0, 0, "tp");
+    tp->all_reduce(at::ones({2}));
+    if (world->rank() != 1) {
+      const auto me = detail::concat("rank ", world->rank(), " waited in ");
+      const auto first = error_of([&] { tp->all_reduce(at::ones({2, 3}), ReduceOp::max); });
+      expect_text(first, {me, "all_reduce(max, float32 [2, 3]), operation 1 of group 'tp'", "not done within 0.3 s", "ranks [0, 1, 2]"});
+      // Every group of the world is over, and says why.
+      EXPECT_EQ(error_of([&] { world->barrier(); }), first);
+      EXPECT_EQ(error_of([&] { tp->all_gather(at::ones({2})); }), first);
+      EXPECT_EQ(error_of([&] { world->split(0, 0, "late"); }), first);
+    }
+    bootstrap.barrier();
+  });
+  EXPECT_EQ(nccl.count->created, 6);
+  EXPECT_EQ(nccl.count->destroyed + nccl.count->aborted, 6);
+  EXPECT_GE(nccl.count->aborted, 4);
+  // The process can start a new world.
+  launch(3, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
+    EXPECT_EQ(world->all_reduce(at::ones({1})).item<float>(), 3.0f);
+  });
+}
+
+TEST_P(NcclFault, EveryOperationHasADeadline) {
+  const std::vector<std::pair<std::function<void(Group&)>, std::string>> operations{
+      {[](Group& g) { g.all_gather(at::ones({g.rank() + 1}), {1, 2}); }, "all_gather(float32 [1]), operation 0"},
+      {[](Group& g) { g.reduce_scatter(at::ones({3}), {1, 2}); }, "reduce_scatter(sum, float32 [3]), operation 0"},
+      {[](Group& g) { g.all_to_all(at::ones({4}), {1, 3}, {1, 2}); }, "all_to_all(float32 [4]), operation 0"},
+      {[](Group& g) { g.broadcast(at::ones({2}), 0); }, "broadcast(from rank 0, float32 [2]), operation 0"},
+      {[](Group& g) { g.barrier(); }, "barrier, operation 0"},
+      {[](Group& g) { g.split(0, 0, "tp"); }, "all_gather(int64 [1, 2]), operation 0"},
+  };
+  for (const auto& [operation, text] : operations) {
+    const auto nccl = loopback::make(at::kCPU, GetParam());
+    launch(2, [&, &operation = operation, &text = text](Group& bootstrap) {
+      auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 100ms, .api = nccl.api});
+      if (world->rank() == 0) expect_text(error_of([&] { operation(*world); }), {"rank 0 waited in", text, "of group 'world'", "0.1 s"});
+      bootstrap.barrier();
+    });
+  }
+}
+
+TEST_P(NcclFault, GroupWhoseMembersDoNotComeDoesNotStart) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  NcclWorld world(nccl.api, at::kCPU, 4, 100ms, false);
+  const auto pair = std::make_shared<const NcclGroupInfo>(NcclGroupInfo{"pair", {4, 5}});
+  const auto text = error_of([&] { world.join(world.new_id(), 0, pair); });
+  expect_text(text, {"rank 4 waited in the start of group 'pair'", "0.1 s", "ranks [4, 5]"});
+  EXPECT_EQ(error_of([&] { world.throw_if_stopped(); }), text);
+  EXPECT_EQ(nccl.count->aborted, 1);
+}
+
+TEST_P(NcclFault, ErrorsOfTheLibraryComeWithTheirText) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  launch(2, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api});
+    const auto text = error_of([&] { world->all_reduce(at::ones({2 + world->rank()})); });
+    expect_text(text, {detail::concat("rank ", world->rank(), ", in all_reduce(sum, float32 [", 2 + world->rank(), "]), operation 0 of group 'world'"),
+                       "NCCL answered 5", "the ranks disagree on collective 0"});
+  });
+}
+
+TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  const auto run = [&](const std::function<void(Group&)>& f) {
+    std::vector<std::string> texts(3);
+    launch(3, [&](Group& bootstrap) {
+      auto world = checked(nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api}));
+      world->all_reduce(at::ones({2}));
+      texts[static_cast<size_t>(world->rank())] = error_of([&] { f(*world); });
+    });
+    return texts;
+  };
+  const auto other_call = run([](Group& g) {
+    if (g.rank() == 1) g.all_gather(at::ones({2}));
+    else g.all_reduce(at::ones({2}));
+  });
+  for (const auto& text : other_call)
+    expect_text(text, {"rank 1 called all_gather(float32 [2]) as operation 1 of group 'world'", "rank 0 called all_reduce(sum, float32 [2])"});
+  const auto other_shape = run([](Group& g) { g.all_reduce(at::ones({g.rank() == 2 ? 3 : 2})); });
+  for (const auto& text : other_shape) expect_text(text, {"rank 2 called all_reduce(sum, float32 [3]) as operation 1 of group 'world'"});
+  const auto other_value = run([](Group& g) { g.expect_same(at::full({2}, g.rank() == 2 ? 1.0 : 0.0), "gate.weight"); });
+  for (const auto& text : other_value) expect_text(text, {"'gate.weight'", "rank 2 holds another value than rank 0"});
+  EXPECT_EQ(nccl.count->aborted, 0);  // nothing was left waiting
+}
+
+// Another thread ends the world: a rank that waits for its peers wakes up with the reason.
+TEST_P(NcclFault, StopWakesARankThatWaits) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  std::shared_ptr<Group> of_zero;
+  std::latch ready(2);
+  launch(2, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .api = nccl.api});
+    if (world->rank() == 0) of_zero = world;
+    ready.arrive_and_wait();
+    if (world->rank() == 0) {
+      EXPECT_EQ(error_of([&] { world->all_reduce(at::ones({2})); }), "rank 1 failed: out of luck");
+    } else {
+      std::this_thread::sleep_for(20ms);
+      stop_nccl(*of_zero, "rank 1 failed: out of luck");
+      stop_nccl(*of_zero, "a second reason");
+      stop_nccl(*world, "it was me");
+    }
+    bootstrap.barrier();
+    if (world->rank() == 0) of_zero.reset();
+  });
+  EXPECT_EQ(nccl.count->aborted, 2);
+}
+
+// A world that is left by an exception does not wait for its peers, who may never end theirs.
+TEST_P(NcclFault, ExceptionAborts) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  const auto text = error_of([&] {
+    launch(2, [&](Group& bootstrap) {
+      auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .api = nccl.api});
+      bootstrap.barrier();
+      if (world->rank() == 0) throw Error(ErrorKind::data, "no such file");
+      stop_nccl(*world, "a peer is gone");
+    });
+  }, ErrorKind::data);
+  EXPECT_EQ(text, "no such file");
+  EXPECT_EQ(nccl.count->aborted, 2);
+}
+
+TEST_P(NcclFault, ClosedWorldTakesNoCalls) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  launch(2, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
+    auto pair = world->split(0, 0, "pair");
+    auto handle = pair->start_all_reduce(at::ones({1}));
+    EXPECT_EQ(handle.wait().item<float>(), 2.0f);
+    close_nccl(*world);
+    expect_text(error_of([&] { pair->all_reduce(at::ones({1})); }), {"this NCCL world has ended"});
+    expect_text(error_of([&] { close_nccl(*world); }), {"this NCCL world has ended"});
+  });
+  EXPECT_EQ(nccl.count->destroyed, 4);
+  EXPECT_EQ(nccl.count->aborted, 0);
+}
+
+// ---------------------------------------------------------------- start
+
+TEST(Nccl, RanksOnOneDeviceAreRefused) {
+  auto api = std::make_shared<NcclApi>(*loopback::make(at::kCPU, Pace::queued).api);
+  api->ranks_may_share_device = false;
+  launch(3, [&](Group& bootstrap) {
+    EXPECT_EQ(ranks_that_share_a_gpu(bootstrap, at::kCPU), (std::vector<int>{1, 2}));
+    expect_text(error_of([&] { nccl_world(bootstrap, at::kCPU, {.api = api}); }, ErrorKind::config),
+                {"NCCL takes one rank per GPU, and ranks [1, 2] of group 'world' are on the same GPU", "host backend"});
+  });
+}
+
+TEST(Nccl, BadOptionsAreRefused) {
+  const auto nccl = loopback::make(at::kCPU, Pace::queued);
+  const auto solo = solo_group();
+  expect_text(error_of([&] { nccl_world(*solo, at::kCPU, {.timeout = 0ms, .api = nccl.api}); }, ErrorKind::config),
+              {"timeout is 0 ms; it must be positive"});
+  expect_text(error_of([&] { nccl_world(*solo, at::kCUDA, {.api = nccl.api}); }, ErrorKind::config), {"device cuda", "it takes a cpu device"});
+  expect_text(error_of([&] { launch(2, [](Group&) {}, {.backend = Backend::nccl}); }, ErrorKind::config),
+              {"backend nccl works on GPUs, and device is cpu; set device to cuda, or backend to host"});
+  expect_text(error_of([&] { launch(2, [](Group&) {}, {.device = at::Device(at::kCUDA, 63), .backend = Backend::nccl}); }, ErrorKind::device),
+              {"there is no device cuda:63"});
+  expect_text(error_of([&] { close_nccl(*solo); }, ErrorKind::internal), {"group 'solo' is not an NCCL group"});
+}
+
+TEST(Nccl, LibraryIsFoundOrItsAbsenceExplained) {
+  expect_text(error_of([] { load_nccl("/nowhere/libnccl.so.2"); }, ErrorKind::config), {"'/nowhere/libnccl.so.2' cannot be loaded", "No such file"});
+  expect_text(error_of([] { load_nccl("libm.so.6"); }, ErrorKind::config), {"has no ncclGetUniqueId; moesh needs NCCL 2.14 or later"});
+  if (has_nccl()) {
+    const auto api = installed_nccl();
+    EXPECT_EQ(api->device_type, at::kCUDA);
+    EXPECT_FALSE(api->ranks_may_share_device);
+    EXPECT_EQ(api->error_string(NcclResult::success), std::string("no error"));
+  } else {
+    expect_text(error_of([] { installed_nccl(); }, ErrorKind::config), {"NCCL is not here", "libnccl.so.2", "nvidia/nccl/lib", "backend host"});
+  }
+}
+
+}  // namespace
+}  // namespace moesh::comm

@@ -1,0 +1,98 @@
+// The conformance suite on ranks that are threads, with and without `checked`.
+
+#include "moesh/comm/threads/thread_world.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "conformance.h"
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+
+namespace moesh::comm {
+namespace {
+
+struct Param {
+  int num_ranks;
+  bool checked;
+};
+
+void PrintTo(const Param& p, std::ostream* os) { *os << p.num_ranks << (p.checked ? " ranks, checked" : " ranks"); }
+
+class ThreadConformance : public testing::TestWithParam<Param> {};
+
+TEST_P(ThreadConformance, Holds) {
+  for (const auto& c : conformance::cases()) {
+    SCOPED_TRACE(c.name);
+    try {
+      launch(GetParam().num_ranks, [&](Group& world) { c.run(world, {.checked = GetParam().checked}); },
+             {.timeout = std::chrono::seconds(60), .checked = GetParam().checked});
+    } catch (const std::exception& e) {
+      ADD_FAILURE() << e.what();
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ThreadConformance,
+                         testing::Values(Param{1, false}, Param{2, false}, Param{3, false}, Param{4, false}, Param{8, false},
+                                         Param{1, true}, Param{2, true}, Param{3, true}, Param{4, true}, Param{8, true}),
+                         [](const auto& info) {
+                           return std::to_string(info.param.num_ranks) + (info.param.checked ? "_checked" : "");
+                         });
+
+TEST(Threads, DigestIsTheSameInEveryRun) {
+  std::uint64_t first = 0;
+  for (int run = 0; run < 3; ++run)
+    launch(4, [&](Group& world) {
+      const auto value = conformance::digest(world, {}, 5);
+      if (world.rank() != 0) return;
+      if (run == 0) first = value;
+      EXPECT_EQ(value, first);
+    });
+  EXPECT_NE(first, 0u);
+}
+
+TEST(Threads, NobodyPassesABarrierBeforeTheLastHasCome) {
+  std::atomic<int> num_come = 0;
+  launch(4, [&](Group& world) {
+    for (int round = 1; round <= 50; ++round) {
+      if (world.rank() == round % 4) std::this_thread::yield();
+      ++num_come;
+      world.barrier();
+      EXPECT_GE(num_come, 4 * round);
+      world.barrier();
+    }
+  });
+  EXPECT_EQ(num_come, 200);
+}
+
+TEST(Threads, EachRankHasItsOwnThread) {
+  std::vector<std::thread::id> ids(4);
+  launch(4, [&](Group& world) {
+    EXPECT_EQ(world.size(), 4);
+    EXPECT_EQ(world.name(), "world");
+    ids[static_cast<size_t>(world.rank())] = std::this_thread::get_id();
+  });
+  for (size_t a = 0; a < 4; ++a)
+    for (size_t b = 0; b < a; ++b) EXPECT_NE(ids[a], ids[b]);
+}
+
+TEST(Threads, WorldOfNoRanksIsRefused) {
+  EXPECT_THROW(launch(0, [](Group&) {}), Error);
+  EXPECT_THROW(launch(2, [](Group&) {}, {.timeout = std::chrono::milliseconds(0)}), Error);
+  EXPECT_THROW(launch(2, [](Group&) {}, {.num_threads = -1}), Error);
+}
+
+TEST(Solo, GroupOfOneNeedsNoWorld) {
+  const auto g = solo_group();
+  for (const auto& c : conformance::cases()) {
+    SCOPED_TRACE(c.name);
+    EXPECT_NO_THROW(c.run(*g, {}));
+  }
+}
+
+}  // namespace
+}  // namespace moesh::comm

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Greps the #include lines of the library against the table of what may depend on what.
+
+layers_test.py <root of the tree>    every file under moesh/ and apps/ keeps to the table
+layers_test.py --self-test           forbidden includes in a made-up tree are found, allowed ones are not
+"""
+
+import pathlib
+import re
+import sys
+import tempfile
+
+# Folder -> the folders which it may include, besides itself and base (errors, checks, logging: for everyone).
+MAY_INCLUDE = {
+    "base": [],
+    "types": [],
+    "formats": [],
+    "kernels": [],
+    "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
+    "spmd": ["types", "comm"],
+    "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
+    "models": ["nn"],  # no collective, no rank
+    "optim": ["spmd", "formats"],
+    "data": ["spmd", "formats"],
+    "checkpoint": ["spmd", "formats"],
+    "train": ["types", "formats", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"],
+    "apps": ["train"],
+}
+TORCH = ("ATen/", "c10/", "torch/")
+# Folder -> how external includes that it must not have begin.
+MUST_NOT_INCLUDE = {
+    "base": TORCH,
+    "types": TORCH,
+    "formats": TORCH,
+    "kernels": ("torch/csrc/autograd",),
+}
+# The rules of the types are to be read in one sitting: all headers of moesh/types besides token.h, together.
+MAX_TYPE_LINES = 300
+SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+
+
+def complaints_of(path, folder):
+    """What is wrong with the includes of one file, as (line number, sentence)."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        match = INCLUDE.match(line)
+        if not match:
+            continue
+        quote, target = match.groups()
+        if target.startswith("moesh/"):
+            wanted = target.split("/")[1]
+            allowed = sorted({folder, "base", *MAY_INCLUDE[folder]})
+            if wanted not in allowed:
+                yield number, f"{folder} may not include {target}: it may include {', '.join(allowed)}"
+        elif quote == '"':
+            yield number, f'"{target}" is not from the root: write "moesh/<folder>/<file>.h", and <...> for external headers'
+        elif target.startswith(MUST_NOT_INCLUDE.get(folder, ())):
+            yield number, f"{folder} may not include <{target}>: this folder is to compile and to be tested without it"
+        elif path.suffix in {".cu", ".cuh"} and target.startswith(TORCH):
+            yield number, f"<{target}> in a device source: it sees raw pointers and sizes; a .cpp file beside it unpacks the tensors"
+        elif path.suffix == ".h" and target == "torch/torch.h":
+            yield number, "<torch/torch.h> in a header costs seconds in every file: include the narrow header"
+
+
+def check(root):
+    """All complaints about the tree, and the number of files that were read."""
+    complaints, num_files = [], 0
+    for path in sorted([*(root / "moesh").rglob("*"), *(root / "apps").rglob("*")]):
+        if path.suffix not in SUFFIXES:
+            continue
+        num_files += 1
+        parts = path.relative_to(root).parts
+        folder = parts[1] if parts[0] == "moesh" else "apps"
+        where = "/".join(parts)
+        if folder not in MAY_INCLUDE:
+            complaints.append(f"{where}: folder '{folder}' is not in the table: add it to tests/layers_test.py and CONTRIBUTING.md")
+            continue
+        complaints += [f"{where}:{number}: {text}" for number, text in complaints_of(path, folder)]
+    type_headers = [p for p in (root / "moesh" / "types").glob("*.h") if p.name != "token.h"]
+    num_lines = sum(len(p.read_text(encoding="utf-8").splitlines()) for p in type_headers)
+    if num_lines >= MAX_TYPE_LINES:
+        complaints.append(f"moesh/types: {num_lines} lines of headers besides token.h; they stay under {MAX_TYPE_LINES}")
+    return complaints, num_files
+
+
+def self_test():
+    cases = [  # file, its line, a part of the complaint ('': it is fine)
+        ("moesh/comm/a.h", '#include "moesh/types/layout.h"', ""),
+        ("moesh/comm/checked/a.cpp", '#include "moesh/comm/group.h"', ""),
+        ("moesh/kernels/cpu/a.cpp", "#include <ATen/core/Tensor.h>", ""),
+        ("moesh/base/a.h", "#include <vector>", ""),
+        ("moesh/base/a.h", '// #include "moesh/types/place.h"', ""),
+        ("apps/main.cpp", '#include "moesh/train/loop.h"', ""),
+        ("moesh/comm/a.h", '#include "moesh/spmd/tensor.h"', "comm may not include moesh/spmd/tensor.h"),
+        ("moesh/base/a.h", '#include "moesh/types/place.h"', "base may not include"),
+        ("moesh/kernels/ref/a.cpp", '  #  include "moesh/comm/group.h"', "kernels may not include"),
+        ("moesh/models/a.cpp", '#include "moesh/spmd/all_reduce.h"', "models may not include"),
+        ("moesh/types/a.h", "#include <ATen/core/Tensor.h>", "types may not include <ATen/core/Tensor.h>"),
+        ("moesh/base/a.cpp", "#include <c10/util/Exception.h>", "base may not include"),
+        ("moesh/formats/a.cpp", "#include <torch/torch.h>", "formats may not include"),
+        ("moesh/kernels/a.cpp", "#include <torch/csrc/autograd/variable.h>", "kernels may not include"),
+        ("moesh/kernels/cuda/a.cu", "#include <ATen/core/Tensor.h>", "device source"),
+        ("moesh/nn/a.h", "#include <torch/torch.h>", "narrow header"),
+        ("moesh/comm/a.cpp", '#include "group.h"', "not from the root"),
+        ("moesh/extra/a.cpp", "int x;", "not in the table"),
+        ("apps/main.cpp", '#include "moesh/nn/moe.h"', "apps may not include"),
+        ("moesh/types/token.h", "\n" * 400, ""),
+        ("moesh/types/a.h", "\n" * 400, "lines of headers"),
+    ]
+    for name, line, expected in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder) / name
+            path.parent.mkdir(parents=True)
+            path.write_text(f"#pragma once\n{line}\n", encoding="utf-8")
+            complaints, num_files = check(pathlib.Path(folder))
+        found = "\n".join(complaints)
+        right = num_files == 1 and (expected in found and len(complaints) == 1 if expected else not complaints)
+        if not right:
+            sys.exit(f"self-test: {name} with {line!r} should give {expected or 'nothing'!r}; it gave {found!r}")
+    print(f"self-test: {len(cases)} cases are judged right")
+
+
+def main():
+    if sys.argv[1:] == ["--self-test"]:
+        return self_test()
+    complaints, num_files = check(pathlib.Path(sys.argv[1]))
+    if num_files == 0:
+        sys.exit(f"no source under {sys.argv[1]}/moesh: pass the root of the tree")
+    if complaints:
+        sys.exit("\n".join(complaints))
+    print(f"{num_files} files keep to the table")
+
+
+if __name__ == "__main__":
+    main()

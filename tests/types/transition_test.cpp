@@ -1,0 +1,137 @@
+#include "moesh/types/transition.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/types/places.h"
+
+namespace moesh {
+namespace {
+
+using enum Place;
+
+// The transitions, each row with its backward step; S stands for T, F and E. Every pair that is not here is refused.
+struct Row {
+  char from, to;
+  Step forward, backward;
+};
+constexpr Row kTable[] = {
+    {'S', 'R', Step::all_gather, Step::reduce_scatter},  //
+    {'S', 'I', Step::all_gather, Step::keep},            //
+    {'P', 'S', Step::reduce_scatter, Step::all_gather},  //
+    {'P', 'R', Step::all_reduce, Step::all_reduce},      //
+    {'P', 'I', Step::all_reduce, Step::identity},        //
+    {'I', 'R', Step::identity, Step::all_reduce},        //
+    {'I', 'S', Step::keep, Step::all_gather},            //
+    {'R', 'S', Step::keep, Step::pad},                   //
+    {'S', 'P', Step::pad, Step::keep},                   //
+};
+
+constexpr char letter_in_table(Place p) { return varies(p) ? 'S' : letter(p); }
+constexpr const Row* find(Place from, Place to) {
+  for (const Row& row : kTable)
+    if (row.from == letter_in_table(from) && row.to == letter_in_table(to)) return &row;
+  return nullptr;
+}
+
+// Forward and backward are what the table says, and the way back is itself in the table: closed under adjoints.
+constexpr bool allowed_steps_hold() {
+  for (Place from : kPlaces)
+    for (Place to : kPlaces) {
+      const Row* row = find(from, to);
+      if (!row) continue;
+      if (step(from, to) != row->forward || backward_step(from, to) != row->backward) return false;
+      const Row* back = find(adjoint(to), adjoint(from));
+      if (!back || back->forward != row->backward || back->backward != row->forward) return false;
+      if (step(adjoint(to), adjoint(from)) != row->backward) return false;
+    }
+  return true;
+}
+static_assert(allowed_steps_hold());
+
+template <Place from, Place to>
+concept Steps = requires { typename std::integral_constant<Step, step(from, to)>; };
+
+static_assert(Steps<T, R> && Steps<I, R> && !Steps<R, I> && !Steps<R, P> && !Steps<I, P> && !Steps<T, F> && !Steps<T, E>);
+
+TEST(Step, EveryOtherPairIsRefused) {
+  int allowed = 0;
+  for (Place from : kPlaces)
+    for (Place to : kPlaces) {
+      const bool refused = refusal([&] { step(from, to); }) != "";
+      EXPECT_EQ(refused, find(from, to) == nullptr) << letter(from) << " to " << letter(to);
+      allowed += !refused;
+    }
+  EXPECT_EQ(allowed, 6 * 3 + 3);  // six rows with S, three without
+}
+
+TEST(Step, RefusalsNameTheWay) {
+  EXPECT_NE(refusal([] { step(R, P); }).find("once<axis>(x)"), std::string::npos);
+  EXPECT_NE(refusal([] { step(R, I); }).find("all_reduce<axis, I>"), std::string::npos);
+  EXPECT_NE(refusal([] { step(T, E); }).find("to_experts<axis>"), std::string::npos);
+  EXPECT_NE(refusal([] { step(E, T); }).find("to_owners<axis>"), std::string::npos);
+}
+
+// transition: the same pairs by the name of the collective that was called.
+constexpr Transition kGather = transition(Dense{T, T, F}, tp, R, Step::all_gather);
+static_assert(kGather.forward == Step::all_gather && kGather.backward == Step::reduce_scatter);
+constexpr Transition kEnter = transition(Sparse{I, E, F}, edp, R, Step::identity);
+static_assert(kEnter.forward == Step::identity && kEnter.backward == Step::all_reduce);
+constexpr Transition kBoth = transition(Dense{P, P, T}, dp | cp, I, Step::all_reduce);
+static_assert(kBoth.forward == Step::all_reduce && kBoth.backward == Step::identity);
+
+TEST(Transition, TakesExactlyTheStepThatItsNamePromises) {
+  const Step steps[] = {Step::identity, Step::all_gather, Step::reduce_scatter, Step::all_reduce, Step::keep, Step::pad};
+  for (Step want : steps)
+    for (Place from : kPlaces)
+      for (Place to : kPlaces) {
+        const Row* row = find(from, to);
+        const bool refused = refusal([&] { transition(Dense{T, R, from}, tp, to, want); }) != "";
+        EXPECT_EQ(refused, !row || row->forward != want)
+            << letter(from) << " to " << letter(to) << " by " << static_cast<int>(want);
+      }
+}
+
+TEST(Transition, RefusalsNameTheCure) {
+  const auto text = [](Place from, Place to, Step want) { return refusal([&] { transition(Dense{T, T, from}, tp, to, want); }); };
+  EXPECT_NE(text(P, R, Step::all_gather).find("all_reduce or reduce_scatter<axis> instead"), std::string::npos);
+  EXPECT_NE(text(R, R, Step::all_gather).find("nothing to gather"), std::string::npos);
+  EXPECT_NE(text(T, R, Step::all_reduce).find("as_term<axis>(x)"), std::string::npos);
+  EXPECT_NE(text(R, T, Step::reduce_scatter).find("as_term<axis>(x)"), std::string::npos);
+  EXPECT_NE(text(P, T, Step::keep).find("whole value"), std::string::npos);
+  EXPECT_NE(text(R, P, Step::pad).find("once<axis>(x)"), std::string::npos);
+  EXPECT_NE(text(T, R, Step::identity).find("invariant"), std::string::npos);
+  EXPECT_NE(text(P, P, Step::all_reduce), "");
+}
+
+// The crossing: (a, a, b) and (a, b, b) are the same tensor, there and back, and so are their gradients.
+constexpr bool crossing_is_an_involution_and_keeps_adjoints() {
+  for (Place a : kPlaces)
+    for (Place b : kPlaces) {
+      const Dense dense{a, a, b};
+      const Sparse sparse{a, b, b};
+      if (cross(dense) != sparse || cross(sparse) != dense) return false;
+      if (cross(adjoint(dense)) != adjoint(sparse) || all_equal(dense) != (a == b) || all_equal(sparse) != (a == b)) return false;
+    }
+  return true;
+}
+static_assert(crossing_is_an_involution_and_keeps_adjoints());
+
+TEST(Cross, UnequalLettersAreRefused) {
+  for_each_layout<Dense>([](Dense l) {
+    const std::string text = refusal([&] { cross(l); });
+    EXPECT_EQ(text == "", l.dp == l.cp) << to_string(l);
+    if (l.dp != l.cp) {
+      EXPECT_NE(text.find("bring x to Dense{a, a, a}"), std::string::npos);
+    }
+  });
+  for_each_layout<Sparse>([](Sparse l) {
+    const std::string text = refusal([&] { cross(l); });
+    EXPECT_EQ(text == "", l.ep == l.etp) << to_string(l);
+    if (l.ep != l.etp) {
+      EXPECT_NE(text.find("to_owners<ep>(x)"), std::string::npos);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace moesh
