@@ -21,9 +21,10 @@ using Rows = std::vector<std::int64_t>;
 
 // Who sends how many rows to whom, from one all_gather of every rank's counts over ep x etp.
 struct Plan {
-  Rows send, recv;           // rows of this rank's all_to_all over ep
-  Rows parts;                // rows which each etp rank of this ep rank receives
-  at::Tensor counts_se;      // rows for own expert e from source s, sources by (etp, ep): the order of arrival after the gather over etp
+  Rows send, recv;  // rows of this rank's all_to_all over ep
+  Rows parts;       // rows which each etp rank of this ep rank receives
+  at::Tensor
+      counts_se;  // rows for own expert e from source s, sources by (etp, ep): the order of arrival after the gather over etp
 };
 
 Plan make_plan(const at::Tensor& counts_E) {
@@ -44,29 +45,41 @@ Plan make_plan(const at::Tensor& counts_E) {
           .counts_se = counts.select(2, my_ep).transpose(0, 1).reshape({num_ep * num_etp, per_rank}).contiguous()};
 }
 
+// A mistake to switch on: a gather over etp whose backward keeps this rank's slice.
+Tensor<Sparse{T, E, R}> without_reduction(const Tensor<Sparse{T, E, T}>& x, const Along& parts) {
+  return assume<Sparse{T, E, R}>(raw::move(local(x), etp, T, I, parts, "all_gather"));
+}
+
+at::Tensor to_its_token(const at::Tensor& inverse_NK) {
+  if (MOESH_MUTANT(combined_in_arrival_order))
+    return at::arange(inverse_NK.numel(), inverse_NK.options()).reshape(inverse_NK.sizes());
+  if (MOESH_MUTANT(row_returned_to_the_next_token)) return inverse_NK.roll(1, 0);
+  return inverse_NK;
+}
+
 PerToken by_all_to_all(const Experts& experts, const PerToken& x_ND, const Route& route, const std::function<void()>& meanwhile) {
   const auto num_experts = experts.config().num_experts;
   const auto sorted = kernels::sort_by_expert(route.experts_NK, num_experts);
+  if (MOESH_MUTANT(rank_without_tokens_leaves) && local(x_ND).size(0) == 0) return x_ND;
   const Plan plan = make_plan(sorted.counts_e);
 
   const auto rows = assume<Dense{T, T, T}>(spread_rows(local(x_ND), sorted.token_R, sorted.inverse_TK));
-  const auto scores = assume<Dense{T, T, T}>(permute_rows(local(route.weights_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten()));
+  const auto scores =
+      assume<Dense{T, T, T}>(permute_rows(local(route.weights_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten()));
   auto moving_rows = start_to_experts<ep>(sparse(rows), plan.send, plan.recv);
   auto moving_scores = start_to_experts<ep>(sparse(scores), plan.send, plan.recv);
   meanwhile();
   const Along parts{.dim = 0, .sizes = plan.parts};
-  const auto rows_RD = all_gather<etp>(moving_rows.wait(), parts);    // T,E,R
-  auto scores_R = all_gather<etp>(moving_scores.wait(), parts);  // T,E,R: d(score) is a partial sum over etp, which backward sums
-  if (MOESH_MUTANT(score_gradient_not_reduced_over_etp))
-    scores_R = assume<Sparse{T, E, R}>(raw::move(local(moving_scores.wait()), etp, T, I, parts, "all_gather"));
+  // T,E,R: what a rank of etp finds for d(rows) and d(scores) is a partial sum, which the adjoint of the gather takes.
+  auto rows_RD = all_gather<etp>(moving_rows.wait(), parts);
+  auto scores_R = all_gather<etp>(moving_scores.wait(), parts);
+  if (MOESH_MUTANT(x_gradient_not_reduced_with_ep_off)) rows_RD = without_reduction(moving_rows.wait(), parts);
+  if (MOESH_MUTANT(score_gradient_not_reduced_over_etp)) scores_R = without_reduction(moving_scores.wait(), parts);
 
   const auto order = kernels::rank_major_to_expert_major(plan.counts_se, local(x_ND).device());
   const auto y_RD = reduce_scatter<etp>(experts.rows(rows_RD, scores_R, order), parts);  // T,E,P -> T,E,T
   const auto home = dense(to_owners<ep>(y_RD, plan.recv, plan.send));
-  const at::Tensor inverse = MOESH_MUTANT(combined_in_arrival_order)
-                                 ? at::arange(sorted.inverse_TK.numel(), sorted.inverse_TK.options()).reshape(sorted.inverse_TK.sizes())
-                                 : sorted.inverse_TK;
-  return assume<Dense{T, T, T}>(combine_rows(local(home), sorted.token_R, inverse));
+  return assume<Dense{T, T, T}>(combine_rows(local(home), sorted.token_R, to_its_token(sorted.inverse_TK)));
 }
 
 PerToken by_all_gather(const Experts& experts, const PerToken& x_ND, const Route& route, const Tokens& tokens,
@@ -74,10 +87,10 @@ PerToken by_all_gather(const Experts& experts, const PerToken& x_ND, const Route
   meanwhile();
   auto& group = *current_mesh().group(ep | etp);
   const Along rows{.dim = 0, .sizes = tokens.rows(group)};
-  const auto x = all_gather<ep | etp>(sparse(x_ND), rows);                   // T,R,R
-  const auto scores = all_gather<ep | etp>(sparse(route.weights_NK), rows);  // T,R,R
+  const auto x = all_gather < ep | etp > (sparse(x_ND), rows);                   // T,R,R
+  const auto scores = all_gather < ep | etp > (sparse(route.weights_NK), rows);  // T,R,R
   const at::Tensor chosen = group.all_gather(route.experts_NK, rows.sizes);
-  return dense(reduce_scatter<ep | etp>(experts.share(x, scores, chosen), rows));  // T,P,P -> T,T,T
+  return dense(reduce_scatter < ep | etp > (experts.share(x, scores, chosen), rows));  // T,P,P -> T,T,T
 }
 
 }  // namespace
@@ -94,8 +107,9 @@ const char* to_string(Dispatcher d) {
 
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k) {
   const int ranks = shape.ep * shape.etp;
-  MOESH_CHECK(asked != Dispatcher::local || ranks == 1, ErrorKind::config, "dispatcher 'local' needs ep = etp = 1; here ep = ", shape.ep,
-              ", etp = ", shape.etp, ". Use 'auto', 'all_to_all' or 'all_gather'.");
+  MOESH_CHECK(asked != Dispatcher::local || ranks == 1, ErrorKind::config,
+              "dispatcher 'local' needs ep = etp = 1; here ep = ", shape.ep, ", etp = ", shape.etp,
+              ". Use 'auto', 'all_to_all' or 'all_gather'.");
   if (asked != Dispatcher::automatic) return asked;
   if (ranks == 1) return Dispatcher::local;
   // Rows that leave a rank, per token and way: K rows over ep, each gathered by etp - 1 others; or one row to every other rank.

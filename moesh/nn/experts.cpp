@@ -27,9 +27,11 @@ struct Plan : torch::CustomClassHolder {
 class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& w1,
-                            const at::Tensor& w3, const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3, const MaybeTensor& b2,
-                            const at::Tensor& token_R, const at::Tensor& inverse, const c10::intrusive_ptr<Plan>& plan) {
-    const kernels::ExpertsWeights weights{w1, w3, w2, b1.value_or(at::Tensor()), b3.value_or(at::Tensor()), b2.value_or(at::Tensor())};
+                            const at::Tensor& w3, const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
+                            const MaybeTensor& b2, const at::Tensor& token_R, const at::Tensor& inverse,
+                            const c10::intrusive_ptr<Plan>& plan) {
+    const kernels::ExpertsWeights weights{
+        w1, w3, w2, b1.value_or(at::Tensor()), b3.value_or(at::Tensor()), b2.value_or(at::Tensor())};
     auto out = kernels::experts_forward(plan->config, weights, {x, plan->counts_e, scores_R, token_R, inverse});
     context->saved_data["plan"] = c10::IValue::make_capsule(plan);
     context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF, w1, w3, w2, weights.b1_eF,
@@ -51,11 +53,11 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
 }  // namespace
 
 void ExpertsConfig::validate() const {
-  MOESH_CHECK(num_experts >= 1 && dim >= 1 && ffn >= 1, ErrorKind::config, "experts: num_experts ", num_experts, ", dim ", dim, ", ffn ", ffn,
-              "; each takes 1 or more");
+  MOESH_CHECK(num_experts >= 1 && dim >= 1 && ffn >= 1, ErrorKind::config, "experts: num_experts ", num_experts, ", dim ", dim,
+              ", ffn ", ffn, "; each takes 1 or more");
   const int ranks = current_mesh().size(ep);
-  MOESH_CHECK(num_experts % ranks == 0, ErrorKind::config, "experts: num_experts = ", num_experts, " do not divide by ep = ", ranks,
-              "; every rank of ep holds the same number of experts");
+  MOESH_CHECK(num_experts % ranks == 0, ErrorKind::config, "experts: num_experts = ", num_experts,
+              " do not divide by ep = ", ranks, "; every rank of ep holds the same number of experts");
 }
 
 Experts::Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype, at::Device device, const Init& init)
@@ -67,8 +69,13 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
   const auto spec = [&](const char* part, std::vector<std::int64_t> shape, std::vector<std::pair<Axes, std::int64_t>> cuts) {
     const bool is_bf16 = dtype == at::kBFloat16;
-    return ParamSpec{.name = name + "." + part, .shape = std::move(shape), .cuts = std::move(cuts), .storage_dim = storage_dim,
-                     .dtype = is_bf16 ? at::kFloat : dtype, .compute = dtype, .device = device};
+    return ParamSpec{.name = name + "." + part,
+                     .shape = std::move(shape),
+                     .cuts = std::move(cuts),
+                     .storage_dim = storage_dim,
+                     .dtype = is_bf16 ? at::kFloat : dtype,
+                     .compute = dtype,
+                     .device = device};
   };
   w1_ = Weight(spec("w1", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
   w3_ = Weight(spec("w3", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
@@ -93,7 +100,8 @@ at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const a
     // The output is a partial sum over etp: its bias counts on one rank.
     b2 = MOESH_MUTANT(bias_on_every_rank) ? local(use(*b2_)) : local(once<etp>(use(*b2_)));
   }
-  return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1, b3, b2, token_R, inverse, plan);
+  return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1, b3, b2, token_R, inverse,
+                                plan);
 }
 
 Tensor<Sparse{T, E, P}> Experts::rows(const Tensor<Sparse{T, E, R}>& rows_RD, const Tensor<Sparse{T, E, R}>& scores_R,

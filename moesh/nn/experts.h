@@ -29,7 +29,8 @@ class Experts {
   /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
   Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype, at::Device device, const Init& init);
 
-  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a partial sum over etp. `to` sorts them.
+  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a partial sum over etp. `to` sorts
+  /// them.
   Tensor<Sparse{Place::T, Place::E, Place::P}> rows(const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
                                                     const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
                                                     const kernels::Reordered& order) const;

@@ -30,10 +30,11 @@ Tensor<L> unflatten(const Tensor<L>& y_ND, const at::Tensor& like) {
 }
 
 void check_shape(const at::Tensor& x, const Tokens& tokens, bool sequence_parallel) {
-  MOESH_CHECK(x.dim() == 3 && x.size(0) == tokens.batch() && x.size(1) == tokens.length(), ErrorKind::config, "moe: x is ", x.sizes(),
-              ", and the tokens say [", tokens.batch(), ", ", tokens.length(), ", D]");
-  MOESH_CHECK(tokens.sequence_parallel() == sequence_parallel, ErrorKind::config, "moe: the tokens are cut with sequence_parallel = ",
-              tokens.sequence_parallel(), " and x is ", sequence_parallel ? "T" : "I", " on tp; make Tokens with the same setting");
+  MOESH_CHECK(x.dim() == 3 && x.size(0) == tokens.batch() && x.size(1) == tokens.length(), ErrorKind::config, "moe: x is ",
+              x.sizes(), ", and the tokens say [", tokens.batch(), ", ", tokens.length(), ", D]");
+  MOESH_CHECK(tokens.sequence_parallel() == sequence_parallel, ErrorKind::config,
+              "moe: the tokens are cut with sequence_parallel = ", tokens.sequence_parallel(), " and x is ",
+              sequence_parallel ? "T" : "I", " on tp; make Tokens with the same setting");
 }
 
 }  // namespace
@@ -41,8 +42,12 @@ void check_shape(const at::Tensor& x, const Tokens& tokens, bool sequence_parall
 SharedExperts::SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device,
                              const Init& init) {
   const auto spec = [&](const char* part, std::vector<std::int64_t> shape, std::int64_t cut) {
-    return ParamSpec{.name = name + "." + part, .shape = std::move(shape), .cuts = {{tp, cut}},
-                     .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype, .compute = dtype, .device = device};
+    return ParamSpec{.name = name + "." + part,
+                     .shape = std::move(shape),
+                     .cuts = {{tp, cut}},
+                     .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+                     .compute = dtype,
+                     .device = device};
   };
   w1_ = Weight(spec("w1", {ffn, dim}, 0), init);
   w3_ = Weight(spec("w3", {ffn, dim}, 0), init);

@@ -14,7 +14,8 @@ namespace moesh::nn {
 class SharedExperts {
  public:
   using Weight = Param<Dense{Place::I, Place::I, Place::F}>;
-  SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device, const Init& init);
+  SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device,
+                const Init& init);
 
   /// R on tp in, a partial sum over tp out.
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const;
@@ -54,9 +55,11 @@ class Moe {
     Route route;
   };
   /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
-  Sharded operator()(const Tensor<Dense{Place::T, Place::T, Place::T}>& x_BLD, const Tokens& tokens, const RouteOptions& options = {});
+  Sharded operator()(const Tensor<Dense{Place::T, Place::T, Place::T}>& x_BLD, const Tokens& tokens,
+                     const RouteOptions& options = {});
   /// Without: x is [B, block, D], the same on all tp ranks. No token is computed twice.
-  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD, const Tokens& tokens, const RouteOptions& options = {});
+  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD, const Tokens& tokens,
+                       const RouteOptions& options = {});
 
   Router& router() { return router_; }
   /// f(param) for every parameter.

@@ -10,6 +10,7 @@
 #include "moesh/spmd/all_reduce.h"
 #include "moesh/spmd/as_term.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/whole.h"
 
 namespace moesh::nn {
 namespace {
@@ -56,9 +57,7 @@ void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK, const a
   }
 }
 
-at::Tensor valid_rows(const at::Tensor& x, const at::Tensor& valid_N) {
-  return valid_N.defined() ? x.index({valid_N}) : x;
-}
+at::Tensor valid_rows(const at::Tensor& x, const at::Tensor& valid_N) { return valid_N.defined() ? x.index({valid_N}) : x; }
 
 // 1 for tokens that count, 0 for the others, as a column of x's dtype.
 at::Tensor valid_column(const Route& route, const at::Tensor& like) {
@@ -74,22 +73,26 @@ void RouterConfig::validate() const {
               " experts it takes 1 to ", num_experts);
   MOESH_CHECK(num_groups >= 1 && num_experts % num_groups == 0, ErrorKind::config, "router: ", num_experts,
               " experts do not divide into num_groups = ", num_groups, " groups; choose a divisor");
-  MOESH_CHECK(top_groups >= 1 && top_groups <= num_groups, ErrorKind::config, "router: top_groups is ", top_groups, "; with ", num_groups,
-              " groups it takes 1 to ", num_groups);
+  MOESH_CHECK(top_groups >= 1 && top_groups <= num_groups, ErrorKind::config, "router: top_groups is ", top_groups, "; with ",
+              num_groups, " groups it takes 1 to ", num_groups);
   if (num_groups > 1) {
     MOESH_CHECK(num_experts / num_groups >= 2, ErrorKind::config, "router: num_groups = ", num_groups, " leaves ",
-                num_experts / num_groups, " expert in a group, and a group is judged by its best two; use at most ", num_experts / 2, " groups");
-    MOESH_CHECK(top_k <= top_groups * (num_experts / num_groups), ErrorKind::config, "router: top_k = ", top_k, " experts are to come from ",
-                top_groups, " groups of ", num_experts / num_groups, "; lower top_k or raise top_groups");
+                num_experts / num_groups, " expert in a group, and a group is judged by its best two; use at most ",
+                num_experts / 2, " groups");
+    MOESH_CHECK(top_k <= top_groups * (num_experts / num_groups), ErrorKind::config, "router: top_k = ", top_k,
+                " experts are to come from ", top_groups, " groups of ", num_experts / num_groups,
+                "; lower top_k or raise top_groups");
   }
   MOESH_CHECK(epsilon >= 0, ErrorKind::config, "router: epsilon is ", epsilon, "; it takes 0 or more");
   MOESH_CHECK(scoring == Scoring::sigmoid || !choose_on_logits, ErrorKind::config,
               "router: choose_on_logits goes with sigmoid scores; softmax_chosen always chooses on logits");
 }
 
-RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k) : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)) {}
+RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k)
+    : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)) {}
 
-Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device, const Init& init)
+Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device,
+               const Init& init)
     : config_(config) {
   config.validate();
   const auto experts = config.num_experts;
@@ -131,23 +134,26 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
 
   const at::Tensor& plain = logits.local();
   const at::Tensor scores = config_.scoring == Scoring::sigmoid ? plain.sigmoid() : plain.softmax(-1);
-  route.probabilities_NE = assume<kPerToken>(config_.scoring == Scoring::sigmoid ? scores / (scores.sum(-1, true) + 1e-20) : scores);
+  route.probabilities_NE =
+      assume<kPerToken>(config_.scoring == Scoring::sigmoid ? scores / (scores.sum(-1, true) + 1e-20) : scores);
   route.experts_NK = choose_experts(scores, plain, tokens, options);
 
-  at::Tensor weights = config_.scoring == Scoring::softmax_chosen ? plain.gather(1, route.experts_NK).softmax(-1) : scores.gather(1, route.experts_NK);
+  at::Tensor weights = config_.scoring == Scoring::softmax_chosen ? plain.gather(1, route.experts_NK).softmax(-1)
+                                                                  : scores.gather(1, route.experts_NK);
   if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
   if (config_.scale != 1) weights = weights * config_.scale;
-  route.weights_NK = assume<kPerToken>(weights);
+  route.weights_NK = assume<kPerToken>(MOESH_MUTANT(detached_scores) ? weights.detach() : weights);
 
-  const at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {}, config_.num_experts);
-  route.counts_E = assume<kPerToken>(MOESH_MUTANT(padding_row_counted) ? counts + 1 : counts);
+  at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {}, config_.num_experts);
+  if (MOESH_MUTANT(padding_row_counted)) counts[0] += config_.top_k * tokens.num_padding();
+  route.counts_E = assume<kPerToken>(counts);
   if (options.pass == Pass::training || MOESH_MUTANT(counted_in_evaluation)) pending_counts_E_ += route.counts_E.local();
   return route;
 }
 
 void Router::update_bias(double coeff) {
   const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
-  const auto total_E = local(all_reduce<kTokenAxes>(mine));
+  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   const at::Tensor sign = (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;
   expert_bias_E_ = expert_bias_E_ + (step - step.mean());
@@ -165,7 +171,7 @@ TokenSum count_sum(const Route& route) { return as_term<dp>(as_term<cp>(as_term<
 
 RouterStatistics statistics(const Route& route) {
   const at::NoGradGuard no_grad;
-  const at::Tensor counts = local(all_reduce<kTokenAxes>(count_sum(route))).cpu();
+  const at::Tensor counts = whole(all_reduce<kTokenAxes>(count_sum(route))).cpu();
   const at::Tensor load = counts.to(at::kDouble) / std::max<double>(1, counts.sum().item<double>());
   return {.counts_E = counts,
           .entropy = -load.xlogy(load).sum().item<double>(),
@@ -176,10 +182,11 @@ RouterStatistics statistics(const Route& route) {
 TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens) {
   const auto dtype = route.logits_NE.local().scalar_type();
   const auto counts_E = cast(all_reduce<kTokenAxes>(count_sum(route)), dtype);  // whole, no gradient
-  const at::Tensor tokens = (local(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
+  const at::Tensor tokens = (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
   const auto valid = assume<kPerToken>(valid_column(route, local(route.probabilities_NE)));
   const auto sum_E = sum<Over::tokens>(route.probabilities_NE * valid, {0});  // P: left pending
-  const auto factor = constant(static_cast<double>(config.num_experts) / static_cast<double>(config.top_k * num_step_tokens) / tokens);
+  const auto factor =
+      constant(static_cast<double>(config.num_experts) / static_cast<double>(config.top_k * num_step_tokens) / tokens);
   return sum_all(sum_E * counts_E * factor);
 }
 
@@ -187,19 +194,22 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
   const auto& p = local(route.probabilities_NE);
   const at::Tensor ids = tokens.sequence_ids(p.device());
   // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of each sequence.
-  const at::Tensor member = (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) * valid_column(route, p).t();
+  const at::Tensor member =
+      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) * valid_column(route, p).t();
   const auto of_sequence = [&](const PerToken& x) {
     return declare<Dense{T, P, P}>([&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
   };
-  const auto counts_BE = all_reduce<cp | tp>(of_sequence(routing_map(route, config.num_experts)));
+  const auto counts_BE = all_reduce < cp | tp > (of_sequence(routing_map(route, config.num_experts)));
   const at::Tensor lengths = (local(counts_BE).sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto factor = assume<Dense{T, R, R}>(static_cast<double>(config.num_experts) / static_cast<double>(config.top_k * num_step_tokens) / lengths);
+  const auto factor = assume<Dense{T, R, R}>(static_cast<double>(config.num_experts) /
+                                             static_cast<double>(config.top_k * num_step_tokens) / lengths);
   return sum_all(of_sequence(route.probabilities_NE) * counts_BE * factor);
 }
 
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
   const auto squares = declare<kPerToken>(
-      [&](const at::Tensor& logits) { return logits.logsumexp(-1, true).square() * valid_column(route, logits); }, route.logits_NE);
+      [&](const at::Tensor& logits) { return logits.logsumexp(-1, true).square() * valid_column(route, logits); },
+      route.logits_NE);
   return sum_all(scale(squares, 1.0 / static_cast<double>(num_step_tokens)));
 }
 

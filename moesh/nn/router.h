@@ -1,6 +1,6 @@
 #pragma once
-// The router: scores, the choice of experts, and what balance and losses need of it. Everything is local to a token: T on all axes.
-// N local tokens, D model, E experts, K top-k
+// The router: scores, the choice of experts, and what balance and losses need of it. Everything is local to a token: T on all
+// axes. N local tokens, D model, E experts, K top-k
 
 #include <atomic>
 #include <cstdint>
@@ -14,9 +14,9 @@
 
 namespace moesh::nn {
 
-using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;     // every rank its own tokens
-using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;     // a sum over tokens, not yet taken over the ranks
-using Everywhere = Tensor<Dense{Place::I, Place::I, Place::I}>;   // the same on every rank
+using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;    // every rank its own tokens
+using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;    // a sum over tokens, not yet taken over the ranks
+using Everywhere = Tensor<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
 enum class Scoring {
   sigmoid,         // s = sigmoid(logit)
@@ -28,9 +28,10 @@ struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
   bool choose_on_logits = false;  // Llama 4: the choice is made before the sigmoid
-  std::int64_t num_groups = 1, top_groups = 1;  // node-limited routing: only experts of the best groups (sum of the top 2 of each)
-  bool normalize = false;                       // weights of a token add up to one
-  double epsilon = 1e-20;                       // added to that sum
+  std::int64_t num_groups = 1,
+               top_groups = 1;  // node-limited routing: only experts of the best groups (sum of the top 2 of each)
+  bool normalize = false;       // weights of a token add up to one
+  double epsilon = 1e-20;       // added to that sum
   double scale = 1;
   bool gate_bias = false;
   bool forced_balance = false;  // for benchmarks: the experts of a token follow from its global index
@@ -38,10 +39,10 @@ struct RouterConfig {
   void validate() const;
 };
 
-/// What a token's choice was, by global token: recorded on one mesh and replayed on another, since near ties flip between roundings.
-/// Ranks write and read their own tokens. One per layer and micro-batch.
+/// What a token's choice was, by global token: recorded on one mesh and replayed on another, since near ties flip between
+/// roundings. Ranks write and read their own tokens. One per layer and micro-batch.
 struct RoutingRecord {
-  at::Tensor experts_TK;  // int64, on the host; all tokens of the micro-batch
+  at::Tensor experts_TK;                      // int64, on the host; all tokens of the micro-batch
   std::atomic<std::int64_t> num_flipped = 0;  // choices that would have been different in the replay
   std::atomic<double> largest_margin = 0;     // of the choice scores, among them
   RoutingRecord(std::int64_t num_tokens, std::int64_t top_k);
@@ -74,12 +75,13 @@ struct RouterStatistics {
 class Router {
  public:
   /// `dtype` is that of the run: the gate is float32, and float64 in float64 runs.
-  Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device, const Init& init);
+  Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device,
+         const Init& init);
 
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
-  /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from the counts of all training passes
-  /// since the last call, summed over dp, cp and tp. A skipped step calls clear_counts instead.
+  /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from the counts of all training
+  /// passes since the last call, summed over dp, cp and tp. A skipped step calls clear_counts instead.
   void update_bias(double coeff);
   void clear_counts();
 
@@ -90,7 +92,8 @@ class Router {
   at::Tensor& expert_bias() { return expert_bias_E_; }
 
  private:
-  at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE, const Tokens& tokens, const RouteOptions& options) const;
+  at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE, const Tokens& tokens,
+                            const RouteOptions& options) const;
 
   RouterConfig config_;
   Param<Dense{Place::I, Place::I, Place::I}> gate_;

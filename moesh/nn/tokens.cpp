@@ -7,7 +7,12 @@
 namespace moesh::nn {
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel)
-    : mesh_(mesh), batch_(batch), sequence_(sequence), sequence_parallel_(sequence_parallel), rank_(mesh.rank()), num_dp_(mesh.size(dp)) {}
+    : mesh_(mesh),
+      batch_(batch),
+      sequence_(sequence),
+      sequence_parallel_(sequence_parallel),
+      rank_(mesh.rank()),
+      num_dp_(mesh.size(dp)) {}
 
 SequenceShard Tokens::shard(int rank) const {
   if (sequence_parallel_) return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));

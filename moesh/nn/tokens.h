@@ -10,9 +10,9 @@
 
 namespace moesh::nn {
 
-/// Every dp rank has `batch` sequences of `sequence` tokens, numbered through over dp. The sequence is cut over cp x tp. With sequence
-/// parallelism a rank holds its own piece [batch, len]; without it the tp ranks hold the same block of cp [batch, block], and
-/// inside the layer each takes a flat part of it.
+/// Every dp rank has `batch` sequences of `sequence` tokens, numbered through over dp. The sequence is cut over cp x tp. With
+/// sequence parallelism a rank holds its own piece [batch, len]; without it the tp ranks hold the same block of cp [batch,
+/// block], and inside the layer each takes a flat part of it.
 class Tokens {
  public:
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel);
@@ -25,6 +25,8 @@ class Tokens {
   /// Tokens which this rank works on inside the layer: T on every axis.
   std::int64_t num_local() const { return num_local(rank_); }
   std::int64_t num_local(int rank) const;
+  /// How many fewer than the longest piece: rows that a padded layout would add here. None of them exists.
+  std::int64_t num_padding() const { return batch_ * shard(rank_).pieces().stride() - num_local(); }
   /// All tokens of the micro-batch, over dp, cp and tp.
   std::int64_t num_global() const { return num_dp_ * batch_ * sequence_; }
   /// num_local of each rank of a group.

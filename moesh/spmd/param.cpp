@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include "moesh/base/error.h"
+#include "moesh/base/mutant.h"
 #include "moesh/base/random.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/types/token.h"
@@ -88,10 +89,14 @@ at::Tensor use(const Stored& w, Axes replicas) {
   out = out.to(compute);  // cast before the gather: fewer bytes travel
   if (storage_group->size() > 1) out = run(Step::all_gather, out, *storage_group, w.spec.storage_dim, w.storage_sizes);
   return attach(w.value, out,
-                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
-                 dtype = w.spec.dtype](const at::Tensor& grad) {
+                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes, dtype = w.spec.dtype,
+                 name = w.spec.name, is_expert = w.storage == efsdp](const at::Tensor& grad) {
                   at::Tensor sum = grad.to(dtype);  // the reduction is in the precision of the master weights
                   if (storage_group->size() > 1) sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
+                  if (MOESH_MUTANT(gate_gradient_not_reduced) && name.ends_with("gate.weight")) return sum;
+                  if (MOESH_MUTANT(gate_gradient_reduced_twice) && name.ends_with("gate.weight"))
+                    sum = replica_group->all_reduce(sum);
+                  if (MOESH_MUTANT(expert_gradient_averaged_over_ep) && is_expert) sum = sum / current_mesh().size(ep);
                   return replica_group->all_reduce(sum);
                 });
 }

@@ -96,8 +96,9 @@ RowExchange::RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_
 
 at::Tensor RowExchange::wait() {
   if (group_->size() == 1) return x_;
-  return attach(x_, handle_.wait(),
-                [group = group_, send = send_, recv = recv_](const at::Tensor& grad) { return group->all_to_all(grad, recv, send); });
+  return attach(x_, handle_.wait(), [group = group_, send = send_, recv = recv_](const at::Tensor& grad) {
+    return group->all_to_all(grad, recv, send);
+  });
 }
 
 }  // namespace moesh::raw

@@ -15,6 +15,13 @@ void log_number(const std::string& name, const at::Tensor& x);
 double clip(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double max_norm);
 }  // namespace raw
 
+/// The plain tensor of a value that every rank has whole: what `local` gives, with the promise checked.
+template <auto L>
+const at::Tensor& whole(const Tensor<L>& x) {
+  [[maybe_unused]] constexpr auto checked = check_whole(L);
+  return x.local();
+}
+
 /// The value of a scalar.
 template <auto L>
 double number(const Tensor<L>& x) {

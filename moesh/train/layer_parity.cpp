@@ -29,9 +29,8 @@ at::Tensor make_data(const LayerCase& c, std::int64_t num_sequences, const char*
 
 // This rank's part of [num_dp * B, L, D]: its sequences, and its piece or block of each.
 at::Tensor my_part(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
-  const auto shard = c.sequence_parallel
-                         ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp))
-                         : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
+  const auto shard = c.sequence_parallel ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp))
+                                         : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
   return whole.narrow(0, mesh.coordinate(dp) * c.batch, c.batch).narrow(1, shard.start(), shard.length());
 }
 
@@ -51,6 +50,10 @@ struct Part {
 // One forward, backward and bias update, the same code on every mesh.
 std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRecord* record, nn::RoutingRecord* replay) {
   nn::Moe moe(c.layer);
+  if (c.equal_scores) {
+    const at::NoGradGuard no_grad;
+    moe.router().gate().stored().value.zero_();
+  }
   const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
   const std::int64_t num_sequences = c.batch * mesh.size(dp), num_tokens = num_sequences * c.sequence;
   // The objective is a random linear function of the output, plus the auxiliary losses.
@@ -77,10 +80,12 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   nn::TokenSum loss;
   if (c.sequence_parallel) {
     const auto input = as_leaf(assume<Dense{T, T, T}>(x));
-    loss = finish(input, moe(input, tokens, options), [&](const auto& out) { return sum_all(out * assume<Dense{T, T, T}>(weights)); });
+    loss = finish(input, moe(input, tokens, options),
+                  [&](const auto& out) { return sum_all(out * assume<Dense{T, T, T}>(weights)); });
   } else {
     const auto input = as_leaf(assume<Dense{T, T, I}>(x));
-    loss = finish(input, moe(input, tokens, options), [&](const auto& out) { return once<tp>(sum_all(out * assume<Dense{T, T, I}>(weights))); });
+    loss = finish(input, moe(input, tokens, options),
+                  [&](const auto& out) { return once<tp>(sum_all(out * assume<Dense{T, T, I}>(weights))); });
   }
   backward(loss);
 
@@ -89,10 +94,11 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   std::vector<Part> parts;
   parts.push_back({"counts", nn::statistics(route).counts_E, whole});
   parts.push_back({"output", y, part, true});
-  parts.push_back({"loss", local(all_reduce<dp | cp | tp>(loss)).detach(), whole});
+  parts.push_back({"loss", local(all_reduce < dp | cp | tp > (loss)).detach(), whole});
   parts.push_back({"d(x)", leaf.grad(), part, true});
   moe.each_param([&](auto& w) {
-    parts.push_back({"d(" + w.name() + ")", local(grad(w)), [region = w.stored().compute](const at::Tensor& t) { return slice(t, region); }});
+    parts.push_back(
+        {"d(" + w.name() + ")", local(grad(w)), [region = w.stored().compute](const at::Tensor& t) { return slice(t, region); }});
   });
   moe.router().update_bias(kBiasCoeff);
   parts.push_back({"expert bias", moe.router().expert_bias(), whole});
@@ -100,7 +106,9 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
 }
 
 double size_of(const at::Tensor& x) { return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>(); }
-double inner_product(const at::Tensor& a, const at::Tensor& b) { return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>(); }
+double inner_product(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
+}
 
 // The smallest |ref| that a gradient is measured against: some are exactly zero.
 double gradient_floor(const LayerResult& reference) {
@@ -120,7 +128,8 @@ std::map<std::string, double> axis_means(const std::vector<double>& factors, con
     if (size == 1) continue;
     std::map<int, double> lines;
     for (size_t r = 0; r < factors.size(); ++r) lines[shape.group_number(static_cast<int>(r), axis)] += factors[r] / size;
-    const auto [low, high] = std::minmax_element(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+    const auto [low, high] =
+        std::minmax_element(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
     if (high->second - low->second <= 1e-6 * std::abs(high->second)) means[to_string(axis)] = high->second;
   }
   return means;
@@ -129,7 +138,8 @@ std::map<std::string, double> axis_means(const std::vector<double>& factors, con
 // What every rank found, collected by name.
 class Findings {
  public:
-  Findings(int num_ranks, const LayerResult& reference) : num_ranks_(num_ranks), reference_(reference), floor_(gradient_floor(reference)) {}
+  Findings(int num_ranks, const LayerResult& reference)
+      : num_ranks_(num_ranks), reference_(reference), floor_(gradient_floor(reference)) {}
 
   void compare(const Part& part, const LayerCase& c, const Mesh& mesh) {
     const at::Tensor& whole = reference_[part.name];
@@ -157,9 +167,9 @@ class Findings {
     m.worst_rank = mesh.rank();
     if (part.holds_tokens && finite && delta.numel() > 0) {
       const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
-      const auto shard_start = c.sequence_parallel
-                                   ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp)).start()
-                                   : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp)).start();
+      const auto shard_start =
+          c.sequence_parallel ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp)).start()
+                              : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp)).start();
       m.worst_batch = mesh.coordinate(dp) * c.batch + worst / delta.size(1);
       m.worst_position = shard_start + worst % delta.size(1);
     }
@@ -190,9 +200,9 @@ class Findings {
 std::string LayerCase::describe() const {
   std::ostringstream os;
   os << (sequence_parallel ? "sp" : "no-sp") << (layer.experts.scores == kernels::ScoreSide::after ? " after " : " before ")
-     << nn::to_string(layer.dispatcher) << (layer.shared_ffn ? " shared" + std::to_string(layer.shared_ffn) : "") << (layer.experts.biases ? " biases" : "") << " B" << batch
-     << " L" << sequence << " E" << layer.router.num_experts << " K" << layer.router.top_k << " F" << layer.experts.ffn << " "
-     << at::toString(layer.dtype);
+     << nn::to_string(layer.dispatcher) << (layer.shared_ffn ? " shared" + std::to_string(layer.shared_ffn) : "")
+     << (layer.experts.biases ? " biases" : "") << " B" << batch << " L" << sequence << " E" << layer.router.num_experts << " K"
+     << layer.router.top_k << " F" << layer.experts.ffn << " " << at::toString(layer.dtype);
   return os.str();
 }
 
@@ -248,16 +258,19 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases, cons
   while (next < cases.size()) {
     std::atomic<size_t> current = next;
     try {
-      comm::launch(shape.num_ranks(), [&](comm::Group& world) {
-        const Mesh mesh(world, shape);
-        const MeshScope scope(mesh);
-        for (size_t i = next; i < cases.size(); ++i) {
-          if (world.rank() == 0) current = i;
-          nn::RoutingRecord* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
-          for (const auto& part : run_layer(cases[i], mesh, nullptr, replay)) findings[i]->compare(part, cases[i], mesh);
-          world.barrier();
-        }
-      }, options);
+      comm::launch(
+          shape.num_ranks(),
+          [&](comm::Group& world) {
+            const Mesh mesh(world, shape);
+            const MeshScope scope(mesh);
+            for (size_t i = next; i < cases.size(); ++i) {
+              if (world.rank() == 0) current = i;
+              nn::RoutingRecord* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
+              for (const auto& part : run_layer(cases[i], mesh, nullptr, replay)) findings[i]->compare(part, cases[i], mesh);
+              world.barrier();
+            }
+          },
+          options);
       break;
     } catch (const std::exception& e) {
       reports[current].error = e.what();

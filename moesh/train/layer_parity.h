@@ -1,6 +1,6 @@
 #pragma once
-// The MoE layer on a mesh against the layer on one rank: output, d(x), the gradient of every parameter, counts and the updated bias.
-// Same seed, same data by global token. What differs is reported with the factor that tells which reduction is wrong.
+// The MoE layer on a mesh against the layer on one rank: output, d(x), the gradient of every parameter, counts and the updated
+// bias. Same seed, same data by global token. What differs is reported with the factor that tells which reduction is wrong.
 
 #include <map>
 #include <string>
@@ -14,11 +14,12 @@ namespace moesh::train {
 /// One layer, one micro-batch; sizes are those of the whole.
 struct LayerCase {
   nn::MoeConfig layer;
-  std::int64_t batch = 1;      // sequences of each dp rank
+  std::int64_t batch = 1;  // sequences of each dp rank
   std::int64_t sequence = 8;
   bool sequence_parallel = true;
   double switch_weight = 0, sequence_weight = 0, z_weight = 0;  // auxiliary losses in the objective
-  bool identical_tokens = false;                                // all tokens (and so all scores) equal
+  bool identical_tokens = false;                                // every token chooses the same experts
+  bool equal_scores = false;                                    // the gate is zero: only the tie rule chooses
   bool replay = false;                                          // replay the routing of the reference: for float32 and bfloat16
 
   /// Short words for a report: "sp after all_to_all shared B3 L7".
@@ -36,8 +37,8 @@ struct LayerResult {
 /// A tensor that differs.
 struct Mismatch {
   std::string tensor;
-  double error = 0, allowed = 0;       // |delta|, and what the tolerance allows
-  std::vector<double> factors;         // <g, g_ref> / <g_ref, g_ref> on each rank's own part; 1 is right
+  double error = 0, allowed = 0;        // |delta|, and what the tolerance allows
+  std::vector<double> factors;          // <g, g_ref> / <g_ref, g_ref> on each rank's own part; 1 is right
   std::map<std::string, double> means;  // of the factors over the ranks of an axis, where it is the same all along that axis
   int worst_rank = 0;
   std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens

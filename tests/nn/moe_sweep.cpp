@@ -18,7 +18,9 @@ int main(int argc, char** argv) try {
   app.add_flag("--all", all, "every option on every mesh, instead of a selection");
   app.add_option("--ranks", max_ranks, "meshes of up to so many ranks")->capture_default_str()->check(CLI::Range(1, 64));
   app.add_option("--per-mesh", per_mesh, "cases for each mesh in a selection")->capture_default_str()->check(CLI::PositiveNumber);
-  app.add_option("--dtype", dtype_name, "float64, float32 or bfloat16")->capture_default_str()->check(CLI::IsMember({"float64", "float32", "bfloat16"}));
+  app.add_option("--dtype", dtype_name, "float64, float32 or bfloat16")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"float64", "float32", "bfloat16"}));
   app.add_option("--device", device, "cpu, or cuda: all ranks share it")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
 
@@ -37,14 +39,17 @@ int main(int argc, char** argv) try {
     for (const auto& shape : all_mesh_shapes(n)) {
       sweep::run_mesh(shape, all ? every : sweep::select(mesh_number, per_mesh), dtype, options, totals);
       ++mesh_number;
-      if (all && mesh_number % 20 == 0) std::printf("%d meshes, %d cases, %d failed, %.0f s\n", mesh_number, totals.num_cases, totals.num_failed, seconds()), std::fflush(stdout);
+      if (all && mesh_number % 20 == 0)
+        std::printf("%d meshes, %d cases, %d failed, %.0f s\n", mesh_number, totals.num_cases, totals.num_failed, seconds()),
+            std::fflush(stdout);
     }
   }
   for (const auto& text : totals.failures) std::printf("%s\n", text.c_str());
-  std::printf("%s: %d meshes, %d cases, %zu of %zu pairs of options, %d failed, %.1f s\n", dtype_name.c_str(), totals.num_meshes, totals.num_cases,
-              totals.pairs.size(), sweep::num_pairs(), totals.num_failed, seconds());
+  std::printf("%s: %d meshes, %d cases, %zu of %zu pairs of options, %d failed, %.1f s\n", dtype_name.c_str(), totals.num_meshes,
+              totals.num_cases, totals.pairs.size(), sweep::num_pairs(), totals.num_failed, seconds());
   if (dtype != at::kDouble)
-    std::printf("routing replayed: %lld choices would have flipped, largest margin %.3g\n", static_cast<long long>(totals.num_flipped), totals.largest_margin);
+    std::printf("routing replayed: %lld choices would have flipped, largest margin %.3g\n",
+                static_cast<long long>(totals.num_flipped), totals.largest_margin);
   const bool covered = max_ranks < 8 || totals.pairs.size() == sweep::num_pairs();
   if (!covered) std::printf("some pair of options never ran: raise --per-mesh\n");
   return totals.num_failed == 0 && covered ? 0 : 1;

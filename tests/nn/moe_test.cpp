@@ -2,13 +2,26 @@
 
 #include <gtest/gtest.h>
 
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+#include "moesh/kernels/ref/moe.h"
+#include "moesh/spmd/spmd.h"
 #include "moesh/train/layer_parity.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {
 namespace {
 
+using enum Place;
 using train::LayerCase;
+
+const std::vector<MeshShape> kMeshes{{.tp = 2},
+                                     {.tp = 2, .ep = 2},
+                                     {.tp = 2, .etp = 2},
+                                     {.dp_shard = 2, .ep = 2},
+                                     {.tp = 4, .ep = 2, .etp = 2},
+                                     {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2},
+                                     {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .ep = 4}};
 
 LayerCase small_case() {
   LayerCase c;
@@ -17,29 +30,414 @@ LayerCase small_case() {
   c.layer.dtype = at::kDouble;
   c.layer.device = test_device();
   c.layer.init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3};
+  c.batch = 2, c.sequence = 7;
   return c;
 }
 
-void expect_parity(const LayerCase& c, const MeshShape& shape) {
-  const auto reference = train::run_reference(c, shape.dp_replicate * shape.dp_shard);
-  const auto report = train::compare_layer({c}, {&reference}, shape, test_options())[0];
-  EXPECT_TRUE(report.holds()) << report.describe(c, shape);
+// On every mesh, with both dispatchers and with sequence parallelism on and off.
+void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes = kMeshes) {
+  for (const auto& shape : meshes) {
+    const auto reference = train::run_reference(base, shape.dp_replicate * shape.dp_shard);
+    std::vector<LayerCase> cases;
+    for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather})
+      for (bool sp : {true, false}) {
+        cases.push_back(base);
+        cases.back().layer.dispatcher = dispatcher;
+        cases.back().sequence_parallel = sp;
+      }
+    const auto reports = train::compare_layer(cases, {&reference, &reference, &reference, &reference}, shape, test_options());
+    for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(reports[i].holds()) << reports[i].describe(cases[i], shape);
+  }
 }
 
-TEST(MoeParity, OnAFewMeshes) {
-  for (bool sp : {true, false})
-    for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather})
-      for (std::int64_t shared : {0, 4})
-        for (const auto& shape : {MeshShape{.tp = 2}, MeshShape{.tp = 2, .ep = 2}, MeshShape{.tp = 2, .etp = 2}, MeshShape{.dp_shard = 2, .ep = 2},
-                                  MeshShape{.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2}}) {
-          LayerCase c = small_case();
-          c.batch = 2, c.sequence = 7;
-          c.sequence_parallel = sp;
-          c.layer.dispatcher = dispatcher;
-          c.layer.shared_ffn = shared;
-          c.switch_weight = 0.1, c.sequence_weight = 0.2, c.z_weight = 0.3;
-          expect_parity(c, shape);
+TEST(Edge, SomeExpertsHaveNoToken) {
+  LayerCase c = small_case();
+  c.layer.router.top_k = 1;
+  c.batch = 1, c.sequence = 3;
+  expect_parity(c);
+}
+
+TEST(Edge, AllTokensOnTheSameExperts) {
+  LayerCase c = small_case();
+  c.identical_tokens = true;
+  c.layer.router.top_k = 1;
+  expect_parity(c);
+}
+
+TEST(Edge, AllScoresEqual) {
+  LayerCase c = small_case();
+  c.equal_scores = true;
+  expect_parity(c);
+}
+
+TEST(Edge, EveryExpertForEveryToken) {
+  LayerCase c = small_case();
+  c.layer.router.top_k = 8;
+  expect_parity(c);
+}
+
+TEST(Edge, OneExpertARank) {
+  LayerCase c = small_case();
+  c.layer.router.num_experts = c.layer.experts.num_experts = 4;
+  c.layer.router.top_k = 2;
+  expect_parity(c, {{.tp = 4, .ep = 4}, {.dp_shard = 4, .ep = 4}, {.dp_shard = 2, .tp = 2, .ep = 4}});
+}
+
+TEST(Edge, OneTokenASequence) {
+  LayerCase c = small_case();
+  c.sequence = 1;
+  expect_parity(c);
+}
+
+TEST(Edge, FewerTokensThanRanks) {
+  LayerCase c = small_case();
+  c.batch = 1, c.sequence = 2;
+  c.layer.shared_ffn = 5;
+  expect_parity(c, {{.tp = 4, .ep = 4}, {.tp = 8, .ep = 4, .etp = 2}, {.cp = 4, .tp = 2, .ep = 2}});
+}
+
+TEST(Edge, WidthThatDoesNotDivide) {
+  LayerCase c = small_case();
+  c.layer.experts.ffn = 3;  // on 4 ranks of etp: 1, 1, 1 and none
+  c.layer.experts.biases = true;
+  c.layer.experts.activation = kernels::Activation::clamped_swiglu;
+  expect_parity(c, {{.tp = 4, .etp = 4}, {.dp_shard = 2, .tp = 2, .etp = 4}});
+}
+
+TEST(Edge, MoreStorageRanksThanExperts) {
+  LayerCase c = small_case();
+  c.layer.router.num_experts = c.layer.experts.num_experts = 2;
+  c.layer.router.top_k = 1;
+  expect_parity(c, {{.dp_shard = 8}, {.dp_shard = 4, .tp = 2, .ep = 2}});
+}
+
+TEST(Parity, InFloat32WithReplayedRouting) {
+  LayerCase c = small_case();
+  c.layer.dtype = at::kFloat;
+  c.layer.shared_ffn = 6;
+  c.replay = true;
+  expect_parity(c);
+}
+
+TEST(Parity, InBfloat16WithReplayedRouting) {
+  LayerCase c = small_case();
+  c.layer.dtype = at::kBFloat16;
+  c.layer.experts.dim = 32, c.layer.experts.ffn = 16;
+  c.layer.init.scale = 0.2;
+  c.replay = true;
+  expect_parity(c);
+}
+
+// Tokens return to their own place: experts that are the identity give back what came in.
+TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
+  for (int s : {1, 2, 3, 4, 8})
+    for (const bool over_experts : {false, true})
+      comm::launch(
+          s,
+          [&](comm::Group& world) {
+            const Mesh mesh(world, {.tp = s, .ep = over_experts ? s : 1});
+            const MeshScope scope(mesh);
+            nn::MoeConfig config;
+            config.router = {.num_experts = 8 * s, .top_k = 2, .normalize = true, .epsilon = 0};
+            config.experts = {.num_experts = 8 * s, .dim = 4, .ffn = 4};
+            config.dtype = at::kDouble, config.device = test_device();
+            config.init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 2};
+            for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather}) {
+              config.dispatcher = dispatcher;
+              nn::Moe moe(config);
+              // w1 reads a feature that is always 1, w3 and w2 are the identity: every expert gives silu(1) x.
+              const at::NoGradGuard no_grad;
+              moe.each_param([&](auto& w) {
+                auto& value = w.stored().value;
+                if (w.name() == "moe.gate.weight") return;
+                value.zero_();
+                if (w.name() == "moe.experts.w1")
+                  value.select(2, 3).fill_(1);
+                else
+                  value.copy_(at::eye(4, value.options()).expand_as(value));
+              });
+              for (std::int64_t B : {1, 2, 3})
+                for (std::int64_t L = 1; L <= 9; ++L) {
+                  const nn::Tokens tokens(mesh, B, L, true);
+                  at::Tensor x = at::empty({B, tokens.length(), 4}, at::kDouble);
+                  for (std::int64_t i = 0; i < tokens.num_local(); ++i) {
+                    const double id = static_cast<double>(tokens.global(LocalToken{i}).value) + 1;
+                    x.view({-1, 4})[i] = at::tensor({id, -id, 0.5 * id, 1.0}, at::kDouble);
+                  }
+                  x = x.to(test_device());
+                  const auto out = moe(assume<Dense{T, T, T}>(x), tokens);
+                  const double silu_of_one = 1 / (1 + std::exp(-1.0));
+                  EXPECT_TRUE(at::allclose(local(out.y), x * silu_of_one, 1e-12, 1e-12))
+                      << "B " << B << " L " << L << " ranks " << s;
+                }
+            }
+          },
+          test_options());
+}
+
+// The layer on one rank against a loop over tokens and experts that shares no code with it.
+TEST(Reference, OneRankAgreesWithTheSlowLoop) {
+  namespace ref = kernels::ref;
+  struct Kind {
+    nn::Scoring scoring;
+    ref::ScoreFunction score;
+  };
+  for (const Kind kind :
+       {Kind{nn::Scoring::sigmoid, ref::ScoreFunction::sigmoid}, Kind{nn::Scoring::softmax, ref::ScoreFunction::softmax},
+        Kind{nn::Scoring::softmax_chosen, ref::ScoreFunction::softmax_of_chosen}})
+    for (auto side : {kernels::ScoreSide::before, kernels::ScoreSide::after})
+      for (bool gpt_oss : {false, true}) {
+        const auto world = comm::solo_group();
+        const Mesh mesh(*world, {});
+        const MeshScope scope(mesh);
+        nn::MoeConfig config;
+        config.router = {.num_experts = 8,
+                         .top_k = 3,
+                         .scoring = kind.scoring,
+                         .num_groups = 2,
+                         .top_groups = 1,
+                         .normalize = true,
+                         .scale = 1.5,
+                         .gate_bias = true};
+        config.experts = {.num_experts = 8,
+                          .dim = 6,
+                          .ffn = 5,
+                          .activation = gpt_oss ? kernels::Activation::clamped_swiglu : kernels::Activation::swiglu,
+                          .scores = side,
+                          .biases = gpt_oss};
+        config.dtype = at::kDouble, config.device = test_device();
+        config.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 8};
+        nn::Moe moe(config);
+        moe.router().expert_bias() = at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
+        const nn::Tokens tokens(mesh, 2, 9, true);
+        const at::Tensor x = at::randn({2, 9, 6}, at::TensorOptions(at::kDouble).device(test_device()));
+        const auto input = as_leaf(assume<Dense{T, T, T}>(x));
+        const at::Tensor weights = at::randn_like(x);
+        const auto out = moe(input, tokens);
+        backward(sum_all(out.y * assume<Dense{T, T, T}>(weights)));
+
+        std::map<std::string, at::Tensor> leaf;
+        moe.each_param([&](auto& w) { leaf[w.name()] = w.stored().value.detach().cpu().clone().requires_grad_(true); });
+        const auto of = [&](const char* name) { return leaf.contains(name) ? leaf[name] : at::Tensor(); };
+        const ref::MoeParameters parameters{of("moe.gate.weight"),
+                                            of("moe.gate.bias"),
+                                            moe.router().expert_bias().cpu(),
+                                            {of("moe.experts.w1"), of("moe.experts.w3"), of("moe.experts.w2"),
+                                             of("moe.experts.b1"), of("moe.experts.b3"), of("moe.experts.b2")}};
+        const at::Tensor x_ref = x.cpu().clone().requires_grad_(true);
+        const at::Tensor y_ref =
+            ref::moe({.score = kind.score,
+                      .top_k = 3,
+                      .num_groups = 2,
+                      .top_groups = 1,
+                      .normalise = true,
+                      .epsilon = 1e-20,
+                      .scale = 1.5},
+                     {.activation = config.experts.activation, .scores = side}, parameters, x_ref.reshape({18, 6}));
+        (y_ref.reshape({2, 9, 6}) * weights.cpu()).sum().backward();
+        const auto close = [](const at::Tensor& a, const at::Tensor& b) {
+          return (a.cpu() - b).norm().item<double>() <= 1e-10 * std::max(1e-3, b.norm().item<double>());
+        };
+        EXPECT_TRUE(close(local(out.y).detach(), y_ref.detach().reshape({2, 9, 6})));
+        EXPECT_TRUE(close(local(input).grad(), x_ref.grad()));
+        moe.each_param([&](auto& w) { EXPECT_TRUE(close(w.stored().value.grad(), leaf[w.name()].grad())) << w.name(); });
+      }
+}
+
+// A hundred steps of SGD on a regression: the same curve on every mesh as on one rank, with the bias moving.
+std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
+  std::vector<double> losses(100);
+  comm::launch(
+      shape.num_ranks(),
+      [&](comm::Group& world) {
+        const Mesh mesh(world, shape);
+        const MeshScope scope(mesh);
+        nn::MoeConfig config;
+        config.router = {.num_experts = 8, .top_k = 2, .normalize = true};
+        config.experts = {.num_experts = 8, .dim = 6, .ffn = 8};
+        config.shared_ffn = 4;
+        config.dtype = at::kDouble, config.device = test_device();
+        config.init = {.kind = Init::Kind::normal, .scale = 0.4, .seed = 21};
+        nn::Moe moe(config);
+        const std::int64_t B = total_batch / mesh.size(dp), L = 7;
+        const nn::Tokens tokens(mesh, B, L, true);
+        const SequenceShard shard(B, L, mesh.size(cp | tp), mesh.coordinate(cp | tp));
+        for (int step = 0; step < 100; ++step) {
+          // Data by global token: y = a fixed nonlinear function of x.
+          at::Tensor x = at::empty({total_batch, L, 6}, at::kDouble);
+          const Random random(static_cast<std::uint64_t>(step), "data");
+          for (std::int64_t i = 0; i < x.numel(); ++i) x.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
+          const at::Tensor target = (x.roll(1, -1) * 0.7).tanh();
+          const auto mine = [&](const at::Tensor& t) {
+            return t.narrow(0, mesh.coordinate(dp) * B, B).narrow(1, shard.start(), shard.length()).to(test_device());
+          };
+          const auto input = assume<Dense{T, T, T}>(mine(x));
+          const auto out = moe(input, tokens);
+          const auto loss =
+              scale(sum_all(square(out.y - assume<Dense{T, T, T}>(mine(target)))), 1.0 / static_cast<double>(total_batch * L));
+          backward(loss);
+          if (world.rank() == 0)
+            losses[static_cast<size_t>(step)] = number(all_reduce < dp | cp | tp > (loss));
+          else
+            all_reduce<dp | cp | tp>(loss);
+          const at::NoGradGuard no_grad;
+          moe.each_param([](auto& w) {
+            auto& value = w.stored().value;
+            value.sub_(value.grad() * 0.5);
+            value.mutable_grad().reset();
+          });
+          moe.router().update_bias(0.001);
         }
+      },
+      test_options());
+  return losses;
+}
+
+TEST(Training, AHundredStepsFollowTheSingleRankCurve) {
+  const auto alone = train_curve({}, 8);
+  EXPECT_LT(alone[99], 0.8 * alone[0]) << "it learns";
+  for (const auto& shape :
+       {MeshShape{.tp = 2}, MeshShape{.tp = 2, .ep = 2}, MeshShape{.tp = 2, .etp = 2}, MeshShape{.tp = 4, .ep = 4},
+        MeshShape{.dp_shard = 2}, MeshShape{.dp_shard = 2, .ep = 2}, MeshShape{.dp_shard = 4, .ep = 2, .etp = 2},
+        MeshShape{.cp = 2, .tp = 2, .ep = 4}, MeshShape{.dp_replicate = 2, .dp_shard = 2, .ep = 2},
+        MeshShape{.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2}}) {
+    const auto curve = train_curve(shape, 8);
+    for (size_t i = 0; i < 100; ++i) ASSERT_NEAR(curve[i], alone[i], 1e-9 * alone[0]) << shape.describe() << " step " << i;
+  }
+}
+
+// Exactly these collectives, in this order.
+std::vector<std::string> trace(const MeshShape& shape, nn::Dispatcher dispatcher, std::int64_t shared, bool sp,
+                               bool is_backward) {
+  std::vector<std::string> lines;
+  comm::launch(
+      shape.num_ranks(),
+      [&](comm::Group& world) {
+        const Mesh mesh(world, shape);
+        const MeshScope scope(mesh);
+        LayerCase c = small_case();
+        c.layer.dispatcher = dispatcher;
+        c.layer.shared_ffn = shared;
+        nn::Moe moe(c.layer);
+        const nn::Tokens tokens(mesh, 2, 8, sp);
+        const at::Tensor x = at::randn({2, tokens.length(), 6}, at::TensorOptions(at::kDouble).device(test_device()));
+        const auto record = [&](const comm::Trace& t) {
+          if (world.rank() != 0) return;
+          for (const auto& e : t.entries()) lines.push_back(e.group + " " + comm::to_string(e.op));
+        };
+        const auto run = [&](const auto& input) {
+          const comm::Trace forward;
+          const auto out = moe(input, tokens);
+          if (!is_backward) return record(forward);
+          const comm::Trace backward_trace;
+          local(out.y).sum().backward();
+          record(backward_trace);
+        };
+        if (sp)
+          run(as_leaf(assume<Dense{T, T, T}>(x)));
+        else
+          run(as_leaf(assume<Dense{T, T, I}>(at::ones_like(x))));
+      },
+      test_options());
+  return lines;
+}
+
+using Lines = std::vector<std::string>;
+
+TEST(Trace, TensorParallelExperts) {  // ep = 1, etp = tp
+  const MeshShape shape{.tp = 2, .etp = 2};
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
+            (Lines{"etp all_gather", "etp all_gather", "etp all_gather", "etp reduce_scatter"}))
+      << "counts, rows, scores, and one reduction";
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
+            (Lines{"etp all_gather", "etp reduce_scatter", "etp reduce_scatter", "tp all_reduce"}))
+      << "d(y), d(scores), d(rows), and the gate once";
+}
+
+TEST(Trace, ExpertsOnTheTensorParallelRanks) {  // tp2ep
+  const MeshShape shape{.tp = 2, .ep = 2};
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
+            (Lines{"ep all_gather", "ep all_to_all", "ep all_to_all", "ep all_to_all"}));
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
+            (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "tp all_reduce"}));
+}
+
+TEST(Trace, ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in shards, the experts are not
+  const MeshShape shape{.dp_shard = 2, .ep = 2};
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
+            (Lines{"dp_shard all_gather", "ep all_gather", "ep all_to_all", "ep all_to_all", "ep all_to_all"}));
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
+            (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "dp_shard reduce_scatter"}));
+}
+
+TEST(Trace, ExpertAndExpertTensorParallel) {
+  const MeshShape shape{.tp = 4, .ep = 2, .etp = 2};
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
+            (Lines{"ep|etp all_gather", "ep all_to_all", "ep all_to_all", "etp all_gather", "etp all_gather",
+                   "etp reduce_scatter", "ep all_to_all"}));
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
+            (Lines{"ep all_to_all", "etp all_gather", "etp reduce_scatter", "ep all_to_all", "etp reduce_scatter",
+                   "ep all_to_all", "tp all_reduce"}))
+      << "d(y); then d(scores), and d(rows); the gate once";
+}
+
+TEST(Trace, AllGatherOverTpSharesItsGatherAndItsReduction) {
+  const MeshShape shape{.tp = 2, .ep = 2};
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, true, false),
+            (Lines{"tp all_gather", "tp all_gather", "tp all_gather", "tp reduce_scatter"}))
+      << "x, scores, choices; one reduction for routed and shared experts";
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, true, true),
+            (Lines{"tp all_gather", "tp reduce_scatter", "tp reduce_scatter", "tp all_reduce"}));
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, false, false), (Lines{"tp all_gather", "tp all_gather", "tp all_reduce"}))
+      << "without sequence parallelism x is everywhere already";
+}
+
+TEST(MoeErrors, NameTheValueAndTheCure) {
+  const auto message = [](const std::function<void(const Mesh&)>& f, const MeshShape& shape = {}) {
+    std::string text = "nothing was thrown";
+    try {
+      comm::launch(
+          shape.num_ranks(),
+          [&](comm::Group& world) {
+            const Mesh mesh(world, shape);
+            const MeshScope scope(mesh);
+            f(mesh);
+          },
+          test_options());
+    } catch (const Error& e) {
+      text = e.what();
+    }
+    return text;
+  };
+  EXPECT_EQ(message(
+                [](const Mesh&) {
+                  LayerCase c = small_case();
+                  c.layer.router.num_experts = c.layer.experts.num_experts = 7;
+                  nn::Moe moe(c.layer);
+                },
+                {.tp = 2, .ep = 2}),
+            "experts: num_experts = 7 do not divide by ep = 2; every rank of ep holds the same number of experts");
+  EXPECT_EQ(message(
+                [](const Mesh&) {
+                  LayerCase c = small_case();
+                  c.layer.dispatcher = nn::Dispatcher::local;
+                  nn::Moe moe(c.layer);
+                },
+                {.tp = 2, .ep = 2}),
+            "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use 'auto', 'all_to_all' or 'all_gather'.");
+  EXPECT_EQ(message([](const Mesh& mesh) {
+              nn::Moe moe(small_case().layer);
+              moe(assume<Dense{T, T, T}>(at::zeros({2, 5, 6}, at::kDouble)), nn::Tokens(mesh, 2, 7, true));
+            }),
+            "moe: x is [2, 5, 6], and the tokens say [2, 7, D]");
+}
+
+TEST(Dispatcher, AutomaticTakesTheOneThatMovesFewerBytes) {
+  const auto way = [](const MeshShape& s, std::int64_t k) { return nn::resolve(nn::Dispatcher::automatic, s.validated(), k); };
+  EXPECT_EQ(way({}, 8), nn::Dispatcher::local);
+  EXPECT_EQ(way({.tp = 8, .ep = 8}, 1), nn::Dispatcher::all_to_all);
+  EXPECT_EQ(way({.tp = 2, .ep = 2}, 8), nn::Dispatcher::all_gather);
+  EXPECT_EQ(way({.tp = 4, .etp = 4}, 2), nn::Dispatcher::all_gather);
 }
 
 }  // namespace

@@ -19,8 +19,9 @@ std::string reference_key(const LayerCase& c, int num_dp) {
   whole.sequence_parallel = true;
   whole.layer.dispatcher = nn::Dispatcher::local;
   const auto& r = c.layer.router;
-  return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) + std::to_string(r.num_groups) + std::to_string(r.gate_bias) +
-         std::to_string(r.forced_balance) + std::to_string(c.switch_weight) + std::to_string(static_cast<int>(c.layer.experts.activation));
+  return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) + std::to_string(r.num_groups) +
+         std::to_string(r.gate_bias) + std::to_string(r.forced_balance) + std::to_string(c.switch_weight) +
+         std::to_string(static_cast<int>(c.layer.experts.activation));
 }
 
 }  // namespace
@@ -60,7 +61,8 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
   LayerCase c;
   const std::int64_t experts = std::max(4, 2 * shape.ep), parts = shape.cp * shape.tp;
   c.layer.router = {.num_experts = experts, .top_k = 2, .normalize = true};
-  c.layer.experts = {.num_experts = experts, .dim = 6, .ffn = 2 * shape.etp, .scores = o.side ? ScoreSide::before : ScoreSide::after};
+  c.layer.experts = {
+      .num_experts = experts, .dim = 6, .ffn = 2 * shape.etp, .scores = o.side ? ScoreSide::before : ScoreSide::after};
   constexpr nn::Dispatcher kWays[] = {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather, nn::Dispatcher::automatic};
   c.layer.dispatcher = kWays[o.dispatcher];
   c.layer.shared_ffn = o.shared ? 2 * shape.tp + 1 : 0;
@@ -99,8 +101,8 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
   return c;
 }
 
-void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::ScalarType dtype, const comm::LaunchOptions& options,
-              Totals& totals) {
+void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::ScalarType dtype,
+              const comm::LaunchOptions& options, Totals& totals) {
   static std::map<std::string, LayerResult> cache;
   if (cache.size() > 4000) cache.clear();
   const int num_dp = shape.dp_replicate * shape.dp_shard;
@@ -122,7 +124,8 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
     const auto v = choices[i].levels();
     for (int a = 0; a < kNumOptions; ++a)
       for (int b = a + 1; b < kNumOptions; ++b)
-        totals.pairs.insert(std::to_string(a) + "=" + std::to_string(v[static_cast<size_t>(a)]) + "," + std::to_string(b) + "=" + std::to_string(v[static_cast<size_t>(b)]));
+        totals.pairs.insert(std::to_string(a) + "=" + std::to_string(v[static_cast<size_t>(a)]) + "," + std::to_string(b) + "=" +
+                            std::to_string(v[static_cast<size_t>(b)]));
     if (reports[i].holds()) continue;
     ++totals.num_failed;
     if (totals.failures.size() < 20) totals.failures.push_back(reports[i].describe(cases[i], shape));

@@ -1,6 +1,6 @@
 #pragma once
-// The cases of the sweep: every mesh of up to N ranks, every combination of options, or a selection in which every mesh comes at least
-// once and every pair of options too.
+// The cases of the sweep: every mesh of up to N ranks, every combination of options, or a selection in which every mesh comes at
+// least once and every pair of options too.
 
 #include <functional>
 #include <map>
@@ -35,8 +35,8 @@ struct Totals {
 };
 
 /// Runs choices on one mesh.
-void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::ScalarType dtype, const comm::LaunchOptions& options,
-              Totals& totals);
+void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::ScalarType dtype,
+              const comm::LaunchOptions& options, Totals& totals);
 
 /// `per_mesh` choices for the mesh with this number: different ones for every mesh.
 std::vector<Choice> select(int mesh_number, int per_mesh);

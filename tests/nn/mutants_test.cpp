@@ -1,0 +1,114 @@
+// Every mistake that can be switched on is found by the parity check, and its message names the tensor and the factor.
+// This program is built from sources with MOESH_WITH_MUTANTS.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "moesh/base/mutant.h"
+#include "moesh/train/layer_parity.h"
+#include "tests/spmd/device.h"
+
+namespace moesh {
+namespace {
+
+using train::LayerCase;
+
+struct Mutant {
+  std::string name;
+  MeshShape mesh;
+  std::function<void(LayerCase&)> setting;
+  std::string first;  // the first tensor in forward order that differs; "error": a rank throws
+  std::string axis;   // over which the mean of the factors is `mean`; empty: any
+  double mean = 0;
+};
+
+LayerCase base_case() {
+  LayerCase c;
+  c.layer.router = {.num_experts = 8, .top_k = 2, .normalize = true};
+  c.layer.experts = {.num_experts = 8, .dim = 6, .ffn = 8};
+  c.layer.dtype = at::kDouble;
+  c.layer.device = test_device();
+  c.layer.dispatcher = nn::Dispatcher::all_to_all;
+  c.layer.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 9};
+  c.batch = 2, c.sequence = 7;
+  return c;
+}
+
+const std::vector<Mutant>& mutants() {
+  const auto nothing = [](LayerCase&) {};
+  const auto balanced = [](LayerCase& c) { c.layer.router.forced_balance = true; };
+  const auto biases = [](LayerCase& c) {
+    c.layer.experts.biases = true;
+    c.layer.experts.activation = kernels::Activation::clamped_swiglu;
+  };
+  static const std::vector<Mutant> all{
+      // Where tokens are: seen where something depends on the global token.
+      {"b1_index_formula", {.tp = 2}, balanced, "counts", ""},
+      {"padded_stride_decode", {.tp = 4}, balanced, "counts", ""},
+      // The gate: its gradient is a sum over tp as well.
+      {"gate_gradient_not_reduced", {.tp = 2, .ep = 2}, nothing, "d(moe.gate.weight)", "tp", 0.5},
+      {"gate_gradient_not_reduced", {.tp = 4, .ep = 4}, nothing, "d(moe.gate.weight)", "tp", 0.25},
+      {"gate_gradient_reduced_twice", {.tp = 2, .ep = 2}, nothing, "d(moe.gate.weight)", "tp", 2},
+      {"score_gradient_not_reduced_over_etp", {.tp = 2, .etp = 2}, nothing, "d(x)", ""},
+      {"x_gradient_not_reduced_with_ep_off", {.tp = 2, .etp = 2}, nothing, "d(x)", ""},
+      {"expert_gradient_averaged_over_ep", {.dp_shard = 2, .ep = 2}, nothing, "d(moe.experts.w1)", "ep", 0.5},
+      {"expert_gradient_averaged_over_ep", {.tp = 4, .ep = 4}, nothing, "d(moe.experts.w1)", "ep", 0.25},
+      {"padding_row_counted", {.tp = 4, .ep = 4}, nothing, "counts", ""},
+      {"rank_without_tokens_leaves", {.tp = 4, .ep = 4}, [](LayerCase& c) { c.sequence = 3; }, "error", ""},
+      {"last_index_wins_ties", {.tp = 2, .ep = 2}, [](LayerCase& c) { c.equal_scores = true; }, "counts", ""},
+      {"scores_on_the_wrong_side", {.tp = 2, .ep = 2}, nothing, "output", ""},
+      {"combined_in_arrival_order", {.tp = 2, .ep = 2}, nothing, "output", ""},
+      {"row_returned_to_the_next_token", {.tp = 2, .ep = 2}, nothing, "output", ""},
+      {"detached_scores", {.tp = 2, .ep = 2}, [](LayerCase& c) { c.z_weight = 0.1; }, "d(x)", ""},
+      {"extra_all_reduce_at_the_boundary",
+       {.tp = 2, .ep = 2},
+       [](LayerCase& c) { c.sequence_parallel = false; },
+       "d(x)",
+       "tp",
+       2},
+      {"bias_on_every_rank", {.tp = 2, .etp = 2}, biases, "output", ""},
+  };
+  return all;
+}
+
+class Mutants : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(All, Mutants, testing::Range(0, static_cast<int>(mutants().size())), [](const auto& info) {
+  const auto& m = mutants()[static_cast<size_t>(info.param)];
+  return m.name + "_" + std::to_string(m.mesh.num_ranks());
+});
+
+TEST_P(Mutants, AreFound) {
+  const Mutant& mutant = mutants()[static_cast<size_t>(GetParam())];
+  LayerCase c = base_case();
+  mutant.setting(c);
+  auto options = test_options();
+  options.timeout = std::chrono::seconds(5);
+  current_mutant() = "";
+  const auto reference = train::run_reference(c, mutant.mesh.dp_replicate * mutant.mesh.dp_shard);
+  const auto healthy = train::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
+  ASSERT_TRUE(healthy.holds()) << healthy.describe(c, mutant.mesh);
+
+  current_mutant() = mutant.name;
+  const auto report = train::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
+  current_mutant() = "";
+  const std::string text = report.describe(c, mutant.mesh);
+  ASSERT_FALSE(report.holds()) << "nobody noticed: " << text;
+  if (mutant.first == "error") {
+    EXPECT_NE(report.error.find("rank"), std::string::npos) << text;
+    EXPECT_NE(report.error.find("operation"), std::string::npos) << text;
+    return;
+  }
+  EXPECT_EQ(report.error, "");
+  ASSERT_FALSE(report.mismatches.empty()) << text;
+  const auto& first = report.mismatches[0];
+  EXPECT_EQ(first.tensor, mutant.first) << text;
+  if (!mutant.axis.empty()) {
+    ASSERT_TRUE(first.means.contains(mutant.axis)) << text;
+    EXPECT_NEAR(first.means.at(mutant.axis), mutant.mean, 1e-9) << text;
+    EXPECT_NE(text.find("mean over " + mutant.axis), std::string::npos) << text;
+  }
+}
+
+}  // namespace
+}  // namespace moesh

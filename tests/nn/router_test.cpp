@@ -1,0 +1,309 @@
+#include "moesh/nn/router.h"
+
+#include <gtest/gtest.h>
+
+#include "moesh/base/error.h"
+#include "moesh/spmd/spmd.h"
+#include "tests/spmd/device.h"
+
+namespace moesh::nn {
+namespace {
+
+using enum Place;
+
+const Init kInit{.kind = Init::Kind::normal, .scale = 0.7, .seed = 4};
+
+template <class Fn>
+void alone(Fn f) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  f(mesh);
+}
+
+at::Tensor random_rows(std::int64_t n, std::int64_t d) {
+  return at::randn({n, d}, at::TensorOptions(at::kDouble).device(test_device()));
+}
+
+// A router whose logits are the rows themselves: the gate is the identity.
+Router identity_router(const RouterConfig& config) {
+  Router router(config, "gate", config.num_experts, at::kDouble, test_device(), kInit);
+  const at::NoGradGuard no_grad;
+  auto& gate = router.gate().stored();  // this rank's shard of it
+  gate.value.copy_(at::eye(config.num_experts, at::kDouble).narrow(0, gate.shard.start[0], gate.shard.length[0]));
+  return router;
+}
+
+Route route_of(Router& router, const at::Tensor& logits, const Mesh& mesh, const RouteOptions& options = {}) {
+  const Tokens tokens(mesh, 1, logits.size(0), true);
+  return router.choose(assume<Dense{T, T, T}>(logits), tokens, options);
+}
+
+// The first k of a stable descending sort: LibTorch's own, lowest index first among equals.
+at::Tensor sorted_choice(const at::Tensor& scores, std::int64_t k) {
+  return std::get<1>(scores.sort(/*stable=*/true, -1, /*descending=*/true)).narrow(1, 0, k);
+}
+
+TEST(Router, SigmoidScoresNormalisedAndScaled) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 8, .top_k = 3, .normalize = true, .epsilon = 1e-20, .scale = 2.5});
+    const at::Tensor logits = random_rows(50, 8);
+    const Route route = route_of(router, logits, mesh);
+    const at::Tensor s = at::sigmoid(logits), expected = sorted_choice(s, 3), w = s.gather(1, expected);
+    EXPECT_TRUE(at::equal(route.experts_NK, expected));
+    EXPECT_TRUE(at::allclose(local(route.weights_NK), w / w.sum(-1, true) * 2.5, 1e-14, 1e-14));
+    EXPECT_TRUE(at::allclose(local(route.probabilities_NE), s / s.sum(-1, true), 1e-14, 1e-14));
+  });
+}
+
+TEST(Router, SoftmaxWithAndWithoutNormalisation) {
+  alone([](const Mesh& mesh) {
+    for (bool normalize : {false, true}) {
+      Router router =
+          identity_router({.num_experts = 6, .top_k = 2, .scoring = Scoring::softmax, .normalize = normalize, .epsilon = 0});
+      const at::Tensor logits = random_rows(40, 6), p = at::softmax(logits, -1), expected = sorted_choice(p, 2);
+      const Route route = route_of(router, logits, mesh);
+      at::Tensor w = p.gather(1, expected);
+      if (normalize) w = w / w.sum(-1, true);
+      EXPECT_TRUE(at::equal(route.experts_NK, expected));
+      EXPECT_TRUE(at::allclose(local(route.weights_NK), w, 1e-14, 1e-14));
+    }
+  });
+}
+
+TEST(Router, SoftmaxOverTheChosen) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 6, .top_k = 3, .scoring = Scoring::softmax_chosen});
+    const at::Tensor logits = random_rows(40, 6), expected = sorted_choice(logits, 3);
+    const Route route = route_of(router, logits, mesh);
+    EXPECT_TRUE(at::equal(route.experts_NK, expected));
+    EXPECT_TRUE(at::allclose(local(route.weights_NK), at::softmax(logits.gather(1, expected), -1), 1e-14, 1e-14));
+  });
+}
+
+TEST(Router, TheLowestIndexWinsTies) {
+  alone([](const Mesh& mesh) {
+    for (auto scoring : {Scoring::sigmoid, Scoring::softmax, Scoring::softmax_chosen}) {
+      Router router = identity_router({.num_experts = 5, .top_k = 3, .scoring = scoring});
+      const Route route = route_of(router, at::zeros({4, 5}, at::TensorOptions(at::kDouble).device(test_device())), mesh);
+      EXPECT_TRUE(at::equal(route.experts_NK.cpu(), at::tensor({0, 1, 2}, at::kLong).expand({4, 3})));
+    }
+  });
+}
+
+// Saturated sigmoids are equal in floating point, the logits are not.
+TEST(Router, ChoiceOnLogitsSeesThroughSaturation) {
+  alone([](const Mesh& mesh) {
+    const at::Tensor logits = at::tensor({50.0, 60.0, 70.0, 0.0}, at::kDouble).reshape({1, 4}).to(test_device());
+    Router on_scores = identity_router({.num_experts = 4, .top_k = 1});
+    Router on_logits = identity_router({.num_experts = 4, .top_k = 1, .choose_on_logits = true});
+    EXPECT_EQ(route_of(on_scores, logits, mesh).experts_NK.item<std::int64_t>(), 0);
+    EXPECT_EQ(route_of(on_logits, logits, mesh).experts_NK.item<std::int64_t>(), 2);
+  });
+}
+
+TEST(Router, NodeLimitedRoutingWrittenOut) {
+  alone([](const Mesh& mesh) {
+    const RouterConfig config{.num_experts = 8, .top_k = 3, .num_groups = 4, .top_groups = 2};
+    Router router = identity_router(config);
+    router.expert_bias() = at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
+    const at::Tensor logits = random_rows(60, 8);
+    const Route route = route_of(router, logits, mesh);
+    const at::Tensor s = at::sigmoid(logits).cpu(), c = s + router.expert_bias().cpu();
+    for (std::int64_t t = 0; t < 60; ++t) {
+      // Groups of two: their score is the sum of both.
+      std::vector<std::pair<double, int>> groups;
+      for (int g = 0; g < 4; ++g) groups.emplace_back(-(c[t][2 * g] + c[t][2 * g + 1]).item<double>(), g);
+      std::stable_sort(groups.begin(), groups.end());
+      std::vector<std::pair<double, int>> experts;
+      for (int e = 0; e < 8; ++e)
+        if (e / 2 == groups[0].second || e / 2 == groups[1].second) experts.emplace_back(-c[t][e].item<double>(), e);
+      std::stable_sort(experts.begin(), experts.end());
+      for (int k = 0; k < 3; ++k) {
+        EXPECT_EQ(route.experts_NK[t][k].item<std::int64_t>(), experts[k].second);
+        // Bias and mask take no part in the weight.
+        EXPECT_EQ(local(route.weights_NK)[t][k].item<double>(), s[t][experts[k].second].item<double>());
+      }
+    }
+  });
+}
+
+TEST(Router, GateIsFloat32InBfloat16RunsAndTheGateBiasCounts) {
+  alone([](const Mesh& mesh) {
+    Router router({.num_experts = 4, .top_k = 2, .gate_bias = true}, "gate", 8, at::kBFloat16, test_device(), kInit);
+    const at::Tensor x = random_rows(9, 8).to(at::kBFloat16);
+    const Route route = route_of(router, x, mesh);
+    EXPECT_EQ(local(route.logits_NE).scalar_type(), at::kFloat);
+    EXPECT_EQ(local(route.weights_NK).scalar_type(), at::kFloat);
+    const at::Tensor expected = at::linear(x.to(at::kFloat), router.gate().stored().value, router.gate_bias()->stored().value);
+    EXPECT_TRUE(at::allclose(local(route.logits_NE), expected));
+  });
+}
+
+TEST(Router, NanIsAnErrorThatNamesTheToken) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 4, .top_k = 2});
+    at::Tensor logits = random_rows(6, 4);
+    logits[3][1] = NAN;
+    try {
+      route_of(router, logits, mesh);
+      FAIL() << "nothing was thrown";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::data);
+      EXPECT_NE(std::string(e.what()).find("3"), std::string::npos) << e.what();
+    }
+  });
+}
+
+TEST(Router, MapCountsAndStatistics) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 6, .top_k = 2});
+    const Route route = route_of(router, random_rows(31, 6), mesh);
+    const at::Tensor map = local(routing_map(route, 6));
+    static_assert(decltype(routing_map(route, 6))::layout == Dense{T, T, T});
+    static_assert(decltype(count_sum(route))::layout == Dense{P, P, P});
+    EXPECT_TRUE(at::equal(map.sum(1).cpu(), at::full({31}, 2, at::kLong)));
+    EXPECT_TRUE(at::equal(map.sum(0), local(route.counts_E)));
+    const auto stats = statistics(route);
+    EXPECT_EQ(stats.counts_E.sum().item<std::int64_t>(), 62);
+    EXPECT_EQ(stats.counts_E.scalar_type(), at::kLong);
+
+    const Route one =
+        route_of(router, at::tensor({3.0, 2.0, 0.0, 0.0, 0.0, 0.0}, at::kDouble).reshape({1, 6}).to(test_device()), mesh);
+    const auto narrow = statistics(one);
+    EXPECT_EQ(narrow.num_idle, 4);
+    EXPECT_DOUBLE_EQ(narrow.max_over_mean, 3);
+    EXPECT_NEAR(narrow.entropy, std::log(2.0), 1e-14);
+  });
+}
+
+TEST(Router, TokensThatDoNotCount) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 4, .top_k = 2});
+    const at::Tensor logits = random_rows(5, 4);
+    const at::Tensor valid = at::tensor({1, 0, 1, 1, 0}, at::kLong).to(test_device()).to(at::kBool);
+    const Route some = route_of(router, logits, mesh, {.valid_N = valid});
+    const Route kept = route_of(router, logits.index({valid}), mesh);
+    EXPECT_TRUE(at::equal(local(some.counts_E), local(kept.counts_E)));
+    const Tokens all_tokens(mesh, 1, 5, true), kept_tokens(mesh, 1, 3, true);
+    const auto& config = router.config();
+    const auto same = [](const TokenSum& a, const TokenSum& b) {
+      EXPECT_NEAR(local(a).item<double>(), local(b).item<double>(), 1e-14);
+    };
+    same(switch_loss(some, config, 3), switch_loss(kept, config, 3));
+    same(sequence_loss(some, config, all_tokens, 3), sequence_loss(kept, config, kept_tokens, 3));
+    same(z_loss(some, 3), z_loss(kept, 3));
+  });
+}
+
+TEST(AuxiliaryLosses, AreTheirFormulas) {
+  alone([](const Mesh& mesh) {
+    const RouterConfig config{.num_experts = 5, .top_k = 2, .scoring = Scoring::softmax};
+    Router router = identity_router(config);
+    const std::int64_t B = 3, L = 4, tokens_total = B * L;
+    const at::Tensor logits = random_rows(tokens_total, 5), p = at::softmax(logits, -1);
+    const Tokens tokens(mesh, B, L, true);
+    const Route route = router.choose(assume<Dense{T, T, T}>(logits), tokens, {});
+    const at::Tensor chosen = at::zeros_like(p).scatter(1, sorted_choice(p, 2), 1);
+    // Switch: E * sum_e f_e p_e with f the fraction of routed rows and p the mean probability.
+    const auto switch_form = [](const at::Tensor& map, const at::Tensor& prob) {
+      return 5 * (map.sum(0) / map.sum() * prob.mean(0)).sum().item<double>();
+    };
+    EXPECT_NEAR(local(switch_loss(route, config, tokens_total)).item<double>(), switch_form(chosen, p), 1e-14);
+    double by_sequence = 0;
+    for (std::int64_t b = 0; b < B; ++b) by_sequence += switch_form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
+    EXPECT_NEAR(local(sequence_loss(route, config, tokens, tokens_total)).item<double>(), by_sequence, 1e-14);
+    EXPECT_NEAR(local(z_loss(route, tokens_total)).item<double>(), at::logsumexp(logits, {-1}).square().mean().item<double>(),
+                1e-13);
+    // A micro-batch counts by its share of the step.
+    EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(), switch_form(chosen, p) / 4, 1e-14);
+  });
+}
+
+TEST(Balance, MovesTheBiasOncePerStepByTheSign) {
+  alone([](const Mesh& mesh) {
+    // Worked example: counts [10, 0], coefficient 0.1 -> [-0.1, +0.1].
+    Router router = identity_router({.num_experts = 2, .top_k = 1});
+    at::Tensor logits = at::zeros({5, 2}, at::TensorOptions(at::kDouble).device(test_device()));
+    logits.select(1, 0).fill_(1);
+    route_of(router, logits, mesh);  // two accumulation steps of five
+    route_of(router, logits, mesh);
+    route_of(router, -logits, mesh, {.pass = Pass::evaluation});
+    route_of(router, -logits, mesh, {.pass = Pass::recompute});
+    router.update_bias(0.1);
+    EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), at::tensor({-0.1, 0.1}, at::kDouble)));
+    router.update_bias(0.1);  // no tokens since: nothing moves
+    EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), at::tensor({-0.1, 0.1}, at::kDouble)));
+    route_of(router, logits, mesh);
+    router.clear_counts();  // a skipped step
+    router.update_bias(0.1);
+    EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), at::tensor({-0.1, 0.1}, at::kDouble)));
+  });
+}
+
+TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
+  for (const auto& shape : {MeshShape{.dp_shard = 2, .cp = 2, .tp = 2}, MeshShape{.dp_replicate = 2, .tp = 3}})
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, shape);
+          const MeshScope scope(mesh);
+          Router router = identity_router({.num_experts = 8, .top_k = 1});
+          // Rank r has r + 1 tokens, all for expert r: no rank alone knows the balance.
+          const std::int64_t n = world.rank() + 1;
+          at::Tensor logits = at::zeros({n, 8}, at::TensorOptions(at::kDouble).device(test_device()));
+          logits.select(1, world.rank()).fill_(1);
+          const Tokens tokens(mesh, 1, 1, true);
+          const Route route = router.choose(assume<Dense{T, T, T}>(logits), tokens, {});
+          const std::int64_t ranks = world.size(), total = ranks * (ranks + 1) / 2;
+          const auto stats = statistics(route);
+          router.update_bias(1);
+          at::Tensor step = at::empty({8}, at::kDouble);
+          for (std::int64_t e = 0; e < 8; ++e) {
+            const std::int64_t count = e < ranks ? e + 1 : 0;
+            EXPECT_EQ(stats.counts_E[e].item<std::int64_t>(), count);
+            step[e] = total > 8 * count ? 1.0 : total < 8 * count ? -1.0 : 0.0;
+          }
+          EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), step - step.mean()));
+        },
+        test_options());
+}
+
+TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 6, .top_k = 2});
+    const at::Tensor logits = random_rows(20, 6);
+    RoutingRecord record(20, 2);
+    const Route first = route_of(router, logits, mesh, {.record = &record});
+    EXPECT_TRUE(at::equal(record.experts_TK, first.experts_NK.cpu()));
+    const Route same = route_of(router, logits, mesh, {.replay = &record});
+    EXPECT_EQ(record.num_flipped, 0);
+    EXPECT_TRUE(at::equal(same.experts_NK, first.experts_NK));
+    const Route other = route_of(router, -logits, mesh, {.replay = &record});
+    EXPECT_TRUE(at::equal(other.experts_NK, first.experts_NK)) << "the choice is replayed";
+    EXPECT_TRUE(at::allclose(local(other.weights_NK), at::sigmoid(-logits).gather(1, first.experts_NK))) << "the weights are not";
+    EXPECT_GT(record.num_flipped, 0);
+    EXPECT_GT(record.largest_margin, 0);
+  });
+}
+
+TEST(RouterErrors, NameTheValueAndTheCure) {
+  const auto message = [](const RouterConfig& c) {
+    try {
+      c.validate();
+      return std::string("nothing was thrown");
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  };
+  EXPECT_EQ(message({.num_experts = 4, .top_k = 5}), "router: top_k is 5; with 4 experts it takes 1 to 4");
+  EXPECT_EQ(message({.num_experts = 6, .top_k = 1, .num_groups = 4, .top_groups = 1}),
+            "router: 6 experts do not divide into num_groups = 4 groups; choose a divisor");
+  EXPECT_EQ(message({.num_experts = 4, .top_k = 1, .num_groups = 4, .top_groups = 1}),
+            "router: num_groups = 4 leaves 1 expert in a group, and a group is judged by its best two; use at most 2 groups");
+  EXPECT_EQ(message({.num_experts = 8, .top_k = 5, .num_groups = 4, .top_groups = 2}),
+            "router: top_k = 5 experts are to come from 2 groups of 2; lower top_k or raise top_groups");
+}
+
+}  // namespace
+}  // namespace moesh::nn
