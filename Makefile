@@ -23,12 +23,12 @@ test: build
 # The comm and spmd tests under AddressSanitizer + UBSan, and under ThreadSanitizer.
 asan: setup
 	@cmake --preset dev $(TORCH) > /dev/null
-	cmake --build build-asan -j $(JOBS) --target sanitized_tests
+	cmake --build build-asan -j $(JOBS)
 	ASAN_OPTIONS=detect_leaks=0 $(CTEST) --test-dir build-asan -L 'unit|dist'
 
 tsan: setup
 	@cmake --preset tsan $(TORCH) > /dev/null
-	cmake --build build-tsan -j $(JOBS) --target sanitized_tests
+	cmake --build build-tsan -j $(JOBS)
 	TSAN_OPTIONS="suppressions=$(CURDIR)/cmake/tsan.supp" $(CTEST) --test-dir build-tsan -L 'unit|dist'
 
 sanitize: asan tsan

@@ -22,15 +22,8 @@ using Experts = Param<Sparse{I, Place::E, Place::F}>;  // own experts on ep, own
 int64_t expert_of(GlobalToken t) { return static_cast<int64_t>(Random(3, "choice").below(static_cast<uint64_t>(t.value), E4)); }
 
 // counts[s][e]: rows that rank s of ep x etp has for expert e.
-std::vector<std::vector<int64_t>> gather_counts(const std::vector<int64_t>& mine) {
-  auto& group = *current_mesh().group(ep | etp);
-  const at::Tensor all = group.all_gather(at::tensor(mine, at::kLong).reshape({1, E4}));
-  std::vector<std::vector<int64_t>> counts;
-  for (int64_t s = 0; s < all.size(0); ++s) {
-    const auto* row = all[s].const_data_ptr<int64_t>();
-    counts.emplace_back(row, row + E4);
-  }
-  return counts;
+at::Tensor gather_counts(const std::vector<int64_t>& mine) {
+  return current_mesh().group(ep | etp)->all_gather(at::tensor(mine, at::kLong).reshape({1, E4}));
 }
 
 Tokens moe(const Tokens& x_ND, const std::vector<int64_t>& choice, const Experts& w1_EHD, const Experts& w2_EDH) {
@@ -43,7 +36,8 @@ Tokens moe(const Tokens& x_ND, const std::vector<int64_t>& choice, const Experts
   for (int64_t e = 0; e < E4; ++e)
     for (size_t i = 0; i < choice.size(); ++i)
       if (choice[i] == e) order.push_back(static_cast<int64_t>(i)), ++mine[e];
-  const auto counts = gather_counts(mine);
+  const at::Tensor gathered = gather_counts(mine);
+  const auto counts = gathered.accessor<int64_t, 2>();
   const auto rows_for = [&](int from_ep, int from_etp, int to_ep) {
     int64_t n = 0;
     for (int64_t e = 0; e < num_local; ++e) n += counts[from_ep * num_etp + from_etp][to_ep * num_local + e];

@@ -5,8 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH_VERSION=2.13.0
-PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin openssh-client libgtest-dev libcli11-dev clang-format-19)
-OPTIONAL=(ccache openssh-client clang-format-19) # not on every release; moesh builds and tests without them
+PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin openssh-client libgtest-dev libcli11-dev
+  libtomlplusplus-dev nlohmann-json3-dev clang-format-19)
+OPTIONAL=(ccache openssh-client libtomlplusplus-dev clang-format-19) # not on every release; moesh builds and tests without them
 
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 is_optional() { [[ " ${OPTIONAL[*]} " == *" $1 "* ]]; }

@@ -19,7 +19,7 @@ MAY_INCLUDE = {
     "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
     "spmd": ["types", "comm"],
     "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
-    "models": ["nn"],  # no collective, no rank
+    "models": ["nn", "spmd"],  # typed tensors and parameters; no group, no rank
     "optim": ["spmd", "formats"],
     "data": ["spmd", "formats"],
     "checkpoint": ["spmd", "formats"],

@@ -15,20 +15,26 @@ constexpr std::int64_t kChunk = 2048;  // accumulators of one chunk stay in the 
 
 struct Sum {
   template <class A>
-  static A apply(A a, A b) { return a + b; }
+  static A apply(A a, A b) {
+    return a + b;
+  }
 };
 struct Max {
   template <class A>
   static A apply(A a, A b) {
-    if constexpr (std::is_floating_point_v<A>) return (a > b || a != a) ? a : b;
-    else return a > b ? a : b;
+    if constexpr (std::is_floating_point_v<A>)
+      return (a > b || a != a) ? a : b;
+    else
+      return a > b ? a : b;
   }
 };
 struct Min {
   template <class A>
   static A apply(A a, A b) {
-    if constexpr (std::is_floating_point_v<A>) return (a < b || a != a) ? a : b;
-    else return a < b ? a : b;
+    if constexpr (std::is_floating_point_v<A>)
+      return (a < b || a != a) ? a : b;
+    else
+      return a < b ? a : b;
   }
 };
 
@@ -52,8 +58,10 @@ template <class V, class A = V>
 void fold_op(ReduceOp op, const std::vector<Block>& blocks, Block out) {
   switch (op) {
     case ReduceOp::sum:
-      if constexpr (std::is_same_v<V, bool>) throw Error(ErrorKind::internal, "a sum of bool reached fold");
-      else return fold_typed<V, A, Sum>(blocks, out);
+      if constexpr (std::is_same_v<V, bool>)
+        throw Error(ErrorKind::internal, "a sum of bool reached fold");
+      else
+        return fold_typed<V, A, Sum>(blocks, out);
     case ReduceOp::max: return fold_typed<V, A, Max>(blocks, out);
     case ReduceOp::min: return fold_typed<V, A, Min>(blocks, out);
   }
@@ -68,8 +76,10 @@ void fold_on_device(ReduceOp op, const std::vector<Block>& blocks, Block out, co
   at::Tensor acc = view(blocks[0], options).to(wide, /*non_blocking=*/false, /*copy=*/true);
   for (size_t b = 1; b < blocks.size(); ++b) {
     const at::Tensor next = view(blocks[b], options).to(wide);
-    if (op == ReduceOp::sum) acc.add_(next);
-    else acc = op == ReduceOp::max ? acc.maximum(next) : acc.minimum(next);
+    if (op == ReduceOp::sum)
+      acc.add_(next);
+    else
+      acc = op == ReduceOp::max ? acc.maximum(next) : acc.minimum(next);
   }
   view(out, options).copy_(acc);
 }

@@ -88,22 +88,23 @@ std::vector<int> Group::world_ranks(const std::vector<int>& ranks) const {
 void Group::check(Collective op, const at::Tensor& x) const {
   MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_, "': the tensor is undefined");
   MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_, "': dtype ",
-              c10::getDtypeNames(x.scalar_type()).first, " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
+              c10::getDtypeNames(x.scalar_type()).first,
+              " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
   MOESH_CHECK(x.dim() <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", x.dim(),
               " dimensions; at most 8 are supported, so flatten some");
 }
 
 void Group::check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const {
   check(op, x);
-  MOESH_CHECK(reduce != ReduceOp::sum || x.scalar_type() != at::kBool, ErrorKind::comm, to_string(op), " on group '",
-              name_, "': a sum of bool is not defined; use max (any) or min (all), or convert to int64");
+  MOESH_CHECK(reduce != ReduceOp::sum || x.scalar_type() != at::kBool, ErrorKind::comm, to_string(op), " on group '", name_,
+              "': a sum of bool is not defined; use max (any) or min (all), or convert to int64");
 }
 
 Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what) const {
   const auto n = static_cast<std::int64_t>(size());
   if (rows.empty()) {
-    MOESH_CHECK(total % n == 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", total, " rows do not divide by ",
-                n, " ranks; pass the rows of each rank");
+    MOESH_CHECK(total % n == 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", total, " rows do not divide by ", n,
+                " ranks; pass the rows of each rank");
     return Rows(static_cast<size_t>(n), total / n);
   }
   MOESH_CHECK(static_cast<std::int64_t>(rows.size()) == n, ErrorKind::comm, to_string(op), " on group '", name_, "': ", what,
@@ -194,9 +195,8 @@ std::shared_ptr<Group> Group::split(int color, int key, const std::string& name)
     return nullptr;
   }
   auto& members = colors[color];
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
-    return asked[static_cast<size_t>(a)].second < asked[static_cast<size_t>(b)].second;
-  });
+  std::stable_sort(members.begin(), members.end(),
+                   [&](int a, int b) { return asked[static_cast<size_t>(a)].second < asked[static_cast<size_t>(b)].second; });
   const int rank = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   const int index = static_cast<int>(std::distance(colors.begin(), colors.find(color)));
   if (size() == 1) return std::make_shared<SoloGroup>(name, members_[0]);

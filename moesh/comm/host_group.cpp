@@ -1,7 +1,6 @@
 #include "moesh/comm/host_group.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/host_memory.h"
 #include "moesh/types/token.h"
 
 namespace moesh::comm {
@@ -16,7 +16,7 @@ namespace {
 
 // Up to here a rank copies its input for its peers and does not wait until they have read it, and all_reduce is one exchange
 // in which every rank sums everything.
-constexpr std::int64_t kSmallBytes = 32 * 1024;
+constexpr std::int64_t kSmallBytes = 16 * 1024;
 
 bool is_small(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()) <= kSmallBytes; }
 
@@ -34,6 +34,7 @@ Block part(const at::Tensor& x, std::int64_t start, std::int64_t numel) {
 // Consecutive parts of x, one a rank.
 std::vector<Block> parts(const at::Tensor& x, const Rows& rows, std::int64_t inner) {
   std::vector<Block> blocks;
+  blocks.reserve(rows.size());
   std::int64_t start = 0;
   for (auto r : rows) {
     blocks.push_back(part(x, start, r * inner));
@@ -44,6 +45,7 @@ std::vector<Block> parts(const at::Tensor& x, const Rows& rows, std::int64_t inn
 
 std::vector<std::int64_t> sizes(const std::vector<Block>& blocks) {
   std::vector<std::int64_t> n;
+  n.reserve(blocks.size());
   for (const auto& b : blocks) n.push_back(b.numel);
   return n;
 }
@@ -51,13 +53,13 @@ std::vector<std::int64_t> sizes(const std::vector<Block>& blocks) {
 at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
   auto shape = like.sizes().vec();
   shape[0] = rows;
-  return at::empty(shape, like.options());
+  return empty_result(shape, like.options());
 }
 
 // What the peers read: x, or a copy of it that nobody will write.
 at::Tensor for_peers(const at::Tensor& x) {
   if (!is_small(x)) return x;
-  const at::Tensor own = at::empty_like(x);
+  const at::Tensor own = at::empty(x.sizes(), x.options());
   copy(part(own, 0, own.numel()), part(x, 0, x.numel()), x.options());
   return own;
 }
@@ -111,7 +113,7 @@ class FoldWork final : public Work {
 class AllReduceWork final : public Work {
  public:
   AllReduceWork(HostGroup& group, Call call, const at::Tensor& x, ReduceOp op)
-      : group_(group), call_(call), out_(at::empty_like(x)), op_(op) {
+      : group_(group), call_(call), out_(empty_result(x.sizes(), x.options())), op_(op) {
     const Pieces cut{x.numel(), group.size()};
     into_ = parts(out_, cut.lengths(), 1);
     auto send = parts(x, cut.lengths(), 1);
@@ -162,8 +164,19 @@ Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceO
   return c;
 }
 
+Call Call::with(const Rows& list) const {
+  Call c = *this;
+  c.rows = 0xcbf29ce484222325;
+  for (auto r : list) {
+    c.rows = (c.rows ^ static_cast<std::uint64_t>(r)) * 0x9e3779b97f4a7c15;
+    c.rows ^= c.rows >> 29;
+  }
+  return c;
+}
+
 bool Call::agrees_with(const Call& o) const {
-  if (sequence != o.sequence || phase != o.phase || op != o.op || reduce != o.reduce || dtype != o.dtype || num_dims != o.num_dims || root != o.root)
+  if (sequence != o.sequence || phase != o.phase || op != o.op || reduce != o.reduce || dtype != o.dtype ||
+      num_dims != o.num_dims || root != o.root || rows != o.rows)
     return false;
   const bool any_rows = op == Collective::all_gather || op == Collective::all_to_all;
   for (int d = any_rows ? 1 : 0; d < num_dims; ++d)
@@ -176,7 +189,10 @@ std::string Call::describe() const {
   std::string text = std::string(to_string(op)) + "(";
   if (op == Collective::all_reduce || op == Collective::reduce_scatter) text += std::string(to_string(reduce)) + ", ";
   if (op == Collective::broadcast) text += "from rank " + std::to_string(root) + ", ";
-  return text + detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ", std::vector<std::int64_t>(dims, dims + num_dims)) + ")";
+  return text +
+         detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ",
+                        std::vector<std::int64_t>(dims, dims + num_dims)) +
+         ")";
 }
 
 std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group) {
@@ -190,6 +206,12 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
   }
   for (size_t i = 0; i < calls.size(); ++i) {
     if (calls[i].agrees_with(calls[best])) continue;
+    Call same_rows = calls[i];
+    same_rows.rows = calls[best].rows;
+    if (same_rows.agrees_with(calls[best]))
+      return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
+                            " of group '", group, "' with other rows than rank ", world_ranks[best],
+                            ". All ranks must pass the same rows of each rank.");
     return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
                           " of group '", group, "', where rank ", world_ranks[best], " called ", calls[best].describe(),
                           " as operation ", calls[best].sequence,
@@ -210,11 +232,11 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
                         .keep = {mine},
                         .options = x.options(),
                         .wait_for_readers = false});
-  return std::make_unique<FoldWork>(std::move(exchange), at::empty_like(x), op);
+  return std::make_unique<FoldWork>(std::move(exchange), at::empty(x.sizes(), x.options()), op);
 }
 
 std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
-  const Call call = Call::of(Collective::all_gather, next_sequence(), x);
+  const Call call = Call::of(Collective::all_gather, next_sequence(), x).with(rows);
   const at::Tensor out = empty_rows(x, std::accumulate(rows.begin(), rows.end(), std::int64_t{0}));
   const at::Tensor mine = for_peers(x);
   auto into = parts(out, rows, row_numel(x));
@@ -229,7 +251,7 @@ std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& 
 }
 
 std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
-  const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op);
+  const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op).with(rows);
   const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
   const at::Tensor mine = for_peers(x);
   auto exchange = post({.call = call,
@@ -261,7 +283,7 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const Call call = Call::of(Collective::broadcast, next_sequence(), x, ReduceOp::sum, root);
   const auto n = static_cast<size_t>(size());
   const bool is_root = rank() == root;
-  const at::Tensor out = at::empty_like(x);
+  const at::Tensor out = empty_result(x.sizes(), x.options());
   const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
   std::vector<Block> into(n);
   into[static_cast<size_t>(root)] = part(out, 0, out.numel());

@@ -21,8 +21,11 @@ struct Call {
   std::int8_t num_dims = 0;
   std::int16_t root = 0;
   std::int64_t dims[8] = {};
+  std::uint64_t rows = 0;  // a hash of the rows per rank, where all ranks must pass the same
 
   static Call of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
+  /// The same call with the rows of each rank (all_gather, reduce_scatter).
+  Call with(const Rows& list) const;
   /// The same operation on tensors that fit: dimension 0 of gathers and all_to_all may differ.
   bool agrees_with(const Call& other) const;
   /// "all_reduce(sum, float32 [3, 4])"

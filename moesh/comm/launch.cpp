@@ -22,8 +22,8 @@ namespace moesh::comm {
 void LaunchOptions::validate() const {
   MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(), " ms; it must be positive");
   MOESH_CHECK(num_threads >= 0, ErrorKind::config, "num_threads is ", num_threads, "; use 0 (choose for me) or more");
-  MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config, "backend nccl works on GPUs, and device is ", device,
-              "; set device to cuda, or backend to host");
+  MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config, "backend nccl works on GPUs, and device is ",
+              device, "; set device to cuda, or backend to host");
 }
 
 int num_launched_processes() {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "moesh/comm/mesh.h"
+#include "moesh/spmd/raw.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
@@ -32,6 +33,18 @@ class Tokens {
   /// num_local of each rank of a group.
   std::vector<std::int64_t> rows(const comm::Group& group) const;
 
+  /// How [batch, sequence, ..] is cut along dimension 1: the blocks of the cp ranks, and the pieces of this cp rank's tp ranks.
+  Along over_cp() const;
+  Along over_tp() const;
+  /// The first position of this cp rank's block, and its length.
+  std::int64_t block_start() const { return block().start(); }
+  std::int64_t block_length() const { return block().length(); }
+  /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp rank's sequences.
+  at::Tensor mine(const at::Tensor& x) const { return x.narrow(1, shard(rank_).start(), shard(rank_).length()); }
+  std::int64_t mine_start() const { return shard(rank_).start(); }
+  /// The block of this cp rank, which its tp ranks share.
+  at::Tensor my_block(const at::Tensor& x) const { return x.narrow(1, block_start(), block_length()); }
+
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
   at::Tensor global_ids(at::Device device = at::kCPU) const;
@@ -40,6 +53,7 @@ class Tokens {
 
  private:
   SequenceShard shard(int rank) const;
+  SequenceShard block() const { return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(cp), mesh_.size(tp)); }
   std::int64_t flat_start(int rank) const;
 
   const Mesh& mesh_;

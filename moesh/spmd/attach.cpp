@@ -3,6 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <exception>
+#include <utility>
+
 namespace moesh::raw {
 namespace {
 
@@ -10,6 +13,8 @@ struct Adjoint : torch::CustomClassHolder {
   explicit Adjoint(std::function<at::Tensor(const at::Tensor&)> f) : apply(std::move(f)) {}
   std::function<at::Tensor(const at::Tensor&)> apply;
 };
+
+thread_local std::exception_ptr fault;  // the first that an adjoint threw in the backward of this thread
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
@@ -22,11 +27,25 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
                                                  torch::autograd::variable_list grads) {
     const at::NoGradGuard no_grad;
     const auto adjoint = c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
-    return {adjoint->apply(grads[0]), at::Tensor(), at::Tensor()};
+    try {
+      return {adjoint->apply(grads[0]), at::Tensor(), at::Tensor()};
+    } catch (...) {
+      if (!fault) fault = std::current_exception();
+      throw;
+    }
   }
 };
 
 }  // namespace
+
+void run_backward(const std::function<void()>& backward) {
+  try {
+    backward();
+  } catch (...) {
+    if (auto original = std::exchange(fault, nullptr)) std::rethrow_exception(original);
+    throw;
+  }
+}
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out, std::function<at::Tensor(const at::Tensor&)> adjoint) {
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return out;

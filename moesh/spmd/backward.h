@@ -1,5 +1,6 @@
 #pragma once
 #include "moesh/base/error.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh {
@@ -10,7 +11,7 @@ void backward(const Tensor<L>& loss) {
   [[maybe_unused]] constexpr auto checked = check_loss(L);
   MOESH_CHECK(loss.local().numel() == 1, ErrorKind::config, "backward of a loss with ", loss.local().numel(),
               " elements; sum it first (sum_all)");
-  loss.local().backward();
+  raw::run_backward([&] { loss.local().backward(); });
 }
 
 /// The gradient of a leaf, with the placement that follows from its own.

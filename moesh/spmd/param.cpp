@@ -8,6 +8,7 @@
 #include "moesh/base/mutant.h"
 #include "moesh/base/random.h"
 #include "moesh/spmd/attach.h"
+#include "moesh/spmd/reshard.h"
 #include "moesh/types/token.h"
 
 namespace moesh::raw {
@@ -61,7 +62,7 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
   MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name, "' has no dimension; give a scalar the shape {1}");
   MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config, "parameter '", spec.name,
               "': storage_dim ", spec.storage_dim, " of a tensor with ", num_dims, " dimensions");
-  Stored w{.spec = spec, .storage = storage, .replicas = replicas};
+  Stored w{.spec = spec, .cutting = cutting, .storage = storage, .replicas = replicas};
   w.compute = {std::vector<std::int64_t>(spec.shape.size(), 0), spec.shape};
   Axes seen = none;
   for (const auto& [axis, dim] : spec.cuts) {
@@ -86,8 +87,8 @@ at::Tensor use(const Stored& w, Axes replicas) {
   const auto compute = w.spec.compute.value_or(w.spec.dtype);
   at::Tensor out = w.value.detach();
   if (replica_group->size() > 1) replica_group->expect_same(out, w.spec.name);
-  out = out.to(compute);  // cast before the gather: fewer bytes travel
-  if (storage_group->size() > 1) out = run(Step::all_gather, out, *storage_group, w.spec.storage_dim, w.storage_sizes);
+  // Cast before the gather: fewer bytes travel.
+  out = storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : out.to(compute);
   return attach(w.value, out,
                 [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes, dtype = w.spec.dtype,
                  name = w.spec.name, is_expert = w.storage == efsdp](const at::Tensor& grad) {

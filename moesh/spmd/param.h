@@ -39,6 +39,7 @@ struct Init {
 /// The part of a parameter that this rank stores.
 struct Stored {
   ParamSpec spec;
+  Axes cutting = none;                      // the axes on which every rank has another slice (F, E)
   Axes storage = none;                      // the axes over which it is stored in shards
   Axes replicas = none;                     // the axes on which the gradient is summed after the shards are
   Region compute, shard;                    // what `use` gives, and what this rank stores of it
@@ -104,6 +105,22 @@ auto use(const Param<L>& w) {
   }();
   constexpr Axes replicas = static_cast<Axes>(static_cast<int>(Param<L>::replica_axes) & ~static_cast<int>(Stay));
   return assume<entered>(raw::use(w.stored(), replicas));
+}
+
+// A parameter that was not entered: the compiler's message is the cure.
+template <class... Xs>
+inline constexpr bool kParameterEntersThroughUse = false;
+template <auto A, auto B>
+auto linear(const Tensor<A>&, const Param<B>&) {
+  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): linear(x, use(w))");
+}
+template <auto A, auto B>
+auto operator+(const Tensor<A>&, const Param<B>&) {
+  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): x + use(w)");
+}
+template <auto A, auto B>
+auto operator*(const Tensor<A>&, const Param<B>&) {
+  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): x * use(w)");
 }
 
 /// The gradient of the whole compute part, gathered from the shards: I where the parameter is, its own slice where it is cut.

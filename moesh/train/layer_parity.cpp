@@ -27,25 +27,16 @@ at::Tensor make_data(const LayerCase& c, std::int64_t num_sequences, const char*
   return x.to(at::TensorOptions(c.layer.device).dtype(c.layer.dtype));
 }
 
+SequenceShard shard_of(const LayerCase& c, const Mesh& mesh) {
+  if (c.sequence_parallel) return SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp));
+  return SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
+}
+
 // This rank's part of [num_dp * B, L, D]: its sequences, and its piece or block of each.
 at::Tensor my_part(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
-  const auto shard = c.sequence_parallel ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp))
-                                         : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
+  const auto shard = shard_of(c, mesh);
   return whole.narrow(0, mesh.coordinate(dp) * c.batch, c.batch).narrow(1, shard.start(), shard.length());
 }
-
-at::Tensor slice(at::Tensor x, const Region& r) {
-  for (size_t d = 0; d < r.start.size(); ++d) x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
-  return x;
-}
-
-// What a rank has of one tensor, and where it belongs in the whole.
-struct Part {
-  std::string name;
-  at::Tensor value;
-  std::function<at::Tensor(const at::Tensor& whole)> place;
-  bool holds_tokens = false;
-};
 
 // One forward, backward and bias update, the same code on every mesh.
 std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRecord* record, nn::RoutingRecord* replay) {
@@ -92,10 +83,11 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   const auto whole = [](const at::Tensor& t) { return t; };
   const auto part = [&](const at::Tensor& t) { return my_part(t, c, mesh); };
   std::vector<Part> parts;
-  parts.push_back({"counts", nn::statistics(route).counts_E, whole});
-  parts.push_back({"output", y, part, true});
+  const TokenOrigin origin{mesh.coordinate(dp) * c.batch, shard_of(c, mesh).start()};
+  parts.push_back({"counts", nn::statistics(route).counts_E, whole, /*exact=*/true});
+  parts.push_back({"output", y, part, false, origin});
   parts.push_back({"loss", local(all_reduce < dp | cp | tp > (loss)).detach(), whole});
-  parts.push_back({"d(x)", leaf.grad(), part, true});
+  parts.push_back({"d(x)", leaf.grad(), part, false, origin});
   moe.each_param([&](auto& w) {
     parts.push_back(
         {"d(" + w.name() + ")", local(grad(w)), [region = w.stored().compute](const at::Tensor& t) { return slice(t, region); }});
@@ -105,96 +97,6 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   return parts;
 }
 
-double size_of(const at::Tensor& x) { return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>(); }
-double inner_product(const at::Tensor& a, const at::Tensor& b) {
-  return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
-}
-
-// The smallest |ref| that a gradient is measured against: some are exactly zero.
-double gradient_floor(const LayerResult& reference) {
-  double squares = 0;
-  int count = 0;
-  for (const auto& [name, value] : reference.tensors)
-    if (name.starts_with("d(")) squares += std::pow(size_of(value), 2), ++count;
-  return 1e-3 * std::sqrt(squares) / std::sqrt(std::max(1, count));
-}
-
-// The mean of the factors over the ranks of each axis, where it is the same for every line of ranks along that axis. A reduction
-// left out over an axis gives exactly 1 / size there, one too many gives size.
-std::map<std::string, double> axis_means(const std::vector<double>& factors, const MeshShape& shape) {
-  std::map<std::string, double> means;
-  for (Axes axis : {dp_replicate, dp_shard, cp, tp, efsdp, ep, etp}) {
-    const int size = shape.size(axis);
-    if (size == 1) continue;
-    std::map<int, double> lines;
-    for (size_t r = 0; r < factors.size(); ++r) lines[shape.group_number(static_cast<int>(r), axis)] += factors[r] / size;
-    const auto [low, high] =
-        std::minmax_element(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-    if (high->second - low->second <= 1e-6 * std::abs(high->second)) means[to_string(axis)] = high->second;
-  }
-  return means;
-}
-
-// What every rank found, collected by name.
-class Findings {
- public:
-  Findings(int num_ranks, const LayerResult& reference)
-      : num_ranks_(num_ranks), reference_(reference), floor_(gradient_floor(reference)) {}
-
-  void compare(const Part& part, const LayerCase& c, const Mesh& mesh) {
-    const at::Tensor& whole = reference_[part.name];
-    const at::Tensor expected = part.place(whole);
-    const at::Tensor delta = part.value.to(at::kDouble) - expected.to(at::kDouble);
-    const bool finite = part.value.numel() == 0 || at::isfinite(part.value.to(at::kDouble)).all().item<bool>();
-    const double error = finite ? size_of(delta) : INFINITY;
-    const bool is_gradient = part.name.starts_with("d(");
-    const double size = is_gradient ? std::max(size_of(whole), floor_) : size_of(whole);
-    const double square = inner_product(expected, expected);
-    const double factor = square > 0 ? inner_product(part.value, expected) / square : 1;
-
-    const std::lock_guard lock(mutex_);
-    auto [found, is_new] = by_name_.try_emplace(part.name);
-    Mismatch& m = found->second;
-    if (is_new) {
-      order_.push_back(part.name);
-      m.tensor = part.name;
-      m.factors.assign(static_cast<size_t>(num_ranks_), 1);
-    }
-    m.allowed = part.name == "counts" ? 0 : layer_tolerance(c.layer.dtype) * size;
-    m.factors[static_cast<size_t>(mesh.rank())] = factor;
-    if (error <= m.error) return;
-    m.error = error;
-    m.worst_rank = mesh.rank();
-    if (part.holds_tokens && finite && delta.numel() > 0) {
-      const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
-      const auto shard_start =
-          c.sequence_parallel ? SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp)).start()
-                              : SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp)).start();
-      m.worst_batch = mesh.coordinate(dp) * c.batch + worst / delta.size(1);
-      m.worst_position = shard_start + worst % delta.size(1);
-    }
-  }
-
-  std::vector<Mismatch> mismatches(const MeshShape& shape) {
-    std::vector<Mismatch> found;
-    for (const auto& name : order_) {
-      Mismatch& m = by_name_.at(name);
-      if (m.error <= m.allowed) continue;
-      m.means = axis_means(m.factors, shape);
-      found.push_back(m);
-    }
-    return found;
-  }
-
- private:
-  int num_ranks_;
-  const LayerResult& reference_;
-  double floor_;
-  std::mutex mutex_;
-  std::vector<std::string> order_;
-  std::map<std::string, Mismatch> by_name_;
-};
-
 }  // namespace
 
 std::string LayerCase::describe() const {
@@ -203,23 +105,6 @@ std::string LayerCase::describe() const {
      << nn::to_string(layer.dispatcher) << (layer.shared_ffn ? " shared" + std::to_string(layer.shared_ffn) : "")
      << (layer.experts.biases ? " biases" : "") << " B" << batch << " L" << sequence << " E" << layer.router.num_experts << " K"
      << layer.router.top_k << " F" << layer.experts.ffn << " " << at::toString(layer.dtype);
-  return os.str();
-}
-
-const at::Tensor& LayerResult::operator[](const std::string& name) const {
-  for (const auto& [key, value] : tensors)
-    if (key == name) return value;
-  throw Error(ErrorKind::internal, "the reference has no tensor '" + name + "'");
-}
-
-std::string Mismatch::describe(const MeshShape& mesh) const {
-  std::ostringstream os;
-  os << tensor << ": |delta| = " << error << ", allowed " << allowed << "; worst on rank " << worst_rank;
-  if (worst_batch >= 0) os << " at batch " << worst_batch << ", position " << worst_position;
-  os << "; factor by rank";
-  for (double f : factors) os << ' ' << f;
-  for (const auto& [axis, mean] : means) os << "; mean over " << axis << ' ' << mean;
-  os << " (mesh " << mesh.describe() << ")";
   return os.str();
 }
 
@@ -252,8 +137,7 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases, cons
                                        const MeshShape& shape, const comm::LaunchOptions& options) {
   std::vector<LayerReport> reports(cases.size());
   std::vector<std::unique_ptr<Findings>> findings;
-  for (const auto* r : references) findings.push_back(std::make_unique<Findings>(shape.num_ranks(), *r));
-  std::vector<nn::RoutingRecord> unused;
+  for (const auto* r : references) findings.push_back(std::make_unique<Findings>(shape.num_ranks(), *r, layer_tolerance(cases[findings.size()].layer.dtype)));
   size_t next = 0;  // after a fault the world is started again with the case behind the one that failed
   while (next < cases.size()) {
     std::atomic<size_t> current = next;
@@ -266,7 +150,7 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases, cons
             for (size_t i = next; i < cases.size(); ++i) {
               if (world.rank() == 0) current = i;
               nn::RoutingRecord* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
-              for (const auto& part : run_layer(cases[i], mesh, nullptr, replay)) findings[i]->compare(part, cases[i], mesh);
+              for (const auto& part : run_layer(cases[i], mesh, nullptr, replay)) findings[i]->compare(part, world.rank());
               world.barrier();
             }
           },

@@ -8,6 +8,7 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/nn/moe.h"
+#include "moesh/train/parity.h"
 
 namespace moesh::train {
 
@@ -26,23 +27,9 @@ struct LayerCase {
   std::string describe() const;
 };
 
-/// What one run gives, whole tensors by name in forward order.
-struct LayerResult {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
+/// What one run gives.
+struct LayerResult : NamedTensors {
   std::shared_ptr<nn::RoutingRecord> routing;
-
-  const at::Tensor& operator[](const std::string& name) const;
-};
-
-/// A tensor that differs.
-struct Mismatch {
-  std::string tensor;
-  double error = 0, allowed = 0;        // |delta|, and what the tolerance allows
-  std::vector<double> factors;          // <g, g_ref> / <g_ref, g_ref> on each rank's own part; 1 is right
-  std::map<std::string, double> means;  // of the factors over the ranks of an axis, where it is the same all along that axis
-  int worst_rank = 0;
-  std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens
-  std::string describe(const MeshShape& mesh) const;
 };
 
 struct LayerReport {

@@ -143,7 +143,7 @@ struct Clique {
   std::condition_variable changed;
   std::set<int> joined;
   int num_finalized = 0;
-  std::map<std::int64_t, Meeting> meetings;  // by number of the collective
+  std::map<std::int64_t, Meeting> meetings;                               // by number of the collective
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Mail>>> mail;  // from, to
 };
 
@@ -374,7 +374,8 @@ class Table : public std::enable_shared_from_this<Table> {
     auto run = [self = shared_from_this(), comm, stream, ops, number] {
       Failure failure;
       try {
-        failure = self->on_stream(stream, [&] { return number < 0 ? self->exchange(*comm, ops) : self->collective(*comm, number, ops[0]); });
+        failure = self->on_stream(
+            stream, [&] { return number < 0 ? self->exchange(*comm, ops) : self->collective(*comm, number, ops[0]); });
       } catch (const std::exception& e) {
         failure = {NcclResult::internal_error, e.what()};
       }

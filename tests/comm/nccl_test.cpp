@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <latch>
 #include <thread>
 
@@ -13,6 +14,7 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/checked/checked_group.h"
 #include "moesh/comm/launch.h"
+#include "moesh/comm/nccl/nccl_launch.h"
 #include "moesh/comm/nccl/world.h"
 #include "nccl_loopback.h"
 
@@ -57,7 +59,7 @@ TEST_P(NcclConformance, Holds) {
     try {
       launch(num_ranks, [&, is_checked = is_checked](Group& bootstrap) {
         auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .block_host = is_checked, .api = nccl.api});
-        c.run(is_checked ? *checked(world) : *world, {});
+        c.run(is_checked ? *checked(world) : *world, {.checked = is_checked});
       });
     } catch (const std::exception& e) {
       ADD_FAILURE() << e.what();
@@ -68,14 +70,14 @@ TEST_P(NcclConformance, Holds) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Loopback, NcclConformance,
-                         testing::Values(Param{1, Pace::queued, false}, Param{2, Pace::queued, false}, Param{3, Pace::queued, false},
-                                         Param{4, Pace::queued, false}, Param{2, Pace::polled, false}, Param{3, Pace::polled, false},
-                                         Param{4, Pace::polled, false}, Param{2, Pace::queued, true}, Param{3, Pace::polled, true}),
-                         [](const auto& info) {
-                           return std::to_string(info.param.num_ranks) + "_" + name_of(info.param.pace) +
-                                  (info.param.checked ? "_checked" : "");
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Loopback, NcclConformance,
+    testing::Values(Param{1, Pace::queued, false}, Param{2, Pace::queued, false}, Param{3, Pace::queued, false},
+                    Param{4, Pace::queued, false}, Param{2, Pace::polled, false}, Param{3, Pace::polled, false},
+                    Param{4, Pace::polled, false}, Param{2, Pace::queued, true}, Param{3, Pace::polled, true}),
+    [](const auto& info) {
+      return std::to_string(info.param.num_ranks) + "_" + name_of(info.param.pace) + (info.param.checked ? "_checked" : "");
+    });
 
 // Sums of the loopback table have the bits of threads, so everything has.
 TEST(Nccl, DigestIsThatOfThreads) {
@@ -164,7 +166,8 @@ TEST(Nccl, ControlDeviceIsItsOwn) {
     auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
     EXPECT_EQ(world->control_device(), at::Device(at::kCPU));
     expect_text(error_of([&] { world->all_reduce(at::empty({2}, at::kMeta)); }),
-                {"all_reduce on group 'world'", "the tensor is on meta, and this NCCL group works on cpu", "x.to(group.control_device())"});
+                {"all_reduce on group 'world'", "the tensor is on meta, and this NCCL group works on cpu",
+                 "x.to(group.control_device())"});
     EXPECT_EQ(world->all_reduce(at::ones({1})).item<float>(), 2.0f);
   });
 }
@@ -178,13 +181,14 @@ INSTANTIATE_TEST_SUITE_P(Loopback, NcclFault, testing::Values(Pace::queued, Pace
 TEST_P(NcclFault, RankThatNeverComesIsMissedAtTheDeadline) {
   const auto nccl = loopback::make(at::kCPU, GetParam());
   launch(3, [&](Group& bootstrap) {
-    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 300ms, .api = nccl.api});
+    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 1s, .api = nccl.api});
     auto tp = world->split(0, 0, "tp");
     tp->all_reduce(at::ones({2}));
     if (world->rank() != 1) {
       const auto me = detail::concat("rank ", world->rank(), " waited in ");
       const auto first = error_of([&] { tp->all_reduce(at::ones({2, 3}), ReduceOp::max); });
-      expect_text(first, {me, "all_reduce(max, float32 [2, 3]), operation 1 of group 'tp'", "not done within 0.3 s", "ranks [0, 1, 2]"});
+      expect_text(first,
+                  {me, "all_reduce(max, float32 [2, 3]), operation 1 of group 'tp'", "not done within 1 s", "ranks [0, 1, 2]"});
       // Every group of the world is over, and says why.
       EXPECT_EQ(error_of([&] { world->barrier(); }), first);
       EXPECT_EQ(error_of([&] { tp->all_gather(at::ones({2})); }), first);
@@ -214,9 +218,11 @@ TEST_P(NcclFault, EveryOperationHasADeadline) {
   for (const auto& [operation, text] : operations) {
     const auto nccl = loopback::make(at::kCPU, GetParam());
     launch(2, [&, &operation = operation, &text = text](Group& bootstrap) {
-      auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 100ms, .api = nccl.api});
-      if (world->rank() == 0) expect_text(error_of([&] { operation(*world); }), {"rank 0 waited in", text, "of group 'world'", "0.1 s"});
+      auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 500ms, .api = nccl.api});
+      if (world->rank() == 0)
+        expect_text(error_of([&] { operation(*world); }), {"rank 0 waited in", text, "of group 'world'", "0.5 s"});
       bootstrap.barrier();
+      stop_nccl(*world, "over");  // there is no one left to end it with
     });
   }
 }
@@ -236,7 +242,8 @@ TEST_P(NcclFault, ErrorsOfTheLibraryComeWithTheirText) {
   launch(2, [&](Group& bootstrap) {
     auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api});
     const auto text = error_of([&] { world->all_reduce(at::ones({2 + world->rank()})); });
-    expect_text(text, {detail::concat("rank ", world->rank(), ", in all_reduce(sum, float32 [", 2 + world->rank(), "]), operation 0 of group 'world'"),
+    expect_text(text, {detail::concat("rank ", world->rank(), ", in all_reduce(sum, float32 [", 2 + world->rank(),
+                                      "]), operation 0 of group 'world'"),
                        "NCCL answered 5", "the ranks disagree on collective 0"});
   });
 }
@@ -253,13 +260,17 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
     return texts;
   };
   const auto other_call = run([](Group& g) {
-    if (g.rank() == 1) g.all_gather(at::ones({2}));
-    else g.all_reduce(at::ones({2}));
+    if (g.rank() == 1)
+      g.all_gather(at::ones({2}));
+    else
+      g.all_reduce(at::ones({2}));
   });
   for (const auto& text : other_call)
-    expect_text(text, {"rank 1 called all_gather(float32 [2]) as operation 1 of group 'world'", "rank 0 called all_reduce(sum, float32 [2])"});
+    expect_text(text, {"rank 1 called all_gather(float32 [2]) as operation 1 of group 'world'",
+                       "rank 0 called all_reduce(sum, float32 [2])"});
   const auto other_shape = run([](Group& g) { g.all_reduce(at::ones({g.rank() == 2 ? 3 : 2})); });
-  for (const auto& text : other_shape) expect_text(text, {"rank 2 called all_reduce(sum, float32 [3]) as operation 1 of group 'world'"});
+  for (const auto& text : other_shape)
+    expect_text(text, {"rank 2 called all_reduce(sum, float32 [3]) as operation 1 of group 'world'"});
   const auto other_value = run([](Group& g) { g.expect_same(at::full({2}, g.rank() == 2 ? 1.0 : 0.0), "gate.weight"); });
   for (const auto& text : other_value) expect_text(text, {"'gate.weight'", "rank 2 holds another value than rank 0"});
   EXPECT_EQ(nccl.count->aborted, 0);  // nothing was left waiting
@@ -291,14 +302,16 @@ TEST_P(NcclFault, StopWakesARankThatWaits) {
 // A world that is left by an exception does not wait for its peers, who may never end theirs.
 TEST_P(NcclFault, ExceptionAborts) {
   const auto nccl = loopback::make(at::kCPU, GetParam());
-  const auto text = error_of([&] {
-    launch(2, [&](Group& bootstrap) {
-      auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .api = nccl.api});
-      bootstrap.barrier();
-      if (world->rank() == 0) throw Error(ErrorKind::data, "no such file");
-      stop_nccl(*world, "a peer is gone");
-    });
-  }, ErrorKind::data);
+  const auto text = error_of(
+      [&] {
+        launch(2, [&](Group& bootstrap) {
+          auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .api = nccl.api});
+          bootstrap.barrier();
+          if (world->rank() == 0) throw Error(ErrorKind::data, "no such file");
+          stop_nccl(*world, "a peer is gone");
+        });
+      },
+      ErrorKind::data);
   EXPECT_EQ(text, "no such file");
   EXPECT_EQ(nccl.count->aborted, 2);
 }
@@ -335,24 +348,110 @@ TEST(Nccl, BadOptionsAreRefused) {
   const auto solo = solo_group();
   expect_text(error_of([&] { nccl_world(*solo, at::kCPU, {.timeout = 0ms, .api = nccl.api}); }, ErrorKind::config),
               {"timeout is 0 ms; it must be positive"});
-  expect_text(error_of([&] { nccl_world(*solo, at::kCUDA, {.api = nccl.api}); }, ErrorKind::config), {"device cuda", "it takes a cpu device"});
+  expect_text(error_of([&] { nccl_world(*solo, at::kCUDA, {.api = nccl.api}); }, ErrorKind::config),
+              {"device cuda", "it takes a cpu device"});
   expect_text(error_of([&] { launch(2, [](Group&) {}, {.backend = Backend::nccl}); }, ErrorKind::config),
               {"backend nccl works on GPUs, and device is cpu; set device to cuda, or backend to host"});
-  expect_text(error_of([&] { launch(2, [](Group&) {}, {.device = at::Device(at::kCUDA, 63), .backend = Backend::nccl}); }, ErrorKind::device),
+  expect_text(error_of([&] { launch(2, [](Group&) {}, {.device = at::Device(at::kCUDA, 63), .backend = Backend::nccl}); },
+                       ErrorKind::device),
               {"there is no device cuda:63"});
   expect_text(error_of([&] { close_nccl(*solo); }, ErrorKind::internal), {"group 'solo' is not an NCCL group"});
 }
 
+// ---------------------------------------------------------------- launch
+
+TEST(NcclLaunch, ProgramSeesAnNcclWorld) {
+  const auto nccl = loopback::make(at::kCPU, Pace::queued);
+  for (bool is_checked : {false, true}) {
+    std::atomic<int> sum = 0;
+    const auto program = [&](Group& world) {
+      EXPECT_EQ(world.name(), "world");
+      auto pair = world.split(world.rank() / 2, 0, "pair");
+      EXPECT_EQ(pair->all_reduce(at::ones({1})).item<float>(), 2.0f);
+      sum += world.all_reduce(at::full({1}, world.rank(), at::kLong)).item<int>();
+    };
+    launch(4, on_nccl(program, {.checked = is_checked, .backend = Backend::nccl}, nccl.api));
+    EXPECT_EQ(sum, 4 * 6);
+  }
+  EXPECT_EQ(nccl.count->created, 2 * 8);
+  EXPECT_EQ(nccl.count->destroyed, 2 * 8);
+}
+
+// The others wait for rank 1 with a deadline of minutes; they end at once, and its exception comes out as it was.
+TEST(NcclLaunch, FaultOfOneRankStopsTheOthers) {
+  struct Odd : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  for (Pace pace : {Pace::queued, Pace::polled}) {
+    const auto nccl = loopback::make(at::kCPU, pace);
+    std::vector<std::string> texts(3);
+    std::latch ready(3);
+    const auto program = [&](Group& world) {
+      world.all_reduce(at::ones({1}));
+      ready.arrive_and_wait();
+      if (world.rank() == 1) throw Odd("rank 1 has had enough");
+      texts[static_cast<size_t>(world.rank())] = error_of([&] { world.all_reduce(at::ones({1})); });
+      if (world.rank() == 2) world.barrier();
+    };
+    try {
+      launch(3, on_nccl(program, {.backend = Backend::nccl}, nccl.api));
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Odd& e) {
+      EXPECT_EQ(e.what(), std::string("rank 1 has had enough"));
+    }
+    EXPECT_EQ(texts[0], "rank 1 failed: rank 1 has had enough");
+    EXPECT_EQ(texts[2], "rank 1 failed: rank 1 has had enough");
+    EXPECT_EQ(nccl.count->aborted, 3);
+  }
+}
+
+TEST(NcclLaunch, RanksThatShareADeviceKeepTheHostWorld) {
+  for (bool is_checked : {false, true}) {
+    const auto nccl = loopback::make(at::kCPU, Pace::queued);
+    const auto program = [](Group& world) {
+      expect_text(error_of([&] { close_nccl(world); }, ErrorKind::internal), {"is not an NCCL group"});
+      EXPECT_EQ(world.all_reduce(at::ones({1})).item<float>(), 2.0f);
+    };
+    launch(2, on_nccl(program, {.checked = is_checked}, nccl.api));
+    EXPECT_EQ(nccl.count->created, 0);
+  }
+}
+
+TEST(NcclLaunch, NcclIsTriedWhereItCanServe) {
+  EXPECT_TRUE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::nccl}));
+  EXPECT_FALSE(should_try_nccl(2, {.device = at::kCUDA}));  // no launcher: ranks are threads that share a GPU
+  EXPECT_FALSE(should_try_nccl(2, {}));
+  setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
+  EXPECT_EQ(should_try_nccl(2, {.device = at::kCUDA}), has_nccl());
+  EXPECT_EQ(should_try_nccl(0, {.device = at::kCUDA}), has_nccl());
+  EXPECT_FALSE(should_try_nccl(4, {.device = at::kCUDA}));  // two ranks a process
+  EXPECT_FALSE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::host}));
+  EXPECT_FALSE(should_try_nccl(2, {}));
+  unsetenv("OMPI_COMM_WORLD_SIZE");
+}
+
+TEST(NcclLaunch, PlaceOnTheMachineComesFromTheLauncher) {
+  EXPECT_EQ(local_process(), 0);
+  setenv("SLURM_LOCALID", "3", 1);
+  EXPECT_EQ(local_process(), 3);
+  unsetenv("SLURM_LOCALID");
+  EXPECT_EQ(device_for(at::kCPU, 5), at::Device(at::kCPU));
+  expect_text(error_of([] { device_for(at::Device(at::kCUDA, 63), 0); }, ErrorKind::device), {"there is no device cuda:63"});
+}
+
 TEST(Nccl, LibraryIsFoundOrItsAbsenceExplained) {
-  expect_text(error_of([] { load_nccl("/nowhere/libnccl.so.2"); }, ErrorKind::config), {"'/nowhere/libnccl.so.2' cannot be loaded", "No such file"});
-  expect_text(error_of([] { load_nccl("libm.so.6"); }, ErrorKind::config), {"has no ncclGetUniqueId; moesh needs NCCL 2.14 or later"});
+  expect_text(error_of([] { load_nccl("/nowhere/libnccl.so.2"); }, ErrorKind::config),
+              {"'/nowhere/libnccl.so.2' cannot be loaded", "No such file"});
+  expect_text(error_of([] { load_nccl("libm.so.6"); }, ErrorKind::config),
+              {"has no ncclGetUniqueId; moesh needs NCCL 2.14 or later"});
   if (has_nccl()) {
     const auto api = installed_nccl();
     EXPECT_EQ(api->device_type, at::kCUDA);
     EXPECT_FALSE(api->ranks_may_share_device);
     EXPECT_EQ(api->error_string(NcclResult::success), std::string("no error"));
   } else {
-    expect_text(error_of([] { installed_nccl(); }, ErrorKind::config), {"NCCL is not here", "libnccl.so.2", "nvidia/nccl/lib", "backend host"});
+    expect_text(error_of([] { installed_nccl(); }, ErrorKind::config),
+                {"NCCL is not here", "libnccl.so.2", "nvidia/nccl/lib", "backend host"});
   }
 }
 

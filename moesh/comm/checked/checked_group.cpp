@@ -58,42 +58,43 @@ class CheckedGroup final : public Group {
     for (int r = 1; r < size(); ++r)
       MOESH_CHECK(p[r] == p[0], ErrorKind::comm, "'", what, "' is promised to be the same on every rank of group '", name(),
                   "' (R or I), and rank ", members()[static_cast<size_t>(r)], " holds another value than rank ", members()[0],
-                  " (checked before operation ", sequence_, "). A reduction before it was left out, or the ranks started from other values.");
+                  " (checked before operation ", sequence_,
+                  "). A reduction before it was left out, or the ranks started from other values.");
   }
 
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override {
     const TracePause quiet;
-    compare(Call::of(Collective::all_reduce, sequence_++, x, op), {}, x.device());
+    compare(Call::of(Collective::all_reduce, sequence_++, x, op), x.device());
     return forward(inner_->start_all_reduce(x, op));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
     const TracePause quiet;
-    compare(Call::of(Collective::all_gather, sequence_++, x), rows, x.device());
+    compare(Call::of(Collective::all_gather, sequence_++, x).with(rows), x.device());
     return forward(inner_->start_all_gather(x, rows));
   }
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override {
     const TracePause quiet;
-    compare(Call::of(Collective::reduce_scatter, sequence_++, x, op), rows, x.device());
+    compare(Call::of(Collective::reduce_scatter, sequence_++, x, op).with(rows), x.device());
     return forward(inner_->start_reduce_scatter(x, rows, op));
   }
   std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override {
     const TracePause quiet;
     const Call call = Call::of(Collective::all_to_all, sequence_++, x);
-    compare(call, {}, x.device());
+    compare(call, x.device());
     compare_counts(call, send, recv, x.device());
     return forward(inner_->start_all_to_all(x, send, recv));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override {
     const TracePause quiet;
-    compare(Call::of(Collective::broadcast, sequence_++, x, ReduceOp::sum, root), {}, x.device());
+    compare(Call::of(Collective::broadcast, sequence_++, x, ReduceOp::sum, root), x.device());
     return forward(inner_->start_broadcast(x, root));
   }
   void do_barrier() override {
     const TracePause quiet;
     Call call;
     call.sequence = sequence_++;
-    compare(call, {}, control_device());
+    compare(call, control_device());
     inner_->barrier();
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
@@ -111,23 +112,14 @@ class CheckedGroup final : public Group {
     return inner_->all_gather(at::tensor(words, at::kLong).reshape({1, n}).to(device)).cpu();
   }
 
-  void compare(const Call& call, const Rows& rows, const at::Device& device) {
-    std::vector<std::int64_t> words(kHeaderSize + 1);
+  void compare(const Call& call, const at::Device& device) {
+    std::vector<std::int64_t> words(kHeaderSize);
     std::memcpy(words.data(), &call, sizeof(Call));
-    std::uint64_t rows_hash = 1;
-    for (auto r : rows) rows_hash = mix_in(rows_hash, static_cast<std::uint64_t>(r));
-    words.back() = static_cast<std::int64_t>(rows_hash);
-
     const at::Tensor all = gather(words, device);
-    const auto* p = all.const_data_ptr<std::int64_t>();
     std::vector<Call> calls(static_cast<size_t>(size()));
-    for (int r = 0; r < size(); ++r) std::memcpy(static_cast<void*>(&calls[static_cast<size_t>(r)]), p + r * (kHeaderSize + 1), sizeof(Call));
+    std::memcpy(static_cast<void*>(calls.data()), all.const_data_ptr(), all.nbytes());
     const std::string verdict = disagreement(calls, members(), name());
     MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
-    for (int r = 1; r < size(); ++r)
-      MOESH_CHECK(p[r * (kHeaderSize + 1) + kHeaderSize] == p[kHeaderSize], ErrorKind::comm, "in ", call.describe(), ", operation ",
-                  call.sequence, " of group '", name(), "', ranks ", members()[static_cast<size_t>(r)], " and ", members()[0],
-                  " pass different rows. Every rank must pass the same rows.");
   }
 
   // What rank i sends to rank j must be what j expects from i.
@@ -140,9 +132,9 @@ class CheckedGroup final : public Group {
     for (int i = 0; i < n; ++i)
       for (int j = 0; j < n; ++j) {
         const auto sent = p[i * 2 * n + j], expected = p[j * 2 * n + n + i];
-        MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '", name(),
-                    "', rank ", members()[static_cast<size_t>(i)], " sends ", sent, " rows to rank ", members()[static_cast<size_t>(j)],
-                    ", which expects ", expected);
+        MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '",
+                    name(), "', rank ", members()[static_cast<size_t>(i)], " sends ", sent, " rows to rank ",
+                    members()[static_cast<size_t>(j)], ", which expects ", expected);
       }
   }
 

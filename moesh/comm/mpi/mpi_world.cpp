@@ -24,10 +24,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr std::int64_t kPieceBytes = 64 << 20;  // MPI counts in int: a large block is several messages
-constexpr milliseconds kGrace{50};     // what was sent before bad news may still be on its way
-constexpr milliseconds kLinger{2000};  // after a fault, for the other processes to say what they have to say
-constexpr int kNewsTag = 0;            // tags of blocks are positive
+constexpr std::int64_t kPieceBytes = 16 << 20;  // MPI counts in int: a large block is several messages
+constexpr milliseconds kGrace{50};              // what was sent before bad news may still be on its way
+constexpr milliseconds kLinger{2000};           // after a fault, for the other processes to say what they have to say
+constexpr int kNewsTag = 0;                     // tags of blocks are positive
 constexpr int kWorldContext = 1;
 
 void check_mpi(int code, const char* what) {
@@ -122,7 +122,7 @@ class Process {
 
   std::mutex running;  // held by the launch under way
   std::int64_t num_launches = 0;
-  bool unusable = false;                        // a world's start was given up half-way
+  bool unusable = false;                       // a world's start was given up half-way
   static inline std::atomic<bool> ended_well;  // the last world
  private:
   Process() {
@@ -138,8 +138,8 @@ class Process {
         if (ended_well && !finalized) MPI_Finalize();
       });
     }
-    MOESH_CHECK(level >= MPI_THREAD_MULTIPLE, ErrorKind::config,
-                "this MPI gives thread level ", level, " and moesh needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
+    MOESH_CHECK(level >= MPI_THREAD_MULTIPLE, ErrorKind::config, "this MPI gives thread level ", level,
+                " and moesh needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
                 "): use an MPI that was built with it, and start it with it");
     check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -166,12 +166,19 @@ struct News {
   char text[2000] = {};
 };
 
+// What the groups of one rank share.
+struct RankInfo {
+  int next_context = kWorldContext + 1;
+  std::int64_t num_blocks = 0;  // sent so far
+};
+
 // A group as its exchanges know it.
 struct GroupInfo {
   std::string name;
   std::vector<int> members;  // world ranks
   int rank = 0;              // in the group
-  int context = 0;           // tells its messages from those of other groups with common members
+  int context = 0;           // tells its headers from those of other groups with common members
+  std::shared_ptr<RankInfo> of_rank = std::make_shared<RankInfo>();
 
   int world_rank() const { return members[static_cast<size_t>(rank)]; }
 };
@@ -194,12 +201,14 @@ class MpiWorld {
   const Roll& roll() const { return roll_; }
   int max_context() const { return process_.tag_limit() >> (2 * thread_bits_ + 5); }
 
-  // Which group, which thread to which, header or data, and which exchange (of those under way) a message belongs to.
-  int tag(int context, int from, int to, const Call& call, bool is_header) const {
-    int t = context << thread_bits_ | from % per_process_;
-    t = t << thread_bits_ | to % per_process_;
-    t = t << 3 | static_cast<int>(call.sequence & 7);
-    return (t << 1 | call.phase) << 1 | (is_header ? 1 : 0);
+  // Tags: headers are even, and matched by group, threads and exchange (of those under way); blocks are odd, and the header
+  // that goes before one tells its tag: `count` blocks were sent by that thread before.
+  int header_tag(int context, int from, int to, const Call& call) const {
+    return ((context << 2 * thread_bits_ | threads(from, to)) << 3 | static_cast<int>(call.sequence & 7)) << 2 | call.phase << 1;
+  }
+  int block_tag(int from, int to, std::int64_t count) const {
+    const std::int64_t limit = (std::int64_t{process_.tag_limit()} + 1) >> (2 * thread_bits_ + 1);
+    return (static_cast<int>(count % limit) << 2 * thread_bits_ | threads(from, to)) << 1 | 1;
   }
 
   // Works on the requests until all are done. Peers are ranks of the group.
@@ -258,9 +267,9 @@ class MpiWorld {
       if (failed && waited >= std::min(kLinger, timeout_)) break;
       if (waited < timeout_) continue;
       hang_up();
-      throw Error(ErrorKind::comm, detail::concat("ranks ", first_rank(), " to ", first_rank() + per_process_ - 1, " have returned, and ",
-                                                  name_ranks(present), " did not within ",
-                                                  std::chrono::duration<double>(timeout_).count(), " s"));
+      throw Error(ErrorKind::comm,
+                  detail::concat("ranks ", first_rank(), " to ", first_rank() + per_process_ - 1, " have returned, and ",
+                                 name_ranks(present), " did not within ", std::chrono::duration<double>(timeout_).count(), " s"));
     }
     hang_up();
     if (const auto fault = roll_.first_exception()) std::rethrow_exception(fault);
@@ -303,16 +312,18 @@ class MpiWorld {
     const int tag = static_cast<int>(process_.num_launches & 0x3fff);
     for (int p = 0; p < process_.size(); ++p) {
       if (p == process_.index()) continue;
-      check_mpi(MPI_Irecv(&m.theirs[static_cast<size_t>(p)], sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(), m.requests.add(p)),
-                "MPI_Irecv");
+      check_mpi(
+          MPI_Irecv(&m.theirs[static_cast<size_t>(p)], sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(), m.requests.add(p)),
+          "MPI_Irecv");
       check_mpi(MPI_Isend(&m.mine, sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(), m.requests.add(p)), "MPI_Isend");
     }
     complete(m.requests, "launch");
     for (int p = 0; p < process_.size(); ++p) {
       const auto& theirs = m.theirs[static_cast<size_t>(p)];
-      MOESH_CHECK(p == process_.index() || (theirs.launch == m.mine.launch && theirs.num_ranks == m.mine.num_ranks), ErrorKind::config,
-                  "MPI process ", process_.index(), " launches ", m.mine.num_ranks, " ranks as world ", m.mine.launch, ", and process ", p, " ",
-                  theirs.num_ranks, " as world ", theirs.launch, ". All processes must make the same calls of launch.");
+      MOESH_CHECK(p == process_.index() || (theirs.launch == m.mine.launch && theirs.num_ranks == m.mine.num_ranks),
+                  ErrorKind::config, "MPI process ", process_.index(), " launches ", m.mine.num_ranks, " ranks as world ",
+                  m.mine.launch, ", and process ", p, " ", theirs.num_ranks, " as world ", theirs.launch,
+                  ". All processes must make the same calls of launch.");
     }
   }
 
@@ -320,9 +331,12 @@ class MpiWorld {
   void complete(Requests& requests, const char* what) {
     const auto deadline = Clock::now() + timeout_;
     for (Backoff backoff; !requests.test(); backoff.pause())
-      MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(), " waited in ", what, ": of ", process_.size(),
-                  " processes ", requests.missing(), " did not come within ", std::chrono::duration<double>(timeout_).count(), " s");
+      MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(), " waited in ", what, ": of ",
+                  process_.size(), " processes ", requests.missing(), " did not come within ",
+                  std::chrono::duration<double>(timeout_).count(), " s");
   }
+
+  int threads(int from, int to) const { return from % per_process_ << thread_bits_ | to % per_process_; }
 
   // Takes in what other processes have said. Ranks that wait take turns.
   void listen() {
@@ -366,6 +380,7 @@ class MpiWorld {
 struct Header {
   Call call;
   std::int64_t numel = 0;
+  std::int64_t tag = 0;
 };
 
 // All memory that MPI reads and writes in one exchange.
@@ -388,16 +403,15 @@ class MpiExchange final : public Exchange {
       : world_(std::move(world)), group_(std::move(group)), transfer_(new Transfer(std::move(post))) {
     MOESH_CHECK(!world_->roll().has_left(group_->world_rank()), ErrorKind::comm, call().describe(), " on group '", group_->name,
                 "', whose world has ended");
-    prepare_landing();
     const auto outgoing = staged(transfer_->post.send);
     // Round the group, so that ranks do not all send to the same peer at once.
-    for (int k = 1; k < size(); ++k) start_receive((group_->rank + size() - k) % size());
-    for (int k = 1; k < size(); ++k) start_send((group_->rank + k) % size(), outgoing);
+    for (int k = 1; k < size(); ++k) receive_header((group_->rank + size() - k) % size());
+    for (int k = 1; k < size(); ++k) send((group_->rank + k) % size(), outgoing);
   }
 
   std::vector<Block> receive() override {
     Transfer& t = *transfer_;
-    t.received[static_cast<size_t>(group_->rank)] = {call(), t.post.send[static_cast<size_t>(group_->rank)].numel};
+    t.received[static_cast<size_t>(group_->rank)] = {call(), t.post.send[static_cast<size_t>(group_->rank)].numel, 0};
     world_->wait(t.headers, call(), *group_, "");
     std::vector<Call> calls;
     for (const auto& h : t.received) calls.push_back(h.call);
@@ -405,6 +419,8 @@ class MpiExchange final : public Exchange {
     MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
     for (size_t j = 0; j < t.received.size(); ++j)
       check_count(t.received[j].numel, t.post.recv[j], call(), group_->name, group_->members[j], group_->world_rank());
+    // Only now is it certain that the blocks fit: Open MPI 4 writes beyond the end of a receive that is too short.
+    for (int k = 1; k < size(); ++k) receive_block((group_->rank + size() - k) % size());
     world_->wait(t.blocks, call(), *group_, "");
     return on_device();
   }
@@ -432,50 +448,46 @@ class MpiExchange final : public Exchange {
     return host;
   }
 
-  void prepare_landing() {
-    Transfer& t = *transfer_;
-    for (int j = 0; j < size(); ++j) {
-      const auto i = static_cast<size_t>(j);
-      if (j == group_->rank || t.post.recv[i] == 0) continue;
-      if (!is_staged() && !t.post.into.empty()) {
-        t.landing[i] = t.post.into[i];
-      } else {
-        const auto& buffer = t.buffers.emplace_back(at::empty({t.post.recv[i]}, t.post.options.device(at::kCPU)));
-        t.landing[i] = {buffer.data_ptr(), t.post.recv[i]};
-      }
-    }
-  }
-
-  void start_receive(int peer) {
-    Transfer& t = *transfer_;
+  void receive_header(int peer) {
     const auto j = static_cast<size_t>(peer);
     const int from = group_->members[j];
-    const int process = world_->process_of(from);
-    check_mpi(MPI_Irecv(&t.received[j], sizeof(Header), MPI_BYTE, process, tag(from, group_->world_rank(), true), world_->comm(),
-                        t.headers.add(peer)),
+    check_mpi(MPI_Irecv(&transfer_->received[j], sizeof(Header), MPI_BYTE, world_->process_of(from),
+                        world_->header_tag(group_->context, from, group_->world_rank(), call()), world_->comm(),
+                        transfer_->headers.add(peer)),
               "MPI_Irecv");
-    for_pieces(t.landing[j], [&](void* data, int bytes) {
-      check_mpi(MPI_Irecv(data, bytes, MPI_BYTE, process, tag(from, group_->world_rank(), false), world_->comm(), t.blocks.add(peer)),
-                "MPI_Irecv");
-    });
   }
 
-  void start_send(int peer, const std::vector<Block>& outgoing) {
+  void receive_block(int peer) {
     Transfer& t = *transfer_;
     const auto j = static_cast<size_t>(peer);
-    const int to = group_->members[j];
-    const int process = world_->process_of(to);
-    t.sent[j] = {call(), outgoing[j].numel};
-    check_mpi(MPI_Isend(&t.sent[j], sizeof(Header), MPI_BYTE, process, tag(group_->world_rank(), to, true), world_->comm(),
-                        t.sends.add(peer)),
-              "MPI_Isend");
-    for_pieces(outgoing[j], [&](void* data, int bytes) {
-      check_mpi(MPI_Isend(data, bytes, MPI_BYTE, process, tag(group_->world_rank(), to, false), world_->comm(), t.sends.add(peer)),
-                "MPI_Isend");
+    const int process = world_->process_of(group_->members[j]);
+    if (!is_staged() && !t.post.into.empty()) {
+      t.landing[j] = t.post.into[j];
+    } else if (t.post.recv[j] > 0) {
+      const auto& buffer = t.buffers.emplace_back(at::empty({t.post.recv[j]}, t.post.options.device(at::kCPU)));
+      t.landing[j] = {buffer.data_ptr(), t.post.recv[j]};
+    }
+    for_pieces(t.landing[j], [&](void* data, int bytes) {
+      check_mpi(
+          MPI_Irecv(data, bytes, MPI_BYTE, process, static_cast<int>(t.received[j].tag), world_->comm(), t.blocks.add(peer)),
+          "MPI_Irecv");
     });
   }
 
-  int tag(int from, int to, bool is_header) const { return world_->tag(group_->context, from, to, call(), is_header); }
+  void send(int peer, const std::vector<Block>& outgoing) {
+    Transfer& t = *transfer_;
+    const auto j = static_cast<size_t>(peer);
+    const int me = group_->world_rank(), to = group_->members[j];
+    const int process = world_->process_of(to);
+    const int tag = world_->block_tag(me, to, group_->of_rank->num_blocks++);
+    t.sent[j] = {call(), outgoing[j].numel, tag};
+    check_mpi(MPI_Isend(&t.sent[j], sizeof(Header), MPI_BYTE, process, world_->header_tag(group_->context, me, to, call()),
+                        world_->comm(), t.sends.add(peer)),
+              "MPI_Isend");
+    for_pieces(outgoing[j], [&](void* data, int bytes) {
+      check_mpi(MPI_Isend(data, bytes, MPI_BYTE, process, tag, world_->comm(), t.sends.add(peer)), "MPI_Isend");
+    });
+  }
 
   template <class F>
   void for_pieces(Block block, const F& f) const {
@@ -511,12 +523,10 @@ class MpiExchange final : public Exchange {
 
 class MpiGroup final : public HostGroup {
  public:
-  // `next_context` belongs to the rank: all its groups share it.
-  MpiGroup(std::shared_ptr<MpiWorld> world, GroupInfo info, std::shared_ptr<int> next_context)
+  MpiGroup(std::shared_ptr<MpiWorld> world, GroupInfo info)
       : HostGroup(info.name, info.rank, info.members),
         world_(std::move(world)),
-        info_(std::make_shared<GroupInfo>(std::move(info))),
-        next_context_(std::move(next_context)) {}
+        info_(std::make_shared<GroupInfo>(std::move(info))) {}
 
  private:
   std::unique_ptr<Exchange> post(Post post) override { return std::make_unique<MpiExchange>(world_, info_, std::move(post)); }
@@ -524,13 +534,15 @@ class MpiGroup final : public HostGroup {
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int, const std::string& name) override {
     // The groups of one split have no common member, so one context serves them all: one that no rank of this group has
     // used in any group.
-    const int context = highest(*next_context_);
-    MOESH_CHECK(context <= world_->max_context(), ErrorKind::comm, "split of group '", this->name(), "' would make group number ", context,
-                " of this world, and MPI's tags leave room for ", world_->max_context(), ": keep groups and use them again");
-    *next_context_ = context + 1;
+    const int context = highest(info_->of_rank->next_context);
+    MOESH_CHECK(context <= world_->max_context(), ErrorKind::comm, "split of group '", this->name(), "' would make group number ",
+                context, " of this world, and MPI's tags leave room for ", world_->max_context(),
+                ": keep groups and use them again");
+    info_->of_rank->next_context = context + 1;
     if (members.size() <= 1) return nullptr;
     return std::make_shared<MpiGroup>(
-        world_, GroupInfo{.name = name, .members = world_ranks(members), .rank = rank, .context = context}, next_context_);
+        world_,
+        GroupInfo{.name = name, .members = world_ranks(members), .rank = rank, .context = context, .of_rank = info_->of_rank});
   }
 
   // The largest value over the ranks. It is a part of the operation before it, the gather of colors and keys.
@@ -556,13 +568,15 @@ class MpiGroup final : public HostGroup {
 
   std::shared_ptr<MpiWorld> world_;
   std::shared_ptr<const GroupInfo> info_;
-  std::shared_ptr<int> next_context_;
 };
 
 std::shared_ptr<Group> world_group(const std::shared_ptr<MpiWorld>& world, int rank) {
-  GroupInfo info{.name = "world", .members = std::vector<int>(static_cast<size_t>(world->num_ranks())), .rank = rank, .context = kWorldContext};
+  GroupInfo info{.name = "world",
+                 .members = std::vector<int>(static_cast<size_t>(world->num_ranks())),
+                 .rank = rank,
+                 .context = kWorldContext};
   std::iota(info.members.begin(), info.members.end(), 0);
-  return std::make_shared<MpiGroup>(world, std::move(info), std::make_shared<int>(kWorldContext + 1));
+  return std::make_shared<MpiGroup>(world, std::move(info));
 }
 
 }  // namespace
@@ -573,7 +587,8 @@ void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f, const
   Process& process = Process::instance();
   std::unique_lock running(process.running, std::try_to_lock);
   MOESH_CHECK(running.owns_lock(), ErrorKind::config, "launch inside launch: under MPI a process runs one world at a time");
-  MOESH_CHECK(!process.unusable, ErrorKind::comm, "the start of an earlier world was given up half-way: start the processes again");
+  MOESH_CHECK(!process.unusable, ErrorKind::comm,
+              "the start of an earlier world was given up half-way: start the processes again");
   const int size = process.size();
   if (num_ranks == 0) num_ranks = size;
   MOESH_CHECK(num_ranks > 0 && num_ranks % size == 0, ErrorKind::config, "launch of ", num_ranks, " ranks on ", size,

@@ -136,12 +136,14 @@ class NcclWork final : public Work {
 };
 
 Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int root) {
-  MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(), "': the tensor is on ", x.device(),
-              ", and this NCCL group works on ", world_->device(), "; move it there (x.to(group.control_device())), or use backend host");
+  MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(), "': the tensor is on ",
+              x.device(), ", and this NCCL group works on ", world_->device(),
+              "; move it there (x.to(group.control_device())), or use backend host");
   return Call::of(op, sequence_++, x, reduce, root);
 }
 
-std::unique_ptr<Work> NcclGroup::start(const Call& call, const at::Tensor& x, const at::Tensor& out, const NcclWorld::Issue& issue) {
+std::unique_ptr<Work> NcclGroup::start(const Call& call, const at::Tensor& x, const at::Tensor& out,
+                                       const NcclWorld::Issue& issue) {
   // Detached: what is kept is memory, not a graph.
   return std::make_unique<NcclWork>(world_, world_->enqueue(comm_, call, info_, {x.detach(), out}, issue), out);
 }
@@ -151,7 +153,8 @@ std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   const at::Tensor out = at::empty_like(x);
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (x.numel() == 0) return NcclResult::success;
-    return api.all_reduce(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), reduce_of(op), comm, stream);
+    return api.all_reduce(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), reduce_of(op), comm,
+                          stream);
   });
 }
 
@@ -172,8 +175,8 @@ std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Ro
   if (is_even(rows)) {
     return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
       if (out.numel() == 0) return NcclResult::success;
-      return api.reduce_scatter(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(out.numel()), type_of(x), reduce_of(op), comm,
-                                stream);
+      return api.reduce_scatter(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(out.numel()), type_of(x), reduce_of(op),
+                                comm, stream);
     });
   }
   // NCCL has no uneven one: every rank's share comes here and is summed in rank order.
@@ -275,8 +278,8 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const Ncc
   device = existing_device(device);
   if (!api->ranks_may_share_device) {
     const auto sharing = ranks_that_share_a_gpu(bootstrap, device);
-    MOESH_CHECK(sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing, " of group '", bootstrap.name(),
-                "' are on the same GPU as a lower rank (this rank is on ", device,
+    MOESH_CHECK(sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing, " of group '",
+                bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ", device,
                 "); let them share it through the host backend (ranks that are threads), or start one rank per GPU");
   }
 

@@ -53,11 +53,12 @@ std::unique_ptr<CommStream> device_stream(at::Device device) { return std::make_
 at::Device existing_device(at::Device device) {
   if (device.is_cpu()) return device;
   MOESH_CHECK(c10::impl::hasDeviceGuardImpl(device.type()), ErrorKind::device, "there is no device ", device,
-              ": this LibTorch was built without ", c10::DeviceTypeName(device.type()), "; use a build that has it, or device cpu");
+              ": this LibTorch was built without ", c10::DeviceTypeName(device.type()),
+              "; use a build that has it, or device cpu");
   const c10::impl::VirtualGuardImpl guard(device.type());
   const int count = guard.deviceCount();
-  MOESH_CHECK(count > 0 && device.index() < count, ErrorKind::device, "there is no device ", device, ": this process sees ", count,
-              " of them");
+  MOESH_CHECK(count > 0 && device.index() < count, ErrorKind::device, "there is no device ", device, ": this process sees ",
+              count, " of them");
   return device.has_index() ? device : guard.getDevice();
 }
 

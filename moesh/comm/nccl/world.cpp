@@ -18,8 +18,10 @@ constexpr auto kLook = 10ms;
 
 // Between two questions: at first hardly at all, since most answers come within microseconds.
 void pause(int num_asked) {
-  if (num_asked < 50) std::this_thread::yield();
-  else std::this_thread::sleep_for(std::min<std::chrono::microseconds>(1ms, num_asked * 1us));
+  if (num_asked < 50)
+    std::this_thread::yield();
+  else
+    std::this_thread::sleep_for(std::min<std::chrono::microseconds>(1ms, num_asked * 1us));
 }
 
 std::string describe(const NcclTicket& ticket) {
@@ -30,8 +32,14 @@ std::string describe(const NcclTicket& ticket) {
 
 NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank, std::chrono::milliseconds timeout,
                      bool block_host)
-    : api_(std::move(api)), device_(device), rank_(rank), timeout_(timeout), block_host_(block_host),
-      num_exceptions_(std::uncaught_exceptions()), stream_(api_->make_stream(device)), watchdog_([this] { watch(); }) {}
+    : api_(std::move(api)),
+      device_(device),
+      rank_(rank),
+      timeout_(timeout),
+      block_host_(block_host),
+      num_exceptions_(std::uncaught_exceptions()),
+      stream_(api_->make_stream(device)),
+      watchdog_([this] { watch(); }) {}
 
 NcclWorld::~NcclWorld() {
   try {
@@ -41,8 +49,10 @@ NcclWorld::~NcclWorld() {
       std::lock_guard lock(state_);
       is_over = !fault_.empty();
     }
-    if (is_over) drain();
-    else close();
+    if (is_over)
+      drain();
+    else
+      close();
   } catch (const std::exception& e) {
     log_warn("the end of an NCCL world: ", e.what());
   }
@@ -103,8 +113,10 @@ NcclComm NcclWorld::join(const NcclUniqueId& id, int rank, std::shared_ptr<const
   const NcclResult result = api_->comm_init_rank(&comm, static_cast<int>(group->members.size()), id, rank);
   if (comm) {
     std::unique_lock lock(state_);
-    if (fault_.empty()) members_.push_back({comm, group});
-    else api_->comm_abort(comm);
+    if (fault_.empty())
+      members_.push_back({comm, group});
+    else
+      api_->comm_abort(comm);
   }
   throw_if_stopped();
   settle(calls, {comm, group}, result, deadline, [&] { return detail::concat("the start of group '", group->name, "'"); });
@@ -168,8 +180,11 @@ void NcclWorld::stop(const std::string& reason) {
   changed_.notify_all();
   // A rank that queues behind a stuck kernel can itself be stuck in a call, with the lock, until the kernel is aborted:
   // after a second NCCL is aborted without it.
-  std::unique_lock calls(calls_, std::defer_lock);
-  (void)calls.try_lock_for(1s);
+  std::unique_lock calls(calls_, std::try_to_lock);
+  for (int i = 0; i < 1000 && !calls; ++i) {
+    std::this_thread::sleep_for(1ms);
+    (void)calls.try_lock();
+  }
   for (const Member& m : members) api_->comm_abort(m.comm);
 }
 
@@ -198,8 +213,8 @@ NcclResult NcclWorld::state_of(NcclComm comm) const {
 }
 
 // Waits until the communicator takes calls again. The lock is free between two questions, so that `stop` gets through.
-void NcclWorld::settle(std::unique_lock<std::timed_mutex>& calls, const Member& member, NcclResult result,
-                       Clock::time_point deadline, const What& what) {
+void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result, Clock::time_point deadline,
+                       const What& what) {
   for (int asked = 0; result == NcclResult::in_progress; ++asked) {
     if (Clock::now() >= deadline) {
       calls.unlock();

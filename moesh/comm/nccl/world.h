@@ -52,7 +52,8 @@ class NcclWorld {
   at::Device device() const { return device_; }
 
   NcclUniqueId new_id();
-  /// A new communicator; returns when all members of the group have come. `rank` is the place among them. It lives as long as the world.
+  /// A new communicator; returns when all members of the group have come. `rank` is the place among them. It lives as long as the
+  /// world.
   NcclComm join(const NcclUniqueId& id, int rank, std::shared_ptr<const NcclGroupInfo> group);
 
   /// Queues a collective behind what the current stream holds, and `after` behind it.
@@ -78,7 +79,7 @@ class NcclWorld {
 
   std::string late(const std::string& what, const NcclGroupInfo& group) const;
   std::string error_text(NcclResult result, NcclComm comm) const;
-  void settle(std::unique_lock<std::timed_mutex>& calls, const Member& member, NcclResult result, Clock::time_point deadline,
+  void settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result, Clock::time_point deadline,
               const What& what);
   NcclResult state_of(NcclComm comm) const;
   void drain();
@@ -93,7 +94,7 @@ class NcclWorld {
   const int num_exceptions_;  // on their way when the world was made
   const std::unique_ptr<CommStream> stream_;
 
-  std::timed_mutex calls_;  // held around calls of NCCL; taken before state_
+  std::mutex calls_;  // held around calls of NCCL; taken before state_
   mutable std::mutex state_;
   std::condition_variable changed_;
   std::vector<Member> members_;

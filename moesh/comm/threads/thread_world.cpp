@@ -26,15 +26,22 @@ void synchronize(const at::Device& device) {
 
 // One exchange: what each rank posted, and who has read everything.
 struct Slot {
-  explicit Slot(size_t size) : posts(size), posted(size), closed(size) {}
-  std::vector<Post> posts;
-  std::vector<std::atomic<bool>> posted, closed;
+  struct Entry {
+    Post post;
+    std::atomic<bool> posted = false, closed = false;
+  };
+  Slot(std::int64_t s, std::int32_t p, size_t size) : sequence(s), phase(p), entries(size) {}
+
+  const std::int64_t sequence;
+  const std::int32_t phase;
+  std::vector<Entry> entries;
   std::atomic<size_t> num_posted = 0, num_closed = 0;
 };
+using Flag = std::atomic<bool> Slot::Entry::*;
 
 }  // namespace
 
-// What the ranks of one group share: the exchanges under way, by (sequence, phase).
+// What the ranks of one group share: the exchanges under way.
 class ThreadGroupState {
  public:
   ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name, std::vector<int> members)
@@ -45,48 +52,42 @@ class ThreadGroupState {
   const std::vector<int>& members() const { return members_; }
 
   std::shared_ptr<Slot> publish(int rank, Post post) {
-    std::shared_ptr<Slot> slot;
-    {
-      std::lock_guard lock(mutex_);
-      auto& found = slots_[{post.call.sequence, post.call.phase}];
-      if (!found) found = std::make_shared<Slot>(members_.size());
-      slot = found;
-    }
-    const auto me = static_cast<size_t>(rank);
-    slot->posts[me] = std::move(post);
-    count(slot->posted[me], slot->num_posted);
+    const auto slot = slot_of(post.call);
+    auto& mine = slot->entries[static_cast<size_t>(rank)];
+    mine.post = std::move(post);
+    count(mine.posted, slot->num_posted);
     return slot;
   }
 
   // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes the posts.
   std::vector<Block> collect(int rank, const Slot& slot) {
     const auto me = static_cast<size_t>(rank);
-    const Post& mine = slot.posts[me];
-    wait_for(slot.num_posted, slot.posted, rank, mine.call, "");
-    for (const auto& p : slot.posts)
-      if (!p.call.agrees_with(mine.call)) throw_disagreement(slot);
+    const Post& mine = slot.entries[me].post;
+    wait_for(slot, slot.num_posted, &Slot::Entry::posted, rank, "");
+    for (const auto& e : slot.entries)
+      if (!e.post.call.agrees_with(mine.call)) throw_disagreement(slot);
     std::vector<Block> blocks;
-    blocks.reserve(slot.posts.size());
-    for (size_t j = 0; j < slot.posts.size(); ++j) {
-      const Post& theirs = slot.posts[j];
+    blocks.reserve(members_.size());
+    for (size_t j = 0; j < members_.size(); ++j) {
+      const Post& theirs = slot.entries[j].post;
       check_count(theirs.send[me].numel, mine.recv[j], mine.call, name_, members_[j], members_[me]);
       MOESH_CHECK(theirs.options.device() == mine.options.device(), ErrorKind::comm, "in ", mine.call.describe(), ", operation ",
-                  mine.call.sequence, " of group '", name_, "', rank ", members_[j], " has its tensor on ", theirs.options.device(),
-                  " and rank ", members_[me], " on ", mine.options.device(), ". Ranks that are threads share one device.");
+                  mine.call.sequence, " of group '", name_, "', rank ", members_[j], " has its tensor on ",
+                  theirs.options.device(), " and rank ", members_[me], " on ", mine.options.device(),
+                  ". Ranks that are threads share one device.");
       blocks.push_back(theirs.send[me]);
     }
     return blocks;
   }
 
-  // This rank has read everything. Blocks until the others have, where what they read is not the exchange's own.
+  // This rank has read everything. Blocks until the others have, where the post says so.
   void close(int rank, Slot& slot) {
-    const auto me = static_cast<size_t>(rank);
-    const Post& mine = slot.posts[me];
-    if (count(slot.closed[me], slot.num_closed)) {
+    auto& mine = slot.entries[static_cast<size_t>(rank)];
+    if (count(mine.closed, slot.num_closed)) {
       std::lock_guard lock(mutex_);
-      slots_.erase({mine.call.sequence, mine.call.phase});
+      std::erase_if(slots_, [&](const auto& s) { return s.get() == &slot; });
     }
-    if (mine.wait_for_readers) wait_for(slot.num_closed, slot.closed, rank, mine.call, "the end of ");
+    if (mine.post.wait_for_readers) wait_for(slot, slot.num_closed, &Slot::Entry::closed, rank, "the end of ");
   }
 
   void wake() {
@@ -104,39 +105,47 @@ class ThreadGroupState {
     return true;
   }
 
-  void wait_for(const std::atomic<size_t>& num, const std::vector<std::atomic<bool>>& flags, int rank, const Call& call,
-                const char* where) {
+  std::shared_ptr<Slot> slot_of(const Call& call) {
+    std::lock_guard lock(mutex_);
+    for (const auto& s : slots_)
+      if (s->sequence == call.sequence && s->phase == call.phase) return s;
+    return slots_.emplace_back(std::make_shared<Slot>(call.sequence, call.phase, members_.size()));
+  }
+
+  void wait_for(const Slot& slot, const std::atomic<size_t>& num, Flag flag, int rank, const char* where) {
     const auto done = [&] { return num.load(std::memory_order_acquire) == members_.size(); };
     for (int i = 0; i < kYieldsBeforeBlocking; ++i) {
       if (done()) return;
       std::this_thread::yield();
     }
+    const Call& call = slot.entries[static_cast<size_t>(rank)].post.call;
     const auto world = world_.lock();
     MOESH_CHECK(world, ErrorKind::comm, call.describe(), " on group '", name_, "', whose world has ended");
     const auto deadline = Clock::now() + world->timeout();
     std::unique_lock lock(mutex_);
     while (!done()) {
-      const auto missing = missing_in(flags);
+      const auto missing = missing_in(slot, flag);
       std::string why = missing.empty() ? "" : world->roll().reason(missing);
       if (why.empty() && !missing.empty() && Clock::now() >= deadline) why = too_late(missing, world->timeout());
       // One that came and then left may have done both since the first look.
-      if (!why.empty() && missing_in(flags) == missing) give_up(members_[static_cast<size_t>(rank)], where, call, name_, why);
+      if (!why.empty() && missing_in(slot, flag) == missing)
+        give_up(members_[static_cast<size_t>(rank)], where, call, name_, why);
       ++num_blocked_;
       changed_.wait_until(lock, why.empty() ? deadline : Clock::now());
       --num_blocked_;
     }
   }
 
-  std::vector<int> missing_in(const std::vector<std::atomic<bool>>& flags) const {
+  std::vector<int> missing_in(const Slot& slot, Flag flag) const {
     std::vector<int> missing;
     for (size_t j = 0; j < members_.size(); ++j)
-      if (!flags[j].load(std::memory_order_acquire)) missing.push_back(members_[j]);
+      if (!(slot.entries[j].*flag).load(std::memory_order_acquire)) missing.push_back(members_[j]);
     return missing;
   }
 
   [[noreturn]] void throw_disagreement(const Slot& slot) const {
     std::vector<Call> calls;
-    for (const auto& p : slot.posts) calls.push_back(p.call);
+    for (const auto& e : slot.entries) calls.push_back(e.post.call);
     throw Error(ErrorKind::comm, disagreement(calls, members_, name_));
   }
 
@@ -146,7 +155,7 @@ class ThreadGroupState {
   std::mutex mutex_;
   std::condition_variable changed_;
   int num_blocked_ = 0;
-  std::map<std::pair<std::int64_t, std::int32_t>, std::shared_ptr<Slot>> slots_;
+  std::vector<std::shared_ptr<Slot>> slots_;  // few: those under way
 };
 
 namespace {
@@ -177,9 +186,7 @@ class ThreadGroup final : public HostGroup {
       : HostGroup(state->name(), rank, state->members()), world_(std::move(world)), state_(std::move(state)) {}
 
  private:
-  std::unique_ptr<Exchange> post(Post post) override {
-    return std::make_unique<ThreadExchange>(state_, rank(), std::move(post));
-  }
+  std::unique_ptr<Exchange> post(Post post) override { return std::make_unique<ThreadExchange>(state_, rank(), std::move(post)); }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
     const std::string key = detail::concat(state_->key(), "/", num_splits_++, ".", index);
     if (members.size() <= 1) return nullptr;

@@ -6,17 +6,18 @@ extern const SimdTable simd_base;
 #if defined(__x86_64__)
 extern const SimdTable simd_avx2;
 extern const SimdTable simd_avx512;
+extern const SimdTable simd_avx512bf16;
 
 const SimdTable& simd_table() {
-  static const SimdTable& table = [&]() -> const SimdTable& {
+  static const SimdTable* const table = [] {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
-      return simd_avx512;
+      return __builtin_cpu_supports("avx512bf16") ? &simd_avx512bf16 : &simd_avx512;
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return simd_avx2;
-    return simd_base;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &simd_avx2;
+    return &simd_base;
   }();
-  return table;
+  return *table;
 }
 #else
 const SimdTable& simd_table() { return simd_base; }

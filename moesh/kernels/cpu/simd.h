@@ -82,12 +82,13 @@ struct ActivateBackward {
 template <class T>
 struct SimdOps {
   using A = Accumulate<T>;
-  /// out[c][r] = x[r][c], stride ld; zeros where r is in [rows, ld).
-  void (*transpose)(RowView<T> x, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld);
+  /// out[c][r] = x[r][c], stride ld; zeros where r is in [rows, depth).
+  void (*transpose)(RowView<T> x, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld, std::int64_t depth);
   /// B operand [k, n] whose row k is x[k]; `pairs`: rows 2i and 2i+1 interleaved, the last one with zeros if k is odd.
-  void (*pack)(RowView<T> x, std::int64_t k, std::int64_t n, bool pairs, T* out, std::int64_t ld);
+  /// `next` (may be null): what the caller will pack after this; it is fetched ahead.
+  void (*pack)(RowView<T> x, const T* next, std::int64_t k, std::int64_t n, bool pairs, T* out, std::int64_t ld);
   /// B operand [k, n] whose column n is w[n], of stride `stride`.
-  void (*pack_transposed)(const T* w, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out, std::int64_t ld);
+  void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out, std::int64_t ld);
   void (*activate)(const Activate<T>&);
   void (*activate_backward)(const ActivateBackward<T>&);
   /// acc[index[r] - first] += c[r] + scale[r] * bias; scale null: 1, bias null: 0.
@@ -96,6 +97,8 @@ struct SimdOps {
   /// out[r] = c[r] + scale[r] * bias, rounded.
   void (*put_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const A* scale, const A* bias, T* out,
                    std::int64_t ld_out);
+  /// out[r] = c[r], rounded, for results that no one reads soon.
+  void (*stream_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld_out);
   /// out[j] = sum over k of rows[positions[k]][j], -1 is left out.
   void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k, std::int64_t columns, T* out);
   /// out[j] += sum over rows of scale[r] * x[r][j]; scale null: 1.

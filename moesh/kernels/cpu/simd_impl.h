@@ -4,26 +4,151 @@
 
 #include "moesh/kernels/cpu/simd.h"
 
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define MOESH_AVX512 1
+#endif
+
 namespace moesh::kernels::cpu {
 namespace {
 
 using std::int64_t;
 using std::uint16_t;
 using std::uint32_t;
+using std::uintptr_t;
 
-inline float load(const Bf16* x) { return __builtin_bit_cast(float, uint32_t{x->bits} << 16); }
-inline float load(const float* x) { return *x; }
-inline double load(const double* x) { return *x; }
+// ---- vectors ----
 
-inline void put(Bf16* out, float x) {  // round to nearest even; a NaN stays one
-  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  out->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+#if defined(MOESH_AVX512)
+constexpr int64_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int64_t kLanes = 8;
+#else
+constexpr int64_t kLanes = 4;
+#endif
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+
+// float64 is for proofs: one lane.
+template <class A>
+struct LanesOf {
+  using Vector = Floats;
+  static constexpr int64_t kCount = kLanes;
+};
+template <>
+struct LanesOf<double> {
+  using Vector = double;
+  static constexpr int64_t kCount = 1;
+};
+
+template <class V, class U>
+inline V load_bytes(const U* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof(V));
+  return v;
 }
-inline void put(float* out, float x) { *out = x; }
+
+inline double load(const double* x) { return *x; }
+inline Floats load(const float* x) { return load_bytes<Floats>(x); }
+inline Words widen(Halves x) {
+#if defined(MOESH_AVX512)  // GCC 12 takes five instructions for __builtin_convertvector
+  return __builtin_bit_cast(Words, _mm512_cvtepu16_epi32(__builtin_bit_cast(__m256i, x)));
+#else
+  return __builtin_convertvector(x, Words);
+#endif
+}
+inline Floats load(const Bf16* x) { return __builtin_bit_cast(Floats, widen(load_bytes<Halves>(x)) << 16); }
+
 inline void put(double* out, double x) { *out = x; }
+inline void put(float* out, Floats x) { __builtin_memcpy(out, &x, sizeof(x)); }
+inline void put(Bf16* out, Floats x) {  // round to nearest even; a NaN stays one
+#if defined(MOESH_AVX512) && defined(__AVX512BF16__)
+  const __m256bh halves = _mm512_cvtneps_pbh(__builtin_bit_cast(__m512, x));
+  __builtin_memcpy(out, &halves, sizeof(halves));
+#else
+  const Words bits = __builtin_bit_cast(Words, x);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Halves halves = __builtin_convertvector(x != x ? Words{} + 0x7fc0u : rounded, Halves);
+  __builtin_memcpy(out, &halves, sizeof(halves));
+#endif
+}
+
+inline double reciprocal(double x) { return 1 / x; }
+inline Floats reciprocal(Floats x) {
+#if defined(MOESH_AVX512)  // 14 bits and a Newton step, where a division takes as long as a whole exponential
+  const Floats r = __builtin_bit_cast(Floats, _mm512_rcp14_ps(__builtin_bit_cast(__m512, x)));
+  return r * (2.0f - x * r);
+#else
+  return 1.0f / x;
+#endif
+}
+
+template <class V>
+inline V splat(double x) {
+  if constexpr (sizeof(V) == sizeof(double)) return x;
+  else return V{} + static_cast<float>(x);
+}
+
+inline double sum_of(double x) { return x; }
+inline float sum_of(Floats x) {
+#if defined(MOESH_AVX512)
+  return _mm512_reduce_add_ps(__builtin_bit_cast(__m512, x));
+#else
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
+  }
+  return x[0];
+#endif
+}
+
+/// Calls f(j, n) for whole vectors of [0, columns), then once for the rest, n < kCount.
+template <class A, class F>
+inline __attribute__((always_inline)) void for_lanes(int64_t columns, const F& f) {
+  constexpr int64_t n = LanesOf<A>::kCount;
+  int64_t j = 0;
+  for (; j + n <= columns; j += n) f(j, n);
+  if (j < columns) f(j, columns - j);
+}
+
+/// n of the lanes from memory, zeros in the others. (No call to memcpy here: it would spill every vector around it.)
+template <class T>
+inline __attribute__((always_inline)) auto load(const T* from, int64_t n) {
+  constexpr int64_t count = LanesOf<Accumulate<T>>::kCount;
+  if (n == count) return load(from);
+  T part[count] = {};
+  for (int64_t i = 0; i < n; ++i) part[i] = from[i];
+  return load(part);
+}
+template <class T, class V>
+inline __attribute__((always_inline)) void put(T* to, V x, int64_t n) {
+  constexpr int64_t count = LanesOf<Accumulate<T>>::kCount;
+  if (n == count) return put(to, x);
+  T part[count];
+  put(part, x);
+  for (int64_t i = 0; i < n; ++i) to[i] = part[i];
+}
 
 // ---- packing ----
+
+// Weights are read once, in strips which the processor's own prefetcher follows badly, and rows of tokens are at random places:
+// ask for a row this many rows ahead, and after the last one for the strip that comes next.
+constexpr int64_t kRowsAhead = 32;
+
+constexpr int64_t kSavedAhead = 8;  // saved rows come back from memory, with more work on each
+constexpr int64_t kSumsAhead = 8;   // and sums of tokens from a cache
+
+template <class T>
+inline void prefetch_bytes(const T* from, int64_t n) {
+  const auto* bytes = reinterpret_cast<const char*>(from);
+  for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(bytes + i);
+}
+
+template <class T>
+inline void prefetch_row(RowView<T> x, int64_t r, int64_t rows, const T* next, int64_t n) {
+  if (r < rows) prefetch_bytes(x.row(r), n);
+  else if (next) prefetch_bytes(next + (r - rows) * x.stride, n);
+}
 
 template <class U>
 inline void transpose_tail(RowView<U> x, int64_t r0, int64_t r1, int64_t c0, int64_t c1, U* out, int64_t ld) {
@@ -33,55 +158,67 @@ inline void transpose_tail(RowView<U> x, int64_t r0, int64_t r1, int64_t c0, int
   }
 }
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(MOESH_AVX512)
 constexpr int64_t kBlock = 16;
-using Words = uint32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
 
-template <class V, class U>
-inline V load_vector(const U* from) {
-  V v;
-  __builtin_memcpy(&v, from, sizeof(V));
-  return v;
-}
-
-// 16 rows of 16 words become 16 columns: four rounds that exchange ever larger blocks.
-inline __attribute__((always_inline)) void transpose_16x16(Words* r) {
-  Words t[16];
+// 16 rows of 16 words become 16 columns: four rounds that exchange ever larger blocks, each in place so that all stays in registers.
+// Column c of the result ends up in r[kPlace[c]].
+constexpr int kPlace[kBlock] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+inline __attribute__((always_inline)) void transpose_16x16(__m512i* r) {
+#pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
-    t[i] = __builtin_shufflevector(r[i], r[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    t[i + 1] = __builtin_shufflevector(r[i], r[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    const __m512i a = r[i], b = r[i + 1];
+    r[i] = _mm512_unpacklo_epi32(a, b), r[i + 1] = _mm512_unpackhi_epi32(a, b);
   }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      const Words a = t[i + j], b = t[i + j + 2];
-      r[i + 2 * j] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      r[i + 2 * j + 1] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    }
-  }
-  for (int i = 0; i < 16; i += 8) {
-    for (int j = 0; j < 4; ++j) {
-      const Words a = r[i + j], b = r[i + j + 4];
-      t[i + j] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-      t[i + j + 4] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    }
-  }
+#pragma GCC unroll 8
   for (int j = 0; j < 8; ++j) {
-    r[j] = __builtin_shufflevector(t[j], t[j + 8], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    r[j + 8] = __builtin_shufflevector(t[j], t[j + 8], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    const int i = j / 2 * 4 + j % 2;
+    const __m512i a = r[i], b = r[i + 2];
+    r[i] = _mm512_unpacklo_epi64(a, b), r[i + 2] = _mm512_unpackhi_epi64(a, b);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    const int i = j / 4 * 8 + j % 4;
+    const __m512i a = r[i], b = r[i + 4];
+    r[i] = _mm512_shuffle_i32x4(a, b, 0x88), r[i + 4] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const __m512i a = r[i], b = r[i + 8];
+    r[i] = _mm512_shuffle_i32x4(a, b, 0x88), r[i + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
   }
 }
 
-void transpose_words(RowView<uint32_t> x, int64_t rows, int64_t columns, uint32_t* out, int64_t ld) {
+// A strip of 16 words of width: transposed to out, whose stride is ld words. row(i) gives its rows, ahead(i) what to fetch ahead.
+template <class Row, class Ahead>
+inline __attribute__((always_inline)) void transpose_strip(int64_t columns, uint32_t* out, int64_t ld, const Row& row, const Ahead& ahead) {
+  for (int64_t c = 0; c + kBlock <= columns; c += kBlock) {
+    __m512i v[kBlock];
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; ++i) v[i] = row(i, c);
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; ++i) __builtin_prefetch(ahead(i) + c);
+    transpose_16x16(v);
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; ++i) _mm512_storeu_si512(out + (c + i) * ld, v[kPlace[i]]);
+  }
+}
+
+void transpose_words(RowView<uint32_t> x, const uint32_t* next, int64_t rows, int64_t columns, uint32_t* out, int64_t ld) {
   const int64_t full_r = rows / kBlock * kBlock, full_c = columns / kBlock * kBlock;
   for (int64_t r = 0; r < full_r; r += kBlock) {
-    const uint32_t* from[kBlock];
-    for (int i = 0; i < kBlock; ++i) from[i] = x.row(r + i);
-    for (int64_t c = 0; c < full_c; c += kBlock) {
-      Words v[kBlock];
-      for (int i = 0; i < kBlock; ++i) v[i] = load_vector<Words>(from[i] + c);
-      transpose_16x16(v);
-      for (int i = 0; i < kBlock; ++i) __builtin_memcpy(out + (c + i) * ld + r, &v[i], sizeof(Words));
+    if (!x.index) {
+      const int64_t stride = x.stride;
+      const uint32_t* base = x.row(r);
+      const uint32_t* then = r + kBlock < full_r ? base + kBlock * stride : next ? next : base;
+      transpose_strip(
+          columns, out + r, ld, [=](int i, int64_t c) { return _mm512_loadu_si512(base + i * stride + c); },
+          [=](int i) { return then + i * stride; });
+    } else {
+      const uint32_t *from[kBlock], *then[kBlock];
+      for (int i = 0; i < kBlock; ++i) from[i] = x.row(r + i), then[i] = r + kBlock + i < rows ? x.row(r + kBlock + i) : from[i];
+      transpose_strip(
+          columns, out + r, ld, [&](int i, int64_t c) { return _mm512_loadu_si512(from[i] + c); }, [&](int i) { return then[i]; });
     }
   }
   transpose_tail(x, 0, full_r, full_c, columns, out, ld);
@@ -93,17 +230,17 @@ void transpose_halves(RowView<uint16_t> x, int64_t rows, int64_t columns, uint16
   constexpr int64_t kRows = 2 * kBlock;
   const int64_t full_r = rows / kRows * kRows, full_c = columns / kBlock * kBlock;
   for (int64_t r = 0; r < full_r; r += kRows) {
-    const uint16_t* from[kRows];
-    for (int i = 0; i < kRows; ++i) from[i] = x.row(r + i);
-    for (int64_t c = 0; c < full_c; c += kBlock) {
-      Words v[kBlock];
-      for (int i = 0; i < kBlock; ++i) {
-        const Words even = __builtin_convertvector(load_vector<Halves>(from[2 * i] + c), Words);
-        const Words odd = __builtin_convertvector(load_vector<Halves>(from[2 * i + 1] + c), Words);
-        v[i] = even | (odd << 16);
-      }
+    const uint16_t *from[kRows], *then[kRows];
+    for (int i = 0; i < kRows; ++i) from[i] = x.row(r + i), then[i] = r + kRows + i < rows ? x.row(r + kRows + i) : from[i];
+    const auto half = [](const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); };
+    for (int64_t c = 0; c + kBlock <= columns; c += kBlock) {
+      __m512i v[kBlock];
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) v[i] = _mm512_or_si512(half(from[2 * i] + c), _mm512_slli_epi32(half(from[2 * i + 1] + c), 16));
+      for (int64_t i = c / kBlock % 2; i < kRows; i += 2) __builtin_prefetch(then[i] + c);  // a block is half a line wide
       transpose_16x16(v);
-      for (int i = 0; i < kBlock; ++i) __builtin_memcpy(out + (c + i) * ld + r, &v[i], sizeof(Words));
+#pragma GCC unroll 16
+      for (int i = 0; i < kBlock; ++i) _mm512_storeu_si512(out + (c + i) * ld + r, v[kPlace[i]]);
     }
   }
   transpose_tail(x, 0, full_r, full_c, columns, out, ld);
@@ -120,7 +257,7 @@ void transpose_blocks(RowView<U> x, int64_t rows, int64_t columns, U* out, int64
     }
   }
 }
-void transpose_words(RowView<uint32_t> x, int64_t rows, int64_t columns, uint32_t* out, int64_t ld) {
+void transpose_words(RowView<uint32_t> x, const uint32_t*, int64_t rows, int64_t columns, uint32_t* out, int64_t ld) {
   transpose_blocks(x, rows, columns, out, ld);
 }
 void transpose_halves(RowView<uint16_t> x, int64_t rows, int64_t columns, uint16_t* out, int64_t ld) {
@@ -134,41 +271,51 @@ RowView<U> as(RowView<T> x) {
   return {reinterpret_cast<const U*>(x.data), x.stride, x.index};
 }
 
-void transpose_any(RowView<Bf16> x, int64_t rows, int64_t columns, Bf16* out, int64_t ld) {
+void transpose_any(RowView<Bf16> x, int64_t rows, int64_t columns, Bf16* out, int64_t ld, const Bf16* = nullptr) {
   transpose_halves(as<uint16_t>(x), rows, columns, reinterpret_cast<uint16_t*>(out), ld);
 }
-void transpose_any(RowView<float> x, int64_t rows, int64_t columns, float* out, int64_t ld) {
-  transpose_words(as<uint32_t>(x), rows, columns, reinterpret_cast<uint32_t*>(out), ld);
+void transpose_any(RowView<float> x, int64_t rows, int64_t columns, float* out, int64_t ld, const float* next = nullptr) {
+  transpose_words(as<uint32_t>(x), reinterpret_cast<const uint32_t*>(next), rows, columns, reinterpret_cast<uint32_t*>(out), ld);
 }
-void transpose_any(RowView<double> x, int64_t rows, int64_t columns, double* out, int64_t ld) {
+void transpose_any(RowView<double> x, int64_t rows, int64_t columns, double* out, int64_t ld, const double* = nullptr) {
   transpose_tail(x, 0, rows, 0, columns, out, ld);
 }
 
 template <class T>
-void transpose(RowView<T> x, int64_t rows, int64_t columns, T* out, int64_t ld) {
+void transpose(RowView<T> x, int64_t rows, int64_t columns, T* out, int64_t ld, int64_t depth) {
   transpose_any(x, rows, columns, out, ld);
   for (int64_t c = 0; c < columns; ++c) {
-    for (int64_t r = rows; r < ld; ++r) out[c * ld + r] = T{};
+    for (int64_t r = rows; r < depth; ++r) out[c * ld + r] = T{};
   }
 }
 
 // One row of pairs: out[2j] = even[j], out[2j + 1] = odd[j].
 inline void interleave(const Bf16* even, const Bf16* odd, int64_t n, Bf16* out) {
-  const auto* a = reinterpret_cast<const uint16_t*>(even);
-  const auto* b = reinterpret_cast<const uint16_t*>(odd);
-  auto* words = reinterpret_cast<char*>(out);
-  for (int64_t j = 0; j < n; ++j) {
-    const uint32_t word = uint32_t{a[j]} | uint32_t{b[j]} << 16;
-    __builtin_memcpy(words + 4 * j, &word, 4);
+  int64_t j = 0;
+#if defined(MOESH_AVX512)
+  using Row = uint16_t __attribute__((vector_size(64)));
+  for (; j + 32 <= n; j += 32) {
+    const Row a = load_bytes<Row>(even + j), b = load_bytes<Row>(odd + j);
+    const Row low = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12,
+                                            44, 13, 45, 14, 46, 15, 47);
+    const Row high = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58,
+                                             27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+    __builtin_memcpy(out + 2 * j, &low, sizeof(Row));
+    __builtin_memcpy(out + 2 * j + 32, &high, sizeof(Row));
   }
+#endif
+  for (; j < n; ++j) out[2 * j] = even[j], out[2 * j + 1] = odd[j];
 }
 
 template <class T>
-void pack(RowView<T> x, int64_t k, int64_t n, bool pairs, T* out, int64_t ld) {
+void pack(RowView<T> x, const T* next, int64_t k, int64_t n, bool pairs, T* out, int64_t ld) {
   if constexpr (sizeof(T) == 2) {
     if (pairs) {
       int64_t r = 0;
-      for (; r + 1 < k; r += 2) interleave(x.row(r), x.row(r + 1), n, out + r * ld);
+      for (; r + 1 < k; r += 2) {
+        prefetch_row(x, r + kRowsAhead, k, next, n), prefetch_row(x, r + kRowsAhead + 1, k, next, n);
+        interleave(x.row(r), x.row(r + 1), n, out + r * ld);
+      }
       if (r < k) {
         const T* last = x.row(r);
         for (int64_t j = 0; j < n; ++j) out[r * ld + 2 * j] = last[j], out[r * ld + 2 * j + 1] = T{};
@@ -176,16 +323,20 @@ void pack(RowView<T> x, int64_t k, int64_t n, bool pairs, T* out, int64_t ld) {
       return;
     }
   }
-  for (int64_t r = 0; r < k; ++r) __builtin_memcpy(out + r * ld, x.row(r), static_cast<unsigned long>(n) * sizeof(T));
+  for (int64_t r = 0; r < k; ++r) {
+    prefetch_row(x, r + kRowsAhead, k, next, n);
+    __builtin_memcpy(out + r * ld, x.row(r), static_cast<unsigned long>(n) * sizeof(T));
+  }
 }
 
 template <class T>
-void pack_transposed(const T* w, int64_t stride, int64_t n, int64_t k, bool pairs, T* out, int64_t ld) {
+void pack_transposed(const T* w, const T* next, int64_t stride, int64_t n, int64_t k, bool pairs, T* out, int64_t ld) {
   if constexpr (sizeof(T) == 2) {
     if (pairs) {  // pairs along k are words in w: transpose those
       const int64_t words = k / 2;
       if (stride % 2 == 0) {
-        transpose_words({reinterpret_cast<const uint32_t*>(w), stride / 2, nullptr}, n, words, reinterpret_cast<uint32_t*>(out), ld);
+        transpose_words({reinterpret_cast<const uint32_t*>(w), stride / 2, nullptr}, reinterpret_cast<const uint32_t*>(next), n, words,
+                        reinterpret_cast<uint32_t*>(out), ld);
       } else {
         for (int64_t i = 0; i < words; ++i) {
           for (int64_t j = 0; j < n; ++j) {
@@ -201,66 +352,72 @@ void pack_transposed(const T* w, int64_t stride, int64_t n, int64_t k, bool pair
       return;
     }
   }
-  transpose_any(RowView<T>{w, stride, nullptr}, n, k, out, ld);
+  transpose_any(RowView<T>{w, stride, nullptr}, n, k, out, ld, next);
 }
 
 // ---- activations ----
 
 inline double exp_of(double x) { return __builtin_exp(x); }
 // Cody-Waite reduction and the polynomial of Cephes: within 2 ulp, and clamped so that the result is a normal number.
-inline float exp_of(float x) {
-  x = x > 88.0f ? 88.0f : x;
-  x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
-  const float n = shifted - 12582912.0f;
-  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
+inline Floats exp_of(Floats x) {
+#if defined(MOESH_AVX512)  // a NaN in the second operand stays
+  x = __builtin_bit_cast(Floats, _mm512_min_ps(_mm512_set1_ps(88.0f), __builtin_bit_cast(__m512, x)));
+  x = __builtin_bit_cast(Floats, _mm512_max_ps(_mm512_set1_ps(-87.0f), __builtin_bit_cast(__m512, x)));
+#else
+  x = x > 88.0f ? Floats{} + 88.0f : x;
+  x = x < -87.0f ? Floats{} - 87.0f : x;
+#endif
+  const Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
+  const Floats n = shifted - 12582912.0f;
+  const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  const float e = p * (r * r) + r + 1.0f;
-  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, e) + (__builtin_bit_cast(uint32_t, shifted) << 23));
+  const Floats e = p * (r * r) + (r + 1.0f);
+  return __builtin_bit_cast(Floats, __builtin_bit_cast(Words, e) + (__builtin_bit_cast(Words, shifted) << 23));
 }
 
-template <class A>
-inline A sigmoid(A x) {
-  return A(1) / (A(1) + exp_of(-x));
+template <class V>
+inline V sigmoid(V x) {
+  return reciprocal(exp_of(-x) + 1);
 }
 
-template <class A>
+template <class V>
 struct Hidden {
-  A h, dh_dg, dh_du;
+  V h, dh_dg, dh_du;
 };
 
-template <bool kClamped, class A>
-inline Hidden<A> hidden(A g, A u) {
+template <bool kClamped, class V>
+inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
   if constexpr (kClamped) {
-    constexpr A limit = 7, alpha = A(1.702);
-    const A gc = g > limit ? limit : g;
-    const A low = u < -limit ? -limit : u;
-    const A uc = low > limit ? limit : low;
-    const A s = sigmoid(alpha * gc), swish = gc * s;
-    return {(uc + 1) * swish, g > limit ? A(0) : (uc + 1) * (s + alpha * swish * (1 - s)), uc == u ? swish : A(0)};
+    const V limit = V{} + 7, zero = V{};
+    const V gc = g > limit ? limit : g;
+    const V low = u < -limit ? -limit : u;
+    const V uc = low > limit ? limit : low;
+    const V alpha = splat<V>(1.702);
+    const V s = sigmoid(alpha * gc), swish = gc * s;
+    return {(uc + 1) * swish, g > limit ? zero : (uc + 1) * (s + alpha * swish * (1 - s)), uc == u ? swish : zero};
   } else {
-    const A s = sigmoid(g), silu = g * s;
+    const V s = sigmoid(g), silu = g * s;
     return {silu * u, u * (s + silu * (1 - s)), silu};
   }
 }
 
+// What a loop reads is copied to locals first: the compiler cannot know that its stores leave the argument struct alone.
 template <bool kClamped, class T>
 void activate_rows(const Activate<T>& a) {
   using A = Accumulate<T>;
+  const A *b1 = a.b1, *b3 = a.b3;
+  const int64_t columns = a.columns;
   for (int64_t r = 0; r < a.rows; ++r) {
     const A pre = a.pre ? a.pre[r] : A(1), post = a.post ? a.post[r] : A(1);
-    const A* __restrict g = a.g + r * a.ld_gu;
-    const A* __restrict u = a.u + r * a.ld_gu;
-    T* __restrict h = a.h + r * a.ld_h;
-#pragma omp simd
-    for (int64_t j = 0; j < a.columns; ++j) {
-      put(h + j, post * hidden<kClamped>(pre * g[j] + a.b1[j], pre * u[j] + a.b3[j]).h);
-    }
+    const A *g = a.g + r * a.ld_gu, *u = a.u + r * a.ld_gu;
+    T* h = a.h + r * a.ld_h;
+    for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+      put(h + j, post * hidden<kClamped>(pre * load(g + j, n) + load(b1 + j, n), pre * load(u + j, n) + load(b3 + j, n)).h, n);
+    });
   }
 }
 
@@ -269,55 +426,52 @@ void activate(const Activate<T>& a) {
   return a.clamped ? activate_rows<true>(a) : activate_rows<false>(a);
 }
 
-template <bool kClamped, class T>
+// kPlain: no biases and no scores before the experts.
+template <bool kClamped, bool kPlain, class T>
 void activate_backward_rows(const ActivateBackward<T>& a) {
   using A = Accumulate<T>;
+  using V = typename LanesOf<A>::Vector;
+  const A *b1 = a.b1, *b3 = a.b3;
+  A *db1 = a.db1, *db3 = a.db3;
+  const int64_t columns = a.columns;
   for (int64_t r = 0; r < a.rows; ++r) {
     const A pre = a.pre ? a.pre[r] : A(1), post = a.post ? a.post[r] : A(1);
-    const T* __restrict g = a.g + r * a.ld_gu;
-    const T* __restrict u = a.u + r * a.ld_gu;
-    const A* __restrict dh = a.dh + r * a.ld_dh;
-    T* __restrict dg = a.dg + r * a.ld_out;
-    T* __restrict du = a.du + r * a.ld_out;
-    T* __restrict h = a.h + r * a.ld_out;
-    A d_pre = 0, d_post = 0;
-    if (!a.db1) {
-#pragma omp simd reduction(+ : d_pre, d_post)
-      for (int64_t j = 0; j < a.columns; ++j) {
-        const A gj = load(g + j), uj = load(u + j);
-        const auto v = hidden<kClamped>(pre * gj + a.b1[j], pre * uj + a.b3[j]);
-        const A d = post * dh[j], dgj = d * v.dh_dg, duj = d * v.dh_du;
-        d_pre += dgj * gj + duj * uj;
-        d_post += dh[j] * v.h;
-        put(dg + j, pre * dgj);
-        put(du + j, pre * duj);
-        put(h + j, post * v.h);
-      }
-    } else {
-      A* __restrict db1 = a.db1;
-      A* __restrict db3 = a.db3;
-#pragma omp simd reduction(+ : d_pre, d_post)
-      for (int64_t j = 0; j < a.columns; ++j) {
-        const A gj = load(g + j), uj = load(u + j);
-        const auto v = hidden<kClamped>(pre * gj + a.b1[j], pre * uj + a.b3[j]);
-        const A d = post * dh[j], dgj = d * v.dh_dg, duj = d * v.dh_du;
-        d_pre += dgj * gj + duj * uj;
-        d_post += dh[j] * v.h;
-        db1[j] += dgj;
-        db3[j] += duj;
-        put(dg + j, pre * dgj);
-        put(du + j, pre * duj);
-        put(h + j, post * v.h);
-      }
+    const T *g = a.g + r * a.ld_gu, *u = a.u + r * a.ld_gu;
+    const A* dh = a.dh + r * a.ld_dh;
+    T *dg = a.dg + r * a.ld_out, *du = a.du + r * a.ld_out, *h = a.h + r * a.ld_out;
+    if (r + kSavedAhead < a.rows) {
+      prefetch_bytes(g + kSavedAhead * a.ld_gu, columns);
+      prefetch_bytes(u + kSavedAhead * a.ld_gu, columns);
     }
-    if (a.d_pre) a.d_pre[r] += d_pre;
-    if (a.d_post) a.d_post[r] += d_post;
+    V d_pre{}, d_post{};
+    for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+      const V gj = load(g + j, n), uj = load(u + j, n), dhj = load(dh + j, n);
+      Hidden<V> v;
+      if constexpr (kPlain) v = hidden<kClamped>(gj, uj);
+      else v = hidden<kClamped>(pre * gj + load(b1 + j, n), pre * uj + load(b3 + j, n));
+      const V d = post * dhj, dgj = d * v.dh_dg, duj = d * v.dh_du;
+      d_post += dhj * v.h;
+      put(h + j, post * v.h, n);
+      if constexpr (kPlain) {
+        put(dg + j, dgj, n);
+        put(du + j, duj, n);
+      } else {
+        d_pre += dgj * gj + duj * uj;
+        if (db1) put(db1 + j, load(db1 + j, n) + dgj, n), put(db3 + j, load(db3 + j, n) + duj, n);
+        put(dg + j, pre * dgj, n);
+        put(du + j, pre * duj, n);
+      }
+    });
+    if (a.d_pre) a.d_pre[r] += sum_of(d_pre);
+    if (a.d_post) a.d_post[r] += sum_of(d_post);
   }
 }
 
 template <class T>
 void activate_backward(const ActivateBackward<T>& a) {
-  return a.clamped ? activate_backward_rows<true>(a) : activate_backward_rows<false>(a);
+  const bool plain = !a.db1 && !a.pre;
+  if (a.clamped) return plain ? activate_backward_rows<true, true>(a) : activate_backward_rows<true, false>(a);
+  return plain ? activate_backward_rows<false, true>(a) : activate_backward_rows<false, false>(a);
 }
 
 // ---- rows ----
@@ -325,19 +479,18 @@ void activate_backward(const ActivateBackward<T>& a) {
 template <class A>
 void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int64_t* index, int64_t first, const A* scale, const A* bias,
               A* acc, int64_t ld_acc) {
-  constexpr int64_t kAhead = 4;  // rows are at random places: ask for them early
   for (int64_t r = 0; r < rows; ++r) {
-    if (r + kAhead < rows) {
-      const A* next = acc + (index[r + kAhead] - first) * ld_acc;
+    if (r + kSumsAhead < rows) {
+      const A* next = acc + (index[r + kSumsAhead] - first) * ld_acc;
       for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(A))) __builtin_prefetch(next + j, 1);
     }
-    const A* __restrict from = c + r * ld_c;
-    A* __restrict to = acc + (index[r] - first) * ld_acc;
+    const A* from = c + r * ld_c;
+    A* to = acc + (index[r] - first) * ld_acc;
     if (bias) {
       const A s = scale ? scale[r] : A(1);
-      for (int64_t j = 0; j < columns; ++j) to[j] += from[j] + s * bias[j];
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(to + j, n) + (load(from + j, n) + s * load(bias + j, n)), n); });
     } else {
-      for (int64_t j = 0; j < columns; ++j) to[j] += from[j];
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(to + j, n) + load(from + j, n), n); });
     }
   }
 }
@@ -345,51 +498,71 @@ void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int
 template <class T>
 void put_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns, const Accumulate<T>* scale, const Accumulate<T>* bias,
               T* out, int64_t ld_out) {
+  using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    const Accumulate<T>* __restrict from = c + r * ld_c;
-    T* __restrict to = out + r * ld_out;
+    const A* from = c + r * ld_c;
+    T* to = out + r * ld_out;
     if (bias) {
-      const auto s = scale ? scale[r] : Accumulate<T>(1);
-      for (int64_t j = 0; j < columns; ++j) put(to + j, from[j] + s * bias[j]);
+      const A s = scale ? scale[r] : A(1);
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(from + j, n) + s * load(bias + j, n), n); });
     } else {
-      for (int64_t j = 0; j < columns; ++j) put(to + j, from[j]);
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(from + j, n), n); });
     }
   }
+}
+
+// Past the caches: a line that is written whole need not be read first. The result is the same as put_rows.
+template <class T>
+void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns, T* out, int64_t ld_out) {
+#if defined(MOESH_AVX512)
+  if constexpr (sizeof(T) <= 4) {
+    constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+    if (reinterpret_cast<uintptr_t>(out) % 64 == 0 && ld_out % kLine == 0 && columns % kLine == 0) {
+      for (int64_t r = 0; r < rows; ++r) {
+        for (int64_t j = 0; j < columns; j += kLine) {
+          T line[kLine];
+          for (int64_t i = 0; i < kLine; i += kLanes) put(line + i, load(c + r * ld_c + j + i));
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + r * ld_out + j), _mm512_loadu_si512(line));
+        }
+      }
+      _mm_sfence();
+      return;
+    }
+  }
+#endif
+  put_rows<T>(c, ld_c, rows, columns, nullptr, nullptr, out, ld_out);
 }
 
 template <class T>
 void combine(const T* rows, int64_t stride, const int64_t* positions, int64_t k, int64_t columns, T* out) {
   using A = Accumulate<T>;
-  constexpr int64_t kChunk = 64;
-  for (int64_t j0 = 0; j0 < columns; j0 += kChunk) {
-    const int64_t n = columns - j0 < kChunk ? columns - j0 : kChunk;
-    A acc[kChunk] = {};
+  for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+    typename LanesOf<A>::Vector sum{};
     for (int64_t i = 0; i < k; ++i) {
-      if (positions[i] < 0) continue;
-      const T* from = rows + positions[i] * stride + j0;
-      for (int64_t j = 0; j < n; ++j) acc[j] += load(from + j);
+      if (positions[i] >= 0) sum += load(rows + positions[i] * stride + j, n);
     }
-    for (int64_t j = 0; j < n; ++j) put(out + j0 + j, acc[j]);
-  }
+    put(out + j, sum, n);
+  });
 }
 
 template <class T>
-void sum_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* scale, Accumulate<T>* __restrict out) {
+void sum_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* scale, Accumulate<T>* out) {
+  using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    const auto s = scale ? scale[r] : Accumulate<T>(1);
-    const T* __restrict row = x.row(r);
-    for (int64_t j = 0; j < columns; ++j) out[j] += s * load(row + j);
+    const A s = scale ? scale[r] : A(1);
+    const T* row = x.row(r);
+    for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(out + j, load(out + j, n) + s * load(row + j, n), n); });
   }
 }
 
 template <class T>
 void dot_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* v, Accumulate<T>* out) {
+  using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x.row(r);
-    Accumulate<T> sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < columns; ++j) sum += load(row + j) * v[j];
-    out[r] += sum;
+    typename LanesOf<A>::Vector sum{};
+    for_lanes<A>(columns, [&](int64_t j, int64_t n) { sum += load(row + j, n) * load(v + j, n); });
+    out[r] += sum_of(sum);
   }
 }
 
@@ -424,7 +597,7 @@ void gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const d
 template <class T>
 constexpr SimdOps<T> make_ops() {
   SimdOps<T> ops{transpose<T>,  pack<T>,    pack_transposed<T>, activate<T>, activate_backward<T>, add_rows<Accumulate<T>>,
-                 put_rows<T>, combine<T>, sum_rows<T>,        dot_rows<T>, nullptr};
+                 put_rows<T>, stream_rows<T>, combine<T>, sum_rows<T>,        dot_rows<T>, nullptr};
   if constexpr (sizeof(T) == 8) ops.gemm = gemm;
   return ops;
 }

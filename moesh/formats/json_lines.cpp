@@ -1,0 +1,46 @@
+#include "moesh/formats/json_lines.h"
+
+#include <nlohmann/json.hpp>
+
+#include "moesh/base/error.h"
+
+namespace moesh::formats {
+namespace {
+
+// "[json.exception.parse_error.101] parse error at line 1, column 9: ..." without what every reader would skip.
+std::string reason(const nlohmann::json::exception& e) {
+  const std::string text = e.what();
+  const auto end = text.find("] ");
+  return end == std::string::npos ? text : text.substr(end + 2);
+}
+
+}  // namespace
+
+bool has_json() { return true; }
+
+void each_json_text(std::istream& lines, const std::string& name, const std::string& key,
+                    const std::function<void(const std::string& text)>& f) {
+  std::string line;
+  for (std::int64_t number = 1; std::getline(lines, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    const std::string where = detail::concat(name, ":", number, ": ");
+    nlohmann::json object;
+    try {
+      object = nlohmann::json::parse(line);
+    } catch (const nlohmann::json::exception& e) {
+      throw Error(ErrorKind::data, detail::concat(where, "this line is not JSON (", reason(e), "); each line is one object, {\"",
+                                                  key, "\": \"...\"}"));
+    }
+    MOESH_CHECK(object.is_object(), ErrorKind::data, where, "this line is a JSON ", object.type_name(),
+                "; each line is one object, {\"", key, "\": \"...\"}");
+    const auto found = object.find(key);
+    MOESH_CHECK(found != object.end(), ErrorKind::data, where, "this object has no \"", key, "\"; each line is {\"", key,
+                "\": \"...\"}, further keys are ignored");
+    MOESH_CHECK(found->is_string(), ErrorKind::data, where, "\"", key, "\" is a JSON ", found->type_name(),
+                "; it must be a string");
+    f(found->get_ref<const std::string&>());
+  }
+  MOESH_CHECK(!lines.bad(), ErrorKind::data, "cannot read ", name, " to its end");
+}
+
+}  // namespace moesh::formats

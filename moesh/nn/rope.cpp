@@ -1,0 +1,77 @@
+#include "moesh/nn/rope.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "moesh/base/error.h"
+
+namespace moesh::nn {
+namespace {
+
+double magnitude(double factor, double scale) { return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1; }
+
+// The frequency index whose wave turns `turns` times over the original length.
+double index_of(double turns, const RopeConfig& c) {
+  return static_cast<double>(c.dim) * std::log(static_cast<double>(c.original_length) / (turns * 2 * std::numbers::pi)) / (2 * std::log(c.theta));
+}
+
+}  // namespace
+
+void RopeConfig::validate() const {
+  MOESH_CHECK(dim >= 2 && dim % 2 == 0, ErrorKind::config, "rope: ", dim, " rotated features; it takes an even number");
+  MOESH_CHECK(theta > 1, ErrorKind::config, "rope: theta is ", theta, "; it takes more than 1");
+  MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor, " of original_length ", original_length,
+              "; both take 1 or more");
+}
+
+double RopeConfig::attention_factor() const {
+  if (factor <= 1 || mscale_all_dim == 0) return 1;
+  const double m = magnitude(factor, mscale_all_dim);
+  return m * m;
+}
+
+at::Tensor rope_frequencies(const RopeConfig& c) {
+  c.validate();
+  at::Tensor frequencies = at::empty({c.dim / 2}, at::kDouble);
+  auto* f = frequencies.data_ptr<double>();
+  for (std::int64_t i = 0; i < c.dim / 2; ++i) f[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(c.dim));
+  if (c.factor <= 1) return frequencies;
+  double low = index_of(c.beta_fast, c), high = index_of(c.beta_slow, c);
+  if (c.truncate) low = std::floor(low), high = std::ceil(high);
+  low = std::max(low, 0.0), high = std::min(high, static_cast<double>(c.dim - 1));
+  if (low == high) high += 0.001;
+  // Fast waves keep their frequency, slow ones are stretched, between them a ramp.
+  for (std::int64_t i = 0; i < c.dim / 2; ++i) {
+    const double ramp = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
+    f[i] = f[i] / c.factor * ramp + f[i] * (1 - ramp);
+  }
+  return frequencies;
+}
+
+RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device) {
+  const at::Tensor positions = at::arange(start, start + length, at::kDouble);
+  const at::Tensor angles = at::outer(positions, rope_frequencies(c));
+  double m = 1;
+  if (c.factor > 1) m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim) : magnitude(c.factor, 1);
+  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
+}
+
+at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {
+  const auto wide = table.cos.scalar_type();
+  const auto half = x.size(-1) / 2;
+  at::Tensor a, b;
+  if (interleaved) {
+    const at::Tensor pairs = x.to(wide).unflatten(-1, {half, 2});
+    a = pairs.select(-1, 0), b = pairs.select(-1, 1);
+  } else {
+    a = x.to(wide).narrow(-1, 0, half), b = x.to(wide).narrow(-1, half, half);
+  }
+  const at::Tensor cos = table.cos.unsqueeze(1), sin = table.sin.unsqueeze(1);  // [L, 1, dim / 2]
+  return at::cat({a * cos - b * sin, b * cos + a * sin}, -1).to(x.scalar_type());
+}
+
+}  // namespace moesh::nn

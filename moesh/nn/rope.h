@@ -1,0 +1,38 @@
+#pragma once
+// Rotary position embedding: plain, and YaRN (Peng et al., 2023) for contexts longer than those of pre-training.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+namespace moesh::nn {
+
+struct RopeConfig {
+  std::int64_t dim = 0;  // rotated features of a head
+  double theta = 10000;
+  bool interleaved = false;  // pairs (2i, 2i + 1) rotate, output laid out evens then odds; else (i, i + dim / 2)
+  // YaRN, when factor > 1.
+  double factor = 1;
+  std::int64_t original_length = 4096;
+  double beta_fast = 32, beta_slow = 1;
+  double mscale = 0, mscale_all_dim = 0;
+  bool truncate = true;  // YaRN's bounds are rounded outwards to whole frequencies
+
+  void validate() const;
+  /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1 without.
+  double attention_factor() const;
+};
+
+/// The frequencies [dim / 2], float64.
+at::Tensor rope_frequencies(const RopeConfig& config);
+
+/// cos and sin of positions [start, start + length): [length, dim / 2] each, with YaRN's magnitude.
+struct RopeTable {
+  at::Tensor cos, sin;
+};
+RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device);
+
+/// Rotates x [B, L, heads, dim] by the table of its L positions.
+at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);
+
+}  // namespace moesh::nn

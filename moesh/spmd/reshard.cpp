@@ -1,0 +1,143 @@
+#include "moesh/spmd/reshard.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Allocator.h>
+
+#include <algorithm>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/spmd/attach.h"
+
+namespace moesh {
+namespace raw {
+
+// One gathered parameter: where it came from, and the storage that autograd's saved tensors share.
+struct Gathered {
+  at::Tensor shard;  // in the dtype of the gather's source: the leaf's own memory
+  at::ScalarType compute;
+  std::shared_ptr<comm::Group> group;
+  std::int64_t dim;
+  std::vector<std::int64_t> sizes;
+  at::Tensor rows;  // [whole along dim first, ..], contiguous
+  size_t num_bytes;
+};
+
+struct GatheredBlock {
+  std::vector<Gathered> gathers;
+};
+
+}  // namespace raw
+
+namespace {
+
+using raw::Gathered;
+
+thread_local std::shared_ptr<raw::GatheredBlock> current_block;
+thread_local GatherBytes bytes;
+
+void count(std::int64_t change) {
+  bytes.now += change;
+  bytes.most = std::max(bytes.most, bytes.now);
+}
+
+void resize(const at::Tensor& t, size_t num_bytes) {
+  auto* storage = t.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(num_bytes));
+  storage->set_nbytes(num_bytes);
+}
+
+void free(raw::GatheredBlock& block) {
+  for (auto& g : block.gathers) {
+    if (g.rows.storage().nbytes() == 0) continue;
+    resize(g.rows, 0);
+    count(-static_cast<std::int64_t>(g.num_bytes));
+  }
+}
+
+at::Tensor shard_rows(const at::Tensor& value, at::ScalarType compute, std::int64_t dim) {
+  return value.detach().to(compute).movedim(dim, 0).contiguous();
+}
+
+void gather_again(raw::GatheredBlock& block) {
+  const at::NoGradGuard no_grad;
+  for (auto& g : block.gathers) {
+    if (g.rows.storage().nbytes() != 0) continue;
+    const at::Tensor rows = g.group->all_gather(shard_rows(g.shard, g.compute, g.dim), g.sizes);
+    resize(g.rows, g.num_bytes);
+    count(static_cast<std::int64_t>(g.num_bytes));
+    // Written through an alias with a version of its own: in autograd's eyes the saved tensors hold what they held.
+    at::Tensor(g.rows.variable_data()).copy_(rows);
+  }
+}
+
+struct Pending {
+  comm::Handle handle;
+  size_t num_bytes;
+};
+
+std::map<const void*, Pending>& pending() {
+  thread_local std::map<const void*, Pending> gathers;
+  return gathers;
+}
+
+}  // namespace
+
+ReshardScope::ReshardScope() : block_(std::make_shared<raw::GatheredBlock>()), outer_(current_block) { current_block = block_; }
+ReshardScope::~ReshardScope() { current_block = outer_; }
+
+at::Tensor ReshardScope::enter(const at::Tensor& x) {
+  return raw::attach(x, x.detach(), [block = block_](const at::Tensor& grad) {
+    free(*block);
+    return grad;
+  });
+}
+
+at::Tensor ReshardScope::leave(const at::Tensor& y) {
+  free(*block_);
+  return raw::attach(y, y.detach(), [block = block_](const at::Tensor& grad) {
+    gather_again(*block);
+    return grad;
+  });
+}
+
+void prefetch(const std::vector<const Stored*>& params) {
+  const at::NoGradGuard no_grad;
+  for (const auto* w : params) {
+    const auto group = current_mesh().group(w->storage);
+    if (group->size() == 1 || pending().contains(w->value.unsafeGetTensorImpl())) continue;
+    const auto compute = w->spec.compute.value_or(w->spec.dtype);
+    std::int64_t numel = 1;
+    for (auto n : w->compute.length) numel *= n;
+    const auto num_bytes = static_cast<size_t>(numel) * c10::elementSize(compute);
+    auto handle = group->start_all_gather(shard_rows(w->value, compute, w->spec.storage_dim), w->storage_sizes);
+    count(static_cast<std::int64_t>(num_bytes));
+    pending().emplace(w->value.unsafeGetTensorImpl(), Pending{std::move(handle), num_bytes});
+  }
+}
+
+GatherBytes gather_bytes() { return bytes; }
+void reset_gather_bytes() { bytes.most = bytes.now; }
+
+namespace raw {
+
+at::Tensor gather_shards(const Stored& w, at::ScalarType compute, const std::shared_ptr<comm::Group>& group) {
+  const auto dim = w.spec.storage_dim;
+  at::Tensor rows;
+  const auto found = pending().find(w.value.unsafeGetTensorImpl());
+  if (found != pending().end()) {
+    rows = found->second.handle.wait();
+    count(-static_cast<std::int64_t>(found->second.num_bytes));
+    pending().erase(found);
+  } else {
+    rows = group->all_gather(shard_rows(w.value, compute, dim), w.storage_sizes);
+  }
+  if (current_block && at::GradMode::is_enabled()) {
+    current_block->gathers.push_back({w.value.detach(), compute, group, dim, w.storage_sizes, rows, rows.storage().nbytes()});
+    count(static_cast<std::int64_t>(rows.storage().nbytes()));
+  }
+  return rows.movedim(0, dim);
+}
+
+}  // namespace raw
+}  // namespace moesh

@@ -1,0 +1,27 @@
+#pragma once
+// From [model] of a configuration to a model.
+
+#include <memory>
+
+#include "moesh/models/deepseek_v3.h"
+#include "moesh/train/config.h"
+
+namespace moesh::train {
+
+/// The built-in configuration that model.name and model.size stand for, changed by the further keys of [model].
+struct ModelSetup {
+  models::DeepseekV3Config deepseek_v3;
+
+  /// What [model] may set; points into this object.
+  ModelKeys keys();
+  ModelFacts facts() const;
+};
+
+ModelSetup model_setup(Config& config);
+
+/// On the current mesh.
+std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
+
+models::ModelOptions model_options(const Config& config);
+
+}  // namespace moesh::train

@@ -1,0 +1,120 @@
+#include "moesh/train/parity.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <sstream>
+
+#include "moesh/base/error.h"
+
+namespace moesh::train {
+namespace {
+
+double size_of(const at::Tensor& x) { return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>(); }
+double inner_product(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
+}
+
+// The smallest |ref| that a gradient is measured against: some are exactly zero.
+double gradient_floor(const NamedTensors& reference) {
+  double squares = 0;
+  int count = 0;
+  for (const auto& [name, value] : reference.tensors)
+    if (name.starts_with("d(")) squares += std::pow(size_of(value), 2), ++count;
+  return 1e-3 * std::sqrt(squares) / std::sqrt(std::max(1, count));
+}
+
+// The mean of the factors over the ranks of each axis, where it is the same for every line of ranks along that axis. A reduction
+// left out over an axis gives exactly 1 / size there, one too many gives size.
+std::map<std::string, double> axis_means(const std::vector<double>& factors, const MeshShape& shape) {
+  std::map<std::string, double> means;
+  for (Axes axis : {dp_replicate, dp_shard, cp, tp, efsdp, ep, etp}) {
+    const int size = shape.size(axis);
+    if (size == 1) continue;
+    std::map<int, double> lines;
+    for (size_t r = 0; r < factors.size(); ++r) lines[shape.group_number(static_cast<int>(r), axis)] += factors[r] / size;
+    const auto [low, high] =
+        std::minmax_element(lines.begin(), lines.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+    if (high->second - low->second <= 1e-6 * std::abs(high->second)) means[to_string(axis)] = high->second;
+  }
+  return means;
+}
+
+}  // namespace
+
+at::Tensor slice(at::Tensor x, const Region& r) {
+  for (size_t d = 0; d < r.start.size(); ++d) x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
+  return x;
+}
+
+const at::Tensor& NamedTensors::operator[](const std::string& name) const {
+  for (const auto& [key, value] : tensors)
+    if (key == name) return value;
+  throw Error(ErrorKind::internal, "the reference has no tensor '" + name + "'");
+}
+
+std::string Mismatch::describe(const MeshShape& mesh) const {
+  std::ostringstream os;
+  os << tensor << ": |delta| = " << error << ", allowed " << allowed << "; worst on rank " << worst_rank;
+  if (worst_batch >= 0) os << " at batch " << worst_batch << ", position " << worst_position;
+  os << "; factor by rank";
+  for (double f : factors) os << ' ' << f;
+  for (const auto& [axis, mean] : means) os << "; mean over " << axis << ' ' << mean;
+  os << " (mesh " << mesh.describe() << ")";
+  return os.str();
+}
+
+Findings::Findings(int num_ranks, const NamedTensors& reference, double tolerance)
+    : num_ranks_(num_ranks), reference_(reference), tolerance_(tolerance), floor_(gradient_floor(reference)) {}
+
+void Findings::compare(const Part& part, int rank) {
+  const at::Tensor& whole = reference_[part.name];
+  const at::Tensor expected = part.place(whole).to(at::kDouble), value = part.value.to(at::kDouble);
+  const at::Tensor delta = value - expected;
+  const bool finite = value.numel() == 0 || at::isfinite(value).all().item<bool>();
+  const double error = finite ? size_of(delta) : INFINITY;
+  const double size = part.name.starts_with("d(") ? std::max(size_of(whole), floor_) : size_of(whole);
+  const double square = inner_product(expected, expected);
+  const double factor = square > 0 ? inner_product(value, expected) / square : 1;
+
+  const std::lock_guard lock(mutex_);
+  auto [found, is_new] = by_name_.try_emplace(part.name);
+  Mismatch& m = found->second;
+  if (is_new) {
+    order_.push_back(part.name);
+    m.tensor = part.name;
+    m.factors.assign(static_cast<size_t>(num_ranks_), 1);
+  }
+  m.allowed = part.exact ? 0 : tolerance_ * size;
+  m.factors[static_cast<size_t>(rank)] = factor;
+  if (error <= m.error) return;
+  m.error = error;
+  m.worst_rank = rank;
+  if (part.tokens && finite && delta.numel() > 0) {
+    const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
+    m.worst_batch = part.tokens->batch + worst / delta.size(1);
+    m.worst_position = part.tokens->position + worst % delta.size(1);
+  }
+}
+
+std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
+  const std::lock_guard lock(mutex_);
+  std::vector<Mismatch> found;
+  for (const auto& name : order_) {
+    Mismatch m = by_name_.at(name);
+    if (m.error <= m.allowed) continue;
+    m.means = axis_means(m.factors, shape);
+    found.push_back(std::move(m));
+  }
+  return found;
+}
+
+double Findings::worst_ratio() const {
+  const std::lock_guard lock(mutex_);
+  double worst = 0;
+  for (const auto& [name, m] : by_name_)
+    if (m.allowed > 0) worst = std::max(worst, m.error / m.allowed);
+  return worst;
+}
+
+}  // namespace moesh::train

@@ -1,0 +1,156 @@
+#include "moesh/train/verify.h"
+
+#include <ATen/ATen.h>
+
+#include <sstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+#include "moesh/optim/adamw.h"
+#include "moesh/spmd/spmd.h"
+
+namespace moesh::train {
+namespace {
+
+using enum Place;
+
+// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted before any cut; some are ignored.
+models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, int micro) {
+  const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
+  const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
+  at::Tensor ids = at::empty({c.batch, length}, at::kLong), labels = at::empty({c.batch, c.sequence}, at::kLong);
+  for (std::int64_t b = 0; b < c.batch; ++b) {
+    const std::int64_t sample = (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
+    for (std::int64_t i = 0; i < length; ++i)
+      ids[b][i] = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(sample * length + i), static_cast<std::uint64_t>(c.model.vocab)));
+    for (std::int64_t i = 0; i < c.sequence; ++i) {
+      const bool is_ignored = dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
+      labels[b][i] = is_ignored ? at::full({}, -100, at::kLong) : ids[b][i + 1];
+    }
+  }
+  const auto device = c.options.device;
+  return {.input_ids_BL = ids.narrow(1, 0, c.sequence).contiguous().to(device), .labels_BL = labels.to(device)};
+}
+
+// Runs the steps; `report` gets what this rank has of each tensor.
+template <class Report>
+void run_steps(const VerifyCase& c, const Mesh& mesh, std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>* record,
+               std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>* replay, Report report) {
+  const auto model = models::make_deepseek_v3(c.model, c.options);
+  optim::ParamList params;
+  model->each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
+  optim::AdamW optimizer(params);
+  const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
+  const auto whole_tensor = [](const at::Tensor& t) { return t; };
+  const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, mesh.coordinate(dp) * c.batch, c.batch); };
+  const std::int64_t first_sequence = mesh.coordinate(dp) * c.batch;
+
+  StepOptions options{.max_norm = c.max_norm, .bias_coeff = c.bias_coeff};
+  options.forward = {.sequence_parallel = c.sequence_parallel, .recompute = c.recompute, .auxiliary = c.auxiliary, .reshard = c.reshard, .capture = true};
+  for (int step = 0; step < c.steps; ++step) {
+    std::vector<models::MicroBatch> batches;
+    for (int micro = 0; micro < c.accumulation; ++micro) batches.push_back(make_batch(c, mesh, step, micro));
+    options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
+    options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    const Gradients g = accumulate_gradients(*model, batches, options);
+    const std::string at = "step " + std::to_string(step) + " ";
+    for (size_t i = 0; i < g.counts_E.size(); ++i) report(Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
+    report(Part{at + "loss", at::full({}, g.loss, at::kDouble), whole_tensor});
+    report(Part{at + "total loss", at::full({}, g.total_loss, at::kDouble), whole_tensor});
+    if (step == 0) {
+      const Pieces vocab{c.model.vocab, mesh.size(tp)};
+      report(Part{"logits", g.last.logits_BLV,
+                  [&](const at::Tensor& t) { return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)), vocab.length(mesh.coordinate(tp))); },
+                  false, TokenOrigin{first_sequence, tokens.block_start()}});
+      report(Part{"d(input)", g.last.input.grad(), [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
+                  TokenOrigin{first_sequence, tokens.mine_start()}});
+      model->each_param([&](Stored& w, bool) {
+        report(Part{"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()), [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+      });
+    }
+    const Update update = apply_gradients(*model, optimizer, g, c.lr, options);
+    report(Part{at + "gradient norm", at::full({}, update.grad_norm, at::kDouble), whole_tensor});
+  }
+  int layer = 0;
+  for (auto* router : model->routers()) report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(), whole_tensor});
+  model->each_param([&](Stored& w, bool) {
+    report(Part{w.spec.name, raw::gather(w, w.value.detach()), [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
+}  // namespace
+
+double VerifyCase::tolerance() const { return options.dtype == at::kDouble ? 1e-9 : options.dtype == at::kFloat ? 1e-4 : 2e-2; }
+
+std::string VerifyReport::describe(const MeshShape& mesh) const {
+  if (holds()) return mesh.describe() + ": holds";
+  std::ostringstream os;
+  os << mesh.describe() << ": ";
+  if (!error.empty()) os << "threw: " << error;
+  size_t shown = 0;
+  for (const auto& m : mismatches) {
+    if (++shown > 6) {
+      os << "\n  and " << mismatches.size() - 6 << " more";
+      break;
+    }
+    os << "\n  " << m.describe(mesh);
+  }
+  return os.str();
+}
+
+VerifyReference run_reference(const VerifyCase& c, int num_dp) {
+  VerifyCase whole = c;
+  whole.batch = c.batch * num_dp;
+  whole.options.dispatcher = nn::Dispatcher::local;
+  whole.recompute = false;
+  VerifyReference result;
+  const auto num_moe = static_cast<size_t>(c.model.num_layers - c.model.num_dense_layers);
+  for (int step = 0; step < c.steps; ++step) {
+    result.routing.emplace_back();
+    // All micro-batches of a step stand one behind the other.
+    for (size_t i = 0; i < num_moe; ++i)
+      result.routing.back().push_back(std::make_unique<nn::RoutingRecord>(whole.batch * c.sequence * c.accumulation, c.model.top_k));
+  }
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  run_steps(whole, mesh, &result.routing, nullptr, [&](const Part& part) { result.tensors.emplace_back(part.name, part.value.detach().clone()); });
+  return result;
+}
+
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape, const comm::LaunchOptions& options) {
+  VerifyReport report;
+  Findings findings(shape.num_ranks(), reference, c.tolerance());
+  auto& routing = const_cast<VerifyReference&>(reference).routing;
+  try {
+    comm::launch(shape.num_ranks(), [&](comm::Group& world) {
+      const Mesh mesh(world, shape);
+      const MeshScope scope(mesh);
+      run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr, [&](const Part& part) { findings.compare(part, world.rank()); });
+    }, options);
+  } catch (const std::exception& e) {
+    report.error = e.what();
+  }
+  report.mismatches = findings.mismatches(shape.validated());
+  report.worst_ratio = findings.worst_ratio();
+  if (c.replays())
+    for (const auto& step : routing)
+      for (const auto& r : step) {
+        report.num_flipped += r->num_flipped;
+        report.largest_margin = std::max<double>(report.largest_margin, r->largest_margin);
+      }
+  return report;
+}
+
+VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
+  auto& m = c.model;
+  const auto fit = [](std::int64_t value, std::int64_t divisor) { return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor); };
+  m.num_heads = fit(m.num_heads, shape.tp);
+  const auto groups = m.num_groups;
+  m.num_experts = fit(m.num_experts, shape.ep * groups % 2 == 0 ? shape.ep : shape.ep * groups);
+  if (m.num_experts % groups != 0 || m.num_experts / groups < 2) m.num_groups = m.top_groups = 1;
+  m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
+  return c;
+}
+
+}  // namespace moesh::train

@@ -1,0 +1,26 @@
+#include <sstream>
+
+#include "moesh/formats/json_lines.h"
+#include "moesh/formats/toml.h"
+#include "tests/support.h"
+
+namespace moesh::formats {
+namespace {
+
+TEST(NoToml, SaysThatItWasLeftOut) {
+  EXPECT_FALSE(has_toml());
+  const TemporaryFile file("run.toml", "a = 1\n");
+  expect_parts(error_of([&] { read_toml(file.path()); }, ErrorKind::config),
+               {file.path(), "built without toml++", "libtomlplusplus-dev", "--section.key=value"});
+  EXPECT_EQ(to_toml(0.5), "0.5");  // writing needs no parser
+}
+
+TEST(NoJson, SaysThatItWasLeftOut) {
+  EXPECT_FALSE(has_json());
+  std::istringstream lines("{\"text\": \"a\"}\n");
+  expect_parts(error_of([&] { each_json_text(lines, "a.jsonl", "text", [](const std::string&) {}); }, ErrorKind::data),
+               {"a.jsonl", "built without nlohmann/json", "nlohmann-json3-dev"});
+}
+
+}  // namespace
+}  // namespace moesh::formats
