@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build test asan tsan sanitize bench-comm format lint clean
+.PHONY: all setup build test asan tsan sanitize verify bench-comm bench-moe format lint clean
 
 all: build
 
@@ -33,8 +33,17 @@ tsan: setup
 
 sanitize: asan tsan
 
+# The MoE layer on every mesh of up to 8 ranks, every combination of options, against one rank.
+verify: build
+	build/bin/moe_sweep --all
+	build/bin/moe_sweep --all --dtype float32
+
 bench-comm: build
 	scripts/bench_comm.sh
+
+bench-moe: build
+	build/bin/bench_moe_layer
+	build/bin/bench_dispatchers
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format-19 -i

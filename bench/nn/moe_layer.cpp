@@ -2,9 +2,11 @@
 // expert, silu, index_add) and against that with _grouped_mm instead of the loop, both with LibTorch's autograd. The choice of
 // experts and its scores are given: the router is the same for all and is left out. Results are checked against float64
 // before anything is timed. A dense 2048^3 matmul of the same dtype is timed in between.
-//   moe_layer [--device cpu|cuda] [--dtype float|bfloat16] [--repeat n] [--threads n] [--clock wall|cpu] [--shape T,D,F,E,K]
-// Extra memory is the peak of live bytes over what is live at the end (inputs, weights, y and all gradients).
-// T tokens, D model, F ffn, E experts, K top-k
+//   moe_layer [--device cpu|cuda] [--dtype float|bfloat16] [--repeat n] [--threads n] [--clock wall|cpu] [--memory keep|fresh]
+//             [--shape T,D,F,E,K]
+// On the CPU the process keeps the memory it frees, for all three alike; `--memory fresh` adds the cost of getting it from the
+// kernel. Extra memory is the peak of live bytes over what is live at the end (inputs, weights, y and all gradients). T tokens, D
+// model, F ffn, E experts, K top-k
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -27,6 +29,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/experts.h"
+#include "moesh/kernels/memory.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/sort.h"
 
@@ -67,8 +70,10 @@ class Memory {
  public:
   explicit Memory(at::Device device) : device_(device) {}
   void reset() const {
-    if (device_.is_cpu()) CountingAllocator::peak = CountingAllocator::live.load();
-    else c10::getDeviceAllocator(device_.type())->resetPeakStats(0);
+    if (device_.is_cpu())
+      CountingAllocator::peak = CountingAllocator::live.load();
+    else
+      c10::getDeviceAllocator(device_.type())->resetPeakStats(0);
   }
   /// Peak since reset over what is live now.
   std::int64_t extra() const {
@@ -113,8 +118,11 @@ Results ours(const Problem& p) {
   const ExpertsConfig config{.scores = ScoreSide::after};
   const ExpertsWeights weights{p.w1_EFD, p.w3_EFD, p.w2_EDF};
   const auto out = experts_forward(config, weights,
-                                   {.x = p.x_TD, .counts_e = s.counts_e.cpu(), .scores_R = gather_rows(p.scores_TK.flatten(), s.order_R),
-                                    .token_R = s.token_R, .inverse_TK = s.inverse_TK});
+                                   {.x = p.x_TD,
+                                    .counts_e = s.counts_e.cpu(),
+                                    .scores_R = gather_rows(p.scores_TK.flatten(), s.order_R),
+                                    .token_R = s.token_R,
+                                    .inverse_TK = s.inverse_TK});
   const auto g = experts_backward(config, weights, out.saved, p.dy_TD);
   const at::Tensor d_scores = gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(p.scores_TK);
   return {out.y, g.x, d_scores, g.weights.w1_eFD, g.weights.w3_eFD, g.weights.w2_eDF};
@@ -125,10 +133,13 @@ template <class F>
 Results with_autograd(const Problem& p, const F& rows_to_rows) {
   std::vector<at::Tensor> leaves;
   for (const auto& t : p.inputs()) leaves.push_back(t.detach().requires_grad_());
-  const at::Tensor order_N = at::argsort(p.experts_TK.flatten(), /*stable=*/true, 0, false), token_N = order_N.div(p.shape.K, "floor");
+  const at::Tensor order_N = at::argsort(p.experts_TK.flatten(), /*stable=*/true, 0, false),
+                   token_N = order_N.div(p.shape.K, "floor");
   const at::Tensor counts_E = at::bincount(p.experts_TK.flatten(), {}, p.shape.E);
-  const at::Tensor rows_ND = leaves[0].index_select(0, token_N), scores_N1 = leaves[1].flatten().index_select(0, order_N).unsqueeze(1);
-  const at::Tensor out_ND = rows_to_rows(rows_ND, counts_E, leaves[2], leaves[3], leaves[4]) * scores_N1.to(rows_ND.scalar_type());
+  const at::Tensor rows_ND = leaves[0].index_select(0, token_N),
+                   scores_N1 = leaves[1].flatten().index_select(0, order_N).unsqueeze(1);
+  const at::Tensor out_ND =
+      rows_to_rows(rows_ND, counts_E, leaves[2], leaves[3], leaves[4]) * scores_N1.to(rows_ND.scalar_type());
   const at::Tensor y = at::zeros_like(p.x_TD).index_add(0, token_N, out_ND);
   Results results{y.detach()};
   for (auto& g : torch::autograd::grad({y}, leaves, {p.dy_TD})) results.push_back(g);
@@ -136,7 +147,8 @@ Results with_autograd(const Problem& p, const F& rows_to_rows) {
 }
 
 Results plain_ops(const Problem& p) {
-  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2) {
+  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3,
+                             const at::Tensor& w2) {
     const at::Tensor counts = counts_E.cpu();
     const at::IntArrayRef sizes(counts.const_data_ptr<std::int64_t>(), counts.numel());
     const auto rows = rows_ND.split_with_sizes(sizes), w1s = w1.unbind(), w3s = w3.unbind(), w2s = w2.unbind();
@@ -149,9 +161,12 @@ Results plain_ops(const Problem& p) {
 }
 
 Results grouped_mm(const Problem& p) {
-  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2) {
+  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3,
+                             const at::Tensor& w2) {
     const at::Tensor ends = counts_E.cumsum(0).to(at::kInt);
-    const auto times = [&](const at::Tensor& rows, const at::Tensor& w) { return at::_grouped_mm(rows, w.transpose(1, 2), ends); };
+    const auto times = [&](const at::Tensor& rows, const at::Tensor& w) {
+      return at::_grouped_mm(rows, w.transpose(1, 2), ends);
+    };
     return times(at::silu(times(rows_ND, w1)) * times(rows_ND, w3), w2);
   });
 }
@@ -159,7 +174,8 @@ Results grouped_mm(const Problem& p) {
 /// The same by whole-tensor ops in float64, in slices of experts so that it fits.
 Results exact(const Problem& p) {
   Problem wide = p;
-  for (at::Tensor* t : {&wide.x_TD, &wide.scores_TK, &wide.dy_TD, &wide.w1_EFD, &wide.w3_EFD, &wide.w2_EDF}) *t = t->to(at::kDouble);
+  for (at::Tensor* t : {&wide.x_TD, &wide.scores_TK, &wide.dy_TD, &wide.w1_EFD, &wide.w3_EFD, &wide.w2_EDF})
+    *t = t->to(at::kDouble);
   return plain_ops(wide);
 }
 
@@ -202,7 +218,8 @@ class Bench {
   void run() {
     for (const auto dtype : options_.dtypes) {
       std::printf("\n%s on %s, %d threads\n", c10::toString(dtype), options_.device.str().c_str(), at::get_num_threads());
-      std::printf("%-28s %-11s %10s %9s %9s %7s %10s %9s\n", "(T, D, F, E, K)", "layer", "ms", "GFLOP/s", "of dense", "ratio", "extra MiB", "error");
+      std::printf("%-28s %-11s %10s %9s %9s %7s %10s %9s\n", "(T, D, F, E, K)", "layer", "ms", "GFLOP/s", "of dense", "ratio",
+                  "extra MiB", "error");
       for (const auto& shape : options_.shapes) measure(shape, dtype);
     }
   }
@@ -229,7 +246,8 @@ class Bench {
     const Problem p(shape, dtype, options_.device);
     std::vector<Entry> entries{{"moesh", ours}, {"plain ops", plain_ops}, {"_grouped_mm", grouped_mm}};
     check(p, entries, dtype == at::kFloat ? 1e-5 : 2e-2);
-    const at::Tensor a = at::randn({2048, 2048}).to(dtype).to(options_.device), b = at::randn({2048, 2048}).to(dtype).to(options_.device);
+    const at::Tensor a = at::randn({2048, 2048}).to(dtype).to(options_.device),
+                     b = at::randn({2048, 2048}).to(dtype).to(options_.device);
     at::Tensor c = at::empty_like(a);
     std::vector<double> dense;
     const int repeat = options_.repeat ? options_.repeat : std::clamp(static_cast<int>(4e11 / shape.flops()), 7, 41);
@@ -256,8 +274,8 @@ class Bench {
         entry.works = false;  // a library that has no such op for this dtype
         continue;
       }
-      MOESH_CHECK(entry.error <= tolerance || std::string(entry.name) != "moesh", ErrorKind::internal, "error ", entry.error, " is over ",
-                  tolerance);
+      MOESH_CHECK(entry.error <= tolerance || std::string(entry.name) != "moesh", ErrorKind::internal, "error ", entry.error,
+                  " is over ", tolerance);
     }
   }
 
@@ -277,12 +295,14 @@ class Bench {
         continue;
       }
       const double time = median(e.seconds), speed = s.flops() / time;
-      std::printf("%-28s %-11s %10.2f %9.1f %8.1f%% %7.2f %10.1f %9.1e\n", name, e.name, time * 1e3, speed / 1e9, 100 * speed / dense,
-                  best / time, static_cast<double>(e.extra) / (1 << 20), e.error);
+      std::printf("%-28s %-11s %10.2f %9.1f %8.1f%% %7.2f %10.1f %9.1e\n", name, e.name, time * 1e3, speed / 1e9,
+                  100 * speed / dense, best / time, static_cast<double>(e.extra) / (1 << 20), e.error);
     }
     const double ours = median(entries[0].seconds), target = std::min(1.5 / best, 0.85 * dense / s.flops());
-    std::printf("%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra memory of plain ops\n\n", name,
-                dense / 1e9, 100 / (ours * target), static_cast<double>(entries[0].extra) / static_cast<double>(std::max<std::int64_t>(1, least)));
+    std::printf(
+        "%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra memory of plain ops\n\n", name,
+        dense / 1e9, 100 / (ours * target),
+        static_cast<double>(entries[0].extra) / static_cast<double>(std::max<std::int64_t>(1, least)));
     std::fflush(stdout);
   }
 
@@ -293,6 +313,7 @@ class Bench {
 Options parse(int argc, char** argv) {
   Options o;
   std::optional<std::string> dtype;
+  bool keep = true;
   for (int i = 1; i < argc; i += 2) {
     const std::string key = argv[i];
     MOESH_CHECK(i + 1 < argc, ErrorKind::config, key, " needs a value");
@@ -306,17 +327,22 @@ Options parse(int argc, char** argv) {
     } else if (key == "--clock") {
       MOESH_CHECK(value == "wall" || value == "cpu", ErrorKind::config, "--clock is ", value, "; use wall or cpu");
       o.cpu_clock = value == "cpu";
+    } else if (key == "--memory") {
+      MOESH_CHECK(value == "keep" || value == "fresh", ErrorKind::config, "--memory is ", value, "; use keep or fresh");
+      keep = value == "keep";
     } else if (key == "--threads") {
       at::set_num_threads(std::stoi(value));
     } else if (key == "--shape") {
       Shape s{};
-      MOESH_CHECK(std::sscanf(value.c_str(), "%ld,%ld,%ld,%ld,%ld", &s.T, &s.D, &s.F, &s.E, &s.K) == 5, ErrorKind::config, "--shape is ",
-                  value, "; write T,D,F,E,K");
+      MOESH_CHECK(std::sscanf(value.c_str(), "%ld,%ld,%ld,%ld,%ld", &s.T, &s.D, &s.F, &s.E, &s.K) == 5, ErrorKind::config,
+                  "--shape is ", value, "; write T,D,F,E,K");
       o.shapes.push_back(s);
     } else {
-      MOESH_CHECK(false, ErrorKind::config, "unknown option ", key, "; there are --device, --dtype, --repeat, --threads, --clock and --shape");
+      MOESH_CHECK(false, ErrorKind::config, "unknown option ", key,
+                  "; there are --device, --dtype, --repeat, --threads, --clock, --memory and --shape");
     }
   }
+  if (keep) kernels::keep_freed_memory();
   const bool cpu = o.device.is_cpu();
   if (!cpu) o.dtypes = {at::kBFloat16};
   if (dtype) {
@@ -324,7 +350,11 @@ Options parse(int argc, char** argv) {
     o.dtypes = {*dtype == "float" ? at::kFloat : at::kBFloat16};
   }
   if (o.shapes.empty() && cpu) {
-    o.shapes = {{256, 256, 128, 32, 4}, {512, 512, 256, 32, 4}, {1024, 1024, 512, 64, 8}, {2048, 512, 256, 32, 4}, {8192, 256, 128, 64, 8}};
+    o.shapes = {{256, 256, 128, 32, 4},
+                {512, 512, 256, 32, 4},
+                {1024, 1024, 512, 64, 8},
+                {2048, 512, 256, 32, 4},
+                {8192, 256, 128, 64, 8}};
   } else if (o.shapes.empty()) {
     o.shapes = {{16384, 2048, 1408, 64, 6}, {8192, 4096, 1536, 128, 8}, {32768, 2048, 768, 128, 8}};
   }

@@ -35,7 +35,7 @@ class [[nodiscard]] Handle {
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
   explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
   Handle(Handle&&) = default;
-  Handle& operator=(Handle&&) = default;
+  Handle& operator=(Handle&&) = delete;  // it would drop what is under way
   ~Handle();
 
   /// Blocks until the result is there; throws Error (comm) when a rank left, fell out of step or is late.
@@ -110,6 +110,7 @@ class Group {
   /// Returns when every rank has come.
   void barrier();
 
+  /// Started, not waited for: x must not be written before `wait`, since peers may still read it.
   Handle start_all_reduce(const at::Tensor& x, ReduceOp op = ReduceOp::sum);
   Handle start_all_gather(const at::Tensor& x, Rows rows = {});
   Handle start_reduce_scatter(const at::Tensor& x, Rows rows = {}, ReduceOp op = ReduceOp::sum);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <thread>
 
 namespace moesh::comm {
 namespace {
@@ -24,6 +25,7 @@ struct Free {
 struct Chunk {
   std::unique_ptr<void, Free> data;
   std::size_t bytes = 0;
+  std::thread::id user;  // who had it last
 };
 
 // Eight sizes to the power of two: shapes that change a little from step to step still find their memory again.
@@ -40,6 +42,7 @@ class Pool final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, at::kCPU};
     auto chunk = std::make_unique<Chunk>(take(rounded(bytes)));
     void* data = chunk->data.get();
     return {data, chunk.release(), give_back, at::kCPU};
@@ -49,17 +52,24 @@ class Pool final : public c10::Allocator {
 
  private:
   Chunk take(std::size_t bytes) {
+    const auto me = std::this_thread::get_id();
     {
       std::lock_guard lock(mutex_);
-      for (auto it = idle_.rbegin(); it != idle_.rend(); ++it) {  // the latest is the likeliest to be in a cache
+      auto found = idle_.end();
+      for (auto it = idle_.begin(); it != idle_.end(); ++it) {  // rather one that may still be in this core's cache
         if (it->bytes != bytes) continue;
-        Chunk found = std::move(*it);
-        idle_.erase(std::next(it).base());
+        found = it;
+        if (it->user == me) break;
+      }
+      if (found != idle_.end()) {
+        Chunk chunk = std::move(*found);
+        idle_.erase(found);
         idle_bytes_ -= bytes;
-        return found;
+        chunk.user = me;
+        return chunk;
       }
     }
-    Chunk fresh{std::unique_ptr<void, Free>(std::aligned_alloc(64, bytes)), bytes};
+    Chunk fresh{std::unique_ptr<void, Free>(std::aligned_alloc(64, bytes)), bytes, me};
     if (!fresh.data) throw std::bad_alloc();
     return fresh;
   }

@@ -52,9 +52,9 @@ void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_r
 /// The ranks of a world that live in this process.
 struct LocalRanks {
   int first = 0, count = 1;
-  int num_on_machine = 1;                                     // they share its cores
-  std::function<std::shared_ptr<Group>(int rank)> group;      // the world as a rank sees it
-  std::function<void(int rank, std::exception_ptr)> leave;    // told when it returned (null) or threw
+  int num_on_machine = 1;                                   // they share its cores
+  std::function<std::shared_ptr<Group>(int rank)> group;    // the world as a rank sees it
+  std::function<void(int rank, std::exception_ptr)> leave;  // told when it returned (null) or threw
 };
 
 /// Runs `f` on a thread for each of them, and returns when all have ended.

@@ -11,12 +11,14 @@ namespace moesh::kernels {
 namespace {
 
 void check_weight(const char* name, const at::Tensor& w, const at::Tensor& x, at::IntArrayRef sizes) {
-  MOESH_CHECK(w.defined() && w.sizes() == sizes && w.scalar_type() == x.scalar_type() && w.device() == x.device(), ErrorKind::data, name,
-              " is ", describe(w), "; with x ", describe(x), " it must be ", c10::toString(x.scalar_type()), " ", sizes, " on ", x.device());
+  MOESH_CHECK(w.defined() && w.sizes() == sizes && w.scalar_type() == x.scalar_type() && w.device() == x.device(),
+              ErrorKind::data, name, " is ", describe(w), "; with x ", describe(x), " it must be ",
+              c10::toString(x.scalar_type()), " ", sizes, " on ", x.device());
 }
 
 ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
-  MOESH_CHECK(w.w1_eFD.defined() && w.w1_eFD.dim() == 3, ErrorKind::data, "w1_eFD is ", describe(w.w1_eFD), "; pass [experts, ffn, model]");
+  MOESH_CHECK(w.w1_eFD.defined() && w.w1_eFD.dim() == 3, ErrorKind::data, "w1_eFD is ", describe(w.w1_eFD),
+              "; pass [experts, ffn, model]");
   const std::int64_t e = w.w1_eFD.size(0), F = w.w1_eFD.size(1), D = w.w1_eFD.size(2);
   MOESH_CHECK(D >= 1, ErrorKind::data, "w1_eFD is ", describe(w.w1_eFD), "; the model width must be 1 or more");
   check_weight("w1_eFD", w.w1_eFD, x, {e, F, D});
@@ -31,21 +33,23 @@ ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
 
 ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
   const std::int64_t e = w.w1_eFD.size(0), D = w.w1_eFD.size(2);
-  MOESH_CHECK(in.x.dim() == 2 && in.x.size(1) == D, ErrorKind::data, "x is ", describe(in.x), "; the experts take [rows, ", D, "]");
+  MOESH_CHECK(in.x.dim() == 2 && in.x.size(1) == D, ErrorKind::data, "x is ", describe(in.x), "; the experts take [rows, ", D,
+              "]");
   check_tensor("counts_e", in.counts_e, at::kLong, 1);
   MOESH_CHECK(in.counts_e.is_cpu() && in.counts_e.size(0) == e, ErrorKind::data, "counts_e is ", describe(in.counts_e),
               "; it holds the rows of each of the ", e, " experts, on the host");
-  MOESH_CHECK(in.token_R.defined() == in.inverse_TK.defined(), ErrorKind::data, "token_R is ", describe(in.token_R), " and inverse_TK ",
-              describe(in.inverse_TK), "; pass both (rows are indices into tokens) or none (x holds the rows)");
+  MOESH_CHECK(in.token_R.defined() == in.inverse_TK.defined(), ErrorKind::data, "token_R is ", describe(in.token_R),
+              " and inverse_TK ", describe(in.inverse_TK),
+              "; pass both (rows are indices into tokens) or none (x holds the rows)");
   std::int64_t num_rows = in.x.size(0);
   if (in.token_R.defined()) {
     check_tensor("token_R", in.token_R, at::kLong, 1);
     check_tensor("inverse_TK", in.inverse_TK, at::kLong, 2);
     check_same_device("token_R", in.token_R, "x", in.x);
     check_same_device("inverse_TK", in.inverse_TK, "x", in.x);
-    MOESH_CHECK(in.inverse_TK.size(0) == in.x.size(0) && in.inverse_TK.numel() >= in.token_R.numel(), ErrorKind::data, "inverse_TK is ",
-                describe(in.inverse_TK), "; with ", in.x.size(0), " tokens and ", in.token_R.numel(), " rows it needs a line for each token",
-                " and a place for each row");
+    MOESH_CHECK(in.inverse_TK.size(0) == in.x.size(0) && in.inverse_TK.numel() >= in.token_R.numel(), ErrorKind::data,
+                "inverse_TK is ", describe(in.inverse_TK), "; with ", in.x.size(0), " tokens and ", in.token_R.numel(),
+                " rows it needs a line for each token", " and a place for each row");
     num_rows = in.token_R.size(0);
   }
   const at::Tensor counts = in.counts_e.contiguous();
@@ -62,7 +66,8 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
   if (in.scores_R.defined()) {
     check_tensor("scores_R", in.scores_R, score_dtype, 1);
     check_same_device("scores_R", in.scores_R, "x", in.x);
-    MOESH_CHECK(in.scores_R.size(0) == num_rows, ErrorKind::data, "scores_R is ", describe(in.scores_R), "; there are ", num_rows, " rows");
+    MOESH_CHECK(in.scores_R.size(0) == num_rows, ErrorKind::data, "scores_R is ", describe(in.scores_R), "; there are ", num_rows,
+                " rows");
   }
   const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
   return {in.x.contiguous(), counts, plain(in.scores_R), plain(in.token_R), plain(in.inverse_TK)};
@@ -91,12 +96,13 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   const auto w = checked(weights, x);
   const auto in = checked(config, w, saved.input);
   const std::int64_t num_rows = in.token_R.defined() ? in.token_R.size(0) : x.size(0);
-  MOESH_CHECK(dy.defined() && dy.sizes() == x.sizes() && dy.scalar_type() == x.scalar_type() && dy.device() == x.device(), ErrorKind::data,
-              "dy is ", describe(dy), "; y was ", describe(x));
+  MOESH_CHECK(dy.defined() && dy.sizes() == x.sizes() && dy.scalar_type() == x.scalar_type() && dy.device() == x.device(),
+              ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
   check_weight("gate_RF", saved.gate_RF, x, {num_rows, w.w1_eFD.size(1)});
   check_weight("up_RF", saved.up_RF, x, {num_rows, w.w1_eFD.size(1)});
   const ExpertsSaved kept{in, saved.gate_RF.contiguous(), saved.up_RF.contiguous()};
-  return x.is_cpu() ? cpu::experts_backward(config, w, kept, dy.contiguous()) : cuda::experts_backward(config, w, kept, dy.contiguous());
+  return x.is_cpu() ? cpu::experts_backward(config, w, kept, dy.contiguous())
+                    : cuda::experts_backward(config, w, kept, dy.contiguous());
 }
 
 }  // namespace moesh::kernels

@@ -34,8 +34,8 @@ struct ExpertsWeights {
 };
 
 /// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined; or x is x_TD, row r is
-/// x[token_R[r]], and the output of token t is the sum of rows inverse_TK[t][k] (-1: none): see sort_by_expert. The second form with
-/// K = 1 also undoes a permutation, such as that of rank_major_to_expert_major.
+/// x[token_R[r]], and the output of token t is the sum of rows inverse_TK[t][k] (-1: none): see sort_by_expert. The second form
+/// with K = 1 also undoes a permutation, such as that of rank_major_to_expert_major.
 struct ExpertsInput {
   at::Tensor x;           // [R, D] or [T, D], dtype of the weights
   at::Tensor counts_e;    // int64, on the host

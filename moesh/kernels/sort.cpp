@@ -12,9 +12,10 @@ namespace moesh::kernels {
 
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
   check_tensor("experts_TK", experts_TK, at::kLong, 2);
-  MOESH_CHECK(experts_TK.size(1) >= 1, ErrorKind::data, "experts_TK is ", describe(experts_TK), "; each token chooses 1 expert or more");
-  MOESH_CHECK(range.first >= 0 && range.count >= 0 && range.first + range.count <= num_experts, ErrorKind::config, "experts [", range.first,
-              ", ", range.first + range.count, ") are not among ", num_experts, " experts");
+  MOESH_CHECK(experts_TK.size(1) >= 1, ErrorKind::data, "experts_TK is ", describe(experts_TK),
+              "; each token chooses 1 expert or more");
+  MOESH_CHECK(range.first >= 0 && range.count >= 0 && range.first + range.count <= num_experts, ErrorKind::config, "experts [",
+              range.first, ", ", range.first + range.count, ") are not among ", num_experts, " experts");
   const at::NoGradGuard no_grad;
   const at::Tensor experts = experts_TK.contiguous();
   return experts.is_cpu() ? cpu::sort_by_expert(experts, num_experts, range) : cuda::sort_by_expert(experts, num_experts, range);
@@ -33,7 +34,8 @@ Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device dev
   std::vector<std::int64_t> start(static_cast<size_t>(num_ranks * num_experts));  // first row of (rank, expert), as they arrive
   std::int64_t num_rows = 0;
   for (std::int64_t i = 0; i < num_ranks * num_experts; ++i) {
-    MOESH_CHECK(count[i] >= 0, ErrorKind::data, "rank ", i / num_experts, " announces ", count[i], " rows for expert ", i % num_experts);
+    MOESH_CHECK(count[i] >= 0, ErrorKind::data, "rank ", i / num_experts, " announces ", count[i], " rows for expert ",
+                i % num_experts);
     start[i] = num_rows, num_rows += count[i], totals[i % num_experts] += count[i];
   }
   out.index_R = at::empty({num_rows}, at::kLong);
@@ -44,7 +46,8 @@ Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device dev
   for (std::int64_t e = 0; e < num_experts; ++e) {
     for (std::int64_t r = 0; r < num_ranks; ++r) {
       const std::int64_t i = r * num_experts + e;
-      for (std::int64_t row = start[i]; row < start[i] + count[i]; ++row, ++position) index[position] = row, inverse[row] = position;
+      for (std::int64_t row = start[i]; row < start[i] + count[i]; ++row, ++position)
+        index[position] = row, inverse[row] = position;
     }
   }
   out.index_R = out.index_R.to(device);

@@ -52,7 +52,8 @@ class Mla {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const {
-    const auto table = nn::rope_table(rope_, tokens.block_start(), tokens.block_length(), local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto table =
+        nn::rope_table(rope_, tokens.block_start(), tokens.block_length(), local(x_BLD).scalar_type(), local(x_BLD).device());
     const auto rotated = [&](const at::Tensor& t) { return nn::rotate(t, table, rope_.interleaved); };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
@@ -95,8 +96,14 @@ class Mla {
 nn::MoeConfig moe_config(const DeepseekV3Config& c, const std::string& name, const ModelOptions& m, const nn::ModuleOptions& o) {
   nn::MoeConfig moe;
   moe.name = name;
-  moe.router = {.num_experts = c.num_experts, .top_k = c.top_k, .scoring = nn::Scoring::sigmoid, .num_groups = c.num_groups,
-                .top_groups = c.top_groups, .normalize = c.normalize, .scale = c.routed_scale, .forced_balance = m.forced_balance};
+  moe.router = {.num_experts = c.num_experts,
+                .top_k = c.top_k,
+                .scoring = nn::Scoring::sigmoid,
+                .num_groups = c.num_groups,
+                .top_groups = c.top_groups,
+                .normalize = c.normalize,
+                .scale = c.routed_scale,
+                .forced_balance = m.forced_balance};
   moe.experts = {.num_experts = c.num_experts, .dim = c.dim, .ffn = c.moe_ffn};
   moe.shared_ffn = c.moe_ffn * c.num_shared;
   moe.dispatcher = m.dispatcher;
@@ -114,8 +121,10 @@ struct Block {
       : attention_norm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device),
         ffn_norm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device),
         attention(c, name + ".self_attn", o) {
-    if (is_dense) mlp.emplace(name + ".mlp", c.dim, c.ffn, o);
-    else moe.emplace(moe_config(c, name + ".mlp", m, o));
+    if (is_dense)
+      mlp.emplace(name + ".mlp", c.dim, c.ffn, o);
+    else
+      moe.emplace(moe_config(c, name + ".mlp", m, o));
   }
 
   template <class Fn>
@@ -136,7 +145,8 @@ class DeepseekV3 final : public Model {
  public:
   DeepseekV3(const DeepseekV3Config& c, const ModelOptions& m) : config_(c) {
     c.validate();
-    const nn::ModuleOptions o{.dtype = m.dtype, .device = m.device, .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
+    const nn::ModuleOptions o{
+        .dtype = m.dtype, .device = m.device, .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
     embedding_ = nn::Embedding("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
     for (std::int64_t i = 0; i < c.num_layers; ++i)
       blocks_.push_back(std::make_unique<Block>(c, "model.layers." + std::to_string(i), i < c.num_dense_layers, m, o));
@@ -167,7 +177,8 @@ class DeepseekV3 final : public Model {
   std::int64_t num_active_parameters() const override { return count(config_.top_k); }
   double attention_flops(std::int64_t sequence) const override {
     const double per_pair = static_cast<double>(config_.num_heads * (config_.qk_nope_dim + config_.qk_rope_dim + config_.v_dim));
-    return 6.0 * static_cast<double>(config_.num_layers) * per_pair * static_cast<double>(sequence) / 2;  // causal: half of the pairs
+    return 6.0 * static_cast<double>(config_.num_layers) * per_pair * static_cast<double>(sequence) /
+           2;  // causal: half of the pairs
   }
 
  private:
@@ -179,10 +190,11 @@ class DeepseekV3 final : public Model {
   };
 
   template <bool Sp>
-  BlockResult<Sp> run_block(Block& b, const Stream<Sp>& x, const Tokens& tokens, const MicroBatch& batch, const ForwardOptions& options,
-                            size_t moe_layer) {
+  BlockResult<Sp> run_block(Block& b, const Stream<Sp>& x, const Tokens& tokens, const MicroBatch& batch,
+                            const ForwardOptions& options, size_t moe_layer) {
     BlockResult<Sp> out;
-    const Stream<Sp> after = x + nn::to_stream<Sp>(b.attention(nn::to_full<Sp>(nn::norm<Sp>(b.attention_norm, x), tokens), tokens), tokens);
+    const Stream<Sp> after =
+        x + nn::to_stream<Sp>(b.attention(nn::to_full<Sp>(nn::norm<Sp>(b.attention_norm, x), tokens), tokens), tokens);
     const Stream<Sp> normed = nn::norm<Sp>(b.ffn_norm, after);
     if (b.mlp) {
       out.x = after + nn::to_stream<Sp>((*b.mlp)(nn::to_full<Sp>(normed, tokens)), tokens);
@@ -260,7 +272,9 @@ class DeepseekV3 final : public Model {
     if (MOESH_MUTANT(labels_shifted_after_the_cut)) {  // the next token of this block, unknown at its end
       const at::Tensor block = tokens.my_block(ids);
       labels = at::cat({block.narrow(1, std::min<std::int64_t>(1, block.size(1)), std::max<std::int64_t>(0, block.size(1) - 1)),
-                        at::full({block.size(0), std::min<std::int64_t>(1, block.size(1))}, -100, block.options())}, 1).flatten();
+                        at::full({block.size(0), std::min<std::int64_t>(1, block.size(1))}, -100, block.options())},
+                       1)
+                   .flatten();
     }
     const auto per_token = nn::cross_entropy(logits, labels, config_.vocab);
     double divisor = static_cast<double>(batch.num_step_tokens);
@@ -274,10 +288,11 @@ class DeepseekV3 final : public Model {
     const auto& c = config_;
     const std::int64_t qk = c.qk_nope_dim + c.qk_rope_dim;
     const std::int64_t q = c.q_lora_rank ? c.q_lora_rank * (c.dim + 1 + c.num_heads * qk) : c.dim * c.num_heads * qk;
-    const std::int64_t attention = q + (c.kv_lora_rank + c.qk_rope_dim) * c.dim + c.kv_lora_rank + c.num_heads * (c.qk_nope_dim + c.v_dim) * c.kv_lora_rank +
-                                   c.dim * c.num_heads * c.v_dim;
+    const std::int64_t attention = q + (c.kv_lora_rank + c.qk_rope_dim) * c.dim + c.kv_lora_rank +
+                                   c.num_heads * (c.qk_nope_dim + c.v_dim) * c.kv_lora_rank + c.dim * c.num_heads * c.v_dim;
     const std::int64_t dense = 3 * c.dim * c.ffn, moe = c.num_experts * c.dim + 3 * c.dim * c.moe_ffn * (experts + c.num_shared);
-    return 2 * c.vocab * c.dim + c.dim + c.num_layers * (attention + 2 * c.dim) + c.num_dense_layers * dense + (c.num_layers - c.num_dense_layers) * moe;
+    return 2 * c.vocab * c.dim + c.dim + c.num_layers * (attention + 2 * c.dim) + c.num_dense_layers * dense +
+           (c.num_layers - c.num_dense_layers) * moe;
   }
 
   DeepseekV3Config config_;
@@ -291,11 +306,12 @@ class DeepseekV3 final : public Model {
 
 void DeepseekV3Config::validate() const {
   const auto& mesh = current_mesh();
-  MOESH_CHECK(num_heads % mesh.size(tp) == 0, ErrorKind::config, "deepseek_v3: num_heads = ", num_heads, " do not divide by tp = ", mesh.size(tp),
-              "; choose a tp that divides the heads");
-  MOESH_CHECK(num_dense_layers >= 0 && num_dense_layers <= num_layers, ErrorKind::config, "deepseek_v3: num_dense_layers = ", num_dense_layers,
-              " of num_layers = ", num_layers);
-  MOESH_CHECK(rope.dim == qk_rope_dim, ErrorKind::config, "deepseek_v3: rope.dim = ", rope.dim, " and qk_rope_dim = ", qk_rope_dim, " must be equal");
+  MOESH_CHECK(num_heads % mesh.size(tp) == 0, ErrorKind::config, "deepseek_v3: num_heads = ", num_heads,
+              " do not divide by tp = ", mesh.size(tp), "; choose a tp that divides the heads");
+  MOESH_CHECK(num_dense_layers >= 0 && num_dense_layers <= num_layers, ErrorKind::config,
+              "deepseek_v3: num_dense_layers = ", num_dense_layers, " of num_layers = ", num_layers);
+  MOESH_CHECK(rope.dim == qk_rope_dim, ErrorKind::config, "deepseek_v3: rope.dim = ", rope.dim,
+              " and qk_rope_dim = ", qk_rope_dim, " must be equal");
 }
 
 DeepseekV3Config DeepseekV3Config::named(const std::string& size) {
@@ -303,17 +319,57 @@ DeepseekV3Config DeepseekV3Config::named(const std::string& size) {
   if (size == "tiny") {
     c.num_groups = 2, c.top_groups = 1, c.q_lora_rank = 12, c.num_heads = 8, c.init_std = 0.2;
   } else if (size == "debug") {
-    c = {.vocab = 2048, .dim = 256, .num_layers = 6, .num_dense_layers = 1, .ffn = 1024, .moe_ffn = 256, .num_heads = 16, .q_lora_rank = 0,
-         .kv_lora_rank = 512, .qk_nope_dim = 128, .qk_rope_dim = 64, .v_dim = 128, .num_experts = 8, .num_shared = 2, .top_k = 3};
+    c = {.vocab = 2048,
+         .dim = 256,
+         .num_layers = 6,
+         .num_dense_layers = 1,
+         .ffn = 1024,
+         .moe_ffn = 256,
+         .num_heads = 16,
+         .q_lora_rank = 0,
+         .kv_lora_rank = 512,
+         .qk_nope_dim = 128,
+         .qk_rope_dim = 64,
+         .v_dim = 128,
+         .num_experts = 8,
+         .num_shared = 2,
+         .top_k = 3};
   } else if (size == "16b") {
-    c = {.vocab = 102400, .dim = 2048, .num_layers = 27, .num_dense_layers = 1, .ffn = 10944, .moe_ffn = 1408, .num_heads = 16, .q_lora_rank = 0,
-         .kv_lora_rank = 512, .qk_nope_dim = 128, .qk_rope_dim = 64, .v_dim = 128, .num_experts = 64, .num_shared = 2, .top_k = 6};
+    c = {.vocab = 102400,
+         .dim = 2048,
+         .num_layers = 27,
+         .num_dense_layers = 1,
+         .ffn = 10944,
+         .moe_ffn = 1408,
+         .num_heads = 16,
+         .q_lora_rank = 0,
+         .kv_lora_rank = 512,
+         .qk_nope_dim = 128,
+         .qk_rope_dim = 64,
+         .v_dim = 128,
+         .num_experts = 64,
+         .num_shared = 2,
+         .top_k = 6};
     c.rope.factor = 40, c.rope.mscale = 0.707, c.rope.mscale_all_dim = 0.707;
     c.max_sequence = 163840;
   } else if (size == "671b") {
-    c = {.vocab = 129280, .dim = 7168, .num_layers = 61, .num_dense_layers = 3, .ffn = 18432, .moe_ffn = 2048, .num_heads = 128, .q_lora_rank = 1536,
-         .kv_lora_rank = 512, .qk_nope_dim = 128, .qk_rope_dim = 64, .v_dim = 128, .num_experts = 256, .num_shared = 1, .top_k = 8,
-         .num_groups = 8, .top_groups = 4};
+    c = {.vocab = 129280,
+         .dim = 7168,
+         .num_layers = 61,
+         .num_dense_layers = 3,
+         .ffn = 18432,
+         .moe_ffn = 2048,
+         .num_heads = 128,
+         .q_lora_rank = 1536,
+         .kv_lora_rank = 512,
+         .qk_nope_dim = 128,
+         .qk_rope_dim = 64,
+         .v_dim = 128,
+         .num_experts = 256,
+         .num_shared = 1,
+         .top_k = 8,
+         .num_groups = 8,
+         .top_groups = 4};
     c.routed_scale = 2.5;
     c.rope.factor = 40, c.rope.mscale = 1, c.rope.mscale_all_dim = 1;
     c.max_sequence = 163840;

@@ -30,15 +30,15 @@ struct ForwardOptions {
   bool recompute = false;  // keep only what goes from block to block, and compute the rest again in backward
   nn::Pass pass = nn::Pass::training;
   Auxiliary auxiliary;
-  bool reshard = false;    // free gathered parameters after a block's forward, and gather them again in backward
-  bool capture = false;    // keep the logits and the input of the first block
+  bool reshard = false;  // free gathered parameters after a block's forward, and gather them again in backward
+  bool capture = false;  // keep the logits and the input of the first block
   std::vector<std::unique_ptr<nn::RoutingRecord>>* record = nullptr;  // one per MoE layer
   std::vector<std::unique_ptr<nn::RoutingRecord>>* replay = nullptr;
 };
 
 struct ForwardResult {
-  nn::TokenSum loss;           // cross-entropy and auxiliary losses, each divided by the tokens of the step
-  nn::TokenSum cross_entropy;  // the first part of it, for the log
+  nn::TokenSum loss;                 // cross-entropy and auxiliary losses, each divided by the tokens of the step
+  nn::TokenSum cross_entropy;        // the first part of it, for the log
   std::vector<at::Tensor> counts_E;  // of each MoE layer, this rank's own
   at::Tensor logits_BLV;             // if captured: this cp rank's block, this tp rank's vocabulary
   at::Tensor input;                  // if captured: the stream that enters the first block; has its gradient after backward

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include "moesh/base/error.h"
 #include "moesh/spmd/all_gather.h"
 
 namespace moesh::nn {
@@ -15,6 +16,8 @@ Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens&
         at::Tensor keys = heads(k_BSgd), values = heads(v_BSgd);
         const at::Tensor queries = heads(q_BLhd);
         const auto length = queries.size(2), all = keys.size(2), groups = keys.size(1);
+        MOESH_CHECK(groups == 0 || queries.size(1) % groups == 0, ErrorKind::config, "attention: this rank has ", queries.size(1),
+                    " query heads and ", groups, " key heads; choose a tp that divides both numbers of heads");
         if (groups > 0 && groups != queries.size(1)) {
           keys = keys.repeat_interleave(queries.size(1) / groups, 1);
           values = values.repeat_interleave(queries.size(1) / groups, 1);

@@ -34,6 +34,8 @@ inline Cut row(const std::string& name, std::int64_t out, std::int64_t in, const
   spec.cuts = {{tp, 1}};
   return Cut(spec, o.init);
 }
-inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) { return Whole(o.spec(name, out, in), o.init); }
+inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
+  return Whole(o.spec(name, out, in), o.init);
+}
 
 }  // namespace moesh::nn

@@ -11,7 +11,9 @@ namespace moesh::nn {
 class Mlp {
  public:
   Mlp(const std::string& name, std::int64_t dim, std::int64_t ffn, const ModuleOptions& o)
-      : w1_(column(name + ".gate_proj", ffn, dim, o)), w3_(column(name + ".up_proj", ffn, dim, o)), w2_(row(name + ".down_proj", dim, ffn, o)) {}
+      : w1_(column(name + ".gate_proj", ffn, dim, o)),
+        w3_(column(name + ".up_proj", ffn, dim, o)),
+        w2_(row(name + ".down_proj", dim, ffn, o)) {}
 
   Sum operator()(const Full& x) const { return linear(silu(linear(x, use(w1_))) * linear(x, use(w3_)), use(w2_)); }
 

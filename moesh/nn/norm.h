@@ -16,8 +16,9 @@ class RmsNorm {
  public:
   RmsNorm() = default;
   RmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype, at::Device device)
-      : weight_({.name = name + ".weight", .shape = {dim}, .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype, .device = device},
-                {.kind = Init::Kind::ones}),
+      : weight_(
+            {.name = name + ".weight", .shape = {dim}, .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype, .device = device},
+            {.kind = Init::Kind::ones}),
         eps_(eps) {}
 
   /// On work that is split: every rank has other tokens, or other uses of the same ones.

@@ -18,7 +18,8 @@ struct Body : torch::CustomClassHolder {
 class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
  public:
   // `anchor` requires a gradient even where x does not, since the parameters inside do.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Body>& body) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& /*anchor*/,
+                               const c10::intrusive_ptr<Body>& body) {
     context->save_for_backward({x});
     context->saved_data["body"] = c10::IValue::make_capsule(body);
     variable_list out;
@@ -48,7 +49,8 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
 
 }  // namespace
 
-std::vector<at::Tensor> recompute(std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x) {
+std::vector<at::Tensor> recompute(std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f,
+                                  const at::Tensor& x) {
   if (!at::GradMode::is_enabled()) return f(x, false);
   auto body = c10::make_intrusive<Body>();
   body->f = std::move(f);

@@ -15,7 +15,8 @@ double magnitude(double factor, double scale) { return factor <= 1 ? 1 : 0.1 * s
 
 // The frequency index whose wave turns `turns` times over the original length.
 double index_of(double turns, const RopeConfig& c) {
-  return static_cast<double>(c.dim) * std::log(static_cast<double>(c.original_length) / (turns * 2 * std::numbers::pi)) / (2 * std::log(c.theta));
+  return static_cast<double>(c.dim) * std::log(static_cast<double>(c.original_length) / (turns * 2 * std::numbers::pi)) /
+         (2 * std::log(c.theta));
 }
 
 }  // namespace
@@ -23,8 +24,8 @@ double index_of(double turns, const RopeConfig& c) {
 void RopeConfig::validate() const {
   MOESH_CHECK(dim >= 2 && dim % 2 == 0, ErrorKind::config, "rope: ", dim, " rotated features; it takes an even number");
   MOESH_CHECK(theta > 1, ErrorKind::config, "rope: theta is ", theta, "; it takes more than 1");
-  MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor, " of original_length ", original_length,
-              "; both take 1 or more");
+  MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor, " of original_length ",
+              original_length, "; both take 1 or more");
 }
 
 double RopeConfig::attention_factor() const {
@@ -37,7 +38,8 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
   c.validate();
   at::Tensor frequencies = at::empty({c.dim / 2}, at::kDouble);
   auto* f = frequencies.data_ptr<double>();
-  for (std::int64_t i = 0; i < c.dim / 2; ++i) f[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(c.dim));
+  for (std::int64_t i = 0; i < c.dim / 2; ++i)
+    f[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(c.dim));
   if (c.factor <= 1) return frequencies;
   double low = index_of(c.beta_fast, c), high = index_of(c.beta_slow, c);
   if (c.truncate) low = std::floor(low), high = std::ceil(high);
@@ -55,7 +57,9 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
-  if (c.factor > 1) m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim) : magnitude(c.factor, 1);
+  if (c.factor > 1)
+    m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim)
+                                               : magnitude(c.factor, 1);
   const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
 }

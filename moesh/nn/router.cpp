@@ -116,7 +116,8 @@ at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor&
   }
   if (config_.forced_balance) experts = balanced_choice(tokens, config_, experts.device());
   if (options.replay) {
-    const at::Tensor replayed = options.replay->experts_TK.index_select(0, tokens.global_ids() + options.record_start).to(experts.device());
+    const at::Tensor replayed =
+        options.replay->experts_TK.index_select(0, tokens.global_ids() + options.record_start).to(experts.device());
     if (options.pass != Pass::recompute) note_flips(experts, replayed, choice, *options.replay);
     experts = replayed;
   }

@@ -55,7 +55,7 @@ struct RouteOptions {
   RoutingRecord* record = nullptr;
   RoutingRecord* replay = nullptr;
   std::int64_t record_start = 0;  // the place of this micro-batch's first token in the record
-  at::Tensor valid_N = {};  // bool: tokens that count for balance and losses; undefined: all
+  at::Tensor valid_N = {};        // bool: tokens that count for balance and losses; undefined: all
 };
 
 struct Route {

@@ -48,7 +48,8 @@ Along Tokens::over_cp() const {
 Along Tokens::over_tp() const {
   const int num_tp = mesh_.size(tp), first = mesh_.coordinate(cp) * num_tp;
   Along along{.dim = 1};
-  for (int t = 0; t < num_tp; ++t) along.sizes.push_back(SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
+  for (int t = 0; t < num_tp; ++t)
+    along.sizes.push_back(SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
   return along;
 }
 

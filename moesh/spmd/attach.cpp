@@ -39,6 +39,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 }  // namespace
 
 void run_backward(const std::function<void()>& backward) {
+  fault = nullptr;
   try {
     backward();
   } catch (...) {

@@ -4,6 +4,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <functional>
+#include <thread>
+
 #include "moesh/base/error.h"
 #include "moesh/base/mutant.h"
 #include "moesh/base/random.h"
@@ -33,21 +37,33 @@ double initial_value(const Init& init, const Random& random, std::int64_t index)
   return 0;
 }
 
+// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is serial in code built without
+// OpenMP.)
+void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
+  const Pieces pieces{n, n < 65536 ? 1 : at::get_num_threads()};
+  std::vector<std::thread> threads;
+  for (std::int64_t t = 1; t < pieces.parts; ++t) threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
+  f(0, pieces.length(0));
+  for (auto& t : threads) t.join();
+}
+
 // Element i of the region gets the value of its index in the whole tensor.
 at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
   at::Tensor out = at::empty(region.length, at::TensorOptions(at::kDouble));
   auto* data = out.data_ptr<double>();
   const Random random(init.seed, spec.name);
   const auto dims = spec.shape.size();
-  at::parallel_for(0, out.numel(), 4096, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t i = begin; i < end; ++i) {
-      std::int64_t rest = i, index = 0, stride = 1;
-      for (size_t d = dims; d-- > 0;) {
+  const std::int64_t width = region.length[dims - 1];  // the innermost dimension is consecutive in the whole, too
+  in_parallel(out.numel(), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end;) {
+      std::int64_t rest = i / width, index = region.start[dims - 1] + i % width, stride = spec.shape[dims - 1];
+      for (size_t d = dims - 1; d-- > 0;) {
         index += (region.start[d] + rest % region.length[d]) * stride;
         rest /= region.length[d];
         stride *= spec.shape[d];
       }
-      data[i] = initial_value(init, random, index);
+      const std::int64_t row_end = std::min(end, i - i % width + width);
+      for (; i < row_end; ++i, ++index) data[i] = initial_value(init, random, index);
     }
   });
   return out.to(at::TensorOptions(spec.device).dtype(spec.dtype));

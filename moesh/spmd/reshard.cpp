@@ -74,6 +74,7 @@ void gather_again(raw::GatheredBlock& block) {
 struct Pending {
   comm::Handle handle;
   size_t num_bytes;
+  std::int64_t version;  // of the value: an update in between makes the gather stale
 };
 
 std::map<const void*, Pending>& pending() {
@@ -112,7 +113,7 @@ void prefetch(const std::vector<const Stored*>& params) {
     const auto num_bytes = static_cast<size_t>(numel) * c10::elementSize(compute);
     auto handle = group->start_all_gather(shard_rows(w->value, compute, w->spec.storage_dim), w->storage_sizes);
     count(static_cast<std::int64_t>(num_bytes));
-    pending().emplace(w->value.unsafeGetTensorImpl(), Pending{std::move(handle), num_bytes});
+    pending().emplace(w->value.unsafeGetTensorImpl(), Pending{std::move(handle), num_bytes, w->value._version()});
   }
 }
 
@@ -127,9 +128,11 @@ at::Tensor gather_shards(const Stored& w, at::ScalarType compute, const std::sha
   const auto found = pending().find(w.value.unsafeGetTensorImpl());
   if (found != pending().end()) {
     rows = found->second.handle.wait();
+    if (found->second.version != w.value._version()) rows.reset();
     count(-static_cast<std::int64_t>(found->second.num_bytes));
     pending().erase(found);
-  } else {
+  }
+  if (!rows.defined()) {
     rows = group->all_gather(shard_rows(w.value, compute, dim), w.storage_sizes);
   }
   if (current_block && at::GradMode::is_enabled()) {

@@ -1,7 +1,7 @@
 #pragma once
-// FSDP's memory: parameters that `use` gathers within a scope are freed when the scope's forward is done, and gathered again when its
-// backward begins. The tensors that autograd saved stay the same objects; their storage is emptied and filled again. (Saved-tensor
-// hooks, the other way to do it, exist in Python only.)
+// FSDP's memory: parameters that `use` gathers within a scope are freed when the scope's forward is done, and gathered again when
+// its backward begins. The tensors that autograd saved stay the same objects; their storage is emptied and filled again.
+// (Saved-tensor hooks, the other way to do it, exist in Python only.)
 
 #include <ATen/core/Tensor.h>
 
@@ -34,7 +34,8 @@ class ReshardScope {
   std::shared_ptr<raw::GatheredBlock> outer_;
 };
 
-/// Starts the gathers of parameters that will be used next, so that they travel while other work is done. `use` takes them from here.
+/// Starts the gathers of parameters that will be used next, so that they travel while other work is done. `use` takes them from
+/// here, if the parameter has not been written since.
 void prefetch(const std::vector<const Stored*>& params);
 
 /// Bytes of gathered parameters on this thread that are in a scope or under way: now, and the most since the last reset.

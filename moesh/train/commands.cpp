@@ -57,7 +57,8 @@ int take_number(Args& args, const std::string& name, int otherwise) {
   if (!text) return otherwise;
   int value = 0;
   char rest = 0;
-  MOESH_CHECK(std::sscanf(text->c_str(), "%d%c", &value, &rest) == 1 && value >= 1, ErrorKind::config, name, " is '", *text, "'; it takes a whole number, 1 or more");
+  MOESH_CHECK(std::sscanf(text->c_str(), "%d%c", &value, &rest) == 1 && value >= 1, ErrorKind::config, name, " is '", *text,
+              "'; it takes a whole number, 1 or more");
   return value;
 }
 
@@ -77,7 +78,8 @@ int run_train(const Args& args) {
   validate(l.config, comm::num_launched_processes() > 0 ? 0 : mesh_shape(l.config).num_ranks(), l.model.facts());
   const RunSummary s = train(l.config, l.model);
   if (s.num_steps == 0) return 0;  // this process does not hold rank 0
-  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done", static_cast<long long>(s.num_steps), s.losses.back());
+  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done", static_cast<long long>(s.num_steps),
+              s.losses.back());
   if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
   std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds, s.step_seconds);
   if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
@@ -107,7 +109,8 @@ int run_verify(Args args) {
   const int steps = take_number(args, "--steps", 2), sweep = take_number(args, "--sweep", 0);
   const auto json = take(args, "--json");
   bool has_length = false, has_batch = false;
-  for (const auto& a : args) has_length |= a.find("sequence_length") != std::string::npos, has_batch |= a.find("batch_size") != std::string::npos;
+  for (const auto& a : args)
+    has_length |= a.find("sequence_length") != std::string::npos, has_batch |= a.find("batch_size") != std::string::npos;
   Loaded l = load(args);
   // A proof wants few tokens, and an odd number of them.
   if (!has_length && l.config.origin("data.sequence_length") == "default") l.config.data.sequence_length = 7;
@@ -144,19 +147,27 @@ int run_verify(Args args) {
     if (!r.holds()) ++num_failed;
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || shapes.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
-    if (is_terminal && shapes.size() > 1) std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()), std::fflush(stdout);
-    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": \"", shape.describe(), "\", \"holds\": ", r.holds() ? "true" : "false",
-                              ", \"worst\": ", r.worst_ratio, ", \"first\": \"", r.mismatches.empty() ? "" : r.mismatches[0].tensor, "\"}");
+    if (is_terminal && shapes.size() > 1)
+      std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()),
+          std::fflush(stdout);
+    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": \"", shape.describe(),
+                              "\", \"holds\": ", r.holds() ? "true" : "false", ", \"worst\": ", r.worst_ratio, ", \"first\": \"",
+                              r.mismatches.empty() ? "" : r.mismatches[0].tensor, "\"}");
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (is_terminal) std::printf("\r\033[K");
   const auto c = verify_case(l, steps);
-  std::printf("%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n", l.config.model.name.c_str(),
-              l.config.model.size.c_str(), l.config.training.dtype.c_str(), steps, shapes.size() - num_failed, shapes.size(), worst, c.tolerance(), seconds);
-  if (c.replays()) std::printf("routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n", static_cast<long long>(flipped), margin);
+  std::printf("%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
+              l.config.model.name.c_str(), l.config.model.size.c_str(), l.config.training.dtype.c_str(), steps,
+              shapes.size() - num_failed, shapes.size(), worst, c.tolerance(), seconds);
+  if (c.replays())
+    std::printf("routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n",
+                static_cast<long long>(flipped), margin);
   if (json) {
     std::ofstream file(*json);
-    file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false") << ",\n  \"seconds\": " << seconds << ",\n  \"meshes\": [\n" << entries << "\n  ]\n}\n";
+    file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false") << ",\n  \"seconds\": " << seconds
+         << ",\n  \"meshes\": [\n"
+         << entries << "\n  ]\n}\n";
     MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " cannot be written; choose a file that can");
   }
   return num_failed == 0 ? 0 : 1;

@@ -33,10 +33,11 @@ class SignalScope {
  public:
   SignalScope() {
     stop_signal = 0;
-    for (int s : {SIGINT, SIGTERM}) std::signal(s, [](int signal) {
-      stop_signal = signal;
-      std::signal(signal, SIG_DFL);
-    });
+    for (int s : {SIGINT, SIGTERM})
+      std::signal(s, [](int signal) {
+        stop_signal = signal;
+        std::signal(signal, SIG_DFL);
+      });
   }
   ~SignalScope() {
     for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
@@ -47,15 +48,23 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
   const auto& o = config.optimizer;
-  if (o.name == "sgd") return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
-  return std::make_unique<optim::AdamW>(params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+  if (o.name == "sgd")
+    return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
+  return std::make_unique<optim::AdamW>(
+      params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
 }
 
 optim::Schedule make_schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
   const auto& s = config.lr_scheduler;
-  const Kind kind = s.kind == "cosine" ? Kind::cosine : s.kind == "linear" ? Kind::linear : s.kind == "wsd" ? Kind::wsd : Kind::constant;
-  return optim::Schedule({.kind = kind, .num_steps = config.training.steps, .warmup_steps = s.warmup_steps, .decay_ratio = s.decay_ratio,
+  const Kind kind = s.kind == "cosine"   ? Kind::cosine
+                    : s.kind == "linear" ? Kind::linear
+                    : s.kind == "wsd"    ? Kind::wsd
+                                         : Kind::constant;
+  return optim::Schedule({.kind = kind,
+                          .num_steps = config.training.steps,
+                          .warmup_steps = s.warmup_steps,
+                          .decay_ratio = s.decay_ratio,
                           .min_lr_factor = s.min_lr_factor});
 }
 
@@ -92,7 +101,8 @@ class Reporter {
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
     file_.open(folder / "metrics.jsonl", std::ios::trunc);
-    MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", config.metrics.folder, "' cannot be written; choose a folder that can");
+    MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", config.metrics.folder,
+                "' cannot be written; choose a folder that can");
     summary_.folder = folder.string();
   }
 
@@ -101,23 +111,27 @@ class Reporter {
     const double tflops = tps * flops_per_token / 1e12;
     const Load load = load_of(g.counts_E);
     char line[512];
-    std::snprintf(line, sizeof line,
-                  "{\"step\":%lld,\"loss\":%.9g,\"total_loss\":%.9g,\"grad_norm\":%.9g,\"lr\":%.9g,\"seconds\":%.6g,\"tps\":%.6g,\"tflops\":%.6g,"
-                  "\"memory_gib\":%.4g,\"expert_max_over_mean\":%.6g,\"experts_idle\":%lld,\"tokens\":%lld,\"skipped\":%s}",
-                  static_cast<long long>(step), finite(g.loss), finite(g.total_loss), finite(u.grad_norm), lr, seconds, tps, tflops, memory,
-                  load.max_over_mean, static_cast<long long>(load.num_idle), static_cast<long long>(g.num_tokens), u.skipped ? "true" : "false");
+    std::snprintf(
+        line, sizeof line,
+        "{\"step\":%lld,\"loss\":%.9g,\"total_loss\":%.9g,\"grad_norm\":%.9g,\"lr\":%.9g,\"seconds\":%.6g,\"tps\":%.6g,\"tflops\":%.6g,"
+        "\"memory_gib\":%.4g,\"expert_max_over_mean\":%.6g,\"experts_idle\":%lld,\"tokens\":%lld,\"skipped\":%s}",
+        static_cast<long long>(step), finite(g.loss), finite(g.total_loss), finite(u.grad_norm), lr, seconds, tps, tflops, memory,
+        load.max_over_mean, static_cast<long long>(load.num_idle), static_cast<long long>(g.num_tokens),
+        u.skipped ? "true" : "false");
     file_ << line << std::endl;
     const bool is_logged = step == 1 || step % config_.metrics.log_freq == 0 || step == config_.training.steps || u.skipped;
     if (is_terminal_ && !is_logged) {
-      std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step), static_cast<long long>(config_.training.steps), g.loss);
+      std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step), static_cast<long long>(config_.training.steps),
+                  g.loss);
       std::fflush(stdout);
       return;
     }
     if (!is_logged) return;
     if (is_terminal_) std::printf("\r\033[K");
-    std::printf("step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  experts: max/mean %.2f, %lld idle%s\n",
-                static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(tps).c_str(), tflops, load.max_over_mean,
-                static_cast<long long>(load.num_idle), u.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
+    std::printf(
+        "step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  experts: max/mean %.2f, %lld idle%s\n",
+        static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(tps).c_str(), tflops, load.max_over_mean,
+        static_cast<long long>(load.num_idle), u.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
     std::fflush(stdout);
   }
 
@@ -131,7 +145,8 @@ class Reporter {
   std::ofstream file_;
 };
 
-std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset, const Mesh& mesh, std::int64_t step) {
+std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset, const Mesh& mesh,
+                                           std::int64_t step) {
   const auto order = sample_order(config);
   const at::Device device(config.training.device == "cuda" ? "cuda:0" : config.training.device);
   std::vector<models::MicroBatch> batches;
@@ -149,14 +164,16 @@ bool stop_agreed(comm::Group& world, const Config& config) {
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
-void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup, const data::Dataset& dataset, Clock::time_point start, RunSummary& summary) {
+void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup, const data::Dataset& dataset,
+              Clock::time_point start, RunSummary& summary) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(setup, config);
   const auto optimizer = make_optimizer(*model, config);
   const auto schedule = make_schedule(config);
   StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
-  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel, .recompute = config.activation_checkpoint.mode == "full",
+  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
+                     .recompute = config.activation_checkpoint.mode == "full",
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};
   const bool is_first = world.rank() == 0;
@@ -164,12 +181,14 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   if (is_first) {
     reporter.emplace(config, summary);
     std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(), config.model.size.c_str(),
-                with_commas(static_cast<double>(model->num_parameters())).c_str(), with_commas(static_cast<double>(model->num_active_parameters())).c_str(),
-                world.size(), mesh.shape().describe().c_str());
+                with_commas(static_cast<double>(model->num_parameters())).c_str(),
+                with_commas(static_cast<double>(model->num_active_parameters())).c_str(), world.size(),
+                mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
     std::fflush(stdout);
   }
-  const double flops_per_token = 6.0 * static_cast<double>(model->num_active_parameters()) + model->attention_flops(config.data.sequence_length);
+  const double flops_per_token =
+      6.0 * static_cast<double>(model->num_active_parameters()) + model->attention_flops(config.data.sequence_length);
   std::vector<double> seconds;
   auto last = start;
   for (std::int64_t step = 0; step < config.training.steps; ++step) {
@@ -184,8 +203,10 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
       reporter->step(step + 1, g, u, lr, took, flops_per_token);
       summary.losses.push_back(g.loss);
       ++summary.num_steps;
-      if (step == 0) summary.first_step_seconds = took;
-      else seconds.push_back(took);
+      if (step == 0)
+        summary.first_step_seconds = took;
+      else
+        seconds.push_back(took);
       summary.interrupted = stop;
     }
     if (stop) break;
@@ -208,8 +229,9 @@ RunSummary train(const Config& config, const ModelSetup& setup) {
   options.checked = config.debug.checked;
   options.device = at::Device(config.training.device == "cuda" ? "cuda:0" : config.training.device);
   const SignalScope signals;
-  comm::launch(mesh_shape(config).num_ranks(),
-               [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); }, options);
+  comm::launch(
+      mesh_shape(config).num_ranks(), [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); },
+      options);
   return summary;
 }
 

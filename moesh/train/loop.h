@@ -12,17 +12,17 @@ namespace moesh::train {
 
 /// What a run came to.
 struct RunSummary {
-  std::int64_t num_steps = 0;            // that were run
-  std::vector<double> losses;            // cross-entropy per token of every step
-  std::optional<double> entropy;         // the floor of the loss, where the data knows it
-  double first_step_seconds = 0;         // from the start to the end of the first step
-  double step_seconds = 0;               // median of the later ones
+  std::int64_t num_steps = 0;     // that were run
+  std::vector<double> losses;     // cross-entropy per token of every step
+  std::optional<double> entropy;  // the floor of the loss, where the data knows it
+  double first_step_seconds = 0;  // from the start to the end of the first step
+  double step_seconds = 0;        // median of the later ones
   bool interrupted = false;
-  std::string folder;                    // where metrics.jsonl is
+  std::string folder;  // where metrics.jsonl is
 };
 
-/// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are spread over the processes. SIGINT and
-/// SIGTERM end the run after the step.
+/// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are spread over the processes.
+/// SIGINT and SIGTERM end the run after the step.
 RunSummary train(const Config& config, const ModelSetup& setup);
 
 }  // namespace moesh::train

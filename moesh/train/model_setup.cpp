@@ -33,7 +33,11 @@ ModelKeys ModelSetup::keys() {
 
 ModelFacts ModelSetup::facts() const {
   const auto& c = deepseek_v3;
-  return {.num_heads = c.num_heads, .num_kv_heads = c.num_heads, .num_experts = c.num_experts, .top_k = c.top_k, .max_sequence = c.max_sequence,
+  return {.num_heads = c.num_heads,
+          .num_kv_heads = c.num_heads,
+          .num_experts = c.num_experts,
+          .top_k = c.top_k,
+          .max_sequence = c.max_sequence,
           .vocab_size = c.vocab};
 }
 
@@ -47,8 +51,10 @@ ModelSetup model_setup(Config& config) {
 }
 
 models::ModelOptions model_options(const Config& config) {
-  return {.dtype = scalar_type(config), .device = at::Device(config.training.device == "cuda" ? "cuda:0" : config.training.device),
-          .seed = static_cast<std::uint64_t>(config.training.seed), .dispatcher = dispatcher(config),
+  return {.dtype = scalar_type(config),
+          .device = at::Device(config.training.device == "cuda" ? "cuda:0" : config.training.device),
+          .seed = static_cast<std::uint64_t>(config.training.seed),
+          .dispatcher = dispatcher(config),
           .forced_balance = config.moe.force_load_balance};
 }
 

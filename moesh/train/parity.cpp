@@ -70,10 +70,12 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
 void Findings::compare(const Part& part, int rank) {
   const at::Tensor& whole = reference_[part.name];
   const at::Tensor expected = part.place(whole).to(at::kDouble), value = part.value.to(at::kDouble);
+  MOESH_CHECK(value.sizes() == expected.sizes(), "parity: rank ", rank, " has ", value.sizes(), " of '", part.name,
+              "', where the reference has ", expected.sizes());
   const at::Tensor delta = value - expected;
   const bool finite = value.numel() == 0 || at::isfinite(value).all().item<bool>();
   const double error = finite ? size_of(delta) : INFINITY;
-  const double size = part.name.starts_with("d(") ? std::max(size_of(whole), floor_) : size_of(whole);
+  const double size = std::max(size_of(whole), part.name.starts_with("d(") ? floor_ : part.floor);
   const double square = inner_product(expected, expected);
   const double factor = square > 0 ? inner_product(value, expected) / square : 1;
 
@@ -87,6 +89,7 @@ void Findings::compare(const Part& part, int rank) {
   }
   m.allowed = part.exact ? 0 : tolerance_ * size;
   m.factors[static_cast<size_t>(rank)] = factor;
+  ++num_reports_[part.name];
   if (error <= m.error) return;
   m.error = error;
   m.worst_rank = rank;
@@ -100,6 +103,15 @@ void Findings::compare(const Part& part, int rank) {
 std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
   const std::lock_guard lock(mutex_);
   std::vector<Mismatch> found;
+  // Every tensor of the reference must have been compared on every rank.
+  for (const auto& [name, value] : reference_.tensors) {
+    const auto reported = num_reports_.find(name);
+    const int count = reported == num_reports_.end() ? 0 : reported->second;
+    if (count != num_ranks_)
+      found.push_back(
+          {.tensor = name + " (compared on " + std::to_string(count) + " of " + std::to_string(num_ranks_) + " ranks)",
+           .error = INFINITY});
+  }
   for (const auto& name : order_) {
     Mismatch m = by_name_.at(name);
     if (m.error <= m.allowed) continue;

@@ -1,5 +1,6 @@
 #pragma once
-// Comparing what the ranks of a mesh have with what one rank has: tensor by tensor, with the factor that tells which reduction is wrong.
+// Comparing what the ranks of a mesh have with what one rank has: tensor by tensor, with the factor that tells which reduction is
+// wrong.
 
 #include <ATen/core/Tensor.h>
 
@@ -33,6 +34,7 @@ struct Part {
   std::function<at::Tensor(const at::Tensor& whole)> place;
   bool exact = false;                      // counts: not one may be off
   std::optional<TokenOrigin> tokens = {};  // of tensors that hold tokens
+  double floor = 0;                        // what |ref| is taken for at least: the size of the terms of a sum that may cancel
 };
 
 /// The box of a tensor that a region names.
@@ -49,8 +51,8 @@ struct Mismatch {
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all gradients| / sqrt(their number)): the floor is
-/// there because some gradients are exactly zero.
+/// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all gradients| / sqrt(their number)): the
+/// floor is there because some gradients are exactly zero.
 class Findings {
  public:
   Findings(int num_ranks, const NamedTensors& reference, double tolerance);
@@ -68,6 +70,7 @@ class Findings {
   mutable std::mutex mutex_;
   std::vector<std::string> order_;
   std::map<std::string, Mismatch> by_name_;
+  std::map<std::string, int> num_reports_;
 };
 
 }  // namespace moesh::train

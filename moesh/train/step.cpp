@@ -45,8 +45,10 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
     };
     add(loss, result.cross_entropy), add(total, result.loss);
     for (size_t i = 0; i < result.counts_E.size(); ++i) {
-      if (counts.size() <= i) counts.push_back(result.counts_E[i]);
-      else counts[i] = counts[i] + result.counts_E[i];
+      if (counts.size() <= i)
+        counts.push_back(result.counts_E[i]);
+      else
+        counts[i] = counts[i] + result.counts_E[i];
     }
     g.last = std::move(result);
   }
@@ -59,7 +61,8 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
   return g;
 }
 
-Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr, const StepOptions& options) {
+Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr,
+                       const StepOptions& options) {
   Update update;
   const auto norm = optim::grad_norm(optimizer.params());
   update.grad_norm = number(norm);
@@ -72,8 +75,10 @@ Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const 
   if (options.max_norm > 0) optim::clip_gradients(optimizer.params(), norm, options.max_norm);
   optimizer.step(lr);
   for (auto* router : model.routers()) {
-    if (options.bias_coeff != 0) router->update_bias(options.bias_coeff);
-    else router->clear_counts();
+    if (options.bias_coeff != 0)
+      router->update_bias(options.bias_coeff);
+    else
+      router->clear_counts();
   }
   return update;
 }

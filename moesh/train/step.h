@@ -10,18 +10,18 @@
 namespace moesh::train {
 
 struct StepOptions {
-  double max_norm = 1;       // of the gradient; 0: not clipped
-  double bias_coeff = 0.001; // by how much the expert bias moves; 0: it stays
+  double max_norm = 1;        // of the gradient; 0: not clipped
+  double bias_coeff = 0.001;  // by how much the expert bias moves; 0: it stays
   models::ForwardOptions forward;
 };
 
 /// What the micro-batches of a step gave; every number is that of all ranks.
 struct Gradients {
-  double loss = 0;           // cross-entropy per valid token
-  double total_loss = 0;     // with the auxiliary losses
-  std::int64_t num_tokens = 0;  // valid tokens of the step
+  double loss = 0;                   // cross-entropy per valid token
+  double total_loss = 0;             // with the auxiliary losses
+  std::int64_t num_tokens = 0;       // valid tokens of the step
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
-  models::ForwardResult last;  // of the last micro-batch, on this rank
+  models::ForwardResult last;        // of the last micro-batch, on this rank
 };
 
 struct Update {
@@ -29,11 +29,12 @@ struct Update {
   bool skipped = false;  // a gradient was not finite, or there was no valid token: nothing has moved, on any rank
 };
 
-/// Forward and backward of every micro-batch. The valid tokens of the step are counted over all ranks before the first backward, so
-/// that every one of them has the same weight. `num_step_tokens` of the batches is filled in here.
+/// Forward and backward of every micro-batch. The valid tokens of the step are counted over all ranks before the first backward,
+/// so that every one of them has the same weight. `num_step_tokens` of the batches is filled in here.
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches, const StepOptions& options);
 
 /// Clips, updates the parameters and moves the expert bias; or, where it must, skips all of it.
-Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr, const StepOptions& options);
+Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr,
+                       const StepOptions& options);
 
 }  // namespace moesh::train

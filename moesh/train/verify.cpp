@@ -14,15 +14,18 @@ namespace {
 
 using enum Place;
 
-// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted before any cut; some are ignored.
+// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted before any cut; some are
+// ignored.
 models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, int micro) {
   const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
   const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
   at::Tensor ids = at::empty({c.batch, length}, at::kLong), labels = at::empty({c.batch, c.sequence}, at::kLong);
   for (std::int64_t b = 0; b < c.batch; ++b) {
-    const std::int64_t sample = (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
+    const std::int64_t sample =
+        (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
     for (std::int64_t i = 0; i < length; ++i)
-      ids[b][i] = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(sample * length + i), static_cast<std::uint64_t>(c.model.vocab)));
+      ids[b][i] = static_cast<std::int64_t>(
+          random.below(static_cast<std::uint64_t>(sample * length + i), static_cast<std::uint64_t>(c.model.vocab)));
     for (std::int64_t i = 0; i < c.sequence; ++i) {
       const bool is_ignored = dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
       labels[b][i] = is_ignored ? at::full({}, -100, at::kLong) : ids[b][i + 1];
@@ -46,7 +49,11 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, std::vector<std::vector<st
   const std::int64_t first_sequence = mesh.coordinate(dp) * c.batch;
 
   StepOptions options{.max_norm = c.max_norm, .bias_coeff = c.bias_coeff};
-  options.forward = {.sequence_parallel = c.sequence_parallel, .recompute = c.recompute, .auxiliary = c.auxiliary, .reshard = c.reshard, .capture = true};
+  options.forward = {.sequence_parallel = c.sequence_parallel,
+                     .recompute = c.recompute,
+                     .auxiliary = c.auxiliary,
+                     .reshard = c.reshard,
+                     .capture = true};
   for (int step = 0; step < c.steps; ++step) {
     std::vector<models::MicroBatch> batches;
     for (int micro = 0; micro < c.accumulation; ++micro) batches.push_back(make_batch(c, mesh, step, micro));
@@ -54,27 +61,34 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, std::vector<std::vector<st
     options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
     const Gradients g = accumulate_gradients(*model, batches, options);
     const std::string at = "step " + std::to_string(step) + " ";
-    for (size_t i = 0; i < g.counts_E.size(); ++i) report(Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
+    for (size_t i = 0; i < g.counts_E.size(); ++i)
+      report(Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
     report(Part{at + "loss", at::full({}, g.loss, at::kDouble), whole_tensor});
     report(Part{at + "total loss", at::full({}, g.total_loss, at::kDouble), whole_tensor});
     if (step == 0) {
       const Pieces vocab{c.model.vocab, mesh.size(tp)};
       report(Part{"logits", g.last.logits_BLV,
-                  [&](const at::Tensor& t) { return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)), vocab.length(mesh.coordinate(tp))); },
+                  [&](const at::Tensor& t) {
+                    return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                            vocab.length(mesh.coordinate(tp)));
+                  },
                   false, TokenOrigin{first_sequence, tokens.block_start()}});
       report(Part{"d(input)", g.last.input.grad(), [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
                   TokenOrigin{first_sequence, tokens.mine_start()}});
       model->each_param([&](Stored& w, bool) {
-        report(Part{"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()), [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+        report(Part{"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
+                    [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
       });
     }
     const Update update = apply_gradients(*model, optimizer, g, c.lr, options);
     report(Part{at + "gradient norm", at::full({}, update.grad_norm, at::kDouble), whole_tensor});
   }
   int layer = 0;
-  for (auto* router : model->routers()) report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(), whole_tensor});
+  for (auto* router : model->routers())
+    report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(), whole_tensor});
   model->each_param([&](Stored& w, bool) {
-    report(Part{w.spec.name, raw::gather(w, w.value.detach()), [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+    report(Part{w.spec.name, raw::gather(w, w.value.detach()),
+                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
 }
 
@@ -109,29 +123,36 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
     result.routing.emplace_back();
     // All micro-batches of a step stand one behind the other.
     for (size_t i = 0; i < num_moe; ++i)
-      result.routing.back().push_back(std::make_unique<nn::RoutingRecord>(whole.batch * c.sequence * c.accumulation, c.model.top_k));
+      result.routing.back().push_back(
+          std::make_unique<nn::RoutingRecord>(whole.batch * c.sequence * c.accumulation, c.model.top_k));
   }
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  run_steps(whole, mesh, &result.routing, nullptr, [&](const Part& part) { result.tensors.emplace_back(part.name, part.value.detach().clone()); });
+  run_steps(whole, mesh, &result.routing, nullptr,
+            [&](const Part& part) { result.tensors.emplace_back(part.name, part.value.detach().clone()); });
   return result;
 }
 
-VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape, const comm::LaunchOptions& options) {
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
+                    const comm::LaunchOptions& options) {
   VerifyReport report;
   Findings findings(shape.num_ranks(), reference, c.tolerance());
   auto& routing = const_cast<VerifyReference&>(reference).routing;
   try {
-    comm::launch(shape.num_ranks(), [&](comm::Group& world) {
-      const Mesh mesh(world, shape);
-      const MeshScope scope(mesh);
-      run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr, [&](const Part& part) { findings.compare(part, world.rank()); });
-    }, options);
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, shape);
+          const MeshScope scope(mesh);
+          run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr,
+                    [&](const Part& part) { findings.compare(part, world.rank()); });
+        },
+        options);
   } catch (const std::exception& e) {
     report.error = e.what();
   }
-  report.mismatches = findings.mismatches(shape.validated());
+  if (report.error.empty()) report.mismatches = findings.mismatches(shape.validated());
   report.worst_ratio = findings.worst_ratio();
   if (c.replays())
     for (const auto& step : routing)
@@ -144,7 +165,9 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
 
 VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
   auto& m = c.model;
-  const auto fit = [](std::int64_t value, std::int64_t divisor) { return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor); };
+  const auto fit = [](std::int64_t value, std::int64_t divisor) {
+    return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
+  };
   m.num_heads = fit(m.num_heads, shape.tp);
   const auto groups = m.num_groups;
   m.num_experts = fit(m.num_experts, shape.ep * groups % 2 == 0 ? shape.ep : shape.ep * groups);

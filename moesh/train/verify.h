@@ -1,6 +1,6 @@
 #pragma once
-// The proof that a mesh computes what one device computes: the same model, seed and data on one rank and on the mesh, several optimizer
-// steps, everything compared.
+// The proof that a mesh computes what one device computes: the same model, seed and data on one rank and on the mesh, several
+// optimizer steps, everything compared.
 
 #include <string>
 #include <vector>
@@ -46,7 +46,8 @@ struct VerifyReport {
 /// On one rank, with the batch of num_dp dp ranks.
 VerifyReference run_reference(const VerifyCase& c, int num_dp);
 
-VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape, const comm::LaunchOptions& options = {});
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
+                    const comm::LaunchOptions& options = {});
 
 /// The case with heads and experts that the mesh divides, for sweeps: as they are where they fit.
 VerifyCase fitted(VerifyCase c, const MeshShape& shape);

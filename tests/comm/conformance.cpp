@@ -530,6 +530,15 @@ void splits(Group& g, const Setup& s) {
              "all_reduce of a group");
   const auto first = pairs->members()[0];
   require(a.wait()[0].item<std::int64_t>() == first, "all_gather of a pair");
+  if (s.any_order) {  // two groups of the same ranks
+    const auto x = at::full({1}, 1, at::kLong).to(s.device), y = at::full({1}, 10, at::kLong).to(s.device);
+    const auto twin = g.split(0, 0, "twin"), other = g.split(0, 0, "other");
+    std::optional<Handle> one, ten;
+    if (me % 2 == 0) one.emplace(twin->start_all_reduce(x));
+    ten.emplace(other->start_all_reduce(y));
+    if (me % 2 == 1) one.emplace(twin->start_all_reduce(x));
+    require(one->wait().item<std::int64_t>() == n && ten->wait().item<std::int64_t>() == 10 * n, "two groups were mixed up");
+  }
   check_group(g, s, where([](int) { return true; }), g.name());
 }
 

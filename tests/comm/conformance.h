@@ -15,6 +15,7 @@ struct Setup {
   bool exact_sums = true;  // float sums have the bits of a plain sum in rank order
   bool nan_wins = true;    // max and min of a NaN are NaN
   bool checked = false;    // each start waits for the other ranks, to compare
+  bool any_order = false;  // ranks may start operations of two groups in different orders
 };
 
 struct Case {

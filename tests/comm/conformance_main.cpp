@@ -1,5 +1,5 @@
 // The conformance suite as a program, for backends that need a launcher:
-//   [mpirun -n 4] comm_conformance_main [--ranks 8] [--checked] [--digest]
+//   [mpirun -n 4] comm_conformance_main [--ranks 8] [--checked] [--cuda] [--digest]
 // Without a launcher the ranks are threads. --digest prints a hash of many results instead: equal hashes mean equal bits.
 
 #include <cinttypes>
@@ -20,13 +20,14 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--ranks") == 0 && i + 1 < argc) num_ranks = std::atoi(argv[++i]);
     if (std::strcmp(argv[i], "--checked") == 0) options.checked = true;
+    if (std::strcmp(argv[i], "--cuda") == 0) options.device = at::Device(at::kCUDA, 0), options.backend = Backend::host;
     if (std::strcmp(argv[i], "--digest") == 0) digest = true;
   }
   if (digest) {
     launch(
         num_ranks,
-        [](Group& world) {
-          const auto value = conformance::digest(world, {}, 42);
+        [&](Group& world) {
+          const auto value = conformance::digest(world, {.device = options.device}, 42);
           if (world.rank() == 0) std::printf("digest of %d ranks: %016" PRIx64 "\n", world.size(), value);
         },
         options);
@@ -37,7 +38,7 @@ int main(int argc, char** argv) {
       launch(
           num_ranks,
           [&](Group& world) {
-            c.run(world, {.checked = options.checked});
+            c.run(world, {.device = options.device, .checked = options.checked, .any_order = !options.checked});
             if (world.rank() == 0) std::printf("%s holds on %d ranks\n", c.name, world.size());
           },
           options);

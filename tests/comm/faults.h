@@ -56,6 +56,7 @@ inline const std::vector<Fault>& all() {
          Rows send(static_cast<size_t>(g.size()), 2);
          send[0] = 1;
          g.all_to_all(at::ones({2 * g.size() - 1}), send, Rows(send.size(), 2));
+         g.barrier();
        },
        {"operation 2 of group 'world'", "rank 1 sends 1 elements and rank 0 expects 2. Every rank must pass the same rows"},
        [](Group& g) {

@@ -1,5 +1,6 @@
 // A fault in a world of MPI processes; mpi_faults.py reads its log.
 //   mpirun -n 3 comm_mpi_faults <fault> num_ranks log     ends with that fault
+//   mpirun -n 2 comm_mpi_faults bad_launches 0 log        calls of launch that are refused
 //   mpirun -n 3 comm_mpi_faults recover num_ranks log     all faults of faults.h, one after another, each followed by a new world
 // Besides those of faults.h: "stopped" and "killed" (rank 1 sends itself SIGSTOP or SIGKILL) and "exits" (it ends its process).
 
@@ -13,6 +14,7 @@
 #include <string>
 
 #include "faults.h"
+#include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 
 using namespace moesh::comm;
@@ -57,6 +59,38 @@ void a_world_that_works(int num_ranks) {
   });
 }
 
+// True when it throws an Error of this kind with these texts.
+bool refuses(moesh::ErrorKind kind, const std::vector<std::string>& texts, const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const moesh::Error& e) {
+    say(e.what());
+    return e.kind() == kind && has_all(e.what(), texts);
+  }
+  say("nothing was refused");
+  return false;
+}
+
+// Calls of launch that cannot be, in two processes.
+bool bad_launches() {
+  const auto nothing = [](Group&) {};
+  bool right =
+      refuses(moesh::ErrorKind::config, {"launch of 3 ranks on 2 MPI processes", "use 0 (one rank a process), 2, 4, ..."},
+              [&] { launch(3, nothing); });
+  launch(0, [&](Group& world) {
+    if (world.size() != 2) right = false;
+    if (!refuses(moesh::ErrorKind::config, {"launch inside launch"}, [&] { launch(2, nothing); })) right = false;
+    world.barrier();
+  });
+  int process = 0;
+  launch(0, [&](Group& world) { process = world.rank(); });
+  right = refuses(moesh::ErrorKind::config, {"ranks as world 3, and process", "must make the same calls of launch"},
+                  [&] { launch(process == 0 ? 2 : 4, nothing); }) &&
+          right;
+  a_world_that_works(4);
+  return right;
+}
+
 // True when launch threw what it should.
 bool run(const faults::Fault& fault, int num_ranks) {
   std::atomic<bool> has_rank_1 = false;
@@ -93,6 +127,7 @@ int main(int argc, char** argv) {
   const std::string name = argv[1];
   const int num_ranks = std::atoi(argv[2]);
   log_file = open(argv[3], O_WRONLY | O_APPEND | O_CREAT, 0600);
+  if (name == "bad_launches") return bad_launches() ? 0 : 3;
   if (name == "recover") {
     for (const auto& fault : faults::all()) {
       if (!run(fault, num_ranks)) return 3;

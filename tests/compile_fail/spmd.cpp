@@ -258,6 +258,18 @@ double load_of_first(const Shards& map) {
 }
 #endif
 
+#if defined(FAIL_bias_counts_without_tp)  // expect: this value is still a partial sum (P): all_reduce<axis> first
+at::Tensor counts_for_the_bias(const Pending& counts) { return whole(all_reduce < dp | cp > (counts)); }
+#else
+at::Tensor counts_for_the_bias(const Pending& counts) { return whole(all_reduce < dp | cp | tp > (counts)); }
+#endif
+
+#if defined(FAIL_bias_counts_without_cp)  // expect: this value is still a partial sum (P): all_reduce<axis> first
+at::Tensor counts_of_a_long_sequence(const Pending& counts) { return whole(all_reduce < dp | tp > (counts)); }
+#else
+at::Tensor counts_of_a_long_sequence(const Pending& counts) { return whole(all_reduce < dp | cp | tp > (counts)); }
+#endif
+
 #if defined(FAIL_partial_norm_given_to_clip)  // expect: this value is still a partial sum (P): all_reduce<axis> first
 double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) { return clip(gradients, norm, 1.0); }
 #else

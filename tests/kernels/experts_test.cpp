@@ -27,8 +27,11 @@ struct Case {
 
   std::string name() const {
     std::ostringstream os;
-    os << "T" << T << " D" << D << " F" << F << " E" << E << " K" << K << (config.activation == Activation::swiglu ? "" : " clamped")
-       << (config.scores == ScoreSide::none ? " none" : config.scores == ScoreSide::before ? " before" : " after")
+    os << "T" << T << " D" << D << " F" << F << " E" << E << " K" << K
+       << (config.activation == Activation::swiglu ? "" : " clamped")
+       << (config.scores == ScoreSide::none     ? " none"
+           : config.scores == ScoreSide::before ? " before"
+                                                : " after")
        << (biases ? " biases" : "") << (indexed ? " indexed" : " rows") << " load " << static_cast<int>(load);
     return os.str();
   }
@@ -47,8 +50,10 @@ struct Problem {
 
   explicit Problem(const Case& chosen, at::ScalarType dtype) : c(chosen) {
     const double weight = c.config.activation == Activation::swiglu ? 1 : 3;  // some beyond the clamps
-    const auto bias = [&](at::IntArrayRef sizes, const char* name) { return c.biases ? normal(sizes, name, dtype, 0.5) : at::Tensor(); };
-    const double by_D = weight / std::sqrt(c.D), by_F = 1 / std::sqrt(c.F);
+    const auto bias = [&](at::IntArrayRef sizes, const char* name) {
+      return c.biases ? normal(sizes, name, dtype, 0.5) : at::Tensor();
+    };
+    const double by_D = weight / std::sqrt(c.D), by_F = 1 / std::sqrt(std::max<std::int64_t>(1, c.F));
     values = {normal({c.T, c.D}, "x", dtype),
               normal({c.T, c.K}, "scores", dtype == at::kDouble ? at::kDouble : at::kFloat),
               normal({c.E, c.F, c.D}, "w1", dtype, by_D),
@@ -81,16 +86,20 @@ Result run(const Problem& p, const Values& values, Forward forward = experts_for
   const Sorted s = sort_by_expert(p.experts_TK, c.E);
   ExpertsInput in{.x = values[0], .counts_e = s.counts_e.cpu()};
   if (values[1].defined()) in.scores_R = gather_rows(values[1].flatten(), s.order_R);
-  if (c.indexed) in.token_R = s.token_R, in.inverse_TK = s.inverse_TK;
-  else in.x = gather_rows(values[0], s.token_R);
+  if (c.indexed)
+    in.token_R = s.token_R, in.inverse_TK = s.inverse_TK;
+  else
+    in.x = gather_rows(values[0], s.token_R);
   const auto weights = Problem::weights(values);
   const ExpertsOutput out = forward(c.config, weights, in);
   const auto g = backward(c.config, weights, out.saved, c.indexed ? p.dy_TD : gather_rows(p.dy_TD, s.token_R));
   Result r;
   r.y = c.indexed ? out.y : combine_rows(out.y, s.inverse_TK);
   const at::Tensor dx = c.indexed ? g.x : combine_rows(g.x, s.inverse_TK);
-  const at::Tensor d_scores = values[1].defined() ? gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(values[1]) : at::Tensor();
-  r.gradients = {dx, d_scores, g.weights.w1_eFD, g.weights.w3_eFD, g.weights.w2_eDF, g.weights.b1_eF, g.weights.b3_eF, g.weights.b2_eD};
+  const at::Tensor d_scores =
+      values[1].defined() ? gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(values[1]) : at::Tensor();
+  r.gradients = {
+      dx, d_scores, g.weights.w1_eFD, g.weights.w3_eFD, g.weights.w2_eDF, g.weights.b1_eF, g.weights.b3_eF, g.weights.b2_eD};
   return r;
 }
 
@@ -108,11 +117,14 @@ Result reference(const Problem& p) {
     for (const auto& leaf : leaves) r.gradients.push_back(leaf.defined() ? at::zeros_like(leaf) : leaf);
     return r;
   }
-  const auto found = torch::autograd::grad({r.y}, present, {p.dy_TD.cpu().to(at::kDouble)}, std::nullopt, false, /*allow_unused=*/true);
+  const auto found =
+      torch::autograd::grad({r.y}, present, {p.dy_TD.cpu().to(at::kDouble)}, std::nullopt, false, /*allow_unused=*/true);
   size_t next = 0;
   for (const auto& leaf : leaves) {
-    if (!leaf.defined()) r.gradients.emplace_back();
-    else r.gradients.push_back(found[next].defined() ? found[next] : at::zeros_like(leaf)), ++next;
+    if (!leaf.defined())
+      r.gradients.emplace_back();
+    else
+      r.gradients.push_back(found[next].defined() ? found[next] : at::zeros_like(leaf)), ++next;
   }
   return r;
 }
@@ -120,8 +132,10 @@ Result reference(const Problem& p) {
 void expect_same(const Result& got, const Result& want, double tol, const std::string& what) {
   expect_close(got.y, want.y, tol, what + " y");
   for (size_t i = 0; i < kNames.size(); ++i) {
-    if (want.gradients[i].defined()) expect_close(got.gradients[i], want.gradients[i], tol, what + " d(" + kNames[i] + ")");
-    else EXPECT_FALSE(got.gradients[i].defined()) << what << " d(" << kNames[i] << ")";
+    if (want.gradients[i].defined())
+      expect_close(got.gradients[i], want.gradients[i], tol, what + " d(" + kNames[i] + ")");
+    else
+      EXPECT_FALSE(got.gradients[i].defined()) << what << " d(" << kNames[i] << ")";
   }
 }
 
@@ -169,6 +183,7 @@ TEST(Experts, UnevenLoads) {
       check({0, 6, 5, 3, 2, with(ScoreSide::after), true, indexed}, dtype);
       check({1, 6, 5, 3, 1, with(ScoreSide::after), true, indexed}, dtype);
       check({6, 6, 5, 3, 3, with(ScoreSide::after), true, indexed}, dtype);  // K = E
+      check({6, 8, 0, 3, 2, with(ScoreSide::after), true, indexed}, dtype);  // more ranks than hidden units: this one has none
     }
   }
 }
@@ -216,6 +231,16 @@ TEST(Experts, SizesBeyondOneBlock) {
   }
 }
 
+// What processors without the library's microkernels run.
+TEST(Experts, PlainGemmAgreesWithTheReference) {
+  at::globalContext().setUserEnabledMkldnn(false);
+  for (auto dtype : {at::kFloat, at::kBFloat16}) {
+    check({11, 9, 7, 5, 2, with(ScoreSide::after), true}, dtype);
+    check({90, 70, 66, 3, 2, with(ScoreSide::before), true, false}, dtype);
+  }
+  at::globalContext().setUserEnabledMkldnn(true);
+}
+
 // <d(value), v> against a difference quotient along v, in float64.
 TEST(Experts, GradientsAreDerivatives) {
   for (auto activation : {Activation::swiglu, Activation::clamped_swiglu}) {
@@ -229,7 +254,8 @@ TEST(Experts, GradientsAreDerivatives) {
         Values plus = p.values, minus = p.values;
         plus[i] = p.values[i] + step * direction;
         minus[i] = p.values[i] - step * direction;
-        const double quotient = (loss(plus) - loss(minus)) / (2 * step), slope = (r.gradients[i] * direction).sum().item<double>();
+        const double quotient = (loss(plus) - loss(minus)) / (2 * step),
+                     slope = (r.gradients[i] * direction).sum().item<double>();
         EXPECT_NEAR(slope, quotient, 1e-6 * std::max(1.0, std::abs(quotient))) << kNames[i];
       }
     }
@@ -264,9 +290,10 @@ TEST(Experts, RangesAddUpToTheWhole) {
       const Poison poison;
       const Sorted s = sort_by_expert(p.experts_TK, p.c.E, range);
       ExpertsWeights w = Problem::weights(p.values);
-      for (at::Tensor* t : {&w.w1_eFD, &w.w3_eFD, &w.w2_eDF, &w.b1_eF, &w.b3_eF, &w.b2_eD}) *t = t->narrow(0, range.first, range.count);
-      const auto out = experts_forward(p.c.config, w,
-                                       {p.values[0], s.counts_e.cpu(), gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK});
+      for (at::Tensor* t : {&w.w1_eFD, &w.w3_eFD, &w.w2_eDF, &w.b1_eF, &w.b3_eF, &w.b2_eD})
+        *t = t->narrow(0, range.first, range.count);
+      const auto out = experts_forward(
+          p.c.config, w, {p.values[0], s.counts_e.cpu(), gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK});
       const auto g = experts_backward(p.c.config, w, out.saved, p.dy_TD);
       const at::Tensor part = gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(p.values[1]);
       y = y.defined() ? y + out.y : out.y;
@@ -285,7 +312,8 @@ TEST(Experts, PermutedRowsComeBackInTheirPlace) {
   const Problem p({12, 6, 5, 2, 1, with(ScoreSide::after)}, at::kFloat);
   const ExpertsWeights w = Problem::weights(p.values);
   const at::Tensor scores_R = normal({12}, "row scores", at::kFloat);
-  const auto fused = experts_forward(p.c.config, w, {p.values[0], order.totals_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
+  const auto fused =
+      experts_forward(p.c.config, w, {p.values[0], order.totals_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
   const auto plain = experts_forward(p.c.config, w, {gather_rows(p.values[0], order.index_R), order.totals_e, scores_R});
   expect_close(fused.y, gather_rows(plain.y, order.inverse_R), 1e-6, "y");
 }
@@ -387,8 +415,9 @@ TEST(Experts, RowsOutOfOrderAreRefusedOnTheCpu) {
   const at::Tensor w = at::zeros({1, 2, 2});
   const auto rows = [&](std::vector<std::int64_t> tokens) {
     const at::Tensor token_R = at::tensor(tokens, at::kLong);
-    experts_forward({.scores = ScoreSide::none}, {w, w, w},
-                    {at::zeros({2, 2}), at::tensor({token_R.numel()}, at::kLong), {}, token_R, at::tensor({0, 1}, at::kLong).view({2, 1})});
+    experts_forward(
+        {.scores = ScoreSide::none}, {w, w, w},
+        {at::zeros({2, 2}), at::tensor({token_R.numel()}, at::kLong), {}, token_R, at::tensor({0, 1}, at::kLong).view({2, 1})});
   };
   EXPECT_NO_THROW(rows({0, 1}));
   EXPECT_THROW(rows({1, 0}), Error);

@@ -11,7 +11,8 @@ namespace {
 at::Tensor random_experts(std::int64_t num_tokens, std::int64_t k, std::int64_t num_experts) {
   at::Tensor out = at::empty({num_tokens, k}, at::kLong);
   const Random random(2, "experts");
-  for (std::int64_t i = 0; i < out.numel(); ++i) out.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random.below(i, num_experts));
+  for (std::int64_t i = 0; i < out.numel(); ++i)
+    out.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random.below(i, num_experts));
   return out.to(test_device());
 }
 
@@ -51,7 +52,8 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
   for (const Sort sort : kVersions) {
     const at::Tensor experts = random_experts(40, 2, 9);
     const Sorted all = sort(experts, 9, {0, 9});
-    for (const ExpertRange range : {ExpertRange{0, 4}, ExpertRange{4, 5}, ExpertRange{3, 1}, ExpertRange{9, 0}, ExpertRange{2, 0}}) {
+    for (const ExpertRange range :
+         {ExpertRange{0, 4}, ExpertRange{4, 5}, ExpertRange{3, 1}, ExpertRange{9, 0}, ExpertRange{2, 0}}) {
       const Poison poison;
       const Sorted part = sort(experts, 9, range);
       const std::int64_t skipped = all.counts_e.narrow(0, 0, range.first).sum().item<std::int64_t>();
@@ -60,7 +62,8 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
       expect_equal(part.order_R, all.order_R.narrow(0, skipped, num_rows), "order");
       expect_equal(part.token_R, all.token_R.narrow(0, skipped, num_rows), "token");
       const at::Tensor shifted = all.inverse_TK - skipped;
-      expect_equal(part.inverse_TK, at::where(at::logical_and(shifted >= 0, shifted < num_rows), shifted, at::full_like(shifted, -1)), "inverse");
+      expect_equal(part.inverse_TK,
+                   at::where(at::logical_and(shifted >= 0, shifted < num_rows), shifted, at::full_like(shifted, -1)), "inverse");
     }
   }
 }

@@ -42,7 +42,8 @@ class Poison {
 inline double tolerance(at::ScalarType dtype) { return dtype == at::kDouble ? 1e-10 : dtype == at::kFloat ? 1e-5 : 2e-2; }
 
 /// |got - want| <= tol * |want| in the 2-norm; `floor` stands in for |want| where that is smaller. NaN fails.
-inline void expect_close(const at::Tensor& got, const at::Tensor& want, double tol, const std::string& what, double floor = 1e-3) {
+inline void expect_close(const at::Tensor& got, const at::Tensor& want, double tol, const std::string& what,
+                         double floor = 1e-3) {
   ASSERT_TRUE(got.defined()) << what;
   ASSERT_EQ(got.sizes(), want.sizes()) << what;
   if (got.numel() == 0) return;

@@ -159,12 +159,20 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
               for (std::int64_t B : {1, 2, 3})
                 for (std::int64_t L = 1; L <= 9; ++L) {
                   const nn::Tokens tokens(mesh, B, L, true);
-                  at::Tensor x = at::empty({B, tokens.length(), 4}, at::kDouble);
-                  for (std::int64_t i = 0; i < tokens.num_local(); ++i) {
-                    const double id = static_cast<double>(tokens.global(LocalToken{i}).value) + 1;
-                    x.view({-1, 4})[i] = at::tensor({id, -id, 0.5 * id, 1.0}, at::kDouble);
+                  // Cut from one whole tensor by the formula of uneven shards, written out.
+                  at::Tensor whole = at::empty({B, L, 4}, at::kDouble);
+                  for (std::int64_t i = 0; i < B * L; ++i) {
+                    const double id = static_cast<double>(i) + 1;
+                    whole.view({-1, 4})[i] = at::tensor({id, -id, 0.5 * id, 1.0}, at::kDouble);
                   }
-                  x = x.to(test_device());
+                  const std::int64_t n = (L + s - 1) / s, first = std::min(world.rank() * n, L),
+                                     length = std::clamp(L - world.rank() * n, std::int64_t{0}, n);
+                  const at::Tensor x = whole.narrow(1, first, length).contiguous().to(test_device());
+                  ASSERT_EQ(tokens.length(), length);
+                  for (std::int64_t i = 0; i < B * length; ++i)
+                    EXPECT_EQ(static_cast<double>(tokens.global(LocalToken{i}).value) + 1,
+                              x.reshape({-1, 4})[i][0].item<double>())
+                        << "B " << B << " L " << L;
                   const auto out = moe(assume<Dense{T, T, T}>(x), tokens);
                   const double silu_of_one = 1 / (1 + std::exp(-1.0));
                   EXPECT_TRUE(at::allclose(local(out.y), x * silu_of_one, 1e-12, 1e-12))

@@ -7,6 +7,7 @@
 
 #include "moesh/base/mutant.h"
 #include "moesh/train/layer_parity.h"
+#include "moesh/train/verify.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {
@@ -108,6 +109,55 @@ TEST_P(Mutants, AreFound) {
     EXPECT_NEAR(first.means.at(mutant.axis), mutant.mean, 1e-9) << text;
     EXPECT_NE(text.find("mean over " + mutant.axis), std::string::npos) << text;
   }
+}
+
+// The mistakes nearest to the trainer: a small model, one step.
+class TrainerMutants : public testing::TestWithParam<std::tuple<std::string, MeshShape, std::string>> {};
+INSTANTIATE_TEST_SUITE_P(All, TrainerMutants,
+                         testing::Values(std::tuple{"labels_shifted_after_the_cut", MeshShape{.cp = 2}, "step 0 loss"},
+                                         std::tuple{"loss_averaged_per_rank", MeshShape{.dp_shard = 2}, "step 0 loss"},
+                                         std::tuple{"vocabulary_loss_without_its_reduction", MeshShape{.tp = 2}, "step 0 loss"},
+                                         std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
+                                                    "d(model.layers.1.mlp.experts.w1)"},
+                                         std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2},
+                                                    "model.layers.1.mlp.experts.w1"},
+                                         std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
+                         [](const auto& info) { return std::get<0>(info.param); });
+
+TEST_P(TrainerMutants, AreFound) {
+  const auto& [name, mesh, first] = GetParam();
+  train::VerifyCase c;
+  c.model = models::DeepseekV3Config::named("tiny");
+  c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 3;
+  c.sequence = 7, c.steps = 1, c.accumulation = 1, c.max_norm = 0.01;
+  current_mutant() = "";
+  const auto reference = train::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
+  const auto healthy = train::verify(c, reference, mesh, test_options());
+  ASSERT_TRUE(healthy.holds()) << healthy.describe(mesh);
+  current_mutant() = name;
+  const auto report = train::verify(c, reference, mesh, test_options());
+  current_mutant() = "";
+  ASSERT_FALSE(report.holds()) << "nobody noticed " << name;
+  ASSERT_FALSE(report.mismatches.empty()) << report.error;
+  EXPECT_EQ(report.mismatches[0].tensor, first) << report.describe(mesh);
+}
+
+TEST(BalanceMutants, CountsOfAnEvaluationAreFound) {
+  const auto bias_after_evaluation = [] {
+    const auto world = comm::solo_group();
+    const Mesh mesh(*world, {});
+    const MeshScope scope(mesh);
+    nn::Moe moe(base_case().layer);
+    const nn::Tokens tokens(mesh, 1, 3, true);
+    const at::Tensor x = at::ones({1, 3, 6}, at::TensorOptions(at::kDouble).device(test_device()));
+    moe(assume<Dense{Place::T, Place::T, Place::T}>(x), tokens, {.pass = nn::Pass::evaluation});
+    moe.router().update_bias(0.1);
+    return moe.router().expert_bias().abs().sum().item<double>();
+  };
+  EXPECT_EQ(bias_after_evaluation(), 0);
+  current_mutant() = "counted_in_evaluation";
+  EXPECT_GT(bias_after_evaluation(), 0);
+  current_mutant() = "";
 }
 
 }  // namespace

@@ -20,7 +20,8 @@ std::string reference_key(const LayerCase& c, int num_dp) {
   whole.layer.dispatcher = nn::Dispatcher::local;
   const auto& r = c.layer.router;
   return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) + std::to_string(r.num_groups) +
-         std::to_string(r.gate_bias) + std::to_string(r.forced_balance) + std::to_string(c.switch_weight) +
+         std::to_string(r.gate_bias) + std::to_string(r.forced_balance) + std::to_string(r.normalize) + std::to_string(r.scale) +
+         std::to_string(c.sequence_weight) + std::to_string(c.z_weight) + std::to_string(c.switch_weight) +
          std::to_string(static_cast<int>(c.layer.experts.activation));
 }
 
@@ -46,6 +47,19 @@ std::vector<Choice> select(int mesh_number, int per_mesh) {
     chosen.push_back(choice(static_cast<int>(random.below(index, static_cast<std::uint64_t>(num_choices())))));
   }
   return chosen;
+}
+
+std::vector<Choice> every_choice() {
+  std::vector<Choice> all;
+  const Random random(2026, "variants");
+  for (int i = 0; i < num_choices() / Choice::kLevels[kNumOptions - 1]; ++i) {
+    Choice c = choice(i);
+    if (c.dispatcher == 2) continue;
+    c.variant = static_cast<int>(
+        random.below(static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(Choice::kLevels[kNumOptions - 1])));
+    all.push_back(c);
+  }
+  return all;
 }
 
 size_t num_pairs() {

@@ -87,7 +87,9 @@ class ThreadGroupState {
       std::lock_guard lock(mutex_);
       std::erase_if(slots_, [&](const auto& s) { return s.get() == &slot; });
     }
-    if (mine.post.wait_for_readers) wait_for(slot, slot.num_closed, &Slot::Entry::closed, rank, "the end of ");
+    if (!mine.post.wait_for_readers) return;
+    wait_for(slot, slot.num_closed, &Slot::Entry::closed, rank, "the end of ");
+    mine.post.keep.clear();  // a peer may hold the slot a little longer, and the memory is wanted for the next result
   }
 
   void wake() {

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cpu/tasks.h"
 
 namespace moesh::kernels::cpu {
 
@@ -33,11 +32,11 @@ class Arena {
   std::int64_t left_;
 };
 
-/// `bytes` for each of the workers that run so many tasks.
+/// `bytes` for each of so many workers.
 class Scratch {
  public:
-  Scratch(std::int64_t num_tasks, std::int64_t bytes)
-      : bytes_(space<char>(bytes)), memory_(at::empty({num_workers(num_tasks) * bytes_}, at::kByte)) {}
+  Scratch(std::int64_t workers, std::int64_t bytes)
+      : bytes_(space<char>(bytes)), memory_(at::empty({workers * bytes_}, at::kByte)) {}
   Arena arena(std::int64_t worker) const { return {static_cast<char*>(memory_.data_ptr()) + worker * bytes_, bytes_}; }
 
  private:

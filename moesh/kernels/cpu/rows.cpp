@@ -1,4 +1,3 @@
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <cstring>
@@ -6,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cpu/simd.h"
+#include "moesh/kernels/cpu/tasks.h"
 
 namespace moesh::kernels::cpu {
 namespace {
@@ -35,7 +35,7 @@ void combine_typed(const at::Tensor& rows, const at::Tensor& inverse_TK, at::Ten
   auto* to = static_cast<T*>(out.mutable_data_ptr());
   const auto& ops = simd_ops<T>();
   const std::int64_t row_bytes = std::max<std::int64_t>(1, k * columns * static_cast<std::int64_t>(sizeof(T)));
-  at::parallel_for(0, inverse_TK.size(0), std::max<std::int64_t>(1, kGrainBytes / row_bytes), [&](std::int64_t begin, std::int64_t end) {
+  run_ranges(inverse_TK.size(0), std::max<std::int64_t>(1, kGrainBytes / row_bytes), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) ops.combine(from, columns, inverse + t * k, k, columns, to + t * columns);
   });
 }
@@ -49,13 +49,15 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* index = index_R.const_data_ptr<std::int64_t>();
-  at::parallel_for(0, index_R.numel(), std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes)),
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t i = begin; i < end; ++i) {
-                       if (index[i] >= 0) std::memcpy(to + i * bytes, from + index[i] * bytes, static_cast<size_t>(bytes));
-                       else std::memset(to + i * bytes, 0, static_cast<size_t>(bytes));
-                     }
-                   });
+  run_ranges(index_R.numel(), std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes)),
+             [&](std::int64_t begin, std::int64_t end) {
+               for (std::int64_t i = begin; i < end; ++i) {
+                 if (index[i] >= 0)
+                   std::memcpy(to + i * bytes, from + index[i] * bytes, static_cast<size_t>(bytes));
+                 else
+                   std::memset(to + i * bytes, 0, static_cast<size_t>(bytes));
+               }
+             });
   return out;
 }
 

@@ -22,6 +22,9 @@ struct AccumulateOf<Bf16> {
 template <class T>
 using Accumulate = typename AccumulateOf<T>::Type;
 
+/// Columns of a packed B panel: four vectors of AVX-512.
+constexpr std::int64_t kPanelColumns = 64;
+
 /// Row r is at data + (index ? index[r] : r) * stride.
 template <class T>
 struct RowView {
@@ -84,23 +87,25 @@ struct SimdOps {
   using A = Accumulate<T>;
   /// out[c][r] = x[r][c], stride ld; zeros where r is in [rows, depth).
   void (*transpose)(RowView<T> x, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld, std::int64_t depth);
-  /// B operand [k, n] whose row k is x[k]; `pairs`: rows 2i and 2i+1 interleaved, the last one with zeros if k is odd.
-  /// `next` (may be null): what the caller will pack after this; it is fetched ahead.
-  void (*pack)(RowView<T> x, const T* next, std::int64_t k, std::int64_t n, bool pairs, T* out, std::int64_t ld);
-  /// B operand [k, n] whose column n is w[n], of stride `stride`.
-  void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out, std::int64_t ld);
+  /// B panel [depth, n], n <= kPanelColumns, whose row r is x[r] for r < k and zeros above; stride kPanelColumns. `pairs` (depth
+  /// is then even): rows 2i and 2i+1 interleaved. `next` (may be null): what the caller will pack after this; it is fetched
+  /// ahead.
+  void (*pack)(RowView<T> x, const T* next, std::int64_t k, std::int64_t depth, std::int64_t n, bool pairs, T* out);
+  /// B panel [k, n] whose column j is w[j], of stride `stride`. `pairs`: k is rounded up, with zeros.
+  void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out);
   void (*activate)(const Activate<T>&);
   void (*activate_backward)(const ActivateBackward<T>&);
   /// acc[index[r] - first] += c[r] + scale[r] * bias; scale null: 1, bias null: 0.
-  void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const std::int64_t* index, std::int64_t first,
-                   const A* scale, const A* bias, A* acc, std::int64_t ld_acc);
+  void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const std::int64_t* index,
+                   std::int64_t first, const A* scale, const A* bias, A* acc, std::int64_t ld_acc);
   /// out[r] = c[r] + scale[r] * bias, rounded.
   void (*put_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const A* scale, const A* bias, T* out,
                    std::int64_t ld_out);
   /// out[r] = c[r], rounded, for results that no one reads soon.
   void (*stream_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld_out);
   /// out[j] = sum over k of rows[positions[k]][j], -1 is left out.
-  void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k, std::int64_t columns, T* out);
+  void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k, std::int64_t columns,
+                  T* out);
   /// out[j] += sum over rows of scale[r] * x[r][j]; scale null: 1.
   void (*sum_rows)(RowView<T> x, std::int64_t rows, std::int64_t columns, const A* scale, A* out);
   /// out[r] += <x[r], v>.
@@ -112,21 +117,29 @@ struct SimdOps {
 
 /// What one instruction set offers.
 struct SimdTable {
+  const char* name;
   SimdOps<double> f64;
   SimdOps<float> f32;
   SimdOps<Bf16> bf16;
 };
 
-/// The widest one that this processor runs.
-const SimdTable& simd_table();
+/// Those that this processor runs, the widest first.
+int num_simd_tables();
+const SimdTable& simd_table(int i = 0);
 
 template <class T>
 const SimdOps<T>& simd_ops();
 template <>
-inline const SimdOps<double>& simd_ops() { return simd_table().f64; }
+inline const SimdOps<double>& simd_ops() {
+  return simd_table().f64;
+}
 template <>
-inline const SimdOps<float>& simd_ops() { return simd_table().f32; }
+inline const SimdOps<float>& simd_ops() {
+  return simd_table().f32;
+}
 template <>
-inline const SimdOps<Bf16>& simd_ops() { return simd_table().bf16; }
+inline const SimdOps<Bf16>& simd_ops() {
+  return simd_table().bf16;
+}
 
 }  // namespace moesh::kernels::cpu

@@ -1,7 +1,8 @@
 #pragma once
-// One pool of tasks of unequal size.
+// One pool of tasks of unequal size, on the ATen threads of the calling thread.
 
 #include <ATen/Parallel.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <atomic>
@@ -13,17 +14,30 @@ inline std::int64_t num_workers(std::int64_t num_tasks) {
   return std::max<std::int64_t>(1, std::min<std::int64_t>(num_tasks, at::in_parallel_region() ? 1 : at::get_num_threads()));
 }
 
-/// Calls f(task, worker) for every task, on the ATen threads of the calling thread; a worker takes the next task when it is
-/// done with one. Tasks write disjoint memory, so results do not depend on who runs what.
+/// Calls f(worker) once for each of so many workers, on as many threads as ATen gives; returns when all are done. The first
+/// exception comes back. (at::parallel_for is a template whose OpenMP pragma must be compiled by the caller: without -fopenmp it
+/// is silently serial, and with it a second OpenMP runtime beside that of the library may come in.)
+void on_workers(std::int64_t num_workers, c10::function_ref<void(std::int64_t)> f);
+
+/// Calls f(task, worker) for every task, on `workers` workers at most; a worker takes the next task when it is done with one.
+/// Tasks write disjoint memory, so results do not depend on who runs what.
+template <class F>
+void run_tasks(std::int64_t num_tasks, std::int64_t workers, const F& f) {
+  std::atomic<std::int64_t> next{0};
+  on_workers(std::min(workers, num_tasks), [&](std::int64_t worker) {
+    for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) f(task, worker);
+  });
+}
 template <class F>
 void run_tasks(std::int64_t num_tasks, const F& f) {
-  if (num_tasks == 0) return;
-  std::atomic<std::int64_t> next{0};
-  at::parallel_for(0, num_workers(num_tasks), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t worker = begin; worker < end; ++worker) {
-      for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) f(task, worker);
-    }
-  });
+  run_tasks(num_tasks, num_workers(num_tasks), f);
+}
+
+/// Calls f(begin, end) for ranges of [0, size) of at most `grain`.
+template <class F>
+void run_ranges(std::int64_t size, std::int64_t grain, const F& f) {
+  run_tasks((size + grain - 1) / grain,
+            [&](std::int64_t task, std::int64_t) { f(task * grain, std::min(size, (task + 1) * grain)); });
 }
 
 }  // namespace moesh::kernels::cpu

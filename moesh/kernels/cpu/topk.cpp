@@ -1,10 +1,10 @@
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <atomic>
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/cpu/cpu.h"
+#include "moesh/kernels/cpu/tasks.h"
 
 namespace moesh::kernels::cpu {
 namespace {
@@ -19,7 +19,8 @@ bool choose(const V* scores, std::int64_t num_experts, std::int64_t k, V* values
     if (score != score) return false;
     if (held == k && !(score > values[k - 1])) continue;
     std::int64_t place = held < k ? held++ : k - 1;
-    for (; place > 0 && score > values[place - 1]; --place) values[place] = values[place - 1], experts[place] = experts[place - 1];
+    for (; place > 0 && score > values[place - 1]; --place)
+      values[place] = values[place - 1], experts[place] = experts[place - 1];
     values[place] = score, experts[place] = e;
   }
   return true;
@@ -33,7 +34,7 @@ TopK top_k_typed(const at::Tensor& scores_TE, std::int64_t k) {
   V* values = out.values_TK.mutable_data_ptr<V>();
   auto* experts = out.experts_TK.mutable_data_ptr<std::int64_t>();
   std::atomic<std::int64_t> bad{num_tokens};  // the first token with a NaN
-  at::parallel_for(0, num_tokens, std::max<std::int64_t>(1, 16384 / num_experts), [&](std::int64_t begin, std::int64_t end) {
+  run_ranges(num_tokens, std::max<std::int64_t>(1, 16384 / num_experts), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
       if (choose(scores + t * num_experts, num_experts, k, values + t * k, experts + t * k)) continue;
       std::int64_t seen = bad.load();

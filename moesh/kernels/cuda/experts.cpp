@@ -3,6 +3,7 @@
 
 #include "moesh/kernels/experts.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/cumsum.h>
@@ -26,7 +27,7 @@ class Groups {
   Groups(const ExpertsWeights& w, const at::Tensor& counts_e) : counts_e_(counts_e) {
     const at::Tensor& w1 = w.w1_eFD;
     // The grouped GEMM wants rows of a multiple of 16 bytes.
-    grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) % 8 == 0 && w1.size(2) % 8 == 0;
+    grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 && w1.size(2) % 8 == 0;
     if (grouped_) ends_e_ = counts_e.cumsum(0).to(at::kInt).to(w1.device());
     const auto* count = counts_e.const_data_ptr<std::int64_t>();
     counts_.assign(count, count + counts_e.numel());
@@ -93,8 +94,8 @@ class Groups {
 at::ScalarType wide(const at::Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
 /// The pre-activations as the activation sees them.
-at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config, const at::Tensor& scores_R, const at::Tensor& bias_eF,
-                               const Groups& groups) {
+at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config, const at::Tensor& scores_R,
+                               const at::Tensor& bias_eF, const Groups& groups) {
   at::Tensor out = g_RF.to(wide(g_RF));
   if (config.scores == ScoreSide::before) out = out * scores_R.unsqueeze(1);
   if (bias_eF.defined()) out = out + groups.per_row(bias_eF, out.scalar_type());
@@ -124,7 +125,9 @@ Hidden hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivative
   return out;
 }
 
-at::Tensor gathered(const ExpertsInput& in, const at::Tensor& x) { return in.token_R.defined() ? x.index_select(0, in.token_R) : x; }
+at::Tensor gathered(const ExpertsInput& in, const at::Tensor& x) {
+  return in.token_R.defined() ? x.index_select(0, in.token_R) : x;
+}
 at::Tensor combined(const ExpertsInput& in, const at::Tensor& rows) {
   return in.token_R.defined() ? combine_rows(rows, in.inverse_TK) : rows;
 }

@@ -1,7 +1,9 @@
 // Top-k, sorting and moving of rows with LibTorch ops.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_embedding_bag_forward_only.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/logical_or.h>
 #include <ATen/ops/nonzero.h>
@@ -39,8 +41,8 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   const at::Tensor facts = at::stack({first[range.count], bad}).cpu();  // one wait for the device
   if (facts[1].item<std::int64_t>()) {
     const std::int64_t i = at::nonzero(at::logical_or(flat_N < 0, flat_N >= num_experts))[0][0].item<std::int64_t>();
-    MOESH_CHECK(false, ErrorKind::data, "token ", i / k, " chose expert ", flat_N[i].item<std::int64_t>(), " of ", num_experts, " (choice ",
-                i % k, ")");
+    MOESH_CHECK(false, ErrorKind::data, "token ", i / k, " chose expert ", flat_N[i].item<std::int64_t>(), " of ", num_experts,
+                " (choice ", i % k, ")");
   }
   const std::int64_t num_rows = facts[0].item<std::int64_t>();
   at::Tensor inverse_N = at::empty_like(flat_N);
@@ -71,7 +73,8 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
     y = at::zeros({num_tokens, rows.size(1)}, rows.options());
   } else if (rows.size(0) == inverse_TK.numel()) {
     // Every place holds a row: one pass which sums bags of k rows, in order, in the accumulation type.
-    y = std::get<0>(at::_embedding_bag_forward_only(rows, inverse_TK.flatten(), at::arange(0, num_tokens * k, k, inverse_TK.options())));
+    y = std::get<0>(
+        at::_embedding_bag_forward_only(rows, inverse_TK.flatten(), at::arange(0, num_tokens * k, k, inverse_TK.options())));
   } else {
     const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     y = at::zeros({num_tokens, rows.size(1)}, rows.options().dtype(wide));

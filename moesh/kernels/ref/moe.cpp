@@ -57,8 +57,9 @@ void mask_groups(std::vector<double>& scores, std::int64_t num_groups, std::int6
 
 Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at::Tensor& bias_E) {
   const std::int64_t num_tokens = logits_TE.size(0), num_experts = logits_TE.size(1);
-  MOESH_CHECK(config.num_groups == 1 || (num_experts % config.num_groups == 0 && num_experts / config.num_groups >= 2), ErrorKind::config,
-              num_experts, " experts in ", config.num_groups, " groups; groups are equal and hold two experts or more");
+  MOESH_CHECK(config.num_groups == 1 || (num_experts % config.num_groups == 0 && num_experts / config.num_groups >= 2),
+              ErrorKind::config, num_experts, " experts in ", config.num_groups,
+              " groups; groups are equal and hold two experts or more");
   Routing out{at::empty({num_tokens, config.top_k}, at::kLong), {}};
   std::vector<at::Tensor> weights;
   for (std::int64_t t = 0; t < num_tokens; ++t) {
@@ -87,7 +88,9 @@ Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at:
 }
 
 at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights, const at::Tensor& x_TD, const Routing& routing) {
-  const auto plus = [](const at::Tensor& y, const at::Tensor& bias_eX, std::int64_t e) { return bias_eX.defined() ? y + bias_eX[e] : y; };
+  const auto plus = [](const at::Tensor& y, const at::Tensor& bias_eX, std::int64_t e) {
+    return bias_eX.defined() ? y + bias_eX[e] : y;
+  };
   std::vector<at::Tensor> y_TD;
   for (std::int64_t t = 0; t < x_TD.size(0); ++t) {
     at::Tensor y = at::zeros_like(x_TD[t]);
