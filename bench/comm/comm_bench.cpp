@@ -47,7 +47,7 @@ double measure(Group& g, const std::function<void()>& f) {
   for (int i = 0; i < 5; ++i) f();
   const double guess = slowest(g, std::chrono::duration<double>(Clock::now() - first).count() / 5);
   const int num_calls = std::max(1, static_cast<int>(0.004 / guess));
-  const int num_rounds = std::clamp(static_cast<int>(0.4 / (guess * num_calls)), 8, 100);
+  const int num_rounds = std::clamp(static_cast<int>(0.2 / (guess * num_calls)), 8, 50);
   double best = std::numeric_limits<double>::max();
   for (int round = 0; round < num_rounds; ++round) {
     g.barrier();
