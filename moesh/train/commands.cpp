@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <numeric>
 
 #include "moesh/base/error.h"
 #include "moesh/train/arguments.h"
@@ -45,8 +46,8 @@ RunSummary run_train(const Args& args) {
 const Args kDemoModel = {"--model=deepseek_v3:tiny", "--model.dim=64", "--model.moe_ffn=32",
                          "--mesh=dp_shard=2,cp=2,tp=2,ep=2,etp=2"};
 const Args kDemoTraining = {"--steps=300",
-                            "--data.batch_size=4",
-                            "--data.sequence_length=32",
+                            "--data.batch_size=8",
+                            "--data.sequence_length=64",
                             "--optimizer.lr=1e-2",
                             "--lr_scheduler.warmup_steps=20",
                             "--metrics.log_freq=50"};
@@ -66,7 +67,9 @@ int run_demo(const Args& args) {
   std::fflush(stdout);
   const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}, {}));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  std::printf("\nSummary: loss %.3f -> %.3f in %lld steps on 8 ranks", s.losses.front(), s.losses.back(),
+  const auto num_last = static_cast<std::ptrdiff_t>(std::min<size_t>(20, s.losses.size()));
+  const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) / static_cast<double>(num_last);
+  std::printf("\nSummary: loss %.3f -> %.3f (mean of the last %td of %lld steps) on 8 ranks", s.losses.front(), last, num_last,
               static_cast<long long>(s.num_steps));
   if (s.entropy) std::printf(" (floor %.3f)", *s.entropy);
   std::printf("; the mesh %s what one rank computes; %.0f s in all.\n", verified == 0 ? "computes" : "DOES NOT compute", seconds);
