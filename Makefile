@@ -1,4 +1,4 @@
-# Everything a user needs: make build, make test. Both set up what is missing first.
+# Everything a user needs: make run, make test. Both set up what is missing and build first.
 #   JOBS=4 make build                    how many compilers at once (default: the cores)
 #   MOESH_TORCH_DIR=/path/to/torch ...   an installed torch (2.11 or later) instead of the one in .venv
 
@@ -6,7 +6,7 @@ JOBS ?= $(shell nproc)
 TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build test asan tsan sanitize verify bench-comm bench-moe format lint clean
+.PHONY: all setup build run test asan tsan sanitize verify bench-comm bench-moe format lint clean
 
 all: build
 
@@ -16,6 +16,10 @@ setup:
 build: setup
 	@cmake --preset release $(TORCH) > /dev/null
 	@cmake --build build -j $(JOBS)
+
+# Train a small DeepSeek-V3 on eight ranks of one process, then verify that very mesh.
+run: build
+	@build/bin/moesh demo
 
 test: build
 	$(CTEST) --test-dir build
