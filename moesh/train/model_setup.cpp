@@ -1,5 +1,7 @@
 #include "moesh/train/model_setup.h"
 
+#include "moesh/models/disk.h"
+
 namespace moesh::train {
 
 ModelKeys ModelSetup::keys() {
@@ -57,6 +59,8 @@ models::ModelOptions model_options(const Config& config) {
           .dispatcher = dispatcher(config),
           .forced_balance = config.moe.force_load_balance};
 }
+
+formats::ModelOnDisk on_disk(const ModelSetup& setup) { return models::on_disk(setup.deepseek_v3); }
 
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config) {
   return models::make_deepseek_v3(setup.deepseek_v3, model_options(config));
