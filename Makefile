@@ -1,4 +1,4 @@
-# Everything a user needs: make build, make test. Both set up what is missing first.
+# Everything a user needs: make run, make test. Both set up what is missing and build first.
 #   JOBS=4 make build                    how many compilers at once (default: the cores)
 #   FUZZ_RUNS=1000000 make fuzz          inputs of each fuzz target (default: ten million)
 #   MOESH_TORCH_DIR=/path/to/torch ...   an installed torch (2.11 or later) instead of the one in .venv
@@ -7,7 +7,7 @@ JOBS ?= $(shell nproc)
 TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build test asan tsan sanitize fuzz verify bench-comm bench-moe format lint clean
+.PHONY: all setup build run test asan tsan sanitize fuzz verify bench-comm bench-moe format lint clean
 
 all: build
 
@@ -17,6 +17,10 @@ setup:
 build: setup
 	@cmake --preset release $(TORCH) > /dev/null
 	@cmake --build build -j $(JOBS)
+
+# Train a small DeepSeek-V3 on eight ranks of one process, then verify that very mesh.
+run: build
+	@build/bin/moesh demo
 
 test: build
 	$(CTEST) --test-dir build

@@ -1,10 +1,14 @@
 #pragma once
+// The commands of the program `moesh`; each returns its exit code.
+
 #include <string>
 #include <vector>
 
 namespace moesh::train {
 
-/// moesh train | verify | print-config | demo | help ...: the exit code of the command.
+/// moesh train | verify | demo | print-config | help ...
 int run_command(const std::vector<std::string>& args);
+
+int run_verify(std::vector<std::string> args);
 
 }  // namespace moesh::train

@@ -181,6 +181,14 @@ at::ScalarType scalar_type(const Config& config) {
   return config.training.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 
+at::Device device(const Config& config) { return comm::device_for(at::Device(config.training.device), comm::local_process()); }
+
+comm::LaunchOptions launch_options(const Config& config) {
+  return {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.debug.timeout_seconds * 1000)),
+          .checked = config.debug.checked,
+          .device = at::Device(config.training.device)};
+}
+
 nn::Dispatcher dispatcher(const Config& config) {
   using enum nn::Dispatcher;
   for (nn::Dispatcher d : {automatic, local, all_to_all, all_gather})

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
 #include "moesh/comm/mesh.h"
 #include "moesh/data/dataset.h"
 #include "moesh/formats/toml.h"
@@ -162,6 +163,9 @@ std::string help_text(const ModelKeys& keys = {});
 // The options in the terms of the folders which they configure.
 MeshShape mesh_shape(const Config& config);
 at::ScalarType scalar_type(const Config& config);
+/// Of the ranks of this process: where a machine has several GPUs, each process takes its own.
+at::Device device(const Config& config);
+comm::LaunchOptions launch_options(const Config& config);
 nn::Dispatcher dispatcher(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 /// For the model's vocabulary.

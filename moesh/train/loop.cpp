@@ -110,15 +110,13 @@ class Reporter {
     const double memory = peak_memory_gib(config_.training.device), tps = static_cast<double>(g.num_tokens) / seconds;
     const double tflops = tps * flops_per_token / 1e12;
     const Load load = load_of(g.counts_E);
-    char line[512];
-    std::snprintf(
-        line, sizeof line,
-        "{\"step\":%lld,\"loss\":%.9g,\"total_loss\":%.9g,\"grad_norm\":%.9g,\"lr\":%.9g,\"seconds\":%.6g,\"tps\":%.6g,\"tflops\":%.6g,"
-        "\"memory_gib\":%.4g,\"expert_max_over_mean\":%.6g,\"experts_idle\":%lld,\"tokens\":%lld,\"skipped\":%s}",
-        static_cast<long long>(step), finite(g.loss), finite(g.total_loss), finite(u.grad_norm), lr, seconds, tps, tflops, memory,
-        load.max_over_mean, static_cast<long long>(load.num_idle), static_cast<long long>(g.num_tokens),
-        u.skipped ? "true" : "false");
-    file_ << line << std::endl;
+    // Losses with all their digits: runs on two meshes are compared by these lines.
+    file_ << detail::concat("{\"step\":", step, ",\"loss\":", json(g.loss, 17), ",\"total_loss\":", json(g.total_loss, 17),
+                            ",\"grad_norm\":", json(u.grad_norm, 17), ",\"lr\":", json(lr, 9), ",\"seconds\":", json(seconds, 6),
+                            ",\"tps\":", json(tps, 6), ",\"tflops\":", json(tflops, 6), ",\"memory_gib\":", json(memory, 4),
+                            ",\"expert_max_over_mean\":", json(load.max_over_mean, 6), ",\"experts_idle\":", load.num_idle,
+                            ",\"tokens\":", g.num_tokens, ",\"skipped\":", u.skipped ? "true" : "false", "}")
+          << std::endl;
     const bool is_logged = step == 1 || step % config_.metrics.log_freq == 0 || step == config_.training.steps || u.skipped;
     if (is_terminal_ && !is_logged) {
       std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step), static_cast<long long>(config_.training.steps),
@@ -136,8 +134,13 @@ class Reporter {
   }
 
  private:
-  // JSON has no infinity: a step that was skipped for it says so.
-  static double finite(double x) { return std::isfinite(x) ? x : -1; }
+  // JSON has no infinity and no NaN.
+  static std::string json(double x, int digits) {
+    if (!std::isfinite(x)) return "null";
+    char text[40];
+    std::snprintf(text, sizeof text, "%.*g", digits, x);
+    return text;
+  }
 
   const Config& config_;
   RunSummary& summary_;
@@ -148,19 +151,17 @@ class Reporter {
 std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset, const Mesh& mesh,
                                            std::int64_t step) {
   const auto order = sample_order(config);
-  const at::Device device(config.training.device == "cuda" ? "cuda:0" : config.training.device);
   std::vector<models::MicroBatch> batches;
   for (std::int64_t micro = 0; micro < config.training.gradient_accumulation_steps; ++micro) {
     const auto b = data::make_batch(dataset, order.first(step, micro, mesh.coordinate(dp)), config.data.batch_size);
-    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device), .labels_BL = b.labels_BL.to(device)});
+    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)), .labels_BL = b.labels_BL.to(device(config))});
   }
   return batches;
 }
 
 // Whether any rank was told to stop: all ranks agree, so that none waits for another.
 bool stop_agreed(comm::Group& world, const Config& config) {
-  const at::Device device(config.training.device == "cuda" ? "cuda:0" : config.training.device);
-  const at::Tensor mine = at::full({1}, stop_signal.load(), at::TensorOptions(device).dtype(at::kInt));
+  const at::Tensor mine = at::full({1}, stop_signal.load(), at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
@@ -224,14 +225,10 @@ RunSummary train(const Config& config, const ModelSetup& setup) {
   RunSummary summary;
   const auto dataset = data::open_dataset(dataset_options(config, setup.facts().vocab_size));
   summary.entropy = dataset->entropy();
-  comm::LaunchOptions options;
-  options.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.debug.timeout_seconds * 1000));
-  options.checked = config.debug.checked;
-  options.device = at::Device(config.training.device == "cuda" ? "cuda:0" : config.training.device);
   const SignalScope signals;
   comm::launch(
       mesh_shape(config).num_ranks(), [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); },
-      options);
+      launch_options(config));
   return summary;
 }
 

@@ -52,7 +52,7 @@ ModelSetup model_setup(Config& config) {
 
 models::ModelOptions model_options(const Config& config) {
   return {.dtype = scalar_type(config),
-          .device = at::Device(config.training.device == "cuda" ? "cuda:0" : config.training.device),
+          .device = device(config),
           .seed = static_cast<std::uint64_t>(config.training.seed),
           .dispatcher = dispatcher(config),
           .forced_balance = config.moe.force_load_balance};

@@ -20,15 +20,16 @@ models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, i
   const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
   const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
   at::Tensor ids = at::empty({c.batch, length}, at::kLong), labels = at::empty({c.batch, c.sequence}, at::kLong);
+  auto id = ids.accessor<std::int64_t, 2>(), label = labels.accessor<std::int64_t, 2>();
   for (std::int64_t b = 0; b < c.batch; ++b) {
     const std::int64_t sample =
         (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
     for (std::int64_t i = 0; i < length; ++i)
-      ids[b][i] = static_cast<std::int64_t>(
+      id[b][i] = static_cast<std::int64_t>(
           random.below(static_cast<std::uint64_t>(sample * length + i), static_cast<std::uint64_t>(c.model.vocab)));
     for (std::int64_t i = 0; i < c.sequence; ++i) {
       const bool is_ignored = dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
-      labels[b][i] = is_ignored ? at::full({}, -100, at::kLong) : ids[b][i + 1];
+      label[b][i] = is_ignored ? -100 : id[b][i + 1];
     }
   }
   const auto device = c.options.device;

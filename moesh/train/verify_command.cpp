@@ -1,0 +1,121 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/train/arguments.h"
+#include "moesh/train/commands.h"
+#include "moesh/train/verify.h"
+
+namespace moesh::train {
+namespace {
+
+VerifyCase verify_case(const Loaded& l, int steps) {
+  VerifyCase c;
+  c.model = l.model.deepseek_v3;
+  c.options = model_options(l.config);
+  c.batch = l.config.data.batch_size, c.sequence = l.config.data.sequence_length;
+  c.accumulation = static_cast<int>(l.config.training.gradient_accumulation_steps);
+  c.steps = steps;
+  c.sequence_parallel = l.config.parallelism.sequence_parallel;
+  c.reshard = l.config.parallelism.fsdp_reshard_after_forward;
+  c.recompute = l.config.activation_checkpoint.mode == "full";
+  c.lr = l.config.optimizer.lr, c.max_norm = l.config.training.max_norm;
+  return c;
+}
+
+// A case without the mesh: the reference is shared by all meshes with as many dp ranks and the same sizes.
+std::string reference_key(const VerifyCase& c, int num_dp) {
+  return detail::concat(num_dp, " ", c.model.num_heads, " ", c.model.num_experts, " ", c.model.num_groups, " ", c.model.top_k);
+}
+
+// The result of a sweep by number of ranks.
+struct SweepRow {
+  size_t num_meshes = 0, num_held = 0;
+  double worst = 0, seconds = 0;
+};
+
+void print_table(const std::map<int, SweepRow>& rows) {
+  std::printf("%7s%9s%7s%36s%10s\n", "ranks", "meshes", "hold", "largest error / what is allowed", "seconds");
+  for (const auto& [ranks, row] : rows)
+    std::printf("%7d%9zu%7zu%36.2g%10.1f\n", ranks, row.num_meshes, row.num_held, row.worst, row.seconds);
+}
+
+}  // namespace
+
+int run_verify(Args args) {
+  const int steps = take_number(args, "--steps", 2), sweep = take_number(args, "--sweep", 0);
+  const auto json = take(args, "--json");
+  bool has_length = false, has_batch = false;
+  for (const auto& a : args)
+    has_length |= a.find("sequence_length") != std::string::npos, has_batch |= a.find("batch_size") != std::string::npos;
+  Loaded l = load(args);
+  // A proof wants few tokens, and an odd number of them.
+  if (!has_length && l.config.origin("data.sequence_length") == "default") l.config.data.sequence_length = 7;
+  if (!has_batch && l.config.origin("data.batch_size") == "default") l.config.data.batch_size = 2;
+  std::vector<MeshShape> shapes;
+  if (sweep > 0) {
+    for (int n = 1; n <= sweep; ++n)
+      for (const auto& s : all_mesh_shapes(n)) shapes.push_back(s);
+  } else {
+    validate(l.config, 0, l.model.facts());
+    shapes.push_back(mesh_shape(l.config).validated());
+  }
+  const comm::LaunchOptions options = launch_options(l.config);
+
+  const auto start = std::chrono::steady_clock::now();
+  const bool is_terminal = isatty(STDOUT_FILENO);
+  std::map<std::string, VerifyReference> references;
+  std::string entries;
+  std::map<int, SweepRow> rows;
+  size_t num_failed = 0, done = 0;
+  double worst = 0, margin = 0;
+  std::int64_t flipped = 0;
+  for (const auto& shape : shapes) {
+    const auto begin = std::chrono::steady_clock::now();
+    const VerifyCase c = sweep > 0 ? fitted(verify_case(l, steps), shape) : verify_case(l, steps);
+    const int num_dp = shape.dp_replicate * shape.dp_shard;
+    const auto key = reference_key(c, num_dp);
+    auto found = references.find(key);
+    if (found == references.end()) found = references.emplace(key, run_reference(c, num_dp)).first;
+    const VerifyReport r = verify(c, found->second, shape, options);
+    worst = std::max(worst, r.worst_ratio), flipped += r.num_flipped, margin = std::max(margin, r.largest_margin);
+    ++done;
+    if (!r.holds()) ++num_failed;
+    auto& row = rows[shape.num_ranks()];
+    ++row.num_meshes, row.num_held += r.holds(), row.worst = std::max(row.worst, r.worst_ratio);
+    row.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (is_terminal) std::printf("\r\033[K");
+    if (!r.holds() || shapes.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
+    if (is_terminal && shapes.size() > 1)
+      std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()),
+          std::fflush(stdout);
+    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": \"", shape.describe(),
+                              "\", \"holds\": ", r.holds() ? "true" : "false", ", \"worst\": ", r.worst_ratio, ", \"first\": \"",
+                              r.mismatches.empty() ? "" : r.mismatches[0].tensor, "\"}");
+  }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (is_terminal) std::printf("\r\033[K");
+  if (shapes.size() > 1) print_table(rows);
+  const auto c = verify_case(l, steps);
+  std::printf("%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
+              l.config.model.name.c_str(), l.config.model.size.c_str(), l.config.training.dtype.c_str(), steps,
+              shapes.size() - num_failed, shapes.size(), worst, c.tolerance(), seconds);
+  if (c.replays())
+    std::printf("routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n",
+                static_cast<long long>(flipped), margin);
+  if (json) {
+    std::ofstream file(*json);
+    file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false") << ",\n  \"seconds\": " << seconds
+         << ",\n  \"meshes\": [\n"
+         << entries << "\n  ]\n}\n";
+    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " cannot be written; choose a file that can");
+  }
+  return num_failed == 0 ? 0 : 1;
+}
+
+}  // namespace moesh::train
