@@ -6,9 +6,10 @@
 
 namespace moesh::train {
 
-/// moesh train | verify | demo | print-config | help ...
+/// moesh train | verify | compare | demo | print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
+int run_compare(std::vector<std::string> args);
 
 }  // namespace moesh::train
