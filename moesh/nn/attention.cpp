@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
+#include "moesh/nn/fused_attention.h"
 #include "moesh/spmd/all_gather.h"
 
 namespace moesh::nn {
@@ -12,6 +13,8 @@ AllHeads all_positions(const Heads& x, const Tokens& tokens) { return all_gather
 Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens, const AttentionOptions& options) {
   return declare<Heads::layout>(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
+        if (kernels::has_attention(q_BLhd.device()))
+          return raw::fused_attention({.scale = options.scale, .start = tokens.block_start()}, {q_BLhd, k_BSgd, v_BSgd, {}});
         const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
         at::Tensor keys = heads(k_BSgd), values = heads(v_BSgd);
         const at::Tensor queries = heads(q_BLhd);

@@ -20,6 +20,10 @@ const char* kUsage =
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
     "                   --json FILE      the result as JSON\n"
+    "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"
+    "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
+    "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
+    "                   --all            print every tensor, not only those that differ\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
     "                   --layout per_expert|stacked   how routed experts are laid out\n"
@@ -95,6 +99,7 @@ int run_command(const Args& all) {
   const Args rest(all.begin() + 1, all.end());
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;
+  if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -106,7 +111,7 @@ int run_command(const Args& all) {
     return 0;
   }
   throw Error(ErrorKind::config, "there is no command '" + all[0] +
-                                     "'; the commands are train, verify, demo, convert, inspect, print-config and help");
+                                     "'; the commands are train, verify, compare, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train
