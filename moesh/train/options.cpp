@@ -25,24 +25,13 @@ Rule between(double least, double most) { return {.least = least, .most = most};
 Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
 Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
-// "; deepseek_v3: tiny, debug, ..; qwen3_moe: .."
-std::string sizes_of_models() {
-  std::string text;
-  for (const std::string& name : models::model_names()) {
-    std::string sizes;
-    for (const std::string& size : models::model_sizes(name)) sizes += (sizes.empty() ? "" : ", ") + size;
-    text += "; " + name + ": " + sizes;
-  }
-  return text;
-}
-
 // The name of an option is its place in Config, so neither can be wrong alone.
 #define MOESH_OPTION(section, key, ...) option<&Config::section, &decltype(Config::section)::key>(#section "." #key, __VA_ARGS__)
 
 std::vector<Option> make_options() {
   return {
       MOESH_OPTION(model, name, "architecture", one_of(models::model_names())),
-      MOESH_OPTION(model, size, "built-in configuration of it" + sizes_of_models()),
+      MOESH_OPTION(model, size, "built-in configuration of it"),
 
       MOESH_OPTION(training, steps, "optimizer steps", at_least(1)),
       MOESH_OPTION(training, seed, "seed of the initial weights", at_least(0)),
