@@ -44,7 +44,11 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
     q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
     k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
   }
-  if (c.sinks) sinks_.emplace(o.spec(name + ".sinks", {c.num_heads}, {{tp, 0}}), o.init);
+  if (c.sinks) {
+    ParamSpec spec = o.spec(name + ".sinks", {c.num_heads}, {{tp, 0}});
+    spec.compute.reset();  // a score, like those it competes with: float32 in bfloat16 runs
+    sinks_.emplace(spec, o.init);
+  }
 }
 
 Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const {

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "moesh/nn/composed_attention.h"
 #include "moesh/nn/grouped_attention.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
@@ -119,20 +120,46 @@ void expect_equal(const Outputs& a, const Outputs& b, const std::string& what) {
   check("d(sinks)", a.dsinks, b.dsinks);
 }
 
+const std::vector<AttentionOptions> kOptions{{.scale = 0.4},
+                                             {.scale = 0.4, .window = 3},
+                                             {.scale = 0.4, .chunk = 3},
+                                             {.scale = 0.4, .window = 1},
+                                             {.scale = 0.4, .window = 2, .chunk = 4},
+                                             {.scale = 0.4, .window = 70, .chunk = 70}};
+
+std::string describe(const AttentionOptions& o, bool with_sinks) {
+  return "window " + std::to_string(o.window) + ", chunk " + std::to_string(o.chunk) + (with_sinks ? ", sinks" : "");
+}
+
 const std::vector<MeshShape> kMeshes{{}, {.tp = 2}, {.cp = 2}, {.cp = 3}, {.cp = 2, .tp = 2}, {.cp = 8}};
 
 TEST(Attention, IsTheFormulaOnEveryMesh) {
   const auto in = make_inputs(2, 7, 4, 2);  // 7 tokens: uneven over 2 and 3 ranks, and fewer than 8 ranks
-  for (const AttentionOptions& o :
-       {AttentionOptions{.scale = 0.4}, AttentionOptions{.scale = 0.4, .window = 3}, AttentionOptions{.scale = 0.4, .chunk = 3},
-        AttentionOptions{.scale = 0.4, .window = 1}, AttentionOptions{.scale = 0.4, .window = 2, .chunk = 4},
-        AttentionOptions{.scale = 0.4, .window = 70, .chunk = 70}})
+  for (const AttentionOptions& o : kOptions)
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks);
       for (const auto& shape : kMeshes)
-        expect_equal(on_mesh(in, o, with_sinks, shape), expected,
-                     shape.describe() + ", window " + std::to_string(o.window) + ", chunk " + std::to_string(o.chunk) +
-                         (with_sinks ? ", sinks" : ""));
+        expect_equal(on_mesh(in, o, with_sinks, shape), expected, shape.describe() + ", " + describe(o, with_sinks));
+    }
+}
+
+// The form for devices without a kernel of ours, here on any device; with all queries, and with those of a second cp rank.
+TEST(ComposedAttention, IsTheFormula) {
+  const auto in = make_inputs(2, 7, 4, 2);
+  for (const AttentionOptions& o : kOptions)
+    for (bool with_sinks : {false, true}) {
+      const Outputs expected = by_formula(in, o, with_sinks);
+      const auto leaf = [](const at::Tensor& x) { return x.clone().to(test_device()).requires_grad_(true); };
+      const at::Tensor q = leaf(in.q), k = leaf(in.k), v = leaf(in.v), sinks = leaf(in.sinks);
+      const at::Tensor given = with_sinks ? sinks : at::Tensor();
+      at::Tensor y = nn::raw::composed_attention({.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given});
+      (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin().to(test_device())).sum().backward();
+      expect_equal({y.detach().cpu(), q.grad().cpu(), k.grad().cpu(), v.grad().cpu(),
+                    with_sinks ? sinks.grad().cpu() : at::zeros_like(in.sinks)},
+                   expected, describe(o, with_sinks));
+      y = nn::raw::composed_attention({.scale = o.scale, .start = 4, .window = o.window, .chunk = o.chunk},
+                                      {q.narrow(1, 4, 3), k, v, given});
+      EXPECT_TRUE(at::allclose(y.detach().cpu(), expected.y.narrow(1, 4, 3), 1e-9, 1e-11)) << describe(o, with_sinks);
     }
 }
 

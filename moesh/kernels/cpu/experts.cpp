@@ -220,15 +220,6 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
   return out;
 }
 
-template <class F>
-auto for_dtype(at::ScalarType dtype, const F& f) {
-  switch (dtype) {
-    case at::kDouble: return f(double{});
-    case at::kFloat: return f(float{});
-    default: return f(Bf16{});
-  }
-}
-
 }  // namespace
 
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input) {

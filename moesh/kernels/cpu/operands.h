@@ -21,6 +21,16 @@ constexpr int64_t kDepth = kPanelBytes / (kPanel * static_cast<int64_t>(sizeof(T
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// Calls f with a value of the element type.
+template <class F>
+auto for_dtype(at::ScalarType dtype, const F& f) {
+  switch (dtype) {
+    case at::kDouble: return f(double{});
+    case at::kFloat: return f(float{});
+    default: return f(Bf16{});
+  }
+}
+
 template <class T>
 bool wants_pairs() {
   return sizeof(T) == 2 && gemm_wants_pairs();

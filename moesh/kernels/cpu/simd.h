@@ -82,6 +82,36 @@ struct ActivateBackward {
   A* db3;
 };
 
+/// Scores of a block of queries. Row r: p[j] = exp(scale * s[j] - lse) for j in [begin[r], end[r]), which is not empty, and 0
+/// elsewhere in [0, columns). Overwrites s. Rows have room up to the next multiple of 16.
+template <class T>
+struct Softmax {
+  using A = Accumulate<T>;
+  std::int64_t rows, columns, ld;
+  A scale;
+  const std::int64_t *begin, *end;
+  bool has_sink;
+  A sink;
+  A* s;
+  T* p;
+  A* lse;  // [rows]
+};
+
+/// The same in backward: p again from s and lse, and ds = scale * p * (dp - delta), delta = sum of p * dp. Overwrites s and dp.
+template <class T>
+struct SoftmaxBackward {
+  using A = Accumulate<T>;
+  std::int64_t rows, columns, ld;
+  A scale;
+  const std::int64_t *begin, *end;
+  A* s;
+  A* dp;
+  const A* lse;
+  T* p;
+  T* ds;
+  A* delta;  // [rows]
+};
+
 template <class T>
 struct SimdOps {
   using A = Accumulate<T>;
@@ -95,6 +125,8 @@ struct SimdOps {
   void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out);
   void (*activate)(const Activate<T>&);
   void (*activate_backward)(const ActivateBackward<T>&);
+  void (*softmax)(const Softmax<T>&);
+  void (*softmax_backward)(const SoftmaxBackward<T>&);
   /// acc[index[r] - first] += c[r] + scale[r] * bias; scale null: 1, bias null: 0.
   void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const std::int64_t* index,
                    std::int64_t first, const A* scale, const A* bias, A* acc, std::int64_t ld_acc);

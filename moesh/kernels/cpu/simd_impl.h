@@ -5,14 +5,27 @@
 #include "moesh/kernels/cpu/simd_activate.h"
 #include "moesh/kernels/cpu/simd_pack.h"
 #include "moesh/kernels/cpu/simd_rows.h"
+#include "moesh/kernels/cpu/simd_softmax.h"
 
 namespace moesh::kernels::cpu {
 namespace {
 
 template <class T>
 constexpr SimdOps<T> make_ops() {
-  SimdOps<T> ops{transpose<T>, pack<T>,        pack_transposed<T>, activate<T>, activate_backward<T>, add_rows<Accumulate<T>>,
-                 put_rows<T>,  stream_rows<T>, combine<T>,         sum_rows<T>, dot_rows<T>,          nullptr};
+  SimdOps<T> ops{.transpose = transpose<T>,
+                 .pack = pack<T>,
+                 .pack_transposed = pack_transposed<T>,
+                 .activate = activate<T>,
+                 .activate_backward = activate_backward<T>,
+                 .softmax = softmax<T>,
+                 .softmax_backward = softmax_backward<T>,
+                 .add_rows = add_rows<Accumulate<T>>,
+                 .put_rows = put_rows<T>,
+                 .stream_rows = stream_rows<T>,
+                 .combine = combine<T>,
+                 .sum_rows = sum_rows<T>,
+                 .dot_rows = dot_rows<T>,
+                 .gemm = nullptr};
   if constexpr (sizeof(T) == 8) ops.gemm = gemm;
   return ops;
 }
