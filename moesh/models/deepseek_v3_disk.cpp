@@ -121,7 +121,7 @@ std::string config_text(const DeepseekV3Config& c, formats::Dtype dtype) {
       {"max_position_embeddings", {c.max_sequence}},
       {"initializer_range", {c.init_std}},
       {"attention_bias", {false}},
-      {"tie_word_embeddings", {false}},
+      {"tie_word_embeddings", {c.tie_embeddings}},
   }});
 }
 
@@ -172,9 +172,7 @@ void add_moe(Tensors& t, const DeepseekV3Config& c, const std::string& name, Exp
   }
   if (c.num_shared == 0) return;
   const std::int64_t shared = F * c.num_shared;
-  t.as(name + ".shared_experts.gate_proj.weight", name + ".shared.w1", {shared, D});
-  t.as(name + ".shared_experts.up_proj.weight", name + ".shared.w3", {shared, D});
-  t.as(name + ".shared_experts.down_proj.weight", name + ".shared.w2", {D, shared});
+  add_mlp(t, name + ".shared_experts", D, shared);
 }
 
 void add_attention(Tensors& t, const DeepseekV3Config& c, const std::string& name) {
@@ -205,7 +203,7 @@ bool is_ignored(std::string_view name, std::int64_t num_layers) {
   return layer >= num_layers;
 }
 
-DiskTable table_of(const DeepseekV3Config& c, ExpertLayout layout, bool tied) {
+DiskTable table_of(const DeepseekV3Config& c, ExpertLayout layout) {
   Tensors t;
   t.same("model.embed_tokens.weight", {c.vocab, c.dim});
   for (std::int64_t i = 0; i < c.num_layers; ++i) {
@@ -219,9 +217,11 @@ DiskTable table_of(const DeepseekV3Config& c, ExpertLayout layout, bool tied) {
       add_moe(t, c, layer + ".mlp", layout);
   }
   t.same("model.norm.weight", {c.dim});
-  t.same("lm_head.weight", {c.vocab, c.dim});
-  if (tied) t.table.instead["lm_head.weight"] = "model.embed_tokens.weight";
-  t.table.ignored = [n = c.num_layers](std::string_view name) { return is_ignored(name, n); };
+  if (!c.tie_embeddings) t.same("lm_head.weight", {c.vocab, c.dim});
+  // Some files repeat a head that is tied.
+  t.table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) {
+    return is_ignored(name, n) || (tied && name == "lm_head.weight");
+  };
   return t.table;
 }
 
@@ -262,13 +262,15 @@ DeepseekV3Config deepseek_v3_config(const JsonValue& json) {
   c.norm_eps = number(json, "rms_norm_eps", 1e-6);
   c.max_sequence = count(json, "max_position_embeddings");
   c.init_std = number(json, "initializer_range", 0.02);
+  const auto tied = field(json, "tie_word_embeddings");
+  c.tie_embeddings = tied && tied->as_bool("tie_word_embeddings");
   read_rope(json, c);
   return c;
 }
 
-formats::ModelOnDisk on_disk(const DeepseekV3Config& config, bool tied) {
+formats::ModelOnDisk deepseek_v3_on_disk(const DeepseekV3Config& config) {
   return {.model_type = "deepseek_v3",
-          .table = [config, tied](ExpertLayout layout) { return table_of(config, layout, tied); },
+          .table = [config](ExpertLayout layout) { return table_of(config, layout); },
           .config_json = [config](formats::Dtype dtype) { return config_text(config, dtype); }};
 }
 

@@ -1,6 +1,5 @@
 #include "moesh/train/checkpointer.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
@@ -167,7 +166,6 @@ void Checkpointer::save(const Position& position, bool in_background) {
   }
   background_ = std::thread([this, start, speaks, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
-    at::set_num_threads(1);
     comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
@@ -202,7 +200,8 @@ Position Checkpointer::start() {
   if (c.enable && c.resume) {
     // Rank 0 looks, so that all ranks try the same ones.
     std::string found;
-    for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
+    if (speaks)
+      for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
     std::istringstream stream(checkpoint::text_of_first(world_, found));
     std::vector<std::int64_t> steps;
     for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
@@ -232,7 +231,7 @@ Position Checkpointer::start() {
 }
 
 void Checkpointer::check_model(const std::string& config_json, const std::filesystem::path& folder) const {
-  const auto theirs = models::model_on_disk(config_json, (folder / "config.json").string()).config_json(Dtype::f32);
+  const auto theirs = models::on_disk(models::config_of(config_json, (folder / "config.json").string())).config_json(Dtype::f32);
   const auto ours = on_disk(setup_).config_json(Dtype::f32);
   const std::string a = own_lines(theirs, ours), b = own_lines(ours, theirs);
   MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
@@ -246,7 +245,7 @@ void Checkpointer::load_weights(const std::filesystem::path& folder) {
   const std::string config_json = checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
   check_model(config_json, folder);
   const auto source = checkpoint::TensorFolder::weights(folder);
-  const auto model = models::model_on_disk(config_json, (folder / "config.json").string());
+  const auto model = on_disk(setup_);
   const auto table = model.table(checkpoint::find_layout(source, model));
   std::set<std::string> known;
   for (const auto& t : table.tensors)

@@ -154,14 +154,14 @@ TEST(ConfigJson, VersionsFourAndFiveAreTheSameModel) {
            rope + "}";
   };
   const auto normal = [&](const std::string& rope) {
-    return models::model_on_disk(text(rope), "config.json").config_json(formats::Dtype::f32);
+    return models::on_disk(models::config_of(text(rope), "config.json")).config_json(formats::Dtype::f32);
   };
   const std::string v4 = normal(R"("rope_theta":5000,"rope_scaling":{"type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,
       "mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":4096},"torch_dtype":"float32")");
   const std::string v5 = normal(R"("rope_parameters":{"rope_type":"yarn","rope_theta":5000.0,"factor":40.0,"mscale":1,
       "mscale_all_dim":1,"original_max_position_embeddings":4096},"dtype":"bfloat16")");
   EXPECT_EQ(v4, v5);
-  EXPECT_EQ(models::model_on_disk(v5, "x").config_json(formats::Dtype::f32), v5);
+  EXPECT_EQ(models::on_disk(models::config_of(v5, "x")).config_json(formats::Dtype::f32), v5);
   EXPECT_EQ(normal(R"("rope_theta":5000,"rope_scaling":null)"),
             normal(R"("rope_parameters":{"rope_type":"default","rope_theta":5000})"));
   EXPECT_NE(normal(R"("rope_theta":5000)"), normal(R"("rope_theta":5001)"));
