@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "moesh/nn/dispatch.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
@@ -44,11 +45,20 @@ struct ForwardResult {
   at::Tensor input;                  // if captured: the stream that enters the first block; has its gradient after backward
 };
 
+/// How a model is made, whatever it is.
+struct ModelOptions {
+  at::ScalarType dtype = at::kFloat;
+  at::Device device = at::kCPU;  // meta: shapes alone, for counting
+  std::uint64_t seed = 0;
+  nn::Dispatcher dispatcher = nn::Dispatcher::automatic;
+  bool forced_balance = false;
+};
+
 class Model {
  public:
   virtual ~Model() = default;
   virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
-  /// Every parameter, in forward order. `decays` is false for norms and biases.
+  /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   virtual std::vector<nn::Router*> routers() = 0;
   /// Parameters of the whole model, and those that one token passes (for the FLOP count).

@@ -2,47 +2,59 @@
 
 #include <ATen/ATen.h>
 
-#include "moesh/base/error.h"
+#include <algorithm>
+
+#include "moesh/nn/composed_attention.h"
 #include "moesh/nn/fused_attention.h"
 #include "moesh/spmd/all_gather.h"
 
 namespace moesh::nn {
+namespace {
+
+// `sinks_h` may be undefined.
+at::Tensor attend_raw(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
+                      const Tokens& tokens, const AttentionOptions& o) {
+  const kernels::AttentionConfig config{.scale = o.scale, .start = tokens.block_start(), .window = o.window, .chunk = o.chunk};
+  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
+  return kernels::has_attention(q_BLhd.device()) ? raw::fused_attention(config, input) : raw::composed_attention(config, input);
+}
+
+}  // namespace
+
+Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width) {
+  return declare<Heads::layout>([&](const at::Tensor& t) { return t.unflatten(-1, {t.size(-1) / width, width}); }, x);
+}
+
+Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) {
+  return declare<Heads::layout>([](const at::Tensor& t) { return t.flatten(2); }, x);
+}
 
 AllHeads all_positions(const Heads& x, const Tokens& tokens) { return all_gather<cp>(x, tokens.over_cp()); }
 
+double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < sequence; ++i) {
+    std::int64_t seen = i + 1;
+    if (o.window > 0) seen = std::min(seen, o.window);
+    if (o.chunk > 0) seen = std::min(seen, i % o.chunk + 1);
+    sum += static_cast<double>(seen);
+  }
+  return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
+}
+
 Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens, const AttentionOptions& options) {
+  return declare<Heads::layout>([&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
+                                    const at::Tensor& v_BSgd) { return attend_raw(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options); },
+                                q, k, v);
+}
+
+Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks, const Tokens& tokens,
+             const AttentionOptions& options) {
   return declare<Heads::layout>(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
-        if (kernels::has_attention(q_BLhd.device()))
-          return raw::fused_attention({.scale = options.scale, .start = tokens.block_start()}, {q_BLhd, k_BSgd, v_BSgd, {}});
-        const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
-        at::Tensor keys = heads(k_BSgd), values = heads(v_BSgd);
-        const at::Tensor queries = heads(q_BLhd);
-        const auto length = queries.size(2), all = keys.size(2), groups = keys.size(1);
-        MOESH_CHECK(groups == 0 || queries.size(1) % groups == 0, ErrorKind::config, "attention: this rank has ", queries.size(1),
-                    " query heads and ", groups, " key heads; choose a tp that divides both numbers of heads");
-        if (groups > 0 && groups != queries.size(1)) {
-          keys = keys.repeat_interleave(queries.size(1) / groups, 1);
-          values = values.repeat_interleave(queries.size(1) / groups, 1);
-        }
-        if (queries.numel() == 0) {  // a rank without tokens or heads: an empty result that still hangs on its inputs
-          return heads(queries.matmul(keys.transpose(-1, -2)).matmul(values));
-        }
-        const auto width = values.size(-1), key_width = keys.size(-1);
-        // The fused kernels want heads of one width.
-        if (width < key_width) values = at::constant_pad_nd(values, {0, key_width - width});
-        at::Tensor out;
-        if (length == all) {
-          out = at::scaled_dot_product_attention(queries, keys, values, {}, 0.0, /*is_causal=*/true, options.scale);
-        } else {
-          const auto index = at::TensorOptions(queries.device()).dtype(at::kLong);
-          const at::Tensor mine = at::arange(tokens.block_start(), tokens.block_start() + length, index).unsqueeze(1);
-          const at::Tensor visible = mine >= at::arange(all, index);
-          out = at::scaled_dot_product_attention(queries, keys, values, visible, 0.0, /*is_causal=*/false, options.scale);
-        }
-        return heads(out.narrow(-1, 0, width));
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd, const at::Tensor& sinks_h) {
+        return attend_raw(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
       },
-      q, k, v);
+      q, k, v, sinks);
 }
 
 }  // namespace moesh::nn

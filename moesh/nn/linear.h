@@ -1,8 +1,11 @@
 #pragma once
-// Weights [out, in] of linear layers, by how tp cuts them.
+// Linear layers and their weights [out, in], by how tp cuts them.
 
+#include <optional>
 #include <string>
 
+#include "moesh/spmd/once.h"
+#include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
 
 namespace moesh::nn {
@@ -17,25 +20,71 @@ struct ModuleOptions {
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
 
   at::ScalarType master() const { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
-  ParamSpec spec(const std::string& name, std::int64_t out, std::int64_t in) const {
-    return {.name = name + ".weight", .shape = {out, in}, .dtype = master(), .compute = dtype, .device = device};
+  ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
+                 std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
+    return {
+        .name = name, .shape = std::move(shape), .cuts = std::move(cuts), .dtype = master(), .compute = dtype, .device = device};
   }
 };
 
 /// Column: a rank computes its own slice of the outputs.
 inline Cut column(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
-  ParamSpec spec = o.spec(name, out, in);
-  spec.cuts = {{tp, 0}};
-  return Cut(spec, o.init);
+  return Cut(o.spec(name + ".weight", {out, in}, {{tp, 0}}), o.init);
 }
 /// Row: a rank has its own slice of the inputs, and a partial sum of the outputs.
 inline Cut row(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
-  ParamSpec spec = o.spec(name, out, in);
-  spec.cuts = {{tp, 1}};
-  return Cut(spec, o.init);
+  return Cut(o.spec(name + ".weight", {out, in}, {{tp, 1}}), o.init);
 }
 inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
-  return Whole(o.spec(name, out, in), o.init);
+  return Whole(o.spec(name + ".weight", {out, in}), o.init);
 }
+
+/// x w^T + b, own outputs on tp.
+class ColumnLinear {
+ public:
+  ColumnLinear() = default;
+  ColumnLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias, const ModuleOptions& o)
+      : weight_(column(name, out, in, o)) {
+    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}, {{tp, 0}}), o.init);
+  }
+
+  Tensor<Dense{Place::T, Place::T, Place::F}> operator()(const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
+    const auto y = linear(x, use(weight_));
+    return bias_ ? y + use(*bias_) : y;
+  }
+  template <class Fn>
+  void each_param(Fn f) {
+    f(weight_);
+    if (bias_) f(*bias_);
+  }
+
+ private:
+  Cut weight_;
+  std::optional<Cut> bias_;
+};
+
+/// x w^T + b, own inputs on tp. The output is a partial sum: its bias counts on one rank.
+class RowLinear {
+ public:
+  RowLinear() = default;
+  RowLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias, const ModuleOptions& o)
+      : weight_(row(name, out, in, o)) {
+    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}), o.init);
+  }
+
+  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
+    const auto y = linear(x, use(weight_));
+    return bias_ ? y + once<tp>(use(*bias_)) : y;
+  }
+  template <class Fn>
+  void each_param(Fn f) {
+    f(weight_);
+    if (bias_) f(*bias_);
+  }
+
+ private:
+  Cut weight_;
+  std::optional<Whole> bias_;
+};
 
 }  // namespace moesh::nn

@@ -1,5 +1,5 @@
 #pragma once
-// The dense SwiGLU: w2 (silu(w1 x) * w3 x), column and row cut over tp.
+// The dense SwiGLU: down (silu(gate x) * up x), column and row cut over tp. Also the shared experts of a MoE layer.
 
 #include <string>
 
@@ -11,19 +11,19 @@ namespace moesh::nn {
 class Mlp {
  public:
   Mlp(const std::string& name, std::int64_t dim, std::int64_t ffn, const ModuleOptions& o)
-      : w1_(column(name + ".gate_proj", ffn, dim, o)),
-        w3_(column(name + ".up_proj", ffn, dim, o)),
-        w2_(row(name + ".down_proj", dim, ffn, o)) {}
+      : gate_(column(name + ".gate_proj", ffn, dim, o)),
+        up_(column(name + ".up_proj", ffn, dim, o)),
+        down_(row(name + ".down_proj", dim, ffn, o)) {}
 
-  Sum operator()(const Full& x) const { return linear(silu(linear(x, use(w1_))) * linear(x, use(w3_)), use(w2_)); }
+  Sum operator()(const Full& x) const { return linear(silu(linear(x, use(gate_))) * linear(x, use(up_)), use(down_)); }
 
   template <class Fn>
   void each_param(Fn f) {
-    f(w1_), f(w3_), f(w2_);
+    f(gate_), f(up_), f(down_);
   }
 
  private:
-  Cut w1_, w3_, w2_;
+  Cut gate_, up_, down_;
 };
 
 }  // namespace moesh::nn

@@ -39,25 +39,6 @@ void check_shape(const at::Tensor& x, const Tokens& tokens, bool sequence_parall
 
 }  // namespace
 
-SharedExperts::SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device,
-                             const Init& init) {
-  const auto spec = [&](const char* part, std::vector<std::int64_t> shape, std::int64_t cut) {
-    return ParamSpec{.name = name + "." + part,
-                     .shape = std::move(shape),
-                     .cuts = {{tp, cut}},
-                     .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
-                     .compute = dtype,
-                     .device = device};
-  };
-  w1_ = Weight(spec("w1", {ffn, dim}, 0), init);
-  w3_ = Weight(spec("w3", {ffn, dim}, 0), init);
-  w2_ = Weight(spec("w2", {dim, ffn}, 1), init);
-}
-
-Partial SharedExperts::operator()(const Tensor<Dense{T, T, R}>& x) const {
-  return linear(silu(linear(x, use(w1_))) * linear(x, use(w3_)), use(w2_));
-}
-
 void MoeConfig::validate() const {
   MOESH_CHECK(experts.num_experts == router.num_experts, ErrorKind::config, name, ": the router has ", router.num_experts,
               " experts and the experts are ", experts.num_experts);
@@ -69,10 +50,12 @@ void MoeConfig::validate() const {
 Moe::Moe(const MoeConfig& config)
     : config_((config.validate(), config)),
       dispatcher_(resolve(config.dispatcher, current_mesh().shape(), config.router.top_k)),
-      router_(config.router, config.name + ".gate", config.experts.dim, config.dtype, config.device, config.init),
+      router_(config.router, config.name + "." + config.router_name, config.experts.dim, config.dtype, config.device,
+              config.init),
       experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init) {
   if (config.shared_ffn > 0)
-    shared_.emplace(config.name + ".shared", config.experts.dim, config.shared_ffn, config.dtype, config.device, config.init);
+    shared_.emplace(config.name + "." + config.shared_name, config.experts.dim, config.shared_ffn,
+                    ModuleOptions{.dtype = config.dtype, .device = config.device, .init = config.init});
 }
 
 // Where ep x etp are the tp ranks themselves, the all_gather dispatcher and the shared experts use one gather and one reduction.

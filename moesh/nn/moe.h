@@ -6,31 +6,14 @@
 
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/experts.h"
+#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {
 
-/// A dense SwiGLU that every token passes, column and row cut over tp.
-class SharedExperts {
- public:
-  using Weight = Param<Dense{Place::I, Place::I, Place::F}>;
-  SharedExperts(const std::string& name, std::int64_t dim, std::int64_t ffn, at::ScalarType dtype, at::Device device,
-                const Init& init);
-
-  /// R on tp in, a partial sum over tp out.
-  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const;
-
-  template <class Fn>
-  void each_param(Fn f) {
-    f(w1_), f(w3_), f(w2_);
-  }
-
- private:
-  Weight w1_, w3_, w2_;
-};
-
 struct MoeConfig {
   std::string name = "moe";
+  std::string router_name = "gate", shared_name = "shared_experts";  // after the name of the layer
   RouterConfig router;
   ExpertsConfig experts;        // num_experts is the router's
   std::int64_t shared_ffn = 0;  // width of the shared experts together; 0: none
@@ -80,7 +63,7 @@ class Moe {
   Dispatcher dispatcher_;
   Router router_;
   Experts experts_;
-  std::optional<SharedExperts> shared_;
+  std::optional<Mlp> shared_;
 };
 
 }  // namespace moesh::nn

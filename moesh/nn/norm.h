@@ -1,16 +1,12 @@
 #pragma once
-// RMSNorm: x / sqrt(mean(x^2) + eps) * w over the last dimension, in float32 inside.
+// RMSNorm: x / sqrt(mean(x^2) + eps) * w over the last dimension. Weight and all, it is computed in float32 and rounded once.
 
 #include <string>
 
+#include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
-#include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
-
-namespace raw {
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
-}
 
 class RmsNorm {
  public:
@@ -24,15 +20,17 @@ class RmsNorm {
   /// On work that is split: every rank has other tokens, or other uses of the same ones.
   template <auto L>
   Tensor<L> operator()(const Tensor<L>& x) const {
-    constexpr auto normal = apply(Unary::over_features, L);
-    static_assert(mix(Op::mul, normal, Dense{Place::R, Place::R, Place::R}) == L);
-    return assume<L>(raw::rms_norm(x.local(), use(weight_).local(), eps_));
+    return rms_norm(x, use(weight_), eps_);
   }
   /// On a stream that is the same on all tp ranks: they all do the same work.
   template <auto L>
   Tensor<L> invariant(const Tensor<L>& x) const {
-    static_assert(mix(Op::mul, apply(Unary::over_features, L), Dense{Place::R, Place::R, Place::I}) == L);
-    return assume<L>(raw::rms_norm(x.local(), use<tp>(weight_).local(), eps_));
+    return rms_norm(x, use<tp>(weight_), eps_);
+  }
+  /// On heads [.., h, d]: tp cuts the heads, and each is normalised over its own d features, which are whole.
+  Tensor<Dense{Place::T, Place::T, Place::F}> per_head(const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
+    return declare<Dense{Place::T, Place::T, Place::F}>(
+        [&](const at::Tensor& heads, const at::Tensor& w) { return moesh::raw::rms_norm(heads, w, eps_); }, x, use(weight_));
   }
 
   template <class Fn>

@@ -19,6 +19,17 @@ double index_of(double turns, const RopeConfig& c) {
          (2 * std::log(c.theta));
 }
 
+// By how often a wave turns over the original length: often, it stays; seldom, it is stretched; between them a ramp.
+void stretch_llama3(const RopeConfig& c, at::Tensor& frequencies) {
+  auto* f = frequencies.data_ptr<double>();
+  for (std::int64_t i = 0; i < frequencies.numel(); ++i) {
+    const double turns = static_cast<double>(c.original_length) * f[i] / (2 * std::numbers::pi);
+    if (turns >= c.high_turns) continue;
+    const double kept = turns < c.low_turns ? 0 : (turns - c.low_turns) / (c.high_turns - c.low_turns);
+    f[i] = (1 - kept) * f[i] / c.factor + kept * f[i];
+  }
+}
+
 }  // namespace
 
 void RopeConfig::validate() const {
@@ -26,10 +37,12 @@ void RopeConfig::validate() const {
   MOESH_CHECK(theta > 1, ErrorKind::config, "rope: theta is ", theta, "; it takes more than 1");
   MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor, " of original_length ",
               original_length, "; both take 1 or more");
+  MOESH_CHECK(high_turns >= low_turns && low_turns > 0, ErrorKind::config, "rope: low_turns ", low_turns, " and high_turns ",
+              high_turns, "; they take positive numbers in this order");
 }
 
 double RopeConfig::attention_factor() const {
-  if (factor <= 1 || mscale_all_dim == 0) return 1;
+  if (factor <= 1 || scaling != RopeScaling::yarn || mscale_all_dim == 0) return 1;
   const double m = magnitude(factor, mscale_all_dim);
   return m * m;
 }
@@ -41,6 +54,11 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
   for (std::int64_t i = 0; i < c.dim / 2; ++i)
     f[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(c.dim));
   if (c.factor <= 1) return frequencies;
+  if (c.scaling == RopeScaling::linear) return frequencies / c.factor;
+  if (c.scaling == RopeScaling::llama3) {
+    stretch_llama3(c, frequencies);
+    return frequencies;
+  }
   double low = index_of(c.beta_fast, c), high = index_of(c.beta_slow, c);
   if (c.truncate) low = std::floor(low), high = std::ceil(high);
   low = std::max(low, 0.0), high = std::min(high, static_cast<double>(c.dim - 1));
@@ -57,7 +75,7 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
-  if (c.factor > 1)
+  if (c.factor > 1 && c.scaling == RopeScaling::yarn)
     m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim)
                                                : magnitude(c.factor, 1);
   const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);

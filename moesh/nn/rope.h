@@ -1,5 +1,5 @@
 #pragma once
-// Rotary position embedding: plain, and YaRN (Peng et al., 2023) for contexts longer than those of pre-training.
+// Rotary position embedding: plain, and stretched for contexts longer than those of pre-training.
 
 #include <ATen/core/Tensor.h>
 
@@ -7,13 +7,23 @@
 
 namespace moesh::nn {
 
+/// How frequencies are stretched by a factor above 1.
+enum class RopeScaling {
+  yarn,    // Peng et al., 2023: fast waves stay, slow ones are stretched, cos and sin grow a little
+  llama3,  // Llama 3: the same idea by wave length, without the growth
+  linear,  // all of them
+};
+
 struct RopeConfig {
   std::int64_t dim = 0;  // rotated features of a head
   double theta = 10000;
   bool interleaved = false;  // pairs (2i, 2i + 1) rotate, output laid out evens then odds; else (i, i + dim / 2)
-  // YaRN, when factor > 1.
   double factor = 1;
+  RopeScaling scaling = RopeScaling::yarn;
   std::int64_t original_length = 4096;
+  // Llama 3: waves longer than original_length / low_turns are stretched, those shorter than original_length / high_turns stay.
+  double low_turns = 1, high_turns = 4;
+  // YaRN.
   double beta_fast = 32, beta_slow = 1;
   double mscale = 0, mscale_all_dim = 0;
   bool truncate = true;  // YaRN's bounds are rounded outwards to whole frequencies

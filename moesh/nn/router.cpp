@@ -153,6 +153,7 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
 }
 
 void Router::update_bias(double coeff) {
+  if (!config_.balance_bias) return clear_counts();
   const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
   const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   const at::Tensor sign = (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());

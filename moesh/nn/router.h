@@ -34,6 +34,7 @@ struct RouterConfig {
   double epsilon = 1e-20;       // added to that sum
   double scale = 1;
   bool gate_bias = false;
+  bool balance_bias = true;     // an expert bias steers the choice and is moved by update_bias; without it only losses balance
   bool forced_balance = false;  // for benchmarks: the experts of a token follow from its global index
 
   void validate() const;
@@ -82,7 +83,8 @@ class Router {
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
   /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from the counts of all training
-  /// passes since the last call, summed over dp, cp and tp. A skipped step calls clear_counts instead.
+  /// passes since the last call, summed over dp, cp and tp. A skipped step calls clear_counts instead. A model without a balance
+  /// bias keeps it zero: what is trained must be what is exported.
   void update_bias(double coeff);
   void clear_counts();
 

@@ -23,8 +23,11 @@ at::Tensor add_scalar(const at::Tensor& x, double value) { return at::add(x, val
 at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor softmax(const at::Tensor& x) { return at::softmax(x, -1); }
-at::Tensor rms_norm(const at::Tensor& x, double eps) {
-  return x * at::rsqrt(at::mean(at::square(x), {-1}, /*keepdim=*/true) + eps);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps) {
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::Tensor y = x.to(wide);
+  const at::Tensor normal = y * at::rsqrt(at::mean(at::square(y), {-1}, /*keepdim=*/true) + eps);
+  return (w.defined() ? normal * w.to(wide) : normal).to(x.scalar_type());
 }
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);

@@ -18,7 +18,8 @@ at::Tensor add_scalar(const at::Tensor& x, double value);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor softmax(const at::Tensor& x);
-at::Tensor rms_norm(const at::Tensor& x, double eps);
+/// In float32 or wider inside; an undefined w is no weight.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
 at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index);
@@ -86,8 +87,8 @@ auto softmax(const Tensor<L>& x) {
 /// x / sqrt(mean(x^2) + eps) * w over the last dimension.
 template <auto A, auto B>
 auto rms_norm(const Tensor<A>& x, const Tensor<B>& w, double eps) {
-  constexpr auto normal = apply(Unary::over_features, A);
-  return assume<normal>(raw::rms_norm(x.local(), eps)) * w;
+  constexpr auto out = mix(Op::mul, apply(Unary::over_features, A), B);
+  return assume<out>(raw::rms_norm(x.local(), w.local(), eps));
 }
 
 /// The sum over the given dimensions, which hold tokens, features or experts: P on every axis where that very thing varies.

@@ -55,6 +55,7 @@ void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int
 
 // Element i of the region gets the value of its index in the whole tensor.
 at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
+  if (spec.device.is_meta()) return at::empty(region.length, at::TensorOptions(spec.device).dtype(spec.dtype));  // shapes alone
   at::Tensor out = at::empty(region.length, at::TensorOptions(at::kDouble));
   auto* data = out.data_ptr<double>();
   const Random random(init.seed, spec.name);

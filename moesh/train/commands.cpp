@@ -26,7 +26,7 @@ const char* kUsage =
     "                   --all            print every tensor, not only those that differ\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
     "  print-config   the effective values, and where each came from\n"
-    "  help           this text and every option\n"
+    "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "\n"
     "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps, --dtype, --device.\n"
     "\n"
@@ -83,12 +83,12 @@ int run_demo(const Args& args) {
 }  // namespace
 
 int run_command(const Args& all) {
+  const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
   if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
-    ModelSetup model{models::DeepseekV3Config::named("tiny")};
-    std::printf("%s\n%s", kUsage, help_text(model.keys()).c_str());
+    Loaded l = load(rest);  // --model names the one whose keys are shown
+    std::printf("%s\n%s", kUsage, help_text(l.model.keys()).c_str());
     return all.empty() ? 2 : 0;
   }
-  const Args rest(all.begin() + 1, all.end());
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;
   if (all[0] == "compare") return run_compare(rest);

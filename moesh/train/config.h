@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <map>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "moesh/base/error.h"
@@ -14,6 +13,7 @@
 #include "moesh/comm/mesh.h"
 #include "moesh/data/dataset.h"
 #include "moesh/formats/toml.h"
+#include "moesh/models/config.h"
 #include "moesh/nn/dispatch.h"
 
 namespace moesh::train {
@@ -125,26 +125,13 @@ struct Config {
 /// they stand and the nearest known option.
 Config load_config(const std::vector<std::string>& args);
 
-/// A value of the model's own configuration that [model] may set besides name and size.
-struct ModelKey {
-  std::string name;  // "num_layers"
-  std::variant<bool*, std::int64_t*, double*, std::string*> target;
-  std::string help = "";
-};
-using ModelKeys = std::vector<ModelKey>;
+using models::ModelFacts;
+using models::ModelKey;
+using models::ModelKeys;
 
 /// Writes the further keys of [model] where `keys` points. Unknown ones and wrong types are errors as in load_config. The targets
 /// hold the built-in configuration that model.name and model.size stand for, so call check_option on those two first.
 void apply_model_keys(Config& config, const ModelKeys& keys);
-
-/// What the rules need to know of the model; 0: no such limit. Messages call them model.num_heads and so on: model keys should
-/// have these names.
-struct ModelFacts {
-  std::int64_t num_heads = 0, num_kv_heads = 0;
-  std::int64_t num_experts = 0, top_k = 0;
-  std::int64_t max_sequence = 0;
-  std::int64_t vocab_size = 0;
-};
 
 /// Checks every rule on the final values; throws Error (config) which names the option, its value, where that came from and what
 /// would work. world_size 0: as many ranks as the mesh asks for.

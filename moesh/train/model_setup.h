@@ -3,18 +3,18 @@
 
 #include <memory>
 
-#include "moesh/models/deepseek_v3.h"
+#include "moesh/models/registry.h"
 #include "moesh/train/config.h"
 
 namespace moesh::train {
 
 /// The built-in configuration that model.name and model.size stand for, changed by the further keys of [model].
 struct ModelSetup {
-  models::DeepseekV3Config deepseek_v3;
+  models::AnyConfig config;
 
   /// What [model] may set; points into this object.
-  ModelKeys keys();
-  ModelFacts facts() const;
+  ModelKeys keys() { return models::keys(config); }
+  ModelFacts facts() const { return models::facts(config); }
 };
 
 ModelSetup model_setup(Config& config);

@@ -4,6 +4,8 @@
 #include <charconv>
 #include <cmath>
 
+#include "moesh/models/registry.h"
+
 namespace moesh::train {
 namespace {
 
@@ -28,8 +30,8 @@ Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(cho
 
 std::vector<Option> make_options() {
   return {
-      MOESH_OPTION(model, name, "architecture", one_of({"deepseek_v3"})),
-      MOESH_OPTION(model, size, "built-in configuration of it", one_of({"tiny", "debug", "16b", "671b"})),
+      MOESH_OPTION(model, name, "architecture", one_of(models::model_names())),
+      MOESH_OPTION(model, size, "built-in configuration of it"),
 
       MOESH_OPTION(training, steps, "optimizer steps", at_least(1)),
       MOESH_OPTION(training, seed, "seed of the initial weights", at_least(0)),

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "moesh/models/registry.h"
 #include "moesh/train/config.h"
 #include "moesh/train/options.h"
 
@@ -83,6 +84,11 @@ std::string help_text(const ModelKeys& keys) {
       lines.push_back({"  --" + o.name + "=" + formats::to_toml(o.initial()), o.help + takes});
     }
     if (section == "model") {
+      for (const std::string& name : models::model_names()) {
+        std::string sizes;
+        for (const std::string& size : models::model_sizes(name)) sizes += (sizes.empty() ? "" : ", ") + size;
+        lines.push_back({"", "  " + name + ": " + sizes});
+      }
       for (const ModelKey& key : keys) lines.push_back({"  --model." + key.name + "=" + formats::to_toml(read(key)), key.help});
       if (keys.empty()) lines.push_back({"  --model.KEY=VALUE", "any size of the model itself; print-config lists them"});
     }

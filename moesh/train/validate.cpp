@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 
+#include "moesh/models/registry.h"
 #include "moesh/train/config.h"
 #include "moesh/train/options.h"
 
@@ -93,6 +94,10 @@ void check_model(const Config& c, const ModelFacts& facts) {
   MOESH_CHECK(facts.max_sequence == 0 || c.data.sequence_length <= facts.max_sequence, ErrorKind::config,
               describe_option(c, "data.sequence_length"), ", and ", describe_fact(c, "max_sequence", facts.max_sequence),
               "; set data.sequence_length to ", facts.max_sequence, " or less");
+  // The default is for models that have the bias; whoever asks for it in another is told.
+  MOESH_CHECK(facts.has_expert_bias || c.moe.load_balance_coeff == 0 || c.origin("moe.load_balance_coeff") == "default",
+              ErrorKind::config, describe_option(c, "moe.load_balance_coeff"), ", and ", c.model.name,
+              " has no expert bias; leave it out, and balance with moe.switch_loss_weight or moe.sequence_loss_weight");
 }
 
 void check_data(const Config& c, const ModelFacts& facts) {
@@ -143,7 +148,12 @@ std::string describe_option(const Config& config, const std::string& option, con
 void check_option(const Config& config, const std::string& option) {
   const std::string text = describe_option(config, option);
   const Option& o = *find_option(option);
-  MOESH_CHECK(o.rule.allows(o.get(config)), ErrorKind::config, text, "; it takes ", o.rule.describe(o.initial()));
+  Rule rule = o.rule;
+  if (option == "model.size") {  // it depends on the model
+    check_option(config, "model.name");
+    rule.choices = models::model_sizes(config.model.name);
+  }
+  MOESH_CHECK(rule.allows(o.get(config)), ErrorKind::config, text, "; it takes ", rule.describe(o.initial()));
 }
 
 void validate(const Config& config, int world_size, const ModelFacts& facts) {

@@ -18,6 +18,7 @@ using enum Place;
 // ignored.
 models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, int micro) {
   const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
+  const auto vocab = static_cast<std::uint64_t>(models::facts(c.model).vocab_size);
   const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
   at::Tensor ids = at::empty({c.batch, length}, at::kLong), labels = at::empty({c.batch, c.sequence}, at::kLong);
   auto id = ids.accessor<std::int64_t, 2>(), label = labels.accessor<std::int64_t, 2>();
@@ -25,8 +26,7 @@ models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, i
     const std::int64_t sample =
         (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
     for (std::int64_t i = 0; i < length; ++i)
-      id[b][i] = static_cast<std::int64_t>(
-          random.below(static_cast<std::uint64_t>(sample * length + i), static_cast<std::uint64_t>(c.model.vocab)));
+      id[b][i] = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(sample * length + i), vocab));
     for (std::int64_t i = 0; i < c.sequence; ++i) {
       const bool is_ignored = dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
       label[b][i] = is_ignored ? -100 : id[b][i + 1];
@@ -36,11 +36,25 @@ models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, i
   return {.input_ids_BL = ids.narrow(1, 0, c.sequence).contiguous().to(device), .labels_BL = labels.to(device)};
 }
 
-// Runs the steps; `report` gets what this rank has of each tensor.
+using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
+
+// A record for each step and MoE layer; all micro-batches of a step stand one behind the other.
+Routing make_records(const VerifyCase& c, models::Model& model) {
+  Routing routing;
+  for (int step = 0; step < c.steps; ++step) {
+    routing.emplace_back();
+    for (auto* router : model.routers())
+      routing.back().push_back(
+          std::make_unique<nn::RoutingRecord>(c.batch * c.sequence * c.accumulation, router->config().top_k));
+  }
+  return routing;
+}
+
+// Runs the steps; `report` gets what this rank has of each tensor. The one rank of a reference fills `record`.
 template <class Report>
-void run_steps(const VerifyCase& c, const Mesh& mesh, std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>* record,
-               std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>* replay, Report report) {
-  const auto model = models::make_deepseek_v3(c.model, c.options);
+void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* replay, Report report) {
+  const auto model = models::make_model(c.model, c.options);
+  if (record) *record = make_records(c, *model);
   optim::ParamList params;
   model->each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
   optim::AdamW optimizer(params);
@@ -67,7 +81,7 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, std::vector<std::vector<st
     report(Part{at + "loss", at::full({}, g.loss, at::kDouble), whole_tensor});
     report(Part{at + "total loss", at::full({}, g.total_loss, at::kDouble), whole_tensor});
     if (step == 0) {
-      const Pieces vocab{c.model.vocab, mesh.size(tp)};
+      const Pieces vocab{models::facts(c.model).vocab_size, mesh.size(tp)};
       report(Part{"logits", g.last.logits_BLV,
                   [&](const at::Tensor& t) {
                     return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
@@ -119,14 +133,6 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
   whole.options.dispatcher = nn::Dispatcher::local;
   whole.recompute = false;
   VerifyReference result;
-  const auto num_moe = static_cast<size_t>(c.model.num_layers - c.model.num_dense_layers);
-  for (int step = 0; step < c.steps; ++step) {
-    result.routing.emplace_back();
-    // All micro-batches of a step stand one behind the other.
-    for (size_t i = 0; i < num_moe; ++i)
-      result.routing.back().push_back(
-          std::make_unique<nn::RoutingRecord>(whole.batch * c.sequence * c.accumulation, c.model.top_k));
-  }
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
@@ -165,15 +171,26 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
 }
 
 VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
-  auto& m = c.model;
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
   };
-  m.num_heads = fit(m.num_heads, shape.tp);
-  const auto groups = m.num_groups;
-  m.num_experts = fit(m.num_experts, shape.ep * groups % 2 == 0 ? shape.ep : shape.ep * groups);
-  if (m.num_experts % groups != 0 || m.num_experts / groups < 2) m.num_groups = m.top_groups = 1;
-  m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
+  std::visit(
+      [&](auto& m) {
+        m.num_heads = fit(m.num_heads, shape.tp);
+        if constexpr (requires { m.num_kv_heads; }) {
+          m.num_kv_heads = fit(m.num_kv_heads, shape.tp);
+          m.num_heads = fit(m.num_heads, m.num_kv_heads);
+        }
+        if constexpr (requires { m.num_groups; }) {
+          m.num_experts = fit(m.num_experts, shape.ep * m.num_groups % 2 == 0 ? shape.ep : shape.ep * m.num_groups);
+          if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2) m.num_groups = m.top_groups = 1;
+          m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
+        } else {
+          m.num_experts = fit(m.num_experts, shape.ep);
+          m.top_k = std::min(m.top_k, m.num_experts);
+        }
+      },
+      c.model);
   return c;
 }
 

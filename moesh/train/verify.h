@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "moesh/comm/launch.h"
-#include "moesh/models/deepseek_v3.h"
+#include "moesh/models/registry.h"
 #include "moesh/train/parity.h"
 #include "moesh/train/step.h"
 
 namespace moesh::train {
 
 struct VerifyCase {
-  models::DeepseekV3Config model;
+  models::AnyConfig model;
   models::ModelOptions options;
   std::int64_t batch = 2;  // sequences of each dp rank and micro-batch
   std::int64_t sequence = 8;

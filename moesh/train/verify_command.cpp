@@ -9,6 +9,7 @@
 #include "moesh/base/error.h"
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
+#include "moesh/train/options.h"
 #include "moesh/train/verify.h"
 
 namespace moesh::train {
@@ -16,7 +17,7 @@ namespace {
 
 VerifyCase verify_case(const Loaded& l, int steps) {
   VerifyCase c;
-  c.model = l.model.deepseek_v3;
+  c.model = l.model.config;
   c.options = model_options(l.config);
   c.batch = l.config.data.batch_size, c.sequence = l.config.data.sequence_length;
   c.accumulation = static_cast<int>(l.config.training.gradient_accumulation_steps);
@@ -29,8 +30,10 @@ VerifyCase verify_case(const Loaded& l, int steps) {
 }
 
 // A case without the mesh: the reference is shared by all meshes with as many dp ranks and the same sizes.
-std::string reference_key(const VerifyCase& c, int num_dp) {
-  return detail::concat(num_dp, " ", c.model.num_heads, " ", c.model.num_experts, " ", c.model.num_groups, " ", c.model.top_k);
+std::string reference_key(VerifyCase c, int num_dp) {
+  std::string key = std::to_string(num_dp);
+  for (const ModelKey& k : models::keys(c.model)) key += " " + formats::to_toml(read(k));
+  return key;
 }
 
 // The result of a sweep by number of ranks.

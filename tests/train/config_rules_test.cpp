@@ -205,6 +205,10 @@ TEST(ConfigRules, TheModel) {
                          "leave data.path empty"},
                .cure = {{"data.path", std::string()}},
                .facts = {.vocab_size = 96}});
+  expect_case({.values = {{"moe.load_balance_coeff", 0.01}},
+               .texts = {"has no expert bias", "moe.switch_loss_weight"},
+               .cure = {{"moe.load_balance_coeff", 0.0}},
+               .facts = {.has_expert_bias = false}});
   expect_case({.values = {{"parallelism.moe_dispatcher", std::string("local")}, {ep, n(2)}, {tp, n(2)}},
                .texts = {"auto, all_to_all or all_gather", ep + " is 2"},
                .cure = {{"parallelism.moe_dispatcher", std::string("all_to_all")}}});

@@ -1,5 +1,6 @@
 #include "moesh/train/config.h"
 
+#include "moesh/models/registry.h"
 #include "moesh/train/options.h"
 #include "tests/support.h"
 
@@ -77,6 +78,10 @@ TEST(Config, ShortForms) {
   EXPECT_EQ(load_config({"--model=deepseek_v3"}).model.size, "tiny");
   expect_parts(error_of([] { check_option(load_config({"--model=deepseek_v3:huge"}), "model.size"); }, ErrorKind::config),
                {"model.size is \"huge\" (command line)", "tiny, debug, 16b or 671b"});
+  expect_parts(error_of([] { check_option(load_config({"--model=gpt_oss:16b"}), "model.size"); }, ErrorKind::config),
+               {"model.size is \"16b\" (command line)", "tiny, debug, 20b or 120b"});
+  expect_parts(error_of([] { check_option(load_config({"--model=gpt:20b"}), "model.size"); }, ErrorKind::config),
+               {"model.name is \"gpt\" (command line)", "deepseek_v3, qwen3_moe, mixtral, llama4 or gpt_oss"});
 }
 
 TEST(Config, MeshIsShortForAllDegrees) {
@@ -226,6 +231,8 @@ TEST(Config, HelpNamesEveryOption) {
   for (const Degree& d : degrees()) expect_parts(help, {d.axis});
   for (const ShortForm& f : short_forms()) expect_parts(help, {"--" + f.name, f.option});
   expect_parts(help, {"--config FILE", "--mesh ", "--model NAME:SIZE", "--model.num_layers=3", "blocks"});
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) expect_parts(help, {name + ": ", size});
   for (std::size_t begin = 0; begin < help.size();) {
     const std::size_t end = std::min(help.find('\n', begin), help.size());
     EXPECT_LE(end - begin, 130u) << help.substr(begin, end - begin);

@@ -1,0 +1,61 @@
+#include "moesh/models/config.h"
+
+namespace moesh::models {
+
+ModelKeys DecoderConfig::keys() {
+  return {
+      {"vocab_size", &vocab, "tokens of the vocabulary"},
+      {"dim", &dim, "width of the residual stream"},
+      {"num_layers", &num_layers, "blocks"},
+      {"num_heads", &num_heads, "attention heads"},
+      {"num_experts", &num_experts, "routed experts"},
+      {"top_k", &top_k, "experts of a token"},
+      {"moe_ffn", &moe_ffn, "width of an expert"},
+      {"norm_eps", &norm_eps, "epsilon of the norms"},
+      {"rope_theta", &rope.theta, "base of the rotary frequencies"},
+      {"rope_factor", &rope.factor, "how far the rotary frequencies are stretched; 1: not at all"},
+      {"tie_embeddings", &tie_embeddings, "the head is the embedding"},
+      {"max_sequence", &max_sequence, "longest sequence"},
+      {"init_std", &init_std, "standard deviation of the initial weights"},
+  };
+}
+
+ModelFacts DecoderConfig::facts() const {
+  return {.num_heads = num_heads,
+          .num_kv_heads = num_heads,
+          .num_experts = num_experts,
+          .top_k = top_k,
+          .max_sequence = max_sequence,
+          .vocab_size = vocab};
+}
+
+ModelKeys GroupedDecoderConfig::keys() {
+  ModelKeys all = DecoderConfig::keys();
+  all.insert(all.end(), {{"num_kv_heads", &num_kv_heads, "heads of keys and values"},
+                         {"head_dim", &head_dim, "features of a head"},
+                         {"attention_bias", &attention_bias, "biases of q, k, v and o"},
+                         {"window", &window, "tokens that a query sees; 0: all"}});
+  return all;
+}
+
+ModelFacts GroupedDecoderConfig::facts() const {
+  ModelFacts facts = DecoderConfig::facts();
+  facts.num_kv_heads = num_kv_heads;
+  facts.has_expert_bias = false;
+  return facts;
+}
+
+nn::GroupedAttentionConfig GroupedDecoderConfig::attention() const {
+  nn::GroupedAttentionConfig c{.dim = dim,
+                               .num_heads = num_heads,
+                               .num_kv_heads = num_kv_heads,
+                               .head_dim = head_dim,
+                               .biases = attention_bias,
+                               .norm_eps = norm_eps,
+                               .rope = rope,
+                               .window = window};
+  c.rope->dim = head_dim;
+  return c;
+}
+
+}  // namespace moesh::models

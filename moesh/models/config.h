@@ -1,0 +1,79 @@
+#pragma once
+// What the configurations of all models have in common, and how the trainer sees them.
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "moesh/base/error.h"
+#include "moesh/nn/grouped_attention.h"
+#include "moesh/nn/rope.h"
+
+namespace moesh::models {
+
+/// A value of a model's configuration that [model] may set besides name and size.
+struct ModelKey {
+  std::string name;  // "num_layers"
+  std::variant<bool*, std::int64_t*, double*, std::string*> target;
+  std::string help = "";
+};
+using ModelKeys = std::vector<ModelKey>;
+
+/// What the rules of a run need to know of the model; 0: no such limit. Messages call them model.num_heads and so on: model keys
+/// have these names.
+struct ModelFacts {
+  std::int64_t num_heads = 0, num_kv_heads = 0;
+  std::int64_t num_experts = 0, top_k = 0;
+  std::int64_t max_sequence = 0;
+  std::int64_t vocab_size = 0;
+  bool has_expert_bias = true;  // balance without a loss: DeepSeek-V3 alone has a place for it on disk
+};
+
+/// Every decoder. The values are those of the tiny size.
+struct DecoderConfig {
+  std::int64_t vocab = 96, dim = 32, num_layers = 3, num_heads = 8;
+  std::int64_t num_experts = 8, top_k = 2;
+  std::int64_t moe_ffn = 24;  // width of an expert
+  double norm_eps = 1e-6;
+  nn::RopeConfig rope;  // its dim follows from the attention
+  bool tie_embeddings = false;
+  std::int64_t max_sequence = 4096;
+  double init_std = 0.02;
+
+  /// Points into this object.
+  ModelKeys keys();
+  ModelFacts facts() const;
+};
+
+/// A decoder with grouped-query attention.
+struct GroupedDecoderConfig : DecoderConfig {
+  std::int64_t num_kv_heads = 4, head_dim = 8;
+  bool attention_bias = false;
+  std::int64_t window = 0;  // tokens that a query sees; 0: all
+
+  ModelKeys keys();
+  ModelFacts facts() const;
+  /// What follows from these sizes; models add the rest.
+  nn::GroupedAttentionConfig attention() const;
+};
+
+/// A configuration that comes with moesh.
+template <class Config>
+struct BuiltIn {
+  std::string size;
+  Config config;
+};
+
+/// The one of this size; throws Error (config) that lists them.
+template <class Config>
+Config built_in(const std::string& size) {
+  std::string sizes;
+  for (const auto& b : Config::built_in()) {
+    if (b.size == size) return b.config;
+    sizes += (sizes.empty() ? "" : ", ") + b.size;
+  }
+  throw Error(ErrorKind::config, std::string(Config::kName) + " has no size '" + size + "'; it comes as " + sizes);
+}
+
+}  // namespace moesh::models

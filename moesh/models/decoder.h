@@ -1,0 +1,34 @@
+#pragma once
+// The decoder that all models share: embedding, blocks of attention and MLP or MoE on a residual stream, norm, head, loss. A
+// model is a plan of it: formulas, sizes and names.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "moesh/models/config.h"
+#include "moesh/models/model.h"
+#include "moesh/nn/attention.h"
+#include "moesh/nn/linear.h"
+#include "moesh/nn/moe.h"
+
+namespace moesh::models {
+
+struct DecoderPlan {
+  DecoderConfig config;
+  /// The attention of a layer; `name` is what its parameters' names begin with.
+  std::function<std::unique_ptr<nn::Attention>(std::int64_t layer, const std::string& name, const nn::ModuleOptions& options)>
+      attention;
+  /// Whether a layer is a mixture of experts; else it is a dense MLP of width `ffn`.
+  std::function<bool(std::int64_t layer)> is_moe = [](std::int64_t) { return true; };
+  /// Router and experts: what a model adds to the sizes that its configuration has.
+  nn::MoeConfig moe;
+  std::int64_t ffn = 0;
+  std::string mlp_name = "mlp";  // of both, in a layer
+};
+
+/// On the current mesh.
+std::unique_ptr<Model> make_decoder(const DecoderPlan& plan, const ModelOptions& options);
+
+}  // namespace moesh::models

@@ -1,0 +1,54 @@
+#pragma once
+// Grouped-query attention with what its models add: q and k norms, rotation or none, windows, chunks, sinks, biases. Heads are
+// cut over tp, keys and values as the queries.
+
+#include <optional>
+#include <string>
+
+#include "moesh/nn/attention.h"
+#include "moesh/nn/linear.h"
+#include "moesh/nn/norm.h"
+#include "moesh/nn/rope.h"
+
+namespace moesh::nn {
+
+enum class QkNorm {
+  none,
+  weighted,  // RMSNorm of each head with a weight, before the rotation (Qwen3)
+  plain,     // the same without a weight, after the rotation (Llama 4)
+};
+
+struct GroupedAttentionConfig {
+  std::int64_t dim = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0;
+  bool biases = false;  // of q, k, v and o
+  QkNorm qk_norm = QkNorm::none;
+  double norm_eps = 1e-6;
+  std::optional<RopeConfig> rope = {};  // none: no positions (NoPE)
+  std::int64_t window = 0, chunk = 0;   // as in AttentionOptions
+  bool sinks = false;
+  // Queries grow with their position: times 1 + growth * log1p(floor((position + 1) / growth_floor)).
+  double growth = 0;
+  std::int64_t growth_floor = 8192;
+
+  /// On the current mesh.
+  void validate() const;
+};
+
+class GroupedAttention final : public Attention {
+ public:
+  GroupedAttention(const GroupedAttentionConfig& config, const std::string& name, const ModuleOptions& o);
+
+  Sum operator()(const Full& x_BLD, const Tokens& tokens) const override;
+  void each_param(const std::function<void(Stored&)>& f) override;
+  double flops(std::int64_t sequence) const override;
+
+ private:
+  GroupedAttentionConfig config_;
+  AttentionOptions options_;
+  ColumnLinear q_, k_, v_;
+  RowLinear o_;
+  std::optional<RmsNorm> q_norm_, k_norm_;
+  std::optional<Cut> sinks_;
+};
+
+}  // namespace moesh::nn

@@ -1,0 +1,117 @@
+// Every model, in variants that differ in what they compute, on meshes of every kind against one rank: loss, logits, every
+// gradient, counts, parameters after two steps.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "moesh/models/registry.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/verify.h"
+#include "tests/spmd/device.h"
+
+namespace moesh {
+namespace {
+
+using models::AnyConfig;
+using models::GptOssConfig;
+using models::Llama4Config;
+using models::MixtralConfig;
+using models::Qwen3MoeConfig;
+
+struct Variant {
+  std::string name;
+  AnyConfig config;
+};
+
+template <class Config>
+AnyConfig changed(const std::function<void(Config&)>& change) {
+  Config c = Config::named("tiny");
+  change(c);
+  return c;
+}
+
+const std::vector<Variant>& variants() {
+  static const std::vector<Variant> all{
+      {"qwen3_moe", Qwen3MoeConfig::named("tiny")},
+      {"qwen3_moe_tied_sparse_step_window", changed<Qwen3MoeConfig>([](auto& c) {
+         c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true, c.normalize = false;
+         c.window = 3, c.attention_bias = true;
+       })},
+      {"mixtral", MixtralConfig::named("tiny")},
+      {"mixtral_window_one_expert", changed<MixtralConfig>([](auto& c) { c.window = 2, c.top_k = 1, c.num_kv_heads = 8; })},
+      {"llama4", Llama4Config::named("tiny")},
+      {"llama4_all_moe_two_experts", changed<Llama4Config>([](auto& c) {
+         c.moe_layers = {{0, 1, 2, 3}}, c.nope_layers = {{0, 2}}, c.top_k = 2, c.qk_norm = false, c.tie_embeddings = true;
+       })},
+      {"gpt_oss", GptOssConfig::named("tiny")},
+      {"gpt_oss_plain_rope",
+       changed<GptOssConfig>([](auto& c) { c.rope.factor = 1, c.window = 1, c.top_k = 3, c.num_layers = 2; })},
+  };
+  return all;
+}
+
+class Models : public testing::TestWithParam<size_t> {};
+INSTANTIATE_TEST_SUITE_P(All, Models, testing::Range<size_t>(0, variants().size()),
+                         [](const auto& info) { return variants()[info.param].name; });
+
+TEST_P(Models, ComputeTheSameOnEveryMesh) {
+  const std::vector<MeshShape> meshes{{.tp = 2, .ep = 2},
+                                      {.tp = 2, .etp = 2},
+                                      {.cp = 3},
+                                      {.dp_shard = 2, .ep = 2},
+                                      {.tp = 4, .ep = 2, .etp = 2},
+                                      {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 4, .etp = 2},
+                                      {.dp_replicate = 2, .cp = 2, .tp = 2, .ep = 4}};
+  train::VerifyCase c;
+  c.model = variants()[GetParam()].config;
+  c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 7;
+  c.sequence = 7, c.accumulation = 1;
+  int number = 0;
+  for (const auto& mesh : meshes) {
+    // Every other mesh takes the other ways.
+    c.sequence_parallel = ++number % 2 == 0;
+    c.recompute = number % 3 == 0, c.reshard = number % 3 == 1;
+    const auto reference = train::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
+    const auto report = train::verify(c, reference, mesh, test_options());
+    EXPECT_TRUE(report.holds()) << report.describe(mesh);
+  }
+}
+
+// The loss and the gradients of one step on one rank, by name.
+std::map<std::string, at::Tensor> gradients_of(models::Model& model, const at::Tensor& ids) {
+  const models::MicroBatch batch{.input_ids_BL = ids.narrow(1, 0, 6), .labels_BL = ids.narrow(1, 1, 6), .num_step_tokens = 12};
+  const auto result = model.forward(batch, {});
+  backward(result.loss);
+  std::map<std::string, at::Tensor> all{{"loss", local(result.loss).detach()}};
+  model.each_param([&](Stored& w, bool) { all[w.spec.name] = w.value.grad(); });
+  return all;
+}
+
+// One parameter in two places has the sum of both gradients.
+TEST(TiedEmbedding, GetsBothGradients) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  auto config = MixtralConfig::named("tiny");
+  const models::ModelOptions options{.dtype = at::kDouble, .seed = 2};
+  const auto untied = models::make_model(config, options);
+  config.tie_embeddings = true;
+  const auto tied = models::make_model(config, options);
+  EXPECT_EQ(untied->num_parameters() - tied->num_parameters(), config.vocab * config.dim);
+
+  at::Tensor embedding;
+  untied->each_param([&](Stored& w, bool) {
+    const at::NoGradGuard no_grad;
+    if (w.spec.name == "model.embed_tokens.weight") embedding = w.value;
+    if (w.spec.name == "lm_head.weight") w.value.copy_(embedding);
+  });
+  const at::Tensor ids = at::randint(config.vocab, {2, 7}, at::kLong);
+  const auto a = gradients_of(*untied, ids), b = gradients_of(*tied, ids);
+  EXPECT_TRUE(at::allclose(a.at("loss"), b.at("loss")));
+  EXPECT_FALSE(b.contains("lm_head.weight"));
+  EXPECT_TRUE(at::allclose(b.at("model.embed_tokens.weight"), a.at("model.embed_tokens.weight") + a.at("lm_head.weight")));
+  EXPECT_TRUE(at::allclose(b.at("model.layers.0.self_attn.q_proj.weight"), a.at("model.layers.0.self_attn.q_proj.weight")));
+}
+
+}  // namespace
+}  // namespace moesh

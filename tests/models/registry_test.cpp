@@ -1,0 +1,85 @@
+#include "moesh/models/registry.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "moesh/comm/mesh.h"
+#include "tests/support.h"
+
+namespace moesh {
+namespace {
+
+// With shapes alone: nothing is allocated.
+template <class Fn>
+void with_model(const std::string& name, const std::string& size, Fn f) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const auto model = models::make_model(models::built_in(name, size), {.dtype = at::kBFloat16, .device = at::kMeta});
+  f(*model);
+}
+
+struct Published {
+  std::string name, size;
+  double total, active;  // billions, as their authors say
+};
+
+class PublishedSizes : public testing::TestWithParam<Published> {};
+INSTANTIATE_TEST_SUITE_P(All, PublishedSizes,
+                         testing::Values(Published{"deepseek_v3", "671b", 671, 37.5},
+                                         Published{"qwen3_moe", "30b-a3b", 30.5, 3.3},
+                                         Published{"qwen3_moe", "235b-a22b", 235, 22}, Published{"mixtral", "8x7b", 46.7, 12.9},
+                                         Published{"mixtral", "8x22b", 141, 39}, Published{"llama4", "scout", 109, 17},
+                                         Published{"llama4", "maverick", 400, 17}, Published{"gpt_oss", "20b", 20.9, 3.6},
+                                         Published{"gpt_oss", "120b", 116.8, 5.1}),
+                         [](const auto& info) {
+                           std::string text = info.param.name + "_" + info.param.size;
+                           std::replace(text.begin(), text.end(), '-', '_');
+                           return text;
+                         });
+
+TEST_P(PublishedSizes, HaveTheirNumberOfParameters) {
+  const auto& p = GetParam();
+  with_model(p.name, p.size, [&](models::Model& model) {
+    EXPECT_NEAR(static_cast<double>(model.num_parameters()) / 1e9, p.total, 0.012 * p.total);
+    // What counts as active differs with the embedding, which a token does not pass but picks from.
+    EXPECT_NEAR(static_cast<double>(model.num_active_parameters()) / 1e9, p.active, 0.18 * p.active);
+  });
+}
+
+TEST(Registry, KnowsEveryModelAndSize) {
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) {
+      auto config = models::built_in(name, size);
+      EXPECT_EQ(models::name(config), name);
+      std::set<std::string> keys;
+      for (const auto& key : models::keys(config)) {
+        EXPECT_TRUE(keys.insert(key.name).second) << key.name << " twice in " << name;
+        EXPECT_FALSE(key.help.empty()) << key.name;
+      }
+      // Messages name facts by the keys that set them.
+      for (const char* fact : {"num_heads", "num_experts", "top_k", "max_sequence", "vocab_size"})
+        EXPECT_TRUE(keys.contains(fact));
+    }
+  expect_parts(error_of([] { models::built_in("qwen3", "tiny"); }, ErrorKind::config), {"'qwen3'", "qwen3_moe", "gpt_oss"});
+  expect_parts(error_of([] { models::built_in("llama4", "8x7b"); }, ErrorKind::config), {"llama4", "'8x7b'", "scout, maverick"});
+}
+
+TEST(Registry, NamesEveryParameterOnceAndDecaysMatricesAlone) {
+  for (const auto& name : models::model_names())
+    with_model(name, "tiny", [&](models::Model& model) {
+      std::set<std::string> names;
+      model.each_param([&](Stored& w, bool decays) {
+        EXPECT_TRUE(names.insert(w.spec.name).second) << w.spec.name << " twice in " << name;
+        const auto ends = [&](const char* end) { return w.spec.name.ends_with(end); };
+        const bool is_vector =
+            ends("norm.weight") || ends(".bias") || ends(".sinks") || ends(".b1") || ends(".b2") || ends(".b3");
+        EXPECT_EQ(decays, !is_vector) << w.spec.name;
+      });
+    });
+}
+
+}  // namespace
+}  // namespace moesh

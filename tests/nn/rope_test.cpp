@@ -1,0 +1,99 @@
+#include "moesh/nn/rope.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <numbers>
+
+#include "tests/support.h"
+
+namespace moesh {
+namespace {
+
+using nn::RopeConfig;
+using nn::RopeScaling;
+
+double frequency(const RopeConfig& c, std::int64_t i) { return nn::rope_frequencies(c)[i].item<double>(); }
+
+// Pairs as complex numbers, turned by e^(i position frequency).
+at::Tensor turned(const at::Tensor& x_BLhd, const RopeConfig& c, std::int64_t start, bool interleaved) {
+  const auto half = c.dim / 2;
+  const at::Tensor pairs = interleaved ? x_BLhd.unflatten(-1, {half, 2}) : x_BLhd.unflatten(-1, {2, half}).transpose(-1, -2);
+  const at::Tensor positions = at::arange(start, start + x_BLhd.size(1), at::kDouble);
+  const at::Tensor angles = at::outer(positions, nn::rope_frequencies(c)).unsqueeze(1);
+  const at::Tensor y = at::view_as_complex(pairs.contiguous()) * at::polar(at::ones_like(angles), angles);
+  const at::Tensor real = at::view_as_real(y);  // [.., half, 2]; moesh lays out evens then odds, or the two halves: the same
+  return at::cat({real.select(-1, 0), real.select(-1, 1)}, -1);
+}
+
+TEST(Rope, IsTheProductWithAComplexNumber) {
+  const RopeConfig c{.dim = 6, .theta = 100};
+  const at::Tensor x = at::randn({2, 5, 3, 6}, at::kDouble);
+  for (bool interleaved : {false, true})
+    for (std::int64_t start : {0, 4}) {
+      const auto table = nn::rope_table(c, start, 5, at::kDouble, at::kCPU);
+      EXPECT_TRUE(at::allclose(nn::rotate(x, table, interleaved), turned(x, c, start, interleaved), 1e-12, 1e-12));
+    }
+}
+
+TEST(Rope, ScoresDependOnTheDistanceAlone) {
+  const RopeConfig c{.dim = 8};
+  const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble), k = at::randn({1, 1, 1, 8}, at::kDouble);
+  const auto at_position = [&](const at::Tensor& x, std::int64_t p) {
+    return nn::rotate(x, nn::rope_table(c, p, 1, at::kDouble, at::kCPU), true);
+  };
+  const auto score = [&](std::int64_t p, std::int64_t r) { return (at_position(q, p) * at_position(k, r)).sum().item<double>(); };
+  EXPECT_NEAR(score(7, 3), score(107, 103), 1e-9);
+  EXPECT_GT(std::abs(score(7, 3) - score(7, 4)), 1e-3);
+}
+
+TEST(Rope, YarnKeepsFastWavesAndStretchesSlowOnes) {
+  const RopeConfig plain{.dim = 128, .theta = 1e4};
+  RopeConfig yarn = plain;
+  yarn.factor = 40, yarn.original_length = 64;
+  EXPECT_EQ(frequency(yarn, 0), 1);
+  EXPECT_NEAR(frequency(yarn, 17), frequency(plain, 17) / 40, 1e-15);
+  const double middle = frequency(yarn, 8) / frequency(plain, 8);
+  EXPECT_GT(middle, 1.0 / 40);
+  EXPECT_LT(middle, 1);
+}
+
+TEST(Rope, YarnGrowsCosineAndSine) {
+  RopeConfig c{.dim = 64, .theta = 150000, .factor = 32, .truncate = false};
+  const auto first = [&] { return nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(); };  // cos 0
+  EXPECT_NEAR(first(), 1.3466, 1e-4);                                                                          // GPT-OSS
+  EXPECT_EQ(c.attention_factor(), 1);
+  c.factor = 40, c.mscale = c.mscale_all_dim = 1;
+  EXPECT_EQ(first(), 1);
+  EXPECT_NEAR(c.attention_factor(), std::pow(0.1 * std::log(40) + 1, 2), 1e-12);
+}
+
+// As transformers computes it, by wave length.
+TEST(Rope, Llama3StretchesByWaveLength) {
+  const RopeConfig plain{.dim = 64, .theta = 5e5};
+  for (const auto& [low, high] : {std::pair{1.0, 4.0}, std::pair{1.0, 1.0}}) {
+    RopeConfig c = plain;
+    c.scaling = RopeScaling::llama3, c.factor = 8, c.original_length = 8192, c.low_turns = low, c.high_turns = high;
+    for (std::int64_t i = 0; i < 32; ++i) {
+      const double f = frequency(plain, i), wave = 2 * std::numbers::pi / f, smooth = (8192 / wave - low) / (high - low);
+      const double expected = wave > 8192 / low ? f / 8 : wave < 8192 / high ? f : (1 - smooth) * f / 8 + smooth * f;
+      EXPECT_NEAR(frequency(c, i), expected, 1e-15) << i << " with " << low << ", " << high;
+    }
+    EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
+  }
+}
+
+TEST(Rope, LinearStretchesAll) {
+  RopeConfig c{.dim = 8, .factor = 4, .scaling = RopeScaling::linear};
+  EXPECT_EQ(frequency(c, 0), 0.25);
+  EXPECT_EQ(frequency(c, 3), frequency({.dim = 8}, 3) / 4);
+}
+
+TEST(Rope, RefusesWhatItCannotRotate) {
+  expect_parts(error_of([] { nn::rope_frequencies({.dim = 5}); }, ErrorKind::config), {"5", "even"});
+  expect_parts(error_of([] { nn::rope_frequencies({.dim = 4, .factor = 0.5}); }, ErrorKind::config), {"factor 0.5"});
+}
+
+}  // namespace
+}  // namespace moesh

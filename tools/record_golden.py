@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Records what transformers computes for a checkpoint, for `moesh verify --golden`.
+
+record_golden.py FOLDER OUT                          random tokens
+record_golden.py FOLDER OUT --tokens FILE            input_ids, and labels if there are any, of a safetensors file
+
+FOLDER is a Hugging Face checkpoint (config.json and safetensors). OUT becomes one safetensors file, all in float32:
+    input_ids [B, L], labels [B, L]   int64; a label is the target of its own position, -100 is ignored
+    logits [B, L, V], loss []         the mean over the positions that count
+    grad.<name>                       of every parameter, under its name on disk in FOLDER
+"""
+
+import argparse
+import pathlib
+import sys
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+
+def names_on_disk(folder):
+    names = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
+
+
+def random_tokens(vocab, args):
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(vocab, (args.batch, args.length + 1), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < args.ignored] = -100
+    return ids[:, :-1].contiguous(), labels
+
+
+def given_tokens(path):
+    tensors = load_file(path)
+    ids = tensors["input_ids"]
+    if "labels" in tensors:
+        return ids, tensors["labels"]
+    labels = torch.full_like(ids, -100)
+    labels[:, :-1] = ids[:, 1:]
+    return ids, labels
+
+
+def gradients_by_name_on_disk(model, on_disk):
+    """transformers stacks experts when it loads them; here they get back the names and shapes which they have in the folder."""
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    stacked = {name: g for name, g in gradients.items() if name not in on_disk}
+    found = {name: g for name, g in gradients.items() if name in on_disk}
+    found.update({name: g for name, g in revert_weight_conversion(model, stacked).items()})
+    strange = sorted(set(found) - on_disk)
+    if strange:
+        sys.exit(f"no tensor of the folder is called {strange[0]} ({len(strange)} in all)")
+    buffers = {name for name, _ in model.named_buffers()}
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    without = sorted(on_disk - set(found) - buffers - tied)
+    if without:
+        sys.exit(f"{without[0]} of the folder has no gradient ({len(without)} in all)")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--tokens", type=pathlib.Path, help="safetensors file with input_ids and perhaps labels")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=13)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ignored", type=float, default=0.1, help="fraction of random labels that are -100")
+    args = parser.parse_args()
+
+    # The plain implementations: every other one is a faster way to the same numbers, or nearly.
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model.eval()
+    ids, labels = given_tokens(args.tokens) if args.tokens else random_tokens(model.config.vocab_size, args)
+
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+
+    tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
+    for name, gradient in gradients_by_name_on_disk(model, names_on_disk(args.folder)).items():
+        tensors["grad." + name] = gradient.detach().contiguous().clone()
+    save_file(tensors, args.out)
+    print(f"{args.out}: {ids.shape[0]} x {ids.shape[1]} tokens, loss {loss.item():.6f}, {len(tensors) - 4} gradients")
+
+
+if __name__ == "__main__":
+    main()
