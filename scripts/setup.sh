@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Installs what moesh needs and is not there yet: Debian or Ubuntu packages (as root), and torch in .venv inside the tree.
-# With nothing missing it takes a moment. MOESH_TORCH_DIR names an installed torch to use instead of .venv.
+# Installs what moesh needs and is not there yet: Debian or Ubuntu packages (as root), and torch in .venv inside the tree, with
+# the Python packages that tests compare moesh with. With nothing missing it takes a moment. MOESH_TORCH_DIR names an installed
+# torch to use instead of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH_VERSION=2.13.0
+PEERS=(safetensors==0.8.0 transformers==5.22.2 numpy) # Python packages that tests compare moesh with
 PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin openssh-client libgtest-dev libcli11-dev
-  libtomlplusplus-dev nlohmann-json3-dev clang-format-19)
-OPTIONAL=(ccache openssh-client libtomlplusplus-dev clang-format-19) # not on every release; moesh builds and tests without them
+  libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev clang-format-19 clang-19 libclang-rt-19-dev)
+# Not on every release; moesh builds and tests without them.
+OPTIONAL=(ccache openssh-client libtomlplusplus-dev clang-format-19 clang-19 libclang-rt-19-dev)
 
 installed() { [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]; }
 is_optional() { [[ " ${OPTIONAL[*]} " == *" $1 "* ]]; }
@@ -42,6 +45,18 @@ install_torch() {
   touch "$stamp"
 }
 
+# Beside the torch that is in .venv: a torch from elsewhere has its own Python, whose packages are not ours to change.
+install_peers() {
+  [ -n "${MOESH_TORCH_DIR:-}" ] && return
+  local stamp
+  stamp=.venv/peers-$(printf '%s\n' "${PEERS[@]}" | cksum | cut -d' ' -f1)
+  [ -e "$stamp" ] && return
+  echo "setup: installing ${PEERS[*]} in .venv, for tests"
+  .venv/bin/pip install -q --disable-pip-version-check "${PEERS[@]}"
+  touch "$stamp"
+}
+
 # A machine without apt must bring the packages itself; CMake says what is missing.
 if command -v apt-get >/dev/null; then install_packages; fi
 install_torch
+install_peers

@@ -3,18 +3,9 @@
 #include <nlohmann/json.hpp>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/json_reason.h"
 
 namespace moesh::formats {
-namespace {
-
-// "[json.exception.parse_error.101] parse error at line 1, column 9: ..." without what every reader would skip.
-std::string reason(const nlohmann::json::exception& e) {
-  const std::string text = e.what();
-  const auto end = text.find("] ");
-  return end == std::string::npos ? text : text.substr(end + 2);
-}
-
-}  // namespace
 
 bool has_json() { return true; }
 
@@ -28,8 +19,8 @@ void each_json_text(std::istream& lines, const std::string& name, const std::str
     try {
       object = nlohmann::json::parse(line);
     } catch (const nlohmann::json::exception& e) {
-      throw Error(ErrorKind::data, detail::concat(where, "this line is not JSON (", reason(e), "); each line is one object, {\"",
-                                                  key, "\": \"...\"}"));
+      throw Error(ErrorKind::data, detail::concat(where, "this line is not JSON (", json_reason(e),
+                                                  "); each line is one object, {\"", key, "\": \"...\"}"));
     }
     MOESH_CHECK(object.is_object(), ErrorKind::data, where, "this line is a JSON ", object.type_name(),
                 "; each line is one object, {\"", key, "\": \"...\"}");

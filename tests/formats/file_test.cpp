@@ -1,5 +1,7 @@
 #include "moesh/formats/file.h"
 
+#include <sys/stat.h>
+
 #include "tests/support.h"
 
 namespace moesh::formats {
@@ -16,6 +18,57 @@ TEST(File, SaysWhyItCannotBeRead) {
   const std::string missing = testing::TempDir() + "no_such_file.toml";
   expect_parts(error_of([&] { read_file(missing, ErrorKind::config); }, ErrorKind::config), {missing, "No such file"});
   expect_parts(error_of([&] { read_file(testing::TempDir(), ErrorKind::data); }, ErrorKind::data), {"it is a folder"});
+}
+
+namespace fs = std::filesystem;
+
+TEST(InputFile, ReadsARegularFileAndASymlinkToOne) {
+  const TemporaryFile file("blob", "0123456789");
+  const fs::path link = fs::path(file.path()).parent_path() / "model.safetensors";
+  fs::create_symlink("blob", link);
+  for (const fs::path& path : {fs::path(file.path()), link}) {
+    const InputFile input(path);
+    EXPECT_EQ(input.size(), 10u);
+    std::string part(3, ' ');
+    input.read(4, std::as_writable_bytes(std::span(part)));
+    EXPECT_EQ(part, "456");
+    EXPECT_EQ(input.read_all(10), "0123456789");
+    expect_parts(error_of([&] { input.read_all(9); }, ErrorKind::data), {path.string(), "has 10 bytes", "at most 9"});
+    expect_parts(error_of([&] { input.read(8, std::as_writable_bytes(std::span(part))); }, ErrorKind::data),
+                 {path.string(), "3 bytes", "from byte 8", "it has 10"});
+  }
+}
+
+TEST(InputFile, RefusesWhatIsNoRegularFileWithoutWaiting) {
+  const TemporaryFile file("blob", "");
+  const fs::path folder = fs::path(file.path()).parent_path();
+  const auto error = [](const fs::path& path) { return error_of([&] { InputFile{path}; }, ErrorKind::data); };
+  fs::create_directory_symlink(folder, folder / "to_folder");
+  fs::create_symlink("nowhere", folder / "to_nothing");
+  ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
+  fs::create_symlink("pipe", folder / "to_pipe");
+  expect_parts(error(folder), {folder.string(), "it is a folder"});
+  expect_parts(error(folder / "to_folder"), {"to_folder", "it is a folder"});
+  expect_parts(error(folder / "to_nothing"), {"to_nothing", "No such file"});
+  expect_parts(error(folder / "pipe"), {"pipe", "it is a pipe"});  // it has no writer: waiting would be for ever
+  expect_parts(error(folder / "to_pipe"), {"to_pipe", "it is a pipe"});
+  expect_parts(error("/dev/zero"), {"/dev/zero", "it is a device"});
+  expect_parts(error(""), {"cannot read"});
+}
+
+TEST(InputFile, ClosesWhatItOpened) {
+  const TemporaryFile file("blob", "x");
+  const auto num_open = [] {
+    const fs::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  };
+  const auto before = num_open();
+  for (int i = 0; i < 10; ++i) {
+    InputFile input(file.path());
+    const InputFile moved(std::move(input));
+    error_of([&] { InputFile{fs::path(file.path()).parent_path()}; }, ErrorKind::data);
+  }
+  EXPECT_EQ(num_open(), before);
 }
 
 }  // namespace
