@@ -1,12 +1,13 @@
 # Everything a user needs: make run, make test. Both set up what is missing and build first.
 #   JOBS=4 make build                    how many compilers at once (default: the cores)
+#   FUZZ_RUNS=1000000 make fuzz          inputs of each fuzz target (default: ten million)
 #   MOESH_TORCH_DIR=/path/to/torch ...   an installed torch (2.11 or later) instead of the one in .venv
 
 JOBS ?= $(shell nproc)
 TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build run test asan tsan sanitize verify bench-comm bench-moe format lint clean
+.PHONY: all setup build run test asan tsan sanitize fuzz verify bench-comm bench-moe format lint clean
 
 all: build
 
@@ -36,6 +37,11 @@ tsan: setup
 	TSAN_OPTIONS="suppressions=$(CURDIR)/cmake/tsan.supp" $(CTEST) --test-dir build-tsan -L 'unit|dist'
 
 sanitize: asan tsan
+
+# Every parser of files that others wrote, from its seeds. make test runs a hundred thousand of each.
+FUZZ_RUNS ?= 10000000
+fuzz: build
+	for target in safetensors index config manifest; do tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, against one rank.
 verify: build

@@ -198,6 +198,7 @@ struct Options {
   at::Device device = at::kCPU;
   std::vector<at::ScalarType> dtypes{at::kFloat, at::kBFloat16};
   int repeat = 0;
+  int profile = 0;         // so many calls of the layer alone, and no baseline
   bool cpu_clock = false;  // processor time, for one thread on a busy machine
   std::vector<Shape> shapes;
 };
@@ -244,6 +245,10 @@ class Bench {
 
   void measure(const Shape& shape, at::ScalarType dtype) {
     const Problem p(shape, dtype, options_.device);
+    if (options_.profile) {  // nothing but the layer, for perf
+      for (int i = 0; i < options_.profile; ++i) ours(p);
+      return;
+    }
     std::vector<Entry> entries{{"moesh", ours}, {"plain ops", plain_ops}, {"_grouped_mm", grouped_mm}};
     check(p, entries, dtype == at::kFloat ? 1e-5 : 2e-2);
     const at::Tensor a = at::randn({2048, 2048}).to(dtype).to(options_.device),
@@ -324,6 +329,8 @@ Options parse(int argc, char** argv) {
       dtype = value;
     } else if (key == "--repeat") {
       o.repeat = std::stoi(value);
+    } else if (key == "--profile") {
+      o.profile = std::stoi(value);
     } else if (key == "--clock") {
       MOESH_CHECK(value == "wall" || value == "cpu", ErrorKind::config, "--clock is ", value, "; use wall or cpu");
       o.cpu_clock = value == "cpu";
@@ -339,7 +346,7 @@ Options parse(int argc, char** argv) {
       o.shapes.push_back(s);
     } else {
       MOESH_CHECK(false, ErrorKind::config, "unknown option ", key,
-                  "; there are --device, --dtype, --repeat, --threads, --clock, --memory and --shape");
+                  "; there are --device, --dtype, --repeat, --profile, --threads, --clock, --memory and --shape");
     }
   }
   if (keep) kernels::keep_freed_memory();

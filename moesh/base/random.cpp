@@ -46,11 +46,20 @@ uint64_t Random::bits(uint64_t index) const {
 
 double Random::uniform(uint64_t index) const { return to_unit(bits(index)); }
 
-double Random::normal(uint64_t index) const {
-  const auto b = block(index);
+std::array<double, 2> Random::normal_pair(uint64_t pair) const {
+  const auto b = block(pair);
   const double u = 1.0 - to_unit(join(b[1], b[0]));  // (0, 1]: the logarithm is finite
-  const double v = to_unit(join(b[3], b[2]));
-  return std::sqrt(-2.0 * std::log(u)) * std::cos(2.0 * std::numbers::pi * v);
+  const double radius = std::sqrt(-2.0 * std::log(u)), angle = 2.0 * std::numbers::pi * to_unit(join(b[3], b[2]));
+  return {radius * std::cos(angle), radius * std::sin(angle)};
+}
+
+double Random::normal(uint64_t index) const { return normal_pair(index / 2)[index % 2]; }
+
+void Random::normals(uint64_t first, std::span<double> out) const {
+  for (size_t i = 0; i < out.size();) {
+    const auto pair = normal_pair((first + i) / 2);
+    for (uint64_t side = (first + i) % 2; side < 2 && i < out.size(); ++side) out[i++] = pair[side];
+  }
 }
 
 uint64_t Random::below(uint64_t index, uint64_t bound) const {

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 namespace moesh {
@@ -21,13 +22,16 @@ class Random {
   uint64_t bits(uint64_t index) const;
   /// In [0, 1), 53 bits.
   double uniform(uint64_t index) const;
-  /// Mean 0, standard deviation 1 (Box-Muller on one block).
+  /// Mean 0, standard deviation 1 (Box-Muller: one block gives the values of an even index and the next).
   double normal(uint64_t index) const;
+  /// normal(first), normal(first + 1), ..: half of the work for each.
+  void normals(uint64_t first, std::span<double> out) const;
   /// In [0, bound); bound > 0. The bias is below bound / 2^64.
   uint64_t below(uint64_t index, uint64_t bound) const;
 
  private:
   std::array<uint32_t, 4> block(uint64_t index) const;
+  std::array<double, 2> normal_pair(uint64_t pair) const;
   uint64_t seed_;
   uint64_t stream_;
 };

@@ -60,7 +60,9 @@ void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_r
   // Ranks that share a GPU would otherwise share its one backward thread, and the first collective in backward would hang.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  at::set_num_threads(options.num_threads ? options.num_threads : std::max(1, cores / num_local_ranks));
+  const char* asked = std::getenv("OMP_NUM_THREADS");  // what the user says counts, also where it is not the best
+  const int num_threads = options.num_threads ? options.num_threads : asked ? std::atoi(asked) : cores / num_local_ranks;
+  at::set_num_threads(std::max(1, num_threads));
   use_device(device_for(options.device, local_process()));
 }
 

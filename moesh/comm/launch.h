@@ -22,7 +22,7 @@ enum class Backend : std::uint8_t {
 struct LaunchOptions {
   std::chrono::milliseconds timeout{300'000};  // of every wait
   bool checked = false;                        // wrap every group: compare calls, and hashes of R and I values
-  int num_threads = 0;                         // ATen threads of each rank; 0: the cores divided by the ranks, at least 1
+  int num_threads = 0;                         // ATen threads of each rank; 0: OMP_NUM_THREADS, or the cores divided by the ranks
   at::Device device = at::kCPU;                // cuda without index: by place on the machine where each rank has its own GPU
   Backend backend = Backend::automatic;
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <span>
 #include <thread>
 
 #include "moesh/base/error.h"
@@ -27,14 +28,19 @@ std::vector<std::int64_t> cut(Region& region, std::int64_t dim, int parts, int p
   return pieces.lengths();
 }
 
-double initial_value(const Init& init, const Random& random, std::int64_t index) {
+// The values at consecutive indices of the whole tensor.
+void fill(const Init& init, const Random& random, std::uint64_t first, std::span<double> out) {
   switch (init.kind) {
-    case Init::Kind::zeros: return 0;
-    case Init::Kind::ones: return init.scale;
-    case Init::Kind::normal: return init.scale * random.normal(static_cast<std::uint64_t>(index));
-    case Init::Kind::uniform: return init.scale * (2 * random.uniform(static_cast<std::uint64_t>(index)) - 1);
+    case Init::Kind::zeros: std::fill(out.begin(), out.end(), 0.0); return;
+    case Init::Kind::ones: std::fill(out.begin(), out.end(), init.scale); return;
+    case Init::Kind::normal:
+      random.normals(first, out);
+      for (double& x : out) x *= init.scale;
+      return;
+    case Init::Kind::uniform:
+      for (double& x : out) x = init.scale * (2 * random.uniform(first++) - 1);
+      return;
   }
-  return 0;
 }
 
 // f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is serial in code built without
@@ -64,7 +70,8 @@ at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& 
         stride *= spec.shape[d];
       }
       const std::int64_t row_end = std::min(end, i - i % width + width);
-      for (; i < row_end; ++i, ++index) data[i] = initial_value(init, random, index);
+      fill(init, random, static_cast<std::uint64_t>(index), {data + i, static_cast<size_t>(row_end - i)});
+      i = row_end;
     }
   });
   return out.to(at::TensorOptions(spec.device).dtype(spec.dtype));

@@ -22,6 +22,10 @@ const char* kUsage =
     "                   --json FILE      the result as JSON\n"
     "                   --golden FILE    instead: what transformers computed (tools/record_golden.py) for the checkpoint of\n"
     "                                    --checkpoint.initial_load=FOLDER\n"
+    "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"
+    "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
+    "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
+    "                   --all            print every tensor, not only those that differ\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
     "                   --layout per_expert|stacked   how routed experts are laid out\n"
@@ -97,6 +101,7 @@ int run_command(const Args& all) {
   }
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;
+  if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -108,7 +113,7 @@ int run_command(const Args& all) {
     return 0;
   }
   throw Error(ErrorKind::config, "there is no command '" + all[0] +
-                                     "'; the commands are train, verify, demo, convert, inspect, print-config and help");
+                                     "'; the commands are train, verify, compare, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train

@@ -43,6 +43,30 @@ TEST(Random, UniformAndNormalHaveTheirMoments) {
   EXPECT_NEAR(normal_fourth / n, 3, 5 * std::sqrt(96.0 / n));
 }
 
+TEST(Random, NormalsAreThoseOfEachIndex) {
+  const Random random(9, "a stream");
+  for (std::uint64_t first : {0, 1, 7, 8}) {
+    for (size_t count : {0, 1, 2, 5}) {
+      std::vector<double> some(count);
+      random.normals(first, some);
+      for (size_t i = 0; i < count; ++i) EXPECT_EQ(some[i], random.normal(first + i));
+    }
+  }
+}
+
+// The two values of a block are independent of each other.
+TEST(Random, NeighboursDoNotCorrelate) {
+  const Random random(5, 6);
+  constexpr int n = 100000;
+  double products = 0, squares = 0;
+  for (int i = 0; i < n; ++i) {
+    const double a = random.normal(2 * i), b = random.normal(2 * i + 1);
+    products += a * b, squares += (a * a - 1) * (b * b - 1);
+  }
+  EXPECT_NEAR(products / n, 0, 5 / std::sqrt(n));
+  EXPECT_NEAR(squares / n, 0, 5 * 2 / std::sqrt(n));
+}
+
 TEST(Random, BelowCoversItsRangeEvenly) {
   const Random random(3, 4);
   std::vector<int> seen(7);

@@ -124,6 +124,9 @@ TEST(Manifest, FindsEveryChangeOfAFile) {
     out.seekp(static_cast<std::streamoff>(at)).put(bytes[at]).flush();
     EXPECT_NO_THROW(check_file(folder, hashed));
   }
+  fs::resize_file(file.path(), bytes.size() + 1);
+  expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data),
+               {"\"x.bin\" is damaged", "has 4194315 bytes", "4194314"});
   fs::resize_file(file.path(), bytes.size() - 1);
   expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data),
                {"\"x.bin\" is damaged", "has 4194313 bytes", "4194314"});
