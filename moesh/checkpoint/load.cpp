@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <span>
 #include <tuple>
 
@@ -29,13 +30,6 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
-// The tensor that is read for one of the table: itself, or another one where it is tied.
-std::string name_in(const TensorFolder& folder, const formats::DiskTable& table, const std::string& name) {
-  if (folder.tensors().contains(name)) return name;
-  const auto other = table.instead.find(name);
-  return other != table.instead.end() && folder.tensors().contains(other->second) ? other->second : "";
-}
-
 struct Differences {
   std::vector<std::string> missing, unexpected, misshapen;
   std::size_t count() const { return missing.size() + unexpected.size() + misshapen.size(); }
@@ -43,15 +37,14 @@ struct Differences {
 
 Differences compare(const TensorFolder& folder, const formats::DiskTable& table) {
   Differences d;
-  std::map<std::string, bool> wanted;
+  std::set<std::string> wanted;
   for (const auto& t : table.tensors) {
-    wanted[t.name] = true;
-    const std::string name = name_in(folder, table, t.name);
-    if (name.empty()) {
+    wanted.insert(t.name);
+    const auto found = folder.tensors().find(t.name);
+    if (found == folder.tensors().end())
       d.missing.push_back(t.name);
-    } else if (const auto& shape = folder.tensors().at(name).info->shape; shape != t.shape) {
-      d.misshapen.push_back(detail::concat(name, " ", shape, " (it should be ", t.shape, ")"));
-    }
+    else if (const auto& shape = found->second.info->shape; shape != t.shape)
+      d.misshapen.push_back(detail::concat(t.name, " ", shape, " (it should be ", t.shape, ")"));
   }
   for (const auto& [name, found] : folder.tensors())
     if (!wanted.contains(name) && !(table.ignored && table.ignored(name))) d.unexpected.push_back(name);
@@ -222,18 +215,19 @@ formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::Mod
   return nearest;
 }
 
-Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder), table_(table) {
+Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder) {
   for (const auto& tensor : table.tensors)
     for (const auto& source : tensor.sources) places_[source.param].push_back({&tensor, &source});
 }
 
 TensorFolder::Found Loader::found(const Place& place) const {
-  const std::string name = name_in(folder_, table_, place.tensor->name);
-  MOESH_CHECK(!name.empty(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '", place.tensor->name, "'");
-  const auto found = folder_.tensors().at(name);
-  MOESH_CHECK(found.info->shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", name,
-              "' has shape ", found.info->shape, ", and ", place.tensor->shape, " is needed");
-  return found;
+  const auto found = folder_.tensors().find(place.tensor->name);
+  MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '",
+              place.tensor->name, "'");
+  const auto& shape = found->second.info->shape;
+  MOESH_CHECK(shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", found->first,
+              "' has shape ", shape, ", and ", place.tensor->shape, " is needed");
+  return found->second;
 }
 
 formats::Dtype Loader::dtype_of(const std::string& param) const { return found(places_.at(param).front()).info->dtype; }

@@ -90,7 +90,6 @@ class Loader {
   TensorFolder::Found found(const Place& place) const;
 
   const TensorFolder& folder_;
-  const formats::DiskTable& table_;
   std::map<std::string, std::vector<Place>> places_;  // by parameter
 };
 
