@@ -191,6 +191,10 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   return TensorFolder(folder, {kSingleFile}, known);
 }
 
+TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
+  return TensorFolder(file.parent_path(), {file.filename().string()}, nullptr);
+}
+
 TensorFolder TensorFolder::of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
                                          const std::string& prefix) {
   std::vector<std::string> files;

@@ -51,6 +51,8 @@ class TensorFolder {
 
   /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used where there is one.
   static TensorFolder weights(const std::filesystem::path& folder);
+  /// One file by itself, without a manifest.
+  static TensorFolder of_file(const std::filesystem::path& file);
   /// All files whose names begin with `prefix`, of a checkpoint with a manifest.
   static TensorFolder of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
                                     const std::string& prefix);

@@ -242,16 +242,18 @@ void Checkpointer::check_model(const std::string& config_json, const std::filesy
 void Checkpointer::load_weights(const std::filesystem::path& folder) {
   const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
   const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
-  const std::string config_json = checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
-  check_model(config_json, folder);
+  check_model(checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr), folder);
+  train::load_weights(folder, on_disk(setup_), model_, world_.rank());
+}
+
+void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk, models::Model& model, int rank) {
   const auto source = checkpoint::TensorFolder::weights(folder);
-  const auto model = on_disk(setup_);
-  const auto table = model.table(checkpoint::find_layout(source, model));
+  const auto table = on_disk.table(checkpoint::find_layout(source, on_disk));
   std::set<std::string> known;
   for (const auto& t : table.tensors)
     for (const auto& s : t.sources) known.insert(s.param);
   std::vector<Part> parts;
-  for (const auto& part : weight_parts(model_, world_.rank()))
+  for (const auto& part : weight_parts(model, rank))
     if (known.contains(part.name)) parts.push_back(part);
   checkpoint::Loader(source, table).load(parts);
 }

@@ -20,6 +20,8 @@ const char* kUsage =
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
     "                   --json FILE      the result as JSON\n"
+    "                   --golden FILE    instead: what transformers computed (tools/record_golden.py) for the checkpoint of\n"
+    "                                    --checkpoint.initial_load=FOLDER\n"
     "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"
     "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
     "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"

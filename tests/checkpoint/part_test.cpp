@@ -9,6 +9,7 @@
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/plan.h"
 #include "moesh/models/disk.h"
+#include "moesh/spmd/one_rank.h"
 #include "tests/checkpoint/support.h"
 
 namespace moesh::checkpoint {
@@ -136,19 +137,38 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
 }
 
 TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
-  for (const char* size : {"tiny", "debug", "16b"}) {
-    const auto model = models::on_disk(models::DeepseekV3Config::named(size));
-    for (const auto layout : formats::kExpertLayouts) model.table(layout).validate();
-    std::map<std::string, std::int64_t> covered[2];
-    for (int i = 0; i < 2; ++i)
-      for (const auto& t : model.table(formats::kExpertLayouts[i]).tensors)
-        for (const auto& s : t.sources) {
-          std::int64_t n = 1;
-          for (const auto d : s.dims) n *= t.view[d];
-          covered[i][s.param] += n;
-        }
-    EXPECT_EQ(covered[0], covered[1]);
-  }
+  const OneRankScope scope;
+  for (const auto& name : models::model_names())
+    for (const char* size : {"tiny", "debug"}) {
+      const auto config = models::built_in(name, size);
+      std::map<std::string, std::int64_t> wanted;
+      const auto model = models::make_model(config, {.device = at::kMeta});
+      model->each_param([&](Stored& w, bool) { wanted[w.spec.name] = num_elements(w.spec.shape); });
+      if (models::facts(config).has_expert_bias)
+        for (auto* router : model->routers())
+          wanted[models::expert_bias_name(router->gate().name())] = router->config().num_experts;
+      for (const auto layout : formats::kExpertLayouts) {
+        const auto table = models::on_disk(config).table(layout);
+        table.validate();
+        std::map<std::string, std::int64_t> covered;
+        for (const auto& t : table.tensors)
+          for (const auto& s : t.sources) {
+            std::int64_t n = 1;
+            for (const auto d : s.dims) n *= t.view[d];
+            covered[s.param] += n;
+          }
+        EXPECT_EQ(covered, wanted) << name << " " << size << " " << to_string(layout);
+      }
+    }
+}
+
+// What moesh writes it reads as the same model, and transformers' own defaults are not assumed silently.
+TEST(ConfigJson, OfEveryBuiltInModelIsReadAsItWasWritten) {
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) {
+      const std::string text = models::on_disk(models::built_in(name, size)).config_json(formats::Dtype::f32);
+      EXPECT_EQ(models::on_disk(models::config_of(text, "x")).config_json(formats::Dtype::f32), text) << name << " " << size;
+    }
 }
 
 TEST(Layouts, AWrongTableIsRefused) {
