@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/train/config.h"
 
@@ -23,5 +24,8 @@ ModelSetup model_setup(Config& config);
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
 
 models::ModelOptions model_options(const Config& config);
+
+/// The model's names in folders.
+formats::ModelOnDisk on_disk(const ModelSetup& setup);
 
 }  // namespace moesh::train
