@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/fail_point.h"
 #include "moesh/checkpoint/file.h"
@@ -55,9 +56,7 @@ class Saver {
       if (is_first()) std::filesystem::remove_all(temporary_, ignored);
       throw;
     }
-    together(group_, [&] {
-      if (is_first() && options_.keep_latest > 0) purge(options_.folder, snapshot_.manifest.step, options_.keep_latest);
-    });
+    if (is_first() && options_.keep_latest > 0) purge_others();
     return target_;
   }
 
@@ -161,12 +160,27 @@ class Saver {
     if (!std::filesystem::exists(target_)) {
       rename_folder(temporary_, target_);
     } else if (!exchange_folders(temporary_, target_)) {
-      rename_folder(target_, options_.folder / replaced_name(manifest.step));
-      rename_folder(temporary_, target_);
+      const auto replaced = options_.folder / replaced_name(manifest.step);
+      rename_folder(target_, replaced);
+      try {
+        rename_folder(temporary_, target_);
+      } catch (...) {
+        rename_folder(replaced, target_);
+        throw;
+      }
     }
     sync_folder(options_.folder);
     MOESH_FAIL_POINT(renamed);
     remove_temporary(options_.folder);
+  }
+
+  // The new one is whole: what goes wrong from here on is no reason to stop.
+  void purge_others() const {
+    try {
+      purge(options_.folder, snapshot_.manifest.step, options_.keep_latest);
+    } catch (const std::exception& e) {
+      log_warn("older checkpoints in '", options_.folder.string(), "' could not be removed: ", e.what());
+    }
   }
 
   const Snapshot& snapshot_;

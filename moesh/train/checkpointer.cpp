@@ -13,6 +13,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/mutant.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
@@ -27,6 +28,7 @@ using formats::Dtype;
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kStatePrefix = "optimizer/state";
+constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
 constexpr const char* kOptimizerSteps = "optimizer_steps";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
 
@@ -48,8 +50,11 @@ std::string mesh_text(const Config& config) {
 std::vector<Part> weight_parts(models::Model& model, int rank) {
   std::vector<Part> parts;
   model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
-  for (auto* router : model.routers())
-    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), router->expert_bias(), rank));
+  for (auto* router : model.routers()) {
+    at::Tensor bias = router->expert_bias();
+    if (MOESH_MUTANT(expert_bias_not_saved)) bias = at::zeros_like(bias);
+    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), bias, rank));
+  }
   return parts;
 }
 
@@ -147,7 +152,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                 .mesh = mesh_text(config_),
                 .seed = config_.training.seed,
                 .data_position = position.data_position,
-                .extra = {{"optimizer", config_.optimizer.name},
+                .extra = {{kOptimizer, config_.optimizer.name},
                           {kOptimizerSteps, std::to_string(optimizer_.num_steps())},
                           {"dtype", config_.training.dtype}}};
   return s;
@@ -261,6 +266,11 @@ void load_weights(const std::filesystem::path& folder, const formats::ModelOnDis
 Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_whole_manifest(folder);
+  const auto optimizer = manifest.extra.find(kOptimizer);
+  MOESH_CHECK(optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name, ErrorKind::config, "'",
+              folder.string(), "' was saved with optimizer ", optimizer->second, ", and ",
+              describe_option(config_, "optimizer.name"), "; set optimizer.name to ", optimizer->second,
+              ", or begin anew with these weights: checkpoint.resume=false and checkpoint.initial_load=", folder.string());
   load_weights(folder);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
@@ -287,8 +297,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
               ": it was not saved by a training run");
   std::int64_t num_steps = 0;
   std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
-  optimizer_.set_num_steps(num_steps);
-  return {.step = manifest.step, .data_position = manifest.data_position};
+  if (!MOESH_MUTANT(optimizer_steps_forgotten)) optimizer_.set_num_steps(num_steps);
+  return {.step = manifest.step, .data_position = MOESH_MUTANT(data_begins_anew) ? 0 : manifest.data_position};
 }
 
 }  // namespace moesh::train

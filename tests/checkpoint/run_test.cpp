@@ -278,6 +278,8 @@ TEST(AnotherModel, IsNamedLineByLine) {
   run(folder.path() / "c", "tp=1", {"--steps=1"});
   expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--model.moe_ffn=32"}); }, ErrorKind::config),
                {"\"moe_intermediate_size\": 24", "\"moe_intermediate_size\": 32", "[model]"});
+  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--optimizer.name=sgd"}); }, ErrorKind::config),
+               {"was saved with optimizer adamw", "optimizer.name is \"sgd\"", "set optimizer.name to adamw"});
 }
 
 TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
