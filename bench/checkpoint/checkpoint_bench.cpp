@@ -62,12 +62,12 @@ formats::DiskTable table_of(const std::vector<Part>& parts) {
   return table;
 }
 
-Snapshot snapshot_of(const Problem& sizes, int rank) {
+Snapshot snapshot_of(const Problem& problem, int rank) {
   Snapshot s;
   s.manifest.step = 1;
   for (const auto& [file, prefix, count] :
-       {std::tuple("model", "w", sizes.num_matrices / 3), std::tuple("optimizer/state", "s", sizes.num_matrices / 3 * 2)}) {
-    TensorSet set{.prefix = file, .parts = parts_of(prefix, count, rank, sizes.num_ranks, true)};
+       {std::tuple("model", "w", problem.num_matrices / 3), std::tuple("optimizer/state", "s", problem.num_matrices / 3 * 2)}) {
+    TensorSet set{.prefix = file, .parts = parts_of(prefix, count, rank, problem.num_ranks, true)};
     set.tensors = table_of(set.parts).tensors;
     s.sets.push_back(std::move(set));
   }
@@ -92,12 +92,12 @@ void shell(const std::string& command) {
 }
 
 int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
-  const Problem sizes{std::max<std::int64_t>(3, mebibytes / 16), num_ranks};
+  const Problem problem{std::max<std::int64_t>(3, mebibytes / 16), num_ranks};
   const path saved = folder / "saved", copy = folder / "copy";
   double save_time = 1e9, load_time = 1e9, copy_time = 1e9, block_time = 1e9, read_time = 1e9;
   std::uint64_t bytes = 0;
   comm::launch(num_ranks, [&](comm::Group& world) {
-    const Snapshot s = snapshot_of(sizes, world.rank());
+    const Snapshot s = snapshot_of(problem, world.rank());
     const bool is_first = world.rank() == 0;
     const auto timed = [&](double& best, const auto& f) {
       world.barrier();
@@ -106,19 +106,20 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
       world.barrier();
       if (is_first) best = std::min(best, seconds_since(start));
     };
+    const auto on_first = [&](const std::string& command) {
+      if (is_first) shell(command);
+      world.barrier();
+    };
     path checkpoint;
     for (int i = 0; i < kRepeats; ++i) {
+      on_first("rm -rf '" + saved.string() + "' '" + copy.string() + "'; sync");
       timed(save_time, [&] { checkpoint = save(s, {.folder = saved}, world); });
       timed(load_time, [&] { load_all(checkpoint, s, i == 0); });
       timed(block_time, [&] { copied(s); });
       timed(copy_time, [&] {
-        if (is_first)
-          shell("rm -rf '" + copy.string() + "'; cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && sync -f '" +
-                copy.string() + "'");
+        on_first("cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && find '" + copy.string() + "' -exec sync {} +");
       });
-      timed(read_time, [&] {
-        if (is_first) shell("find '" + checkpoint.string() + "' -type f -exec cat {} + > /dev/null");
-      });
+      timed(read_time, [&] { on_first("find '" + checkpoint.string() + "' -type f -exec cat {} + > /dev/null"); });
     }
     if (is_first)
       for (const auto& f : formats::read_manifest(checkpoint.string()).files) bytes += f.size;
@@ -129,7 +130,7 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
     std::printf("\n");
   };
   std::printf("%.0f MiB, %d ranks, best of %d\n", static_cast<double>(bytes) / (1 << 20), num_ranks, kRepeats);
-  line("cp -r and sync", copy_time, 0);
+  line("cp -r and fsync", copy_time, 0);
   line("save (written, read back, hashed, flushed)", save_time, copy_time);
   line("cat (cached)", read_time, 0);
   line("load (read, hashed, put in place)", load_time, read_time);

@@ -105,6 +105,37 @@ TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
   }
 }
 
+TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
+  // [3, 700, 2100] floats: 5.9 MB an index of the first dimension; a row of [1, 3'000'000] alone is larger than a slab.
+  for (const Sizes& shape : {Sizes{3, 700, 2100}, Sizes{2, 3'000'000}, Sizes{2'500'000, 2}}) {
+    const TemporaryFolder folder;
+    DiskTable table;
+    table.tensors = {formats::whole_tensor("w", "w", shape)};
+    table.tensors[0].dtype = formats::Dtype::f32;
+    const at::Tensor whole = at::arange(num_elements(shape), at::kFloat).reshape(shape);
+    const auto plan = plan_files("model", table.tensors, 1);
+    OutputFile out(folder.path() / "model.safetensors", OutputFile::Mode::create);
+    out.reserve(plan[0].size);
+    out.write(0, plan[0].header);
+    const std::vector<Part> all{{.name = "w", .region = {Sizes(shape.size(), 0), shape}, .owned = true, .value = whole}};
+    write_tensor(out, plan[0].tensors[0], by_name(all));
+    const auto source = TensorFolder::weights(folder.path());
+    std::mt19937 random(3);
+    for (int i = 0; i < 4; ++i) {
+      Region box;
+      at::Tensor wanted = whole;
+      for (std::size_t d = 0; d < shape.size(); ++d) {
+        box.start.push_back(random() % shape[d]);
+        box.length.push_back(1 + random() % (shape[d] - box.start[d]));
+        wanted = wanted.narrow(d, box.start[d], box.length[d]);
+      }
+      const Part part{.name = "w", .region = box, .owned = true, .value = at::zeros(box.length, at::kDouble)};
+      Loader(source, table).load({part});
+      EXPECT_TRUE(at::equal(part.value, wanted.to(at::kDouble))) << box.start << box.length;
+    }
+  }
+}
+
 TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
   const OneRankScope scope;
   for (const auto& name : models::model_names())

@@ -157,8 +157,9 @@ void keep_line(LogLevel, const std::string& line) {
   }
 }
 struct KeepLines {
-  KeepLines() { lines.clear(), set_log_sink(keep_line); }
-  ~KeepLines() { set_log_sink(nullptr); }
+  KeepLines() : before(log_level()) { lines.clear(), set_log_level(LogLevel::info), set_log_sink(keep_line); }
+  ~KeepLines() { set_log_sink(nullptr), set_log_level(before); }
+  LogLevel before;
 };
 std::string all_lines() {
   std::string text;
