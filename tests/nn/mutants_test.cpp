@@ -113,16 +113,17 @@ TEST_P(Mutants, AreFound) {
 
 // The mistakes nearest to the trainer: a small model, one step.
 class TrainerMutants : public testing::TestWithParam<std::tuple<std::string, MeshShape, std::string>> {};
-INSTANTIATE_TEST_SUITE_P(All, TrainerMutants,
-                         testing::Values(std::tuple{"labels_shifted_after_the_cut", MeshShape{.cp = 2}, "step 0 loss"},
-                                         std::tuple{"loss_averaged_per_rank", MeshShape{.dp_shard = 2}, "step 0 loss"},
-                                         std::tuple{"vocabulary_loss_without_its_reduction", MeshShape{.tp = 2}, "step 0 loss"},
-                                         std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
-                                                    "d(model.layers.1.mlp.experts.w1)"},
-                                         std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2},
-                                                    "model.layers.1.mlp.experts.w1"},
-                                         std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
-                         [](const auto& info) { return std::get<0>(info.param); });
+INSTANTIATE_TEST_SUITE_P(
+    All, TrainerMutants,
+    testing::Values(std::tuple{"labels_shifted_after_the_cut", MeshShape{.cp = 2}, "step 0 loss"},
+                    std::tuple{"loss_averaged_per_rank", MeshShape{.dp_shard = 2}, "step 0 loss"},
+                    std::tuple{"vocabulary_loss_without_its_reduction", MeshShape{.tp = 2}, "step 0 loss"},
+                    std::tuple{"positions_begin_at_zero", MeshShape{.cp = 2}, "step 0 counts of MoE layer 0"},
+                    std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
+                               "d(model.layers.1.mlp.experts.w1)"},
+                    std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2}, "model.layers.1.mlp.experts.w1"},
+                    std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
+    [](const auto& info) { return std::get<0>(info.param); });
 
 TEST_P(TrainerMutants, AreFound) {
   const auto& [name, mesh, first] = GetParam();
