@@ -5,6 +5,7 @@
 
 #include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
+#include "moesh/optim/optimizer.h"
 #include "moesh/train/config.h"
 
 namespace moesh::train {
@@ -22,6 +23,8 @@ ModelSetup model_setup(Config& config);
 
 /// On the current mesh.
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
+
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& options);
 
 models::ModelOptions model_options(const Config& config);
 
