@@ -133,7 +133,7 @@ void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderCo
 void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& c) {
   read_decoder(json, defaults, c);
   c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
-  c.head_dim = count(json, "head_dim", c.dim / c.num_heads);
+  c.head_dim = count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
 }
 
 JsonObject decoder_json(const DecoderConfig& c) {

@@ -20,7 +20,7 @@ at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& 
               "'; record it with tools/record_golden.py");
   const auto& [file, info] = found->second;
   const at::Tensor t = at::empty(info->shape, at::TensorOptions(checkpoint::torch_dtype(info->dtype, name)));
-  file->read(file->file().header().data_start + info->begin, {static_cast<std::byte*>(t.data_ptr()), t.nbytes()});
+  file->file().read(file->file().header().data_start + info->begin, {static_cast<std::byte*>(t.data_ptr()), t.nbytes()});
   return t;
 }
 

@@ -162,6 +162,46 @@ TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
     }
 }
 
+// As transformers 4 wrote them, and 5 writes them: fields that name the same model.
+TEST(ConfigJson, OfEveryModelComesInTwoVersions) {
+  const std::string sizes =
+      R"("vocab_size":96,"hidden_size":32,"num_hidden_layers":2,"num_attention_heads":8,"num_key_value_heads":4,
+      "num_experts_per_tok":2,"max_position_embeddings":128,"intermediate_size":24,)";
+  struct Case {
+    std::string type, four, five;
+  };
+  const std::vector<Case> cases{
+      {"qwen3_moe",
+       R"("num_experts":8,"moe_intermediate_size":24,"head_dim":8,"rope_theta":1e6,"rope_scaling":null,"sliding_window":4096,
+          "use_sliding_window":false,"mlp_only_layers":[])",
+       R"("num_local_experts":8,"moe_intermediate_size":24,"head_dim":8,"rope_parameters":{"rope_type":"default","rope_theta":1000000},
+          "sliding_window":null,"mlp_only_layers":null)"},
+      {"mixtral", R"("num_local_experts":8,"rope_theta":1000000.0,"sliding_window":null,"torch_dtype":"bfloat16")",
+       R"("num_experts":8,"head_dim":4,"rope_parameters":{"rope_type":"default","rope_theta":1e6},"dtype":"float32")"},
+      {"llama4_text",
+       R"("num_local_experts":8,"intermediate_size_mlp":48,"head_dim":4,"rope_theta":500000.0,"rope_scaling":{"rope_type":"llama3",
+          "factor":16.0,"low_freq_factor":1.0,"high_freq_factor":1.0,"original_max_position_embeddings":64},"no_rope_layers":[],
+          "attn_temperature_tuning":4)",
+       R"("num_local_experts":8,"intermediate_size_mlp":48,"head_dim":4,"rope_parameters":{"rope_type":"llama3","rope_theta":5e5,
+          "factor":16,"low_freq_factor":1,"high_freq_factor":1,"original_max_position_embeddings":64},"no_rope_layers":[1,1],
+          "moe_layers":[0,1],"layer_types":["chunked_attention","chunked_attention"],"attn_temperature_tuning":true,
+          "attention_chunk_size":8192)"},
+      {"gpt_oss",
+       R"("num_local_experts":8,"head_dim":8,"rope_theta":150000,"rope_scaling":{"rope_type":"yarn","factor":32.0,"beta_fast":32.0,
+          "beta_slow":1.0,"truncate":false,"original_max_position_embeddings":4096},"swiglu_limit":7.0,"sliding_window":128,
+          "layer_types":["sliding_attention","full_attention"])",
+       R"("num_local_experts":8,"head_dim":8,"rope_parameters":{"rope_theta":150000.0,"rope_type":"yarn","factor":32.0,"truncate":false,
+          "original_max_position_embeddings":4096},"swiglu_limit":7,"swiglu_alpha":1.702)"}};
+  for (const auto& c : cases) {
+    const auto normal = [&](const std::string& more) {
+      const std::string text = "{\"model_type\":\"" + c.type + "\"," + sizes + more + "}";
+      return models::on_disk(models::config_of(text, "config.json")).config_json(formats::Dtype::f32);
+    };
+    EXPECT_EQ(normal(c.four), normal(c.five)) << c.type;
+    EXPECT_THROW(normal(c.four + R"(,"hidden_act":"gelu")"), Error);
+  }
+}
+
 // What moesh writes it reads as the same model, and transformers' own defaults are not assumed silently.
 TEST(ConfigJson, OfEveryBuiltInModelIsReadAsItWasWritten) {
   for (const auto& name : models::model_names())
