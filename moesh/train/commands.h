@@ -6,10 +6,11 @@
 
 namespace moesh::train {
 
-/// moesh train | verify | compare | demo | print-config | help ...
+/// moesh train | verify | compare | estimate | demo | print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
 int run_compare(std::vector<std::string> args);
+int run_estimate(std::vector<std::string> args);
 
 }  // namespace moesh::train

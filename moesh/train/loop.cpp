@@ -14,9 +14,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
-#include "moesh/optim/adamw.h"
 #include "moesh/optim/schedule.h"
-#include "moesh/optim/sgd.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/step.h"
@@ -43,16 +41,6 @@ class SignalScope {
     for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
   }
 };
-
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
-  optim::ParamList params;
-  model.each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
-  const auto& o = config.optimizer;
-  if (o.name == "sgd")
-    return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
-  return std::make_unique<optim::AdamW>(
-      params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
-}
 
 optim::Schedule make_schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
@@ -172,11 +160,7 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   const auto model = make_model(setup, config);
   const auto optimizer = make_optimizer(*model, config);
   const auto schedule = make_schedule(config);
-  StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
-  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
-                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
-                     .reshard = config.parallelism.fsdp_reshard_after_forward};
+  const StepOptions options = step_options(config);
   const bool is_first = world.rank() == 0;
   std::optional<Reporter> reporter;
   if (is_first) {

@@ -1,10 +1,12 @@
 #pragma once
-// From [model] of a configuration to a model.
+// From a configuration to a model, its optimizer and its step.
 
 #include <memory>
 
 #include "moesh/models/registry.h"
+#include "moesh/optim/optimizer.h"
 #include "moesh/train/config.h"
+#include "moesh/train/step.h"
 
 namespace moesh::train {
 
@@ -23,5 +25,10 @@ ModelSetup model_setup(Config& config);
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
 
 models::ModelOptions model_options(const Config& config);
+
+/// For all parameters of the model, which must outlive it.
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
+
+StepOptions step_options(const Config& config);
 
 }  // namespace moesh::train
