@@ -68,6 +68,13 @@ at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& /*
   return at::empty({num_weights, grad.size(-1)}, grad.options());
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
+                                                                         const at::Tensor& offsets, bool, std::int64_t, bool,
+                                                                         const std::optional<at::Tensor>&, bool, std::int64_t) {
+  return {at::empty({offsets.size(0), weight.size(1)}, weight.options()), at::empty_like(indices), at::empty_like(offsets),
+          at::empty_like(offsets)};
+}
+
 at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weights*/, std::int64_t min_length) {
   return at::empty({min_length}, x.options());
 }
@@ -121,6 +128,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("_to_copy", TORCH_FN(to_copy));
   m.impl("index_select", TORCH_FN(index_select));
   m.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
+  m.impl("_embedding_bag_forward_only", TORCH_FN(embedding_bag));
   m.impl("bincount", TORCH_FN(bincount));
   m.impl("min", TORCH_FN(extreme));
   m.impl("max", TORCH_FN(extreme));
