@@ -72,13 +72,15 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
 }
 
 RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  if (device.is_meta())
+    return {at::empty({length, c.dim / 2}, options), at::empty({length, c.dim / 2}, options)};  // shapes alone
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
   if (c.factor > 1 && c.scaling == RopeScaling::yarn)
     m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim)
                                                : magnitude(c.factor, 1);
-  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
 }
 

@@ -1,6 +1,7 @@
 #include "moesh/kernels/meta/dry_run.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_to_copy_compositeexplicitautograd_dispatch.h>
 #include <ATen/ops/empty.h>
@@ -120,6 +121,7 @@ at::DeviceType modelled_device() { return modelled; }
 struct DryRun::Parts {
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   c10::Allocator* outer = c10::GetAllocator(c10::kMeta);
+  int num_threads = at::get_num_threads();
 };
 
 DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
@@ -144,9 +146,11 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   CountingAllocator::live = CountingAllocator::peak = 0;
   CountingAllocator::rounding = device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
   c10::SetAllocator(c10::kMeta, &counting_allocator(), /*priority=*/1);
+  at::set_num_threads(1);  // what is left on the host is small, and threads that wait for it cost more than it
 }
 
 DryRun::~DryRun() {
+  at::set_num_threads(parts_->num_threads);
   c10::SetAllocator(c10::kMeta, parts_->outer, /*priority=*/1);
   modelled = at::kCPU;
 }
