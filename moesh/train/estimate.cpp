@@ -81,6 +81,49 @@ Config on_mesh(Config config, const MeshShape& shape) {
   return config;
 }
 
+// Whether every degree that the configuration asks for is that of the mesh; 1 asks for nothing.
+bool keeps_degrees(const Config& config, const MeshShape& shape) {
+  const MeshShape asked = mesh_shape(config);
+  const auto keeps = [](int wanted, int size) { return wanted == 1 || wanted == size; };
+  return keeps(asked.dp_replicate, shape.dp_replicate) && keeps(asked.dp_shard, shape.dp_shard) && keeps(asked.cp, shape.cp) &&
+         keeps(asked.tp, shape.tp) && keeps(asked.ep, shape.ep) && keeps(asked.etp, shape.etp);
+}
+
+// Nothing where heads or experts do not divide by the mesh, or its state is over the limit.
+std::optional<Estimate> try_mesh(const Config& config, const ModelSetup& setup, const MeshShape& shape,
+                                 std::optional<std::int64_t> limit) {
+  const Config c = on_mesh(config, shape);
+  try {
+    validate(c, shape.num_ranks(), setup.facts());
+    return estimate(c, setup, limit);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::config) throw;
+    return std::nullopt;
+  }
+}
+
+// The meshes with the same dense axes.
+struct Family {
+  std::vector<MeshShape> shapes;
+  double bound = 0;  // bytes a token that each of them sends at least
+};
+
+bool same_dense_axes(const MeshShape& a, const MeshShape& b) {
+  return a.dp_replicate == b.dp_replicate && a.dp_shard == b.dp_shard && a.cp == b.cp && a.tp == b.tp;
+}
+
+// What is sent over dense axes, by attention, norms, shared experts and their parameters, is sent however the experts are cut.
+// (Less a per cent: gradients of expert biases are summed over other axes where etp cuts the experts.)
+double dense_bound(const Estimate& e) {
+  double sum = 0;
+  for (const auto& [key, entry] : e.traffic) {
+    const std::string axes = "|" + key.first + "|";
+    const auto has = [&](const char* axis) { return axes.find(axis) != std::string::npos; };
+    if (!has("|efsdp|") && !has("|ep|") && !has("|etp|")) sum += static_cast<double>(entry.num_bytes);
+  }
+  return 0.99 * sum * e.mesh.num_ranks() / static_cast<double>(e.num_tokens);
+}
+
 }  // namespace
 
 std::int64_t Estimate::moved() const {
@@ -101,24 +144,38 @@ std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup, 
 
 Estimate estimate(const Config& config, const ModelSetup& setup) { return *estimate(config, setup, std::nullopt); }
 
-SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks, std::int64_t limit) {
+SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks, std::int64_t limit, size_t most) {
   SearchResult result;
+  std::vector<Family> families;
   for (const auto& shape : all_mesh_shapes(num_ranks)) {
     ++result.num_meshes;
-    const Config c = on_mesh(config, shape);
-    std::optional<Estimate> e;
-    try {
-      validate(c, num_ranks, setup.facts());
-      e = estimate(c, setup, limit);
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::config) throw;
-      continue;  // heads or experts do not divide by this mesh
-    }
-    ++result.num_valid;
-    if (e && e->peak <= limit) result.fitting.push_back(std::move(*e));
+    if (!keeps_degrees(config, shape)) continue;
+    if (families.empty() || !same_dense_axes(families.back().shapes[0], shape)) families.emplace_back();
+    families.back().shapes.push_back(shape);
   }
-  std::stable_sort(result.fitting.begin(), result.fitting.end(),
-                   [](const Estimate& a, const Estimate& b) { return a.moved_per_token() < b.moved_per_token(); });
+  std::erase_if(families, [&](Family& f) {
+    MeshShape whole_experts = f.shapes[0];
+    whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
+    const auto e = try_mesh(config, setup, whole_experts, std::nullopt);
+    if (e) f.bound = dense_bound(*e);
+    return !e;  // heads do not divide by tp, whatever the experts do
+  });
+  std::stable_sort(families.begin(), families.end(), [](const Family& a, const Family& b) { return a.bound < b.bound; });
+
+  auto& best = result.best;
+  for (const Family& f : families) {
+    if (best.size() == most && f.bound > best.back().moved_per_token()) break;
+    for (const auto& shape : f.shapes) {
+      ++result.num_tried;
+      auto e = try_mesh(config, setup, shape, limit);
+      if (!e || e->peak > limit) continue;
+      const auto place = std::upper_bound(best.begin(), best.end(), *e, [](const Estimate& a, const Estimate& b) {
+        return a.moved_per_token() < b.moved_per_token();
+      });
+      best.insert(place, std::move(*e));
+      if (best.size() > most) best.pop_back();
+    }
+  }
   return result;
 }
 

@@ -40,12 +40,13 @@ std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup, 
 Estimate estimate(const Config& config, const ModelSetup& setup);
 
 struct SearchResult {
-  std::vector<Estimate> fitting;  // those that send the fewest bytes a token first
-  int num_meshes = 0;             // of this many ranks
-  int num_valid = 0;              // of them, for the model
+  std::vector<Estimate> best;  // those that send the fewest bytes a token first
+  int num_meshes = 0;          // of this many ranks
+  int num_tried = 0;           // the others cannot be among the best, or are not for this model
 };
 
-/// The meshes of num_ranks ranks on which a rank needs no more than `limit` bytes; else as configured.
-SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks, std::int64_t limit);
+/// Of the meshes of num_ranks ranks on which a rank needs no more than `limit` bytes, the `most` that send the fewest bytes a
+/// token. Degrees of the configuration that are not 1 stay as they are.
+SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks, std::int64_t limit, size_t most);
 
 }  // namespace moesh::train

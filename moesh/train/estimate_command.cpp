@@ -70,15 +70,13 @@ void print(const Estimate& e) {
 }
 
 void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
-  std::printf("%d ranks: %d meshes, %d valid for this model, %zu fit into %s a rank\n", num_ranks, r.num_meshes, r.num_valid,
-              r.fitting.size(), size_text(limit).c_str());
-  if (r.fitting.empty()) return;
+  std::printf("%d ranks: %d meshes, %d tried, the best %zu that fit into %s a rank\n", num_ranks, r.num_meshes, r.num_tried,
+              r.best.size(), size_text(limit).c_str());
+  if (r.best.empty()) return;
   std::printf("\n%12s %12s %14s %16s  mesh\n", "memory", "sent/step", "tokens/step", "all ranks/token");
-  for (size_t i = 0; i < std::min(r.fitting.size(), kMostListed); ++i) {
-    const Estimate& e = r.fitting[i];
+  for (const Estimate& e : r.best)
     std::printf("%12s %12s %14s %16s  %s\n", size_text(e.peak).c_str(), size_text(e.moved()).c_str(),
                 count_text(e.num_tokens).c_str(), size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
-  }
 }
 
 std::string to_json(const Estimate& e) {
@@ -122,12 +120,12 @@ int run_estimate(Args args) {
   MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks, " needs the memory of a rank, as in --memory 80GiB");
   const std::int64_t limit = parse_size(*memory);
   const auto start = std::chrono::steady_clock::now();
-  const SearchResult r = search(l.config, l.model, num_ranks, limit);
-  if (!r.fitting.empty()) print_heading(l.config, r.fitting[0]);
+  const SearchResult r = search(l.config, l.model, num_ranks, limit, kMostListed);
+  if (!r.best.empty()) print_heading(l.config, r.best[0]);
   print(r, num_ranks, limit);
   std::printf("\n%.1f s\n", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  if (json) write_json(*json, r.fitting);
-  return r.fitting.empty() ? 1 : 0;
+  if (json) write_json(*json, r.best);
+  return r.best.empty() ? 1 : 0;
 }
 
 }  // namespace moesh::train

@@ -163,27 +163,44 @@ TEST(Estimate, AnswersForThousandsOfRanks) {
   EXPECT_LT(CountingAllocator::peak - live, 1 << 28) << "the estimate itself takes memory";
 }
 
+constexpr std::int64_t kPlenty = std::int64_t{1} << 40;
+
 TEST(Search, KeepsWhatFitsAndSortsByBytes) {
-  const Loaded l = loaded({"--model=deepseek_v3:tiny"});
-  const SearchResult all = search(l.config, l.model, 4, std::int64_t{1} << 40);
-  EXPECT_EQ(all.num_meshes, static_cast<int>(all_mesh_shapes(4).size()));
-  EXPECT_EQ(all.fitting.size(), static_cast<size_t>(all.num_valid));
-  ASSERT_GT(all.fitting.size(), 2u);
-  for (size_t i = 1; i < all.fitting.size(); ++i)
-    EXPECT_LE(all.fitting[i - 1].moved_per_token(), all.fitting[i].moved_per_token());
-  std::int64_t least = all.fitting[0].peak;
-  for (const auto& e : all.fitting) least = std::min(least, e.peak);
-  const SearchResult some = search(l.config, l.model, 4, least);
-  ASSERT_GE(some.fitting.size(), 1u);
-  for (const auto& e : some.fitting) EXPECT_EQ(e.peak, least);
-  EXPECT_TRUE(search(l.config, l.model, 4, 1000).fitting.empty());
+  const Loaded l = loaded({"--model=gpt_oss:tiny"});
+  const SearchResult all = search(l.config, l.model, 8, kPlenty, 1000);
+  EXPECT_EQ(all.num_meshes, static_cast<int>(all_mesh_shapes(8).size()));
+  ASSERT_GT(all.best.size(), 50u);
+  for (size_t i = 1; i < all.best.size(); ++i) EXPECT_LE(all.best[i - 1].moved_per_token(), all.best[i].moved_per_token());
+  std::int64_t least = all.best[0].peak;
+  for (const auto& e : all.best) least = std::min(least, e.peak);
+  const SearchResult some = search(l.config, l.model, 8, least, 1000);
+  ASSERT_GE(some.best.size(), 1u);
+  for (const auto& e : some.best) EXPECT_EQ(e.peak, least);
+  EXPECT_TRUE(search(l.config, l.model, 8, 1000, 1000).best.empty());
 }
 
-TEST(Search, LeavesOutWhatDoesNotDivide) {
+TEST(Search, LosesNoneOfTheBest) {
+  for (const auto& name : models::model_names()) {
+    const Loaded l = loaded({"--model=" + name + ":tiny", "--data.sequence_length=32"});
+    const SearchResult all = search(l.config, l.model, 8, kPlenty, 1000), few = search(l.config, l.model, 8, kPlenty, 5);
+    ASSERT_EQ(few.best.size(), 5u) << name;
+    for (size_t i = 0; i < few.best.size(); ++i) EXPECT_EQ(few.best[i].moved(), all.best[i].moved()) << name;
+    EXPECT_LT(few.num_tried, all.num_tried) << name;
+  }
+}
+
+TEST(Search, LeavesOutWhatDoesNotDivideAndKeepsWhatIsSet) {
   const Loaded l = loaded({"--model=deepseek_v3:tiny"});  // 8 heads, 8 experts
-  for (const auto& e : search(l.config, l.model, 3, std::int64_t{1} << 40).fitting) {
+  for (const auto& e : search(l.config, l.model, 3, kPlenty, 1000).best) {
     EXPECT_EQ(e.mesh.tp, 1);
     EXPECT_EQ(e.mesh.ep, 1);
+  }
+  const Loaded set = loaded({"--model=deepseek_v3:tiny", "--mesh=tp=2,ep=2"});
+  const SearchResult r = search(set.config, set.model, 4, kPlenty, 1000);
+  EXPECT_GT(r.best.size(), 1u);
+  for (const auto& e : r.best) {
+    EXPECT_EQ(e.mesh.tp, 2);
+    EXPECT_EQ(e.mesh.ep, 2);
   }
 }
 
