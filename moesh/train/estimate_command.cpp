@@ -53,8 +53,9 @@ void print_heading(const Config& c, const Estimate& e) {
 }
 
 void print(const Estimate& e) {
-  std::printf("%d ranks (%s), %s tokens a step\n", e.mesh.num_ranks(), e.mesh.describe().c_str(),
-              count_text(e.num_tokens).c_str());
+  const int num_ranks = e.mesh.num_ranks();
+  const std::string ranks = num_ranks == 1 ? "one rank" : detail::concat(num_ranks, " ranks (", e.mesh.describe(), ")");
+  std::printf("%s, %s tokens a step\n", ranks.c_str(), count_text(e.num_tokens).c_str());
   std::printf("\nmemory of a rank (the one that holds the most)\n");
   const auto line = [](const char* name, std::int64_t bytes) { std::printf("  %-14s %12s\n", name, size_text(bytes).c_str()); };
   line("weights", e.state.weights);

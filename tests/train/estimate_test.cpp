@@ -163,6 +163,37 @@ TEST(Estimate, AnswersForThousandsOfRanks) {
   EXPECT_LT(CountingAllocator::peak - live, 1 << 28) << "the estimate itself takes memory";
 }
 
+// Whatever operation of LibTorch a model, an option or the other device needs, meta has it.
+TEST(Estimate, RunsWithEveryModelAndOption) {
+  const std::vector<Args> variants = {
+      {"--dtype=float32"},
+      {"--dtype=bfloat16", "--mesh=cp=2,ep=2"},
+      {"--dtype=float64", "--optimizer.name=sgd", "--moe.z_loss_weight=0.1", "--moe.sequence_loss_weight=0.1",
+       "--moe.switch_loss_weight=0.1"},
+      {"--dtype=bfloat16", "--mesh=dp_shard=2,tp=2,ep=4", "--parallelism.moe_dispatcher=all_gather",
+       "--parallelism.sequence_parallel=false"},
+      {"--dtype=bfloat16", "--mesh=tp=4,ep=2,etp=2", "--parallelism.moe_dispatcher=all_to_all", "--data.sequence_length=7",
+       "--data.batch_size=3", "--moe.force_load_balance", "--activation_checkpoint.mode=full"}};
+  for (const auto& name : models::model_names())
+    for (const char* device : {"cpu", "cuda"})
+      for (const Args& variant : variants) {
+        const Loaded l = loaded({"--model=" + name + ":tiny", std::string("--device=") + device}, variant);
+        Estimate e;
+        ASSERT_NO_THROW(e = estimate(l.config, l.model)) << name << " on " << device << " " << variant.back();
+        EXPECT_GT(e.activations(), 0);
+      }
+}
+
+// Outside of a dry run meta is LibTorch's own again: reading from it is an error, not a zero.
+TEST(Estimate, LeavesMetaAsItWas) {
+  const Loaded l = loaded({});
+  const Estimate first = estimate(l.config, l.model), second = estimate(l.config, l.model);
+  EXPECT_EQ(first.peak, second.peak);
+  const at::Tensor x = at::empty({}, at::kMeta);
+  EXPECT_ANY_THROW(x.item<float>());
+  EXPECT_ANY_THROW(x.cpu());
+}
+
 constexpr std::int64_t kPlenty = std::int64_t{1} << 40;
 
 TEST(Search, KeepsWhatFitsAndSortsByBytes) {

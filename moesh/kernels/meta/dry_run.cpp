@@ -82,6 +82,8 @@ at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weig
 
 at::Tensor extreme(const at::Tensor& x) { return at::empty({}, x.options()); }
 
+at::Tensor absolute(const at::Tensor& x) { return at::empty_like(x); }
+
 at::Tensor logical_pair(const at::Tensor& a, const at::Tensor& b) {
   return at::empty(at::infer_size(a.sizes(), b.sizes()), a.options().dtype(at::kBool));
 }
@@ -134,6 +136,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("bincount", TORCH_FN(bincount));
   m.impl("min", TORCH_FN(extreme));
   m.impl("max", TORCH_FN(extreme));
+  m.impl("abs", TORCH_FN(absolute));
   m.impl("logical_and", TORCH_FN(logical_pair));
   m.impl("logical_or", TORCH_FN(logical_pair));
   m.impl("logical_not", TORCH_FN(logical_one));
