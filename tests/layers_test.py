@@ -19,10 +19,10 @@ MAY_INCLUDE = {
     "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
     "spmd": ["types", "comm"],
     "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
-    "models": ["nn", "spmd"],  # typed tensors and parameters; no group, no rank
+    "models": ["nn", "spmd", "formats"],  # typed tensors and parameters, tables of tensors on disk; no group, no rank
     "optim": ["spmd", "formats"],
     "data": ["spmd", "formats"],
-    "checkpoint": ["spmd", "formats"],
+    "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
     "train": ["types", "formats", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"],
     "apps": ["train"],
 }

@@ -12,6 +12,7 @@ namespace moesh::models {
 
 struct DeepseekV3Config : DecoderConfig {
   static constexpr const char* kName = "deepseek_v3";
+  static constexpr const char *kModelType = "deepseek_v3", *kArchitecture = "DeepseekV3ForCausalLM";  // in config.json
 
   std::int64_t num_dense_layers = 1, ffn = 48;
   std::int64_t q_lora_rank = 0, kv_lora_rank = 16, qk_nope_dim = 8, qk_rope_dim = 4, v_dim = 8;

@@ -12,6 +12,7 @@ namespace moesh::models {
 
 struct GptOssConfig : GroupedDecoderConfig {  // `window` is that of the even layers
   static constexpr const char* kName = "gpt_oss";
+  static constexpr const char *kModelType = "gpt_oss", *kArchitecture = "GptOssForCausalLM";  // in config.json
 
   /// "tiny", "debug", "20b", "120b".
   static std::vector<BuiltIn<GptOssConfig>> built_in();

@@ -13,13 +13,16 @@ bool is_chosen(std::int64_t layer, const std::optional<std::vector<std::int64_t>
 
 }  // namespace
 
+bool Llama4Config::is_moe(std::int64_t layer) const { return is_chosen(layer, moe_layers, moe_step); }
+bool Llama4Config::has_positions(std::int64_t layer) const { return !is_chosen(layer, nope_layers, nope_step); }
+
 DecoderPlan Llama4Config::plan() const {
   MOESH_CHECK(moe_step >= 1 && nope_step >= 1, ErrorKind::config, "llama4: moe_step ", moe_step, ", nope_step ", nope_step,
               "; both take 1 or more");
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t layer, const std::string& name, const nn::ModuleOptions& o) {
     nn::GroupedAttentionConfig attention = c.attention();
-    if (is_chosen(layer, c.nope_layers, c.nope_step)) {
+    if (!c.has_positions(layer)) {
       attention.rope.reset();
       attention.growth = c.growth, attention.growth_floor = c.growth_floor;
     } else {
@@ -29,7 +32,7 @@ DecoderPlan Llama4Config::plan() const {
     }
     return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
-  plan.is_moe = [c = *this](std::int64_t layer) { return is_chosen(layer, c.moe_layers, c.moe_step); };
+  plan.is_moe = [c = *this](std::int64_t layer) { return c.is_moe(layer); };
   plan.moe.router = {.scoring = nn::Scoring::sigmoid, .choose_on_logits = true, .balance_bias = false};
   plan.moe.experts.scores = kernels::ScoreSide::before;
   plan.moe.shared_ffn = moe_ffn;

@@ -13,6 +13,7 @@ namespace moesh::models {
 
 struct Llama4Config : GroupedDecoderConfig {
   static constexpr const char* kName = "llama4";
+  static constexpr const char *kModelType = "llama4_text", *kArchitecture = "Llama4ForCausalLM";  // in config.json
 
   std::int64_t ffn = 48;                                      // of the layers that are not mixtures
   std::int64_t moe_step = 1;                                  // every so many layers one is a mixture,
@@ -27,6 +28,9 @@ struct Llama4Config : GroupedDecoderConfig {
   /// "tiny", "debug", "scout" (17B x 16E), "maverick" (17B x 128E).
   static std::vector<BuiltIn<Llama4Config>> built_in();
   static Llama4Config named(const std::string& size) { return models::built_in<Llama4Config>(size); }
+
+  bool is_moe(std::int64_t layer) const;
+  bool has_positions(std::int64_t layer) const;
 
   ModelKeys keys();
   DecoderPlan plan() const;

@@ -12,6 +12,7 @@ namespace moesh::models {
 
 struct MixtralConfig : GroupedDecoderConfig {
   static constexpr const char* kName = "mixtral";
+  static constexpr const char *kModelType = "mixtral", *kArchitecture = "MixtralForCausalLM";  // in config.json
 
   /// "tiny", "debug", "8x7b", "8x22b".
   static std::vector<BuiltIn<MixtralConfig>> built_in();

@@ -11,6 +11,7 @@ namespace moesh::models {
 
 struct Qwen3MoeConfig : GroupedDecoderConfig {
   static constexpr const char* kName = "qwen3_moe";
+  static constexpr const char *kModelType = "qwen3_moe", *kArchitecture = "Qwen3MoeForCausalLM";  // in config.json
 
   std::int64_t ffn = 48;                           // of the layers that are not mixtures
   std::int64_t sparse_step = 1;                    // layer i is a mixture if i + 1 divides by it,

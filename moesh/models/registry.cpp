@@ -1,17 +1,7 @@
 #include "moesh/models/registry.h"
 
-#include <utility>
-
 namespace moesh::models {
 namespace {
-
-// f.template operator()<Config>() for each of them.
-template <class Fn>
-void each_model(Fn f) {
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    (f.template operator()<std::variant_alternative_t<i, AnyConfig>>(), ...);
-  }(std::make_index_sequence<std::variant_size_v<AnyConfig>>());
-}
 
 [[noreturn]] void unknown(const std::string& name) {
   std::string all;

@@ -1,8 +1,10 @@
 #pragma once
-// All models. A new one is a configuration with kName, built_in(), keys(), facts() and plan(), and its place in AnyConfig.
+// All models. A new one is a configuration with its names, built_in(), keys(), facts() and plan(), its place in AnyConfig, and
+// what disk.h wants to know of it.
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -15,6 +17,14 @@
 namespace moesh::models {
 
 using AnyConfig = std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config, GptOssConfig>;
+
+/// f.operator()<Config>() for each of them.
+template <class Fn>
+void each_model(Fn f) {
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (f.template operator()<std::variant_alternative_t<i, AnyConfig>>(), ...);
+  }(std::make_index_sequence<std::variant_size_v<AnyConfig>>());
+}
 
 /// In the order of AnyConfig.
 std::vector<std::string> model_names();

@@ -11,7 +11,7 @@
 namespace moesh::nn {
 namespace {
 
-double magnitude(double factor, double scale) { return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1; }
+double growth(double factor, double scale) { return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1; }
 
 // The frequency index whose wave turns `turns` times over the original length.
 double index_of(double turns, const RopeConfig& c) {
@@ -43,7 +43,7 @@ void RopeConfig::validate() const {
 
 double RopeConfig::attention_factor() const {
   if (factor <= 1 || scaling != RopeScaling::yarn || mscale_all_dim == 0) return 1;
-  const double m = magnitude(factor, mscale_all_dim);
+  const double m = growth(factor, mscale_all_dim);
   return m * m;
 }
 
@@ -78,9 +78,11 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
-  if (c.factor > 1 && c.scaling == RopeScaling::yarn)
-    m = c.mscale != 0 && c.mscale_all_dim != 0 ? magnitude(c.factor, c.mscale) / magnitude(c.factor, c.mscale_all_dim)
-                                               : magnitude(c.factor, 1);
+  if (c.factor > 1 && c.scaling == RopeScaling::yarn) {
+    m = c.mscale != 0 && c.mscale_all_dim != 0 ? growth(c.factor, c.mscale) / growth(c.factor, c.mscale_all_dim)
+                                               : growth(c.factor, 1);
+    if (c.magnitude != 0) m = c.magnitude;
+  }
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
 }
 

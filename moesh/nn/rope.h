@@ -26,6 +26,7 @@ struct RopeConfig {
   // YaRN.
   double beta_fast = 32, beta_slow = 1;
   double mscale = 0, mscale_all_dim = 0;
+  double magnitude = 0;  // what cos and sin are multiplied with; 0: it follows from the factor and these two
   bool truncate = true;  // YaRN's bounds are rounded outwards to whole frequencies
 
   void validate() const;

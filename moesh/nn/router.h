@@ -93,6 +93,8 @@ class Router {
   std::optional<Param<Dense{Place::I, Place::I, Place::I}>>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
+  /// int64: what this rank has counted since the bias moved last. The sum over dp, cp and tp matters, not who has it.
+  at::Tensor& pending_counts() { return pending_counts_E_; }
 
  private:
   at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE, const Tokens& tokens,

@@ -20,6 +20,8 @@ const char* kUsage =
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
     "                   --json FILE      the result as JSON\n"
+    "                   --golden FILE    instead: what transformers computed (tools/record_golden.py) for the checkpoint of\n"
+    "                                    --checkpoint.initial_load=FOLDER\n"
     "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"
     "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
     "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
@@ -30,10 +32,15 @@ const char* kUsage =
     "                   --memory SIZE    what a rank has, as in 80GiB\n"
     "                   --json FILE      the result as JSON\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
+    "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
+    "                   --layout per_expert|stacked   how routed experts are laid out\n"
+    "                   --dtype float32|bfloat16|...  of the weights\n"
+    "  inspect FOLDER what is in a checkpoint, or in any folder of a model\n"
+    "                   --check          compare every byte with its checksum; exit code 0 only if all is well\n"
     "  print-config   the effective values, and where each came from\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "\n"
-    "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps, --dtype, --device.\n"
+    "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps, --dtype, --device, --max-minutes.\n"
     "\n"
     "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
     "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
@@ -42,9 +49,12 @@ RunSummary run_train(const Args& args) {
   Loaded l = load(args);
   validate(l.config, comm::num_launched_processes() > 0 ? 0 : mesh_shape(l.config).num_ranks(), l.model.facts());
   const RunSummary s = train(l.config, l.model);
-  if (s.num_steps == 0) return s;  // this process does not hold rank 0
-  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done", static_cast<long long>(s.num_steps),
-              s.losses.back());
+  if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
+    if (s.first_step > 0) std::printf("nothing to do: the checkpoint is of step %lld\n", static_cast<long long>(s.first_step));
+    return s;
+  }
+  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done",
+              static_cast<long long>(s.first_step + s.num_steps), s.losses.back());
   if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
   std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds, s.step_seconds);
   if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
@@ -100,14 +110,17 @@ int run_command(const Args& all) {
   if (all[0] == "estimate") return run_estimate(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
+  if (all[0] == "convert") return run_convert(rest);
+  if (all[0] == "inspect") return run_inspect(rest);
   if (all[0] == "print-config") {
     Loaded l = load(rest);
     validate(l.config, 0, l.model.facts());
     std::printf("%s", print_config(l.config, l.model.keys()).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config, "there is no command '" + all[0] +
-                                     "'; the commands are train, verify, compare, estimate, demo, print-config and help");
+  throw Error(ErrorKind::config,
+              "there is no command '" + all[0] +
+                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train

@@ -41,6 +41,7 @@ struct TrainingSection {
   std::string device = "cpu";
   std::int64_t gradient_accumulation_steps = 1;
   double max_norm = 1;
+  double max_minutes = 0;
 };
 
 struct DataSection {
@@ -93,6 +94,18 @@ struct ActivationCheckpointSection {
   std::string mode = "none";
 };
 
+struct CheckpointSection {
+  bool enable = false;
+  std::string folder = "checkpoints";
+  std::int64_t interval = 500;
+  bool async = false;
+  std::int64_t keep_latest_k = 10;
+  bool resume = true;
+  std::string initial_load = "";
+  std::string export_dtype = "auto";
+  std::int64_t max_shard_size = 5'000'000'000;
+};
+
 struct MetricsSection {
   std::int64_t log_freq = 10;
   std::string folder = "outputs";
@@ -112,6 +125,7 @@ struct Config {
   LrSchedulerSection lr_scheduler;
   MoeSection moe;
   ActivationCheckpointSection activation_checkpoint;
+  CheckpointSection checkpoint;
   MetricsSection metrics;
   DebugSection debug;
   std::map<std::string, std::string> origins = {};  // by option, where a file or the command line set it
@@ -121,8 +135,8 @@ struct Config {
 };
 
 /// Reads options: --config FILE, --section.key=value (or --section.key value, or --section.key for true), and the short forms
-/// --mesh, --model, --steps, --dtype, --device. Unknown ones and values of the wrong type throw Error (config), which names where
-/// they stand and the nearest known option.
+/// --mesh, --model, --steps, --dtype, --device, --max-minutes. Unknown ones and values of the wrong type throw Error (config),
+/// which names where they stand and the nearest known option.
 Config load_config(const std::vector<std::string>& args);
 
 using models::ModelFacts;

@@ -16,6 +16,7 @@
 #include "moesh/comm/launch.h"
 #include "moesh/optim/schedule.h"
 #include "moesh/spmd/spmd.h"
+#include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/step.h"
 
@@ -84,11 +85,13 @@ std::string with_commas(double value) {
 // Console lines and metrics.jsonl; rank 0 alone has one.
 class Reporter {
  public:
-  Reporter(const Config& config, RunSummary& summary) : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO)) {
+  // A run that goes on adds its lines.
+  Reporter(const Config& config, RunSummary& summary, bool goes_on)
+      : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO)) {
     const auto folder = std::filesystem::path(config.metrics.folder);
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
-    file_.open(folder / "metrics.jsonl", std::ios::trunc);
+    file_.open(folder / "metrics.jsonl", goes_on ? std::ios::app : std::ios::trunc);
     MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", config.metrics.folder,
                 "' cannot be written; choose a folder that can");
     summary_.folder = folder.string();
@@ -137,19 +140,21 @@ class Reporter {
 };
 
 std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset, const Mesh& mesh,
-                                           std::int64_t step) {
+                                           std::int64_t data_position) {
   const auto order = sample_order(config);
   std::vector<models::MicroBatch> batches;
   for (std::int64_t micro = 0; micro < config.training.gradient_accumulation_steps; ++micro) {
-    const auto b = data::make_batch(dataset, order.first(step, micro, mesh.coordinate(dp)), config.data.batch_size);
+    const auto b = data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), config.data.batch_size);
     batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)), .labels_BL = b.labels_BL.to(device(config))});
   }
   return batches;
 }
 
-// Whether any rank was told to stop: all ranks agree, so that none waits for another.
-bool stop_agreed(comm::Group& world, const Config& config) {
-  const at::Tensor mine = at::full({1}, stop_signal.load(), at::TensorOptions(device(config)).dtype(at::kInt));
+// Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for another.
+bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
+  const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
+  const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
+  const at::Tensor mine = at::full({1}, is_over || stop_signal != 0, at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
@@ -161,10 +166,14 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   const auto optimizer = make_optimizer(*model, config);
   const auto schedule = make_schedule(config);
   const StepOptions options = step_options(config);
+  Checkpointer checkpointer(config, setup, world, *model, *optimizer);
+  Position position = checkpointer.start();
+  const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
   std::optional<Reporter> reporter;
   if (is_first) {
-    reporter.emplace(config, summary);
+    summary.first_step = first_step;
+    reporter.emplace(config, summary, first_step > 0);
     std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(), config.model.size.c_str(),
                 with_commas(static_cast<double>(model->num_parameters())).c_str(),
                 with_commas(static_cast<double>(model->num_active_parameters())).c_str(), world.size(),
@@ -176,11 +185,12 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
       6.0 * static_cast<double>(model->num_active_parameters()) + model->attention_flops(config.data.sequence_length);
   std::vector<double> seconds;
   auto last = start;
-  for (std::int64_t step = 0; step < config.training.steps; ++step) {
-    const Gradients g = accumulate_gradients(*model, batches_of(config, dataset, mesh, step), options);
+  for (std::int64_t step = first_step; step < config.training.steps; ++step) {
+    const Gradients g = accumulate_gradients(*model, batches_of(config, dataset, mesh, position.data_position), options);
     const double lr = config.optimizer.lr * schedule.factor(step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
-    const bool stop = stop_agreed(world, config);
+    position = {.step = step + 1, .data_position = position.data_position + sample_order(config).num_per_step()};
+    const bool stop = stop_agreed(world, config, start);
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();
     last = now;
@@ -188,14 +198,16 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
       reporter->step(step + 1, g, u, lr, took, flops_per_token);
       summary.losses.push_back(g.loss);
       ++summary.num_steps;
-      if (step == 0)
+      if (step == first_step)
         summary.first_step_seconds = took;
       else
         seconds.push_back(took);
       summary.interrupted = stop;
     }
     if (stop) break;
+    checkpointer.after_step(position);
   }
+  checkpointer.finish(position);
   if (is_first && !seconds.empty()) {
     std::nth_element(seconds.begin(), seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2), seconds.end());
     summary.step_seconds = seconds[seconds.size() / 2];

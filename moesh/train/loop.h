@@ -13,6 +13,7 @@ namespace moesh::train {
 /// What a run came to.
 struct RunSummary {
   std::int64_t num_steps = 0;     // that were run
+  std::int64_t first_step = 0;    // taken before, by the run that saved the checkpoint
   std::vector<double> losses;     // cross-entropy per token of every step
   std::optional<double> entropy;  // the floor of the loss, where the data knows it
   double first_step_seconds = 0;  // from the start to the end of the first step
@@ -22,7 +23,7 @@ struct RunSummary {
 };
 
 /// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are spread over the processes.
-/// SIGINT and SIGTERM end the run after the step.
+/// SIGINT, SIGTERM and training.max_minutes end the run after the step, which is saved where checkpoints are.
 RunSummary train(const Config& config, const ModelSetup& setup);
 
 }  // namespace moesh::train

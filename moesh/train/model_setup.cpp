@@ -1,5 +1,6 @@
 #include "moesh/train/model_setup.h"
 
+#include "moesh/models/disk.h"
 #include "moesh/optim/adamw.h"
 #include "moesh/optim/sgd.h"
 
@@ -19,6 +20,8 @@ models::ModelOptions model_options(const Config& config) {
           .dispatcher = dispatcher(config),
           .forced_balance = config.moe.force_load_balance};
 }
+
+formats::ModelOnDisk on_disk(const ModelSetup& setup) { return models::on_disk(setup.config); }
 
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config) {
   return models::make_model(setup.config, model_options(config));

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/optimizer.h"
 #include "moesh/train/config.h"
@@ -30,5 +31,8 @@ models::ModelOptions model_options(const Config& config);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 StepOptions step_options(const Config& config);
+
+/// The model's names in folders.
+formats::ModelOnDisk on_disk(const ModelSetup& setup);
 
 }  // namespace moesh::train

@@ -39,6 +39,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(training, device, "where tensors live", one_of({"cpu", "cuda"})),
       MOESH_OPTION(training, gradient_accumulation_steps, "micro-batches of an optimizer step", at_least(1)),
       MOESH_OPTION(training, max_norm, "gradients are scaled down to this norm; 0: never", at_least(0)),
+      MOESH_OPTION(training, max_minutes, "the run ends after the step in which they pass; 0: never", at_least(0)),
 
       MOESH_OPTION(data, path, "file to train on; empty: the built-in synthetic language"),
       MOESH_OPTION(data, kind, "auto: jsonl for *.jsonl, text for other files", one_of({"auto", "synthetic", "text", "jsonl"})),
@@ -82,6 +83,17 @@ std::vector<Option> make_options() {
 
       MOESH_OPTION(activation_checkpoint, mode, "full: keep only the inputs of blocks, recompute the rest",
                    one_of({"none", "full"})),
+
+      MOESH_OPTION(checkpoint, enable, "save, and go on from the newest checkpoint of the folder"),
+      MOESH_OPTION(checkpoint, folder, "of the checkpoints of the run, step-00000123 and so on"),
+      MOESH_OPTION(checkpoint, interval, "steps from one checkpoint to the next; the last step is always saved", at_least(1)),
+      MOESH_OPTION(checkpoint, async, "copy, and write while training goes on"),
+      MOESH_OPTION(checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
+      MOESH_OPTION(checkpoint, resume, "false: begin anew, whatever the folder holds"),
+      MOESH_OPTION(checkpoint, initial_load, "folder of weights (Hugging Face or moesh) to begin with"),
+      MOESH_OPTION(checkpoint, export_dtype, "type of the saved weights; auto: that of the master weights",
+                   one_of({"auto", "float32", "bfloat16"})),
+      MOESH_OPTION(checkpoint, max_shard_size, "bytes of tensors in one file of a checkpoint", at_least(1)),
 
       MOESH_OPTION(metrics, log_freq, "steps from one log line to the next", at_least(1)),
       MOESH_OPTION(metrics, folder, "where metrics are written; empty: nowhere"),
@@ -216,8 +228,10 @@ const std::vector<Degree>& degrees() {
 }
 
 const std::vector<ShortForm>& short_forms() {
-  static const std::vector<ShortForm> all{
-      {"steps", "training.steps"}, {"dtype", "training.dtype"}, {"device", "training.device"}};
+  static const std::vector<ShortForm> all{{"steps", "training.steps"},
+                                          {"dtype", "training.dtype"},
+                                          {"device", "training.device"},
+                                          {"max-minutes", "training.max_minutes"}};
   return all;
 }
 

@@ -7,8 +7,11 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/file.h"
+#include "moesh/models/disk.h"
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
+#include "moesh/train/golden.h"
 #include "moesh/train/options.h"
 #include "moesh/train/verify.h"
 
@@ -48,9 +51,32 @@ void print_table(const std::map<int, SweepRow>& rows) {
     std::printf("%7d%9zu%7zu%36.2g%10.1f\n", ranks, row.num_meshes, row.num_held, row.worst, row.seconds);
 }
 
+// The checkpoint decides which model it is, and the file how many tokens there are.
+int run_golden(const Args& args, const std::string& file) {
+  Loaded l = load(args);
+  const std::filesystem::path folder = l.config.checkpoint.initial_load;
+  MOESH_CHECK(!folder.empty(), ErrorKind::config, "--golden ", file,
+              " wants the checkpoint for which it was recorded: add --checkpoint.initial_load=FOLDER");
+  const std::string config_json = (folder / "config.json").string();
+  l.model.config = models::config_of(formats::read_file(config_json, ErrorKind::config), config_json);
+  const Golden golden = read_golden(file, folder, l.model.config);
+  l.config.data.sequence_length = golden.input_ids_BL.size(1);
+  validate(l.config, 0, l.model.facts());
+  const auto start = std::chrono::steady_clock::now();
+  const VerifyReport r = verify_golden(golden, folder, l.model, l.config);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  std::printf("%s\n", r.describe(mesh_shape(l.config)).c_str());
+  std::printf(
+      "%s of %s, %s: loss %.6f, %zu tensors against %s (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
+      models::name(l.model.config).c_str(), folder.c_str(), l.config.training.dtype.c_str(), golden["loss"].item<double>(),
+      golden.tensors.size(), file.c_str(), r.worst_ratio, golden_tolerance(l.config), seconds);
+  return r.holds() ? 0 : 1;
+}
+
 }  // namespace
 
 int run_verify(Args args) {
+  if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
   const int steps = take_number(args, "--steps", 2), sweep = take_number(args, "--sweep", 0);
   const auto json = take(args, "--json");
   bool has_length = false, has_batch = false;

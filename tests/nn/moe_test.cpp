@@ -291,7 +291,7 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
           const at::NoGradGuard no_grad;
           moe.each_param([](auto& w) {
             auto& value = w.stored().value;
-            value.sub_(value.grad() * 0.5);
+            value.sub_(value.grad() * 0.2);
             value.mutable_grad().reset();
           });
           moe.router().update_bias(0.001);

@@ -212,6 +212,9 @@ TEST(ConfigRules, TheModel) {
   expect_case({.values = {{"parallelism.moe_dispatcher", std::string("local")}, {ep, n(2)}, {tp, n(2)}},
                .texts = {"auto, all_to_all or all_gather", ep + " is 2"},
                .cure = {{"parallelism.moe_dispatcher", std::string("all_to_all")}}});
+  expect_case({.values = {{"checkpoint.folder", std::string()}, {"checkpoint.enable", true}},
+               .texts = {"checkpoint.enable is true", "set checkpoint.folder to"},
+               .cure = {{"checkpoint.folder", std::string("checkpoints")}}});
 }
 
 // What [model] sets is named where it was set, from both sides.

@@ -1,0 +1,108 @@
+#include "moesh/checkpoint/convert.h"
+
+#include <ATen/ops/empty.h>
+
+#include "moesh/base/error.h"
+#include "moesh/checkpoint/file.h"
+#include "moesh/checkpoint/load.h"
+#include "moesh/checkpoint/plan.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/json.h"
+#include "moesh/formats/manifest.h"
+#include "moesh/formats/safetensors_index.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+const char* torch_name(formats::Dtype dtype) {
+  switch (dtype) {
+    case formats::Dtype::bf16: return "bfloat16";
+    case formats::Dtype::f16: return "float16";
+    case formats::Dtype::f64: return "float64";
+    default: return "float32";
+  }
+}
+
+void set(formats::JsonValue& json, const std::string& key, const formats::JsonValue& value) {
+  for (auto& [name, old] : std::get<formats::JsonObject>(json.value))
+    if (name == key) old = value;
+}
+
+// The config.json that was there, with what the conversion changes: the type, and weights that are no longer tied.
+std::string changed_config(const std::string& text, const ConvertOptions& options) {
+  formats::JsonValue json = formats::parse_json(text, "config.json");
+  set(json, "tie_word_embeddings", {false});
+  if (options.dtype)
+    for (const char* key : {"dtype", "torch_dtype"}) set(json, key, {torch_name(*options.dtype)});
+  return formats::to_json(json);
+}
+
+// What goes over as it is: neither weights nor what describes them, nor what belongs to a run.
+bool is_copied(const std::filesystem::directory_entry& entry) {
+  const std::string name = entry.path().filename().string();
+  return entry.is_regular_file() && !name.starts_with('.') && !name.ends_with(".safetensors") && !name.ends_with(".bin") &&
+         name != "config.json" && name != "run.toml" && name != formats::kIndexFile && name != formats::kManifestFile;
+}
+
+// The parameters of one tensor, whole as far as they are in it.
+std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dtype) {
+  std::vector<Part> parts;
+  for (const auto& source : tensor.sources) {
+    Region region{source.offset, {}};
+    for (const auto dim : source.dims) region.length.push_back(tensor.view[dim]);
+    parts.push_back({.name = source.param, .region = region, .owned = true, .value = at::empty(region.length, dtype)});
+  }
+  return parts;
+}
+
+}  // namespace
+
+Converted convert(const std::filesystem::path& from, const std::filesystem::path& to, const formats::ModelOnDisk& model,
+                  const ConvertOptions& options) {
+  MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(), "' is there already; name a folder that is not");
+  const TensorFolder source = TensorFolder::weights(from);
+  const auto layout = find_layout(source, model);
+  const formats::DiskTable from_table = model.table(layout);
+  formats::DiskTable to_table = model.table(options.layout.value_or(layout));
+  const Loader loader(source, from_table);
+  for (auto& t : to_table.tensors) {
+    const auto old = loader.dtype_of(t.sources.front().param);
+    t.dtype = options.dtype ? t.dtype.value_or(*options.dtype) : old;
+  }
+
+  const auto temporary = std::filesystem::path(to).concat(".saving");
+  std::filesystem::remove_all(temporary);
+  make_folder(temporary);
+  Converted result;
+  formats::SafetensorsIndex index{.total_size = 0};
+  const auto files = plan_files("model", to_table.tensors, options.max_shard_size);
+  for (const auto& file : files) {
+    OutputFile out(temporary / file.name, OutputFile::Mode::create);
+    out.reserve(file.size);
+    out.write(0, file.header);
+    for (const auto& t : file.tensors) {
+      const auto parts = parts_of(*t.tensor, torch_dtype(t.dtype, t.tensor->name));
+      loader.load(parts);
+      write_tensor(out, t, by_name(parts));
+      index.weight_map[t.tensor->name] = file.name;
+      *index.total_size += static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
+      ++result.num_tensors;
+    }
+    out.sync();
+  }
+  write_file(temporary / formats::kIndexFile, formats::write_safetensors_index(index));
+  write_file(temporary / "config.json",
+             changed_config(formats::read_file((from / "config.json").string(), ErrorKind::data), options));
+  for (const auto& entry : std::filesystem::directory_iterator(from))
+    if (is_copied(entry)) std::filesystem::copy_file(entry.path(), temporary / entry.path().filename());
+  formats::Manifest manifest{.model = model.model_type};
+  for (const auto& entry : std::filesystem::directory_iterator(temporary))
+    manifest.files.push_back(formats::hash_file(temporary.string(), entry.path().filename().string()));
+  write_file(temporary / formats::kManifestFile, formats::write_manifest(manifest));
+  sync_folder(temporary);
+  rename_folder(temporary, to);
+  result.num_files = files.size(), result.num_bytes = *index.total_size;
+  return result;
+}
+
+}  // namespace moesh::checkpoint

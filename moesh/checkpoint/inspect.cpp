@@ -1,0 +1,98 @@
+#include "moesh/checkpoint/inspect.h"
+
+#include <cctype>
+#include <cstdio>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/checkpoint/load.h"
+#include "moesh/formats/json.h"
+#include "moesh/formats/manifest.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+std::string mebibytes(std::uint64_t bytes) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+// model.layers.3.mlp.gate.weight -> model.layers.*.mlp.gate.weight: one line for the tensors of all layers and experts.
+std::string pattern(const std::string& name) {
+  std::string text;
+  for (std::size_t i = 0; i < name.size(); ++i) {
+    const bool is_number = std::isdigit(static_cast<unsigned char>(name[i])) && (i == 0 || name[i - 1] == '.');
+    std::size_t end = i;
+    while (is_number && end < name.size() && std::isdigit(static_cast<unsigned char>(name[end]))) ++end;
+    if (is_number && (end == name.size() || name[end] == '.')) {
+      text += '*';
+      i = end - 1;
+    } else {
+      text += name[i];
+    }
+  }
+  return text;
+}
+
+std::string describe_tensors(const TensorFolder& folder) {
+  std::map<std::string, std::size_t> counts;
+  std::uint64_t bytes = 0;
+  for (const auto& [name, found] : folder.tensors()) {
+    ++counts[detail::concat(pattern(name), "  ", formats::name_of(found.info->dtype), " ", found.info->shape)];
+    bytes += found.info->end - found.info->begin;
+  }
+  std::string text = detail::concat(folder.tensors().size(), " tensors, ", mebibytes(bytes), "\n");
+  for (const auto& [line, count] : counts)
+    text += detail::concat("  ", line, count > 1 ? detail::concat("  x ", count) : "", "\n");
+  return text;
+}
+
+}  // namespace
+
+std::string inspect(const std::filesystem::path& folder) {
+  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(), "' is no folder");
+  std::string text = folder.string() + "\n";
+  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  formats::Manifest manifest;
+  if (has_manifest) manifest = formats::read_manifest(folder.string());
+  if (std::filesystem::exists(folder / "config.json")) {
+    const auto config = formats::read_json((folder / "config.json").string());
+    const auto* type = config.find("model_type");
+    text += detail::concat("model: ", type ? type->as_text("model_type") : "unknown",
+                           manifest.size.empty() ? "" : " " + manifest.size, "\n");
+  }
+  if (has_manifest) {
+    text += detail::concat("step: ", manifest.step, ", seed ", manifest.seed, ", ", manifest.data_position, " sequences seen\n");
+    if (!manifest.mesh.empty()) text += detail::concat("written by: ", manifest.mesh, "\n");
+    for (const auto& [key, value] : manifest.extra) text += detail::concat(key, ": ", value, "\n");
+    text += "files:\n";
+    for (const auto& file : manifest.files) text += detail::concat("  ", file.name, "  ", mebibytes(file.size), "\n");
+  } else {
+    text += "no moesh.json: not written by moesh, nothing to check it against\n";
+  }
+  text += "weights: " + describe_tensors(TensorFolder::weights(folder));
+  if (has_manifest) {
+    const auto state = TensorFolder::of_checkpoint(folder, manifest, "optimizer/");
+    if (!state.tensors().empty()) text += "optimizer: " + describe_tensors(state);
+  }
+  return text;
+}
+
+std::vector<std::string> find_damage(const std::filesystem::path& folder) {
+  formats::Manifest manifest;
+  try {
+    manifest = formats::read_manifest(folder.string());
+  } catch (const Error& e) {
+    return {e.what()};
+  }
+  std::vector<std::string> damage;
+  for (const auto& file : manifest.files) try {
+      formats::check_file(folder.string(), file);
+    } catch (const Error& e) {
+      damage.emplace_back(e.what());
+    }
+  return damage;
+}
+
+}  // namespace moesh::checkpoint

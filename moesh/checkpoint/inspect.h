@@ -1,0 +1,14 @@
+#pragma once
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace moesh::checkpoint {
+
+/// What is in a folder of a model: who wrote it, when in the run, its files and tensors.
+std::string inspect(const std::filesystem::path& folder);
+
+/// Compares every byte with the manifest; a sentence for each file that is not as it was written.
+std::vector<std::string> find_damage(const std::filesystem::path& folder);
+
+}  // namespace moesh::checkpoint

@@ -1,0 +1,267 @@
+#include "moesh/checkpoint/load.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <tuple>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/json.h"
+#include "moesh/formats/safetensors_index.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+constexpr std::size_t kKeptBlocks = 4;        // tensors are read in the order of the file: older blocks do not come back
+constexpr std::int64_t kSlabBytes = 4 << 20;  // what is read at once, holes included
+constexpr std::size_t kListedNames = 20;
+constexpr const char* kSingleFile = "model.safetensors";
+
+std::string listed(const std::vector<std::string>& names) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(names.size(), kListedNames); ++i) text += (i ? ", " : "") + names[i];
+  if (names.size() > kListedNames) text += detail::concat(" and ", names.size() - kListedNames, " more");
+  return text;
+}
+
+// The tensor that is read for one of the table: itself, or another one where it is tied.
+std::string name_in(const TensorFolder& folder, const formats::DiskTable& table, const std::string& name) {
+  if (folder.tensors().contains(name)) return name;
+  const auto other = table.instead.find(name);
+  return other != table.instead.end() && folder.tensors().contains(other->second) ? other->second : "";
+}
+
+struct Differences {
+  std::vector<std::string> missing, unexpected, misshapen;
+  std::size_t count() const { return missing.size() + unexpected.size() + misshapen.size(); }
+};
+
+Differences compare(const TensorFolder& folder, const formats::DiskTable& table) {
+  Differences d;
+  std::map<std::string, bool> wanted;
+  for (const auto& t : table.tensors) {
+    wanted[t.name] = true;
+    const std::string name = name_in(folder, table, t.name);
+    if (name.empty()) {
+      d.missing.push_back(t.name);
+    } else if (const auto& shape = folder.tensors().at(name).info->shape; shape != t.shape) {
+      d.misshapen.push_back(detail::concat(name, " ", shape, " (it should be ", t.shape, ")"));
+    }
+  }
+  for (const auto& [name, found] : folder.tensors())
+    if (!wanted.contains(name) && !(table.ignored && table.ignored(name))) d.unexpected.push_back(name);
+  return d;
+}
+
+// One read: a piece of a part, and where it lies.
+struct Job {
+  const Part* part;
+  const formats::DiskTensor* tensor;
+  const formats::Source* source;
+  Piece piece;
+  TensorFolder::Found found;
+};
+
+// Reads a box of a tensor, in slabs: all of the inner dimensions at once, and of the outer ones one index at a time.
+void read_box(const Job& job, const at::Tensor& target) {
+  const Sizes& view = job.tensor->view;
+  const Region& box = job.piece.view;
+  const auto dtype = torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
+  MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()), ErrorKind::data, "tensor '",
+              job.found.info->name, "' is of type ", formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
+              " is needed");
+  const auto element = static_cast<std::int64_t>(formats::size_of(job.found.info->dtype));
+  const auto num_dims = view.size();
+  Sizes strides(num_dims, 1);
+  for (std::size_t d = num_dims; d-- > 1;) strides[d - 1] = strides[d] * view[d];
+  std::size_t inner = num_dims;  // the first dimension of a slab
+  while (inner > 0 && strides[inner - 1] * view[inner - 1] * element <= kSlabBytes) --inner;
+  if (inner == num_dims && num_dims > 0) --inner;  // a single row may be longer
+
+  const Sizes slab_size(box.length.begin() + static_cast<std::ptrdiff_t>(inner), box.length.end());
+  const Sizes slab_strides(strides.begin() + static_cast<std::ptrdiff_t>(inner), strides.end());
+  std::int64_t slab_length = 1;  // from its first element to its last
+  for (std::size_t d = inner; d < num_dims; ++d) slab_length += (box.length[d] - 1) * strides[d];
+  std::vector<std::byte> buffer(static_cast<std::size_t>(slab_length * element));
+  std::int64_t num_slabs = 1;
+  for (std::size_t d = 0; d < inner; ++d) num_slabs *= box.length[d];
+  const std::uint64_t begin = job.found.file->file().header().data_start + job.found.info->begin;
+  for (std::int64_t slab = 0; slab < num_slabs; ++slab) {
+    std::int64_t rest = slab, first = 0;
+    at::Tensor to = target;
+    Sizes place(inner);
+    for (std::size_t d = inner; d-- > 0;) {
+      place[d] = rest % box.length[d];
+      rest /= box.length[d];
+      first += (box.start[d] + place[d]) * strides[d];
+    }
+    for (std::size_t d = 0; d < inner; ++d) to = to.select(0, place[d]);
+    for (std::size_t d = inner; d < num_dims; ++d) first += box.start[d] * strides[d];
+    job.found.file->read(begin + static_cast<std::uint64_t>(first * element), buffer);
+    to.copy_(at::from_blob(buffer.data(), slab_size, slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
+  }
+}
+
+}  // namespace
+
+BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected) : file_(path) {
+  if (!expected) return;
+  MOESH_CHECK(expected->size == file_.size(), ErrorKind::data, "'", path.string(), "' has ", file_.size(),
+              " bytes, and the manifest says ", expected->size);
+  expected_ = *expected;
+  for (std::uint64_t begin = 0; begin < file_.header().data_start; begin += formats::kBlockBytes)
+    block(begin / formats::kBlockBytes);
+}
+
+const BlockFile::Block& BlockFile::block(std::uint64_t number) {
+  const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& b) { return b.number == number; });
+  if (found != blocks_.end()) return *found;
+  Block fresh{.number = number};
+  if (blocks_.size() == kKeptBlocks) {  // its memory serves again
+    fresh.bytes = std::move(blocks_.front().bytes);
+    blocks_.erase(blocks_.begin());
+  }
+  const std::uint64_t begin = number * formats::kBlockBytes;
+  fresh.bytes.resize(static_cast<std::size_t>(std::min<std::uint64_t>(formats::kBlockBytes, file_.size() - begin)));
+  file_.read(begin, fresh.bytes);
+  try {
+    if (expected_) formats::check_block(*expected_, number, fresh.bytes);
+  } catch (const Error& e) {
+    throw Error(e.kind(), file_.path().parent_path().string() + ": " + e.what());
+  }
+  return blocks_.emplace_back(std::move(fresh));
+}
+
+void BlockFile::read(std::uint64_t offset, std::span<std::byte> to) {
+  while (!to.empty()) {
+    const Block& from = block(offset / formats::kBlockBytes);
+    const std::uint64_t skipped = offset % formats::kBlockBytes;
+    const auto count = std::min<std::size_t>(to.size(), from.bytes.size() - skipped);
+    std::memcpy(to.data(), from.bytes.data() + skipped, count);
+    to = to.subspan(count);
+    offset += count;
+  }
+}
+
+TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files, const formats::Manifest* manifest)
+    : path_(std::move(path)) {
+  for (const auto& name : files) {
+    const auto* expected = manifest ? manifest->find(name) : nullptr;
+    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / name).string(), "' is not in the manifest of its folder");
+    const auto& file = files_.emplace_back(std::make_unique<BlockFile>(path_ / name, expected));
+    for (const auto& info : file->file().header().tensors)
+      MOESH_CHECK(tensors_.emplace(info.name, Found{file.get(), &info}).second, ErrorKind::data, "'", path_.string(),
+                  "': tensor '", info.name, "' is in two files; take one of them away");
+  }
+}
+
+std::string read_text(const std::filesystem::path& folder, const std::string& name, const formats::Manifest* manifest) {
+  const formats::InputFile file(folder / name);
+  if (!manifest) return file.read_all(formats::JsonLimits().max_bytes);
+  const auto* expected = manifest->find(name);
+  MOESH_CHECK(expected, ErrorKind::data, "'", file.path().string(), "' is not in the manifest of its folder");
+  formats::check_file(folder.string(), *expected);
+  return file.read_all(expected->size);
+}
+
+TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
+  std::optional<formats::Manifest> manifest;
+  if (std::filesystem::exists(folder / formats::kManifestFile)) manifest = formats::read_manifest(folder.string());
+  const auto* known = manifest ? &*manifest : nullptr;
+  const auto index_path = folder / formats::kIndexFile;
+  if (std::filesystem::exists(index_path)) {
+    const auto index = formats::parse_safetensors_index(read_text(folder, formats::kIndexFile, known), index_path.string());
+    TensorFolder result(folder, index.files(), known);
+    for (const auto& [name, file] : index.weight_map) {
+      const auto found = result.tensors_.find(name);
+      MOESH_CHECK(found != result.tensors_.end() && found->second.file->file().path() == folder / file, ErrorKind::data, "'",
+                  index_path.string(), "' says that '", file, "' holds tensor '", name, "', and it does not");
+    }
+    return result;
+  }
+  MOESH_CHECK(std::filesystem::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(), "' has neither ",
+              formats::kIndexFile, " nor ", kSingleFile, ": it is no folder of a model in safetensors");
+  return TensorFolder(folder, {kSingleFile}, known);
+}
+
+TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
+  return TensorFolder(file.parent_path(), {file.filename().string()}, nullptr);
+}
+
+TensorFolder TensorFolder::of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
+                                         const std::string& prefix) {
+  std::vector<std::string> files;
+  for (const auto& file : manifest.files)
+    if (file.name.starts_with(prefix) && file.name.ends_with(".safetensors")) files.push_back(file.name);
+  return TensorFolder(folder, files, &manifest);
+}
+
+void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
+  const Differences d = compare(folder, table);
+  if (d.count() == 0) return;
+  std::string text = "'" + folder.path().string() + "' does not hold the tensors of the model";
+  if (!d.missing.empty()) text += detail::concat("; ", d.missing.size(), " missing: ", listed(d.missing));
+  if (!d.unexpected.empty()) text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
+  if (!d.misshapen.empty()) text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
+  throw Error(ErrorKind::data, text);
+}
+
+formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model) {
+  formats::ExpertLayout nearest = formats::ExpertLayout::per_expert;
+  std::optional<std::size_t> fewest;
+  for (const auto layout : formats::kExpertLayouts) {
+    const auto count = compare(folder, model.table(layout)).count();
+    if (!fewest || count < *fewest) fewest = count, nearest = layout;
+  }
+  if (*fewest > 0) check_names(folder, model.table(nearest));
+  return nearest;
+}
+
+Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder), table_(table) {
+  for (const auto& tensor : table.tensors)
+    for (const auto& source : tensor.sources) places_[source.param].push_back({&tensor, &source});
+}
+
+TensorFolder::Found Loader::found(const Place& place) const {
+  const std::string name = name_in(folder_, table_, place.tensor->name);
+  MOESH_CHECK(!name.empty(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '", place.tensor->name, "'");
+  const auto found = folder_.tensors().at(name);
+  MOESH_CHECK(found.info->shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", name,
+              "' has shape ", found.info->shape, ", and ", place.tensor->shape, " is needed");
+  return found;
+}
+
+formats::Dtype Loader::dtype_of(const std::string& param) const { return found(places_.at(param).front()).info->dtype; }
+
+void Loader::load(const std::vector<Part>& parts) const {
+  const at::NoGradGuard no_grad;
+  std::vector<Part> on_host = parts;  // a read becomes many small copies
+  for (auto& p : on_host)
+    if (!p.value.is_cpu()) p.value = at::empty(p.value.sizes(), p.value.options().device(at::kCPU));
+  std::vector<Job> jobs;
+  for (const auto& part : on_host) {
+    std::int64_t filled = 0;
+    if (const auto places = places_.find(part.name); places != places_.end())
+      for (const auto& place : places->second)
+        if (const auto piece = piece_in(*place.tensor, *place.source, part.region)) {
+          jobs.push_back({&part, place.tensor, place.source, *piece, found(place)});
+          filled += num_elements(piece->param.length);
+        }
+    MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ", filled, " of ",
+                num_elements(part.region.length), " elements of '", part.name, "'");
+  }
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+    return std::tie(a.found.file->file().path(), a.found.info->begin) <
+           std::tie(b.found.file->file().path(), b.found.info->begin);
+  });
+  for (const auto& job : jobs) read_box(job, in_view_order(*job.part, *job.source, job.piece));
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
+}
+
+}  // namespace moesh::checkpoint

@@ -1,0 +1,97 @@
+#pragma once
+// Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote. Where there is a manifest,
+// every block is compared with its checksum when it is read.
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "moesh/checkpoint/part.h"
+#include "moesh/formats/manifest.h"
+
+namespace moesh::checkpoint {
+
+/// A safetensors file that is read in blocks, of which the last few are kept.
+class BlockFile {
+ public:
+  /// Without `expected` nothing is compared. The blocks of the header are checked here.
+  BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected);
+
+  const formats::SafetensorsFile& file() const { return file_; }
+  void read(std::uint64_t offset, std::span<std::byte> to);
+
+ private:
+  struct Block {
+    std::uint64_t number;
+    std::vector<std::byte> bytes;
+  };
+  const Block& block(std::uint64_t number);
+
+  formats::SafetensorsFile file_;
+  std::optional<formats::ManifestFile> expected_;
+  std::vector<Block> blocks_;  // the last that were read, the newest at the end
+};
+
+/// A small file of a folder, such as config.json, compared with the manifest where there is one.
+std::string read_text(const std::filesystem::path& folder, const std::string& name, const formats::Manifest* manifest);
+
+/// The tensors of several files by name.
+class TensorFolder {
+ public:
+  struct Found {
+    BlockFile* file;
+    const formats::TensorInfo* info;
+  };
+
+  /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used where there is one.
+  static TensorFolder weights(const std::filesystem::path& folder);
+  /// One file by itself, without a manifest.
+  static TensorFolder of_file(const std::filesystem::path& file);
+  /// All files whose names begin with `prefix`, of a checkpoint with a manifest.
+  static TensorFolder of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
+                                    const std::string& prefix);
+
+  const std::map<std::string, Found>& tensors() const { return tensors_; }
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  TensorFolder(std::filesystem::path path, const std::vector<std::string>& files, const formats::Manifest* manifest);
+
+  std::filesystem::path path_;
+  std::vector<std::unique_ptr<BlockFile>> files_;
+  std::map<std::string, Found> tensors_;
+};
+
+/// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no others: it lists those that are
+/// missing and those that are unexpected.
+void check_names(const TensorFolder& folder, const formats::DiskTable& table);
+/// The layout in which the folder has its experts; where none fits, check_names of the nearest one throws.
+formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
+
+/// Fills parts from the tensors of a folder, as a table says. Both outlive it.
+class Loader {
+ public:
+  Loader(const TensorFolder& folder, const formats::DiskTable& table);
+
+  /// Fills the values of all parts. Tensors are read in the order of the files, so pass many at once.
+  void load(const std::vector<Part>& parts) const;
+  /// The type in which the folder has a parameter.
+  formats::Dtype dtype_of(const std::string& param) const;
+
+ private:
+  struct Place {
+    const formats::DiskTensor* tensor;
+    const formats::Source* source;
+  };
+  TensorFolder::Found found(const Place& place) const;
+
+  const TensorFolder& folder_;
+  const formats::DiskTable& table_;
+  std::map<std::string, std::vector<Place>> places_;  // by parameter
+};
+
+}  // namespace moesh::checkpoint

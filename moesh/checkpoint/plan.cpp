@@ -1,0 +1,84 @@
+#include "moesh/checkpoint/plan.h"
+
+#include <cstdio>
+
+#include "moesh/base/error.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+std::string file_name(const std::string& prefix, std::size_t number, std::size_t count) {
+  char text[48];
+  std::snprintf(text, sizeof text, "-%05zu-of-%05zu.safetensors", number, count);
+  return prefix + text;
+}
+
+std::uint64_t num_bytes(const formats::DiskTensor& t) {
+  return static_cast<std::uint64_t>(num_elements(t.shape)) * formats::size_of(t.dtype.value());
+}
+
+// What this rank owns of one tensor, in boxes that are as large as can be.
+std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsByName& parts) {
+  std::vector<Filled> boxes;
+  for (const auto& source : tensor.sources) {
+    const auto found = parts.find(source.param);
+    MOESH_CHECK(found != parts.end(), "tensor '", tensor.name, "' is made of '", source.param, "', which nobody has");
+    if (!found->second->owned) continue;
+    if (const auto piece = piece_in(tensor, source, found->second->region))
+      boxes.push_back({piece->view, in_view_order(*found->second, source, *piece)});
+  }
+  return merged(std::move(boxes));
+}
+
+}  // namespace
+
+std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector<formats::DiskTensor>& tensors,
+                                    std::uint64_t max_size) {
+  std::vector<std::vector<const formats::DiskTensor*>> groups;
+  std::uint64_t size = 0;
+  for (const auto& t : tensors) {
+    if (groups.empty() || (size > 0 && size + num_bytes(t) > max_size)) {
+      groups.emplace_back();
+      size = 0;
+    }
+    groups.back().push_back(&t);
+    size += num_bytes(t);
+  }
+  std::vector<PlannedFile> files;
+  for (const auto& group : groups) {
+    PlannedFile file{.name = file_name(prefix, files.size() + 1, groups.size())};
+    std::vector<formats::TensorInfo> infos;
+    for (const auto* t : group) infos.push_back({.name = t->name, .dtype = t->dtype.value(), .shape = t->shape});
+    file.header = formats::write_safetensors_header(infos, {{"format", "pt"}});  // without it transformers refuses the file
+    file.size = file.header.size();
+    for (std::size_t i = 0; i < group.size(); ++i) {
+      file.tensors.push_back({group[i], infos[i].dtype, file.header.size() + infos[i].begin});
+      file.size += infos[i].end - infos[i].begin;
+    }
+    files.push_back(std::move(file));
+  }
+  return files;
+}
+
+PartsByName by_name(const std::vector<Part>& parts) {
+  PartsByName map;
+  for (const auto& p : parts) MOESH_CHECK(map.emplace(p.name, &p).second, "two parts of a checkpoint are called '", p.name, "'");
+  return map;
+}
+
+bool write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& parts) {
+  const auto dtype = torch_dtype(t.dtype, t.tensor->name);
+  const auto element = formats::size_of(t.dtype);
+  const auto boxes = owned_boxes(*t.tensor, parts);
+  for (const auto& [box, value] : boxes) {
+    const at::Tensor host = value.to(at::TensorOptions(at::kCPU).dtype(dtype)).contiguous();
+    const auto* bytes = static_cast<const char*>(host.const_data_ptr());
+    each_run(t.tensor->view, box, [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
+      out.write(t.begin + static_cast<std::uint64_t>(in_view) * element,
+                {bytes + static_cast<std::uint64_t>(in_box) * element, static_cast<std::uint64_t>(length) * element});
+    });
+  }
+  return !boxes.empty();
+}
+
+}  // namespace moesh::checkpoint

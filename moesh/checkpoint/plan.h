@@ -1,0 +1,44 @@
+#pragma once
+// Which tensor goes into which file, and where. It follows from the tensors alone, so that all ranks make the same plan, and so
+// that the files have the same bytes whatever mesh writes them.
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "moesh/checkpoint/file.h"
+#include "moesh/checkpoint/part.h"
+
+namespace moesh::checkpoint {
+
+/// Tensors that are saved together, and what this rank has of the parameters that they are made of.
+struct TensorSet {
+  std::string prefix;                        // files are <prefix>-00001-of-00002.safetensors
+  std::vector<formats::DiskTensor> tensors;  // each with its dtype
+  std::vector<Part> parts;
+};
+
+struct PlannedTensor {
+  const formats::DiskTensor* tensor;
+  formats::Dtype dtype;
+  std::uint64_t begin;  // in the file
+};
+
+struct PlannedFile {
+  std::string name;
+  std::vector<PlannedTensor> tensors;
+  std::string header;
+  std::uint64_t size = 0;  // of the whole file
+};
+
+/// Files of at most `max_size` bytes of tensors (one tensor may be larger), in the order of the tensors. It points into them.
+std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector<formats::DiskTensor>& tensors,
+                                    std::uint64_t max_size);
+
+using PartsByName = std::map<std::string, const Part*>;
+PartsByName by_name(const std::vector<Part>& parts);
+
+/// Writes what this rank owns of a tensor; false if that is nothing.
+bool write_tensor(OutputFile& out, const PlannedTensor& tensor, const PartsByName& parts);
+
+}  // namespace moesh::checkpoint

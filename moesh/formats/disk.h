@@ -1,0 +1,65 @@
+#pragma once
+// How the parameters of a model lie in the tensors of a folder that others wrote, or will read: a table, which import, export
+// and conversion go through. Where a parameter's elements are is all that a model has to say.
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "moesh/formats/safetensors.h"
+
+namespace moesh::formats {
+
+/// The part of a parameter that is found in a tensor. Both are boxes: element `i` of the parameter (per dimension) is in the
+/// tensor's view at i[p] - offset[p] along dimension dims[p], and at `fixed` along the view's other dimensions. It extends
+/// as far as the view does.
+///
+///   expert 5 of w1 [E, F, D], tensor [F, D], view [1, F, D]:         offset {5, 0, 0}, dims {0, 1, 2}
+///   w3 [E, F, D] in gate_up [E, 2F, D], view [E, 2, F, D]:           offset {0, 0, 0}, dims {0, 2, 3}, fixed {{1, 1}}
+///   w1 [E, F, D] in [E, D, 2F], in x out, interleaved, view [E, D, F, 2]: offset {0, 0, 0}, dims {0, 2, 1}, fixed {{3, 0}}
+struct Source {
+  std::string param;
+  std::vector<std::int64_t> offset;
+  std::vector<std::size_t> dims;
+  std::vector<std::pair<std::size_t, std::int64_t>> fixed = {};
+};
+
+/// A tensor of the folder, and which parameters it is made of.
+struct DiskTensor {
+  std::string name;
+  std::vector<std::int64_t> shape;
+  std::vector<std::int64_t> view;  // the shape, dimensions split (row-major); the number of elements is the same
+  std::vector<Source> sources;
+  std::optional<Dtype> dtype = {};  // always written in this one; else in that of the export
+};
+
+/// A tensor that is one whole parameter, under another name or the same.
+DiskTensor whole_tensor(const std::string& name, const std::string& param, const std::vector<std::int64_t>& shape);
+
+struct DiskTable {
+  std::vector<DiskTensor> tensors;                     // in the order in which they are written
+  std::map<std::string, std::string> instead = {};     // a tensor that may be absent, and the one to read then: tied weights
+  std::function<bool(std::string_view)> ignored = {};  // names that are often there and that nothing needs
+
+  /// Throws Error (internal) unless every tensor is covered by its sources, without overlap.
+  void validate() const;
+};
+
+/// Routed experts one by one, or all of a layer in one tensor.
+enum class ExpertLayout { per_expert, stacked };
+inline constexpr ExpertLayout kExpertLayouts[] = {ExpertLayout::per_expert, ExpertLayout::stacked};
+const char* to_string(ExpertLayout layout);
+
+/// What is known of a model that lies in a folder, or is to be put into one.
+struct ModelOnDisk {
+  std::string model_type;  // as config.json calls it
+  std::function<DiskTable(ExpertLayout)> table;
+  std::function<std::string(Dtype)> config_json;  // for weights of this type
+};
+
+}  // namespace moesh::formats

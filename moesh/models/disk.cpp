@@ -1,0 +1,165 @@
+#include "moesh/models/disk.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <set>
+
+#include "moesh/base/error.h"
+#include "moesh/models/disk_json.h"
+#include "moesh/spmd/one_rank.h"
+
+namespace moesh::models {
+namespace {
+
+using formats::DiskTable;
+using formats::DiskTensor;
+using formats::ExpertLayout;
+
+const char* torch_name(formats::Dtype dtype) {
+  switch (dtype) {
+    case formats::Dtype::f64: return "float64";
+    case formats::Dtype::bf16: return "bfloat16";
+    case formats::Dtype::f16: return "float16";
+    default: return "float32";
+  }
+}
+
+// "model.layers.1.mlp.gate" of ".weight"
+std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
+
+// Layers behind the last, which predict further tokens; buffers of old versions; a head that is the embedding once more.
+bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied) {
+  if (name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")) return true;
+  constexpr std::string_view kLayers = "model.layers.";
+  if (!name.starts_with(kLayers)) return false;
+  std::int64_t layer = 0;
+  for (const char c : name.substr(kLayers.size())) {
+    if (c < '0' || c > '9' || layer > 1'000'000) break;
+    layer = 10 * layer + (c - '0');
+  }
+  return layer >= num_layers;
+}
+
+// What transformers 5 calls Mixtral's layers, whose experts it stacks.
+std::string renamed(std::string name, ExpertLayout layout) {
+  constexpr std::string_view kOld = ".block_sparse_moe.";
+  const auto found = name.find(kOld);
+  return layout == ExpertLayout::stacked && found != std::string::npos ? name.replace(found, kOld.size(), ".mlp.") : name;
+}
+
+template <class Config>
+DiskTable table_of(const Config& c, ExpertLayout layout) {
+  const OneRankScope scope;
+  const auto model = make_model(c, {.device = at::kMeta});
+  std::set<std::string> gates;
+  if (c.facts().has_expert_bias)
+    for (auto* router : model->routers()) gates.insert(router->gate().name());
+  DiskTable table;
+  model->each_param([&](Stored& w, bool) {
+    const auto& [name, shape] = std::pair{w.spec.name, w.spec.shape};
+    if (w.storage != efsdp) {
+      table.tensors.push_back(formats::whole_tensor(name, name, shape));
+      if (!gates.contains(name)) return;
+      const std::string bias = without_last(name) + ".e_score_correction_bias";
+      table.tensors.push_back(formats::whole_tensor(bias, expert_bias_name(name), {shape[0]}));
+      table.tensors.back().dtype = formats::Dtype::f32;
+    } else if (name.ends_with(".w1")) {  // the layer's other parameters come with it
+      const LayerExperts experts{.name = without_last(name), .E = shape[0], .F = shape[1], .D = shape[2]};
+      for (auto& t : tensors(c, experts, layout)) table.tensors.push_back(std::move(t));
+    }
+  });
+  for (auto& t : table.tensors) t.name = renamed(t.name, layout);
+  table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) { return is_ignored(name, n, tied); };
+  return table;
+}
+
+template <class Config>
+std::string config_text(const Config& c, formats::Dtype dtype) {
+  const JsonObject head{{"architectures", {JsonList{{Config::kArchitecture}}}},
+                        {"model_type", {Config::kModelType}},
+                        {"dtype", {torch_name(dtype)}}};
+  return formats::to_json({joined(head, fields(c))}) + "\n";
+}
+
+// [E, rows, columns] of a parameter, in a tensor of its own for each expert.
+DiskTensor one_expert(const std::string& name, const std::string& param, std::int64_t e, std::int64_t rows,
+                      std::int64_t columns) {
+  return {.name = name,
+          .shape = {rows, columns},
+          .view = {1, rows, columns},
+          .sources = {{.param = param, .offset = {e, 0, 0}, .dims = {0, 1, 2}}}};
+}
+
+}  // namespace
+
+std::vector<DiskTensor> one_by_one(const LayerExperts& x, const std::string& gate, const std::string& up,
+                                   const std::string& down) {
+  std::vector<DiskTensor> all;
+  for (std::int64_t e = 0; e < x.E; ++e) {
+    const std::string one = x.name + "." + std::to_string(e) + ".";
+    all.push_back(one_expert(one + gate + ".weight", x.name + ".w1", e, x.F, x.D));
+    all.push_back(one_expert(one + up + ".weight", x.name + ".w3", e, x.F, x.D));
+    all.push_back(one_expert(one + down + ".weight", x.name + ".w2", e, x.D, x.F));
+  }
+  return all;
+}
+
+std::vector<DiskTensor> stacked_out_in(const LayerExperts& x) {
+  return {{.name = x.name + ".gate_up_proj",
+           .shape = {x.E, 2 * x.F, x.D},
+           .view = {x.E, 2, x.F, x.D},
+           .sources = {{.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 0}}},
+                       {.param = x.name + ".w3", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 1}}}}},
+          formats::whole_tensor(x.name + ".down_proj", x.name + ".w2", {x.E, x.D, x.F})};
+}
+
+std::vector<DiskTensor> stacked_in_out(const LayerExperts& x, bool interleaved) {
+  DiskTensor gate_up{.name = x.name + ".gate_up_proj", .shape = {x.E, x.D, 2 * x.F}, .view = {x.E, x.D, 2, x.F}, .sources = {}};
+  const std::size_t half = interleaved ? 3 : 2, feature = interleaved ? 2 : 3;
+  if (interleaved) gate_up.view = {x.E, x.D, x.F, 2};
+  gate_up.sources = {{.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, feature, 1}, .fixed = {{half, 0}}},
+                     {.param = x.name + ".w3", .offset = {0, 0, 0}, .dims = {0, feature, 1}, .fixed = {{half, 1}}}};
+  return {gate_up,
+          {.name = x.name + ".down_proj",
+           .shape = {x.E, x.F, x.D},
+           .view = {x.E, x.F, x.D},
+           .sources = {{.param = x.name + ".w2", .offset = {0, 0, 0}, .dims = {0, 2, 1}}}}};
+}
+
+std::string expert_bias_name(const std::string& gate_weight) { return without_last(gate_weight) + ".expert_bias"; }
+
+AnyConfig config_of(const std::string& config_json, const std::string& name) {
+  const formats::JsonValue json = formats::parse_json(config_json, name);
+  try {
+    const std::string& type = json.at("model_type", "it").as_text("model_type");
+    std::optional<AnyConfig> found;
+    std::string known;
+    each_model([&]<class Config> {
+      known += (known.empty() ? "" : ", ") + std::string(Config::kModelType);
+      if (type != Config::kModelType) return;
+      Config config;
+      read(json, config);
+      found = config;
+    });
+    MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh knows ", known);
+    return *found;
+  } catch (const Error& e) {
+    throw Error(e.kind(), name + ": " + e.what());
+  }
+}
+
+formats::ModelOnDisk on_disk(const AnyConfig& config) {
+  return std::visit(
+      [](const auto& c) -> formats::ModelOnDisk {
+        return {.model_type = c.kModelType,
+                .table = [c](ExpertLayout layout) { return table_of(c, layout); },
+                .config_json = [c](formats::Dtype dtype) { return config_text(c, dtype); }};
+      },
+      config);
+}
+
+formats::ModelOnDisk model_on_disk(const std::string& config_json, const std::string& name) {
+  return on_disk(config_of(config_json, name));
+}
+
+}  // namespace moesh::models

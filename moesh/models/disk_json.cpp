@@ -1,0 +1,158 @@
+#include "moesh/models/disk_json.h"
+
+#include "moesh/base/error.h"
+
+namespace moesh::models {
+namespace {
+
+// Version 5 has rope_parameters, version 4 rope_theta and rope_scaling.
+void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConfig& r, std::int64_t max_sequence) {
+  auto rope = field(json, "rope_parameters");
+  if (!rope) rope = field(json, "rope_scaling");
+  const auto of_rope = [&](const std::string& key) { return rope ? field(*rope, key) : std::nullopt; };
+  auto type = of_rope("rope_type");
+  if (!type) type = of_rope("type");
+  if (!type) r = defaults.rope;
+  r.theta = number(json, "rope_theta", defaults.theta);
+  if (!rope) return;
+  r.theta = number(*rope, "rope_theta", r.theta);
+  require(*rope, "partial_rotary_factor", {1.0});
+  const std::string kind = type ? type->as_text("rope_type") : "default";
+  if (kind == "default") return;
+  r.factor = number(*rope, "factor", 1);
+  r.original_length = count(*rope, "original_max_position_embeddings", max_sequence);
+  if (kind == "linear") {
+    r.scaling = nn::RopeScaling::linear;
+  } else if (kind == "llama3") {
+    r.scaling = nn::RopeScaling::llama3;
+    r.low_turns = number(*rope, "low_freq_factor", 1), r.high_turns = number(*rope, "high_freq_factor", 4);
+  } else {
+    MOESH_CHECK(kind == "yarn", ErrorKind::data, "rope_type is '", kind, "'; moesh computes default, linear, llama3 and yarn");
+    r.scaling = nn::RopeScaling::yarn;
+    r.beta_fast = number(*rope, "beta_fast", 32), r.beta_slow = number(*rope, "beta_slow", 1);
+    r.mscale = number(*rope, "mscale", 0), r.mscale_all_dim = number(*rope, "mscale_all_dim", 0);
+    r.magnitude = number(*rope, "attention_factor", 0);
+    r.truncate = flag(*rope, "truncate", true);
+  }
+}
+
+JsonObject rope_json(const nn::RopeConfig& r) {
+  JsonObject rope{{"rope_type", {"default"}}, {"rope_theta", {r.theta}}};
+  if (r.factor <= 1) return rope;
+  rope.emplace_back("factor", r.factor);
+  if (r.scaling == nn::RopeScaling::linear) {
+    rope[0].second = {"linear"};
+    return rope;
+  }
+  rope.emplace_back("original_max_position_embeddings", r.original_length);
+  if (r.scaling == nn::RopeScaling::llama3) {
+    rope[0].second = {"llama3"};
+    rope.emplace_back("low_freq_factor", r.low_turns);
+    rope.emplace_back("high_freq_factor", r.high_turns);
+    return rope;
+  }
+  rope[0].second = {"yarn"};
+  rope.emplace_back("beta_fast", r.beta_fast);
+  rope.emplace_back("beta_slow", r.beta_slow);
+  if (r.mscale != 0) rope.emplace_back("mscale", r.mscale);
+  if (r.mscale_all_dim != 0) rope.emplace_back("mscale_all_dim", r.mscale_all_dim);
+  if (r.magnitude != 0) rope.emplace_back("attention_factor", r.magnitude);
+  if (!r.truncate) rope.emplace_back("truncate", false);
+  return rope;
+}
+
+}  // namespace
+
+std::optional<JsonValue> field(const JsonValue& json, const std::string& key) {
+  const auto* found = json.find(key);
+  return found && !found->is_null() ? std::optional(*found) : std::nullopt;
+}
+
+std::int64_t count(const JsonValue& json, const std::string& key, std::optional<std::int64_t> otherwise) {
+  if (otherwise && !field(json, key)) return *otherwise;
+  const std::int64_t value = json.at(key, "config.json").as_int(key);
+  MOESH_CHECK(value >= 1, ErrorKind::data, key, " is ", value, "; it takes 1 or more");
+  return value;
+}
+
+double number(const JsonValue& json, const std::string& key, double otherwise) {
+  const auto value = field(json, key);
+  return value ? value->as_number(key) : otherwise;
+}
+
+bool flag(const JsonValue& json, const std::string& key, bool otherwise) {
+  const auto value = field(json, key);
+  return value ? value->as_bool(key) : otherwise;
+}
+
+std::optional<std::vector<std::int64_t>> numbers(const JsonValue& json, const std::string& key) {
+  const auto value = field(json, key);
+  if (!value) return std::nullopt;
+  std::vector<std::int64_t> all;
+  for (const auto& v : value->as_list(key)) all.push_back(v.as_int(key));
+  return all;
+}
+
+JsonList to_list(const std::vector<std::int64_t>& values) {
+  JsonList list;
+  for (const auto v : values) list.emplace_back(v);
+  return list;
+}
+
+void require(const JsonValue& json, const std::string& key, const JsonValue& wanted) {
+  const auto value = field(json, key);
+  const auto* real = std::get_if<double>(&wanted.value);  // 7.0 may be written 7
+  MOESH_CHECK(!value || (real ? value->as_number(key) == *real : *value == wanted), ErrorKind::data, key, " is ",
+              formats::to_json(*value), "; moesh computes ", formats::to_json(wanted), " alone");
+}
+
+void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& c) {
+  require(json, "hidden_act", {"silu"});
+  c.vocab = count(json, "vocab_size"), c.dim = count(json, "hidden_size");
+  c.num_layers = count(json, "num_hidden_layers");
+  c.num_heads = count(json, "num_attention_heads");
+  const char* experts = "num_experts";
+  for (const char* alias : {"num_local_experts", "n_routed_experts"})
+    if (!json.find(experts) && json.find(alias)) experts = alias;
+  c.num_experts = count(json, experts);
+  c.top_k = count(json, "num_experts_per_tok");
+  c.norm_eps = number(json, "rms_norm_eps", defaults.norm_eps);
+  c.max_sequence = count(json, "max_position_embeddings");
+  c.init_std = number(json, "initializer_range", 0.02);
+  c.tie_embeddings = flag(json, "tie_word_embeddings", false);
+  read_rope(json, defaults, c.rope, c.max_sequence);
+}
+
+void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& c) {
+  read_decoder(json, defaults, c);
+  c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
+  c.head_dim = count(json, "head_dim", c.dim / c.num_heads);
+}
+
+JsonObject decoder_json(const DecoderConfig& c) {
+  return {
+      {"vocab_size", {c.vocab}},
+      {"hidden_size", {c.dim}},
+      {"num_hidden_layers", {c.num_layers}},
+      {"num_attention_heads", {c.num_heads}},
+      {"num_experts_per_tok", {c.top_k}},
+      {"hidden_act", {"silu"}},
+      {"rms_norm_eps", {c.norm_eps}},
+      {"rope_theta", {c.rope.theta}},
+      {"rope_parameters", {rope_json(c.rope)}},
+      {"max_position_embeddings", {c.max_sequence}},
+      {"initializer_range", {c.init_std}},
+      {"tie_word_embeddings", {c.tie_embeddings}},
+  };
+}
+
+JsonObject grouped_json(const GroupedDecoderConfig& c) {
+  return joined(decoder_json(c), {{"num_key_value_heads", {c.num_kv_heads}}, {"head_dim", {c.head_dim}}});
+}
+
+JsonObject joined(JsonObject fields, const JsonObject& more) {
+  fields.insert(fields.end(), more.begin(), more.end());
+  return fields;
+}
+
+}  // namespace moesh::models

@@ -1,0 +1,301 @@
+#include "moesh/train/checkpointer.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <set>
+#include <sstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/checkpoint/agree.h"
+#include "moesh/checkpoint/folder.h"
+#include "moesh/checkpoint/load.h"
+#include "moesh/models/disk.h"
+#include "moesh/train/options.h"
+
+namespace moesh::train {
+namespace {
+
+using checkpoint::Part;
+using formats::Dtype;
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kStatePrefix = "optimizer/state";
+constexpr const char* kOptimizerSteps = "optimizer_steps";
+constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
+
+std::string master_name(const std::string& param) { return param + ".master"; }
+std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// As --mesh takes it.
+std::string mesh_text(const Config& config) {
+  std::string text;
+  for (const Degree& d : degrees())
+    if (const auto size = std::get<std::int64_t>(find_option(d.option)->get(config)); size != 1)
+      text += detail::concat(text.empty() ? "" : ",", d.axis, "=", size);
+  return text.empty() ? "one rank" : text;
+}
+
+// What the weights, and their expert biases, are to this rank.
+std::vector<Part> weight_parts(models::Model& model, int rank) {
+  std::vector<Part> parts;
+  model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
+  for (auto* router : model.routers())
+    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), router->expert_bias(), rank));
+  return parts;
+}
+
+formats::DiskTensor as_it_is(const Part& part) {
+  auto tensor = formats::whole_tensor(part.name, part.name, part.shape);
+  tensor.dtype = checkpoint::disk_dtype(part.value.scalar_type());
+  return tensor;
+}
+
+// A table of tensors each of which is one part under its own name.
+formats::DiskTable own_names(const std::vector<Part>& parts) {
+  formats::DiskTable table;
+  for (const auto& p : parts) table.tensors.push_back(as_it_is(p));
+  return table;
+}
+
+// The lines of one JSON text that the other does not have, of keys that change what is computed.
+std::string own_lines(const std::string& a, const std::string& b) {
+  const auto lines = [](const std::string& text) {
+    std::set<std::string> all;
+    std::istringstream stream(text);
+    for (std::string line; std::getline(stream, line);) {
+      const auto first = line.find('"');
+      if (first == std::string::npos || line.find("initializer_range") == first + 1 ||
+          line.find("max_position_embeddings") == first + 1)
+        continue;
+      all.insert(line.substr(first, line.find_last_not_of(',') + 1 - first));
+    }
+    return all;
+  };
+  const auto in_a = lines(a), in_b = lines(b);
+  std::string text;
+  for (const auto& line : in_a)
+    if (!in_b.contains(line)) text += (text.empty() ? "" : ", ") + line;
+  return text;
+}
+
+// config.json, compared with the manifest where there is one.
+std::string config_text(const std::filesystem::path& folder) {
+  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
+  return checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
+}
+
+}  // namespace
+
+Checkpointer::Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model,
+                           optim::Optimizer& optimizer)
+    : config_(config), setup_(std::move(setup)), world_(world), model_(model), optimizer_(optimizer) {
+  const auto& c = config.checkpoint;
+  options_ = {.folder = c.folder, .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size), .keep_latest = c.keep_latest_k};
+  if (c.enable && c.async) background_group_ = world.split(0, world.rank(), "checkpoint");
+}
+
+Checkpointer::~Checkpointer() {
+  if (background_.joinable()) background_.join();
+}
+
+checkpoint::TensorSet Checkpointer::weights() {
+  checkpoint::TensorSet set{.prefix = "model", .tensors = on_disk(setup_).table(kLayout).tensors};
+  set.parts = weight_parts(model_, world_.rank());
+  const auto& wanted = config_.checkpoint.export_dtype;
+  const auto parts = checkpoint::by_name(set.parts);
+  for (auto& t : set.tensors) {
+    const auto own = checkpoint::disk_dtype(parts.at(t.sources.front().param)->value.scalar_type());
+    if (!t.dtype) t.dtype = wanted == "bfloat16" ? Dtype::bf16 : wanted == "float32" ? Dtype::f32 : own;
+  }
+  return set;
+}
+
+// The optimizer's tensors; counts; and of the weights what the files of the model do not hold, or not with all bits.
+checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) {
+  checkpoint::TensorSet set{.prefix = kStatePrefix};
+  for (const auto& s : optimizer_.state()) set.parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  std::map<std::string, Dtype> on_disk;
+  for (const auto& t : weights.tensors)
+    for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
+  for (Part part : weights.parts) {
+    const auto found = on_disk.find(part.name);
+    if (found != on_disk.end() && formats::size_of(found->second) >= static_cast<std::uint64_t>(part.value.element_size()))
+      continue;
+    part.name = master_name(part.name);
+    set.parts.push_back(part);
+  }
+  for (auto* router : model_.routers()) {
+    const at::Tensor total = world_.all_reduce(router->pending_counts());
+    set.parts.push_back(checkpoint::replicated_part(counts_name(*router), total, world_.rank()));
+  }
+  set.tensors = own_names(set.parts).tensors;
+  return set;
+}
+
+checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
+  checkpoint::Snapshot s;
+  s.sets.push_back(weights());
+  s.sets.push_back(state(s.sets[0]));
+  s.texts["config.json"] = on_disk(setup_).config_json(s.sets[0].tensors.front().dtype.value());
+  s.texts["run.toml"] = print_config(config_, setup_.keys());
+  s.manifest = {.step = position.step,
+                .model = config_.model.name,
+                .size = config_.model.size,
+                .mesh = mesh_text(config_),
+                .seed = config_.training.seed,
+                .data_position = position.data_position,
+                .extra = {{"optimizer", config_.optimizer.name},
+                          {kOptimizerSteps, std::to_string(optimizer_.num_steps())},
+                          {"dtype", config_.training.dtype}}};
+  return s;
+}
+
+void Checkpointer::save(const Position& position, bool in_background) {
+  wait();
+  const auto start = Clock::now();
+  const bool speaks = world_.rank() == 0;
+  checkpoint::Snapshot now = snapshot(position);
+  last_saved_ = position.step;
+  if (!in_background) {
+    const auto path = checkpoint::save(now, options_, world_);
+    if (speaks) log_info("saved ", path.string(), " in ", seconds_since(start), " s");
+    return;
+  }
+  background_ = std::thread([this, start, speaks, copy = checkpoint::copied(now)] {
+    set_log_rank(world_.rank());
+    at::set_num_threads(1);
+    comm::use_device(background_group_->control_device());
+    try {
+      const auto path = checkpoint::save(copy, options_, *background_group_);
+      if (speaks) log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
+    } catch (const std::exception& e) {
+      fault_ = detail::concat("step ", copy.manifest.step, " was not saved: ", e.what());
+    }
+  });
+  if (speaks) log_info("copied step ", position.step, " for saving in ", seconds_since(start), " s");
+}
+
+void Checkpointer::wait() {
+  if (background_.joinable()) background_.join();
+  if (fault_.empty()) return;
+  if (world_.rank() == 0) log_warn(fault_, "; training goes on");
+  fault_.clear();
+  last_saved_.reset();
+}
+
+void Checkpointer::after_step(const Position& position) {
+  if (config_.checkpoint.enable && position.step % config_.checkpoint.interval == 0) save(position, config_.checkpoint.async);
+}
+
+void Checkpointer::finish(const Position& position) {
+  wait();
+  if (config_.checkpoint.enable && last_saved_ != position.step) save(position, false);
+}
+
+Position Checkpointer::start() {
+  const auto& c = config_.checkpoint;
+  const bool speaks = world_.rank() == 0;
+  if (c.enable && c.resume) {
+    // Rank 0 looks, so that all ranks try the same ones.
+    std::string found;
+    for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
+    std::istringstream stream(checkpoint::text_of_first(world_, found));
+    std::vector<std::int64_t> steps;
+    for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
+    std::string faults;
+    for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+      const auto folder = options_.folder / checkpoint::step_name(*step);
+      try {
+        Position position;
+        checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
+        last_saved_ = position.step;
+        if (speaks) log_info("going on from ", folder.string());
+        return position;
+      } catch (const Error& e) {
+        if (e.kind() != ErrorKind::data) throw;
+        if (speaks) log_warn("checkpoint ", folder.string(), " is not whole: ", e.what());
+        faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", e.what());
+      }
+    }
+    MOESH_CHECK(steps.empty(), ErrorKind::data, "no checkpoint in '", options_.folder.string(), "' is whole (", faults,
+                "); to begin anew, move them away or set checkpoint.resume=false");
+  }
+  if (!c.initial_load.empty()) {
+    checkpoint::together(world_, [&] { load_weights(c.initial_load); });
+    if (speaks) log_info("beginning with the weights of ", c.initial_load);
+  }
+  return {};
+}
+
+void Checkpointer::check_model(const std::string& config_json, const std::filesystem::path& folder) const {
+  const auto theirs = models::model_on_disk(config_json, (folder / "config.json").string()).config_json(Dtype::f32);
+  const auto ours = on_disk(setup_).config_json(Dtype::f32);
+  const std::string a = own_lines(theirs, ours), b = own_lines(ours, theirs);
+  MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
+              "; set the keys of [model] to what is there, or choose another folder");
+}
+
+void Checkpointer::load_weights(const std::filesystem::path& folder) {
+  check_model(config_text(folder), folder);
+  train::load_weights(folder, model_, world_.rank());
+}
+
+void load_weights(const std::filesystem::path& folder, models::Model& model, int rank) {
+  const auto source = checkpoint::TensorFolder::weights(folder);
+  const auto on_disk = models::model_on_disk(config_text(folder), (folder / "config.json").string());
+  const auto table = on_disk.table(checkpoint::find_layout(source, on_disk));
+  std::set<std::string> known;
+  for (const auto& t : table.tensors)
+    for (const auto& s : t.sources) known.insert(s.param);
+  std::vector<Part> parts;
+  for (const auto& part : weight_parts(model, rank))
+    if (known.contains(part.name)) parts.push_back(part);
+  checkpoint::Loader(source, table).load(parts);
+}
+
+Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
+  const at::NoGradGuard no_grad;
+  const formats::Manifest manifest = checkpoint::read_whole_manifest(folder);
+  load_weights(folder);
+
+  const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
+  std::vector<Part> parts;
+  for (const auto& s : optimizer_.state()) parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (Part part : weight_parts(model_, world_.rank())) {
+    part.name = master_name(part.name);
+    if (source.tensors().contains(part.name)) parts.push_back(part);
+  }
+  std::vector<at::Tensor> counts;
+  for (auto* router : model_.routers()) {
+    counts.push_back(at::empty_like(router->pending_counts()));
+    parts.push_back(checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
+  }
+  const auto table = own_names(parts);
+  checkpoint::check_names(source, table);
+  checkpoint::Loader(source, table).load(parts);
+
+  const auto routers = model_.routers();
+  for (std::size_t i = 0; i < routers.size(); ++i)  // they count once, wherever they are
+    routers[i]->pending_counts() = world_.rank() == 0 ? counts[i] : at::zeros_like(counts[i]);
+  const auto steps = manifest.extra.find(kOptimizerSteps);
+  MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(), "': its manifest has no ", kOptimizerSteps,
+              ": it was not saved by a training run");
+  std::int64_t num_steps = 0;
+  std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
+  optimizer_.set_num_steps(num_steps);
+  return {.step = manifest.step, .data_position = manifest.data_position};
+}
+
+}  // namespace moesh::train

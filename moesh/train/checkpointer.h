@@ -1,0 +1,69 @@
+#pragma once
+// What the train loop knows of checkpoints: where to begin, what to do after a step, and at the end.
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "moesh/checkpoint/save.h"
+#include "moesh/models/model.h"
+#include "moesh/optim/optimizer.h"
+#include "moesh/train/config.h"
+#include "moesh/train/model_setup.h"
+
+namespace moesh::train {
+
+/// How far a run has come.
+struct Position {
+  std::int64_t step = 0;           // optimizer steps taken
+  std::int64_t data_position = 0;  // samples taken from the global order
+};
+
+/// Fills the parameters that this rank has, and the expert biases, from a folder that others wrote or moesh. The model is the one
+/// that its config.json describes.
+void load_weights(const std::filesystem::path& folder, models::Model& model, int rank);
+
+/// On every rank of the world, under its mesh. All its calls are collective.
+class Checkpointer {
+ public:
+  Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model, optim::Optimizer& optimizer);
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
+
+  /// Loads the newest checkpoint of the run that is whole, or initial weights, or nothing. One that turns out to be damaged is
+  /// reported, and the one before it is taken.
+  Position start();
+  /// Saves if it is time to. A failure of an asynchronous save is reported at the next one, and training goes on.
+  void after_step(const Position& position);
+  /// Saves what is not saved yet, and returns when it is.
+  void finish(const Position& position);
+
+ private:
+  /// The weights of the model, and all else that a run goes on from.
+  checkpoint::TensorSet weights();
+  checkpoint::TensorSet state(const checkpoint::TensorSet& weights);
+  checkpoint::Snapshot snapshot(const Position& position);
+  void save(const Position& position, bool in_background);
+  void wait();
+
+  Position load_checkpoint(const std::filesystem::path& folder);
+  void load_weights(const std::filesystem::path& folder);
+  void check_model(const std::string& config_json, const std::filesystem::path& folder) const;
+
+  const Config& config_;
+  ModelSetup setup_;
+  comm::Group& world_;
+  models::Model& model_;
+  optim::Optimizer& optimizer_;
+  checkpoint::SaveOptions options_;
+  std::optional<std::int64_t> last_saved_;
+  // One save at a time is under way. Its collectives have a group of their own: they cannot meet those of training.
+  std::shared_ptr<comm::Group> background_group_;
+  std::thread background_;
+  std::string fault_;  // of the save that ended
+};
+
+}  // namespace moesh::train

@@ -1,0 +1,174 @@
+// Boxes of parameters and where they lie on disk, against one element at a time.
+#include "moesh/checkpoint/part.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "moesh/checkpoint/load.h"
+#include "moesh/checkpoint/plan.h"
+#include "moesh/models/disk.h"
+#include "tests/checkpoint/support.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+using formats::DiskTable;
+using formats::DiskTensor;
+
+TEST(Runs, CoverABoxInOrderAndAreAsLongAsTheyCanBe) {
+  std::mt19937 random(1);
+  for (int repeat = 0; repeat < 500; ++repeat) {
+    const auto num_dims = 1 + random() % 4;
+    Sizes view;
+    Region box;
+    for (std::size_t d = 0; d < num_dims; ++d) {
+      view.push_back(1 + random() % 4);
+      box.start.push_back(random() % view[d]);
+      box.length.push_back(1 + random() % (view[d] - box.start[d]));
+    }
+    const at::Tensor all = at::arange(num_elements(view)).reshape(view);
+    at::Tensor inside = all;
+    for (std::size_t d = 0; d < num_dims; ++d) inside = inside.narrow(d, box.start[d], box.length[d]);
+    inside = inside.flatten().contiguous();
+    std::int64_t next = 0, last_end = -1;
+    each_run(view, box, [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
+      EXPECT_EQ(in_box, next);
+      EXPECT_NE(in_view, last_end) << "two runs could be one";
+      for (std::int64_t i = 0; i < length; ++i) EXPECT_EQ(inside[in_box + i].item<std::int64_t>(), in_view + i);
+      next += length, last_end = in_view + length;
+    });
+    EXPECT_EQ(next, inside.numel());
+  }
+}
+
+// Experts of every model, in the ways they are found on disk. E experts, F width, D model
+constexpr std::int64_t E = 4, F = 6, D = 5;
+
+DiskTable stacked_in_out(bool interleaved) {
+  const Sizes view = interleaved ? Sizes{E, D, F, 2} : Sizes{E, D, 2, F};
+  const std::size_t part = interleaved ? 3 : 2, width = interleaved ? 2 : 3;
+  DiskTable table;
+  table.tensors = {{.name = "gate_up_proj",
+                    .shape = {E, D, 2 * F},
+                    .view = view,
+                    .sources = {{.param = "w1", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 0}}},
+                                {.param = "w3", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 1}}}},
+                    .dtype = formats::Dtype::f32}};
+  return table;
+}
+
+std::vector<Part> experts(const Region& region, bool filled) {
+  std::vector<Part> parts;
+  for (const char* name : {"w1", "w3"}) {
+    at::Tensor whole = at::arange(E * F * D, at::kFloat).reshape({E, F, D}) + (name == std::string("w1") ? 0 : 1000);
+    if (!filled) whole.zero_();
+    at::Tensor part = whole;
+    for (std::size_t d = 0; d < 3; ++d) part = part.narrow(d, region.start[d], region.length[d]);
+    parts.push_back({.name = name, .shape = {E, F, D}, .region = region, .owned = true, .value = part.contiguous()});
+  }
+  return parts;
+}
+
+TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
+  for (const bool interleaved : {false, true}) {
+    const DiskTable table = stacked_in_out(interleaved);
+    table.validate();
+    const TemporaryFolder folder;
+    const auto plan = plan_files("model", table.tensors, 1 << 20);
+    const auto path = folder.path() / "model.safetensors";
+    OutputFile out(path, OutputFile::Mode::create);
+    out.reserve(plan[0].size);
+    out.write(0, plan[0].header);
+    // Written in four uneven pieces, read in three others.
+    for (const Region& r : {Region{{0, 0, 0}, {1, F, D}}, Region{{1, 0, 0}, {3, 2, D}}, Region{{1, 2, 0}, {3, 4, 1}},
+                            Region{{1, 2, 1}, {3, 4, 4}}}) {
+      const auto parts = experts(r, true);
+      EXPECT_TRUE(write_tensor(out, plan[0].tensors[0], by_name(parts)));
+    }
+    const at::Tensor w1 = at::arange(E * F * D, at::kFloat).reshape({E, F, D}), w3 = w1 + 1000;
+    const at::Tensor wanted = interleaved ? at::stack({w1, w3}, -1).permute({0, 2, 1, 3}).reshape({E, D, 2 * F})
+                                          : at::cat({w1, w3}, 1).permute({0, 2, 1}).contiguous();
+    const std::string bytes = bytes_of(path).substr(plan[0].header.size());
+    ASSERT_EQ(bytes.size(), wanted.nbytes());
+    EXPECT_EQ(std::memcmp(bytes.data(), wanted.contiguous().const_data_ptr(), bytes.size()), 0);
+
+    const auto source = TensorFolder::weights(folder.path());
+    check_names(source, table);
+    for (const Region& r : {Region{{0, 1, 2}, {4, 5, 3}}, Region{{2, 0, 0}, {1, F, D}}, Region{{0, 0, 0}, {0, F, D}}}) {
+      const auto parts = experts(r, false), want = experts(r, true);
+      Loader(source, table).load(parts);
+      for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(parts[i].value, want[i].value)) << i;
+    }
+  }
+}
+
+TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
+  for (const char* size : {"tiny", "debug", "16b"}) {
+    const auto model = models::on_disk(models::DeepseekV3Config::named(size));
+    for (const auto layout : formats::kExpertLayouts) model.table(layout).validate();
+    std::map<std::string, std::int64_t> covered[2];
+    for (int i = 0; i < 2; ++i)
+      for (const auto& t : model.table(formats::kExpertLayouts[i]).tensors)
+        for (const auto& s : t.sources) {
+          std::int64_t n = 1;
+          for (const auto d : s.dims) n *= t.view[d];
+          covered[i][s.param] += n;
+        }
+    EXPECT_EQ(covered[0], covered[1]);
+  }
+}
+
+TEST(Layouts, AWrongTableIsRefused) {
+  auto expect_refused = [](DiskTensor t, const std::string& why) {
+    DiskTable table;
+    table.tensors = {std::move(t)};
+    try {
+      table.validate();
+      ADD_FAILURE() << why;
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find(why), std::string::npos) << e.what();
+    }
+  };
+  DiskTensor t = stacked_in_out(false).tensors[0];
+  t.sources.pop_back();
+  expect_refused(t, "its sources fill 120");
+  t = stacked_in_out(false).tensors[0];
+  t.sources[1].fixed = {{2, 0}};
+  expect_refused(t, "overlap");
+  t.view = {E, D, 2, F + 1};
+  expect_refused(t, "another number of elements");
+  t = stacked_in_out(false).tensors[0];
+  t.sources[0].dims = {0, 1, 1};
+  expect_refused(t, "every dimension of the view once");
+}
+
+TEST(ConfigJson, VersionsFourAndFiveAreTheSameModel) {
+  const auto text = [](const std::string& rope) {
+    return R"({"model_type":"deepseek_v3","vocab_size":96,"hidden_size":32,"num_hidden_layers":3,"first_k_dense_replace":1,
+      "intermediate_size":48,"moe_intermediate_size":24,"num_attention_heads":4,"q_lora_rank":null,"kv_lora_rank":16,
+      "qk_nope_head_dim":8,"qk_rope_head_dim":4,"v_head_dim":8,"n_routed_experts":8,"n_shared_experts":1,"num_experts_per_tok":2,
+      "n_group":2,"topk_group":1,"norm_topk_prob":true,"routed_scaling_factor":1.5,"rms_norm_eps":1e-05,"max_position_embeddings":128,
+      "attention_bias":false,)" +
+           rope + "}";
+  };
+  const auto normal = [&](const std::string& rope) {
+    return models::model_on_disk(text(rope), "config.json").config_json(formats::Dtype::f32);
+  };
+  const std::string v4 = normal(R"("rope_theta":5000,"rope_scaling":{"type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,
+      "mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":4096},"torch_dtype":"float32")");
+  const std::string v5 = normal(R"("rope_parameters":{"rope_type":"yarn","rope_theta":5000.0,"factor":40.0,"mscale":1,
+      "mscale_all_dim":1,"original_max_position_embeddings":4096},"dtype":"bfloat16")");
+  EXPECT_EQ(v4, v5);
+  EXPECT_EQ(models::model_on_disk(v5, "x").config_json(formats::Dtype::f32), v5);
+  EXPECT_EQ(normal(R"("rope_theta":5000,"rope_scaling":null)"),
+            normal(R"("rope_parameters":{"rope_type":"default","rope_theta":5000})"));
+  EXPECT_NE(normal(R"("rope_theta":5000)"), normal(R"("rope_theta":5001)"));
+  for (const char* bad : {R"("rope_parameters":{"rope_type":"longrope"})", R"("hidden_act":"gelu")",
+                          R"("attention_bias2":0,"scoring_func":"softmax")"})
+    EXPECT_THROW(normal(bad), Error) << bad;
+}
+
+}  // namespace
+}  // namespace moesh::checkpoint

@@ -1,0 +1,297 @@
+// Runs that are saved, cut off and gone on with.
+#include <sys/fsuid.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <random>
+
+#include "moesh/base/log.h"
+#include "moesh/checkpoint/inspect.h"
+#include "tests/checkpoint/support.h"
+#include "tests/support.h"
+
+namespace moesh {
+namespace {
+
+using std::filesystem::path;
+
+path step(const path& folder, std::int64_t n) { return folder / checkpoint::step_name(n); }
+
+struct Case {
+  std::string mesh;
+  train::Args options;
+};
+
+// The run that was never stopped, and the one that goes on from its fourth step: 20 further losses, and every file at the end.
+void expect_bit_identical_resume(const Case& c) {
+  SCOPED_TRACE(c.mesh);
+  const TemporaryFolder folder;
+  train::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0", "--optimizer.lr=1e-2",
+                      "--moe.load_balance_coeff=0.01"};
+  options.insert(options.end(), c.options.begin(), c.options.end());
+  const auto whole = run(folder.path() / "whole", c.mesh, options);
+  ASSERT_EQ(whole.losses.size(), 24u);
+  EXPECT_LT(whole.losses.back(), whole.losses.front());
+  std::filesystem::create_directories(folder.path() / "resumed");
+  std::filesystem::copy(step(folder.path() / "whole", 4), step(folder.path() / "resumed", 4),
+                        std::filesystem::copy_options::recursive);
+  const auto resumed = run(folder.path() / "resumed", c.mesh, options);
+  EXPECT_EQ(resumed.first_step, 4);
+  EXPECT_EQ(resumed.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
+  for (const auto n : {8, 24}) expect_same_contents(step(folder.path() / "whole", n), step(folder.path() / "resumed", n));
+}
+
+TEST(Resume, GivesTheSameBitsOnEveryMesh) {
+  expect_bit_identical_resume({"dp_shard=2,tp=2,ep=2", {}});
+  expect_bit_identical_resume(
+      {"dp_replicate=2,cp=2,ep=2", {"--dtype=bfloat16", "--checkpoint.export_dtype=bfloat16", "--checkpoint.async"}});
+  expect_bit_identical_resume(
+      {"dp_shard=2,cp=2,tp=2,ep=2,etp=2", {"--dtype=float64", "--optimizer.name=sgd", "--optimizer.lr=0.05"}});
+}
+
+TEST(Resume, DataGoesOnWhereItWasWithAnotherBatch) {
+  const TemporaryFolder folder;
+  run(folder.path() / "c", "dp_shard=2", {"--steps=3", "--data.batch_size=2"});
+  run(folder.path() / "c", "dp_shard=2", {"--steps=5", "--data.batch_size=3"});
+  EXPECT_EQ(formats::read_manifest(step(folder.path() / "c", 5).string()).data_position, 3 * 4 + 2 * 6);
+}
+
+TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
+  // Twelve pairs: every axis changes its size in some of them.
+  const std::vector<std::pair<std::string, std::string>> pairs{
+      {"tp=1", "dp_shard=8,ep=8"},
+      {"tp=1", "tp=2,etp=2"},
+      {"dp_shard=2,tp=2,ep=2", "tp=4,ep=4"},
+      {"dp_shard=2,tp=2,ep=4", "dp_replicate=2,tp=2,ep=2"},
+      {"dp_shard=3", "tp=2,ep=2"},
+      {"dp_shard=2,cp=2,tp=2,ep=2,etp=2", "dp_shard=3"},
+      {"cp=2,tp=2,ep=2", "cp=4,ep=1"},
+      {"tp=4,etp=4", "tp=4,ep=4"},
+      {"dp_replicate=2,dp_shard=2", "dp_shard=4,ep=2,etp=2"},
+      {"dp_replicate=2,cp=2,tp=2,ep=4", "dp_shard=2,cp=3,ep=2"},
+      {"dp_shard=8", "tp=8,ep=4,etp=2"},
+      {"dp_shard=5", "dp_replicate=3,tp=2,ep=2"},
+  };
+  const TemporaryFolder folder;
+  run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", {"--steps=2", "--optimizer.lr=1e-2"});
+  int number = 0;
+  for (const auto& [a, b] : pairs) {
+    SCOPED_TRACE(a + " and " + b);
+    const path here = folder.path() / std::to_string(number++);
+    pass_on(folder.path() / "start", here / "a", a);
+    pass_on(here / "a", here / "b", b);
+    pass_on(here / "b", here / "back", a);
+    for (const char* other : {"a", "b", "back"}) expect_same_contents(step(folder.path() / "start", 2), step(here / other, 2));
+  }
+}
+
+TEST(Shards, SmallFilesHoldTheSameTensors) {
+  const TemporaryFolder folder;
+  run(folder.path() / "start", "tp=2,ep=2", {"--steps=1"});
+  pass_on(folder.path() / "start", folder.path() / "small", "dp_shard=2", {"--checkpoint.max_shard_size=20000"});
+  EXPECT_GT(contents(step(folder.path() / "small", 1)).size(), 10u);
+  pass_on(folder.path() / "small", folder.path() / "back", "dp_shard=4,ep=2");
+  expect_same_contents(step(folder.path() / "start", 1), step(folder.path() / "back", 1));
+}
+
+TEST(Keep, OnlyTheLatestStay) {
+  const TemporaryFolder folder;
+  run(folder.path() / "c", "tp=2", {"--steps=7", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"});
+  EXPECT_EQ(checkpoint::saved_steps(folder.path() / "c"), (std::vector<std::int64_t>{6, 7}));
+}
+
+void flip(const path& file, std::uint64_t at, int bit) {
+  std::fstream f(file, std::ios::in | std::ios::out | std::ios::binary);
+  f.seekg(static_cast<std::streamoff>(at));
+  const char byte = static_cast<char>(f.get() ^ (1 << bit));
+  f.seekp(static_cast<std::streamoff>(at));
+  f.put(byte);
+}
+
+TEST(Damage, AnyFlippedBitAndAnyTruncationIsFound) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  run(runs, "tp=2,ep=2", {"--steps=1", "--checkpoint.max_shard_size=100000"});
+  const path saved = step(runs, 1);
+  std::vector<path> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(saved))
+    if (entry.is_regular_file()) files.push_back(entry.path());
+  ASSERT_TRUE(checkpoint::find_damage(saved).empty());
+  pass_on(runs, folder.path() / "fine", "tp=1");
+  std::mt19937_64 random(7);
+  for (int i = 0; i < 400; ++i) {
+    const path& file = files[random() % files.size()];
+    const auto size = std::filesystem::file_size(file);
+    const auto at = random() % size;
+    const int bit = static_cast<int>(random() % 8);
+    const bool truncates = i % 4 == 0;
+    SCOPED_TRACE(detail::concat(file.string(), " byte ", at, truncates ? " is the end" : " is flipped"));
+    const std::string before = truncates ? bytes_of(file) : "";
+    if (truncates)
+      std::filesystem::resize_file(file, at);
+    else
+      flip(file, at, bit);
+    const auto damage = checkpoint::find_damage(saved);
+    ASSERT_EQ(damage.size(), 1u);
+    EXPECT_NE(damage[0].find(file.filename().string()), std::string::npos) << damage[0];
+    // run.toml is for people: loading does not read it.
+    if (i % 4 < 2 && file.filename() != "run.toml") EXPECT_THROW(pass_on(runs, folder.path() / "nowhere", "tp=1"), Error);
+    if (truncates)
+      std::ofstream(file, std::ios::binary) << before;
+    else
+      flip(file, at, bit);
+  }
+  EXPECT_TRUE(checkpoint::find_damage(saved).empty());
+  EXPECT_FALSE(std::filesystem::exists(folder.path() / "nowhere"));
+}
+
+std::vector<std::string> lines;  // of the log
+std::mutex lines_mutex;
+void keep_line(LogLevel, const std::string& line) {
+  const std::lock_guard lock(lines_mutex);
+  lines.push_back(line);
+  // A disk that is full until someone has noticed.
+  if (line.find("was not saved") != std::string::npos) {
+    rlimit limit{RLIM_INFINITY, RLIM_INFINITY};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+}
+struct KeepLines {
+  KeepLines() { lines.clear(), set_log_sink(keep_line); }
+  ~KeepLines() { set_log_sink(nullptr); }
+};
+std::string all_lines() {
+  std::string text;
+  for (const auto& l : lines) text += l + "\n";
+  return text;
+}
+
+TEST(Damage, TrainingSaysSoAndTakesTheOneBefore) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  const train::Args options{"--steps=8", "--checkpoint.interval=2"};
+  const auto whole = run(runs, "tp=2,ep=2", options);
+  const auto end = contents(step(runs, 8));
+  flip(step(runs, 8) / "model-00001-of-00001.safetensors", 50'000, 3);
+  std::filesystem::remove(step(runs, 6) / "moesh.json");
+  const KeepLines keep;
+  const auto again = run(runs, "tp=2,ep=2", options);
+  EXPECT_EQ(again.first_step, 4);
+  EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
+  expect_parts(all_lines(), {"step-00000008 is not whole", "model-00001-of-00001.safetensors", "step-00000006 is not whole",
+                             "going on from " + step(runs, 4).string()});
+  EXPECT_TRUE(checkpoint::find_damage(step(runs, 8)).empty());
+  EXPECT_EQ(contents(step(runs, 8)), end);
+
+  for (const auto n : checkpoint::saved_steps(runs)) std::filesystem::remove(step(runs, n) / "config.json");
+  expect_parts(error_of([&] { run(runs, "tp=2,ep=2", options); }, ErrorKind::data),
+               {"no checkpoint in", "config.json", "checkpoint.resume=false"});
+}
+
+// Files may not be larger than this: the nearest thing to a full disk that needs no disk.
+struct SmallDisk {
+  explicit SmallDisk(rlim_t bytes) {
+    getrlimit(RLIMIT_FSIZE, &before);
+    std::signal(SIGXFSZ, SIG_IGN);
+    rlimit limit{bytes, before.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~SmallDisk() { setrlimit(RLIMIT_FSIZE, &before); }
+  rlimit before;
+};
+
+TEST(FullDisk, IsAClearErrorAndTheOldCheckpointIsIntact) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  run(runs, "tp=2,ep=2", {"--steps=2"});
+  const auto before = contents(step(runs, 2));
+  {
+    const SmallDisk disk(100'000);
+    expect_parts(error_of([&] { run(runs, "tp=2,ep=2", {"--steps=4"}); }, ErrorKind::data),
+                 {"cannot reserve room for", "model-00001-of-00001.safetensors", "checkpoint.folder", "(rank 0)"});
+  }
+  EXPECT_EQ(checkpoint::saved_steps(runs), std::vector<std::int64_t>{2});
+  EXPECT_EQ(contents(step(runs, 2)), before);
+  EXPECT_TRUE(checkpoint::find_damage(step(runs, 2)).empty());
+  for (const auto& entry : std::filesystem::directory_iterator(runs)) EXPECT_EQ(entry.path().filename(), "step-00000002");
+  EXPECT_EQ(run(runs, "tp=2,ep=2", {"--steps=4"}).first_step, 2);
+}
+
+TEST(FullDisk, TrainingGoesOnWhereSavingIsAsynchronous) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  const KeepLines keep;
+  {
+    const SmallDisk disk(100'000);
+    const auto summary = run(runs, "tp=2,ep=2", {"--steps=6", "--checkpoint.interval=2", "--checkpoint.async"});
+    EXPECT_EQ(summary.num_steps, 6);
+  }
+  expect_parts(all_lines(), {"step 2 was not saved: cannot reserve room for", "training goes on"});
+  EXPECT_EQ(checkpoint::saved_steps(runs).back(), 6);
+  EXPECT_TRUE(checkpoint::find_damage(step(runs, 6)).empty());
+}
+
+TEST(ReadOnlyFolder, IsAClearError) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  run(runs, "tp=1", {"--steps=1"});
+  const auto before = contents(step(runs, 1));
+  std::filesystem::permissions(runs, std::filesystem::perms(0555));
+  const auto l = run_config(runs, "tp=2");
+  const auto text = error_of(
+      [&] {
+        comm::launch(2, [&](comm::Group& world) {
+          setfsuid(65534);  // of this thread alone: the superuser may write anywhere
+          checkpoint::Snapshot s;
+          s.sets.emplace_back();
+          checkpoint::save(s, {.folder = runs}, world);
+        });
+      },
+      ErrorKind::data);
+  std::filesystem::permissions(runs, std::filesystem::perms(0755));
+  expect_parts(text, {"cannot create", "Permission denied", "checkpoint.folder", "(rank 0)"});
+  EXPECT_EQ(contents(step(runs, 1)), before);
+}
+
+TEST(AnotherModel, IsNamedLineByLine) {
+  const TemporaryFolder folder;
+  run(folder.path() / "c", "tp=1", {"--steps=1"});
+  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--model.moe_ffn=32"}); }, ErrorKind::config),
+               {"\"moe_intermediate_size\": 24", "\"moe_intermediate_size\": 32", "[model]"});
+}
+
+TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
+  const TemporaryFolder folder;
+  run(folder.path() / "c", "tp=2,ep=2", {"--steps=3"});
+  const auto from = step(folder.path() / "c", 3);
+  const train::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(), "--training.seed=5"};
+  const auto summary = run(folder.path() / "d", "dp_shard=2", options);
+  const auto fresh = run(folder.path() / "e", "dp_shard=2", {"--steps=1", "--training.seed=5"});
+  EXPECT_EQ(summary.first_step, 0);
+  EXPECT_NE(summary.losses, fresh.losses);
+  // A folder of others has no manifest.
+  std::filesystem::remove(from / "moesh.json");
+  EXPECT_EQ(run(folder.path() / "f", "dp_shard=2", options).losses, summary.losses);
+  // One tensor is called something else: both names are in the message.
+  const path file = from / "model-00001-of-00001.safetensors", index = from / "model.safetensors.index.json";
+  for (const path& p : {file, index}) {
+    std::string bytes = bytes_of(p);
+    for (auto at = bytes.find("layers.1.mlp.experts.3.up_proj"); at != std::string::npos;
+         at = bytes.find("layers.1.mlp.experts.3.up_proj", at))
+      bytes[at + 21] = '9';
+    std::ofstream(p, std::ios::binary) << bytes;
+  }
+  expect_parts(error_of([&] { run(folder.path() / "g", "dp_shard=2", options); }, ErrorKind::data),
+               {"1 missing: model.layers.1.mlp.experts.3.up_proj.weight", "1 unexpected: model.layers.1.mlp.experts.9.up_proj"});
+}
+
+TEST(Signals, ATimeLimitSavesTheStepInWhichItEnds) {
+  const TemporaryFolder folder;
+  const auto summary = run(folder.path() / "c", "tp=2", {"--steps=1000000", "--max-minutes=1e-9"});
+  EXPECT_TRUE(summary.interrupted);
+  EXPECT_EQ(summary.num_steps, 1);
+  EXPECT_EQ(checkpoint::saved_steps(folder.path() / "c"), std::vector<std::int64_t>{1});
+}
+
+}  // namespace
+}  // namespace moesh

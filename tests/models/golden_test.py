@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Every model against transformers: golden_test.py MOESH RECORD_GOLDEN.PY [SEED].
+
+Random tiny checkpoints, made afresh from a seed that is printed, in variants of each model: loss, logits and the gradient of every parameter
+must agree on one rank and on meshes of every kind. And transformers computes the same from what moesh has trained.
+"""
+
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+import torch  # noqa: E402
+from transformers import (AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Llama4TextConfig, MixtralConfig,  # noqa: E402
+                          Qwen3MoeConfig, utils)
+
+utils.logging.disable_progress_bar()
+
+MESHES = ["tp=1", "tp=2", "tp=2,ep=2", "tp=4,ep=2,etp=2", "cp=2", "dp_shard=2,ep=2"]
+COMMON = dict(vocab_size=96, hidden_size=32, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=64,
+              pad_token_id=None, bos_token_id=None, eos_token_id=None)
+YARN = dict(rope_type="yarn", rope_theta=5000.0, factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=16)
+
+
+def deepseek(**options):
+    return DeepseekV3Config(**{**COMMON, **dict(
+        num_key_value_heads=8, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3, n_shared_experts=1, n_routed_experts=8,
+        kv_lora_rank=16, qk_rope_head_dim=4, v_head_dim=8, qk_nope_head_dim=8, num_experts_per_tok=2, first_k_dense_replace=1), **options})
+
+
+def qwen3(**options):
+    return Qwen3MoeConfig(**{**COMMON, **dict(intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=3, num_experts=8,
+                                              num_experts_per_tok=2, head_dim=8), **options})
+
+
+def mixtral(**options):
+    return MixtralConfig(**{**COMMON, **dict(intermediate_size=24, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2),
+                            **options})
+
+
+def llama4(**options):
+    return Llama4TextConfig(**{**COMMON, **dict(intermediate_size=24, intermediate_size_mlp=48, num_hidden_layers=4, num_local_experts=8,
+                                                head_dim=8, attention_chunk_size=5, floor_scale=4, interleave_moe_layer_step=2),
+                               **options})
+
+
+def gpt_oss(**options):
+    return GptOssConfig(**{**COMMON, **dict(intermediate_size=24, num_hidden_layers=3, num_local_experts=8, num_experts_per_tok=2, head_dim=8,
+                                            sliding_window=4), **options})
+
+
+VARIANTS = {
+    "deepseek_v3 grouped yarn": deepseek(n_group=2, topk_group=1, q_lora_rank=12,
+                                         rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}),
+    "deepseek_v3 tied full_q": deepseek(n_group=1, topk_group=1, q_lora_rank=None, tie_word_embeddings=True, norm_topk_prob=False),
+    "qwen3_moe mlp_only": qwen3(mlp_only_layers=[0], norm_topk_prob=True, rope_parameters=YARN),
+    "qwen3_moe tied sparse_step window": qwen3(decoder_sparse_step=2, num_hidden_layers=4, tie_word_embeddings=True,
+                                               use_sliding_window=True, sliding_window=4, attention_bias=True),
+    "mixtral": mixtral(),
+    "mixtral window tied": mixtral(sliding_window=3, num_experts_per_tok=3, num_key_value_heads=8, tie_word_embeddings=True),
+    "llama4 interleaved": llama4(),
+    "llama4 lists two experts": llama4(moe_layers=[0, 2], no_rope_layers=[1, 0, 1, 0], use_qk_norm=False, num_experts_per_tok=2,
+                                       attn_temperature_tuning=False, attention_chunk_size=3, rope_parameters=dict(
+                                           rope_type="llama3", rope_theta=500.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                                           original_max_position_embeddings=16)),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss plain_rope tied": gpt_oss(num_hidden_layers=2, sliding_window=5, tie_word_embeddings=True, attention_bias=False,
+                                       num_experts_per_tok=3, rope_parameters=dict(rope_type="default", rope_theta=1000.0)),
+}
+
+
+def run(*args):
+    done = subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{' '.join(map(str, args))}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def make(config, folder):
+    """Nothing is left at its initial value: a norm of ones or a bias of zeros would hide a mistake."""
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(std=0.2)
+            if "norm" in name:
+                p.add_(1)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.normal_(std=0.1)
+    model.save_pretrained(folder)
+
+
+def goldens_hold(tmp, seed):
+    for number, (name, config) in enumerate(VARIANTS.items()):
+        torch.manual_seed(seed + number)
+        folder, golden = tmp / f"variant{number}", tmp / f"golden{number}.safetensors"
+        make(config, folder)
+        run(sys.executable, RECORD, folder, golden, "--seed", seed + number)
+        for mesh in MESHES:
+            out = run(MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}", "--mesh", mesh)
+            assert "holds" in out, out
+        print(f"{name}: {out.splitlines()[-1]}", flush=True)
+
+
+def transformers_computes_what_moesh_trained(tmp):
+    for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss"):
+        at = tmp / model
+        run(MOESH, "train", "--model", f"{model}:tiny", "--steps=10", "--mesh=tp=2,ep=2", "--data.sequence_length=8", "--checkpoint.enable",
+            f"--checkpoint.folder={at}", f"--metrics.folder={at}")
+        run(sys.executable, RECORD, at / "step-00000010", at / "golden.safetensors")
+        run(MOESH, "verify", "--golden", at / "golden.safetensors", f"--checkpoint.initial_load={at / 'step-00000010'}")
+        print(f"{model}: ten steps, and transformers computes the same", flush=True)
+
+
+def wrong_weights_are_found(tmp):
+    """The check can fail: another checkpoint of the same shape does not hold."""
+    make(mixtral(), tmp / "a")
+    make(mixtral(), tmp / "b")
+    run(sys.executable, RECORD, tmp / "a", tmp / "a.safetensors")
+    done = subprocess.run([MOESH, "verify", "--golden", tmp / "a.safetensors", f"--checkpoint.initial_load={tmp / 'b'}"],
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and "logits" in done.stdout, done.stdout + done.stderr
+
+
+def main():
+    seed = int(sys.argv[3]) if len(sys.argv) > 3 else random.randrange(10**6)
+    print(f"seed {seed}", flush=True)
+    torch.set_num_threads(1)
+    for case in (lambda t: goldens_hold(t, seed), transformers_computes_what_moesh_trained, wrong_weights_are_found):
+        with tempfile.TemporaryDirectory() as tmp:
+            case(pathlib.Path(tmp))
+
+
+if __name__ == "__main__":
+    MOESH, RECORD = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
+    main()
