@@ -23,7 +23,7 @@ class DryRank {
               }),
         scope_(mesh_),
         model_(models::make_model(setup.config, options(config))),
-        optimizer_(make_optimizer(*model_, config)) {}
+        optimizer_(make_optimizer(*model_, config.optimizer)) {}
 
   StateMemory state() const {
     StateMemory s;

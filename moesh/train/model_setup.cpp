@@ -27,10 +27,9 @@ std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config&
   return models::make_model(setup.config, model_options(config));
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& o) {
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
-  const auto& o = config.optimizer;
   if (o.name == "sgd")
     return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
   return std::make_unique<optim::AdamW>(

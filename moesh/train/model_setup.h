@@ -25,10 +25,9 @@ ModelSetup model_setup(Config& config);
 /// On the current mesh.
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
 
-models::ModelOptions model_options(const Config& config);
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& options);
 
-/// For all parameters of the model, which must outlive it.
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
+models::ModelOptions model_options(const Config& config);
 
 StepOptions step_options(const Config& config);
 

@@ -38,7 +38,7 @@ Real run(const Loaded& l) {
         const Mesh mesh(world, mesh_shape(l.config));
         const MeshScope scope(mesh);
         const auto model = make_model(l.model, l.config);
-        const auto optimizer = make_optimizer(*model, l.config);
+        const auto optimizer = make_optimizer(*model, l.config.optimizer);
         const at::Tensor ids = at::arange(l.config.data.batch_size * l.config.data.sequence_length, at::kLong)
                                    .remainder(l.model.facts().vocab_size)
                                    .reshape({l.config.data.batch_size, l.config.data.sequence_length});
