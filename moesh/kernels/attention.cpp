@@ -2,6 +2,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/cpu/cpu.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 namespace {
@@ -31,10 +32,11 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
 
 }  // namespace
 
-bool has_attention(at::Device device) { return device.is_cpu(); }
+bool has_attention(at::Device device) { return (device.is_meta() ? meta::modelled_device() : device.type()) == at::kCPU; }
 
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input) {
   check(config, input);
+  if (input.q_BLhd.is_meta()) return meta::attention_forward(input);
   return cpu::attention_forward(config, input);
 }
 
@@ -46,6 +48,7 @@ AttentionGradients attention_backward(const AttentionConfig& config, const Atten
                   lse_BhL.is_contiguous(),
               ErrorKind::internal, "attention: dy is ", dy_BLhv.sizes(), " of ", dy_BLhv.scalar_type(), ", for queries ",
               input.q_BLhd.sizes(), " of ", input.q_BLhd.scalar_type());
+  if (input.q_BLhd.is_meta()) return meta::attention_backward(input);
   return cpu::attention_backward(config, input, lse_BhL, dy_BLhv);
 }
 

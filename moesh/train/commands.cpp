@@ -26,6 +26,11 @@ const char* kUsage =
     "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
     "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
     "                   --all            print every tensor, not only those that differ\n"
+    "  estimate       parameters, memory of a rank and bytes that it sends in a step, without running it; takes train's options\n"
+    "                   --search N       the best meshes of N ranks that fit, those that send the fewest bytes a token first;\n"
+    "                                    degrees that are set stay as they are\n"
+    "                   --memory SIZE    what a rank has, as in 80GiB\n"
+    "                   --json FILE      the result as JSON\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
     "                   --layout per_expert|stacked   how routed experts are laid out\n"
@@ -105,6 +110,7 @@ int run_command(const Args& all) {
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;
   if (all[0] == "compare") return run_compare(rest);
+  if (all[0] == "estimate") return run_estimate(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -115,8 +121,9 @@ int run_command(const Args& all) {
     std::printf("%s", print_config(l.config, l.model.keys()).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config, "there is no command '" + all[0] +
-                                     "'; the commands are train, verify, compare, demo, convert, inspect, print-config and help");
+  throw Error(ErrorKind::config,
+              "there is no command '" + all[0] +
+                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train

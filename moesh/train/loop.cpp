@@ -184,11 +184,7 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   const auto model = make_model(setup, config);
   const auto optimizer = make_optimizer(*model, config.optimizer);
   const auto schedule = make_schedule(config);
-  StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
-  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
-                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
-                     .reshard = config.parallelism.fsdp_reshard_after_forward};
+  const StepOptions options = step_options(config);
   Checkpointer checkpointer(config, setup, world, *model, *optimizer);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;

@@ -36,4 +36,13 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Opt
       params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
 }
 
+StepOptions step_options(const Config& config) {
+  StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
+  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
+                     .recompute = config.activation_checkpoint.mode == "full",
+                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
+                     .reshard = config.parallelism.fsdp_reshard_after_forward};
+  return options;
+}
+
 }  // namespace moesh::train
