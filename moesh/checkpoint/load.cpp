@@ -134,19 +134,23 @@ const BlockFile::Block& BlockFile::block(std::uint64_t number) {
   return blocks_.emplace_back(std::move(fresh));
 }
 
+void BlockFile::read(std::uint64_t offset, std::span<std::byte> to) {
+  while (!to.empty()) {
+    const Block& from = block(offset / formats::kBlockBytes);
+    const std::uint64_t skipped = offset % formats::kBlockBytes;
+    const auto count = std::min<std::size_t>(to.size(), from.bytes.size() - skipped);
+    std::memcpy(to.data(), from.bytes.data() + skipped, count);
+    to = to.subspan(count);
+    offset += count;
+  }
+}
+
 const std::byte* BlockFile::bytes(std::uint64_t offset, std::size_t count, std::size_t alignment,
                                   std::vector<std::byte>& buffer) {
   if (offset % formats::kBlockBytes + count <= formats::kBlockBytes && offset % alignment == 0)
     return block(offset / formats::kBlockBytes).bytes.data() + offset % formats::kBlockBytes;
   buffer.resize(count);
-  for (std::span<std::byte> to = buffer; !to.empty();) {
-    const Block& from = block(offset / formats::kBlockBytes);
-    const std::uint64_t skipped = offset % formats::kBlockBytes;
-    const auto part = std::min<std::size_t>(to.size(), from.bytes.size() - skipped);
-    std::memcpy(to.data(), from.bytes.data() + skipped, part);
-    to = to.subspan(part);
-    offset += part;
-  }
+  read(offset, buffer);
   return buffer.data();
 }
 

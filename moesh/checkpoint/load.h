@@ -22,7 +22,8 @@ class BlockFile {
   BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected);
 
   const formats::SafetensorsFile& file() const { return file_; }
-  /// Bytes of the file, where they are in memory, or, if they lie in two blocks or not at a multiple of `alignment`, in `buffer`.
+  void read(std::uint64_t offset, std::span<std::byte> to);
+  /// The same where they are in memory, or, if they lie in two blocks or not at a multiple of `alignment`, in `buffer`.
   /// They stay until the next call.
   const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment, std::vector<std::byte>& buffer);
 
