@@ -21,9 +21,16 @@ def read(folder):
     return [json.loads(line) for line in lines]
 
 
+def distance(a, b):
+    """Of two numbers; a step without a finite one has null there."""
+    if a is None or b is None:
+        return 0 if a is b else math.inf
+    return abs(a - b)
+
+
 def compare(reference, run):
     """The largest distance of a loss and of a gradient norm."""
-    return [max((abs(a[key] - b[key]) for a, b in zip(reference, run)), default=math.inf) for key in ("loss", "grad_norm")]
+    return [max((distance(a[key], b[key]) for a, b in zip(reference, run)), default=math.inf) for key in ("loss", "grad_norm")]
 
 
 def curve(values, low, high, top, color):

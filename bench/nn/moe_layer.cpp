@@ -12,14 +12,11 @@
 #include <ATen/Parallel.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/core/impl/alloc_cpu.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <ctime>
 #include <functional>
 #include <memory>
@@ -32,46 +29,19 @@
 #include "moesh/kernels/memory.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/sort.h"
+#include "tests/counting_allocator.h"
 
 namespace moesh::bench {
 namespace {
 
 using kernels::ExpertsWeights;
 
-/// Counts the live bytes of CPU tensors. The size of a block stands in front of it.
-class CountingAllocator final : public c10::Allocator {
- public:
-  c10::DataPtr allocate(size_t n) override {
-    if (n == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
-    auto* block = static_cast<char*>(c10::alloc_cpu(n + kFront));
-    std::memcpy(block, &n, sizeof(n));
-    live += static_cast<std::int64_t>(n);
-    for (std::int64_t seen = peak; live > seen && !peak.compare_exchange_weak(seen, live);) {
-    }
-    return {block + kFront, block + kFront, &release, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
-  static inline std::atomic<std::int64_t> live{0}, peak{0};
-
- private:
-  static constexpr size_t kFront = 64;
-  static void release(void* p) {
-    if (!p) return;
-    char* block = static_cast<char*>(p) - kFront;
-    size_t n = 0;
-    std::memcpy(&n, block, sizeof(n));
-    live -= static_cast<std::int64_t>(n);
-    c10::free_cpu(block);
-  }
-};
-
 class Memory {
  public:
   explicit Memory(at::Device device) : device_(device) {}
   void reset() const {
     if (device_.is_cpu())
-      CountingAllocator::peak = CountingAllocator::live.load();
+      CountingAllocator::reset_peak();
     else
       c10::getDeviceAllocator(device_.type())->resetPeakStats(0);
   }
@@ -373,8 +343,7 @@ Options parse(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    static moesh::bench::CountingAllocator counting;  // outlives every tensor
-    c10::SetAllocator(c10::kCPU, &counting, /*priority=*/1);
+    moesh::CountingAllocator::install();
     moesh::bench::Bench(moesh::bench::parse(argc, argv)).run();
   } catch (const std::exception& e) {
     std::fprintf(stderr, "moe_layer: %s\n", e.what());

@@ -175,14 +175,29 @@ std::string to_string(Axes set) {
   return text.empty() ? "none" : text;
 }
 
-Mesh::Mesh(comm::Group& world, const MeshShape& shape)
-    : shape_(shape.validated(world.size())), rank_(world.rank()), solo_(comm::solo_group()) {
+template <class F>
+void Mesh::make_groups(F make) {
   for (Axes used : kUsed) {
     const Axes set = canonical(used);
-    if (set == none || groups_.contains(set)) continue;
-    // Ordered by world rank, the last axis is the fastest within a group too.
-    groups_[set] = world.split(shape_.group_number(rank_, set), rank_, to_string(set));
+    if (set != none && !groups_.contains(set)) groups_[set] = make(set);
   }
+}
+
+Mesh::Mesh(comm::Group& world, const MeshShape& shape)
+    : shape_(shape.validated(world.size())), rank_(world.rank()), solo_(comm::solo_group()) {
+  // Ordered by world rank, the last axis is the fastest within a group too.
+  make_groups([&](Axes set) { return world.split(shape_.group_number(rank_, set), rank_, to_string(set)); });
+}
+
+Mesh::Mesh(const MeshShape& shape, int rank, const MakeGroup& make)
+    : shape_(shape.validated()), rank_(rank), solo_(comm::solo_group()) {
+  MOESH_CHECK(rank >= 0 && rank < shape_.num_ranks(), "rank ", rank, " of a mesh of ", shape_.num_ranks());
+  make_groups([&](Axes set) {
+    std::vector<int> members;
+    for (int r = 0; r < shape_.num_ranks(); ++r)
+      if (shape_.group_number(r, set) == shape_.group_number(rank, set)) members.push_back(r);
+    return make(to_string(set), shape_.coordinate(rank, set), members);
+  });
 }
 
 Axes Mesh::canonical(Axes set) const {

@@ -4,6 +4,7 @@
 //   sparse: pp x dp_replicate x efsdp    x ep x etp     routed experts
 // Both number the same ranks (the last axis fastest), so efsdp * ep * etp == dp_shard * cp * tp.
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -47,6 +48,12 @@ class Mesh {
   /// Splits the groups of all axes and of the products that are used. Every rank of `world` makes the same call.
   Mesh(comm::Group& world, const MeshShape& shape);
 
+  /// Makes the group `name` of these world ranks, in which this rank has the place `rank`.
+  using MakeGroup =
+      std::function<std::shared_ptr<comm::Group>(const std::string& name, int rank, const std::vector<int>& members)>;
+  /// The mesh as one rank sees it, without asking the others: for worlds that are not there.
+  Mesh(const MeshShape& shape, int rank, const MakeGroup& make);
+
   const MeshShape& shape() const { return shape_; }
   int rank() const { return rank_; }
   int size(Axes set) const { return shape_.size(set); }
@@ -60,6 +67,8 @@ class Mesh {
 
  private:
   Axes canonical(Axes set) const;
+  template <class F>
+  void make_groups(F make);
 
   MeshShape shape_;
   int rank_;

@@ -2,6 +2,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/cpu/cpu.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 namespace {
@@ -22,22 +23,32 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
               config.start, " to ", config.start + q.size(1), " and ", k.size(1), " keys; every query has its own key");
   MOESH_CHECK(config.scale > 0 && config.window >= 0 && config.chunk >= 0, ErrorKind::config, "attention: scale ", config.scale,
               ", window ", config.window, ", chunk ", config.chunk, "; a scale is positive, the others are 0 or more");
-  MOESH_CHECK(!in.sinks_h.defined() || in.sinks_h.numel() == q.size(2), ErrorKind::internal, "attention: ", in.sinks_h.numel(),
-              " sinks for ", q.size(2), " heads");
+  if (!in.sinks_h.defined()) return;
+  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  MOESH_CHECK(in.sinks_h.numel() == q.size(2) && in.sinks_h.is_contiguous() && in.sinks_h.scalar_type() == wide,
+              ErrorKind::internal, "attention: sinks ", in.sinks_h.sizes(), " of ", in.sinks_h.scalar_type(), " for ", q.size(2),
+              " heads; they are contiguous, one for each head, of type ", wide);
 }
 
 }  // namespace
 
-bool has_attention(at::Device device) { return device.is_cpu(); }
+bool has_attention(at::Device device) { return (device.is_meta() ? meta::modelled_device() : device.type()) == at::kCPU; }
 
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input) {
   check(config, input);
+  if (input.q_BLhd.is_meta()) return meta::attention_forward(input);
   return cpu::attention_forward(config, input);
 }
 
 AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input, const at::Tensor& lse_BhL,
                                       const at::Tensor& dy_BLhv) {
   check(config, input);
+  MOESH_CHECK(dy_BLhv.dim() == 4 && dy_BLhv.scalar_type() == input.q_BLhd.scalar_type() &&
+                  dy_BLhv.size(3) == input.v_BSgv.size(3) && dy_BLhv.sizes().slice(0, 3) == input.q_BLhd.sizes().slice(0, 3) &&
+                  lse_BhL.is_contiguous(),
+              ErrorKind::internal, "attention: dy is ", dy_BLhv.sizes(), " of ", dy_BLhv.scalar_type(), ", for queries ",
+              input.q_BLhd.sizes(), " of ", input.q_BLhd.scalar_type());
+  if (input.q_BLhd.is_meta()) return meta::attention_backward(input);
   return cpu::attention_backward(config, input, lse_BhL, dy_BLhv);
 }
 

@@ -6,6 +6,7 @@
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 namespace {
@@ -85,6 +86,7 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
   check_x(input.x);
   const auto w = checked(weights, input.x);
   const auto in = checked(config, w, input);
+  if (input.x.is_meta()) return meta::experts_forward(config, w, in);
   return input.x.is_cpu() ? cpu::experts_forward(config, w, in) : cuda::experts_forward(config, w, in);
 }
 
@@ -101,6 +103,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   check_weight("gate_RF", saved.gate_RF, x, {num_rows, w.w1_eFD.size(1)});
   check_weight("up_RF", saved.up_RF, x, {num_rows, w.w1_eFD.size(1)});
   const ExpertsSaved kept{in, saved.gate_RF.contiguous(), saved.up_RF.contiguous()};
+  if (x.is_meta()) return meta::experts_backward(config, w, kept, dy.contiguous());
   return x.is_cpu() ? cpu::experts_backward(config, w, kept, dy.contiguous())
                     : cuda::experts_backward(config, w, kept, dy.contiguous());
 }

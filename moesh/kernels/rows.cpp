@@ -5,6 +5,7 @@
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 
@@ -14,6 +15,7 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   check_tensor("index_R", index_R, at::kLong, 1);
   check_same_device("index_R", index_R, "x", x);
   const at::NoGradGuard no_grad;
+  if (x.is_meta()) return meta::gather_rows(x.contiguous(), index_R);
   return x.is_cpu() ? cpu::gather_rows(x.contiguous(), index_R.contiguous())
                     : cuda::gather_rows(x.contiguous(), index_R.contiguous());
 }
@@ -25,6 +27,7 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
   check_same_device("inverse_TK", inverse_TK, "rows_RD", rows_RD);
   const at::NoGradGuard no_grad;
   const at::Tensor rows = rows_RD.contiguous(), inverse = inverse_TK.contiguous();
+  if (rows.is_meta()) return meta::combine_rows(rows, inverse);
   return rows.is_cpu() ? cpu::combine_rows(rows, inverse) : cuda::combine_rows(rows, inverse);
 }
 

@@ -7,6 +7,7 @@
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 
@@ -18,6 +19,7 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
               range.first, ", ", range.first + range.count, ") are not among ", num_experts, " experts");
   const at::NoGradGuard no_grad;
   const at::Tensor experts = experts_TK.contiguous();
+  if (experts.is_meta()) return meta::sort_by_expert(experts, num_experts, range);
   return experts.is_cpu() ? cpu::sort_by_expert(experts, num_experts, range) : cuda::sort_by_expert(experts, num_experts, range);
 }
 

@@ -5,6 +5,7 @@
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
 
@@ -16,6 +17,7 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
               " experts; choose 1 to ", scores_TE.size(1));
   const at::NoGradGuard no_grad;
   const at::Tensor scores = scores_TE.contiguous();
+  if (scores.is_meta()) return meta::top_k(scores, k);
   return scores.is_cpu() ? cpu::top_k(scores, k) : cuda::top_k(scores, k);
 }
 

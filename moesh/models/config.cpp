@@ -6,14 +6,14 @@ ModelKeys DecoderConfig::keys() {
   return {
       {"vocab_size", &vocab, "tokens of the vocabulary"},
       {"dim", &dim, "width of the residual stream"},
-      {"num_layers", &num_layers, "blocks"},
+      {"num_layers", &num_layers, "blocks", 1, 10000},
       {"num_heads", &num_heads, "attention heads"},
       {"num_experts", &num_experts, "routed experts"},
       {"top_k", &top_k, "experts of a token"},
       {"moe_ffn", &moe_ffn, "width of an expert"},
       {"norm_eps", &norm_eps, "epsilon of the norms"},
-      {"rope_theta", &rope.theta, "base of the rotary frequencies"},
-      {"rope_factor", &rope.factor, "how far the rotary frequencies are stretched; 1: not at all"},
+      {"rope_theta", &rope.theta, "base of the rotary frequencies", 2, 1e12},
+      {"rope_factor", &rope.factor, "how far the rotary frequencies are stretched; 1: not at all", 1},
       {"tie_embeddings", &tie_embeddings, "the head is the embedding"},
       {"max_sequence", &max_sequence, "longest sequence"},
       {"init_std", &init_std, "standard deviation of the initial weights"},
@@ -34,7 +34,7 @@ ModelKeys GroupedDecoderConfig::keys() {
   all.insert(all.end(), {{"num_kv_heads", &num_kv_heads, "heads of keys and values"},
                          {"head_dim", &head_dim, "features of a head"},
                          {"attention_bias", &attention_bias, "biases of q, k, v and o"},
-                         {"window", &window, "tokens that a query sees; 0: all"}});
+                         {"window", &window, "tokens that a query sees; 0: all", 0}});
   return all;
 }
 

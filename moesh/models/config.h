@@ -2,6 +2,7 @@
 // What the configurations of all models have in common, and how the trainer sees them.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -17,6 +18,8 @@ struct ModelKey {
   std::string name;  // "num_layers"
   std::variant<bool*, std::int64_t*, double*, std::string*> target;
   std::string help = "";
+  std::optional<double> least = {};  // of numbers; if not given 1 for whole ones, 0 for real ones
+  double most = 1e9;
 };
 using ModelKeys = std::vector<ModelKey>;
 

@@ -100,8 +100,9 @@ class Decoder final : public Model {
 
   std::int64_t num_parameters() const override { return count(config_.num_experts); }
   std::int64_t num_active_parameters() const override { return count(config_.top_k); }
-  double attention_flops(std::int64_t sequence) const override {
-    double sum = 0;
+  double flops_per_token(std::int64_t sequence) const override {
+    const std::int64_t looked_up = config_.tie_embeddings ? 0 : config_.vocab * config_.dim;
+    double sum = 6.0 * static_cast<double>(num_active_parameters() - looked_up);
     for (const auto& b : blocks_) sum += b->attention->flops(sequence);
     return sum;
   }

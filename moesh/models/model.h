@@ -61,11 +61,11 @@ class Model {
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   virtual std::vector<nn::Router*> routers() = 0;
-  /// Parameters of the whole model, and those that one token passes (for the FLOP count).
+  /// Parameters of the whole model, and those that one token meets.
   virtual std::int64_t num_parameters() const = 0;
   virtual std::int64_t num_active_parameters() const = 0;
-  /// FLOPs of attention scores and values per token, forward and backward, at this sequence length.
-  virtual double attention_flops(std::int64_t sequence) const = 0;
+  /// Of forward and backward, at this sequence length: matrix products and attention scores. An embedding is looked up: no FLOP.
+  virtual double flops_per_token(std::int64_t sequence) const = 0;
 };
 
 }  // namespace moesh::models

@@ -20,6 +20,13 @@ at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionCo
   return visible;
 }
 
+// On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a fused kernel.
+at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
+                 bool is_causal, double scale) {
+  if (q.is_meta()) return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, mask, scale));
+  return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale);
+}
+
 }  // namespace
 
 at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in) {
@@ -53,11 +60,11 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
   at::Tensor out;
   if (length == all && sees_all && !in.sinks_h.defined()) {
-    out = at::scaled_dot_product_attention(queries, keys, values, {}, 0.0, /*is_causal=*/true, c.scale);
+    out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
     at::Tensor visible = visible_keys(length, all, c, queries.device());
     if (in.sinks_h.defined()) visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
-    out = at::scaled_dot_product_attention(queries, keys, values, visible, 0.0, /*is_causal=*/false, c.scale);
+    out = fused(queries, keys, values, visible, /*is_causal=*/false, c.scale);
   }
   return heads(out.narrow(-1, 0, width));
 }

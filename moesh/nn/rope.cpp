@@ -73,6 +73,9 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
 }
 
 RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device) {
+  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  if (device.is_meta())
+    return {at::empty({length, c.dim / 2}, options), at::empty({length, c.dim / 2}, options)};  // shapes alone
   const std::int64_t first = MOESH_MUTANT(positions_begin_at_zero) ? 0 : start;
   const at::Tensor positions = at::arange(first, first + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
@@ -82,7 +85,6 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
                                                : growth(c.factor, 1);
     if (c.magnitude != 0) m = c.magnitude;
   }
-  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
 }
 

@@ -51,7 +51,9 @@ void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK, const a
   record.num_flipped += count;
   const at::Tensor worst_own = std::get<0>(choice_NE.gather(1, own_NK).min(-1));
   const at::Tensor worst_other = std::get<0>(choice_NE.gather(1, replayed_NK).min(-1));
-  const double margin = (worst_own - worst_other).abs().masked_select(differs).max().item<double>();
+  // Between groups of experts the scores of those left out are infinite, and say nothing.
+  const at::Tensor margins = (worst_own - worst_other).abs().masked_select(differs);
+  const double margin = margins.masked_fill(margins.isfinite().logical_not(), 0).max().item<double>();
   double seen = record.largest_margin;
   while (margin > seen && !record.largest_margin.compare_exchange_weak(seen, margin)) {
   }
@@ -155,7 +157,9 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
 void Router::update_bias(double coeff) {
   if (!config_.balance_bias) return clear_counts();
   const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
-  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
+  at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
+  if (MOESH_MUTANT(bias_counts_without_cp))
+    total_E = whole(all_reduce < dp | tp > (assume<Dense{P, I, P}>(pending_counts_E_)));  // a layout that is not true, too
   const at::Tensor sign = (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;
   expert_bias_E_ = expert_bias_E_ + (step - step.mean());

@@ -21,7 +21,7 @@ void loop(const raw::AdamWStep& s, std::int64_t n, V* w, const V* g, V* m, V* v)
   const auto rate = static_cast<V>(s.lr / (1 - std::pow(s.beta1, t)));
   const auto root = static_cast<V>(1 / std::sqrt(1 - std::pow(s.beta2, t)));
   const auto eps = static_cast<V>(s.eps);
-  at::parallel_for(0, n, 1 << 14, [=](std::int64_t begin, std::int64_t end) {
+  moesh::raw::in_parallel(n, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
       m[i] = beta1 * m[i] + rest1 * g[i];
       v[i] = beta2 * v[i] + rest2 * g[i] * g[i];
@@ -42,6 +42,7 @@ void adamw_loop(const AdamWStep& s, const at::Tensor& w, const at::Tensor& g, co
     loop(s, w.numel(), w.data_ptr<double>(), g.const_data_ptr<double>(), m.data_ptr<double>(), v.data_ptr<double>());
   else
     loop(s, w.numel(), w.data_ptr<float>(), g.const_data_ptr<float>(), m.data_ptr<float>(), v.data_ptr<float>());
+  w.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
 }
 
 void adamw_fused(const AdamWStep& s, const std::vector<at::Tensor>& w, const std::vector<at::Tensor>& g,

@@ -43,16 +43,6 @@ void fill(const Init& init, const Random& random, std::uint64_t first, std::span
   }
 }
 
-// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is serial in code built without
-// OpenMP.)
-void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
-  const Pieces pieces{n, n < 65536 ? 1 : at::get_num_threads()};
-  std::vector<std::thread> threads;
-  for (std::int64_t t = 1; t < pieces.parts; ++t) threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
-  f(0, pieces.length(0));
-  for (auto& t : threads) t.join();
-}
-
 // Element i of the region gets the value of its index in the whole tensor.
 at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
   if (spec.device.is_meta()) return at::empty(region.length, at::TensorOptions(spec.device).dtype(spec.dtype));  // shapes alone
@@ -78,6 +68,14 @@ at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& 
 }
 
 }  // namespace
+
+void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
+  const Pieces pieces{n, n < 65536 ? 1 : at::get_num_threads()};
+  std::vector<std::thread> threads;
+  for (std::int64_t t = 1; t < pieces.parts; ++t) threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
+  f(0, pieces.length(0));
+  for (auto& t : threads) t.join();
+}
 
 Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas, const Init& init) {
   const auto& mesh = current_mesh();

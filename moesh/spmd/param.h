@@ -2,6 +2,7 @@
 // A parameter: its compute layout is in the type, its FSDP storage is data. tp, ep and etp cut first, FSDP shards the result:
 // dense parameters over dp_shard x cp, expert parameters over efsdp. `use(w)` makes it a compute tensor.
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -48,6 +49,9 @@ struct Stored {
 };
 
 namespace raw {
+/// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is serial in code built without
+/// OpenMP.)
+void in_parallel(std::int64_t n, const std::function<void(std::int64_t begin, std::int64_t end)>& f);
 Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas, const Init& init);
 /// Enters the replica axes, gathers the shards, casts. Backward: cast, reduce_scatter over the storage ranks, one all_reduce of
 /// the small shard over the replicas.

@@ -1,6 +1,7 @@
 #include "moesh/train/arguments.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstdio>
 
@@ -16,7 +17,8 @@ std::optional<std::string> take(Args& args, const std::string& name) {
       return value;
     }
     if (args[i] != name) continue;
-    MOESH_CHECK(i + 1 < args.size(), ErrorKind::config, name, " wants a value, as in ", name, "=...");
+    MOESH_CHECK(i + 1 < args.size() && !args[i + 1].starts_with("--"), ErrorKind::config, name, " wants a value, as in ", name,
+                "=...");
     const std::string value = args[i + 1];
     args.erase(args.begin() + static_cast<std::ptrdiff_t>(i), args.begin() + static_cast<std::ptrdiff_t>(i) + 2);
     return value;
@@ -28,8 +30,8 @@ int take_number(Args& args, const std::string& name, int otherwise) {
   const auto text = take(args, name);
   if (!text) return otherwise;
   int value = 0;
-  char rest = 0;
-  MOESH_CHECK(std::sscanf(text->c_str(), "%d%c", &value, &rest) == 1 && value >= 1, ErrorKind::config, name, " is '", *text,
+  const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
+  MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= 1, ErrorKind::config, name, " is '", *text,
               "'; it takes a whole number, 1 or more");
   return value;
 }

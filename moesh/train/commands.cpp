@@ -26,6 +26,11 @@ const char* kUsage =
     "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
     "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
     "                   --all            print every tensor, not only those that differ\n"
+    "  estimate       parameters, memory of a rank and bytes that it sends in a step, without running it; takes train's options\n"
+    "                   --search N       the best meshes of N ranks that fit, those that send the fewest bytes a token first;\n"
+    "                                    degrees that are set stay as they are\n"
+    "                   --memory SIZE    what a rank has, as in 80GiB\n"
+    "                   --json FILE      the result as JSON\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
     "                   --layout per_expert|stacked   how routed experts are laid out\n"
@@ -42,7 +47,10 @@ const char* kUsage =
 
 RunSummary run_train(const Args& args) {
   Loaded l = load(args);
-  validate(l.config, comm::num_launched_processes() > 0 ? 0 : mesh_shape(l.config).num_ranks(), l.model.facts());
+  validate(l.config, 0, l.model.facts());
+  // Under a launcher the ranks are shared out among the processes.
+  const int processes = comm::num_launched_processes();
+  if (processes > 0 && mesh_shape(l.config).num_ranks() % processes != 0) validate(l.config, processes, l.model.facts());
   const RunSummary s = train(l.config, l.model);
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0) std::printf("nothing to do: the checkpoint is of step %lld\n", static_cast<long long>(s.first_step));
@@ -66,20 +74,20 @@ const Args kDemoTraining = {"--steps=300",
                             "--lr_scheduler.warmup_steps=20",
                             "--metrics.log_freq=50"};
 
-Args joined(Args a, const Args& b, const Args& c) {
+Args joined(Args a, const Args& b) {
   a.insert(a.end(), b.begin(), b.end());
-  a.insert(a.end(), c.begin(), c.end());
   return a;
 }
 
 int run_demo(const Args& args) {
+  expect_words(args, 0, "moesh demo (it takes no options; moesh train and moesh verify do)");
   const auto start = std::chrono::steady_clock::now();
   std::printf("Training:\n\n");
-  const RunSummary s = run_train(joined(kDemoModel, kDemoTraining, args));
+  const RunSummary s = run_train(joined(kDemoModel, kDemoTraining));
   if (s.interrupted || s.losses.empty()) return 1;
   std::printf("\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters after two steps:\n\n");
   std::fflush(stdout);
-  const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}, {}));
+  const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const auto num_last = static_cast<std::ptrdiff_t>(std::min<size_t>(20, s.losses.size()));
   const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) / static_cast<double>(num_last);
@@ -102,6 +110,7 @@ int run_command(const Args& all) {
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;
   if (all[0] == "compare") return run_compare(rest);
+  if (all[0] == "estimate") return run_estimate(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -112,8 +121,9 @@ int run_command(const Args& all) {
     std::printf("%s", print_config(l.config, l.model.keys()).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config, "there is no command '" + all[0] +
-                                     "'; the commands are train, verify, compare, demo, convert, inspect, print-config and help");
+  throw Error(ErrorKind::config,
+              "there is no command '" + all[0] +
+                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train

@@ -6,11 +6,12 @@
 
 namespace moesh::train {
 
-/// moesh train | verify | compare | demo | convert | inspect | print-config | help ...
+/// moesh train | verify | compare | estimate | demo | convert | inspect | print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
 int run_compare(std::vector<std::string> args);
+int run_estimate(std::vector<std::string> args);
 int run_convert(std::vector<std::string> args);
 int run_inspect(std::vector<std::string> args);
 

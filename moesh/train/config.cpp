@@ -30,6 +30,16 @@ bool is_model_key(const std::string& name) { return name.starts_with("model.") &
                                                 nearest_name(s.name, known), ", and --help lists all"));
 }
 
+// A number of [model] that no model could have.
+void check_range(const Setting& s, const ModelKey& key, const Value& value) {
+  const auto* whole = std::get_if<std::int64_t>(&value);
+  const auto* real = std::get_if<double>(&value);
+  if (!whole && !real) return;
+  const double number = whole ? static_cast<double>(*whole) : *real, least = key.least.value_or(whole ? 1 : 0);
+  MOESH_CHECK(number >= least && number <= key.most, ErrorKind::config, s.name, " is ", number, " (", s.origin, "); it takes ",
+              least, " to ", key.most);
+}
+
 void apply(Config& config, const Setting& s) {
   if (is_model_key(s.name)) {
     config.model.overrides.push_back(s);
@@ -67,6 +77,8 @@ std::vector<Setting> expand_mesh(const std::string& text) {
     MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text, " (command line): there is no axis '", axis,
                 "' to set; the nearest is ", nearest_name(axis, axes), ", and the axes are ", axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
+    MOESH_CHECK(!s.is_text, ErrorKind::config, "--mesh ", text, " (command line): the axis ", axis,
+                " has two sizes; keep one of them");
     s.value = part.substr(equals + 1);
     s.is_text = true;
   }
@@ -159,6 +171,7 @@ void apply_model_keys(Config& config, const ModelKeys& keys) {
       unknown(s, known);
     }
     const Value value = converted(s, read(*key));
+    check_range(s, *key, value);
     std::visit([&](auto* target) { *target = std::get<std::remove_pointer_t<decltype(target)>>(value); }, key->target);
     config.origins[s.name] = s.origin;
   }

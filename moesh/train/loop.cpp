@@ -14,9 +14,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
-#include "moesh/optim/adamw.h"
 #include "moesh/optim/schedule.h"
-#include "moesh/optim/sgd.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -44,16 +42,6 @@ class SignalScope {
     for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
   }
 };
-
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
-  optim::ParamList params;
-  model.each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
-  const auto& o = config.optimizer;
-  if (o.name == "sgd")
-    return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
-  return std::make_unique<optim::AdamW>(
-      params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
-}
 
 optim::Schedule make_schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
@@ -99,7 +87,8 @@ class Reporter {
  public:
   // A run that goes on adds its lines to those of the steps that it does not take again.
   Reporter(const Config& config, RunSummary& summary, std::int64_t first_step)
-      : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO)) {
+      : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0) {
+    if (config.metrics.folder.empty()) return;  // nowhere
     const auto folder = std::filesystem::path(config.metrics.folder);
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
@@ -109,6 +98,10 @@ class Reporter {
     MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", config.metrics.folder,
                 "' cannot be written; choose a folder that can");
     summary_.folder = folder.string();
+  }
+
+  ~Reporter() {
+    if (has_progress_) std::printf("\r\033[K");
   }
 
   void step(std::int64_t step, const Gradients& g, const Update& u, double lr, double seconds, double flops_per_token) {
@@ -127,10 +120,12 @@ class Reporter {
       std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step), static_cast<long long>(config_.training.steps),
                   g.loss);
       std::fflush(stdout);
+      has_progress_ = true;
       return;
     }
     if (!is_logged) return;
-    if (is_terminal_) std::printf("\r\033[K");
+    if (has_progress_) std::printf("\r\033[K");
+    has_progress_ = false;
     std::printf(
         "step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  experts: max/mean %.2f, %lld idle%s\n",
         static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(tps).c_str(), tflops, load.max_over_mean,
@@ -159,7 +154,7 @@ class Reporter {
 
   const Config& config_;
   RunSummary& summary_;
-  bool is_terminal_;
+  bool is_terminal_, has_progress_ = false;
   std::ofstream file_;
 };
 
@@ -187,13 +182,9 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(setup, config);
-  const auto optimizer = make_optimizer(*model, config);
+  const auto optimizer = make_optimizer(*model, config.optimizer);
   const auto schedule = make_schedule(config);
-  StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
-  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
-                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
-                     .reshard = config.parallelism.fsdp_reshard_after_forward};
+  const StepOptions options = step_options(config);
   Checkpointer checkpointer(config, setup, world, *model, *optimizer);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
@@ -209,8 +200,7 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
     std::printf("data: %s\n", dataset.describe().c_str());
     std::fflush(stdout);
   }
-  const double flops_per_token =
-      6.0 * static_cast<double>(model->num_active_parameters()) + model->attention_flops(config.data.sequence_length);
+  const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
   auto last = start;
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {

@@ -1,11 +1,13 @@
 #pragma once
-// From [model] of a configuration to a model.
+// From a configuration to a model, its optimizer and its step.
 
 #include <memory>
 
 #include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
+#include "moesh/optim/optimizer.h"
 #include "moesh/train/config.h"
+#include "moesh/train/step.h"
 
 namespace moesh::train {
 
@@ -23,7 +25,11 @@ ModelSetup model_setup(Config& config);
 /// On the current mesh.
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
 
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& options);
+
 models::ModelOptions model_options(const Config& config);
+
+StepOptions step_options(const Config& config);
 
 /// The model's names in folders.
 formats::ModelOnDisk on_disk(const ModelSetup& setup);

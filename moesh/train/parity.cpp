@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 
@@ -65,7 +66,11 @@ std::string Mismatch::describe(const MeshShape& mesh) const {
 }
 
 Findings::Findings(int num_ranks, const NamedTensors& reference, double tolerance)
-    : num_ranks_(num_ranks), reference_(reference), tolerance_(tolerance), floor_(gradient_floor(reference)) {}
+    : num_ranks_(num_ranks),
+      reference_(reference),
+      tolerance_(tolerance),
+      floor_(gradient_floor(reference)),
+      by_rank_(static_cast<size_t>(num_ranks)) {}
 
 void Findings::compare(const Part& part, int rank) {
   const at::Tensor& whole = reference_[part.name];
@@ -74,30 +79,59 @@ void Findings::compare(const Part& part, int rank) {
               "', where the reference has ", expected.sizes());
   const at::Tensor delta = value - expected;
   const bool finite = value.numel() == 0 || at::isfinite(value).all().item<bool>();
-  const double error = finite ? size_of(delta) : INFINITY;
   const double size = std::max(size_of(whole), part.name.starts_with("d(") ? floor_ : part.floor);
   const double square = inner_product(expected, expected);
-  const double factor = square > 0 ? inner_product(value, expected) / square : 1;
-
-  const std::lock_guard lock(mutex_);
-  auto [found, is_new] = by_name_.try_emplace(part.name);
-  Mismatch& m = found->second;
-  if (is_new) {
-    order_.push_back(part.name);
-    m.tensor = part.name;
-    m.factors.assign(static_cast<size_t>(num_ranks_), 1);
-  }
-  m.allowed = part.exact ? 0 : tolerance_ * size;
-  m.factors[static_cast<size_t>(rank)] = factor;
-  ++num_reports_[part.name];
-  if (error <= m.error) return;
-  m.error = error;
-  m.worst_rank = rank;
+  Finding found{.error = finite ? size_of(delta) : INFINITY,
+                .allowed = part.exact ? 0 : tolerance_ * size,
+                .factor = square > 0 ? inner_product(value, expected) / square : 1};
+  for (const auto& [name, wide] : reference_.wide)
+    if (name == part.name && !part.exact) found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - wide));
   if (part.tokens && finite && delta.numel() > 0) {
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
-    m.worst_batch = part.tokens->batch + worst / delta.size(1);
-    m.worst_position = part.tokens->position + worst % delta.size(1);
+    found.batch = static_cast<double>(part.tokens->batch + worst / delta.size(1));
+    found.position = static_cast<double>(part.tokens->position + worst % delta.size(1));
   }
+  const std::lock_guard lock(mutex_);
+  auto& mine = by_rank_[static_cast<size_t>(rank)];
+  if (mine.size() == names_.size()) names_.push_back(part.name);
+  MOESH_CHECK(names_[mine.size()] == part.name, "parity: rank ", rank, " compares '", part.name, "' where others compare '",
+              names_[mine.size()], "'");
+  mine.push_back(found);
+}
+
+void Findings::share(comm::Group& world, at::Device device) {
+  constexpr std::int64_t kFields = sizeof(Finding) / sizeof(double);
+  const auto rank = static_cast<size_t>(world.rank());
+  at::Tensor mine;
+  {
+    const std::lock_guard lock(mutex_);
+    mine = at::from_blob(by_rank_[rank].data(), {1, static_cast<std::int64_t>(by_rank_[rank].size()) * kFields}, at::kDouble)
+               .clone();
+  }
+  const at::Tensor all = world.all_gather(mine.to(device), std::vector<std::int64_t>(by_rank_.size(), 1)).cpu().contiguous();
+  const std::lock_guard lock(mutex_);
+  for (size_t r = 0; r < by_rank_.size(); ++r) {
+    if (!by_rank_[r].empty()) continue;  // a rank of this process
+    const auto* from = reinterpret_cast<const Finding*>(all[static_cast<std::int64_t>(r)].data_ptr<double>());
+    by_rank_[r].assign(from, from + all.size(1) / kFields);
+  }
+}
+
+std::vector<Mismatch> Findings::collect() const {
+  std::vector<Mismatch> all;
+  for (size_t i = 0; i < names_.size(); ++i) {
+    Mismatch m{.tensor = names_[i], .error = -1, .factors = std::vector<double>(by_rank_.size(), 1)};
+    for (size_t r = 0; r < by_rank_.size(); ++r) {
+      if (by_rank_[r].size() <= i) continue;
+      const Finding& f = by_rank_[r][i];
+      m.allowed = f.allowed, m.factors[r] = f.factor;
+      if (f.error <= m.error) continue;
+      m.error = f.error, m.worst_rank = static_cast<int>(r);
+      m.worst_batch = static_cast<std::int64_t>(f.batch), m.worst_position = static_cast<std::int64_t>(f.position);
+    }
+    all.push_back(std::move(m));
+  }
+  return all;
 }
 
 std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
@@ -105,15 +139,15 @@ std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
   std::vector<Mismatch> found;
   // Every tensor of the reference must have been compared on every rank.
   for (const auto& [name, value] : reference_.tensors) {
-    const auto reported = num_reports_.find(name);
-    const int count = reported == num_reports_.end() ? 0 : reported->second;
+    const auto place = static_cast<size_t>(std::find(names_.begin(), names_.end(), name) - names_.begin());
+    const auto count = std::count_if(by_rank_.begin(), by_rank_.end(),
+                                     [&](const auto& rank) { return place < names_.size() && rank.size() > place; });
     if (count != num_ranks_)
       found.push_back(
           {.tensor = name + " (compared on " + std::to_string(count) + " of " + std::to_string(num_ranks_) + " ranks)",
            .error = INFINITY});
   }
-  for (const auto& name : order_) {
-    Mismatch m = by_name_.at(name);
+  for (Mismatch& m : collect()) {
     if (m.error <= m.allowed) continue;
     m.means = axis_means(m.factors, shape);
     found.push_back(std::move(m));
@@ -124,7 +158,7 @@ std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
 double Findings::worst_ratio() const {
   const std::lock_guard lock(mutex_);
   double worst = 0;
-  for (const auto& [name, m] : by_name_)
+  for (const Mismatch& m : collect())
     if (m.allowed > 0) worst = std::max(worst, m.error / m.allowed);
   return worst;
 }

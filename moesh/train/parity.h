@@ -19,6 +19,8 @@ namespace moesh::train {
 /// Whole tensors by name, in forward order. Names of gradients begin with "d(".
 struct NamedTensors {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
+  /// The same tensors in a wider dtype, or empty: how far `tensors` are from these is rounding, which no mesh avoids.
+  std::vector<std::pair<std::string, at::Tensor>> wide = {};
   const at::Tensor& operator[](const std::string& name) const;
 };
 
@@ -52,25 +54,33 @@ struct Mismatch {
 };
 
 /// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all gradients| / sqrt(their number)): the
-/// floor is there because some gradients are exactly zero.
+/// floor is there because some gradients are exactly zero. Where the reference knows its own rounding, four times that is allowed
+/// too: a mesh rounds at other places than one rank.
 class Findings {
  public:
   Findings(int num_ranks, const NamedTensors& reference, double tolerance);
   /// Called by every rank, from its own thread.
   void compare(const Part& part, int rank);
+  /// Called by every rank, after its last part: tells the other processes of the world, if there are any.
+  void share(comm::Group& world, at::Device device);
   /// In forward order: the first is nearest to the cause.
   std::vector<Mismatch> mismatches(const MeshShape& shape) const;
   /// The largest |delta| / allowed among the tensors that hold.
   double worst_ratio() const;
 
  private:
+  struct Finding {
+    double error = 0, allowed = 0, factor = 1, batch = -1, position = -1;
+  };
+  /// By name, in forward order.
+  std::vector<Mismatch> collect() const;
+
   int num_ranks_;
   const NamedTensors& reference_;
   double tolerance_, floor_;
   mutable std::mutex mutex_;
-  std::vector<std::string> order_;
-  std::map<std::string, Mismatch> by_name_;
-  std::map<std::string, int> num_reports_;
+  std::vector<std::string> names_;             // in the order in which every rank compares
+  std::vector<std::vector<Finding>> by_rank_;  // [rank][name]
 };
 
 }  // namespace moesh::train

@@ -6,8 +6,8 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
-#include "moesh/optim/adamw.h"
 #include "moesh/spmd/spmd.h"
+#include "moesh/train/model_setup.h"
 
 namespace moesh::train {
 namespace {
@@ -55,9 +55,7 @@ template <class Report>
 void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* replay, Report report) {
   const auto model = models::make_model(c.model, c.options);
   if (record) *record = make_records(c, *model);
-  optim::ParamList params;
-  model->each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
-  optim::AdamW optimizer(params);
+  const auto optimizer = make_optimizer(*model, c.optimizer);
   const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
   const auto whole_tensor = [](const at::Tensor& t) { return t; };
   const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, mesh.coordinate(dp) * c.batch, c.batch); };
@@ -95,7 +93,7 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* 
                     [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
       });
     }
-    const Update update = apply_gradients(*model, optimizer, g, c.lr, options);
+    const Update update = apply_gradients(*model, *optimizer, g, c.lr, options);
     report(Part{at + "gradient norm", at::full({}, update.grad_norm, at::kDouble), whole_tensor});
   }
   int layer = 0;
@@ -136,8 +134,14 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  run_steps(whole, mesh, &result.routing, nullptr,
-            [&](const Part& part) { result.tensors.emplace_back(part.name, part.value.detach().clone()); });
+  const auto keep = [](auto& tensors) {
+    return [&tensors](const Part& part) { tensors.emplace_back(part.name, part.value.detach().clone()); };
+  };
+  run_steps(whole, mesh, &result.routing, nullptr, keep(result.tensors));
+  if (c.options.dtype == at::kBFloat16) {  // what its rounding alone does
+    whole.options.dtype = at::kFloat;
+    run_steps(whole, mesh, nullptr, &result.routing, keep(result.wide));
+  }
   return result;
 }
 
@@ -146,14 +150,18 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
   VerifyReport report;
   Findings findings(shape.num_ranks(), reference, c.tolerance());
   auto& routing = const_cast<VerifyReference&>(reference).routing;
+  for (const auto& step : routing)
+    for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
   try {
     comm::launch(
         shape.num_ranks(),
         [&](comm::Group& world) {
+          if (world.rank() == 0) report.is_first = true;
           const Mesh mesh(world, shape);
           const MeshScope scope(mesh);
           run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr,
                     [&](const Part& part) { findings.compare(part, world.rank()); });
+          findings.share(world, c.options.device);
         },
         options);
   } catch (const std::exception& e) {
@@ -182,7 +190,7 @@ VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
           m.num_heads = fit(m.num_heads, m.num_kv_heads);
         }
         if constexpr (requires { m.num_groups; }) {
-          m.num_experts = fit(m.num_experts, shape.ep * m.num_groups % 2 == 0 ? shape.ep : shape.ep * m.num_groups);
+          m.num_experts = fit(m.num_experts, shape.ep);
           if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2) m.num_groups = m.top_groups = 1;
           m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
         } else {

@@ -7,6 +7,7 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/models/registry.h"
+#include "moesh/train/config.h"
 #include "moesh/train/parity.h"
 #include "moesh/train/step.h"
 
@@ -22,6 +23,7 @@ struct VerifyCase {
   models::Auxiliary auxiliary{.switch_weight = 0.01, .sequence_weight = 0.01, .z_weight = 0.001};
   double lr = 0.01, max_norm = 1, bias_coeff = 0.01;
   double ignored = 0.1;  // fraction of labels that are -100
+  OptimizerSection optimizer;
 
   double tolerance() const;
   bool replays() const { return options.dtype != at::kDouble; }
@@ -35,6 +37,7 @@ struct VerifyReference : NamedTensors {
 struct VerifyReport {
   std::vector<Mismatch> mismatches;
   std::string error;
+  bool is_first = false;  // this process holds rank 0: it speaks for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
   double worst_ratio = 0;  // the largest |delta| / allowed

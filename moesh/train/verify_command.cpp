@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <map>
@@ -29,6 +30,14 @@ VerifyCase verify_case(const Loaded& l, int steps) {
   c.reshard = l.config.parallelism.fsdp_reshard_after_forward;
   c.recompute = l.config.activation_checkpoint.mode == "full";
   c.lr = l.config.optimizer.lr, c.max_norm = l.config.training.max_norm;
+  c.optimizer = l.config.optimizer;
+  // A proof wants the losses and the bias to count; what the user says counts more.
+  const auto& moe = l.config.moe;
+  const auto is_set = [&](const char* option) { return l.config.origin(option) != "default"; };
+  if (is_set("moe.switch_loss_weight")) c.auxiliary.switch_weight = moe.switch_loss_weight;
+  if (is_set("moe.sequence_loss_weight")) c.auxiliary.sequence_weight = moe.sequence_loss_weight;
+  if (is_set("moe.z_loss_weight")) c.auxiliary.z_weight = moe.z_loss_weight;
+  if (is_set("moe.load_balance_coeff")) c.bias_coeff = moe.load_balance_coeff;
   return c;
 }
 
@@ -37,6 +46,15 @@ std::string reference_key(VerifyCase c, int num_dp) {
   std::string key = std::to_string(num_dp);
   for (const ModelKey& k : models::keys(c.model)) key += " " + formats::to_toml(read(k));
   return key;
+}
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  return out + "\"";
 }
 
 // The result of a sweep by number of ranks.
@@ -79,28 +97,31 @@ int run_verify(Args args) {
   if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
   const int steps = take_number(args, "--steps", 2), sweep = take_number(args, "--sweep", 0);
   const auto json = take(args, "--json");
-  bool has_length = false, has_batch = false;
-  for (const auto& a : args)
-    has_length |= a.find("sequence_length") != std::string::npos, has_batch |= a.find("batch_size") != std::string::npos;
   Loaded l = load(args);
   // A proof wants few tokens, and an odd number of them.
-  if (!has_length && l.config.origin("data.sequence_length") == "default") l.config.data.sequence_length = 7;
-  if (!has_batch && l.config.origin("data.batch_size") == "default") l.config.data.batch_size = 2;
-  std::vector<MeshShape> shapes;
+  if (l.config.origin("data.sequence_length") == "default") l.config.data.sequence_length = 7;
+  validate(l.config, 0, l.model.facts());
+  std::vector<MeshShape> shapes{mesh_shape(l.config)};
   if (sweep > 0) {
+    MOESH_CHECK(shapes[0].num_ranks() == 1, ErrorKind::config, "--sweep ", sweep, " goes through every mesh of up to ", sweep,
+                " ranks, and a mesh is given, too: ", shapes[0].describe(), "; leave one of them out");
+    shapes.clear();
     for (int n = 1; n <= sweep; ++n)
       for (const auto& s : all_mesh_shapes(n)) shapes.push_back(s);
-  } else {
-    validate(l.config, 0, l.model.facts());
-    shapes.push_back(mesh_shape(l.config).validated());
+  }
+  std::ofstream file;
+  if (json) {
+    file.open(*json);
+    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " cannot be written; choose a file that can");
   }
   const comm::LaunchOptions options = launch_options(l.config);
 
   const auto start = std::chrono::steady_clock::now();
-  const bool is_terminal = isatty(STDOUT_FILENO);
+  const bool is_terminal = isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0;
   std::map<std::string, VerifyReference> references;
   std::string entries;
   std::map<int, SweepRow> rows;
+  bool is_first = true;
   size_t num_failed = 0, done = 0;
   double worst = 0, margin = 0;
   std::int64_t flipped = 0;
@@ -118,16 +139,20 @@ int run_verify(Args args) {
     auto& row = rows[shape.num_ranks()];
     ++row.num_meshes, row.num_held += r.holds(), row.worst = std::max(row.worst, r.worst_ratio);
     row.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    is_first = r.is_first;
+    if (!is_first) continue;  // another process speaks
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || shapes.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
     if (is_terminal && shapes.size() > 1)
       std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()),
           std::fflush(stdout);
-    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": \"", shape.describe(),
-                              "\", \"holds\": ", r.holds() ? "true" : "false", ", \"worst\": ", r.worst_ratio, ", \"first\": \"",
-                              r.mismatches.empty() ? "" : r.mismatches[0].tensor, "\"}");
+    entries += detail::concat(
+        entries.empty() ? "" : ",\n", "    {\"mesh\": ", quoted(shape.describe()), ", \"holds\": ", r.holds() ? "true" : "false",
+        ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
+        ", \"first\": ", quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor), ", \"error\": ", quoted(r.error), "}");
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  if (!is_first) return num_failed == 0 ? 0 : 1;
   if (is_terminal) std::printf("\r\033[K");
   if (shapes.size() > 1) print_table(rows);
   const auto c = verify_case(l, steps);
@@ -138,11 +163,11 @@ int run_verify(Args args) {
     std::printf("routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n",
                 static_cast<long long>(flipped), margin);
   if (json) {
-    std::ofstream file(*json);
     file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false") << ",\n  \"seconds\": " << seconds
          << ",\n  \"meshes\": [\n"
          << entries << "\n  ]\n}\n";
-    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " cannot be written; choose a file that can");
+    file.flush();
+    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " could not be written to its end; is the disk full?");
   }
   return num_failed == 0 ? 0 : 1;
 }

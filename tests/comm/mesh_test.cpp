@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/launch.h"
 
 namespace moesh {
@@ -133,6 +134,23 @@ TEST(Mesh, ScopesNest) {
     }
     EXPECT_EQ(&current_mesh(), &outer);
   });
+}
+
+TEST(Mesh, OfOneRankAloneHasTheGroupsOfTheRealOne) {
+  for (const auto& shape : all_mesh_shapes(8))
+    comm::launch(8, [&](comm::Group& world) {
+      const Mesh real(world, shape);
+      comm::Ledger ledger;
+      const Mesh alone(shape, world.rank(), [&](const std::string& name, int rank, const std::vector<int>& members) {
+        return comm::fake_group(name, rank, members, ledger);
+      });
+      for (Axes set : {dp, cp, tp, dp | cp | tp, fsdp, ep, etp, ep | etp, efsdp, dp_replicate | ep | etp}) {
+        const auto &a = *alone.group(set), &b = *real.group(set);
+        EXPECT_EQ(a.rank(), b.rank()) << shape.describe() << " " << to_string(set);
+        if (b.size() > 1) EXPECT_EQ(a.members(), b.members()) << shape.describe() << " " << to_string(set);
+        EXPECT_EQ(a.size(), b.size()) << shape.describe() << " " << to_string(set);
+      }
+    });
 }
 
 }  // namespace

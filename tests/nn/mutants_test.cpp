@@ -122,6 +122,7 @@ INSTANTIATE_TEST_SUITE_P(
                     std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
                                "d(model.layers.1.mlp.experts.w1)"},
                     std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2}, "model.layers.1.mlp.experts.w1"},
+                    std::tuple{"bias_counts_without_cp", MeshShape{.cp = 2}, "expert bias of MoE layer 0"},
                     std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
     [](const auto& info) { return std::get<0>(info.param); });
 

@@ -56,6 +56,59 @@ def odd_lengths_train(tmp, moesh):
         assert loss < 1e-9 and norm < 1e-9, f"{mesh}, {length} tokens: loss {loss}, gradient norm {norm}"
 
 
+def micro_batches_add_up(tmp, moesh):
+    """Two micro-batches of two sequences are one of four, with documents of different lengths and so labels that do not count."""
+    text = tmp / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "moesh " * (i % 5 + 1)}) + "\n" for i in range(200)))
+    options = ["--steps", "5", "--data.path", str(text), "--data.sequence_length", "11", "--model.vocab_size", "260"]
+    train([moesh], tmp / "one", *options, "--data.batch_size", "4")
+    train([moesh], tmp / "two", *options, "--data.batch_size", "2", "--training.gradient_accumulation_steps", "2")
+    loss, norm = compare_runs.compare(compare_runs.read(tmp / "one"), compare_runs.read(tmp / "two"))
+    assert loss < 1e-12 and norm < 1e-9, f"loss {loss}, gradient norm {norm}"
+
+
+def fails(command, *texts):
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2, f"{command}: exit code {run.returncode}\n{run.stdout}{run.stderr}"
+    for text in texts:
+        assert text in run.stderr, f"{command}: no '{text}' in\n{run.stderr}"
+
+
+def bad_values_name_the_option(tmp, moesh):
+    """Through the command, as a user meets them."""
+    for command in ("train", "verify", "print-config"):
+        fails([moesh, command, "--mesh", "tp=2,ep=3"], "parallelism.expert_parallel_degree is 3 (command line, --mesh)")
+        fails([moesh, command, "--mesh", "tp=3"], "num_heads", "parallelism.tensor_parallel_degree is 3")
+        fails([moesh, command, "--mesh", "tp=2,tp=4"], "the axis tp has two sizes")
+        fails([moesh, command, "--data.batch_size=0"], "data.batch_size is 0 (command line)")
+        for key, value in (("num_layers", "1000000000000"), ("v_dim", "0"), ("num_heads", "0"), ("kv_lora_rank", "-3"),
+                           ("vocab_size", "-1"), ("num_experts", "-8"), ("norm_eps", "-1"), ("routed_scale", "nan")):
+            fails([moesh, command, f"--model.{key}={value}"], f"model.{key} is ", "(command line); it takes ")
+    fails([moesh, "verify", "--sweep", "2", "--data.sequence_length=-5"], "data.sequence_length is -5")
+    fails([moesh, "verify", "--sweep", "2", "--optimizer.name=bar"], "optimizer.name")
+    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
+    fails([moesh, "verify", "--json", "--dtype", "float64"], "--json wants a value")
+    fails([moesh, "demo", "--steps", "3"], "takes no options")
+
+
+def nothing_is_written_nowhere(tmp, moesh):
+    """An empty metrics.folder is nowhere."""
+    run = subprocess.run([moesh, "train", *TINY, "--steps", "1", "--metrics.folder="], cwd=tmp, capture_output=True, text=True,
+                         timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert list(tmp.iterdir()) == [], list(tmp.iterdir())
+
+
+def mpi_verifies(tmp, moesh, *mpirun):
+    """Every process has a part of the findings, one speaks."""
+    command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", "dp_shard=2,tp=2,ep=2", "--dtype", "float64"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
+    run = subprocess.run([*mpirun, "-n", "2", moesh, "train", *TINY, "--mesh", "tp=1", "--steps", "1"], capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
+
+
 def interrupt_ends_after_the_step(tmp, moesh):
     """SIGINT: the step is finished and written down, the summary is printed, the exit code is 0."""
     metrics = tmp / "run" / "metrics.jsonl"

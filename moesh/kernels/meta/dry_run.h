@@ -1,0 +1,29 @@
+#pragma once
+#include <c10/core/DeviceType.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace moesh::kernels::meta {
+
+/// As long as it lives, a whole training step runs on the device meta, where tensors have shapes and no memory, and the bytes
+/// that they would take on `device` are counted. It fills in what LibTorch has for meta in Python only, and lets the host read
+/// zeros from it. One at a time in a process.
+class DryRun {
+ public:
+  explicit DryRun(c10::DeviceType device);
+  ~DryRun();
+  DryRun(const DryRun&) = delete;
+  DryRun& operator=(const DryRun&) = delete;
+
+  /// Bytes of the tensors that live now, and the most that lived at once since the last reset.
+  std::int64_t live() const;
+  std::int64_t peak() const;
+  void reset_peak();
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace moesh::kernels::meta
