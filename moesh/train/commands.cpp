@@ -20,6 +20,7 @@ const char* kUsage =
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
     "                   --json FILE      the result as JSON\n"
+    "                   --dump FOLDER    what was compared, as FOLDER/mesh.safetensors and FOLDER/one_rank.safetensors\n"
     "                   --golden FILE    instead: what transformers computed (tools/record_golden.py) for the checkpoint of\n"
     "                                    --checkpoint.initial_load=FOLDER\n"
     "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <mutex>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -146,7 +147,12 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
 }
 
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
-                    const comm::LaunchOptions& options) {
+                    const comm::LaunchOptions& options, NamedTensors* values) {
+  MOESH_CHECK(!values || comm::num_launched_processes() == 0, ErrorKind::config,
+              "the tensors of a mesh can be put together in one process only; run without mpirun or srun");
+  if (values)
+    for (const auto& [name, value] : reference.tensors) values->tensors.emplace_back(name, at::zeros_like(value));
+  std::mutex put_together;
   VerifyReport report;
   Findings findings(shape.num_ranks(), reference, c.tolerance());
   auto& routing = const_cast<VerifyReference&>(reference).routing;
@@ -159,8 +165,12 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
           if (world.rank() == 0) report.is_first = true;
           const Mesh mesh(world, shape);
           const MeshScope scope(mesh);
-          run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr,
-                    [&](const Part& part) { findings.compare(part, world.rank()); });
+          run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr, [&](const Part& part) {
+            findings.compare(part, world.rank());
+            if (!values) return;
+            const std::lock_guard lock(put_together);
+            part.place((*values)[part.name]).copy_(part.value.detach());
+          });
           findings.share(world, c.options.device);
         },
         options);

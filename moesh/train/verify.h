@@ -49,8 +49,9 @@ struct VerifyReport {
 /// On one rank, with the batch of num_dp dp ranks.
 VerifyReference run_reference(const VerifyCase& c, int num_dp);
 
+/// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be threads of this process.
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
-                    const comm::LaunchOptions& options = {});
+                    const comm::LaunchOptions& options = {}, NamedTensors* values = nullptr);
 
 /// The case with heads and experts that the mesh divides, for sweeps: as they are where they fit.
 VerifyCase fitted(VerifyCase c, const MeshShape& shape);

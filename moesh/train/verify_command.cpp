@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <map>
 
@@ -12,6 +13,7 @@
 #include "moesh/models/disk.h"
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
+#include "moesh/train/dump.h"
 #include "moesh/train/golden.h"
 #include "moesh/train/options.h"
 #include "moesh/train/verify.h"
@@ -96,7 +98,7 @@ int run_golden(const Args& args, const std::string& file) {
 int run_verify(Args args) {
   if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
   const int steps = take_number(args, "--steps", 2), sweep = take_number(args, "--sweep", 0);
-  const auto json = take(args, "--json");
+  const auto json = take(args, "--json"), dump = take(args, "--dump");
   Loaded l = load(args);
   // A proof wants few tokens, and an odd number of them.
   if (l.config.origin("data.sequence_length") == "default") l.config.data.sequence_length = 7;
@@ -108,6 +110,12 @@ int run_verify(Args args) {
     shapes.clear();
     for (int n = 1; n <= sweep; ++n)
       for (const auto& s : all_mesh_shapes(n)) shapes.push_back(s);
+  }
+  if (dump) {
+    MOESH_CHECK(sweep == 0, ErrorKind::config, "--dump ", *dump, " writes the tensors of one mesh; leave --sweep out");
+    std::error_code failed;
+    std::filesystem::create_directories(*dump, failed);
+    MOESH_CHECK(std::filesystem::is_directory(*dump), ErrorKind::config, "--dump ", *dump, " is no folder and cannot become one");
   }
   std::ofstream file;
   if (json) {
@@ -132,7 +140,12 @@ int run_verify(Args args) {
     const auto key = reference_key(c, num_dp);
     auto found = references.find(key);
     if (found == references.end()) found = references.emplace(key, run_reference(c, num_dp)).first;
-    const VerifyReport r = verify(c, found->second, shape, options);
+    NamedTensors values;
+    const VerifyReport r = verify(c, found->second, shape, options, dump ? &values : nullptr);
+    if (dump) {
+      write_tensors(*dump + "/one_rank.safetensors", found->second);
+      write_tensors(*dump + "/mesh.safetensors", values);
+    }
     worst = std::max(worst, r.worst_ratio), flipped += r.num_flipped, margin = std::max(margin, r.largest_margin);
     ++done;
     if (!r.holds()) ++num_failed;

@@ -2,10 +2,14 @@
 // This program is built from sources with MOESH_WITH_MUTANTS.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <filesystem>
 
 #include "moesh/base/mutant.h"
+#include "moesh/train/compare.h"
+#include "moesh/train/dump.h"
 #include "moesh/train/layer_parity.h"
 #include "moesh/train/verify.h"
 #include "tests/spmd/device.h"
@@ -142,6 +146,39 @@ TEST_P(TrainerMutants, AreFound) {
   ASSERT_FALSE(report.holds()) << "nobody noticed " << name;
   ASSERT_FALSE(report.mismatches.empty()) << report.error;
   EXPECT_EQ(report.mismatches[0].tensor, first) << report.describe(mesh);
+}
+
+// Someone who has two files of gradients, and no verify: compare finds the tensor and the factor.
+TEST(CompareMutants, TheFactorIsInTheFiles) {
+  train::VerifyCase c;
+  c.model = models::DeepseekV3Config::named("tiny");
+  c.options.dtype = at::kDouble, c.options.device = test_device();
+  c.sequence = 7, c.steps = 1, c.accumulation = 1;
+  const auto reference = train::run_reference(c, 4);
+  const auto folder = std::filesystem::path(testing::TempDir()) / ("moesh_gradients_" + std::to_string(getpid()));
+  std::filesystem::create_directories(folder);
+  const auto gradients = [&](const MeshShape& mesh, const std::string& name) {
+    train::NamedTensors values, only;
+    train::verify(c, reference, mesh, test_options(), &values);
+    for (const auto& t : values.tensors)
+      if (t.first.starts_with("d(")) only.tensors.push_back(t);
+    train::write_tensors((folder / name).string(), only);
+    return (folder / name).string();
+  };
+  current_mutant() = "expert_gradient_averaged_over_ep";
+  const auto a = gradients({.dp_shard = 4, .ep = 4}, "a.safetensors"), b = gradients({.dp_shard = 4, .ep = 2}, "b.safetensors");
+  current_mutant() = "";
+  const auto healthy = gradients({.dp_shard = 4, .ep = 4}, "healthy.safetensors");
+  const auto one_rank = gradients({.dp_shard = 4}, "one.safetensors");
+  EXPECT_TRUE(train::compare(healthy, one_rank).same());
+  const auto found = train::compare(a, b);  // a quarter and a half
+  ASSERT_FALSE(found.same());
+  EXPECT_EQ(found.first_difference()->name, "d(model.layers.1.mlp.experts.w1)");
+  EXPECT_NEAR(found.first_difference()->factor, 0.5, 1e-9);
+  EXPECT_NE(found.first_difference()->diagnosis().find("a is 1/2 of b"), std::string::npos);
+  for (const auto& t : found.tensors)
+    EXPECT_EQ(t.state == train::ComparedTensor::State::differs, t.name.find(".experts.w") != std::string::npos) << t.name;
+  std::filesystem::remove_all(folder);
 }
 
 TEST(BalanceMutants, CountsOfAnEvaluationAreFound) {
