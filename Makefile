@@ -7,7 +7,7 @@ JOBS ?= $(shell nproc)
 TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build run test asan tsan sanitize fuzz verify bench-comm bench-moe format lint clean
+.PHONY: all setup build run test asan tsan sanitize fuzz verify bench-comm bench-moe bench-checkpoint format lint clean
 
 all: build
 
@@ -54,6 +54,9 @@ bench-comm: build
 bench-moe: build
 	build/bin/bench_moe_layer
 	build/bin/bench_dispatchers
+
+bench-checkpoint: build
+	build/bin/bench_checkpoint build
 
 format:
 	git ls-files '*.h' '*.cpp' | xargs clang-format-19 -i

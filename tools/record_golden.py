@@ -29,11 +29,11 @@ def names_on_disk(folder):
     return names
 
 
-def random_tokens(vocab, args):
-    generator = torch.Generator().manual_seed(args.seed)
-    ids = torch.randint(vocab, (args.batch, args.length + 1), generator=generator)
+def random_tokens(vocab, batch, length, seed, ignored):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (batch, length + 1), generator=generator)
     labels = ids[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < args.ignored] = -100
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
     return ids[:, :-1].contiguous(), labels
 
 
@@ -64,6 +64,26 @@ def gradients_by_name_on_disk(model, on_disk):
     return found
 
 
+def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1):
+    """Writes the file, and returns a line that says what it holds."""
+    # The plain implementations: every other one is a faster way to the same numbers, or nearly.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    model.eval()
+    ids, labels = given_tokens(tokens) if tokens else random_tokens(model.config.vocab_size, batch, length, seed, ignored)
+
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss.backward()
+
+    tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
+    for name, gradient in gradients_by_name_on_disk(model, names_on_disk(folder)).items():
+        tensors["grad." + name] = gradient.detach().contiguous().clone()
+    save_file(tensors, out)
+    return f"{out}: {ids.shape[0]} x {ids.shape[1]} tokens, loss {loss.item():.6f}, {len(tensors) - 4} gradients"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=pathlib.Path)
@@ -73,24 +93,7 @@ def main():
     parser.add_argument("--length", type=int, default=13)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ignored", type=float, default=0.1, help="fraction of random labels that are -100")
-    args = parser.parse_args()
-
-    # The plain implementations: every other one is a faster way to the same numbers, or nearly.
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32, attn_implementation="eager")
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    model.eval()
-    ids, labels = given_tokens(args.tokens) if args.tokens else random_tokens(model.config.vocab_size, args)
-
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    loss.backward()
-
-    tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
-    for name, gradient in gradients_by_name_on_disk(model, names_on_disk(args.folder)).items():
-        tensors["grad." + name] = gradient.detach().contiguous().clone()
-    save_file(tensors, args.out)
-    print(f"{args.out}: {ids.shape[0]} x {ids.shape[1]} tokens, loss {loss.item():.6f}, {len(tensors) - 4} gradients")
+    print(record(**vars(parser.parse_args())))
 
 
 if __name__ == "__main__":

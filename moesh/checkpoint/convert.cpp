@@ -28,20 +28,21 @@ void set(formats::JsonValue& json, const std::string& key, const formats::JsonVa
     if (name == key) old = value;
 }
 
-// The config.json that was there, with what the conversion changes: the type, and weights that are no longer tied.
+// The config.json that was there, with what the conversion changes.
 std::string changed_config(const std::string& text, const ConvertOptions& options) {
   formats::JsonValue json = formats::parse_json(text, "config.json");
-  set(json, "tie_word_embeddings", {false});
   if (options.dtype)
     for (const char* key : {"dtype", "torch_dtype"}) set(json, key, {torch_name(*options.dtype)});
   return formats::to_json(json);
 }
 
-// What goes over as it is: neither weights nor what describes them, nor what belongs to a run.
+// What goes over as it is: small files such as a tokenizer, but not those that describe the weights.
 bool is_copied(const std::filesystem::directory_entry& entry) {
-  const std::string name = entry.path().filename().string();
-  return entry.is_regular_file() && !name.starts_with('.') && !name.ends_with(".safetensors") && !name.ends_with(".bin") &&
-         name != "config.json" && name != "run.toml" && name != formats::kIndexFile && name != formats::kManifestFile;
+  const std::string name = entry.path().filename().string(), kind = entry.path().extension().string();
+  bool is_small = false;
+  for (const char* known : {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"}) is_small |= kind == known;
+  return is_small && entry.is_regular_file() && name[0] != '.' && name != "config.json" && name != formats::kIndexFile &&
+         name != formats::kManifestFile;
 }
 
 // The parameters of one tensor, whole as far as they are in it.

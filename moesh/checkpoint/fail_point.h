@@ -6,9 +6,9 @@ namespace moesh::checkpoint {
 
 /// All of them, in the order of a save.
 inline constexpr const char* kFailPoints[] = {
-    "before_the_folder",   "folder_made",          "headers_written",  "half_of_the_tensors", "tensors_written",
-    "before_the_manifest", "half_of_the_manifest", "manifest_written", "old_moved_away",      "renamed",
-    "before_the_purge",    "half_of_the_purge",
+    "before_the_folder", "folder_made",         "headers_written",      "half_of_the_tensors",
+    "tensors_written",   "before_the_manifest", "half_of_the_manifest", "manifest_written",
+    "renamed",           "before_the_purge",    "half_of_the_purge",
 };
 
 #ifdef MOESH_WITH_FAIL_POINTS

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -73,6 +74,12 @@ void rename_folder(const std::filesystem::path& from, const std::filesystem::pat
   std::error_code failed;
   std::filesystem::rename(from, to, failed);
   if (failed) fail_at(to, "rename a folder to", failed.value());
+}
+
+bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b) {
+  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
+  if (errno != EINVAL && errno != ENOSYS) fail_at(b, "rename a folder to", errno);
+  return false;
 }
 
 }  // namespace moesh::checkpoint

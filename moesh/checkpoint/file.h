@@ -33,5 +33,7 @@ void write_file(const std::filesystem::path& path, std::string_view bytes);
 void sync_folder(const std::filesystem::path& path);
 void make_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
+/// Both are there, and change names in one step; false where the file system cannot do that.
+bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
 
 }  // namespace moesh::checkpoint

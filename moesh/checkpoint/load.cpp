@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <span>
 #include <tuple>
 
@@ -17,8 +18,8 @@
 namespace moesh::checkpoint {
 namespace {
 
-constexpr std::size_t kKeptBlocks = 4;        // tensors are read in the order of the file: older blocks do not come back
-constexpr std::int64_t kSlabBytes = 4 << 20;  // what is read at once, holes included
+constexpr std::size_t kKeptBlocks = 4;          // tensors are read in the order of the file: older blocks do not come back
+constexpr std::int64_t kSlabBytes = 256 << 10;  // what is copied at once: small, so that most of them lie in one block
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
@@ -29,13 +30,6 @@ std::string listed(const std::vector<std::string>& names) {
   return text;
 }
 
-// The tensor that is read for one of the table: itself, or another one where it is tied.
-std::string name_in(const TensorFolder& folder, const formats::DiskTable& table, const std::string& name) {
-  if (folder.tensors().contains(name)) return name;
-  const auto other = table.instead.find(name);
-  return other != table.instead.end() && folder.tensors().contains(other->second) ? other->second : "";
-}
-
 struct Differences {
   std::vector<std::string> missing, unexpected, misshapen;
   std::size_t count() const { return missing.size() + unexpected.size() + misshapen.size(); }
@@ -43,15 +37,14 @@ struct Differences {
 
 Differences compare(const TensorFolder& folder, const formats::DiskTable& table) {
   Differences d;
-  std::map<std::string, bool> wanted;
+  std::set<std::string> wanted;
   for (const auto& t : table.tensors) {
-    wanted[t.name] = true;
-    const std::string name = name_in(folder, table, t.name);
-    if (name.empty()) {
+    wanted.insert(t.name);
+    const auto found = folder.tensors().find(t.name);
+    if (found == folder.tensors().end())
       d.missing.push_back(t.name);
-    } else if (const auto& shape = folder.tensors().at(name).info->shape; shape != t.shape) {
-      d.misshapen.push_back(detail::concat(name, " ", shape, " (it should be ", t.shape, ")"));
-    }
+    else if (const auto& shape = found->second.info->shape; shape != t.shape)
+      d.misshapen.push_back(detail::concat(t.name, " ", shape, " (it should be ", t.shape, ")"));
   }
   for (const auto& [name, found] : folder.tensors())
     if (!wanted.contains(name) && !(table.ignored && table.ignored(name))) d.unexpected.push_back(name);
@@ -67,7 +60,7 @@ struct Job {
   TensorFolder::Found found;
 };
 
-// Reads a box of a tensor, in slabs: all of the inner dimensions at once, and of the outer ones one index at a time.
+// Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is inside of them, holes included.
 void read_box(const Job& job, const at::Tensor& target) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.piece.view;
@@ -76,34 +69,38 @@ void read_box(const Job& job, const at::Tensor& target) {
               job.found.info->name, "' is of type ", formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
               " is needed");
   const auto element = static_cast<std::int64_t>(formats::size_of(job.found.info->dtype));
-  const auto num_dims = view.size();
-  Sizes strides(num_dims, 1);
-  for (std::size_t d = num_dims; d-- > 1;) strides[d - 1] = strides[d] * view[d];
-  std::size_t inner = num_dims;  // the first dimension of a slab
-  while (inner > 0 && strides[inner - 1] * view[inner - 1] * element <= kSlabBytes) --inner;
-  if (inner == num_dims && num_dims > 0) --inner;  // a single row may be longer
+  Sizes strides(view.size(), 1);
+  for (std::size_t d = view.size(); d-- > 1;) strides[d - 1] = strides[d] * view[d];
+  std::size_t cut = 0;  // the dimension that is cut into slabs; those before it are gone through one by one
+  while (cut + 1 < view.size() && strides[cut] * element > kSlabBytes) ++cut;
+  const std::int64_t step = std::max<std::int64_t>(1, kSlabBytes / (strides[cut] * element));
 
-  const Sizes slab_size(box.length.begin() + static_cast<std::ptrdiff_t>(inner), box.length.end());
-  const Sizes slab_strides(strides.begin() + static_cast<std::ptrdiff_t>(inner), strides.end());
-  std::int64_t slab_length = 1;  // from its first element to its last
-  for (std::size_t d = inner; d < num_dims; ++d) slab_length += (box.length[d] - 1) * strides[d];
-  std::vector<std::byte> buffer(static_cast<std::size_t>(slab_length * element));
-  std::int64_t num_slabs = 1;
-  for (std::size_t d = 0; d < inner; ++d) num_slabs *= box.length[d];
   const std::uint64_t begin = job.found.file->file().header().data_start + job.found.info->begin;
-  for (std::int64_t slab = 0; slab < num_slabs; ++slab) {
-    std::int64_t rest = slab, first = 0;
+  const auto from_cut = static_cast<std::ptrdiff_t>(cut);
+  const std::int64_t num_outer = num_elements(Sizes(box.length.begin(), box.length.begin() + from_cut));
+  const Sizes slab_strides(strides.begin() + from_cut, strides.end());
+  Sizes slab_size(box.length.begin() + from_cut, box.length.end());
+  std::vector<std::byte> buffer;
+  for (std::int64_t outer = 0; outer < num_outer; ++outer) {
     at::Tensor to = target;
-    Sizes place(inner);
-    for (std::size_t d = inner; d-- > 0;) {
-      place[d] = rest % box.length[d];
-      rest /= box.length[d];
-      first += (box.start[d] + place[d]) * strides[d];
+    std::int64_t first = 0, rest = outer, inside = num_outer;
+    for (std::size_t d = 0; d < cut; ++d) {
+      inside /= box.length[d];
+      to = to.select(0, rest / inside);
+      first += (box.start[d] + rest / inside) * strides[d];
+      rest %= inside;
     }
-    for (std::size_t d = 0; d < inner; ++d) to = to.select(0, place[d]);
-    for (std::size_t d = inner; d < num_dims; ++d) first += box.start[d] * strides[d];
-    job.found.file->read(begin + static_cast<std::uint64_t>(first * element), buffer);
-    to.copy_(at::from_blob(buffer.data(), slab_size, slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
+    for (std::size_t d = cut; d < view.size(); ++d) first += box.start[d] * strides[d];
+    for (std::int64_t at = 0; at < box.length[cut]; at += step) {
+      slab_size[0] = std::min(step, box.length[cut] - at);
+      std::int64_t length = 1;  // from the first element of the slab to its last
+      for (std::size_t d = 0; d < slab_size.size(); ++d) length += (slab_size[d] - 1) * slab_strides[d];
+      const auto offset = begin + static_cast<std::uint64_t>((first + at * strides[cut]) * element);
+      const std::byte* bytes =
+          job.found.file->bytes(offset, static_cast<std::size_t>(length * element), static_cast<std::size_t>(element), buffer);
+      to.narrow(0, at, slab_size[0])
+          .copy_(at::from_blob(const_cast<std::byte*>(bytes), slab_size, slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
+    }
   }
 }
 
@@ -146,6 +143,15 @@ void BlockFile::read(std::uint64_t offset, std::span<std::byte> to) {
     to = to.subspan(count);
     offset += count;
   }
+}
+
+const std::byte* BlockFile::bytes(std::uint64_t offset, std::size_t count, std::size_t alignment,
+                                  std::vector<std::byte>& buffer) {
+  if (offset % formats::kBlockBytes + count <= formats::kBlockBytes && offset % alignment == 0)
+    return block(offset / formats::kBlockBytes).bytes.data() + offset % formats::kBlockBytes;
+  buffer.resize(count);
+  read(offset, buffer);
+  return buffer.data();
 }
 
 TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files, const formats::Manifest* manifest)
@@ -222,18 +228,19 @@ formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::Mod
   return nearest;
 }
 
-Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder), table_(table) {
+Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder) {
   for (const auto& tensor : table.tensors)
     for (const auto& source : tensor.sources) places_[source.param].push_back({&tensor, &source});
 }
 
 TensorFolder::Found Loader::found(const Place& place) const {
-  const std::string name = name_in(folder_, table_, place.tensor->name);
-  MOESH_CHECK(!name.empty(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '", place.tensor->name, "'");
-  const auto found = folder_.tensors().at(name);
-  MOESH_CHECK(found.info->shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", name,
-              "' has shape ", found.info->shape, ", and ", place.tensor->shape, " is needed");
-  return found;
+  const auto found = folder_.tensors().find(place.tensor->name);
+  MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '",
+              place.tensor->name, "'");
+  const auto& shape = found->second.info->shape;
+  MOESH_CHECK(shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", found->first,
+              "' has shape ", shape, ", and ", place.tensor->shape, " is needed");
+  return found->second;
 }
 
 formats::Dtype Loader::dtype_of(const std::string& param) const { return found(places_.at(param).front()).info->dtype; }

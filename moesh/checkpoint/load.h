@@ -23,6 +23,9 @@ class BlockFile {
 
   const formats::SafetensorsFile& file() const { return file_; }
   void read(std::uint64_t offset, std::span<std::byte> to);
+  /// The same where they are in memory, or, if they lie in two blocks or not at a multiple of `alignment`, in `buffer`.
+  /// They stay until the next call.
+  const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment, std::vector<std::byte>& buffer);
 
  private:
   struct Block {
@@ -90,7 +93,6 @@ class Loader {
   TensorFolder::Found found(const Place& place) const;
 
   const TensorFolder& folder_;
-  const formats::DiskTable& table_;
   std::map<std::string, std::vector<Place>> places_;  // by parameter
 };
 

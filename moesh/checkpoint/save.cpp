@@ -157,12 +157,13 @@ class Saver {
       if (entry.is_directory()) sync_folder(entry.path());
     sync_folder(temporary_);
     MOESH_FAIL_POINT(manifest_written);
-    // One that was found to be damaged, or that another run left.
-    if (std::filesystem::exists(target_)) {
+    // There may be one that was found to be damaged, or that another run left. What is old ends under a temporary name.
+    if (!std::filesystem::exists(target_)) {
+      rename_folder(temporary_, target_);
+    } else if (!exchange_folders(temporary_, target_)) {
       rename_folder(target_, options_.folder / replaced_name(manifest.step));
-      MOESH_FAIL_POINT(old_moved_away);
+      rename_folder(temporary_, target_);
     }
-    rename_folder(temporary_, target_);
     sync_folder(options_.folder);
     MOESH_FAIL_POINT(renamed);
     remove_temporary(options_.folder);

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -43,7 +42,6 @@ DiskTensor whole_tensor(const std::string& name, const std::string& param, const
 
 struct DiskTable {
   std::vector<DiskTensor> tensors;                     // in the order in which they are written
-  std::map<std::string, std::string> instead = {};     // a tensor that may be absent, and the one to read then: tied weights
   std::function<bool(std::string_view)> ignored = {};  // names that are often there and that nothing needs
 
   /// Throws Error (internal) unless every tensor is covered by its sources, without overlap.

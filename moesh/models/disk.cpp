@@ -78,7 +78,7 @@ std::string config_text(const Config& c, formats::Dtype dtype) {
   const JsonObject head{{"architectures", {JsonList{{Config::kArchitecture}}}},
                         {"model_type", {Config::kModelType}},
                         {"dtype", {torch_name(dtype)}}};
-  return formats::to_json({joined(head, fields(c))}) + "\n";
+  return formats::to_json({joined(head, fields(c))});
 }
 
 // [E, rows, columns] of a parameter, in a tensor of its own for each expert.
@@ -141,7 +141,7 @@ AnyConfig config_of(const std::string& config_json, const std::string& name) {
       read(json, config);
       found = config;
     });
-    MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh knows ", known);
+    MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh reads ", known);
     return *found;
   } catch (const Error& e) {
     throw Error(e.kind(), name + ": " + e.what());
@@ -156,10 +156,6 @@ formats::ModelOnDisk on_disk(const AnyConfig& config) {
                 .config_json = [c](formats::Dtype dtype) { return config_text(c, dtype); }};
       },
       config);
-}
-
-formats::ModelOnDisk model_on_disk(const std::string& config_json, const std::string& name) {
-  return on_disk(config_of(config_json, name));
 }
 
 }  // namespace moesh::models

@@ -18,8 +18,6 @@ std::string expert_bias_name(const std::string& gate_weight);
 /// know, or a variant of it that it cannot compute. `name` is what errors call the text.
 AnyConfig config_of(const std::string& config_json, const std::string& name);
 formats::ModelOnDisk on_disk(const AnyConfig& config);
-/// Both: the folder that has this config.json.
-formats::ModelOnDisk model_on_disk(const std::string& config_json, const std::string& name);
 
 /// The experts of a layer: parameters name.w1 and name.w3 [E, F, D], name.w2 [E, D, F], with biases name.b1 and so on.
 struct LayerExperts {

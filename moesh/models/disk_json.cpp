@@ -36,6 +36,13 @@ void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConf
   }
 }
 
+// For a message.
+std::string in_one_line(const JsonValue& value) {
+  std::string text = formats::to_json(value);
+  std::erase(text, '\n');
+  return text;
+}
+
 JsonObject rope_json(const nn::RopeConfig& r) {
   JsonObject rope{{"rope_type", {"default"}}, {"rope_theta", {r.theta}}};
   if (r.factor <= 1) return rope;
@@ -103,7 +110,7 @@ void require(const JsonValue& json, const std::string& key, const JsonValue& wan
   const auto value = field(json, key);
   const auto* real = std::get_if<double>(&wanted.value);  // 7.0 may be written 7
   MOESH_CHECK(!value || (real ? value->as_number(key) == *real : *value == wanted), ErrorKind::data, key, " is ",
-              formats::to_json(*value), "; moesh computes ", formats::to_json(wanted), " alone");
+              in_one_line(*value), "; moesh computes ", in_one_line(wanted), " alone");
 }
 
 void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& c) {
@@ -126,7 +133,7 @@ void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderCo
 void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& c) {
   read_decoder(json, defaults, c);
   c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
-  c.head_dim = count(json, "head_dim", c.dim / c.num_heads);
+  c.head_dim = count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
 }
 
 JsonObject decoder_json(const DecoderConfig& c) {

@@ -28,7 +28,8 @@ void require(const JsonValue& json, const std::string& key, const JsonValue& wan
 /// What a field stands for where it is absent.
 struct JsonDefaults {
   double theta = 10000, norm_eps = 1e-6;
-  nn::RopeConfig rope = {};  // where nothing is said of scaling
+  std::int64_t head_dim = 0;  // 0: the width divided by the heads
+  nn::RopeConfig rope = {};   // where nothing is said of scaling
 };
 
 void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& config);

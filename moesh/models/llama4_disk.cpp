@@ -4,7 +4,7 @@
 namespace moesh::models {
 
 void read(const JsonValue& json, Llama4Config& c) {
-  read_grouped(json, {.theta = 5e5, .norm_eps = 1e-5}, c);
+  read_grouped(json, {.theta = 5e5, .norm_eps = 1e-5, .head_dim = 128}, c);
   c.attention_bias = flag(json, "attention_bias", false);
   c.moe_ffn = count(json, "intermediate_size"), c.ffn = count(json, "intermediate_size_mlp");
   c.moe_step = count(json, "interleave_moe_layer_step", 1);

@@ -1,6 +1,5 @@
 #include "moesh/train/checkpointer.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
@@ -88,13 +87,6 @@ std::string own_lines(const std::string& a, const std::string& b) {
   return text;
 }
 
-// config.json, compared with the manifest where there is one.
-std::string config_text(const std::filesystem::path& folder) {
-  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
-  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
-  return checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
-}
-
 }  // namespace
 
 Checkpointer::Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model,
@@ -174,7 +166,6 @@ void Checkpointer::save(const Position& position, bool in_background) {
   }
   background_ = std::thread([this, start, speaks, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
-    at::set_num_threads(1);
     comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
@@ -209,7 +200,8 @@ Position Checkpointer::start() {
   if (c.enable && c.resume) {
     // Rank 0 looks, so that all ranks try the same ones.
     std::string found;
-    for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
+    if (speaks)
+      for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
     std::istringstream stream(checkpoint::text_of_first(world_, found));
     std::vector<std::int64_t> steps;
     for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
@@ -239,7 +231,7 @@ Position Checkpointer::start() {
 }
 
 void Checkpointer::check_model(const std::string& config_json, const std::filesystem::path& folder) const {
-  const auto theirs = models::model_on_disk(config_json, (folder / "config.json").string()).config_json(Dtype::f32);
+  const auto theirs = models::on_disk(models::config_of(config_json, (folder / "config.json").string())).config_json(Dtype::f32);
   const auto ours = on_disk(setup_).config_json(Dtype::f32);
   const std::string a = own_lines(theirs, ours), b = own_lines(ours, theirs);
   MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
@@ -248,13 +240,14 @@ void Checkpointer::check_model(const std::string& config_json, const std::filesy
 }
 
 void Checkpointer::load_weights(const std::filesystem::path& folder) {
-  check_model(config_text(folder), folder);
-  train::load_weights(folder, model_, world_.rank());
+  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
+  check_model(checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr), folder);
+  train::load_weights(folder, on_disk(setup_), model_, world_.rank());
 }
 
-void load_weights(const std::filesystem::path& folder, models::Model& model, int rank) {
+void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk, models::Model& model, int rank) {
   const auto source = checkpoint::TensorFolder::weights(folder);
-  const auto on_disk = models::model_on_disk(config_text(folder), (folder / "config.json").string());
   const auto table = on_disk.table(checkpoint::find_layout(source, on_disk));
   std::set<std::string> known;
   for (const auto& t : table.tensors)

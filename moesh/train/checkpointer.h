@@ -21,9 +21,8 @@ struct Position {
   std::int64_t data_position = 0;  // samples taken from the global order
 };
 
-/// Fills the parameters that this rank has, and the expert biases, from a folder that others wrote or moesh. The model is the one
-/// that its config.json describes.
-void load_weights(const std::filesystem::path& folder, models::Model& model, int rank);
+/// Fills what this rank has of the parameters, and the expert biases, from a folder that moesh or others wrote.
+void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk, models::Model& model, int rank);
 
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {

@@ -96,7 +96,7 @@ struct ActivationCheckpointSection {
 
 struct CheckpointSection {
   bool enable = false;
-  std::string folder = "checkpoints";
+  std::string folder = "outputs/checkpoints";
   std::int64_t interval = 500;
   bool async = false;
   std::int64_t keep_latest_k = 10;

@@ -6,6 +6,7 @@
 #include "moesh/checkpoint/convert.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/manifest.h"
 #include "moesh/models/disk.h"
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
@@ -39,7 +40,7 @@ int run_convert(Args args) {
   expect_words(args, 2, "moesh convert FROM TO [--layout per_expert|stacked] [--dtype TYPE]");
   const std::filesystem::path from = args[0];
   const std::string config = (from / "config.json").string();
-  const auto model = models::model_on_disk(formats::read_file(config, ErrorKind::config), config);
+  const auto model = models::on_disk(models::config_of(formats::read_file(config, ErrorKind::config), config));
   const auto done = checkpoint::convert(from, args[1], model, options);
   std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", args[1].c_str(), done.num_tensors,
               static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);
@@ -50,6 +51,8 @@ int run_inspect(Args args) {
   const bool check = take_flag(args, "--check");
   expect_words(args, 1, "moesh inspect FOLDER [--check]");
   if (check) {
+    MOESH_CHECK(std::filesystem::exists(std::filesystem::path(args[0]) / formats::kManifestFile), ErrorKind::config, "'", args[0],
+                "' has no ", formats::kManifestFile, ", so there is nothing to check it against; was it written by moesh?");
     const auto damage = checkpoint::find_damage(args[0]);
     for (const auto& text : damage) std::printf("%s\n", text.c_str());
     std::printf("%s: %s\n", args[0].c_str(), damage.empty() ? "every byte is as it was written" : "DAMAGED");

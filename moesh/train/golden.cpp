@@ -20,7 +20,7 @@ at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& 
               "'; record it with tools/record_golden.py");
   const auto& [file, info] = found->second;
   const at::Tensor t = at::empty(info->shape, at::TensorOptions(checkpoint::torch_dtype(info->dtype, name)));
-  file->read(file->file().header().data_start + info->begin, {static_cast<std::byte*>(t.data_ptr()), t.nbytes()});
+  file->file().read(file->file().header().data_start + info->begin, {static_cast<std::byte*>(t.data_ptr()), t.nbytes()});
   return t;
 }
 
@@ -73,7 +73,7 @@ VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& fo
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
     const auto model = make_model(setup, config);
-    load_weights(folder, *model, world.rank());
+    load_weights(folder, on_disk(setup), *model, world.rank());
     const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, mesh.coordinate(dp) * batch, batch); };
     StepOptions options;
     options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,

@@ -85,14 +85,16 @@ std::string with_commas(double value) {
 // Console lines and metrics.jsonl; rank 0 alone has one.
 class Reporter {
  public:
-  // A run that goes on adds its lines.
-  Reporter(const Config& config, RunSummary& summary, bool goes_on)
+  // A run that goes on adds its lines to those of the steps that it does not take again.
+  Reporter(const Config& config, RunSummary& summary, std::int64_t first_step)
       : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0) {
     if (config.metrics.folder.empty()) return;  // nowhere
     const auto folder = std::filesystem::path(config.metrics.folder);
     std::error_code failed;
     std::filesystem::create_directories(folder, failed);
-    file_.open(folder / "metrics.jsonl", goes_on ? std::ios::app : std::ios::trunc);
+    const std::string before = kept_lines(folder / "metrics.jsonl", first_step);
+    file_.open(folder / "metrics.jsonl", std::ios::trunc);
+    file_ << before;
     MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", config.metrics.folder,
                 "' cannot be written; choose a folder that can");
     summary_.folder = folder.string();
@@ -132,6 +134,16 @@ class Reporter {
   }
 
  private:
+  static std::string kept_lines(const std::filesystem::path& path, std::int64_t first_step) {
+    std::ifstream file(path);
+    std::string kept;
+    for (std::string line; first_step > 0 && std::getline(file, line);) {
+      long long step = 0;
+      if (std::sscanf(line.c_str(), "{\"step\":%lld", &step) == 1 && step <= first_step) kept += line + "\n";
+    }
+    return kept;
+  }
+
   // JSON has no infinity and no NaN.
   static std::string json(double x, int digits) {
     if (!std::isfinite(x)) return "null";
@@ -180,7 +192,7 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   std::optional<Reporter> reporter;
   if (is_first) {
     summary.first_step = first_step;
-    reporter.emplace(config, summary, first_step > 0);
+    reporter.emplace(config, summary, first_step);
     std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(), config.model.size.c_str(),
                 with_commas(static_cast<double>(model->num_parameters())).c_str(),
                 with_commas(static_cast<double>(model->num_active_parameters())).c_str(), world.size(),

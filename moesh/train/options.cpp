@@ -91,7 +91,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
       MOESH_OPTION(checkpoint, resume, "false: begin anew, whatever the folder holds"),
       MOESH_OPTION(checkpoint, initial_load, "folder of weights (Hugging Face or moesh) to begin with"),
-      MOESH_OPTION(checkpoint, export_dtype, "type of the saved weights; auto: that of the master weights",
+      MOESH_OPTION(checkpoint, export_dtype, "type of saved weights; auto: as the master weights",
                    one_of({"auto", "float32", "bfloat16"})),
       MOESH_OPTION(checkpoint, max_shard_size, "bytes of tensors in one file of a checkpoint", at_least(1)),
 

@@ -168,7 +168,7 @@ void validate(const Config& config, int world_size, const ModelFacts& facts) {
   check_schedule(config);
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ", describe_option(config, "checkpoint.enable"),
-              "; set checkpoint.folder to where checkpoints are to be saved, such as checkpoints");
+              "; set checkpoint.folder to where checkpoints are to be saved, such as outputs/checkpoints");
   MOESH_CHECK(config.parallelism.moe_dispatcher != "local" ||
                   config.parallelism.expert_parallel_degree * config.parallelism.expert_tensor_parallel_degree == 1,
               ErrorKind::config, describe_option(config, "parallelism.moe_dispatcher"),

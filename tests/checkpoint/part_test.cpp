@@ -9,6 +9,7 @@
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/plan.h"
 #include "moesh/models/disk.h"
+#include "moesh/spmd/one_rank.h"
 #include "tests/checkpoint/support.h"
 
 namespace moesh::checkpoint {
@@ -104,20 +105,110 @@ TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
   }
 }
 
-TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
-  for (const char* size : {"tiny", "debug", "16b"}) {
-    const auto model = models::on_disk(models::DeepseekV3Config::named(size));
-    for (const auto layout : formats::kExpertLayouts) model.table(layout).validate();
-    std::map<std::string, std::int64_t> covered[2];
-    for (int i = 0; i < 2; ++i)
-      for (const auto& t : model.table(formats::kExpertLayouts[i]).tensors)
-        for (const auto& s : t.sources) {
-          std::int64_t n = 1;
-          for (const auto d : s.dims) n *= t.view[d];
-          covered[i][s.param] += n;
-        }
-    EXPECT_EQ(covered[0], covered[1]);
+TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
+  // [3, 700, 2100] floats: 5.9 MB an index of the first dimension; a row of [1, 3'000'000] alone is larger than a slab.
+  for (const Sizes& shape : {Sizes{3, 700, 2100}, Sizes{2, 3'000'000}, Sizes{2'500'000, 2}}) {
+    const TemporaryFolder folder;
+    DiskTable table;
+    table.tensors = {formats::whole_tensor("w", "w", shape)};
+    table.tensors[0].dtype = formats::Dtype::f32;
+    const at::Tensor whole = at::arange(num_elements(shape), at::kFloat).reshape(shape);
+    const auto plan = plan_files("model", table.tensors, 1);
+    OutputFile out(folder.path() / "model.safetensors", OutputFile::Mode::create);
+    out.reserve(plan[0].size);
+    out.write(0, plan[0].header);
+    const std::vector<Part> all{{.name = "w", .region = {Sizes(shape.size(), 0), shape}, .owned = true, .value = whole}};
+    write_tensor(out, plan[0].tensors[0], by_name(all));
+    const auto source = TensorFolder::weights(folder.path());
+    std::mt19937 random(3);
+    for (int i = 0; i < 4; ++i) {
+      Region box;
+      at::Tensor wanted = whole;
+      for (std::size_t d = 0; d < shape.size(); ++d) {
+        box.start.push_back(random() % shape[d]);
+        box.length.push_back(1 + random() % (shape[d] - box.start[d]));
+        wanted = wanted.narrow(d, box.start[d], box.length[d]);
+      }
+      const Part part{.name = "w", .region = box, .owned = true, .value = at::zeros(box.length, at::kDouble)};
+      Loader(source, table).load({part});
+      EXPECT_TRUE(at::equal(part.value, wanted.to(at::kDouble))) << box.start << box.length;
+    }
   }
+}
+
+TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
+  const OneRankScope scope;
+  for (const auto& name : models::model_names())
+    for (const char* size : {"tiny", "debug"}) {
+      const auto config = models::built_in(name, size);
+      std::map<std::string, std::int64_t> wanted;
+      const auto model = models::make_model(config, {.device = at::kMeta});
+      model->each_param([&](Stored& w, bool) { wanted[w.spec.name] = num_elements(w.spec.shape); });
+      if (models::facts(config).has_expert_bias)
+        for (auto* router : model->routers())
+          wanted[models::expert_bias_name(router->gate().name())] = router->config().num_experts;
+      for (const auto layout : formats::kExpertLayouts) {
+        const auto table = models::on_disk(config).table(layout);
+        table.validate();
+        std::map<std::string, std::int64_t> covered;
+        for (const auto& t : table.tensors)
+          for (const auto& s : t.sources) {
+            std::int64_t n = 1;
+            for (const auto d : s.dims) n *= t.view[d];
+            covered[s.param] += n;
+          }
+        EXPECT_EQ(covered, wanted) << name << " " << size << " " << to_string(layout);
+      }
+    }
+}
+
+// As transformers 4 wrote them, and 5 writes them: fields that name the same model.
+TEST(ConfigJson, OfEveryModelComesInTwoVersions) {
+  const std::string sizes =
+      R"("vocab_size":96,"hidden_size":32,"num_hidden_layers":2,"num_attention_heads":8,"num_key_value_heads":4,
+      "num_experts_per_tok":2,"max_position_embeddings":128,"intermediate_size":24,)";
+  struct Case {
+    std::string type, four, five;
+  };
+  const std::vector<Case> cases{
+      {"qwen3_moe",
+       R"("num_experts":8,"moe_intermediate_size":24,"head_dim":8,"rope_theta":1e6,"rope_scaling":null,"sliding_window":4096,
+          "use_sliding_window":false,"mlp_only_layers":[])",
+       R"("num_local_experts":8,"moe_intermediate_size":24,"head_dim":8,"rope_parameters":{"rope_type":"default","rope_theta":1000000},
+          "sliding_window":null,"mlp_only_layers":null)"},
+      {"mixtral", R"("num_local_experts":8,"rope_theta":1000000.0,"sliding_window":null,"torch_dtype":"bfloat16")",
+       R"("num_experts":8,"head_dim":4,"rope_parameters":{"rope_type":"default","rope_theta":1e6},"dtype":"float32")"},
+      {"llama4_text",
+       R"("num_local_experts":8,"intermediate_size_mlp":48,"head_dim":4,"rope_theta":500000.0,"rope_scaling":{"rope_type":"llama3",
+          "factor":16.0,"low_freq_factor":1.0,"high_freq_factor":1.0,"original_max_position_embeddings":64},"no_rope_layers":[],
+          "attn_temperature_tuning":4)",
+       R"("num_local_experts":8,"intermediate_size_mlp":48,"head_dim":4,"rope_parameters":{"rope_type":"llama3","rope_theta":5e5,
+          "factor":16,"low_freq_factor":1,"high_freq_factor":1,"original_max_position_embeddings":64},"no_rope_layers":[1,1],
+          "moe_layers":[0,1],"layer_types":["chunked_attention","chunked_attention"],"attn_temperature_tuning":true,
+          "attention_chunk_size":8192)"},
+      {"gpt_oss",
+       R"("num_local_experts":8,"head_dim":8,"rope_theta":150000,"rope_scaling":{"rope_type":"yarn","factor":32.0,"beta_fast":32.0,
+          "beta_slow":1.0,"truncate":false,"original_max_position_embeddings":4096},"swiglu_limit":7.0,"sliding_window":128,
+          "layer_types":["sliding_attention","full_attention"])",
+       R"("num_local_experts":8,"head_dim":8,"rope_parameters":{"rope_theta":150000.0,"rope_type":"yarn","factor":32.0,"truncate":false,
+          "original_max_position_embeddings":4096},"swiglu_limit":7,"swiglu_alpha":1.702)"}};
+  for (const auto& c : cases) {
+    const auto normal = [&](const std::string& more) {
+      const std::string text = "{\"model_type\":\"" + c.type + "\"," + sizes + more + "}";
+      return models::on_disk(models::config_of(text, "config.json")).config_json(formats::Dtype::f32);
+    };
+    EXPECT_EQ(normal(c.four), normal(c.five)) << c.type;
+    EXPECT_THROW(normal(c.four + R"(,"hidden_act":"gelu")"), Error);
+  }
+}
+
+// What moesh writes it reads as the same model, and transformers' own defaults are not assumed silently.
+TEST(ConfigJson, OfEveryBuiltInModelIsReadAsItWasWritten) {
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) {
+      const std::string text = models::on_disk(models::built_in(name, size)).config_json(formats::Dtype::f32);
+      EXPECT_EQ(models::on_disk(models::config_of(text, "x")).config_json(formats::Dtype::f32), text) << name << " " << size;
+    }
 }
 
 TEST(Layouts, AWrongTableIsRefused) {
@@ -154,14 +245,14 @@ TEST(ConfigJson, VersionsFourAndFiveAreTheSameModel) {
            rope + "}";
   };
   const auto normal = [&](const std::string& rope) {
-    return models::model_on_disk(text(rope), "config.json").config_json(formats::Dtype::f32);
+    return models::on_disk(models::config_of(text(rope), "config.json")).config_json(formats::Dtype::f32);
   };
   const std::string v4 = normal(R"("rope_theta":5000,"rope_scaling":{"type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,
       "mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":4096},"torch_dtype":"float32")");
   const std::string v5 = normal(R"("rope_parameters":{"rope_type":"yarn","rope_theta":5000.0,"factor":40.0,"mscale":1,
       "mscale_all_dim":1,"original_max_position_embeddings":4096},"dtype":"bfloat16")");
   EXPECT_EQ(v4, v5);
-  EXPECT_EQ(models::model_on_disk(v5, "x").config_json(formats::Dtype::f32), v5);
+  EXPECT_EQ(models::on_disk(models::config_of(v5, "x")).config_json(formats::Dtype::f32), v5);
   EXPECT_EQ(normal(R"("rope_theta":5000,"rope_scaling":null)"),
             normal(R"("rope_parameters":{"rope_type":"default","rope_theta":5000})"));
   EXPECT_NE(normal(R"("rope_theta":5000)"), normal(R"("rope_theta":5001)"));

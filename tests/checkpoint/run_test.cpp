@@ -85,6 +85,25 @@ TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
   }
 }
 
+TEST(Reshard, EveryModelInItsOwnLayout) {
+  for (const std::string& name : models::model_names()) {
+    SCOPED_TRACE(name);
+    const TemporaryFolder folder;
+    const train::Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
+    train::Args options = model;
+    options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
+    run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
+    const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1", "tp=1", "cp=2,tp=2,ep=4"};
+    path last = folder.path() / "start";
+    for (const auto& mesh : meshes) {
+      const path next = folder.path() / mesh;
+      pass_on(last, next, mesh, model);
+      expect_same_contents(step(last, 2), step(next, 2));
+      last = next;
+    }
+  }
+}
+
 TEST(Shards, SmallFilesHoldTheSameTensors) {
   const TemporaryFolder folder;
   run(folder.path() / "start", "tp=2,ep=2", {"--steps=1"});
@@ -157,8 +176,9 @@ void keep_line(LogLevel, const std::string& line) {
   }
 }
 struct KeepLines {
-  KeepLines() { lines.clear(), set_log_sink(keep_line); }
-  ~KeepLines() { set_log_sink(nullptr); }
+  KeepLines() : before(log_level()) { lines.clear(), set_log_level(LogLevel::info), set_log_sink(keep_line); }
+  ~KeepLines() { set_log_sink(nullptr), set_log_level(before); }
+  LogLevel before;
 };
 std::string all_lines() {
   std::string text;
