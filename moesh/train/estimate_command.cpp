@@ -71,9 +71,15 @@ void print(const Estimate& e) {
 }
 
 void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
+  if (r.best.empty()) {
+    std::printf(
+        "%d ranks: %d meshes, %d tried, and none fits into %s a rank; try more ranks, a smaller batch, or "
+        "--activation_checkpoint.mode=full\n",
+        num_ranks, r.num_meshes, r.num_tried, size_text(limit).c_str());
+    return;
+  }
   std::printf("%d ranks: %d meshes, %d tried, the best %zu that fit into %s a rank\n", num_ranks, r.num_meshes, r.num_tried,
               r.best.size(), size_text(limit).c_str());
-  if (r.best.empty()) return;
   std::printf("\n%12s %12s %14s %16s  mesh\n", "memory", "sent/step", "tokens/step", "all ranks/token");
   for (const Estimate& e : r.best)
     std::printf("%12s %12s %14s %16s  %s\n", size_text(e.peak).c_str(), size_text(e.moved()).c_str(),

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <tuple>
 
+#include "moesh/base/error.h"
 #include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels::meta {
@@ -121,6 +122,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(const at::Tensor& /
 at::DeviceType modelled_device() { return modelled; }
 
 struct DryRun::Parts {
+  Parts() { MOESH_CHECK(!is_there.exchange(true), "two dry runs at once; meta has one allocator and one set of operations"); }
+  ~Parts() { is_there = false; }
+
+  static inline std::atomic<bool> is_there{false};
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   c10::Allocator* outer = c10::GetAllocator(c10::kMeta);
   int num_threads = at::get_num_threads();
@@ -158,8 +163,6 @@ DryRun::~DryRun() {
   modelled = at::kCPU;
 }
 
-std::int64_t DryRun::live() const { return CountingAllocator::live; }
 std::int64_t DryRun::peak() const { return CountingAllocator::peak; }
-void DryRun::reset_peak() { CountingAllocator::peak = CountingAllocator::live; }
 
 }  // namespace moesh::kernels::meta

@@ -16,10 +16,8 @@ class DryRun {
   DryRun(const DryRun&) = delete;
   DryRun& operator=(const DryRun&) = delete;
 
-  /// Bytes of the tensors that live now, and the most that lived at once since the last reset.
-  std::int64_t live() const;
+  /// The most bytes of tensors that lived at once.
   std::int64_t peak() const;
-  void reset_peak();
 
  private:
   struct Parts;
