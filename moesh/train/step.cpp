@@ -50,6 +50,9 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
       else
         counts[i] = counts[i] + result.counts_E[i];
     }
+    // The graph goes, and with it what its backward steps hold.
+    result.loss = assume<nn::TokenSum::layout>(local(result.loss).detach());
+    result.cross_entropy = assume<nn::TokenSum::layout>(local(result.cross_entropy).detach());
     g.last = std::move(result);
   }
   const at::Tensor sums = whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack({loss, total})))).cpu();
