@@ -1,5 +1,7 @@
 #include "moesh/checkpoint/convert.h"
 
+#include <set>
+
 #include <ATen/ops/empty.h>
 
 #include "moesh/base/error.h"
@@ -58,13 +60,21 @@ std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dty
 
 }  // namespace
 
-Converted convert(const std::filesystem::path& from, const std::filesystem::path& to, const formats::ModelOnDisk& model,
+Converted convert(const std::filesystem::path& from, const std::filesystem::path& target, const formats::ModelOnDisk& model,
                   const ConvertOptions& options) {
+  const auto to = target.has_filename() ? target : target.parent_path();  // "out/" is "out"
   MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(), "' is there already; name a folder that is not");
   const TensorFolder source = TensorFolder::weights(from);
   const auto layout = find_layout(source, model);
   const formats::DiskTable from_table = model.table(layout);
   formats::DiskTable to_table = model.table(options.layout.value_or(layout));
+  const auto names_of = [](const formats::DiskTable& table) {
+    std::set<std::string> names;
+    for (const auto& t : table.tensors) names.insert(t.name);
+    return names;
+  };
+  MOESH_CHECK(!options.layout || *options.layout == layout || names_of(to_table) != names_of(from_table), ErrorKind::config,
+              "--layout: ", model.model_type, " has one layout on disk, and '", from.string(), "' has it already; leave it out");
   const Loader loader(source, from_table);
   for (auto& t : to_table.tensors) {
     const auto old = loader.dtype_of(t.sources.front().param);
@@ -92,10 +102,10 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     out.sync();
   }
   write_file(temporary / formats::kIndexFile, formats::write_safetensors_index(index));
-  write_file(temporary / "config.json",
-             changed_config(formats::read_file((from / "config.json").string(), ErrorKind::data), options));
+  write_file(temporary / "config.json", changed_config(read_config(from), options));
   for (const auto& entry : std::filesystem::directory_iterator(from))
-    if (is_copied(entry)) std::filesystem::copy_file(entry.path(), temporary / entry.path().filename());
+    if (is_copied(entry))
+      write_file(temporary / entry.path().filename(), formats::read_file(entry.path().string(), ErrorKind::data));
   formats::Manifest manifest{.model = model.model_type};
   for (const auto& entry : std::filesystem::directory_iterator(temporary))
     manifest.files.push_back(formats::hash_file(temporary.string(), entry.path().filename().string()));

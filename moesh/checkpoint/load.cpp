@@ -177,6 +177,12 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
   return file.read_all(expected->size);
 }
 
+std::string read_config(const std::filesystem::path& folder) {
+  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
+  return read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
+}
+
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   std::optional<formats::Manifest> manifest;
   if (std::filesystem::exists(folder / formats::kManifestFile)) manifest = formats::read_manifest(folder.string());

@@ -41,6 +41,8 @@ class BlockFile {
 
 /// A small file of a folder, such as config.json, compared with the manifest where there is one.
 std::string read_text(const std::filesystem::path& folder, const std::string& name, const formats::Manifest* manifest);
+/// The config.json of a folder; where there is a manifest, compared with its checksum.
+std::string read_config(const std::filesystem::path& folder);
 
 /// The tensors of several files by name.
 class TensorFolder {

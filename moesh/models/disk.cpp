@@ -27,9 +27,11 @@ const char* torch_name(formats::Dtype dtype) {
 // "model.layers.1.mlp.gate" of ".weight"
 std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
-// Layers behind the last, which predict further tokens; buffers of old versions; a head that is the embedding once more.
-bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied) {
+// Layers behind the last, with which DeepSeek-V3 predicts further tokens; buffers of old versions; a head that is the embedding
+// once more.
+bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool predicts_further) {
   if (name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")) return true;
+  if (!predicts_further) return false;
   constexpr std::string_view kLayers = "model.layers.";
   if (!name.starts_with(kLayers)) return false;
   std::int64_t layer = 0;
@@ -69,7 +71,9 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
     }
   });
   for (auto& t : table.tensors) t.name = renamed(t.name, layout);
-  table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) { return is_ignored(name, n, tied); };
+  table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) {
+    return is_ignored(name, n, tied, std::same_as<Config, DeepseekV3Config>);
+  };
   return table;
 }
 

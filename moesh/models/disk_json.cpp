@@ -12,7 +12,7 @@ void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConf
   const auto of_rope = [&](const std::string& key) { return rope ? field(*rope, key) : std::nullopt; };
   auto type = of_rope("rope_type");
   if (!type) type = of_rope("type");
-  if (!type) r = defaults.rope;
+  if (!rope) r = defaults.rope;
   r.theta = number(json, "rope_theta", defaults.theta);
   if (!rope) return;
   r.theta = number(*rope, "rope_theta", r.theta);
@@ -78,7 +78,8 @@ std::optional<JsonValue> field(const JsonValue& json, const std::string& key) {
 std::int64_t count(const JsonValue& json, const std::string& key, std::optional<std::int64_t> otherwise) {
   if (otherwise && !field(json, key)) return *otherwise;
   const std::int64_t value = json.at(key, "config.json").as_int(key);
-  MOESH_CHECK(value >= 1, ErrorKind::data, key, " is ", value, "; it takes 1 or more");
+  const std::int64_t most = key == "num_hidden_layers" ? 10'000 : 1'000'000'000;  // as the keys of [model]
+  MOESH_CHECK(value >= 1 && value <= most, ErrorKind::data, key, " is ", value, "; it takes 1 to ", most);
   return value;
 }
 

@@ -71,24 +71,16 @@ formats::DiskTable own_names(const std::vector<Part>& parts) {
   return table;
 }
 
-// The lines of one JSON text that the other does not have, of keys that change what is computed.
-std::string own_lines(const std::string& a, const std::string& b) {
-  const auto lines = [](const std::string& text) {
-    std::set<std::string> all;
-    std::istringstream stream(text);
-    for (std::string line; std::getline(stream, line);) {
-      const auto first = line.find('"');
-      if (first == std::string::npos || line.find("initializer_range") == first + 1 ||
-          line.find("max_position_embeddings") == first + 1)
-        continue;
-      all.insert(line.substr(first, line.find_last_not_of(',') + 1 - first));
-    }
-    return all;
-  };
-  const auto in_a = lines(a), in_b = lines(b);
+// `"key": value` of one config.json where the other has another value or none, of keys that change what is computed.
+std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b) {
   std::string text;
-  for (const auto& line : in_a)
-    if (!in_b.contains(line)) text += (text.empty() ? "" : ", ") + line;
+  for (const auto& [key, value] : a.as_object("config.json")) {
+    const auto* other = b.find(key);
+    if (key == "initializer_range" || key == "max_position_embeddings" || (other && *other == value)) continue;
+    std::string line = formats::to_json(value);
+    std::erase(line, '\n');
+    text += detail::concat(text.empty() ? "" : ", ", '"', key, "\": ", line);
+  }
   return text;
 }
 
@@ -202,6 +194,13 @@ void Checkpointer::finish(const Position& position) {
 Position Checkpointer::start() {
   const auto& c = config_.checkpoint;
   const bool speaks = world_.rank() == 0;
+  if (c.enable && !c.resume) {
+    // Later steps of another run would be the newest for whoever goes on from here.
+    const auto others =
+        checkpoint::text_of_first(world_, speaks && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
+    MOESH_CHECK(others.empty(), ErrorKind::config, "checkpoint.resume is false, and checkpoint.folder '",
+                options_.folder.string(), "' holds checkpoints of another run; choose another folder, or move them away");
+  }
   if (c.enable && c.resume) {
     // Rank 0 looks, so that all ranks try the same ones.
     std::string found;
@@ -226,7 +225,7 @@ Position Checkpointer::start() {
       }
     }
     MOESH_CHECK(steps.empty(), ErrorKind::data, "no checkpoint in '", options_.folder.string(), "' is whole (", faults,
-                "); to begin anew, move them away or set checkpoint.resume=false");
+                "); to begin anew, move them away or choose another checkpoint.folder");
   }
   if (!c.initial_load.empty()) {
     checkpoint::together(world_, [&] { load_weights(c.initial_load); });
@@ -238,16 +237,15 @@ Position Checkpointer::start() {
 void Checkpointer::check_model(const std::string& config_json, const std::filesystem::path& folder) const {
   const auto theirs = models::on_disk(models::config_of(config_json, (folder / "config.json").string())).config_json(Dtype::f32);
   const auto ours = on_disk(setup_).config_json(Dtype::f32);
-  const std::string a = own_lines(theirs, ours), b = own_lines(ours, theirs);
+  const auto theirs_json = formats::parse_json(theirs, "config.json"), ours_json = formats::parse_json(ours, "config.json");
+  const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
   MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
               "; set the keys of [model] to what is there, or choose another folder");
 }
 
 void Checkpointer::load_weights(const std::filesystem::path& folder) {
-  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
-  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
-  check_model(checkpoint::read_text(folder, "config.json", has_manifest ? &manifest : nullptr), folder);
+  check_model(checkpoint::read_config(folder), folder);
   train::load_weights(folder, on_disk(setup_), model_, world_.rank());
 }
 
@@ -270,7 +268,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   MOESH_CHECK(optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name, ErrorKind::config, "'",
               folder.string(), "' was saved with optimizer ", optimizer->second, ", and ",
               describe_option(config_, "optimizer.name"), "; set optimizer.name to ", optimizer->second,
-              ", or begin anew with these weights: checkpoint.resume=false and checkpoint.initial_load=", folder.string());
+              ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=", folder.string());
   load_weights(folder);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);

@@ -126,6 +126,9 @@ int run_estimate(Args args) {
   }
   MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks, " needs the memory of a rank, as in --memory 80GiB");
   const std::int64_t limit = parse_size(*memory);
+  Config one_rank = l.config;  // what is wrong on one rank is wrong on every mesh
+  one_rank.parallelism = {.sequence_parallel = l.config.parallelism.sequence_parallel};
+  validate(one_rank, 0, l.model.facts());
   const auto start = std::chrono::steady_clock::now();
   const SearchResult r = search(l.config, l.model, num_ranks, limit, kMostListed);
   if (!r.best.empty()) print_heading(l.config, r.best[0]);

@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/convert.h"
 #include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/models/disk.h"
@@ -40,7 +41,7 @@ int run_convert(Args args) {
   expect_words(args, 2, "moesh convert FROM TO [--layout per_expert|stacked] [--dtype TYPE]");
   const std::filesystem::path from = args[0];
   const std::string config = (from / "config.json").string();
-  const auto model = models::on_disk(models::config_of(formats::read_file(config, ErrorKind::config), config));
+  const auto model = models::on_disk(models::config_of(checkpoint::read_config(from), config));
   const auto done = checkpoint::convert(from, args[1], model, options);
   std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", args[1].c_str(), done.num_tensors,
               static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);

@@ -70,6 +70,7 @@ VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& fo
   VerifyReport report;
   Findings findings(shape.num_ranks(), golden, golden_tolerance(config));
   const auto run = [&](comm::Group& world) {
+    if (world.rank() == 0) report.is_first = true;
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
     const auto model = make_model(setup, config);
@@ -97,6 +98,7 @@ VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& fo
       compare({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
     });
+    findings.share(world, device(config));
   };
   try {
     comm::launch(shape.num_ranks(), run, launch_options(config));

@@ -89,7 +89,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(checkpoint, interval, "steps from one checkpoint to the next; the last step is always saved", at_least(1)),
       MOESH_OPTION(checkpoint, async, "copy, and write while training goes on"),
       MOESH_OPTION(checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
-      MOESH_OPTION(checkpoint, resume, "false: begin anew, whatever the folder holds"),
+      MOESH_OPTION(checkpoint, resume, "false: begin anew; the folder must not hold checkpoints yet"),
       MOESH_OPTION(checkpoint, initial_load, "folder of weights (Hugging Face or moesh) to begin with"),
       MOESH_OPTION(checkpoint, export_dtype, "type of saved weights; auto: as the master weights",
                    one_of({"auto", "float32", "bfloat16"})),

@@ -205,7 +205,7 @@ TEST(Damage, TrainingSaysSoAndTakesTheOneBefore) {
 
   for (const auto n : checkpoint::saved_steps(runs)) std::filesystem::remove(step(runs, n) / "config.json");
   expect_parts(error_of([&] { run(runs, "tp=2,ep=2", options); }, ErrorKind::data),
-               {"no checkpoint in", "config.json", "checkpoint.resume=false"});
+               {"no checkpoint in", "config.json", "choose another checkpoint.folder"});
 }
 
 // Files may not be larger than this: the nearest thing to a full disk that needs no disk.
@@ -280,6 +280,18 @@ TEST(AnotherModel, IsNamedLineByLine) {
                {"\"moe_intermediate_size\": 24", "\"moe_intermediate_size\": 32", "[model]"});
   expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--optimizer.name=sgd"}); }, ErrorKind::config),
                {"was saved with optimizer adamw", "optimizer.name is \"sgd\"", "set optimizer.name to adamw"});
+  // A list of numbers is a value, too; no tensor has another shape.
+  run(folder.path() / "l", "tp=1", {"--model=llama4:tiny", "--steps=1"});
+  expect_parts(error_of([&] { run(folder.path() / "l", "tp=1", {"--model=llama4:tiny", "--steps=2", "--model.nope_step=2"}); },
+                        ErrorKind::config),
+               {"\"no_rope_layers\"", "[model]"});
+}
+
+TEST(AnotherRun, IsNotBegunInTheFolderOfOne) {
+  const TemporaryFolder folder;
+  run(folder.path() / "c", "tp=1", {"--steps=3"});
+  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--checkpoint.resume=false"}); }, ErrorKind::config),
+               {"checkpoint.resume is false", "holds checkpoints of another run", "choose another folder"});
 }
 
 TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {

@@ -116,6 +116,17 @@ TEST_F(Compare, NoiseBesideLargeTensorsIsTheSame) {
   EXPECT_TRUE(c.same());
 }
 
+TEST_F(Compare, AMaskIsTheSameAsItself) {
+  const std::vector<float> mask{0, -INFINITY, NAN, 1};
+  auto other = mask;
+  other[3] = -INFINITY;
+  const auto a = write("a.safetensors", {{"mask", {4}, mask}}), b = write("b.safetensors", {{"mask", {4}, other}});
+  EXPECT_TRUE(compare(a, a).same());
+  const auto c = compare(a, b);
+  EXPECT_FALSE(c.same());
+  EXPECT_EQ(c.tensors[0].worst_index, (std::vector<std::int64_t>{3}));
+}
+
 TEST_F(Compare, FoldersAndRenames) {
   const auto x = random(8, "x"), y = random(8, "y");
   write("A/one.safetensors", {{"module.layers.0.w", {8}, x}});
