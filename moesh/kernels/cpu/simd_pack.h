@@ -32,7 +32,7 @@ template <class U>
 inline void transpose_tail(RowView<U> x, int64_t r0, int64_t r1, int64_t c0, int64_t c1, U* out, int64_t ld) {
   for (int64_t r = r0; r < r1; ++r) {
     const U* row = x.row(r);
-    for (int64_t c = c0; c < c1; ++c) out[c * ld + r] = row[c];
+    for (int64_t c = c0; c < c1; ++c) out[c * ld + r] = load_bytes<U>(row + c);  // pairs of an odd row are not aligned
   }
 }
 
