@@ -7,6 +7,7 @@
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
 #include "moesh/train/estimate.h"
+#include "moesh/train/text.h"
 
 namespace moesh::train {
 namespace {
@@ -36,26 +37,16 @@ std::string size_text(double bytes) {
 }
 std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
-std::string count_text(std::int64_t n) {
-  const std::string digits = std::to_string(n);
-  std::string text;
-  for (size_t i = 0; i < digits.size(); ++i) {
-    if (i > 0 && (digits.size() - i) % 3 == 0) text.push_back(',');
-    text.push_back(digits[i]);
-  }
-  return text;
-}
-
 void print_heading(const Config& c, const Estimate& e) {
   std::printf("%s %s: %s parameters, %s active, %s on %s\n", c.model.name.c_str(), c.model.size.c_str(),
-              count_text(e.num_parameters).c_str(), count_text(e.num_active_parameters).c_str(), c.training.dtype.c_str(),
+              with_commas(e.num_parameters).c_str(), with_commas(e.num_active_parameters).c_str(), c.training.dtype.c_str(),
               c.training.device.c_str());
 }
 
 void print(const Estimate& e) {
   const int num_ranks = e.mesh.num_ranks();
   const std::string ranks = num_ranks == 1 ? "one rank" : detail::concat(num_ranks, " ranks (", e.mesh.describe(), ")");
-  std::printf("%s, %s tokens a step\n", ranks.c_str(), count_text(e.num_tokens).c_str());
+  std::printf("%s, %s tokens a step\n", ranks.c_str(), with_commas(e.num_tokens).c_str());
   std::printf("\nmemory of a rank (the one that holds the most)\n");
   const auto line = [](const char* name, std::int64_t bytes) { std::printf("  %-14s %12s\n", name, size_text(bytes).c_str()); };
   line("weights", e.state.weights);
@@ -83,7 +74,7 @@ void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
   std::printf("\n%12s %12s %14s %16s  mesh\n", "memory", "sent/step", "tokens/step", "all ranks/token");
   for (const Estimate& e : r.best)
     std::printf("%12s %12s %14s %16s  %s\n", size_text(e.peak).c_str(), size_text(e.moved()).c_str(),
-                count_text(e.num_tokens).c_str(), size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
+                with_commas(e.num_tokens).c_str(), size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
 }
 
 std::string to_json(const Estimate& e) {

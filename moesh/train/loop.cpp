@@ -19,6 +19,7 @@
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/step.h"
+#include "moesh/train/text.h"
 
 namespace moesh::train {
 namespace {
@@ -72,16 +73,6 @@ Load load_of(const std::vector<at::Tensor>& counts) {
   return load;
 }
 
-std::string with_commas(double value) {
-  const std::string digits = std::to_string(static_cast<long long>(std::llround(value)));
-  std::string text;
-  for (size_t i = 0; i < digits.size(); ++i) {
-    if (i > 0 && (digits.size() - i) % 3 == 0) text.push_back(',');
-    text.push_back(digits[i]);
-  }
-  return text;
-}
-
 // Console lines and metrics.jsonl; rank 0 alone has one.
 class Reporter {
  public:
@@ -128,8 +119,9 @@ class Reporter {
     has_progress_ = false;
     std::printf(
         "step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  experts: max/mean %.2f, %lld idle%s\n",
-        static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(tps).c_str(), tflops, load.max_over_mean,
-        static_cast<long long>(load.num_idle), u.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
+        static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(std::llround(tps)).c_str(), tflops,
+        load.max_over_mean, static_cast<long long>(load.num_idle),
+        u.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
     std::fflush(stdout);
   }
 
@@ -194,8 +186,7 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
     summary.first_step = first_step;
     reporter.emplace(config, summary, first_step);
     std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(), config.model.size.c_str(),
-                with_commas(static_cast<double>(model->num_parameters())).c_str(),
-                with_commas(static_cast<double>(model->num_active_parameters())).c_str(), world.size(),
+                with_commas(model->num_parameters()).c_str(), with_commas(model->num_active_parameters()).c_str(), world.size(),
                 mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
     std::fflush(stdout);

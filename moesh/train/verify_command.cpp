@@ -10,6 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/formats/json.h"
 #include "moesh/models/disk.h"
 #include "moesh/train/arguments.h"
 #include "moesh/train/commands.h"
@@ -48,15 +49,6 @@ std::string reference_key(VerifyCase c, int num_dp) {
   std::string key = std::to_string(num_dp);
   for (const ModelKey& k : models::keys(c.model)) key += " " + formats::to_toml(read(k));
   return key;
-}
-
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) {
-    if (c == '"' || c == '\\') out += '\\';
-    out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-  }
-  return out + "\"";
 }
 
 // The result of a sweep by number of ranks.
@@ -159,10 +151,12 @@ int run_verify(Args args) {
     if (is_terminal && shapes.size() > 1)
       std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()),
           std::fflush(stdout);
-    entries += detail::concat(
-        entries.empty() ? "" : ",\n", "    {\"mesh\": ", quoted(shape.describe()), ", \"holds\": ", r.holds() ? "true" : "false",
-        ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
-        ", \"first\": ", quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor), ", \"error\": ", quoted(r.error), "}");
+    if (!json) continue;
+    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
+                              ", \"holds\": ", r.holds() ? "true" : "false",
+                              ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
+                              ", \"first\": ", formats::json_quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor),
+                              ", \"error\": ", formats::json_quoted(r.error), "}");
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!is_first) return num_failed == 0 ? 0 : 1;

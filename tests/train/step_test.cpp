@@ -40,7 +40,34 @@ bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return a.size() == b.size();
 }
 
-class Steps : public testing::TestWithParam<MeshShape> {};
+// What a step needs, on each rank of a mesh.
+struct Trainer {
+  const Mesh& mesh;
+  std::unique_ptr<models::Model> model =
+      models::make_model(models::built_in("deepseek_v3", "tiny"), {.dtype = at::kDouble, .device = test_device(), .seed = 1});
+  std::unique_ptr<optim::Optimizer> optimizer = make_optimizer(*model, {});
+  StepOptions options{.bias_coeff = 0.01};
+
+  Gradients gradients(std::int64_t label = -1) { return accumulate_gradients(*model, {batch_of(mesh, label)}, options); }
+  Update apply(const Gradients& g) { return apply_gradients(*model, *optimizer, g, 1e-3, options); }
+  std::vector<at::Tensor> state() { return state_of(*model, *optimizer); }
+};
+
+class Steps : public testing::TestWithParam<MeshShape> {
+ protected:
+  template <class F>
+  static void on_each_rank(const F& f) {
+    comm::launch(
+        GetParam().num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, GetParam());
+          const MeshScope scope(mesh);
+          Trainer trainer{mesh};
+          f(trainer, world);
+        },
+        test_options());
+  }
+};
 INSTANTIATE_TEST_SUITE_P(Meshes, Steps,
                          testing::Values(MeshShape{}, MeshShape{.dp_shard = 2, .tp = 2, .ep = 2},
                                          MeshShape{.dp_replicate = 2, .cp = 2, .ep = 2}, MeshShape{.tp = 4, .ep = 2, .etp = 2}),
@@ -48,64 +75,40 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Steps,
 
 // A single infinite number, on the last rank alone.
 TEST_P(Steps, AGradientThatIsNotFiniteStopsAllRanks) {
-  comm::launch(
-      GetParam().num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, GetParam());
-        const MeshScope scope(mesh);
-        const auto model = models::make_model(models::built_in("deepseek_v3", "tiny"),
-                                              {.dtype = at::kDouble, .device = test_device(), .seed = 1});
-        const auto optimizer = make_optimizer(*model, {});
-        const StepOptions options{.bias_coeff = 0.01};
+  on_each_rank([](Trainer& t, comm::Group& world) {
+    ASSERT_FALSE(t.apply(t.gradients()).skipped);  // a step that counts, so that there is state to lose
+    const auto before = t.state();
 
-        // A step that counts, so that there is state to lose.
-        const Update first =
-            apply_gradients(*model, *optimizer, accumulate_gradients(*model, {batch_of(mesh)}, options), 1e-3, options);
-        ASSERT_FALSE(first.skipped);
-        const auto before = state_of(*model, *optimizer);
+    const Gradients g = t.gradients();
+    if (world.rank() == world.size() - 1) {
+      at::Tensor some;
+      t.model->each_param([&](Stored& w, bool) {
+        if (w.spec.name.find("experts.w2") != std::string::npos && w.value.numel() > 0) some = w.value.grad();
+      });
+      ASSERT_TRUE(some.defined());
+      some.view(-1)[0] = std::numeric_limits<double>::infinity();
+    }
+    EXPECT_TRUE(t.apply(g).skipped) << "rank " << world.rank();
+    EXPECT_TRUE(same(before, t.state())) << "rank " << world.rank();
 
-        const Gradients g = accumulate_gradients(*model, {batch_of(mesh)}, options);
-        if (world.rank() == world.size() - 1) {
-          at::Tensor some;
-          model->each_param([&](Stored& w, bool) {
-            if (w.spec.name.find("experts.w2") != std::string::npos && w.value.numel() > 0) some = w.value.grad();
-          });
-          ASSERT_TRUE(some.defined());
-          some.view(-1)[0] = std::numeric_limits<double>::infinity();
-        }
-        const Update update = apply_gradients(*model, *optimizer, g, 1e-3, options);
-        EXPECT_TRUE(update.skipped) << "rank " << world.rank();
-        EXPECT_TRUE(same(before, state_of(*model, *optimizer))) << "rank " << world.rank();
-
-        // The next step is as if the bad one had not been: gradients and counts are gone.
-        const Gradients again = accumulate_gradients(*model, {batch_of(mesh)}, options);
-        EXPECT_EQ(again.loss, g.loss);
-        const Update next = apply_gradients(*model, *optimizer, again, 1e-3, options);
-        EXPECT_FALSE(next.skipped);
-        EXPECT_FALSE(same(before, state_of(*model, *optimizer)));
-        for (const auto& t : state_of(*model, *optimizer)) EXPECT_TRUE(t.to(at::kDouble).isfinite().all().item<bool>());
-      },
-      test_options());
+    // The next step is as if the bad one had not been: gradients and counts are gone.
+    const Gradients again = t.gradients();
+    EXPECT_EQ(again.loss, g.loss);
+    EXPECT_FALSE(t.apply(again).skipped);
+    EXPECT_FALSE(same(before, t.state()));
+    for (const auto& tensor : t.state()) EXPECT_TRUE(tensor.to(at::kDouble).isfinite().all().item<bool>());
+  });
 }
 
 TEST_P(Steps, WithoutAValidTokenNothingMoves) {
-  comm::launch(
-      GetParam().num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, GetParam());
-        const MeshScope scope(mesh);
-        const auto model = models::make_model(models::built_in("deepseek_v3", "tiny"),
-                                              {.dtype = at::kDouble, .device = test_device(), .seed = 1});
-        const auto optimizer = make_optimizer(*model, {});
-        const StepOptions options{.bias_coeff = 0.01};
-        const auto before = state_of(*model, *optimizer);
-        const Gradients g = accumulate_gradients(*model, {batch_of(mesh, -100)}, options);
-        EXPECT_EQ(g.loss, 0);
-        EXPECT_EQ(g.num_tokens, 0);
-        EXPECT_TRUE(apply_gradients(*model, *optimizer, g, 1e-3, options).skipped);
-        EXPECT_TRUE(same(before, state_of(*model, *optimizer)));
-      },
-      test_options());
+  on_each_rank([](Trainer& t, comm::Group&) {
+    const auto before = t.state();
+    const Gradients g = t.gradients(-100);
+    EXPECT_EQ(g.loss, 0);
+    EXPECT_EQ(g.num_tokens, 0);
+    EXPECT_TRUE(t.apply(g).skipped);
+    EXPECT_TRUE(same(before, t.state()));
+  });
 }
 
 }  // namespace
