@@ -45,7 +45,8 @@ Result run(comm::Group& world) {
   auto loss = sum_all(square(mlp(x, w1, w2)));  // a sum over tokens: P on every axis
   backward(loss);
   return {local(all_reduce<tp>(loss)), local(all_gather<tp>(grad(x), {.dim = 1, .total = L})),
-          local(all_gather<tp>(grad(w1), {.dim = 0, .total = F4})), local(all_gather<tp>(grad(w2), {.dim = 1, .total = F4}))};
+          local(all_gather<tp>(grad(w1), {.dim = 0, .total = F4})),
+          local(all_gather<tp>(grad(w2), {.dim = 1, .total = F4}))};
 }
 
 int main() try {
@@ -54,13 +55,17 @@ int main() try {
   bool right = true;
   comm::launch(num_ranks, [&](comm::Group& world) {
     const Result r = run(world);
-    const auto close = [](const at::Tensor& a, const at::Tensor& b) { return (a - b).abs().max().item<double>() < 1e-12; };
-    const bool same = close(r.loss, alone.loss) && close(r.dx, alone.dx) && close(r.dw1, alone.dw1) && close(r.dw2, alone.dw2);
+    const auto close = [](const at::Tensor& a, const at::Tensor& b) {
+      return (a - b).abs().max().item<double>() < 1e-12;
+    };
+    const bool same = close(r.loss, alone.loss) && close(r.dx, alone.dx) &&
+                      close(r.dw1, alone.dw1) && close(r.dw2, alone.dw2);
     static std::mutex mutex;
     const std::lock_guard lock(mutex);
     right = right && same;
     if (world.rank() == 0)
-      std::printf("loss %.12f on %d ranks, %.12f on one\n", r.loss.item<double>(), num_ranks, alone.loss.item<double>());
+      std::printf("loss %.12f on %d ranks, %.12f on one\n", r.loss.item<double>(), num_ranks,
+                  alone.loss.item<double>());
   });
   std::printf("gradients %s\n", right ? "agree" : "DIFFER");
   return right ? 0 : 1;

@@ -1,5 +1,6 @@
 #pragma once
-// Helpers of tests that read files: a file which lives as long as its scope, and errors which say what they should.
+// Helpers of tests that read files: a file which lives as long as its scope, and errors which say
+// what they should.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -18,8 +19,8 @@ class TemporaryFile {
  public:
   TemporaryFile(const std::string& name, const std::string& text) {
     static std::atomic<int> number = 0;
-    const auto folder =
-        std::filesystem::path(testing::TempDir()) / ("moesh_test_" + std::to_string(getpid()) + "_" + std::to_string(number++));
+    const auto folder = std::filesystem::path(testing::TempDir()) /
+                        ("moesh_test_" + std::to_string(getpid()) + "_" + std::to_string(number++));
     std::filesystem::create_directories(folder);
     path_ = (folder / name).string();
     std::ofstream(path_, std::ios::binary) << text;
@@ -52,7 +53,8 @@ std::string error_of(F f, ErrorKind kind) {
 
 /// Fails unless `text` has all the parts.
 inline void expect_parts(const std::string& text, const std::vector<std::string>& parts) {
-  for (const std::string& part : parts) EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
+  for (const std::string& part : parts)
+    EXPECT_NE(text.find(part), std::string::npos) << "no '" << part << "' in: " << text;
 }
 
 }  // namespace moesh

@@ -1,4 +1,5 @@
-// How fast a checkpoint is saved and loaded, against `cp` of the same bytes, and how long an asynchronous save holds up a step.
+// How fast a checkpoint is saved and loaded, against `cp` of the same bytes, and how long an
+// asynchronous save holds up a step.
 //   bench_checkpoint FOLDER [MiB] [RANKS]
 
 #include <ATen/ATen.h>
@@ -23,16 +24,19 @@ using std::filesystem::path;
 constexpr std::int64_t kWidth = 2048;
 constexpr int kRepeats = 3;
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
-// Matrices [rows, 2048] of 16 MiB: half of them cut by rows, as FSDP does, and half by columns, as tensor parallelism does. A
-// third are weights, two thirds the state of AdamW.
+// Matrices [rows, 2048] of 16 MiB: half of them cut by rows, as FSDP does, and half by columns, as
+// tensor parallelism does. A third are weights, two thirds the state of AdamW.
 struct Problem {
   std::int64_t num_matrices;
   int num_ranks;
 };
 
-std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks, bool filled) {
+std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks,
+                           bool filled) {
   std::vector<Part> parts;
   for (std::int64_t i = 0; i < count; ++i) {
     const bool by_rows = i % 2 == 0;
@@ -43,12 +47,16 @@ std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int ra
     // Element (r, c) of matrix i has a value of its own.
     at::Tensor value = at::empty(region.length, at::kFloat);
     if (filled) {
-      const at::Tensor r = at::arange(region.start[0], region.start[0] + region.length[0]).unsqueeze(1);
+      const at::Tensor r =
+          at::arange(region.start[0], region.start[0] + region.length[0]).unsqueeze(1);
       const at::Tensor c = at::arange(region.start[1], region.start[1] + region.length[1]);
       value.copy_((r * kWidth + c + i * 7919).remainder(16777213));
     }
-    parts.push_back(
-        {.name = prefix + std::to_string(i), .shape = {kWidth, kWidth}, .region = region, .owned = true, .value = value});
+    parts.push_back({.name = prefix + std::to_string(i),
+                     .shape = {kWidth, kWidth},
+                     .region = region,
+                     .owned = true,
+                     .value = value});
   }
   return parts;
 }
@@ -66,7 +74,8 @@ Snapshot snapshot_of(const Problem& problem, int rank) {
   Snapshot s;
   s.manifest.step = 1;
   for (const auto& [file, prefix, count] :
-       {std::tuple("model", "w", problem.num_matrices / 3), std::tuple("optimizer/state", "s", problem.num_matrices / 3 * 2)}) {
+       {std::tuple("model", "w", problem.num_matrices / 3),
+        std::tuple("optimizer/state", "s", problem.num_matrices / 3 * 2)}) {
     TensorSet set{.prefix = file, .parts = parts_of(prefix, count, rank, problem.num_ranks, true)};
     set.tensors = table_of(set.parts).tensors;
     s.sets.push_back(std::move(set));
@@ -83,7 +92,8 @@ void load_all(const path& checkpoint, const Snapshot& like, bool check) {
     const auto table = table_of(parts);
     Loader(folder, table).load(parts);
     for (std::size_t i = 0; check && i < parts.size(); ++i)
-      MOESH_CHECK(at::equal(parts[i].value, set.parts[i].value), "loaded '", parts[i].name, "' is not what was saved");
+      MOESH_CHECK(at::equal(parts[i].value, set.parts[i].value), "loaded '", parts[i].name,
+                  "' is not what was saved");
   }
 }
 
@@ -117,19 +127,24 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
       timed(load_time, [&] { load_all(checkpoint, s, i == 0); });
       timed(block_time, [&] { copied(s); });
       timed(copy_time, [&] {
-        on_first("cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && find '" + copy.string() + "' -exec sync {} +");
+        on_first("cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && find '" +
+                 copy.string() + "' -exec sync {} +");
       });
-      timed(read_time, [&] { on_first("find '" + checkpoint.string() + "' -type f -exec cat {} + > /dev/null"); });
+      timed(read_time, [&] {
+        on_first("find '" + checkpoint.string() + "' -type f -exec cat {} + > /dev/null");
+      });
     }
     if (is_first)
       for (const auto& f : formats::read_manifest(checkpoint.string()).files) bytes += f.size;
   });
   const auto line = [&](const char* what, double seconds, double baseline) {
-    std::printf("%-44s %7.3f s  %6.2f GB/s", what, seconds, static_cast<double>(bytes) / seconds / 1e9);
+    std::printf("%-44s %7.3f s  %6.2f GB/s", what, seconds,
+                static_cast<double>(bytes) / seconds / 1e9);
     if (baseline > 0) std::printf("  %5.2f of the baseline's speed", baseline / seconds);
     std::printf("\n");
   };
-  std::printf("%.0f MiB, %d ranks, best of %d\n", static_cast<double>(bytes) / (1 << 20), num_ranks, kRepeats);
+  std::printf("%.0f MiB, %d ranks, best of %d\n", static_cast<double>(bytes) / (1 << 20), num_ranks,
+              kRepeats);
   line("cp -r and fsync", copy_time, 0);
   line("save (written, read back, hashed, flushed)", save_time, copy_time);
   line("cat (cached)", read_time, 0);
@@ -145,5 +160,6 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
 
 int main(int argc, char** argv) {
   if (argc < 2) return std::printf("usage: %s FOLDER [MiB] [RANKS]\n", argv[0]), 2;
-  return moesh::checkpoint::run(argv[1], argc > 2 ? std::atoll(argv[2]) : 960, argc > 3 ? std::atoi(argv[3]) : 4);
+  return moesh::checkpoint::run(argv[1], argc > 2 ? std::atoll(argv[2]) : 960,
+                                argc > 3 ? std::atoi(argv[3]) : 4);
 }

@@ -1,15 +1,18 @@
 // all_reduce, all_gather and all_to_all of float tensors, 4 KiB to 4 MiB a rank.
-//   bench_comm                      ranks are threads (2, 4, 8), against memcpy of the same bytes by the same number of threads
-//   mpirun -n 4 bench_comm          ranks are processes, against MPI's own collectives
-// A result is checked before it is timed. Times are those of one call: the slowest rank of the best of several rounds.
-// With --record FILE every time is also appended to a file, as "implementation collective ranks bytes microseconds".
+//   bench_comm                ranks are threads (2, 4, 8), against memcpy of the same bytes
+//   mpirun -n 4 bench_comm    ranks are processes, against MPI's own collectives
+// A result is checked before it is timed. Times are those of one call: the slowest rank of the best
+// of several rounds. With --record FILE every time is also appended to a file, as "implementation
+// collective ranks bytes microseconds".
 //
-// "bytes" is what all ranks together must read, n ranks with S bytes each; memcpy reads and writes as much:
+// "bytes" is what all ranks together must read, n ranks with S bytes each; memcpy reads and writes
+// as much:
 //   all_gather   n * n*S    each rank copies the block of every rank
 //   all_to_all   n * S      each rank copies one n-th of every rank
-//   all_reduce   n * 2*S    each rank reads one n-th of every rank and sums it, then copies the n sums
-// memcpy runs from the same sources (the tensors of all ranks) into memory that is already mapped, and in step: the threads meet
-// at a std::barrier after each round. Out of step each would copy its own few megabytes over and over, in its cache.
+//   all_reduce   n * 2*S    each rank reads and sums one n-th of every rank, then copies the n sums
+// memcpy runs from the same sources (the tensors of all ranks) into memory that is already mapped,
+// and in step: the threads meet at a std::barrier after each round. Out of step each would copy its
+// own few megabytes over and over, in its cache.
 
 #include <ATen/ATen.h>
 
@@ -39,7 +42,8 @@ double slowest(Group& g, double seconds) {
   return g.all_reduce(at::full({1}, seconds, at::kDouble), comm::ReduceOp::max).item<double>();
 }
 
-// Seconds of one call. Rounds are short and many, so that some fall between whatever else the machine does.
+// Seconds of one call. Rounds are short and many, so that some fall between whatever else the
+// machine does.
 double measure(Group& g, const std::function<void()>& f) {
   for (int i = 0; i < 3; ++i) f();
   g.barrier();
@@ -53,7 +57,8 @@ double measure(Group& g, const std::function<void()>& f) {
     g.barrier();
     const auto begin = Clock::now();
     for (int i = 0; i < num_calls; ++i) f();
-    best = std::min(best, slowest(g, std::chrono::duration<double>(Clock::now() - begin).count() / num_calls));
+    best = std::min(
+        best, slowest(g, std::chrono::duration<double>(Clock::now() - begin).count() / num_calls));
   }
   return best;
 }
@@ -67,10 +72,12 @@ at::Tensor input(int rank, std::int64_t numel) {
   return x;
 }
 
-void check(const char* who, const std::string& collective, Group& g, const at::Tensor& y, std::int64_t numel) {
+void check(const char* who, const std::string& collective, Group& g, const at::Tensor& y,
+           std::int64_t numel) {
   const auto n = g.size();
   const auto block = numel / n;
-  MOESH_CHECK(y.numel() == (collective == "all_gather" ? n * numel : numel), who, " ", collective, ": ", y.numel(), " elements");
+  MOESH_CHECK(y.numel() == (collective == "all_gather" ? n * numel : numel), who, " ", collective,
+              ": ", y.numel(), " elements");
   const auto* p = y.const_data_ptr<float>();
   for (std::int64_t i = 0; i < y.numel(); ++i) {
     float expected = 0;
@@ -81,7 +88,8 @@ void check(const char* who, const std::string& collective, Group& g, const at::T
     } else {
       expected = value(static_cast<int>(i / block), g.rank() * block + i % block);
     }
-    MOESH_CHECK(p[i] == expected, who, " ", collective, ": element ", i, " is ", p[i], " instead of ", expected);
+    MOESH_CHECK(p[i] == expected, who, " ", collective, ": element ", i, " is ", p[i],
+                " instead of ", expected);
   }
 }
 
@@ -93,7 +101,9 @@ at::Tensor call(Group& g, const std::string& collective, const at::Tensor& x) {
 
 // What every rank must read.
 std::int64_t bytes_of(const std::string& collective, int num_ranks, std::int64_t size) {
-  return collective == "all_gather" ? num_ranks * size : collective == "all_reduce" ? 2 * size : size;
+  return collective == "all_gather"   ? num_ranks * size
+         : collective == "all_reduce" ? 2 * size
+                                      : size;
 }
 
 // The copies of the collective and nothing else, from the tensors of all ranks.
@@ -133,19 +143,22 @@ struct Row {
 };
 
 void print(const Row& row, const char* us, std::FILE* record) {
-  const double bytes = static_cast<double>(row.num_ranks * bytes_of(row.collective, row.num_ranks, row.size));
-  std::printf("%-11s %5d %8lld KiB %12.1f us %8.2f GB/s %12.1f us %8.2f GB/s %8.2f\n", row.collective.c_str(), row.num_ranks,
-              static_cast<long long>(row.size / 1024), row.ours * 1e6, bytes / row.ours * 1e-9, row.theirs * 1e6,
-              bytes / row.theirs * 1e-9, row.theirs / row.ours);
+  const double bytes =
+      static_cast<double>(row.num_ranks * bytes_of(row.collective, row.num_ranks, row.size));
+  std::printf("%-11s %5d %8lld KiB %12.1f us %8.2f GB/s %12.1f us %8.2f GB/s %8.2f\n",
+              row.collective.c_str(), row.num_ranks, static_cast<long long>(row.size / 1024),
+              row.ours * 1e6, bytes / row.ours * 1e-9, row.theirs * 1e6, bytes / row.theirs * 1e-9,
+              row.theirs / row.ours);
   std::fflush(stdout);
   if (!record) return;
   for (const auto& [name, seconds] : {std::pair{us, row.ours}, std::pair{row.other, row.theirs}})
-    std::fprintf(record, "%s %s %d %lld %.2f\n", name, row.collective.c_str(), row.num_ranks, static_cast<long long>(row.size),
-                 seconds * 1e6);
+    std::fprintf(record, "%s %s %d %lld %.2f\n", name, row.collective.c_str(), row.num_ranks,
+                 static_cast<long long>(row.size), seconds * 1e6);
 }
 
 void print_head(const char* us, const char* other) {
-  std::printf("%-11s %5s %12s %15s %13s %15s %13s %8s\n", "collective", "ranks", "a rank", us, "", other, "", "ratio");
+  std::printf("%-11s %5s %12s %15s %13s %15s %13s %8s\n", "collective", "ranks", "a rank", us, "",
+              other, "", "ratio");
 }
 
 // Ranks that are threads, against memcpy.
@@ -166,7 +179,8 @@ void bench_threads(int num_ranks, std::FILE* record) {
           in_step.arrive_and_wait();
         });
         if (collective != "all_reduce") check("memcpy", collective, g, y, numel);
-        if (g.rank() == 0) print({"memcpy", collective, num_ranks, size, ours, theirs}, "threads", record);
+        if (g.rank() == 0)
+          print({"memcpy", collective, num_ranks, size, ours, theirs}, "threads", record);
       });
     }
 }
@@ -185,7 +199,8 @@ void bench_mpi(std::FILE* record) {
         mpi_call(collective, x, y, g.size());
         check("MPI", collective, g, y, numel);
         const double theirs = measure(g, [&] { mpi_call(collective, x, y, g.size()); });
-        if (g.rank() == 0) print({"MPI", collective, g.size(), size, ours, theirs}, "moesh-mpi", record);
+        if (g.rank() == 0)
+          print({"MPI", collective, g.size(), size, ours, theirs}, "moesh-mpi", record);
       }
   });
 }
@@ -194,7 +209,8 @@ int run(int argc, char** argv) {
   std::FILE* record = nullptr;
   if (argc == 3 && std::strcmp(argv[1], "--record") == 0) record = std::fopen(argv[2], "a");
   if (comm::num_launched_processes() > 0) {
-    MOESH_CHECK(has_mpi_collectives(), ErrorKind::config, "built without MPI: run it without mpirun");
+    MOESH_CHECK(has_mpi_collectives(), ErrorKind::config,
+                "built without MPI: run it without mpirun");
     bench_mpi(record);
   } else {
     print_head("moesh threads", "memcpy");

@@ -1,5 +1,6 @@
 #pragma once
-// MPI's own collectives on float, on all processes of the job, for comparison. no_mpi_collectives.cpp stands in without MPI.
+// MPI's own collectives on float, on all processes of the job, for comparison.
+// no_mpi_collectives.cpp stands in without MPI.
 
 #include <cstdint>
 

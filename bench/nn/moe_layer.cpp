@@ -1,12 +1,14 @@
-// The routed experts of one rank, forward and backward, against the same layer made of plain ops (argsort, index, one matmul per
-// expert, silu, index_add) and against that with _grouped_mm instead of the loop, both with LibTorch's autograd. The choice of
-// experts and its scores are given: the router is the same for all and is left out. Results are checked against float64
-// before anything is timed. A dense 2048^3 matmul of the same dtype is timed in between.
-//   moe_layer [--device cpu|cuda] [--dtype float|bfloat16] [--repeat n] [--threads n] [--clock wall|cpu] [--memory keep|fresh]
+// The routed experts of one rank, forward and backward, against the same layer made of plain ops
+// (argsort, index, one matmul per expert, silu, index_add) and against that with _grouped_mm
+// instead of the loop, both with LibTorch's autograd. The choice of experts and its scores are
+// given: the router is the same for all and is left out. Results are checked against float64 before
+// anything is timed. A dense 2048^3 matmul of the same dtype is timed in between.
+//   moe_layer [--device cpu|cuda] [--dtype float|bfloat16] [--repeat n] [--threads n]
+//             [--clock wall|cpu] [--memory keep|fresh]
 //             [--shape T,D,F,E,K]
-// On the CPU the process keeps the memory it frees, for all three alike; `--memory fresh` adds the cost of getting it from the
-// kernel. Extra memory is the peak of live bytes over what is live at the end (inputs, weights, y and all gradients). T tokens, D
-// model, F ffn, E experts, K top-k
+// On the CPU the process keeps the memory it frees, for all three alike; `--memory fresh` adds the
+// cost of getting it from the kernel. Extra memory is the peak of live bytes over what is live at
+// the end (inputs, weights, y and all gradients). T tokens, D model, F ffn, E experts, K top-k
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -48,7 +50,8 @@ class Memory {
   /// Peak since reset over what is live now.
   std::int64_t extra() const {
     if (device_.is_cpu()) return CountingAllocator::peak - CountingAllocator::live;
-    const auto stats = c10::getDeviceAllocator(device_.type())->getDeviceStats(0).allocated_bytes[0];
+    const auto stats =
+        c10::getDeviceAllocator(device_.type())->getDeviceStats(0).allocated_bytes[0];
     return stats.peak - stats.current;
   }
 
@@ -68,9 +71,12 @@ struct Problem {
 
   Problem(const Shape& s, at::ScalarType dtype, at::Device device) : shape(s) {
     at::manual_seed(1);
-    const auto normal = [&](at::IntArrayRef sizes, double scale) { return (at::randn(sizes) * scale).to(dtype).to(device); };
+    const auto normal = [&](at::IntArrayRef sizes, double scale) {
+      return (at::randn(sizes) * scale).to(dtype).to(device);
+    };
     x_TD = normal({s.T, s.D}, 1), dy_TD = normal({s.T, s.D}, 1);
-    w1_EFD = normal({s.E, s.F, s.D}, 1 / std::sqrt(s.D)), w3_EFD = normal({s.E, s.F, s.D}, 1 / std::sqrt(s.D));
+    w1_EFD = normal({s.E, s.F, s.D}, 1 / std::sqrt(s.D)),
+    w3_EFD = normal({s.E, s.F, s.D}, 1 / std::sqrt(s.D));
     w2_EDF = normal({s.E, s.D, s.F}, 1 / std::sqrt(s.F));
     const auto [scores, experts] = at::topk(at::softmax(at::randn({s.T, s.E}), 1), s.K, 1);
     scores_TK = scores.to(device), experts_TK = experts.to(device);
@@ -108,8 +114,8 @@ Results with_autograd(const Problem& p, const F& rows_to_rows) {
   const at::Tensor counts_E = at::bincount(p.experts_TK.flatten(), {}, p.shape.E);
   const at::Tensor rows_ND = leaves[0].index_select(0, token_N),
                    scores_N1 = leaves[1].flatten().index_select(0, order_N).unsqueeze(1);
-  const at::Tensor out_ND =
-      rows_to_rows(rows_ND, counts_E, leaves[2], leaves[3], leaves[4]) * scores_N1.to(rows_ND.scalar_type());
+  const at::Tensor out_ND = rows_to_rows(rows_ND, counts_E, leaves[2], leaves[3], leaves[4]) *
+                            scores_N1.to(rows_ND.scalar_type());
   const at::Tensor y = at::zeros_like(p.x_TD).index_add(0, token_N, out_ND);
   Results results{y.detach()};
   for (auto& g : torch::autograd::grad({y}, leaves, {p.dy_TD})) results.push_back(g);
@@ -117,11 +123,12 @@ Results with_autograd(const Problem& p, const F& rows_to_rows) {
 }
 
 Results plain_ops(const Problem& p) {
-  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3,
-                             const at::Tensor& w2) {
+  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E,
+                             const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2) {
     const at::Tensor counts = counts_E.cpu();
     const at::IntArrayRef sizes(counts.const_data_ptr<std::int64_t>(), counts.numel());
-    const auto rows = rows_ND.split_with_sizes(sizes), w1s = w1.unbind(), w3s = w3.unbind(), w2s = w2.unbind();
+    const auto rows = rows_ND.split_with_sizes(sizes), w1s = w1.unbind(), w3s = w3.unbind(),
+               w2s = w2.unbind();
     std::vector<at::Tensor> out;
     for (size_t e = 0; e < rows.size(); ++e) {
       out.push_back((at::silu(rows[e].mm(w1s[e].t())) * rows[e].mm(w3s[e].t())).mm(w2s[e].t()));
@@ -131,8 +138,8 @@ Results plain_ops(const Problem& p) {
 }
 
 Results grouped_mm(const Problem& p) {
-  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E, const at::Tensor& w1, const at::Tensor& w3,
-                             const at::Tensor& w2) {
+  return with_autograd(p, [](const at::Tensor& rows_ND, const at::Tensor& counts_E,
+                             const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2) {
     const at::Tensor ends = counts_E.cumsum(0).to(at::kInt);
     const auto times = [&](const at::Tensor& rows, const at::Tensor& w) {
       return at::_grouped_mm(rows, w.transpose(1, 2), ends);
@@ -144,7 +151,8 @@ Results grouped_mm(const Problem& p) {
 /// The same by whole-tensor ops in float64, in slices of experts so that it fits.
 Results exact(const Problem& p) {
   Problem wide = p;
-  for (at::Tensor* t : {&wide.x_TD, &wide.scores_TK, &wide.dy_TD, &wide.w1_EFD, &wide.w3_EFD, &wide.w2_EDF})
+  for (at::Tensor* t :
+       {&wide.x_TD, &wide.scores_TK, &wide.dy_TD, &wide.w1_EFD, &wide.w3_EFD, &wide.w2_EDF})
     *t = t->to(at::kDouble);
   return plain_ops(wide);
 }
@@ -188,9 +196,10 @@ class Bench {
 
   void run() {
     for (const auto dtype : options_.dtypes) {
-      std::printf("\n%s on %s, %d threads\n", c10::toString(dtype), options_.device.str().c_str(), at::get_num_threads());
-      std::printf("%-28s %-11s %10s %9s %9s %7s %10s %9s\n", "(T, D, F, E, K)", "layer", "ms", "GFLOP/s", "of dense", "ratio",
-                  "extra MiB", "error");
+      std::printf("\n%s on %s, %d threads\n", c10::toString(dtype), options_.device.str().c_str(),
+                  at::get_num_threads());
+      std::printf("%-28s %-11s %10s %9s %9s %7s %10s %9s\n", "(T, D, F, E, K)", "layer", "ms",
+                  "GFLOP/s", "of dense", "ratio", "extra MiB", "error");
       for (const auto& shape : options_.shapes) measure(shape, dtype);
     }
   }
@@ -206,11 +215,13 @@ class Bench {
 
   double now() const {
     if (options_.cpu_clock) return static_cast<double>(std::clock()) / CLOCKS_PER_SEC;
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
   }
 
   void synchronize() const {
-    if (!options_.device.is_cpu()) c10::impl::VirtualGuardImpl(options_.device.type()).synchronizeDevice(0);
+    if (!options_.device.is_cpu())
+      c10::impl::VirtualGuardImpl(options_.device.type()).synchronizeDevice(0);
   }
 
   void measure(const Shape& shape, at::ScalarType dtype) {
@@ -219,13 +230,15 @@ class Bench {
       for (int i = 0; i < options_.profile; ++i) ours(p);
       return;
     }
-    std::vector<Entry> entries{{"moesh", ours}, {"plain ops", plain_ops}, {"_grouped_mm", grouped_mm}};
+    std::vector<Entry> entries{
+        {"moesh", ours}, {"plain ops", plain_ops}, {"_grouped_mm", grouped_mm}};
     check(p, entries, dtype == at::kFloat ? 1e-5 : 2e-2);
     const at::Tensor a = at::randn({2048, 2048}).to(dtype).to(options_.device),
                      b = at::randn({2048, 2048}).to(dtype).to(options_.device);
     at::Tensor c = at::empty_like(a);
     std::vector<double> dense;
-    const int repeat = options_.repeat ? options_.repeat : std::clamp(static_cast<int>(4e11 / shape.flops()), 7, 41);
+    const int repeat = options_.repeat ? options_.repeat
+                                       : std::clamp(static_cast<int>(4e11 / shape.flops()), 7, 41);
     for (int i = 0; i < repeat; ++i) {  // in turns, so that all see the same machine
       for (auto& entry : entries) {
         if (!entry.works) continue;
@@ -249,8 +262,8 @@ class Bench {
         entry.works = false;  // a library that has no such op for this dtype
         continue;
       }
-      MOESH_CHECK(entry.error <= tolerance || std::string(entry.name) != "moesh", ErrorKind::internal, "error ", entry.error,
-                  " is over ", tolerance);
+      MOESH_CHECK(entry.error <= tolerance || std::string(entry.name) != "moesh",
+                  ErrorKind::internal, "error ", entry.error, " is over ", tolerance);
     }
   }
 
@@ -270,14 +283,17 @@ class Bench {
         continue;
       }
       const double time = median(e.seconds), speed = s.flops() / time;
-      std::printf("%-28s %-11s %10.2f %9.1f %8.1f%% %7.2f %10.1f %9.1e\n", name, e.name, time * 1e3, speed / 1e9,
-                  100 * speed / dense, best / time, static_cast<double>(e.extra) / (1 << 20), e.error);
+      std::printf("%-28s %-11s %10.2f %9.1f %8.1f%% %7.2f %10.1f %9.1e\n", name, e.name, time * 1e3,
+                  speed / 1e9, 100 * speed / dense, best / time,
+                  static_cast<double>(e.extra) / (1 << 20), e.error);
     }
-    const double ours = median(entries[0].seconds), target = std::min(1.5 / best, 0.85 * dense / s.flops());
+    const double ours = median(entries[0].seconds),
+                 target = std::min(1.5 / best, 0.85 * dense / s.flops());
     std::printf(
-        "%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra memory of plain ops\n\n", name,
-        dense / 1e9, 100 / (ours * target),
-        static_cast<double>(entries[0].extra) / static_cast<double>(std::max<std::int64_t>(1, least)));
+        "%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra memory of plain ops\n\n",
+        name, dense / 1e9, 100 / (ours * target),
+        static_cast<double>(entries[0].extra) /
+            static_cast<double>(std::max<std::int64_t>(1, least)));
     std::fflush(stdout);
   }
 
@@ -302,28 +318,33 @@ Options parse(int argc, char** argv) {
     } else if (key == "--profile") {
       o.profile = std::stoi(value);
     } else if (key == "--clock") {
-      MOESH_CHECK(value == "wall" || value == "cpu", ErrorKind::config, "--clock is ", value, "; use wall or cpu");
+      MOESH_CHECK(value == "wall" || value == "cpu", ErrorKind::config, "--clock is ", value,
+                  "; use wall or cpu");
       o.cpu_clock = value == "cpu";
     } else if (key == "--memory") {
-      MOESH_CHECK(value == "keep" || value == "fresh", ErrorKind::config, "--memory is ", value, "; use keep or fresh");
+      MOESH_CHECK(value == "keep" || value == "fresh", ErrorKind::config, "--memory is ", value,
+                  "; use keep or fresh");
       keep = value == "keep";
     } else if (key == "--threads") {
       at::set_num_threads(std::stoi(value));
     } else if (key == "--shape") {
       Shape s{};
-      MOESH_CHECK(std::sscanf(value.c_str(), "%ld,%ld,%ld,%ld,%ld", &s.T, &s.D, &s.F, &s.E, &s.K) == 5, ErrorKind::config,
-                  "--shape is ", value, "; write T,D,F,E,K");
+      MOESH_CHECK(
+          std::sscanf(value.c_str(), "%ld,%ld,%ld,%ld,%ld", &s.T, &s.D, &s.F, &s.E, &s.K) == 5,
+          ErrorKind::config, "--shape is ", value, "; write T,D,F,E,K");
       o.shapes.push_back(s);
     } else {
-      MOESH_CHECK(false, ErrorKind::config, "unknown option ", key,
-                  "; there are --device, --dtype, --repeat, --profile, --threads, --clock, --memory and --shape");
+      MOESH_CHECK(
+          false, ErrorKind::config, "unknown option ", key,
+          "; there are --device, --dtype, --repeat, --profile, --threads, --clock, --memory and --shape");
     }
   }
   if (keep) kernels::keep_freed_memory();
   const bool cpu = o.device.is_cpu();
   if (!cpu) o.dtypes = {at::kBFloat16};
   if (dtype) {
-    MOESH_CHECK(*dtype == "float" || *dtype == "bfloat16", ErrorKind::config, "--dtype is ", *dtype, "; use float or bfloat16");
+    MOESH_CHECK(*dtype == "float" || *dtype == "bfloat16", ErrorKind::config, "--dtype is ", *dtype,
+                "; use float or bfloat16");
     o.dtypes = {*dtype == "float" ? at::kFloat : at::kBFloat16};
   }
   if (o.shapes.empty() && cpu) {

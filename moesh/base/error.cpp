@@ -15,7 +15,8 @@ const char* to_string(ErrorKind kind) {
 
 namespace detail {
 
-void fail(const char* file, int line, const char* condition, ErrorKind kind, const std::string& text) {
+void fail(const char* file, int line, const char* condition, ErrorKind kind,
+          const std::string& text) {
   if (kind != ErrorKind::internal) throw Error(kind, text);
   throw Error(kind, concat(text, " [", file, ":", line, ": ", condition, " does not hold]"));
 }

@@ -50,23 +50,26 @@ std::string concat(const Vs&... vs) {
   return os.str();
 }
 
-[[noreturn]] void fail(const char* file, int line, const char* condition, ErrorKind kind, const std::string& text);
+[[noreturn]] void fail(const char* file, int line, const char* condition, ErrorKind kind,
+                       const std::string& text);
 
 template <class... Vs>
-[[noreturn]] void fail_with(const char* file, int line, const char* condition, ErrorKind kind, const Vs&... vs) {
+[[noreturn]] void fail_with(const char* file, int line, const char* condition, ErrorKind kind,
+                            const Vs&... vs) {
   fail(file, line, condition, kind, concat(vs...));
 }
 
 template <class... Vs>
-[[noreturn]] void fail_with(const char* file, int line, const char* condition, const char* text, const Vs&... vs) {
+[[noreturn]] void fail_with(const char* file, int line, const char* condition, const char* text,
+                            const Vs&... vs) {
   fail(file, line, condition, ErrorKind::internal, concat(text, vs...));
 }
 
 }  // namespace detail
 }  // namespace moesh
 
-/// MOESH_CHECK(x > 0, ErrorKind::config, "x is ", x, "; set it to 1 or more"). Without a kind it is an internal error
-/// and the message also names file, line and condition.
+/// MOESH_CHECK(x > 0, ErrorKind::config, "x is ", x, "; set it to 1 or more"). Without a kind it is
+/// an internal error and the message also names file, line and condition.
 #define MOESH_CHECK(cond, ...)                                            \
   do {                                                                    \
     if (!(cond)) [[unlikely]]                                             \

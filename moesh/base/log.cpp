@@ -15,7 +15,9 @@ LogLevel level_from_environment() {
   if (!text) return LogLevel::info;
   for (int i = 0; i < 5; ++i)
     if (std::strcmp(text, kNames[i]) == 0) return static_cast<LogLevel>(i);
-  std::fprintf(stderr, "[warn] MOESH_LOG is '%s'; it takes debug, info, warn, error or off. Using info.\n", text);
+  std::fprintf(stderr,
+               "[warn] MOESH_LOG is '%s'; it takes debug, info, warn, error or off. Using info.\n",
+               text);
   return LogLevel::info;
 }
 
@@ -37,8 +39,9 @@ void set_log_sink(LogSink sink) { current_sink = sink; }
 
 void log_line(LogLevel level, const std::string& text) {
   const char* name = kNames[static_cast<int>(level)];
-  const std::string line =
-      current_rank < 0 ? detail::concat("[", name, "] ", text) : detail::concat("[", name, " rank ", current_rank, "] ", text);
+  const std::string line = current_rank < 0
+                               ? detail::concat("[", name, "] ", text)
+                               : detail::concat("[", name, " rank ", current_rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
   const std::string with_end = line + '\n';
   std::fwrite(with_end.data(), 1, with_end.size(), stderr);

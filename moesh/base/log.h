@@ -1,5 +1,6 @@
 #pragma once
-// A log line carries its rank. One line is one write, so that lines of several ranks never interleave.
+// A log line carries its rank. One line is one write, so that lines of several ranks never
+// interleave.
 
 #include <string>
 
@@ -13,12 +14,13 @@ enum class LogLevel { debug, info, warn, error, off };
 void set_log_rank(int rank);
 int log_rank();
 
-/// Lines below this level are dropped. Initially from the environment variable MOESH_LOG (debug, info, warn, error, off), else
-/// info.
+/// Lines below this level are dropped. Initially from the environment variable MOESH_LOG (debug,
+/// info, warn, error, off), else info.
 void set_log_level(LogLevel level);
 LogLevel log_level();
 
-/// Replaces the sink (standard error) of every line; an empty function restores it. For tests and embedding programs.
+/// Replaces the sink (standard error) of every line; an empty function restores it. For tests and
+/// embedding programs.
 using LogSink = void (*)(LogLevel, const std::string& line);
 void set_log_sink(LogSink sink);
 

@@ -1,6 +1,7 @@
 #pragma once
-// Mistakes that can be switched on by name in a test build (-DMOESH_WITH_MUTANTS), each at the place where it would be made, to
-// show that the checks find them. In every other build MOESH_MUTANT(x) is the constant false.
+// Mistakes that can be switched on by name in a test build (-DMOESH_WITH_MUTANTS), each at the
+// place where it would be made, to show that the checks find them. In every other build
+// MOESH_MUTANT(x) is the constant false.
 
 #ifdef MOESH_WITH_MUTANTS
 #include <string>

@@ -34,8 +34,8 @@ Random::Random(uint64_t seed, std::string_view stream) : seed_(seed), stream_(0x
 }
 
 std::array<uint32_t, 4> Random::block(uint64_t index) const {
-  return philox({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), static_cast<uint32_t>(stream_),
-                 static_cast<uint32_t>(stream_ >> 32)},
+  return philox({static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32),
+                 static_cast<uint32_t>(stream_), static_cast<uint32_t>(stream_ >> 32)},
                 {static_cast<uint32_t>(seed_), static_cast<uint32_t>(seed_ >> 32)});
 }
 
@@ -49,7 +49,8 @@ double Random::uniform(uint64_t index) const { return to_unit(bits(index)); }
 std::array<double, 2> Random::normal_pair(uint64_t pair) const {
   const auto b = block(pair);
   const double u = 1.0 - to_unit(join(b[1], b[0]));  // (0, 1]: the logarithm is finite
-  const double radius = std::sqrt(-2.0 * std::log(u)), angle = 2.0 * std::numbers::pi * to_unit(join(b[3], b[2]));
+  const double radius = std::sqrt(-2.0 * std::log(u)),
+               angle = 2.0 * std::numbers::pi * to_unit(join(b[3], b[2]));
   return {radius * std::cos(angle), radius * std::sin(angle)};
 }
 
@@ -63,7 +64,8 @@ void Random::normals(uint64_t first, std::span<double> out) const {
 }
 
 uint64_t Random::below(uint64_t index, uint64_t bound) const {
-  MOESH_CHECK(bound > 0, ErrorKind::config, "a random number below 0 was asked for; the bound must be 1 or more");
+  MOESH_CHECK(bound > 0, ErrorKind::config,
+              "a random number below 0 was asked for; the bound must be 1 or more");
   // Multiply-shift maps 64 bits onto [0, bound); its bias is below bound / 2^64.
   return static_cast<uint64_t>((static_cast<uint128>(bits(index)) * bound) >> 64);
 }

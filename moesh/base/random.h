@@ -1,6 +1,7 @@
 #pragma once
-// Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-// A value depends on (seed, stream, index) and on nothing else, so it cannot depend on the mesh.
+// Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+// 1, 2, 3", 2011). A value depends on (seed, stream, index) and on nothing else, so it cannot
+// depend on the mesh.
 
 #include <array>
 #include <cstdint>
@@ -22,7 +23,8 @@ class Random {
   uint64_t bits(uint64_t index) const;
   /// In [0, 1), 53 bits.
   double uniform(uint64_t index) const;
-  /// Mean 0, standard deviation 1 (Box-Muller: one block gives the values of an even index and the next).
+  /// Mean 0, standard deviation 1 (Box-Muller: one block gives the values of an even index and the
+  /// next).
   double normal(uint64_t index) const;
   /// normal(first), normal(first + 1), ..: half of the work for each.
   void normals(uint64_t first, std::span<double> out) const;

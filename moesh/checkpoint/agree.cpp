@@ -20,7 +20,9 @@ std::string broadcast(comm::Group& group, const std::string& text, std::int64_t 
 }
 
 at::Tensor lengths(comm::Group& group, std::int64_t mine) {
-  return group.all_gather(at::full({1}, mine, at::TensorOptions(group.control_device()).dtype(at::kLong))).cpu();
+  return group
+      .all_gather(at::full({1}, mine, at::TensorOptions(group.control_device()).dtype(at::kLong)))
+      .cpu();
 }
 
 }  // namespace
@@ -39,14 +41,17 @@ void together(comm::Group& group, const std::function<void()>& f) {
     const auto length = all[r].item<std::int64_t>();
     if (length == 0) continue;
     const std::string text = broadcast(group, fault, length, r);
-    throw Error(
-        static_cast<ErrorKind>(text[0] - 'a'),
-        text.substr(1) + (group.size() > 1 ? detail::concat(" (rank ", group.members()[static_cast<size_t>(r)], ")") : ""));
+    throw Error(static_cast<ErrorKind>(text[0] - 'a'),
+                text.substr(1) +
+                    (group.size() > 1
+                         ? detail::concat(" (rank ", group.members()[static_cast<size_t>(r)], ")")
+                         : ""));
   }
 }
 
 std::string text_of_first(comm::Group& group, const std::string& text) {
-  const auto length = lengths(group, static_cast<std::int64_t>(text.size()))[0].item<std::int64_t>();
+  const auto length =
+      lengths(group, static_cast<std::int64_t>(text.size()))[0].item<std::int64_t>();
   return length == 0 ? "" : broadcast(group, text, length, 0);
 }
 

@@ -8,8 +8,8 @@
 
 namespace moesh::checkpoint {
 
-/// Runs `f` (no collectives in it) on every rank. If it throws on any, it throws on all: the error of the first such rank, which
-/// is named.
+/// Runs `f` (no collectives in it) on every rank. If it throws on any, it throws on all: the error
+/// of the first such rank, which is named.
 void together(comm::Group& group, const std::function<void()>& f);
 
 /// The text of rank 0, on every rank.

@@ -38,13 +38,16 @@ std::string changed_config(const std::string& text, const ConvertOptions& option
   return formats::to_json(json);
 }
 
-// What goes over as it is: small files such as a tokenizer, but not those that describe the weights.
+// What goes over as it is: small files such as a tokenizer, but not those that describe the
+// weights.
 bool is_copied(const std::filesystem::directory_entry& entry) {
-  const std::string name = entry.path().filename().string(), kind = entry.path().extension().string();
+  const std::string name = entry.path().filename().string(),
+                    kind = entry.path().extension().string();
   bool is_small = false;
-  for (const char* known : {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"}) is_small |= kind == known;
-  return is_small && entry.is_regular_file() && name[0] != '.' && name != "config.json" && name != formats::kIndexFile &&
-         name != formats::kManifestFile;
+  for (const char* known : {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"})
+    is_small |= kind == known;
+  return is_small && entry.is_regular_file() && name[0] != '.' && name != "config.json" &&
+         name != formats::kIndexFile && name != formats::kManifestFile;
 }
 
 // The parameters of one tensor, whole as far as they are in it.
@@ -53,17 +56,21 @@ std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dty
   for (const auto& source : tensor.sources) {
     Region region{source.offset, {}};
     for (const auto dim : source.dims) region.length.push_back(tensor.view[dim]);
-    parts.push_back({.name = source.param, .region = region, .owned = true, .value = at::empty(region.length, dtype)});
+    parts.push_back({.name = source.param,
+                     .region = region,
+                     .owned = true,
+                     .value = at::empty(region.length, dtype)});
   }
   return parts;
 }
 
 }  // namespace
 
-Converted convert(const std::filesystem::path& from, const std::filesystem::path& target, const formats::ModelOnDisk& model,
-                  const ConvertOptions& options) {
+Converted convert(const std::filesystem::path& from, const std::filesystem::path& target,
+                  const formats::ModelOnDisk& model, const ConvertOptions& options) {
   const auto to = target.has_filename() ? target : target.parent_path();  // "out/" is "out"
-  MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(), "' is there already; name a folder that is not");
+  MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(),
+              "' is there already; name a folder that is not");
   const TensorFolder source = TensorFolder::weights(from);
   const auto layout = find_layout(source, model);
   const formats::DiskTable from_table = model.table(layout);
@@ -73,8 +80,10 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     for (const auto& t : table.tensors) names.insert(t.name);
     return names;
   };
-  MOESH_CHECK(!options.layout || *options.layout == layout || names_of(to_table) != names_of(from_table), ErrorKind::config,
-              "--layout: ", model.model_type, " has one layout on disk, and '", from.string(), "' has it already; leave it out");
+  MOESH_CHECK(
+      !options.layout || *options.layout == layout || names_of(to_table) != names_of(from_table),
+      ErrorKind::config, "--layout: ", model.model_type, " has one layout on disk, and '",
+      from.string(), "' has it already; leave it out");
   const Loader loader(source, from_table);
   for (auto& t : to_table.tensors) {
     const auto old = loader.dtype_of(t.sources.front().param);
@@ -96,7 +105,8 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
       loader.load(parts);
       write_tensor(out, t, by_name(parts));
       index.weight_map[t.tensor->name] = file.name;
-      *index.total_size += static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
+      *index.total_size +=
+          static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
       ++result.num_tensors;
     }
     out.sync();
@@ -105,10 +115,12 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   write_file(temporary / "config.json", changed_config(read_config(from), options));
   for (const auto& entry : std::filesystem::directory_iterator(from))
     if (is_copied(entry))
-      write_file(temporary / entry.path().filename(), formats::read_file(entry.path().string(), ErrorKind::data));
+      write_file(temporary / entry.path().filename(),
+                 formats::read_file(entry.path().string(), ErrorKind::data));
   formats::Manifest manifest{.model = model.model_type};
   for (const auto& entry : std::filesystem::directory_iterator(temporary))
-    manifest.files.push_back(formats::hash_file(temporary.string(), entry.path().filename().string()));
+    manifest.files.push_back(
+        formats::hash_file(temporary.string(), entry.path().filename().string()));
   write_file(temporary / formats::kManifestFile, formats::write_manifest(manifest));
   sync_folder(temporary);
   rename_folder(temporary, to);

@@ -1,6 +1,7 @@
 #pragma once
-// Places at which a test build (-DMOESH_WITH_FAIL_POINTS) can be killed while it saves: MOESH_FAIL_POINT=name in the environment
-// ends the process there as kill -9 does. In every other build MOESH_FAIL_POINT(x) is nothing.
+// Places at which a test build (-DMOESH_WITH_FAIL_POINTS) can be killed while it saves:
+// MOESH_FAIL_POINT=name in the environment ends the process there as kill -9 does. In every other
+// build MOESH_FAIL_POINT(x) is nothing.
 
 namespace moesh::checkpoint {
 

@@ -14,8 +14,9 @@ namespace moesh::checkpoint {
 namespace {
 
 [[noreturn]] void fail_at(const std::filesystem::path& path, const char* what, int code) {
-  throw Error(ErrorKind::data, detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code),
-                                              "; choose a checkpoint.folder that can be written and has room"));
+  throw Error(ErrorKind::data,
+              detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code),
+                             "; choose a checkpoint.folder that can be written and has room"));
 }
 
 }  // namespace
@@ -36,7 +37,8 @@ void OutputFile::reserve(std::uint64_t size) {
 
 void OutputFile::write(std::uint64_t offset, std::string_view bytes) {
   while (!bytes.empty()) {
-    const auto written = ::pwrite(descriptor_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    const auto written =
+        ::pwrite(descriptor_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) fail("write", written < 0 ? errno : EIO);
     bytes.remove_prefix(static_cast<std::size_t>(written));

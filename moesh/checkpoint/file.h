@@ -1,5 +1,6 @@
 #pragma once
-// Files that are written by several ranks at once, with errors that name the file, what failed and why.
+// Files that are written by several ranks at once, with errors that name the file, what failed and
+// why.
 
 #include <cstdint>
 #include <filesystem>

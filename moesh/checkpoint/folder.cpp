@@ -14,7 +14,9 @@ namespace {
 constexpr std::string_view kStep = "step-";
 constexpr std::string_view kTemporary = ".saving-", kReplaced = ".replaced-";
 
-bool is_left_over(const std::string& name) { return name.starts_with(kTemporary) || name.starts_with(kReplaced); }
+bool is_left_over(const std::string& name) {
+  return name.starts_with(kTemporary) || name.starts_with(kReplaced);
+}
 
 }  // namespace
 
@@ -45,9 +47,10 @@ formats::Manifest read_whole_manifest(const std::filesystem::path& checkpoint) {
   for (const auto& file : manifest.files) {
     std::error_code missing;
     const auto size = std::filesystem::file_size(checkpoint / file.name, missing);
-    MOESH_CHECK(!missing, ErrorKind::data, "'", (checkpoint / file.name).string(), "' is not there: ", missing.message());
-    MOESH_CHECK(size == file.size, ErrorKind::data, "'", (checkpoint / file.name).string(), "' has ", size,
-                " bytes, and the manifest says ", file.size);
+    MOESH_CHECK(!missing, ErrorKind::data, "'", (checkpoint / file.name).string(),
+                "' is not there: ", missing.message());
+    MOESH_CHECK(size == file.size, ErrorKind::data, "'", (checkpoint / file.name).string(),
+                "' has ", size, " bytes, and the manifest says ", file.size);
   }
   return manifest;
 }
@@ -74,7 +77,8 @@ void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_
   for (const std::int64_t step : saved_steps(folder))
     if (step <= newest && is_whole(folder / step_name(step))) whole.push_back(step);
   for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < whole.size(); ++i) {
-    // Without a manifest it is no checkpoint any more: what is half removed cannot be taken for whole.
+    // Without a manifest it is no checkpoint any more: what is half removed cannot be taken for
+    // whole.
     std::filesystem::remove(folder / step_name(whole[i]) / formats::kManifestFile);
     MOESH_FAIL_POINT(half_of_the_purge);
     std::filesystem::remove_all(folder / step_name(whole[i]));

@@ -18,13 +18,16 @@ std::string mebibytes(std::uint64_t bytes) {
   return text;
 }
 
-// model.layers.3.mlp.gate.weight -> model.layers.*.mlp.gate.weight: one line for the tensors of all layers and experts.
+// model.layers.3.mlp.gate.weight -> model.layers.*.mlp.gate.weight: one line for the tensors of all
+// layers and experts.
 std::string pattern(const std::string& name) {
   std::string text;
   for (std::size_t i = 0; i < name.size(); ++i) {
-    const bool is_number = std::isdigit(static_cast<unsigned char>(name[i])) && (i == 0 || name[i - 1] == '.');
+    const bool is_number =
+        std::isdigit(static_cast<unsigned char>(name[i])) && (i == 0 || name[i - 1] == '.');
     std::size_t end = i;
-    while (is_number && end < name.size() && std::isdigit(static_cast<unsigned char>(name[end]))) ++end;
+    while (is_number && end < name.size() && std::isdigit(static_cast<unsigned char>(name[end])))
+      ++end;
     if (is_number && (end == name.size() || name[end] == '.')) {
       text += '*';
       i = end - 1;
@@ -39,7 +42,8 @@ std::string describe_tensors(const TensorFolder& folder) {
   std::map<std::string, std::size_t> counts;
   std::uint64_t bytes = 0;
   for (const auto& [name, found] : folder.tensors()) {
-    ++counts[detail::concat(pattern(name), "  ", formats::name_of(found.info->dtype), " ", found.info->shape)];
+    ++counts[detail::concat(pattern(name), "  ", formats::name_of(found.info->dtype), " ",
+                            found.info->shape)];
     bytes += found.info->end - found.info->begin;
   }
   std::string text = detail::concat(folder.tensors().size(), " tensors, ", mebibytes(bytes), "\n");
@@ -51,7 +55,8 @@ std::string describe_tensors(const TensorFolder& folder) {
 }  // namespace
 
 std::string inspect(const std::filesystem::path& folder) {
-  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(), "' is no folder");
+  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
+              "' is no folder");
   std::string text = folder.string() + "\n";
   const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
   formats::Manifest manifest;
@@ -63,11 +68,13 @@ std::string inspect(const std::filesystem::path& folder) {
                            manifest.size.empty() ? "" : " " + manifest.size, "\n");
   }
   if (has_manifest) {
-    text += detail::concat("step: ", manifest.step, ", seed ", manifest.seed, ", ", manifest.data_position, " sequences seen\n");
+    text += detail::concat("step: ", manifest.step, ", seed ", manifest.seed, ", ",
+                           manifest.data_position, " sequences seen\n");
     if (!manifest.mesh.empty()) text += detail::concat("written by: ", manifest.mesh, "\n");
     for (const auto& [key, value] : manifest.extra) text += detail::concat(key, ": ", value, "\n");
     text += "files:\n";
-    for (const auto& file : manifest.files) text += detail::concat("  ", file.name, "  ", mebibytes(file.size), "\n");
+    for (const auto& file : manifest.files)
+      text += detail::concat("  ", file.name, "  ", mebibytes(file.size), "\n");
   } else {
     text += "no moesh.json: not written by moesh, nothing to check it against\n";
   }

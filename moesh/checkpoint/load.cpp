@@ -19,15 +19,19 @@
 namespace moesh::checkpoint {
 namespace {
 
-constexpr std::size_t kKeptBlocks = 4;          // tensors are read in the order of the file: older blocks do not come back
-constexpr std::int64_t kSlabBytes = 256 << 10;  // what is copied at once: small, so that most of them lie in one block
+constexpr std::size_t kKeptBlocks =
+    4;  // tensors are read in the order of the file: older blocks do not come back
+constexpr std::int64_t kSlabBytes =
+    256 << 10;  // what is copied at once: small, so that most of them lie in one block
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kListedNames); ++i) text += (i ? ", " : "") + names[i];
-  if (names.size() > kListedNames) text += detail::concat(" and ", names.size() - kListedNames, " more");
+  for (std::size_t i = 0; i < std::min(names.size(), kListedNames); ++i)
+    text += (i ? ", " : "") + names[i];
+  if (names.size() > kListedNames)
+    text += detail::concat(" and ", names.size() - kListedNames, " more");
   return text;
 }
 
@@ -49,7 +53,8 @@ Differences compare(const TensorFolder& folder, const formats::DiskTable& table)
   }
   if (MOESH_MUTANT(unexpected_tensors_skipped)) return d;
   for (const auto& [name, found] : folder.tensors())
-    if (!wanted.contains(name) && !(table.ignored && table.ignored(name))) d.unexpected.push_back(name);
+    if (!wanted.contains(name) && !(table.ignored && table.ignored(name)))
+      d.unexpected.push_back(name);
   return d;
 }
 
@@ -62,24 +67,28 @@ struct Job {
   TensorFolder::Found found;
 };
 
-// Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is inside of them, holes included.
+// Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
+// inside of them, holes included.
 void read_box(const Job& job, const at::Tensor& target) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.piece.view;
   const auto dtype = torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
-  MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()), ErrorKind::data, "tensor '",
-              job.found.info->name, "' is of type ", formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
+  MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()),
+              ErrorKind::data, "tensor '", job.found.info->name, "' is of type ",
+              formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
               " is needed");
   const auto element = static_cast<std::int64_t>(formats::size_of(job.found.info->dtype));
   Sizes strides(view.size(), 1);
   for (std::size_t d = view.size(); d-- > 1;) strides[d - 1] = strides[d] * view[d];
-  std::size_t cut = 0;  // the dimension that is cut into slabs; those before it are gone through one by one
+  std::size_t cut =
+      0;  // the dimension that is cut into slabs; those before it are gone through one by one
   while (cut + 1 < view.size() && strides[cut] * element > kSlabBytes) ++cut;
   const std::int64_t step = std::max<std::int64_t>(1, kSlabBytes / (strides[cut] * element));
 
   const std::uint64_t begin = job.found.file->file().header().data_start + job.found.info->begin;
   const auto from_cut = static_cast<std::ptrdiff_t>(cut);
-  const std::int64_t num_outer = num_elements(Sizes(box.length.begin(), box.length.begin() + from_cut));
+  const std::int64_t num_outer =
+      num_elements(Sizes(box.length.begin(), box.length.begin() + from_cut));
   const Sizes slab_strides(strides.begin() + from_cut, strides.end());
   Sizes slab_size(box.length.begin() + from_cut, box.length.end());
   std::vector<std::byte> buffer;
@@ -96,29 +105,34 @@ void read_box(const Job& job, const at::Tensor& target) {
     for (std::int64_t at = 0; at < box.length[cut]; at += step) {
       slab_size[0] = std::min(step, box.length[cut] - at);
       std::int64_t length = 1;  // from the first element of the slab to its last
-      for (std::size_t d = 0; d < slab_size.size(); ++d) length += (slab_size[d] - 1) * slab_strides[d];
+      for (std::size_t d = 0; d < slab_size.size(); ++d)
+        length += (slab_size[d] - 1) * slab_strides[d];
       const auto offset = begin + static_cast<std::uint64_t>((first + at * strides[cut]) * element);
       const std::byte* bytes =
-          job.found.file->bytes(offset, static_cast<std::size_t>(length * element), static_cast<std::size_t>(element), buffer);
+          job.found.file->bytes(offset, static_cast<std::size_t>(length * element),
+                                static_cast<std::size_t>(element), buffer);
       to.narrow(0, at, slab_size[0])
-          .copy_(at::from_blob(const_cast<std::byte*>(bytes), slab_size, slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
+          .copy_(at::from_blob(const_cast<std::byte*>(bytes), slab_size, slab_strides,
+                               at::TensorOptions(at::kCPU).dtype(dtype)));
     }
   }
 }
 
 }  // namespace
 
-BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected) : file_(path) {
+BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected)
+    : file_(path) {
   if (!expected) return;
-  MOESH_CHECK(expected->size == file_.size(), ErrorKind::data, "'", path.string(), "' has ", file_.size(),
-              " bytes, and the manifest says ", expected->size);
+  MOESH_CHECK(expected->size == file_.size(), ErrorKind::data, "'", path.string(), "' has ",
+              file_.size(), " bytes, and the manifest says ", expected->size);
   expected_ = *expected;
   for (std::uint64_t begin = 0; begin < file_.header().data_start; begin += formats::kBlockBytes)
     block(begin / formats::kBlockBytes);
 }
 
 const BlockFile::Block& BlockFile::block(std::uint64_t number) {
-  const auto found = std::find_if(blocks_.begin(), blocks_.end(), [&](const Block& b) { return b.number == number; });
+  const auto found = std::find_if(blocks_.begin(), blocks_.end(),
+                                  [&](const Block& b) { return b.number == number; });
   if (found != blocks_.end()) return *found;
   Block fresh{.number = number};
   if (blocks_.size() == kKeptBlocks) {  // its memory serves again
@@ -126,10 +140,12 @@ const BlockFile::Block& BlockFile::block(std::uint64_t number) {
     blocks_.erase(blocks_.begin());
   }
   const std::uint64_t begin = number * formats::kBlockBytes;
-  fresh.bytes.resize(static_cast<std::size_t>(std::min<std::uint64_t>(formats::kBlockBytes, file_.size() - begin)));
+  fresh.bytes.resize(static_cast<std::size_t>(
+      std::min<std::uint64_t>(formats::kBlockBytes, file_.size() - begin)));
   file_.read(begin, fresh.bytes);
   try {
-    if (expected_ && !MOESH_MUTANT(blocks_not_checked)) formats::check_block(*expected_, number, fresh.bytes);
+    if (expected_ && !MOESH_MUTANT(blocks_not_checked))
+      formats::check_block(*expected_, number, fresh.bytes);
   } catch (const Error& e) {
     throw Error(e.kind(), file_.path().parent_path().string() + ": " + e.what());
   }
@@ -156,50 +172,61 @@ const std::byte* BlockFile::bytes(std::uint64_t offset, std::size_t count, std::
   return buffer.data();
 }
 
-TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files, const formats::Manifest* manifest)
+TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
+                           const formats::Manifest* manifest)
     : path_(std::move(path)) {
   for (const auto& name : files) {
     const auto* expected = manifest ? manifest->find(name) : nullptr;
-    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / name).string(), "' is not in the manifest of its folder");
+    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / name).string(),
+                "' is not in the manifest of its folder");
     const auto& file = files_.emplace_back(std::make_unique<BlockFile>(path_ / name, expected));
     for (const auto& info : file->file().header().tensors)
-      MOESH_CHECK(tensors_.emplace(info.name, Found{file.get(), &info}).second, ErrorKind::data, "'", path_.string(),
-                  "': tensor '", info.name, "' is in two files; take one of them away");
+      MOESH_CHECK(tensors_.emplace(info.name, Found{file.get(), &info}).second, ErrorKind::data,
+                  "'", path_.string(), "': tensor '", info.name,
+                  "' is in two files; take one of them away");
   }
 }
 
-std::string read_text(const std::filesystem::path& folder, const std::string& name, const formats::Manifest* manifest) {
+std::string read_text(const std::filesystem::path& folder, const std::string& name,
+                      const formats::Manifest* manifest) {
   const formats::InputFile file(folder / name);
   if (!manifest) return file.read_all(formats::JsonLimits().max_bytes);
   const auto* expected = manifest->find(name);
-  MOESH_CHECK(expected, ErrorKind::data, "'", file.path().string(), "' is not in the manifest of its folder");
+  MOESH_CHECK(expected, ErrorKind::data, "'", file.path().string(),
+              "' is not in the manifest of its folder");
   formats::check_file(folder.string(), *expected);
   return file.read_all(expected->size);
 }
 
 std::string read_config(const std::filesystem::path& folder) {
   const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
-  const formats::Manifest manifest = has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
+  const formats::Manifest manifest =
+      has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
   return read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
 }
 
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   std::optional<formats::Manifest> manifest;
-  if (std::filesystem::exists(folder / formats::kManifestFile)) manifest = formats::read_manifest(folder.string());
+  if (std::filesystem::exists(folder / formats::kManifestFile))
+    manifest = formats::read_manifest(folder.string());
   const auto* known = manifest ? &*manifest : nullptr;
   const auto index_path = folder / formats::kIndexFile;
   if (std::filesystem::exists(index_path)) {
-    const auto index = formats::parse_safetensors_index(read_text(folder, formats::kIndexFile, known), index_path.string());
+    const auto index = formats::parse_safetensors_index(
+        read_text(folder, formats::kIndexFile, known), index_path.string());
     TensorFolder result(folder, index.files(), known);
     for (const auto& [name, file] : index.weight_map) {
       const auto found = result.tensors_.find(name);
-      MOESH_CHECK(found != result.tensors_.end() && found->second.file->file().path() == folder / file, ErrorKind::data, "'",
-                  index_path.string(), "' says that '", file, "' holds tensor '", name, "', and it does not");
+      MOESH_CHECK(
+          found != result.tensors_.end() && found->second.file->file().path() == folder / file,
+          ErrorKind::data, "'", index_path.string(), "' says that '", file, "' holds tensor '",
+          name, "', and it does not");
     }
     return result;
   }
-  MOESH_CHECK(std::filesystem::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(), "' has neither ",
-              formats::kIndexFile, " nor ", kSingleFile, ": it is no folder of a model in safetensors");
+  MOESH_CHECK(std::filesystem::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
+              "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
+              ": it is no folder of a model in safetensors");
   return TensorFolder(folder, {kSingleFile}, known);
 }
 
@@ -207,11 +234,13 @@ TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
   return TensorFolder(file.parent_path(), {file.filename().string()}, nullptr);
 }
 
-TensorFolder TensorFolder::of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
+TensorFolder TensorFolder::of_checkpoint(const std::filesystem::path& folder,
+                                         const formats::Manifest& manifest,
                                          const std::string& prefix) {
   std::vector<std::string> files;
   for (const auto& file : manifest.files)
-    if (file.name.starts_with(prefix) && file.name.ends_with(".safetensors")) files.push_back(file.name);
+    if (file.name.starts_with(prefix) && file.name.ends_with(".safetensors"))
+      files.push_back(file.name);
   return TensorFolder(folder, files, &manifest);
 }
 
@@ -219,9 +248,12 @@ void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
   const Differences d = compare(folder, table);
   if (d.count() == 0) return;
   std::string text = "'" + folder.path().string() + "' does not hold the tensors of the model";
-  if (!d.missing.empty()) text += detail::concat("; ", d.missing.size(), " missing: ", listed(d.missing));
-  if (!d.unexpected.empty()) text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
-  if (!d.misshapen.empty()) text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
+  if (!d.missing.empty())
+    text += detail::concat("; ", d.missing.size(), " missing: ", listed(d.missing));
+  if (!d.unexpected.empty())
+    text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
+  if (!d.misshapen.empty())
+    text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
   throw Error(ErrorKind::data, text);
 }
 
@@ -243,15 +275,18 @@ Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : fo
 
 TensorFolder::Found Loader::found(const Place& place) const {
   const auto found = folder_.tensors().find(place.tensor->name);
-  MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(), "' has no tensor '",
-              place.tensor->name, "'");
+  MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(),
+              "' has no tensor '", place.tensor->name, "'");
   const auto& shape = found->second.info->shape;
-  MOESH_CHECK(shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(), "': tensor '", found->first,
-              "' has shape ", shape, ", and ", place.tensor->shape, " is needed");
+  MOESH_CHECK(shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(),
+              "': tensor '", found->first, "' has shape ", shape, ", and ", place.tensor->shape,
+              " is needed");
   return found->second;
 }
 
-formats::Dtype Loader::dtype_of(const std::string& param) const { return found(places_.at(param).front()).info->dtype; }
+formats::Dtype Loader::dtype_of(const std::string& param) const {
+  return found(places_.at(param).front()).info->dtype;
+}
 
 void Loader::load(const std::vector<Part>& parts) const {
   const at::NoGradGuard no_grad;
@@ -267,8 +302,8 @@ void Loader::load(const std::vector<Part>& parts) const {
           jobs.push_back({&part, place.tensor, place.source, *piece, found(place)});
           filled += num_elements(piece->param.length);
         }
-    MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ", filled, " of ",
-                num_elements(part.region.length), " elements of '", part.name, "'");
+    MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
+                filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
   }
   std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
     return std::tie(a.found.file->file().path(), a.found.info->begin) <

@@ -1,6 +1,6 @@
 #pragma once
-// Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote. Where there is a manifest,
-// every block is compared with its checksum when it is read.
+// Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote.
+// Where there is a manifest, every block is compared with its checksum when it is read.
 
 #include <filesystem>
 #include <map>
@@ -23,9 +23,10 @@ class BlockFile {
 
   const formats::SafetensorsFile& file() const { return file_; }
   void read(std::uint64_t offset, std::span<std::byte> to);
-  /// The same where they are in memory, or, if they lie in two blocks or not at a multiple of `alignment`, in `buffer`.
-  /// They stay until the next call.
-  const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment, std::vector<std::byte>& buffer);
+  /// The same where they are in memory, or, if they lie in two blocks or not at a multiple of
+  /// `alignment`, in `buffer`. They stay until the next call.
+  const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment,
+                         std::vector<std::byte>& buffer);
 
  private:
   struct Block {
@@ -40,7 +41,8 @@ class BlockFile {
 };
 
 /// A small file of a folder, such as config.json, compared with the manifest where there is one.
-std::string read_text(const std::filesystem::path& folder, const std::string& name, const formats::Manifest* manifest);
+std::string read_text(const std::filesystem::path& folder, const std::string& name,
+                      const formats::Manifest* manifest);
 /// The config.json of a folder; where there is a manifest, compared with its checksum.
 std::string read_config(const std::filesystem::path& folder);
 
@@ -52,29 +54,32 @@ class TensorFolder {
     const formats::TensorInfo* info;
   };
 
-  /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used where there is one.
+  /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used
+  /// where there is one.
   static TensorFolder weights(const std::filesystem::path& folder);
   /// One file by itself, without a manifest.
   static TensorFolder of_file(const std::filesystem::path& file);
   /// All files whose names begin with `prefix`, of a checkpoint with a manifest.
-  static TensorFolder of_checkpoint(const std::filesystem::path& folder, const formats::Manifest& manifest,
-                                    const std::string& prefix);
+  static TensorFolder of_checkpoint(const std::filesystem::path& folder,
+                                    const formats::Manifest& manifest, const std::string& prefix);
 
   const std::map<std::string, Found>& tensors() const { return tensors_; }
   const std::filesystem::path& path() const { return path_; }
 
  private:
-  TensorFolder(std::filesystem::path path, const std::vector<std::string>& files, const formats::Manifest* manifest);
+  TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
+               const formats::Manifest* manifest);
 
   std::filesystem::path path_;
   std::vector<std::unique_ptr<BlockFile>> files_;
   std::map<std::string, Found> tensors_;
 };
 
-/// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no others: it lists those that are
-/// missing and those that are unexpected.
+/// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
+/// others: it lists those that are missing and those that are unexpected.
 void check_names(const TensorFolder& folder, const formats::DiskTable& table);
-/// The layout in which the folder has its experts; where none fits, check_names of the nearest one throws.
+/// The layout in which the folder has its experts; where none fits, check_names of the nearest one
+/// throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
 
 /// Fills parts from the tensors of a folder, as a table says. Both outlive it.
@@ -82,7 +87,8 @@ class Loader {
  public:
   Loader(const TensorFolder& folder, const formats::DiskTable& table);
 
-  /// Fills the values of all parts. Tensors are read in the order of the files, so pass many at once.
+  /// Fills the values of all parts. Tensors are read in the order of the files, so pass many at
+  /// once.
   void load(const std::vector<Part>& parts) const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;

@@ -30,9 +30,13 @@ Part part_of(const Stored& w) { return part_of(w, w.spec.name, w.value.detach())
 
 Part part_of(const Stored& w, const std::string& name, const at::Tensor& value) {
   Region region = w.shard;
-  if (MOESH_MUTANT(experts_of_one_rank_saved_for_all) && contains(w.cutting, ep)) region.start[0] = 0;
-  return {
-      .name = name, .shape = w.spec.shape, .region = region, .owned = current_mesh().coordinate(w.replicas) == 0, .value = value};
+  if (MOESH_MUTANT(experts_of_one_rank_saved_for_all) && contains(w.cutting, ep))
+    region.start[0] = 0;
+  return {.name = name,
+          .shape = w.spec.shape,
+          .region = region,
+          .owned = current_mesh().coordinate(w.replicas) == 0,
+          .value = value};
 }
 
 Part replicated_part(const std::string& name, const at::Tensor& value, int rank) {
@@ -54,7 +58,8 @@ formats::Dtype disk_dtype(at::ScalarType dtype) {
     case at::kBFloat16: return formats::Dtype::bf16;
     case at::kHalf: return formats::Dtype::f16;
     case at::kLong: return formats::Dtype::i64;
-    default: throw Error(ErrorKind::internal, detail::concat("a checkpoint holds no ", dtype, " tensors"));
+    default:
+      throw Error(ErrorKind::internal, detail::concat("a checkpoint holds no ", dtype, " tensors"));
   }
 }
 
@@ -66,22 +71,28 @@ at::ScalarType torch_dtype(formats::Dtype dtype, const std::string& what) {
     case formats::Dtype::f16: return at::kHalf;
     case formats::Dtype::i64: return at::kLong;
     default:
-      throw Error(ErrorKind::data,
-                  detail::concat(what, " is of type ", formats::name_of(dtype),
-                                 ", which moesh does not read; it takes BF16, F16, F32 and F64. Weights in float8 "
-                                 "must be converted to BF16 first, with their scales"));
+      throw Error(
+          ErrorKind::data,
+          detail::concat(
+              what, " is of type ", formats::name_of(dtype),
+              ", which moesh does not read; it takes BF16, F16, F32 and F64. Weights in float8 "
+              "must be converted to BF16 first, with their scales"));
   }
 }
 
-std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source, const Region& region) {
-  MOESH_CHECK(source.dims.size() == region.start.size(), ErrorKind::internal, "disk table: '", source.param, "' has ",
-              region.start.size(), " dimensions, and the table of tensor '", tensor.name, "' gives it ", source.dims.size());
-  Piece piece{.param = region, .view = {Sizes(tensor.view.size(), 0), Sizes(tensor.view.size(), 1)}};
+std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source,
+                              const Region& region) {
+  MOESH_CHECK(source.dims.size() == region.start.size(), ErrorKind::internal, "disk table: '",
+              source.param, "' has ", region.start.size(), " dimensions, and the table of tensor '",
+              tensor.name, "' gives it ", source.dims.size());
+  Piece piece{.param = region,
+              .view = {Sizes(tensor.view.size(), 0), Sizes(tensor.view.size(), 1)}};
   for (const auto& [dim, index] : source.fixed) piece.view.start[dim] = index;
   for (std::size_t p = 0; p < source.dims.size(); ++p) {
     const auto v = source.dims[p];
     const std::int64_t first = std::max(region.start[p], source.offset[p]);
-    const std::int64_t last = std::min(region.start[p] + region.length[p], source.offset[p] + tensor.view[v]);
+    const std::int64_t last =
+        std::min(region.start[p] + region.length[p], source.offset[p] + tensor.view[v]);
     if (first >= last) return std::nullopt;
     piece.param.start[p] = first, piece.param.length[p] = last - first;
     piece.view.start[v] = first - source.offset[p], piece.view.length[v] = last - first;
@@ -94,7 +105,8 @@ at::Tensor in_view_order(const Part& part, const formats::Source& source, const 
   std::vector<std::int64_t> order(source.dims.size());
   std::iota(order.begin(), order.end(), 0);
   for (std::size_t p = 0; p < order.size(); ++p)
-    t = t.narrow(static_cast<std::int64_t>(p), piece.param.start[p] - part.region.start[p], piece.param.length[p]);
+    t = t.narrow(static_cast<std::int64_t>(p), piece.param.start[p] - part.region.start[p],
+                 piece.param.length[p]);
   std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
     return source.dims[static_cast<std::size_t>(a)] < source.dims[static_cast<std::size_t>(b)];
   });
@@ -105,8 +117,9 @@ at::Tensor in_view_order(const Part& part, const formats::Source& source, const 
   return t;
 }
 
-void each_run(const Sizes& view, const Region& box,
-              const std::function<void(std::int64_t in_view, std::int64_t in_box, std::int64_t length)>& f) {
+void each_run(
+    const Sizes& view, const Region& box,
+    const std::function<void(std::int64_t in_view, std::int64_t in_box, std::int64_t length)>& f) {
   const std::int64_t size = num_elements(box.length);
   if (size == 0) return;
   // A run takes in one dimension more for each inner one that the box fills.
@@ -135,7 +148,8 @@ std::vector<Filled> merged(std::vector<Filled> boxes) {
       for (std::size_t j = 0; j < boxes.size() && !again; ++j)
         if (const auto dim = i == j ? std::nullopt : neighbours(boxes[i].box, boxes[j].box)) {
           boxes[i].box.length[*dim] += boxes[j].box.length[*dim];
-          boxes[i].value = at::cat({boxes[i].value, boxes[j].value}, static_cast<std::int64_t>(*dim));
+          boxes[i].value =
+              at::cat({boxes[i].value, boxes[j].value}, static_cast<std::int64_t>(*dim));
           boxes.erase(boxes.begin() + static_cast<std::ptrdiff_t>(j));
           again = true;
         }

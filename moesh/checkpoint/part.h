@@ -1,5 +1,6 @@
 #pragma once
-// A rank's part of a tensor that is to be saved or loaded, and where it lies in the tensors on disk.
+// A rank's part of a tensor that is to be saved or loaded, and where it lies in the tensors on
+// disk.
 
 #include <functional>
 #include <optional>
@@ -22,7 +23,8 @@ struct Part {
   at::Tensor value;  // [region.length]; loading writes into it
 };
 
-/// The part of a parameter that this rank of the current mesh stores, or of an optimizer's state that is cut like it.
+/// The part of a parameter that this rank of the current mesh stores, or of an optimizer's state
+/// that is cut like it.
 Part part_of(const Stored& w);
 Part part_of(const Stored& w, const std::string& name, const at::Tensor& value);
 /// Something that every rank has whole. Rank 0 writes it.
@@ -31,7 +33,8 @@ Part replicated_part(const std::string& name, const at::Tensor& value, int rank)
 std::int64_t num_elements(const Sizes& sizes);
 
 formats::Dtype disk_dtype(at::ScalarType dtype);
-/// Throws Error (data) for types that moesh does not compute with, such as float8; `what` names the tensor.
+/// Throws Error (data) for types that moesh does not compute with, such as float8; `what` names the
+/// tensor.
 at::ScalarType torch_dtype(formats::Dtype dtype, const std::string& what);
 
 /// A box that a parameter and a tensor on disk share.
@@ -40,22 +43,26 @@ struct Piece {
   Region view;   // in the view of the tensor
 };
 /// What of `region` of the source's parameter lies in the tensor; nothing if it does not.
-std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source, const Region& region);
+std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source,
+                              const Region& region);
 
-/// The piece of a part, its dimensions in the order of the view: [piece.view.length], memory shared with `part.value`.
+/// The piece of a part, its dimensions in the order of the view: [piece.view.length], memory shared
+/// with `part.value`.
 at::Tensor in_view_order(const Part& part, const formats::Source& source, const Piece& piece);
 
-/// f(first element in the view, first element in the box, number of elements) for each run of elements of the box that are
-/// neighbours in the view.
-void each_run(const Sizes& view, const Region& box,
-              const std::function<void(std::int64_t in_view, std::int64_t in_box, std::int64_t length)>& f);
+/// f(first element in the view, first element in the box, number of elements) for each run of
+/// elements of the box that are neighbours in the view.
+void each_run(
+    const Sizes& view, const Region& box,
+    const std::function<void(std::int64_t in_view, std::int64_t in_box, std::int64_t length)>& f);
 
 /// A box of a view with its values.
 struct Filled {
   Region box;
   at::Tensor value;  // [box.length]
 };
-/// Puts boxes together that are neighbours along one dimension, so that what is interleaved on disk makes long runs.
+/// Puts boxes together that are neighbours along one dimension, so that what is interleaved on disk
+/// makes long runs.
 std::vector<Filled> merged(std::vector<Filled> boxes);
 
 }  // namespace moesh::checkpoint

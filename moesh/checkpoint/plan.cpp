@@ -22,7 +22,8 @@ std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsBy
   std::vector<Filled> boxes;
   for (const auto& source : tensor.sources) {
     const auto found = parts.find(source.param);
-    MOESH_CHECK(found != parts.end(), "tensor '", tensor.name, "' is made of '", source.param, "', which nobody has");
+    MOESH_CHECK(found != parts.end(), "tensor '", tensor.name, "' is made of '", source.param,
+                "', which nobody has");
     if (!found->second->owned) continue;
     if (const auto piece = piece_in(tensor, source, found->second->region))
       boxes.push_back({piece->view, in_view_order(*found->second, source, *piece)});
@@ -32,7 +33,8 @@ std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsBy
 
 }  // namespace
 
-std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector<formats::DiskTensor>& tensors,
+std::vector<PlannedFile> plan_files(const std::string& prefix,
+                                    const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size) {
   std::vector<std::vector<const formats::DiskTensor*>> groups;
   std::uint64_t size = 0;
@@ -48,8 +50,10 @@ std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector
   for (const auto& group : groups) {
     PlannedFile file{.name = file_name(prefix, files.size() + 1, groups.size())};
     std::vector<formats::TensorInfo> infos;
-    for (const auto* t : group) infos.push_back({.name = t->name, .dtype = t->dtype.value(), .shape = t->shape});
-    file.header = formats::write_safetensors_header(infos, {{"format", "pt"}});  // without it transformers refuses the file
+    for (const auto* t : group)
+      infos.push_back({.name = t->name, .dtype = t->dtype.value(), .shape = t->shape});
+    file.header = formats::write_safetensors_header(
+        infos, {{"format", "pt"}});  // without it transformers refuses the file
     file.size = file.header.size();
     for (std::size_t i = 0; i < group.size(); ++i) {
       file.tensors.push_back({group[i], infos[i].dtype, file.header.size() + infos[i].begin});
@@ -62,7 +66,9 @@ std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector
 
 PartsByName by_name(const std::vector<Part>& parts) {
   PartsByName map;
-  for (const auto& p : parts) MOESH_CHECK(map.emplace(p.name, &p).second, "two parts of a checkpoint are called '", p.name, "'");
+  for (const auto& p : parts)
+    MOESH_CHECK(map.emplace(p.name, &p).second, "two parts of a checkpoint are called '", p.name,
+                "'");
   return map;
 }
 
@@ -73,10 +79,12 @@ bool write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& pa
   for (const auto& [box, value] : boxes) {
     const at::Tensor host = value.to(at::TensorOptions(at::kCPU).dtype(dtype)).contiguous();
     const auto* bytes = static_cast<const char*>(host.const_data_ptr());
-    each_run(t.tensor->view, box, [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
-      out.write(t.begin + static_cast<std::uint64_t>(in_view) * element,
-                {bytes + static_cast<std::uint64_t>(in_box) * element, static_cast<std::uint64_t>(length) * element});
-    });
+    each_run(t.tensor->view, box,
+             [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
+               out.write(t.begin + static_cast<std::uint64_t>(in_view) * element,
+                         {bytes + static_cast<std::uint64_t>(in_box) * element,
+                          static_cast<std::uint64_t>(length) * element});
+             });
   }
   return !boxes.empty();
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Which tensor goes into which file, and where. It follows from the tensors alone, so that all ranks make the same plan, and so
-// that the files have the same bytes whatever mesh writes them.
+// Which tensor goes into which file, and where. It follows from the tensors alone, so that all
+// ranks make the same plan, and so that the files have the same bytes whatever mesh writes them.
 
 #include <map>
 #include <string>
@@ -31,8 +31,10 @@ struct PlannedFile {
   std::uint64_t size = 0;  // of the whole file
 };
 
-/// Files of at most `max_size` bytes of tensors (one tensor may be larger), in the order of the tensors. It points into them.
-std::vector<PlannedFile> plan_files(const std::string& prefix, const std::vector<formats::DiskTensor>& tensors,
+/// Files of at most `max_size` bytes of tensors (one tensor may be larger), in the order of the
+/// tensors. It points into them.
+std::vector<PlannedFile> plan_files(const std::string& prefix,
+                                    const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size);
 
 using PartsByName = std::map<std::string, const Part*>;

@@ -68,7 +68,8 @@ class Saver {
     for (const auto& file : plans_.at(0))
       for (const auto& t : file.tensors) {
         index.weight_map[t.tensor->name] = file.name;
-        *index.total_size += static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
+        *index.total_size +=
+            static_cast<std::uint64_t>(num_elements(t.tensor->shape)) * formats::size_of(t.dtype);
       }
     return formats::write_safetensors_index(index);
   }
@@ -113,12 +114,14 @@ class Saver {
     std::int64_t number = 0;
     for (const auto& written : files_) {
       const formats::InputFile file(temporary_ / written.name);
-      MOESH_CHECK(file.size() == written.size, ErrorKind::data, "'", file.path().string(), "' has ", file.size(), " bytes, and ",
-                  written.size, " were written; does another run save into this folder?");
+      MOESH_CHECK(file.size() == written.size, ErrorKind::data, "'", file.path().string(), "' has ",
+                  file.size(), " bytes, and ", written.size,
+                  " were written; does another run save into this folder?");
       for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes, ++number) {
         hashes_.push_back(0);
         if (number % group_.size() != group_.rank()) continue;
-        const auto block = std::span(buffer).first(std::min<std::uint64_t>(formats::kBlockBytes, written.size - begin));
+        const auto block = std::span(buffer).first(
+            std::min<std::uint64_t>(formats::kBlockBytes, written.size - begin));
         file.read(begin, block);
         hashes_.back() = formats::hash_block(block);
       }
@@ -129,7 +132,8 @@ class Saver {
   std::vector<formats::ManifestFile> hashed_files() {
     at::Tensor all = at::zeros({static_cast<std::int64_t>(hashes_.size())}, at::kLong);
     auto* values = all.data_ptr<std::int64_t>();
-    std::transform(hashes_.begin(), hashes_.end(), values, [](std::uint64_t h) { return static_cast<std::int64_t>(h); });
+    std::transform(hashes_.begin(), hashes_.end(), values,
+                   [](std::uint64_t h) { return static_cast<std::int64_t>(h); });
     all = group_.all_reduce(all.to(group_.control_device())).cpu();
     const auto* hash = all.const_data_ptr<std::int64_t>();
     std::vector<formats::ManifestFile> files;
@@ -156,7 +160,8 @@ class Saver {
       if (entry.is_directory()) sync_folder(entry.path());
     sync_folder(temporary_);
     MOESH_FAIL_POINT(manifest_written);
-    // There may be one that was found to be damaged, or that another run left. What is old ends under a temporary name.
+    // There may be one that was found to be damaged, or that another run left. What is old ends
+    // under a temporary name.
     if (!std::filesystem::exists(target_)) {
       rename_folder(temporary_, target_);
     } else if (!exchange_folders(temporary_, target_)) {
@@ -179,7 +184,8 @@ class Saver {
     try {
       purge(options_.folder, snapshot_.manifest.step, options_.keep_latest);
     } catch (const std::exception& e) {
-      log_warn("older checkpoints in '", options_.folder.string(), "' could not be removed: ", e.what());
+      log_warn("older checkpoints in '", options_.folder.string(),
+               "' could not be removed: ", e.what());
     }
   }
 
@@ -195,7 +201,8 @@ class Saver {
 
 }  // namespace
 
-std::filesystem::path save(const Snapshot& snapshot, const SaveOptions& options, comm::Group& group) {
+std::filesystem::path save(const Snapshot& snapshot, const SaveOptions& options,
+                           comm::Group& group) {
   MOESH_CHECK(!snapshot.sets.empty(), "a checkpoint without tensors");
   return Saver(snapshot, options, group).run();
 }

@@ -1,6 +1,7 @@
 #pragma once
-// Saving: all ranks write into a temporary folder, and when everything is on the disk the folder gets its name. At any moment,
-// and after any crash, a folder called step-N is whole or is recognised as not.
+// Saving: all ranks write into a temporary folder, and when everything is on the disk the folder
+// gets its name. At any moment, and after any crash, a folder called step-N is whole or is
+// recognised as not.
 
 #include <filesystem>
 #include <map>
@@ -13,7 +14,8 @@
 
 namespace moesh::checkpoint {
 
-/// What is to be saved. The tensors and texts are the same on every rank, the parts are this rank's own.
+/// What is to be saved. The tensors and texts are the same on every rank, the parts are this rank's
+/// own.
 struct Snapshot {
   std::vector<TensorSet> sets;               // the first are the weights, which get an index
   std::map<std::string, std::string> texts;  // small files by name: config.json
@@ -26,8 +28,10 @@ struct SaveOptions {
   std::int64_t keep_latest = 0;  // older ones are removed when the new one is whole; 0: none is
 };
 
-/// Every rank of the group calls it. If any rank fails, all throw, and what was there before is as it was.
-std::filesystem::path save(const Snapshot& snapshot, const SaveOptions& options, comm::Group& group);
+/// Every rank of the group calls it. If any rank fails, all throw, and what was there before is as
+/// it was.
+std::filesystem::path save(const Snapshot& snapshot, const SaveOptions& options,
+                           comm::Group& group);
 
 /// The parts copied to the host, where training does not change them.
 Snapshot copied(const Snapshot& snapshot);

@@ -67,10 +67,13 @@ void fold_op(ReduceOp op, const std::vector<Block>& blocks, Block out) {
   }
 }
 
-at::Tensor view(Block b, const at::TensorOptions& options) { return at::from_blob(b.data, {b.numel}, options); }
+at::Tensor view(Block b, const at::TensorOptions& options) {
+  return at::from_blob(b.data, {b.numel}, options);
+}
 
 // The same order of sums with ATen's kernels, for blocks on an accelerator.
-void fold_on_device(ReduceOp op, const std::vector<Block>& blocks, Block out, const at::TensorOptions& options) {
+void fold_on_device(ReduceOp op, const std::vector<Block>& blocks, Block out,
+                    const at::TensorOptions& options) {
   const auto dtype = options.dtype().toScalarType();
   const auto wide = dtype == at::kBFloat16 ? at::kFloat : dtype;
   at::Tensor acc = view(blocks[0], options).to(wide, /*non_blocking=*/false, /*copy=*/true);
@@ -86,7 +89,8 @@ void fold_on_device(ReduceOp op, const std::vector<Block>& blocks, Block out, co
 
 }  // namespace
 
-void fold(ReduceOp op, const std::vector<Block>& blocks, Block out, const at::TensorOptions& options) {
+void fold(ReduceOp op, const std::vector<Block>& blocks, Block out,
+          const at::TensorOptions& options) {
   if (out.numel == 0) return;
   if (!options.device().is_cpu()) return fold_on_device(op, blocks, out, options);
   switch (options.dtype().toScalarType()) {

@@ -17,7 +17,8 @@ namespace {
 thread_local Trace* current_trace = nullptr;
 
 bool is_supported(at::ScalarType t) {
-  return t == at::kDouble || t == at::kFloat || t == at::kBFloat16 || t == at::kLong || t == at::kInt || t == at::kBool;
+  return t == at::kDouble || t == at::kFloat || t == at::kBFloat16 || t == at::kLong ||
+         t == at::kInt || t == at::kBool;
 }
 
 // A group of one has nothing to send: the base class answers everything.
@@ -26,14 +27,22 @@ class SoloGroup final : public Group {
   SoloGroup(std::string name, int world_rank) : Group(std::move(name), 0, {world_rank}) {}
 
  private:
-  [[noreturn]] static void never() { throw Error(ErrorKind::internal, "a group of one rank reached its backend"); }
+  [[noreturn]] static void never() {
+    throw Error(ErrorKind::internal, "a group of one rank reached its backend");
+  }
   std::unique_ptr<Work> do_all_reduce(const at::Tensor&, ReduceOp) override { never(); }
   std::unique_ptr<Work> do_all_gather(const at::Tensor&, const Rows&) override { never(); }
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor&, const Rows&, ReduceOp) override { never(); }
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor&, const Rows&, const Rows&) override { never(); }
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor&, const Rows&, ReduceOp) override {
+    never();
+  }
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor&, const Rows&, const Rows&) override {
+    never();
+  }
   std::unique_ptr<Work> do_broadcast(const at::Tensor&, int) override { never(); }
   void do_barrier() override { never(); }
-  std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override { never(); }
+  std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
+    never();
+  }
 };
 
 }  // namespace
@@ -51,7 +60,9 @@ const char* to_string(Collective op) {
   return "unknown";
 }
 
-const char* to_string(ReduceOp op) { return op == ReduceOp::sum ? "sum" : op == ReduceOp::max ? "max" : "min"; }
+const char* to_string(ReduceOp op) {
+  return op == ReduceOp::sum ? "sum" : op == ReduceOp::max ? "max" : "min";
+}
 
 Handle::~Handle() {
   if (!work_) return;
@@ -86,9 +97,10 @@ std::vector<int> Group::world_ranks(const std::vector<int>& ranks) const {
 }
 
 void Group::check(Collective op, const at::Tensor& x) const {
-  MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_, "': the tensor is undefined");
-  MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_, "': dtype ",
-              c10::getDtypeNames(x.scalar_type()).first,
+  MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': the tensor is undefined");
+  MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': dtype ", c10::getDtypeNames(x.scalar_type()).first,
               " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
   MOESH_CHECK(x.dim() <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", x.dim(),
               " dimensions; at most 8 are supported, so flatten some");
@@ -96,28 +108,33 @@ void Group::check(Collective op, const at::Tensor& x) const {
 
 void Group::check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const {
   check(op, x);
-  MOESH_CHECK(reduce != ReduceOp::sum || x.scalar_type() != at::kBool, ErrorKind::comm, to_string(op), " on group '", name_,
+  MOESH_CHECK(reduce != ReduceOp::sum || x.scalar_type() != at::kBool, ErrorKind::comm,
+              to_string(op), " on group '", name_,
               "': a sum of bool is not defined; use max (any) or min (all), or convert to int64");
 }
 
 Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what) const {
   const auto n = static_cast<std::int64_t>(size());
   if (rows.empty()) {
-    MOESH_CHECK(total % n == 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", total, " rows do not divide by ", n,
-                " ranks; pass the rows of each rank");
+    MOESH_CHECK(total % n == 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", total,
+                " rows do not divide by ", n, " ranks; pass the rows of each rank");
     return Rows(static_cast<size_t>(n), total / n);
   }
-  MOESH_CHECK(static_cast<std::int64_t>(rows.size()) == n, ErrorKind::comm, to_string(op), " on group '", name_, "': ", what,
-              " lists ", rows.size(), " ranks and the group has ", n);
+  MOESH_CHECK(static_cast<std::int64_t>(rows.size()) == n, ErrorKind::comm, to_string(op),
+              " on group '", name_, "': ", what, " lists ", rows.size(),
+              " ranks and the group has ", n);
   for (auto r : rows)
-    MOESH_CHECK(r >= 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", what, " ", rows, " has a negative entry");
-  MOESH_CHECK(std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) == total, ErrorKind::comm, to_string(op), " on group '",
-              name_, "': ", what, " ", rows, " does not add up to the ", total, " rows at hand");
+    MOESH_CHECK(r >= 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", what, " ",
+                rows, " has a negative entry");
+  MOESH_CHECK(std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) == total, ErrorKind::comm,
+              to_string(op), " on group '", name_, "': ", what, " ", rows,
+              " does not add up to the ", total, " rows at hand");
   return rows;
 }
 
 void Group::trace(Collective op, std::size_t bytes) const {
-  for (Trace* t = current_trace; t; t = t->outer_) t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
+  for (Trace* t = current_trace; t; t = t->outer_)
+    t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
 }
 
 Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
@@ -129,12 +146,14 @@ Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
 
 Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
   check(Collective::all_gather, x);
-  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "all_gather on group '", name_, "': a scalar has no rows; use x.reshape({1})");
+  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "all_gather on group '", name_,
+              "': a scalar has no rows; use x.reshape({1})");
   if (rows.empty()) rows.assign(static_cast<size_t>(size()), x.size(0));
   const auto total = std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
   rows = fill(Collective::all_gather, std::move(rows), total, "rows");
-  MOESH_CHECK(rows[static_cast<size_t>(rank_)] == x.size(0), ErrorKind::comm, "all_gather on group '", name_, "': rank ", rank_,
-              " holds ", x.size(0), " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
+  MOESH_CHECK(rows[static_cast<size_t>(rank_)] == x.size(0), ErrorKind::comm,
+              "all_gather on group '", name_, "': rank ", rank_, " holds ", x.size(0),
+              " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
   trace(Collective::all_gather, x.nbytes());
   return Handle(do_all_gather(x.contiguous(), rows));
@@ -142,7 +161,8 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
 
 Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) {
   check_reduce(Collective::reduce_scatter, x, op);
-  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "reduce_scatter on group '", name_, "': a scalar has no rows; use all_reduce");
+  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "reduce_scatter on group '", name_,
+              "': a scalar has no rows; use all_reduce");
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
   trace(Collective::reduce_scatter, x.nbytes());
@@ -151,13 +171,15 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
 
 Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
   check(Collective::all_to_all, x);
-  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "all_to_all on group '", name_, "': a scalar has no rows");
+  MOESH_CHECK(x.dim() >= 1, ErrorKind::comm, "all_to_all on group '", name_,
+              "': a scalar has no rows");
   send = fill(Collective::all_to_all, std::move(send), x.size(0), "send");
   if (recv.empty()) recv = send;
-  recv = fill(Collective::all_to_all, recv, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}), "recv");
+  recv = fill(Collective::all_to_all, recv,
+              std::accumulate(recv.begin(), recv.end(), std::int64_t{0}), "recv");
   const auto self = static_cast<size_t>(rank_);
-  MOESH_CHECK(send[self] == recv[self], ErrorKind::comm, "all_to_all on group '", name_, "': rank ", rank_, " keeps ", send[self],
-              " rows and expects ", recv[self], " from itself");
+  MOESH_CHECK(send[self] == recv[self], ErrorKind::comm, "all_to_all on group '", name_, "': rank ",
+              rank_, " keeps ", send[self], " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
   trace(Collective::all_to_all, x.nbytes());
   return Handle(do_all_to_all(x.contiguous(), send, recv));
@@ -165,8 +187,8 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
 
 Handle Group::start_broadcast(const at::Tensor& x, int root) {
   check(Collective::broadcast, x);
-  MOESH_CHECK(root >= 0 && root < size(), ErrorKind::comm, "broadcast on group '", name_, "' from rank ", root,
-              "; the group has ranks 0 to ", size() - 1);
+  MOESH_CHECK(root >= 0 && root < size(), ErrorKind::comm, "broadcast on group '", name_,
+              "' from rank ", root, "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
   trace(Collective::broadcast, x.nbytes());
   return Handle(do_broadcast(x.contiguous(), root));
@@ -181,30 +203,38 @@ void Group::barrier() {
 std::shared_ptr<Group> Group::split(int color, int key, const std::string& name) {
   std::vector<std::pair<int, int>> asked{{color, key}};
   if (size() > 1) {
-    const at::Tensor mine = at::tensor({std::int64_t{color}, std::int64_t{key}}, at::kLong).reshape({1, 2});
+    const at::Tensor mine =
+        at::tensor({std::int64_t{color}, std::int64_t{key}}, at::kLong).reshape({1, 2});
     const at::Tensor all = all_gather(mine.to(control_device())).cpu();
     const auto* p = all.const_data_ptr<std::int64_t>();
     asked.clear();
-    for (int r = 0; r < size(); ++r) asked.emplace_back(static_cast<int>(p[2 * r]), static_cast<int>(p[2 * r + 1]));
+    for (int r = 0; r < size(); ++r)
+      asked.emplace_back(static_cast<int>(p[2 * r]), static_cast<int>(p[2 * r + 1]));
   }
   std::map<int, std::vector<int>> colors;  // in the same order on every rank
   for (int r = 0; r < size(); ++r)
-    if (asked[static_cast<size_t>(r)].first >= 0) colors[asked[static_cast<size_t>(r)].first].push_back(r);
+    if (asked[static_cast<size_t>(r)].first >= 0)
+      colors[asked[static_cast<size_t>(r)].first].push_back(r);
   if (color < 0) {
     if (size() > 1) do_split({}, -1, -1, name);
     return nullptr;
   }
   auto& members = colors[color];
-  std::stable_sort(members.begin(), members.end(),
-                   [&](int a, int b) { return asked[static_cast<size_t>(a)].second < asked[static_cast<size_t>(b)].second; });
-  const int rank = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return asked[static_cast<size_t>(a)].second < asked[static_cast<size_t>(b)].second;
+  });
+  const int rank =
+      static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
   const int index = static_cast<int>(std::distance(colors.begin(), colors.find(color)));
   if (size() == 1) return std::make_shared<SoloGroup>(name, members_[0]);
   auto group = do_split(members, rank, index, name);
-  if (members.size() == 1) return std::make_shared<SoloGroup>(name, members_[static_cast<size_t>(rank_)]);
+  if (members.size() == 1)
+    return std::make_shared<SoloGroup>(name, members_[static_cast<size_t>(rank_)]);
   return group;
 }
 
-std::shared_ptr<Group> solo_group(const std::string& name) { return std::make_shared<SoloGroup>(name, 0); }
+std::shared_ptr<Group> solo_group(const std::string& name) {
+  return std::make_shared<SoloGroup>(name, 0);
+}
 
 }  // namespace moesh::comm

@@ -1,7 +1,8 @@
 #pragma once
-// A group of ranks and its collectives. Values are returned, inputs are never written (a group of one rank returns its
-// input). Rows (dimension 0) may be uneven: `rows[r]` is what rank r holds, and every rank passes the same list. Backends
-// live in threads/, mpi/, nccl/; checked/ wraps any of them.
+// A group of ranks and its collectives. Values are returned, inputs are never written (a group of
+// one rank returns its input). Rows (dimension 0) may be uneven: `rows[r]` is what rank r holds,
+// and every rank passes the same list. Backends live in threads/, mpi/, nccl/; checked/ wraps any
+// of them.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,7 +15,15 @@
 namespace moesh::comm {
 
 enum class ReduceOp : std::uint8_t { sum, max, min };
-enum class Collective : std::uint8_t { all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, split };
+enum class Collective : std::uint8_t {
+  all_reduce,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  broadcast,
+  barrier,
+  split
+};
 
 const char* to_string(Collective op);
 const char* to_string(ReduceOp op);
@@ -22,14 +31,16 @@ const char* to_string(ReduceOp op);
 /// Rows (dimension 0) per rank. Empty: the same on every rank.
 using Rows = std::vector<std::int64_t>;
 
-/// An operation that was started. `wait` ends it. Ranks wait in the same order, and before the group is gone.
+/// An operation that was started. `wait` ends it. Ranks wait in the same order, and before the
+/// group is gone.
 class Work {
  public:
   virtual ~Work() = default;
   virtual at::Tensor wait() = 0;
 };
 
-/// The owner of a started operation. A handle that is dropped without `wait` is waited for, since the other ranks count on it.
+/// The owner of a started operation. A handle that is dropped without `wait` is waited for, since
+/// the other ranks count on it.
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
@@ -38,7 +49,8 @@ class [[nodiscard]] Handle {
   Handle& operator=(Handle&&) = delete;  // it would drop what is under way
   ~Handle();
 
-  /// Blocks until the result is there; throws Error (comm) when a rank left, fell out of step or is late.
+  /// Blocks until the result is there; throws Error (comm) when a rank left, fell out of step or is
+  /// late.
   at::Tensor wait();
 
  private:
@@ -68,7 +80,8 @@ class Trace {
   Trace* outer_;
 };
 
-/// While it lives, nothing is recorded: what a wrapper sends on its own account is not the program's doing.
+/// While it lives, nothing is recorded: what a wrapper sends on its own account is not the
+/// program's doing.
 class TracePause {
  public:
   TracePause();
@@ -94,14 +107,19 @@ class Group {
   const std::vector<int>& members() const { return members_; }
 
   /// [..] -> [..], the sum (max, min) over the ranks. Same bits on every rank, every run.
-  at::Tensor all_reduce(const at::Tensor& x, ReduceOp op = ReduceOp::sum) { return start_all_reduce(x, op).wait(); }
+  at::Tensor all_reduce(const at::Tensor& x, ReduceOp op = ReduceOp::sum) {
+    return start_all_reduce(x, op).wait();
+  }
   /// [rows[rank], ..] -> [sum of rows, ..]
-  at::Tensor all_gather(const at::Tensor& x, Rows rows = {}) { return start_all_gather(x, std::move(rows)).wait(); }
+  at::Tensor all_gather(const at::Tensor& x, Rows rows = {}) {
+    return start_all_gather(x, std::move(rows)).wait();
+  }
   /// [sum of rows, ..] -> [rows[rank], ..]
   at::Tensor reduce_scatter(const at::Tensor& x, Rows rows = {}, ReduceOp op = ReduceOp::sum) {
     return start_reduce_scatter(x, std::move(rows), op).wait();
   }
-  /// [sum of send, ..] -> [sum of recv, ..]: send[r] rows go to rank r, recv[r] rows come from it, in rank order.
+  /// [sum of send, ..] -> [sum of recv, ..]: send[r] rows go to rank r, recv[r] rows come from it,
+  /// in rank order.
   at::Tensor all_to_all(const at::Tensor& x, Rows send, Rows recv) {
     return start_all_to_all(x, std::move(send), std::move(recv)).wait();
   }
@@ -117,10 +135,12 @@ class Group {
   Handle start_all_to_all(const at::Tensor& x, Rows send, Rows recv);
   Handle start_broadcast(const at::Tensor& x, int root);
 
-  /// Ranks of one color form a group, ordered by (key, rank). A negative color: this rank is in none (nullptr).
+  /// Ranks of one color form a group, ordered by (key, rank). A negative color: this rank is in
+  /// none (nullptr).
   std::shared_ptr<Group> split(int color, int key, const std::string& name);
 
-  /// A promise that `x` is the same on every rank. Only `checked` looks; `what` names the tensor in its message.
+  /// A promise that `x` is the same on every rank. Only `checked` looks; `what` names the tensor in
+  /// its message.
   virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
 
   /// Where small tensors that no caller chose a device for must live.
@@ -132,14 +152,18 @@ class Group {
   // The backend's part. Arguments are checked, x is contiguous, rows are filled in, and size() > 1.
   virtual std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) = 0;
   virtual std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) = 0;
-  virtual std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) = 0;
-  virtual std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) = 0;
+  virtual std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                                  ReduceOp op) = 0;
+  virtual std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send,
+                                              const Rows& recv) = 0;
   virtual std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) = 0;
   virtual void do_barrier() = 0;
-  /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place among them. `index` is
-  /// the number of the new group among those which this split makes: (parent, split count, index) names it everywhere.
-  /// Called on every rank, also on one that is in no group (no members, -1, -1) or alone: there the result is not used.
-  virtual std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) = 0;
+  /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place
+  /// among them. `index` is the number of the new group among those which this split makes:
+  /// (parent, split count, index) names it everywhere. Called on every rank, also on one that is in
+  /// no group (no members, -1, -1) or alone: there the result is not used.
+  virtual std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
+                                          const std::string& name) = 0;
 
   /// World ranks of ranks of this group.
   std::vector<int> world_ranks(const std::vector<int>& ranks) const;

@@ -14,8 +14,8 @@
 namespace moesh::comm {
 namespace {
 
-// Up to here a rank copies its input for its peers and does not wait until they have read it, and all_reduce is one exchange
-// in which every rank sums everything.
+// Up to here a rank copies its input for its peers and does not wait until they have read it, and
+// all_reduce is one exchange in which every rank sums everything.
 constexpr std::int64_t kSmallBytes = 16 * 1024;
 
 bool is_small(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()) <= kSmallBytes; }
@@ -65,7 +65,8 @@ at::Tensor for_peers(const at::Tensor& x) {
 }
 
 // Own block first, then round the group: ranks do not all read the same peer at once.
-void copy_all(const std::vector<Block>& into, const std::vector<Block>& from, int rank, const at::TensorOptions& options) {
+void copy_all(const std::vector<Block>& into, const std::vector<Block>& from, int rank,
+              const at::TensorOptions& options) {
   for (size_t k = 0; k < from.size(); ++k) {
     const size_t j = (static_cast<size_t>(rank) + k) % from.size();
     copy(into[j], from[j], options);
@@ -152,7 +153,8 @@ class AllReduceWork final : public Work {
   std::unique_ptr<Exchange> exchange_;
 };
 
-Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce, int root) {
+Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce,
+              int root) {
   Call c;
   c.sequence = sequence;
   c.op = op;
@@ -175,8 +177,8 @@ Call Call::with(const Rows& list) const {
 }
 
 bool Call::agrees_with(const Call& o) const {
-  if (sequence != o.sequence || phase != o.phase || op != o.op || reduce != o.reduce || dtype != o.dtype ||
-      num_dims != o.num_dims || root != o.root || rows != o.rows)
+  if (sequence != o.sequence || phase != o.phase || op != o.op || reduce != o.reduce ||
+      dtype != o.dtype || num_dims != o.num_dims || root != o.root || rows != o.rows)
     return false;
   const bool any_rows = op == Collective::all_gather || op == Collective::all_to_all;
   for (int d = any_rows ? 1 : 0; d < num_dims; ++d)
@@ -187,7 +189,8 @@ bool Call::agrees_with(const Call& o) const {
 std::string Call::describe() const {
   if (op == Collective::barrier) return to_string(op);
   std::string text = std::string(to_string(op)) + "(";
-  if (op == Collective::all_reduce || op == Collective::reduce_scatter) text += std::string(to_string(reduce)) + ", ";
+  if (op == Collective::all_reduce || op == Collective::reduce_scatter)
+    text += std::string(to_string(reduce)) + ", ";
   if (op == Collective::broadcast) text += "from rank " + std::to_string(root) + ", ";
   return text +
          detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ",
@@ -195,8 +198,11 @@ std::string Call::describe() const {
          ")";
 }
 
-std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group) {
-  if (std::all_of(calls.begin(), calls.end(), [&](const Call& c) { return c.agrees_with(calls[0]); })) return {};
+std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks,
+                         const std::string& group) {
+  if (std::all_of(calls.begin(), calls.end(),
+                  [&](const Call& c) { return c.agrees_with(calls[0]); }))
+    return {};
   // The most common call is taken as right; on a tie, the one of the lowest rank.
   size_t best = 0, best_votes = 0;
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -209,13 +215,15 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
     Call same_rows = calls[i];
     same_rows.rows = calls[best].rows;
     if (same_rows.agrees_with(calls[best]))
-      return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
-                            " of group '", group, "' with other rows than rank ", world_ranks[best],
+      return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(),
+                            " as operation ", calls[i].sequence, " of group '", group,
+                            "' with other rows than rank ", world_ranks[best],
                             ". All ranks must pass the same rows of each rank.");
-    return detail::concat("rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ", calls[i].sequence,
-                          " of group '", group, "', where rank ", world_ranks[best], " called ", calls[best].describe(),
-                          " as operation ", calls[best].sequence,
-                          ". All ranks of a group must make the same calls in the same order, on tensors that fit.");
+    return detail::concat(
+        "rank ", world_ranks[i], " called ", calls[i].describe(), " as operation ",
+        calls[i].sequence, " of group '", group, "', where rank ", world_ranks[best], " called ",
+        calls[best].describe(), " as operation ", calls[best].sequence,
+        ". All ranks of a group must make the same calls in the same order, on tensors that fit.");
   }
   return {};
 }
@@ -250,7 +258,8 @@ std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& 
   return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
-std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
+std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                                   ReduceOp op) {
   const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op).with(rows);
   const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
   const at::Tensor mine = for_peers(x);
@@ -264,7 +273,8 @@ std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Ro
   return std::make_unique<FoldWork>(std::move(exchange), out, op);
 }
 
-std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) {
+std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
+                                               const Rows& recv) {
   const Call call = Call::of(Collective::all_to_all, next_sequence(), x);
   const at::Tensor out = empty_rows(x, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}));
   const at::Tensor mine = for_peers(x);
@@ -287,13 +297,14 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
   std::vector<Block> into(n);
   into[static_cast<size_t>(root)] = part(out, 0, out.numel());
-  auto exchange = post({.call = call,
-                        .send = is_root ? std::vector<Block>(n, part(mine, 0, x.numel())) : std::vector<Block>(n),
-                        .recv = sizes(into),
-                        .into = into,
-                        .keep = {mine, out},
-                        .options = x.options(),
-                        .wait_for_readers = is_root && !is_small(x)});
+  auto exchange = post(
+      {.call = call,
+       .send = is_root ? std::vector<Block>(n, part(mine, 0, x.numel())) : std::vector<Block>(n),
+       .recv = sizes(into),
+       .into = into,
+       .keep = {mine, out},
+       .options = x.options(),
+       .wait_for_readers = is_root && !is_small(x)});
   return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 

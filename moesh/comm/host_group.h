@@ -1,6 +1,7 @@
 #pragma once
-// What threads and mpi share: every collective is one or two exchanges of blocks between all ranks, and reductions sum in
-// rank order, so that results have the same bits on both backends, in every run.
+// What threads and mpi share: every collective is one or two exchanges of blocks between all ranks,
+// and reductions sum in rank order, so that results have the same bits on both backends, in every
+// run.
 
 #include <functional>
 #include <memory>
@@ -11,7 +12,8 @@
 
 namespace moesh::comm {
 
-/// One collective as a rank calls it. Plain bytes: it is compared over the ranks, and is the header of an MPI message.
+/// One collective as a rank calls it. Plain bytes: it is compared over the ranks, and is the header
+/// of an MPI message.
 struct Call {
   std::int64_t sequence = 0;  // number of the operation in its group
   std::int32_t phase = 0;     // a large all_reduce is two exchanges
@@ -23,7 +25,8 @@ struct Call {
   std::int64_t dims[8] = {};
   std::uint64_t rows = 0;  // a hash of the rows per rank, where all ranks must pass the same
 
-  static Call of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
+  static Call of(Collective op, std::int64_t sequence, const at::Tensor& x,
+                 ReduceOp reduce = ReduceOp::sum, int root = 0);
   /// The same call with the rows of each rank (all_gather, reduce_scatter).
   Call with(const Rows& list) const;
   /// The same operation on tensors that fit: dimension 0 of gathers and all_to_all may differ.
@@ -32,8 +35,10 @@ struct Call {
   std::string describe() const;
 };
 
-/// The verdict over the calls of all ranks: empty if they agree, else which rank is out of step, and with what.
-std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks, const std::string& group);
+/// The verdict over the calls of all ranks: empty if they agree, else which rank is out of step,
+/// and with what.
+std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks,
+                         const std::string& group);
 
 /// Contiguous elements of a call's dtype and device.
 struct Block {
@@ -41,8 +46,9 @@ struct Block {
   std::int64_t numel = 0;
 };
 
-/// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it. If `into` is not empty,
-/// a backend that receives messages puts them there; one that reads peers' memory leaves the copy to the caller.
+/// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it.
+/// If `into` is not empty, a backend that receives messages puts them there; one that reads peers'
+/// memory leaves the copy to the caller.
 struct Post {
   Call call;
   std::vector<Block> send;
@@ -50,7 +56,8 @@ struct Post {
   std::vector<Block> into;
   std::vector<at::Tensor> keep;  // owners of the memory behind the blocks
   at::TensorOptions options;
-  bool wait_for_readers = true;  // false: nobody writes what is sent after `close`, so peers may still be reading it then
+  bool wait_for_readers = true;  // false: nobody writes what is sent after `close`, so peers may
+                                 // still be reading it then
 };
 
 /// An exchange under way.
@@ -59,7 +66,8 @@ class Exchange {
   virtual ~Exchange() = default;
   /// Blocks until every rank has posted; element j is what rank j sent here. Valid until `close`.
   virtual std::vector<Block> receive() = 0;
-  /// This rank has read what it received. Blocks until every rank has read what this rank sent, if the post says so.
+  /// This rank has read what it received. Blocks until every rank has read what this rank sent, if
+  /// the post says so.
   virtual void close() = 0;
 };
 
@@ -71,8 +79,10 @@ class HostGroup : public Group {
 
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override;
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override;
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override;
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override;
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                          ReduceOp op) override;
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send,
+                                      const Rows& recv) override;
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
 
@@ -85,8 +95,10 @@ class HostGroup : public Group {
   std::int64_t sequence_ = 0;
 };
 
-/// out[i] = blocks[0][i] op blocks[1][i] op ...: in this order, bfloat16 in float32 and rounded once. NaN wins.
-void fold(ReduceOp op, const std::vector<Block>& blocks, Block out, const at::TensorOptions& options);
+/// out[i] = blocks[0][i] op blocks[1][i] op ...: in this order, bfloat16 in float32 and rounded
+/// once. NaN wins.
+void fold(ReduceOp op, const std::vector<Block>& blocks, Block out,
+          const at::TensorOptions& options);
 
 /// Copies a block on its device.
 void copy(Block to, Block from, const at::TensorOptions& options);

@@ -28,7 +28,8 @@ struct Chunk {
   std::thread::id user;  // who had it last
 };
 
-// Eight sizes to the power of two: shapes that change a little from step to step still find their memory again.
+// Eight sizes to the power of two: shapes that change a little from step to step still find their
+// memory again.
 std::size_t rounded(std::size_t bytes) {
   const std::size_t step = std::bit_floor(bytes) / 8;
   return (bytes + step - 1) / step * step;
@@ -48,7 +49,9 @@ class Pool final : public c10::Allocator {
     return {data, chunk.release(), give_back, at::kCPU};
   }
 
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 
  private:
   Chunk take(std::size_t bytes) {
@@ -56,7 +59,8 @@ class Pool final : public c10::Allocator {
     {
       std::lock_guard lock(mutex_);
       auto found = idle_.end();
-      for (auto it = idle_.begin(); it != idle_.end(); ++it) {  // rather one that may still be in this core's cache
+      for (auto it = idle_.begin(); it != idle_.end();
+           ++it) {  // rather one that may still be in this core's cache
         if (it->bytes != bytes) continue;
         found = it;
         if (it->user == me) break;
@@ -99,7 +103,8 @@ at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options)
   std::size_t bytes = options.dtype().itemsize();
   for (auto s : sizes) bytes *= static_cast<std::size_t>(s);
   if (!options.device().is_cpu() || bytes < kMinBytes) return at::empty(sizes, options);
-  return at::detail::empty_generic(sizes, &Pool::instance(), c10::DispatchKeySet(c10::DispatchKey::CPU),
+  return at::detail::empty_generic(sizes, &Pool::instance(),
+                                   c10::DispatchKeySet(c10::DispatchKey::CPU),
                                    c10::typeMetaToScalarType(options.dtype()), std::nullopt);
 }
 

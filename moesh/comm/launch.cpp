@@ -20,10 +20,13 @@
 namespace moesh::comm {
 
 void LaunchOptions::validate() const {
-  MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(), " ms; it must be positive");
-  MOESH_CHECK(num_threads >= 0, ErrorKind::config, "num_threads is ", num_threads, "; use 0 (choose for me) or more");
-  MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config, "backend nccl works on GPUs, and device is ",
-              device, "; set device to cuda, or backend to host");
+  MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(),
+              " ms; it must be positive");
+  MOESH_CHECK(num_threads >= 0, ErrorKind::config, "num_threads is ", num_threads,
+              "; use 0 (choose for me) or more");
+  MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config,
+              "backend nccl works on GPUs, and device is ", device,
+              "; set device to cuda, or backend to host");
 }
 
 int num_launched_processes() {
@@ -44,8 +47,11 @@ int local_process() {
 
 at::Device device_for(at::Device asked, int place) {
   if (asked.is_cpu() || asked.has_index()) return existing_device(asked);
-  const int count = c10::impl::hasDeviceGuardImpl(asked.type()) ? c10::impl::VirtualGuardImpl(asked.type()).deviceCount() : 0;
-  return existing_device(count ? at::Device(asked.type(), static_cast<c10::DeviceIndex>(place % count)) : asked);
+  const int count = c10::impl::hasDeviceGuardImpl(asked.type())
+                        ? c10::impl::VirtualGuardImpl(asked.type()).deviceCount()
+                        : 0;
+  return existing_device(
+      count ? at::Device(asked.type(), static_cast<c10::DeviceIndex>(place % count)) : asked);
 }
 
 void use_device(at::Device device) {
@@ -57,16 +63,21 @@ void use_device(at::Device device) {
 
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks) {
   set_log_rank(rank);
-  // Ranks that share a GPU would otherwise share its one backward thread, and the first collective in backward would hang.
+  // Ranks that share a GPU would otherwise share its one backward thread, and the first collective
+  // in backward would hang.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
-  const char* asked = std::getenv("OMP_NUM_THREADS");  // what the user says counts, also where it is not the best
-  const int num_threads = options.num_threads ? options.num_threads : asked ? std::atoi(asked) : cores / num_local_ranks;
+  const char* asked =
+      std::getenv("OMP_NUM_THREADS");  // what the user says counts, also where it is not the best
+  const int num_threads = options.num_threads ? options.num_threads
+                          : asked             ? std::atoi(asked)
+                                              : cores / num_local_ranks;
   at::set_num_threads(std::max(1, num_threads));
   use_device(device_for(options.device, local_process()));
 }
 
-void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options) {
+void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f,
+                      const LaunchOptions& options) {
   auto run = [&](int rank) {
     std::exception_ptr fault;
     try {
@@ -84,7 +95,8 @@ void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& w
   for (auto& t : threads) t.join();
 }
 
-void launch(int num_ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options) {
+void launch(int num_ranks, const std::function<void(Group& world)>& f,
+            const LaunchOptions& options) {
   options.validate();
   if (should_try_nccl(num_ranks, options)) {
     LaunchOptions host = options;  // its ranks exchange NCCL's ids, and no more
@@ -94,15 +106,17 @@ void launch(int num_ranks, const std::function<void(Group& world)>& f, const Lau
     return launch(num_ranks, on_nccl(f, options), host);
   }
   if (num_launched_processes() > 0) return launch_mpi(num_ranks, f, options);
-  MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "launch of ", num_ranks, " ranks; without mpirun it takes 1 or more");
+  MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "launch of ", num_ranks,
+              " ranks; without mpirun it takes 1 or more");
 
   auto world = ThreadWorld::create(num_ranks, options.timeout);
-  run_rank_threads({.first = 0,
-                    .count = num_ranks,
-                    .num_on_machine = num_ranks,
-                    .group = [&](int rank) { return world->group(rank); },
-                    .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
-                   f, options);
+  run_rank_threads(
+      {.first = 0,
+       .count = num_ranks,
+       .num_on_machine = num_ranks,
+       .group = [&](int rank) { return world->group(rank); },
+       .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
+      f, options);
   if (auto fault = world->roll().first_exception()) std::rethrow_exception(fault);
 }
 

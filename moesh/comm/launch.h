@@ -1,5 +1,6 @@
 #pragma once
-// Starts the ranks of a world. Without a launcher they are threads of this process; under mpirun or srun the world is MPI's.
+// Starts the ranks of a world. Without a launcher they are threads of this process; under mpirun or
+// srun the world is MPI's.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,39 +15,47 @@
 namespace moesh::comm {
 
 enum class Backend : std::uint8_t {
-  automatic,  // nccl under mpirun or srun where every rank is a process with a GPU of its own, else host
+  automatic,  // nccl under mpirun or srun where every rank is a process with a GPU of its own, else
+              // host
   host,       // threads, and MPI between processes: ranks may share a GPU
   nccl,       // one GPU a rank
 };
 
 struct LaunchOptions {
   std::chrono::milliseconds timeout{300'000};  // of every wait
-  bool checked = false;                        // wrap every group: compare calls, and hashes of R and I values
-  int num_threads = 0;                         // ATen threads of each rank; 0: OMP_NUM_THREADS, or the cores divided by the ranks
-  at::Device device = at::kCPU;                // cuda without index: by place on the machine where each rank has its own GPU
+  bool checked = false;  // wrap every group: compare calls, and hashes of R and I values
+  int num_threads =
+      0;  // ATen threads of each rank; 0: OMP_NUM_THREADS, or the cores divided by the ranks
+  at::Device device =
+      at::kCPU;  // cuda without index: by place on the machine where each rank has its own GPU
   Backend backend = Backend::automatic;
 
   void validate() const;
 };
 
-/// Runs `f` once per rank and returns when all have ended. If a rank throws, all others are stopped and the first exception
-/// comes out of here, with its text. Under MPI the ranks are spread evenly over the processes, num_ranks must be a multiple
-/// of their number, and 0 means one rank a process.
-void launch(int num_ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options = {});
+/// Runs `f` once per rank and returns when all have ended. If a rank throws, all others are stopped
+/// and the first exception comes out of here, with its text. Under MPI the ranks are spread evenly
+/// over the processes, num_ranks must be a multiple of their number, and 0 means one rank a
+/// process.
+void launch(int num_ranks, const std::function<void(Group& world)>& f,
+            const LaunchOptions& options = {});
 
 /// The number of processes that mpirun or srun started with this one; 0 without a launcher.
 int num_launched_processes();
 
-/// The place of this process among those which the launcher started on this machine; 0 without a launcher.
+/// The place of this process among those which the launcher started on this machine; 0 without a
+/// launcher.
 int local_process();
 
-/// The device of the rank at `place` on its machine: where no index is given, GPUs are dealt out in turn.
+/// The device of the rank at `place` on its machine: where no index is given, GPUs are dealt out in
+/// turn.
 at::Device device_for(at::Device asked, int place);
 
 /// Makes the device and a new stream of it the current ones of this thread.
 void use_device(at::Device device);
 
-/// What every rank thread does first: backward runs in this very thread, ATen uses `num_threads`, log lines carry the rank.
+/// What every rank thread does first: backward runs in this very thread, ATen uses `num_threads`,
+/// log lines carry the rank.
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks);
 
 /// The ranks of a world that live in this process.
@@ -58,6 +67,7 @@ struct LocalRanks {
 };
 
 /// Runs `f` on a thread for each of them, and returns when all have ended.
-void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options);
+void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f,
+                      const LaunchOptions& options);
 
 }  // namespace moesh::comm

@@ -16,7 +16,8 @@ constexpr Axes kSparseAxes[] = {pp, dp_replicate, efsdp, ep, etp};
 constexpr Axes kSparseOnly = efsdp | ep | etp;
 constexpr Axes kDenseOnly = dp_shard | cp | tp;
 
-// Every set of axes over which something is ever gathered or summed: compute axes, storage, and gradients of parameters.
+// Every set of axes over which something is ever gathered or summed: compute axes, storage, and
+// gradients of parameters.
 constexpr Axes kUsed[] = {dp,
                           cp,
                           tp,
@@ -105,7 +106,8 @@ int MeshShape::size(Axes set) const {
 
 int MeshShape::coordinate(int rank, Axes set) const {
   int place = 0;
-  each_axis(set, [&](Axes a) { place = place * axis_size(*this, a) + axis_coordinate(*this, rank, a); });
+  each_axis(set,
+            [&](Axes a) { place = place * axis_size(*this, a) + axis_coordinate(*this, rank, a); });
   return place;
 }
 
@@ -118,26 +120,32 @@ int MeshShape::group_number(int rank, Axes set) const {
 }
 
 MeshShape MeshShape::validated() const {
-  for (Axes a : {Axes::pp, Axes::dp_replicate, Axes::dp_shard, Axes::cp, Axes::tp, Axes::ep, Axes::etp})
-    MOESH_CHECK(axis_size(*this, a) >= 1, ErrorKind::config, "mesh: ", axis_name(a), " is ", axis_size(*this, a),
-                "; every axis has a size of 1 or more");
-  MOESH_CHECK(efsdp >= 0, ErrorKind::config, "mesh: efsdp is ", efsdp, "; use 0 (what is left) or a size");
+  for (Axes a :
+       {Axes::pp, Axes::dp_replicate, Axes::dp_shard, Axes::cp, Axes::tp, Axes::ep, Axes::etp})
+    MOESH_CHECK(axis_size(*this, a) >= 1, ErrorKind::config, "mesh: ", axis_name(a), " is ",
+                axis_size(*this, a), "; every axis has a size of 1 or more");
+  MOESH_CHECK(efsdp >= 0, ErrorKind::config, "mesh: efsdp is ", efsdp,
+              "; use 0 (what is left) or a size");
   const int dense = dp_shard * cp * tp, experts = ep * etp;
-  MOESH_CHECK(dense % experts == 0, ErrorKind::config, "mesh: ep * etp = ", ep, " * ", etp, " = ", experts,
-              " does not divide dp_shard * cp * tp = ", dp_shard, " * ", cp, " * ", tp, " = ", dense,
-              "; the experts use the same ranks, so ep * etp must be one of ", divisors(dense));
+  MOESH_CHECK(dense % experts == 0, ErrorKind::config, "mesh: ep * etp = ", ep, " * ", etp, " = ",
+              experts, " does not divide dp_shard * cp * tp = ", dp_shard, " * ", cp, " * ", tp,
+              " = ", dense, "; the experts use the same ranks, so ep * etp must be one of ",
+              divisors(dense));
   MeshShape s = *this;
   if (s.efsdp == 0) s.efsdp = dense / experts;
-  MOESH_CHECK(s.efsdp * experts == dense, ErrorKind::config, "mesh: efsdp * ep * etp = ", efsdp, " * ", ep, " * ", etp, " = ",
-              efsdp * experts, ", and dp_shard * cp * tp = ", dense, "; set efsdp to ", dense / experts, " or leave it out");
+  MOESH_CHECK(s.efsdp * experts == dense, ErrorKind::config, "mesh: efsdp * ep * etp = ", efsdp,
+              " * ", ep, " * ", etp, " = ", efsdp * experts, ", and dp_shard * cp * tp = ", dense,
+              "; set efsdp to ", dense / experts, " or leave it out");
   return s;
 }
 
 MeshShape MeshShape::validated(int world_size) const {
   const MeshShape s = validated();
-  MOESH_CHECK(s.num_ranks() == world_size, ErrorKind::config, "mesh: pp * dp_replicate * dp_shard * cp * tp = ", pp, " * ",
-              dp_replicate, " * ", dp_shard, " * ", cp, " * ", tp, " = ", s.num_ranks(), ", and the world has ", world_size,
-              " ranks; start ", s.num_ranks(), " ranks, or change a size so that the product is ", world_size);
+  MOESH_CHECK(s.num_ranks() == world_size, ErrorKind::config,
+              "mesh: pp * dp_replicate * dp_shard * cp * tp = ", pp, " * ", dp_replicate, " * ",
+              dp_shard, " * ", cp, " * ", tp, " = ", s.num_ranks(), ", and the world has ",
+              world_size, " ranks; start ", s.num_ranks(),
+              " ranks, or change a size so that the product is ", world_size);
   return s;
 }
 
@@ -145,7 +153,8 @@ std::string MeshShape::describe() const {
   std::string text;
   each_axis(static_cast<Axes>(255), [&](Axes a) {
     if (axis_size(*this, a) > 1)
-      text += (text.empty() ? "" : " ") + std::string(axis_name(a)) + "=" + std::to_string(axis_size(*this, a));
+      text += (text.empty() ? "" : " ") + std::string(axis_name(a)) + "=" +
+              std::to_string(axis_size(*this, a));
   });
   return text.empty() ? "one rank" : text;
 }
@@ -186,12 +195,15 @@ void Mesh::make_groups(F make) {
 Mesh::Mesh(comm::Group& world, const MeshShape& shape)
     : shape_(shape.validated(world.size())), rank_(world.rank()), solo_(comm::solo_group()) {
   // Ordered by world rank, the last axis is the fastest within a group too.
-  make_groups([&](Axes set) { return world.split(shape_.group_number(rank_, set), rank_, to_string(set)); });
+  make_groups([&](Axes set) {
+    return world.split(shape_.group_number(rank_, set), rank_, to_string(set));
+  });
 }
 
 Mesh::Mesh(const MeshShape& shape, int rank, const MakeGroup& make)
     : shape_(shape.validated()), rank_(rank), solo_(comm::solo_group()) {
-  MOESH_CHECK(rank >= 0 && rank < shape_.num_ranks(), "rank ", rank, " of a mesh of ", shape_.num_ranks());
+  MOESH_CHECK(rank >= 0 && rank < shape_.num_ranks(), "rank ", rank, " of a mesh of ",
+              shape_.num_ranks());
   make_groups([&](Axes set) {
     std::vector<int> members;
     for (int r = 0; r < shape_.num_ranks(); ++r)
@@ -209,13 +221,14 @@ Axes Mesh::canonical(Axes set) const {
 }
 
 const std::shared_ptr<comm::Group>& Mesh::group(Axes set) const {
-  MOESH_CHECK((set & kDenseOnly) == none || (set & kSparseOnly) == none, ErrorKind::config, "mesh: the axes ", to_string(set),
+  MOESH_CHECK((set & kDenseOnly) == none || (set & kSparseOnly) == none, ErrorKind::config,
+              "mesh: the axes ", to_string(set),
               " belong to different views; a group takes axes of one");
   const Axes large = canonical(set);
   if (large == none) return solo_;
   const auto found = groups_.find(large);
-  MOESH_CHECK(found != groups_.end(), ErrorKind::config, "mesh: no group was split for the axes ", to_string(set),
-              "; the products in use are listed in mesh.cpp (kUsed): add it there");
+  MOESH_CHECK(found != groups_.end(), ErrorKind::config, "mesh: no group was split for the axes ",
+              to_string(set), "; the products in use are listed in mesh.cpp (kUsed): add it there");
   return found->second;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 // One world, two views:
-//   dense:  pp x dp_replicate x dp_shard x cp x tp      attention, norms, dense MLP, router, shared experts
-//   sparse: pp x dp_replicate x efsdp    x ep x etp     routed experts
+//   dense:  pp x dp_replicate x dp_shard x cp x tp   attention, norms, dense MLP, router, shared expert
+//   sparse: pp x dp_replicate x efsdp    x ep x etp  routed experts
 // Both number the same ranks (the last axis fastest), so efsdp * ep * etp == dp_shard * cp * tp.
 
 #include <functional>
@@ -25,9 +25,11 @@ struct MeshShape {
   int size(Axes set) const;
   /// A rank's place on a set of axes, the last axis fastest.
   int coordinate(int rank, Axes set) const;
-  /// The number of the group to which a rank belongs: groups of ranks that differ on these axes alone. Axes of one view only.
+  /// The number of the group to which a rank belongs: groups of ranks that differ on these axes
+  /// alone. Axes of one view only.
   int group_number(int rank, Axes set) const;
-  /// The shape with efsdp filled in; throws Error (config) when sizes do not multiply up, naming them and what would work.
+  /// The shape with efsdp filled in; throws Error (config) when sizes do not multiply up, naming
+  /// them and what would work.
   MeshShape validated() const;
   /// The same, and the world must have exactly this many ranks.
   MeshShape validated(int world_size) const;
@@ -37,7 +39,8 @@ struct MeshShape {
   bool operator==(const MeshShape&) const = default;
 };
 
-/// Every shape of exactly num_ranks ranks (pp = 1): each factorisation of the dense view with each of the sparse one.
+/// Every shape of exactly num_ranks ranks (pp = 1): each factorisation of the dense view with each
+/// of the sparse one.
 std::vector<MeshShape> all_mesh_shapes(int num_ranks);
 
 /// "tp", "dp_shard|cp"
@@ -45,12 +48,13 @@ std::string to_string(Axes set);
 
 class Mesh {
  public:
-  /// Splits the groups of all axes and of the products that are used. Every rank of `world` makes the same call.
+  /// Splits the groups of all axes and of the products that are used. Every rank of `world` makes
+  /// the same call.
   Mesh(comm::Group& world, const MeshShape& shape);
 
   /// Makes the group `name` of these world ranks, in which this rank has the place `rank`.
-  using MakeGroup =
-      std::function<std::shared_ptr<comm::Group>(const std::string& name, int rank, const std::vector<int>& members)>;
+  using MakeGroup = std::function<std::shared_ptr<comm::Group>(const std::string& name, int rank,
+                                                               const std::vector<int>& members)>;
   /// The mesh as one rank sees it, without asking the others: for worlds that are not there.
   Mesh(const MeshShape& shape, int rank, const MakeGroup& make);
 
@@ -72,7 +76,8 @@ class Mesh {
 
   MeshShape shape_;
   int rank_;
-  std::map<Axes, std::shared_ptr<comm::Group>> groups_;  // by the axes of the set that are larger than 1
+  std::map<Axes, std::shared_ptr<comm::Group>>
+      groups_;  // by the axes of the set that are larger than 1
   std::shared_ptr<comm::Group> solo_;
 };
 

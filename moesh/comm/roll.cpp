@@ -52,7 +52,8 @@ std::string Roll::reason(const std::vector<int>& missing) const {
   std::lock_guard lock(mutex_);
   if (!failure_.empty()) return failure_;
   for (int r : missing)
-    if (left_[static_cast<size_t>(r)]) return detail::concat("rank ", r, " has returned and will not come");
+    if (left_[static_cast<size_t>(r)])
+      return detail::concat("rank ", r, " has returned and will not come");
   return {};
 }
 
@@ -73,17 +74,22 @@ std::string name_ranks(const std::vector<int>& ranks) {
 }
 
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
-  return detail::concat(name_ranks(missing), " did not come within ", std::chrono::duration<double>(timeout).count(), " s");
+  return detail::concat(name_ranks(missing), " did not come within ",
+                        std::chrono::duration<double>(timeout).count(), " s");
 }
 
-void give_up(int rank, const char* where, const Call& call, const std::string& group, const std::string& why) {
-  throw Error(ErrorKind::comm, detail::concat("rank ", rank, " waited in ", where, call.describe(), ", operation ", call.sequence,
-                                              " of group '", group, "': ", why));
+void give_up(int rank, const char* where, const Call& call, const std::string& group,
+             const std::string& why) {
+  throw Error(ErrorKind::comm,
+              detail::concat("rank ", rank, " waited in ", where, call.describe(), ", operation ",
+                             call.sequence, " of group '", group, "': ", why));
 }
 
-void check_count(std::int64_t sent, std::int64_t expected, const Call& call, const std::string& group, int from, int to) {
-  MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '", group,
-              "', rank ", from, " sends ", sent, " elements and rank ", to, " expects ", expected,
+void check_count(std::int64_t sent, std::int64_t expected, const Call& call,
+                 const std::string& group, int from, int to) {
+  MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ",
+              call.sequence, " of group '", group, "', rank ", from, " sends ", sent,
+              " elements and rank ", to, " expects ", expected,
               ". Every rank must pass the same rows.");
 }
 

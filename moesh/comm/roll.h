@@ -1,5 +1,6 @@
 #pragma once
-// The roll of a world: who has left it, and who failed first. A rank that waits asks it whether the wait can still end well.
+// The roll of a world: who has left it, and who failed first. A rank that waits asks it whether the
+// wait can still end well.
 
 #include <chrono>
 #include <exception>
@@ -50,10 +51,13 @@ std::string name_ranks(const std::vector<int>& ranks);
 /// "rank 3 did not come within 5 s"
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout);
 
-/// Throws the Error (comm) of a wait that ended badly. `rank` is a world rank, `where` is "" or "the end of ".
-[[noreturn]] void give_up(int rank, const char* where, const Call& call, const std::string& group, const std::string& why);
+/// Throws the Error (comm) of a wait that ended badly. `rank` is a world rank, `where` is "" or
+/// "the end of ".
+[[noreturn]] void give_up(int rank, const char* where, const Call& call, const std::string& group,
+                          const std::string& why);
 
 /// Throws unless the block which `from` sends has the `expected` elements. Both are world ranks.
-void check_count(std::int64_t sent, std::int64_t expected, const Call& call, const std::string& group, int from, int to);
+void check_count(std::int64_t sent, std::int64_t expected, const Call& call,
+                 const std::string& group, int from, int to);
 
 }  // namespace moesh::comm

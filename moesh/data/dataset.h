@@ -1,6 +1,6 @@
 #pragma once
-// Sequences of tokens by global sample index, and batches of them. A sample depends on its index alone, so the global batch is
-// the same on every mesh. B sequences, L tokens each
+// Sequences of tokens by global sample index, and batches of them. A sample depends on its index
+// alone, so the global batch is the same on every mesh. B sequences, L tokens each
 
 #include <ATen/core/Tensor.h>
 
@@ -18,12 +18,14 @@ constexpr std::int64_t kIgnoredLabel = -100;
 constexpr std::int64_t kEndOfDocument = 256;
 constexpr std::int64_t kNumByteTokens = 257;
 
-/// sequence_length + 1 tokens: input and label of every position. Tokens with the same number in `documents` belong together.
+/// sequence_length + 1 tokens: input and label of every position. Tokens with the same number in
+/// `documents` belong together.
 struct Sample {
   std::vector<std::int64_t> tokens, documents;
 };
 
-/// Any index >= 0 is a sample: a finite set begins again. Reading changes nothing, so ranks in threads may share one.
+/// Any index >= 0 is a sample: a finite set begins again. Reading changes nothing, so ranks in
+/// threads may share one.
 class Dataset {
  public:
   virtual ~Dataset() = default;
@@ -39,15 +41,17 @@ class Dataset {
 
 /// Labels are the next tokens: they are shifted here, before any cut over cp and tp.
 struct Batch {
-  at::Tensor input_ids_BL, labels_BL;  // int64, on the host; kIgnoredLabel where the next token begins another document
-  at::Tensor document_ids_BL;          // int64
+  at::Tensor input_ids_BL,
+      labels_BL;  // int64, on the host; kIgnoredLabel where the next token begins another document
+  at::Tensor document_ids_BL;  // int64
 };
 
 /// Samples first, first + 1, ... of the global order.
 Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count);
 
-/// How the samples of one step are dealt out: accumulation and dp are sub-ranges of one global order, so that the same number of
-/// sequences a step gives the same set of sequences, however it is split.
+/// How the samples of one step are dealt out: accumulation and dp are sub-ranges of one global
+/// order, so that the same number of sequences a step gives the same set of sequences, however it
+/// is split.
 struct SampleOrder {
   std::int64_t batch = 1;  // sequences of a dp rank in a micro-batch
   std::int64_t num_dp = 1, num_micro = 1;
@@ -63,13 +67,16 @@ struct DatasetOptions {
   std::string kind = "auto";  // synthetic, text, jsonl; auto: see resolved_kind
   std::string path = {};
   std::int64_t sequence_length = 64;
-  std::int64_t vocab_size = 0;  // the model's; the synthetic language has as many tokens, those of a file must fit
+  std::int64_t vocab_size =
+      0;  // the model's; the synthetic language has as many tokens, those of a file must fit
   std::uint64_t seed = 0;
-  bool shuffle = true;                    // sequences of a file in another random order each time through
-  std::int64_t synthetic_successors = 4;  // tokens that may follow a token of the synthetic language
+  bool shuffle = true;  // sequences of a file in another random order each time through
+  std::int64_t synthetic_successors =
+      4;  // tokens that may follow a token of the synthetic language
 };
 
-/// What `auto` stands for: no path is the synthetic language, *.jsonl is jsonl, any other file text.
+/// What `auto` stands for: no path is the synthetic language, *.jsonl is jsonl, any other file
+/// text.
 std::string resolved_kind(const std::string& kind, const std::string& path);
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options);

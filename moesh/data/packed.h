@@ -19,8 +19,9 @@ Corpus read_text_corpus(const std::string& path);
 /// A document a line: {"text": "..."}.
 Corpus read_jsonl_corpus(const std::string& path);
 
-/// Sequence i holds the tokens i * L to i * L + L, so that every token but the first is a label once; what is left at the end is
-/// dropped. After the last sequence the next epoch begins, in another order if shuffled.
+/// Sequence i holds the tokens i * L to i * L + L, so that every token but the first is a label
+/// once; what is left at the end is dropped. After the last sequence the next epoch begins, in
+/// another order if shuffled.
 class PackedDataset : public Dataset {
  public:
   PackedDataset(Corpus corpus, std::int64_t sequence_length, std::uint64_t seed, bool shuffle);

@@ -8,7 +8,8 @@
 
 namespace moesh::data {
 
-/// A permutation of 0 .. size - 1 which depends on seed and stream alone (a Feistel network, walked until it lands inside).
+/// A permutation of 0 .. size - 1 which depends on seed and stream alone (a Feistel network, walked
+/// until it lands inside).
 class Shuffle {
  public:
   Shuffle(std::int64_t size, std::uint64_t seed, std::string_view stream);

@@ -1,5 +1,6 @@
 #pragma once
-// A language with a known entropy: a random Markov chain. A demo needs no download, and the loss has a floor to approach.
+// A language with a known entropy: a random Markov chain. A demo needs no download, and the loss
+// has a floor to approach.
 
 #include "moesh/data/dataset.h"
 
@@ -14,8 +15,8 @@ struct SyntheticOptions {
   void validate() const;
 };
 
-/// Each token has its own few successors, drawn at random; the j-th follows with a probability proportional to 2^-j. Each sample
-/// is one document and begins anywhere.
+/// Each token has its own few successors, drawn at random; the j-th follows with a probability
+/// proportional to 2^-j. Each sample is one document and begins anywhere.
 class SyntheticLanguage : public Dataset {
  public:
   explicit SyntheticLanguage(const SyntheticOptions& options);

@@ -33,19 +33,22 @@ bool overlap(const Source& a, const Source& b) {
 
 }  // namespace
 
-DiskTensor whole_tensor(const std::string& name, const std::string& param, const std::vector<std::int64_t>& shape) {
+DiskTensor whole_tensor(const std::string& name, const std::string& param,
+                        const std::vector<std::int64_t>& shape) {
   std::vector<std::size_t> dims(shape.size());
   std::iota(dims.begin(), dims.end(), std::size_t{0});
-  return {.name = name,
-          .shape = shape,
-          .view = shape,
-          .sources = {{.param = param, .offset = std::vector<std::int64_t>(shape.size(), 0), .dims = dims}}};
+  return {
+      .name = name,
+      .shape = shape,
+      .view = shape,
+      .sources = {
+          {.param = param, .offset = std::vector<std::int64_t>(shape.size(), 0), .dims = dims}}};
 }
 
 void DiskTable::validate() const {
   for (const DiskTensor& t : tensors) {
-    MOESH_CHECK(product(t.shape) == product(t.view), "disk table: tensor '", t.name, "' of shape ", t.shape, " is seen as ",
-                t.view, ", which has another number of elements");
+    MOESH_CHECK(product(t.shape) == product(t.view), "disk table: tensor '", t.name, "' of shape ",
+                t.shape, " is seen as ", t.view, ", which has another number of elements");
     std::int64_t covered = 0;
     for (const Source& s : t.sources) {
       check_source(t, s);
@@ -53,14 +56,16 @@ void DiskTable::validate() const {
       for (const std::size_t dim : s.dims) size *= t.view[dim];
       covered += size;
       for (const Source& other : t.sources)
-        MOESH_CHECK(&s == &other || !overlap(s, other), "disk table: tensor '", t.name, "': its sources '", s.param, "' and '",
-                    other.param, "' overlap");
+        MOESH_CHECK(&s == &other || !overlap(s, other), "disk table: tensor '", t.name,
+                    "': its sources '", s.param, "' and '", other.param, "' overlap");
     }
-    MOESH_CHECK(covered == product(t.shape), "disk table: tensor '", t.name, "' has ", product(t.shape),
-                " elements, and its sources fill ", covered);
+    MOESH_CHECK(covered == product(t.shape), "disk table: tensor '", t.name, "' has ",
+                product(t.shape), " elements, and its sources fill ", covered);
   }
 }
 
-const char* to_string(ExpertLayout layout) { return layout == ExpertLayout::per_expert ? "per_expert" : "stacked"; }
+const char* to_string(ExpertLayout layout) {
+  return layout == ExpertLayout::per_expert ? "per_expert" : "stacked";
+}
 
 }  // namespace moesh::formats

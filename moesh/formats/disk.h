@@ -1,6 +1,7 @@
 #pragma once
-// How the parameters of a model lie in the tensors of a folder that others wrote, or will read: a table, which import, export
-// and conversion go through. Where a parameter's elements are is all that a model has to say.
+// How the parameters of a model lie in the tensors of a folder that others wrote, or will read: a
+// table, which import, export and conversion go through. Where a parameter's elements are is all
+// that a model has to say.
 
 #include <cstdint>
 #include <functional>
@@ -14,13 +15,16 @@
 
 namespace moesh::formats {
 
-/// The part of a parameter that is found in a tensor. Both are boxes: element `i` of the parameter (per dimension) is in the
-/// tensor's view at i[p] - offset[p] along dimension dims[p], and at `fixed` along the view's other dimensions. It extends
-/// as far as the view does.
+/// The part of a parameter that is found in a tensor. Both are boxes: element `i` of the parameter
+/// (per dimension) is in the tensor's view at i[p] - offset[p] along dimension dims[p], and at
+/// `fixed` along the view's other dimensions. It extends as far as the view does.
 ///
-///   expert 5 of w1 [E, F, D], tensor [F, D], view [1, F, D]:         offset {5, 0, 0}, dims {0, 1, 2}
-///   w3 [E, F, D] in gate_up [E, 2F, D], view [E, 2, F, D]:           offset {0, 0, 0}, dims {0, 2, 3}, fixed {{1, 1}}
-///   w1 [E, F, D] in [E, D, 2F], in x out, interleaved, view [E, D, F, 2]: offset {0, 0, 0}, dims {0, 2, 1}, fixed {{3, 0}}
+///   expert 5 of w1 [E, F, D], tensor [F, D], view [1, F, D]
+///       offset {5, 0, 0}, dims {0, 1, 2}
+///   w3 [E, F, D] in gate_up [E, 2F, D], view [E, 2, F, D]
+///       offset {0, 0, 0}, dims {0, 2, 3}, fixed {{1, 1}}
+///   w1 [E, F, D] in [E, D, 2F], in x out, interleaved, view [E, D, F, 2]
+///       offset {0, 0, 0}, dims {0, 2, 1}, fixed {{3, 0}}
 struct Source {
   std::string param;
   std::vector<std::int64_t> offset;
@@ -32,17 +36,20 @@ struct Source {
 struct DiskTensor {
   std::string name;
   std::vector<std::int64_t> shape;
-  std::vector<std::int64_t> view;  // the shape, dimensions split (row-major); the number of elements is the same
+  std::vector<std::int64_t>
+      view;  // the shape, dimensions split (row-major); the number of elements is the same
   std::vector<Source> sources;
   std::optional<Dtype> dtype = {};  // always written in this one; else in that of the export
 };
 
 /// A tensor that is one whole parameter, under another name or the same.
-DiskTensor whole_tensor(const std::string& name, const std::string& param, const std::vector<std::int64_t>& shape);
+DiskTensor whole_tensor(const std::string& name, const std::string& param,
+                        const std::vector<std::int64_t>& shape);
 
 struct DiskTable {
-  std::vector<DiskTensor> tensors;                     // in the order in which they are written
-  std::function<bool(std::string_view)> ignored = {};  // names that are often there and that nothing needs
+  std::vector<DiskTensor> tensors;  // in the order in which they are written
+  std::function<bool(std::string_view)> ignored =
+      {};  // names that are often there and that nothing needs
 
   /// Throws Error (internal) unless every tensor is covered by its sources, without overlap.
   void validate() const;

@@ -14,8 +14,8 @@ namespace moesh::formats {
 /// The bytes of a file; `kind` is that of the Error when it cannot be read.
 std::string read_file(const std::string& path, ErrorKind kind);
 
-/// A file that is read by range: a regular one, or a symlink to one. A folder, a pipe or a device is refused, and never waited
-/// for. Errors are of kind data.
+/// A file that is read by range: a regular one, or a symlink to one. A folder, a pipe or a device
+/// is refused, and never waited for. Errors are of kind data.
 class InputFile {
  public:
   explicit InputFile(std::filesystem::path path);

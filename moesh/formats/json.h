@@ -1,6 +1,7 @@
 #pragma once
-// JSON texts that others wrote (config.json, indexes, headers), as values. Strict: a key that comes twice is refused, and so are
-// deep nesting and bytes that are not UTF-8. Built on nlohmann/json where it was found, see has_json() in json_lines.h.
+// JSON texts that others wrote (config.json, indexes, headers), as values. Strict: a key that comes
+// twice is refused, and so are deep nesting and bytes that are not UTF-8. Built on nlohmann/json
+// where it was found, see has_json() in json_lines.h.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,16 +15,21 @@ namespace moesh::formats {
 
 struct JsonValue;
 using JsonList = std::vector<JsonValue>;
-using JsonObject = std::vector<std::pair<std::string, JsonValue>>;  // in the order of the text, every key once
+using JsonObject =
+    std::vector<std::pair<std::string, JsonValue>>;  // in the order of the text, every key once
 
-/// A whole number is an int64, or a uint64 where it is too large for one; any other number (1.0, 1e3, -0) is a double.
+/// A whole number is an int64, or a uint64 where it is too large for one; any other number (1.0,
+/// 1e3, -0) is a double.
 struct JsonValue {
-  std::variant<std::nullptr_t, bool, std::int64_t, std::uint64_t, double, std::string, JsonList, JsonObject> value = nullptr;
+  std::variant<std::nullptr_t, bool, std::int64_t, std::uint64_t, double, std::string, JsonList,
+               JsonObject>
+      value = nullptr;
 
   bool operator==(const JsonValue&) const = default;
 
   bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
-  /// The value under a key; null where this is no object or has no such key. Looks at one key after the other.
+  /// The value under a key; null where this is no object or has no such key. Looks at one key after
+  /// the other.
   const JsonValue* find(std::string_view key) const;
 
   /// The value as what it must be, or an Error (data) which calls it `what`.
@@ -49,7 +55,8 @@ JsonValue parse_json(std::string_view text, const std::string& name, const JsonL
 /// Of a file; see InputFile for which may be read.
 JsonValue read_json(const std::string& path, const JsonLimits& limits = {});
 
-/// The text of a value, indented by two, that parses as the same value. Texts must be UTF-8, and numbers finite.
+/// The text of a value, indented by two, that parses as the same value. Texts must be UTF-8, and
+/// numbers finite.
 std::string to_json(const JsonValue& value);
 /// A text as JSON writes it, in quotes; it must be UTF-8.
 std::string json_quoted(std::string_view text);

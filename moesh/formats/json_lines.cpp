@@ -19,16 +19,17 @@ void each_json_text(std::istream& lines, const std::string& name, const std::str
     try {
       object = nlohmann::json::parse(line);
     } catch (const nlohmann::json::exception& e) {
-      throw Error(ErrorKind::data, detail::concat(where, "this line is not JSON (", json_reason(e),
-                                                  "); each line is one object, {\"", key, "\": \"...\"}"));
+      throw Error(ErrorKind::data,
+                  detail::concat(where, "this line is not JSON (", json_reason(e),
+                                 "); each line is one object, {\"", key, "\": \"...\"}"));
     }
-    MOESH_CHECK(object.is_object(), ErrorKind::data, where, "this line is a JSON ", object.type_name(),
-                "; each line is one object, {\"", key, "\": \"...\"}");
+    MOESH_CHECK(object.is_object(), ErrorKind::data, where, "this line is a JSON ",
+                object.type_name(), "; each line is one object, {\"", key, "\": \"...\"}");
     const auto found = object.find(key);
-    MOESH_CHECK(found != object.end(), ErrorKind::data, where, "this object has no \"", key, "\"; each line is {\"", key,
-                "\": \"...\"}, further keys are ignored");
-    MOESH_CHECK(found->is_string(), ErrorKind::data, where, "\"", key, "\" is a JSON ", found->type_name(),
-                "; it must be a string");
+    MOESH_CHECK(found != object.end(), ErrorKind::data, where, "this object has no \"", key,
+                "\"; each line is {\"", key, "\": \"...\"}, further keys are ignored");
+    MOESH_CHECK(found->is_string(), ErrorKind::data, where, "\"", key, "\" is a JSON ",
+                found->type_name(), "; it must be a string");
     f(found->get_ref<const std::string&>());
   }
   MOESH_CHECK(!lines.bad(), ErrorKind::data, "cannot read ", name, " to its end");

@@ -37,7 +37,9 @@ const JsonValue& JsonValue::at(std::string_view key, std::string_view what) cons
   return *found;
 }
 
-bool JsonValue::as_bool(std::string_view what) const { return as<bool>(*this, what, "true or false"); }
+bool JsonValue::as_bool(std::string_view what) const {
+  return as<bool>(*this, what, "true or false");
+}
 
 std::int64_t JsonValue::as_int(std::string_view what) const {
   return as<std::int64_t>(*this, what, "a whole number from -2^63 to 2^63 - 1");
@@ -56,11 +58,17 @@ double JsonValue::as_number(std::string_view what) const {
   return as<double>(*this, what, "a number");
 }
 
-const std::string& JsonValue::as_text(std::string_view what) const { return as<std::string>(*this, what, "a text"); }
+const std::string& JsonValue::as_text(std::string_view what) const {
+  return as<std::string>(*this, what, "a text");
+}
 
-const JsonList& JsonValue::as_list(std::string_view what) const { return as<JsonList>(*this, what, "a list"); }
+const JsonList& JsonValue::as_list(std::string_view what) const {
+  return as<JsonList>(*this, what, "a list");
+}
 
-const JsonObject& JsonValue::as_object(std::string_view what) const { return as<JsonObject>(*this, what, "an object"); }
+const JsonObject& JsonValue::as_object(std::string_view what) const {
+  return as<JsonObject>(*this, what, "an object");
+}
 
 JsonValue read_json(const std::string& path, const JsonLimits& limits) {
   return parse_json(InputFile(path).read_all(limits.max_bytes), path, limits);

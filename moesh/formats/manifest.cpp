@@ -23,16 +23,20 @@ std::string first_line(std::string_view rest) {
   return detail::concat(kBeforeChecksum, checksum_text(hash_block(rest)), kAfterChecksum);
 }
 
-// Blocks are counted and files are found by name, so a manifest must be right in itself: when it is read, and when it is written.
+// Blocks are counted and files are found by name, so a manifest must be right in itself: when it is
+// read, and when it is written.
 void check(const Manifest& manifest) {
-  MOESH_CHECK(manifest.step >= 0 && manifest.data_position >= 0, ErrorKind::data, "step ", manifest.step, " and data_position ",
-              manifest.data_position, " must not be negative");
+  MOESH_CHECK(manifest.step >= 0 && manifest.data_position >= 0, ErrorKind::data, "step ",
+              manifest.step, " and data_position ", manifest.data_position,
+              " must not be negative");
   std::vector<std::string_view> names;
   for (const ManifestFile& file : manifest.files) {
     check_file_path(file.name);
-    MOESH_CHECK(file.name != kManifestFile, ErrorKind::data, "it lists itself, ", kManifestFile, ", which no checksum can cover");
-    MOESH_CHECK(file.blocks.size() == num_blocks(file.size), ErrorKind::data, "file ", shown(file.name), " of ", file.size,
-                " bytes has ", file.blocks.size(), " checksums; it must have one for every ", kBlockBytes, " bytes, ",
+    MOESH_CHECK(file.name != kManifestFile, ErrorKind::data, "it lists itself, ", kManifestFile,
+                ", which no checksum can cover");
+    MOESH_CHECK(file.blocks.size() == num_blocks(file.size), ErrorKind::data, "file ",
+                shown(file.name), " of ", file.size, " bytes has ", file.blocks.size(),
+                " checksums; it must have one for every ", kBlockBytes, " bytes, ",
                 num_blocks(file.size));
     names.push_back(file.name);
   }
@@ -44,11 +48,13 @@ void check(const Manifest& manifest) {
 JsonValue to_value(const ManifestFile& file) {
   JsonList blocks;
   for (const std::uint64_t checksum : file.blocks) blocks.push_back({checksum_text(checksum)});
-  return {JsonObject{{"name", {file.name}}, {"size", {file.size}}, {"blocks", {std::move(blocks)}}}};
+  return {
+      JsonObject{{"name", {file.name}}, {"size", {file.size}}, {"blocks", {std::move(blocks)}}}};
 }
 
 ManifestFile to_file(const JsonValue& json) {
-  ManifestFile file{.name = json.at("name", "file").as_text("name"), .size = json.at("size", "file").as_size("size")};
+  ManifestFile file{.name = json.at("name", "file").as_text("name"),
+                    .size = json.at("size", "file").as_size("size")};
   for (const JsonValue& block : json.at("blocks", "file").as_list("blocks"))
     file.blocks.push_back(parse_checksum(block.as_text("blocks")));
   return file;
@@ -56,8 +62,8 @@ ManifestFile to_file(const JsonValue& json) {
 
 Manifest to_manifest(const JsonValue& json) {
   const std::int64_t version = json.at("format", "manifest").as_int("format");
-  MOESH_CHECK(version == kVersion, ErrorKind::data, "it has format ", version, "; this moesh reads format ", kVersion,
-              ": use the moesh that wrote it");
+  MOESH_CHECK(version == kVersion, ErrorKind::data, "it has format ", version,
+              "; this moesh reads format ", kVersion, ": use the moesh that wrote it");
   Manifest manifest{.step = json.at("step", "manifest").as_int("step"),
                     .model = json.at("model", "manifest").as_text("model"),
                     .size = json.at("size", "manifest").as_text("size"),
@@ -66,13 +72,15 @@ Manifest to_manifest(const JsonValue& json) {
                     .data_position = json.at("data_position", "manifest").as_int("data_position")};
   for (const auto& [key, value] : json.at("extra", "manifest").as_object("extra"))
     manifest.extra.emplace(key, value.as_text(key));
-  for (const JsonValue& file : json.at("files", "manifest").as_list("files")) manifest.files.push_back(to_file(file));
+  for (const JsonValue& file : json.at("files", "manifest").as_list("files"))
+    manifest.files.push_back(to_file(file));
   check(manifest);
   return manifest;
 }
 
 // Calls f(index, bytes) for every block of a file.
-void each_block(const InputFile& file, const std::function<void(std::uint64_t, std::span<const std::byte>)>& f) {
+void each_block(const InputFile& file,
+                const std::function<void(std::uint64_t, std::span<const std::byte>)>& f) {
   std::vector<std::byte> buffer(std::min(file.size(), kBlockBytes));
   for (std::uint64_t index = 0; index < num_blocks(file.size()); ++index) {
     const std::span bytes(buffer.data(), std::min(kBlockBytes, file.size() - index * kBlockBytes));
@@ -89,7 +97,8 @@ InputFile open_in(const std::string& folder, const std::string& name) {
 }  // namespace
 
 const ManifestFile* Manifest::find(std::string_view name) const {
-  const auto found = std::find_if(files.begin(), files.end(), [&](const ManifestFile& file) { return file.name == name; });
+  const auto found = std::find_if(files.begin(), files.end(),
+                                  [&](const ManifestFile& file) { return file.name == name; });
   return found == files.end() ? nullptr : &*found;
 }
 
@@ -115,8 +124,9 @@ std::string write_manifest(const Manifest& manifest) {
 Manifest parse_manifest(std::string_view text, const std::string& name) {
   try {
     const std::string_view rest = text.substr(std::min(text.size(), kFirstLine));
-    MOESH_CHECK(text.substr(0, kFirstLine) == first_line(rest), ErrorKind::data,
-                "it does not have the checksum of its first line: it is damaged, cut off, or was changed by hand");
+    MOESH_CHECK(
+        text.substr(0, kFirstLine) == first_line(rest), ErrorKind::data,
+        "it does not have the checksum of its first line: it is damaged, cut off, or was changed by hand");
     return to_manifest(parse_json(text, "it"));
   } catch (const Error& e) {
     throw Error(e.kind(), detail::concat(name, ": ", e.what()));
@@ -131,26 +141,32 @@ Manifest read_manifest(const std::string& folder) {
 ManifestFile hash_file(const std::string& folder, const std::string& name) {
   const InputFile input = open_in(folder, name);
   ManifestFile file{.name = name, .size = input.size()};
-  each_block(input, [&](std::uint64_t, std::span<const std::byte> bytes) { file.blocks.push_back(hash_block(bytes)); });
+  each_block(input, [&](std::uint64_t, std::span<const std::byte> bytes) {
+    file.blocks.push_back(hash_block(bytes));
+  });
   return file;
 }
 
 void check_block(const ManifestFile& file, std::uint64_t index, std::span<const std::byte> bytes) {
-  MOESH_CHECK(index < file.blocks.size(), "file ", shown(file.name), " has ", file.blocks.size(), " blocks, not one of number ",
-              index);
+  MOESH_CHECK(index < file.blocks.size(), "file ", shown(file.name), " has ", file.blocks.size(),
+              " blocks, not one of number ", index);
   const std::uint64_t begin = index * kBlockBytes;
   const std::uint64_t wanted = std::min(kBlockBytes, file.size - begin);
-  MOESH_CHECK(bytes.size() == wanted, "block ", index, " of ", shown(file.name), " has ", wanted, " bytes; ", bytes.size(),
-              " were given to check");
-  MOESH_CHECK(hash_block(bytes) == file.blocks[index], ErrorKind::data, "file ", shown(file.name), " is damaged: bytes ", begin,
-              " to ", begin + wanted, " do not have the checksum that the manifest gives; take another checkpoint");
+  MOESH_CHECK(bytes.size() == wanted, "block ", index, " of ", shown(file.name), " has ", wanted,
+              " bytes; ", bytes.size(), " were given to check");
+  MOESH_CHECK(hash_block(bytes) == file.blocks[index], ErrorKind::data, "file ", shown(file.name),
+              " is damaged: bytes ", begin, " to ", begin + wanted,
+              " do not have the checksum that the manifest gives; take another checkpoint");
 }
 
 void check_file(const std::string& folder, const ManifestFile& file) {
   const InputFile input = open_in(folder, file.name);
-  MOESH_CHECK(input.size() == file.size, ErrorKind::data, "file ", shown(file.name), " is damaged: it has ", input.size(),
-              " bytes, and the manifest gives ", file.size, "; take another checkpoint");
-  each_block(input, [&](std::uint64_t index, std::span<const std::byte> bytes) { check_block(file, index, bytes); });
+  MOESH_CHECK(input.size() == file.size, ErrorKind::data, "file ", shown(file.name),
+              " is damaged: it has ", input.size(), " bytes, and the manifest gives ", file.size,
+              "; take another checkpoint");
+  each_block(input, [&](std::uint64_t index, std::span<const std::byte> bytes) {
+    check_block(file, index, bytes);
+  });
 }
 
 }  // namespace moesh::formats

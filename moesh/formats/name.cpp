@@ -35,7 +35,8 @@ std::string shown(std::string_view name) {
       text += c;
     } else if (is_control(c) || static_cast<unsigned char>(c) > 0x7f) {
       std::array<char, 8> code;
-      std::snprintf(code.data(), code.size(), "\\x%02x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      std::snprintf(code.data(), code.size(), "\\x%02x",
+                    static_cast<unsigned>(static_cast<unsigned char>(c)));
       text += code.data();
     } else {
       text += c;
@@ -46,7 +47,8 @@ std::string shown(std::string_view name) {
 
 void check_file_name(std::string_view name) {
   const std::string wrong = what_is_wrong(name);
-  MOESH_CHECK(wrong.empty(), ErrorKind::data, shown(name), " does not name a file of this folder: ", wrong,
+  MOESH_CHECK(wrong.empty(), ErrorKind::data, shown(name),
+              " does not name a file of this folder: ", wrong,
               "; a name has no '/', no '\\' and no '.' in front");
 }
 
@@ -55,7 +57,8 @@ void check_file_path(std::string_view path) {
   const bool below = slash != std::string_view::npos;
   std::string wrong = what_is_wrong(below ? path.substr(slash + 1) : path);
   if (below && wrong.empty()) wrong = what_is_wrong(path.substr(0, slash));
-  MOESH_CHECK(wrong.empty(), ErrorKind::data, shown(path), " does not name a file of this folder: ", wrong,
+  MOESH_CHECK(wrong.empty(), ErrorKind::data, shown(path),
+              " does not name a file of this folder: ", wrong,
               "; write name or folder/name, with no '\\' and no '.' in front of either");
 }
 

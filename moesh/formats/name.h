@@ -1,16 +1,18 @@
 #pragma once
-// Names that come out of files which others wrote: how errors show them, and which of them may name a file.
+// Names that come out of files which others wrote: how errors show them, and which of them may name
+// a file.
 
 #include <string>
 #include <string_view>
 
 namespace moesh::formats {
 
-/// In quotes for an error text: what does not print becomes \xNN (a name must not write to the terminal), a long one is cut.
+/// In quotes for an error text: what does not print becomes \xNN (a name must not write to the
+/// terminal), a long one is cut.
 std::string shown(std::string_view name);
 
-/// Throws an Error (data) unless this names a file in its own folder: not empty, no '/' nor '\', no control character, no '.' in
-/// front. So no file can point out of the folder that it lies in.
+/// Throws an Error (data) unless this names a file in its own folder: not empty, no '/' nor '\', no
+/// control character, no '.' in front. So no file can point out of the folder that it lies in.
 void check_file_name(std::string_view name);
 /// The same for a file that may lie in one folder below: "optimizer/x.safetensors".
 void check_file_path(std::string_view path);

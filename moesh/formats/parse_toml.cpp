@@ -10,7 +10,8 @@ namespace {
 
 int line_of(const toml::node& node) { return static_cast<int>(node.source().begin.line); }
 
-void flatten(const toml::table& table, const std::string& prefix, const std::string& name, std::vector<TomlEntry>& entries) {
+void flatten(const toml::table& table, const std::string& prefix, const std::string& name,
+             std::vector<TomlEntry>& entries) {
   for (const auto& [key, node] : table) {
     const std::string path = prefix + std::string(key);
     if (const auto* below = node.as_table()) {
@@ -28,7 +29,8 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
       entry.value = text->get();
     } else {
       throw Error(ErrorKind::config,
-                  detail::concat(name, ":", entry.line, ": ", path, " is ", node.is_array() ? "a list" : "a date or a time",
+                  detail::concat(name, ":", entry.line, ": ", path, " is ",
+                                 node.is_array() ? "a list" : "a date or a time",
                                  "; a value is a text, a number, true or false"));
     }
     entries.push_back(std::move(entry));
@@ -44,10 +46,12 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name
   try {
     flatten(toml::parse(text, name), "", name, entries);
   } catch (const toml::parse_error& e) {
-    throw Error(ErrorKind::config, detail::concat(name, ":", e.source().begin.line, ": ", e.description(), " (column ",
-                                                  e.source().begin.column, ")"));
+    throw Error(ErrorKind::config,
+                detail::concat(name, ":", e.source().begin.line, ": ", e.description(), " (column ",
+                               e.source().begin.column, ")"));
   }
-  std::stable_sort(entries.begin(), entries.end(), [](const TomlEntry& a, const TomlEntry& b) { return a.line < b.line; });
+  std::stable_sort(entries.begin(), entries.end(),
+                   [](const TomlEntry& a, const TomlEntry& b) { return a.line < b.line; });
   return entries;
 }
 

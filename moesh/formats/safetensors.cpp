@@ -21,12 +21,15 @@ struct DtypeRow {
 };
 // In the order of the enumeration.
 constexpr std::array kDtypes = {
-    DtypeRow{Dtype::boolean, "BOOL", 8},    DtypeRow{Dtype::u8, "U8", 8},           DtypeRow{Dtype::i8, "I8", 8},
-    DtypeRow{Dtype::i16, "I16", 16},        DtypeRow{Dtype::u16, "U16", 16},        DtypeRow{Dtype::i32, "I32", 32},
-    DtypeRow{Dtype::u32, "U32", 32},        DtypeRow{Dtype::i64, "I64", 64},        DtypeRow{Dtype::u64, "U64", 64},
-    DtypeRow{Dtype::f8_e4m3, "F8_E4M3", 8}, DtypeRow{Dtype::f8_e5m2, "F8_E5M2", 8}, DtypeRow{Dtype::f8_e8m0, "F8_E8M0", 8},
-    DtypeRow{Dtype::f16, "F16", 16},        DtypeRow{Dtype::bf16, "BF16", 16},      DtypeRow{Dtype::f32, "F32", 32},
-    DtypeRow{Dtype::f64, "F64", 64},        DtypeRow{Dtype::c64, "C64", 64},        DtypeRow{Dtype::f4, "F4", 4},
+    DtypeRow{Dtype::boolean, "BOOL", 8},    DtypeRow{Dtype::u8, "U8", 8},
+    DtypeRow{Dtype::i8, "I8", 8},           DtypeRow{Dtype::i16, "I16", 16},
+    DtypeRow{Dtype::u16, "U16", 16},        DtypeRow{Dtype::i32, "I32", 32},
+    DtypeRow{Dtype::u32, "U32", 32},        DtypeRow{Dtype::i64, "I64", 64},
+    DtypeRow{Dtype::u64, "U64", 64},        DtypeRow{Dtype::f8_e4m3, "F8_E4M3", 8},
+    DtypeRow{Dtype::f8_e5m2, "F8_E5M2", 8}, DtypeRow{Dtype::f8_e8m0, "F8_E8M0", 8},
+    DtypeRow{Dtype::f16, "F16", 16},        DtypeRow{Dtype::bf16, "BF16", 16},
+    DtypeRow{Dtype::f32, "F32", 32},        DtypeRow{Dtype::f64, "F64", 64},
+    DtypeRow{Dtype::c64, "C64", 64},        DtypeRow{Dtype::f4, "F4", 4},
     DtypeRow{Dtype::f6_e2m3, "F6_E2M3", 6}, DtypeRow{Dtype::f6_e3m2, "F6_E3M2", 6},
 };
 static_assert([] {
@@ -38,8 +41,10 @@ static_assert([] {
 const DtypeRow& row_of(Dtype dtype) { return kDtypes[static_cast<std::size_t>(dtype)]; }
 
 Dtype dtype_named(std::string_view name) {
-  const auto row = std::find_if(kDtypes.begin(), kDtypes.end(), [&](const DtypeRow& r) { return r.name == name; });
-  MOESH_CHECK(row != kDtypes.end(), ErrorKind::data, "its dtype is ", shown(name), ", which safetensors does not have");
+  const auto row = std::find_if(kDtypes.begin(), kDtypes.end(),
+                                [&](const DtypeRow& r) { return r.name == name; });
+  MOESH_CHECK(row != kDtypes.end(), ErrorKind::data, "its dtype is ", shown(name),
+              ", which safetensors does not have");
   return row->dtype;
 }
 
@@ -47,14 +52,16 @@ Dtype dtype_named(std::string_view name) {
 std::uint64_t bytes_of(const TensorInfo& tensor) {
   std::uint64_t bits = 1;
   for (const std::int64_t length : tensor.shape) {
-    MOESH_CHECK(length >= 0, ErrorKind::data, "its shape is ", tensor.shape, "; a dimension must not be negative");
-    MOESH_CHECK(!__builtin_mul_overflow(bits, static_cast<std::uint64_t>(length), &bits), ErrorKind::data, "its shape ",
-                tensor.shape, " has more than 2^64 elements");
+    MOESH_CHECK(length >= 0, ErrorKind::data, "its shape is ", tensor.shape,
+                "; a dimension must not be negative");
+    MOESH_CHECK(!__builtin_mul_overflow(bits, static_cast<std::uint64_t>(length), &bits),
+                ErrorKind::data, "its shape ", tensor.shape, " has more than 2^64 elements");
   }
-  MOESH_CHECK(!__builtin_mul_overflow(bits, row_of(tensor.dtype).bits, &bits), ErrorKind::data, "its shape ", tensor.shape,
-              " of ", name_of(tensor.dtype), " has more than 2^64 bits");
-  MOESH_CHECK(bits % 8 == 0, ErrorKind::data, "its shape ", tensor.shape, " of ", name_of(tensor.dtype), " is ", bits,
-              " bits, which is not a whole number of bytes");
+  MOESH_CHECK(!__builtin_mul_overflow(bits, row_of(tensor.dtype).bits, &bits), ErrorKind::data,
+              "its shape ", tensor.shape, " of ", name_of(tensor.dtype),
+              " has more than 2^64 bits");
+  MOESH_CHECK(bits % 8 == 0, ErrorKind::data, "its shape ", tensor.shape, " of ",
+              name_of(tensor.dtype), " is ", bits, " bits, which is not a whole number of bytes");
   return bits / 8;
 }
 
@@ -72,9 +79,11 @@ auto of_tensor(std::string_view name, F f) {
 TensorInfo parse_tensor(const std::string& name, const JsonValue& json) {
   TensorInfo tensor{.name = name};
   tensor.dtype = dtype_named(json.at("dtype", "its entry").as_text("dtype"));
-  for (const JsonValue& length : json.at("shape", "its entry").as_list("shape")) tensor.shape.push_back(length.as_int("shape"));
+  for (const JsonValue& length : json.at("shape", "its entry").as_list("shape"))
+    tensor.shape.push_back(length.as_int("shape"));
   const JsonList& offsets = json.at("data_offsets", "its entry").as_list("data_offsets");
-  MOESH_CHECK(offsets.size() == 2, ErrorKind::data, "\"data_offsets\" has ", offsets.size(), " numbers; it must have two");
+  MOESH_CHECK(offsets.size() == 2, ErrorKind::data, "\"data_offsets\" has ", offsets.size(),
+              " numbers; it must have two");
   tensor.begin = offsets[0].as_size("data_offsets");
   tensor.end = offsets[1].as_size("data_offsets");
   return tensor;
@@ -83,7 +92,8 @@ TensorInfo parse_tensor(const std::string& name, const JsonValue& json) {
 std::map<std::string, std::string> parse_metadata(const JsonValue& json) {
   std::map<std::string, std::string> metadata;
   if (json.is_null()) return metadata;
-  for (const auto& [key, value] : json.as_object(kMetadata)) metadata.emplace(key, value.as_text(key));
+  for (const auto& [key, value] : json.as_object(kMetadata))
+    metadata.emplace(key, value.as_text(key));
   return metadata;
 }
 
@@ -92,28 +102,32 @@ void check_ranges(const std::vector<TensorInfo>& tensors, std::uint64_t data_siz
   std::uint64_t reached = 0;
   for (const TensorInfo& tensor : tensors)
     of_tensor(tensor.name, [&] {
-      MOESH_CHECK(tensor.begin <= tensor.end, ErrorKind::data, "it begins at byte ", tensor.begin, " and ends before, at ",
-                  tensor.end);
+      MOESH_CHECK(tensor.begin <= tensor.end, ErrorKind::data, "it begins at byte ", tensor.begin,
+                  " and ends before, at ", tensor.end);
       MOESH_CHECK(tensor.begin == reached, ErrorKind::data, "it begins at byte ", tensor.begin,
                   " of the data; the one before ends at ", reached,
                   tensor.begin < reached ? ", so they overlap" : ", so there is a hole");
       const std::uint64_t wanted = bytes_of(tensor);
-      MOESH_CHECK(tensor.end - tensor.begin == wanted, ErrorKind::data, "it has ", tensor.end - tensor.begin, " bytes; ",
-                  tensor.shape, " of ", name_of(tensor.dtype), " takes ", wanted);
+      MOESH_CHECK(tensor.end - tensor.begin == wanted, ErrorKind::data, "it has ",
+                  tensor.end - tensor.begin, " bytes; ", tensor.shape, " of ",
+                  name_of(tensor.dtype), " takes ", wanted);
       reached = tensor.end;
     });
-  MOESH_CHECK(reached == data_size, ErrorKind::data, "the tensors end at byte ", reached, " of the data, which has ", data_size,
+  MOESH_CHECK(reached == data_size, ErrorKind::data, "the tensors end at byte ", reached,
+              " of the data, which has ", data_size,
               data_size < reached ? ": the file was cut off" : ": something follows them");
 }
 
 // Of the header; `first` holds at least the eight bytes that say it.
 std::uint64_t header_length(std::string_view first, std::uint64_t file_size) {
   std::uint64_t length = 0;
-  for (std::size_t i = kLengthBytes; i-- > 0;) length = length << 8 | static_cast<unsigned char>(first[i]);
-  MOESH_CHECK(length <= kMaxHeader, ErrorKind::data, "its header would have ", length, " bytes; safetensors allows ", kMaxHeader,
-              ", so this is another format, or damaged");
-  MOESH_CHECK(length <= file_size - kLengthBytes, ErrorKind::data, "its header should have ", length, " bytes, and only ",
-              file_size - kLengthBytes, " follow: the file was cut off");
+  for (std::size_t i = kLengthBytes; i-- > 0;)
+    length = length << 8 | static_cast<unsigned char>(first[i]);
+  MOESH_CHECK(length <= kMaxHeader, ErrorKind::data, "its header would have ", length,
+              " bytes; safetensors allows ", kMaxHeader, ", so this is another format, or damaged");
+  MOESH_CHECK(length <= file_size - kLengthBytes, ErrorKind::data, "its header should have ",
+              length, " bytes, and only ", file_size - kLengthBytes,
+              " follow: the file was cut off");
   return length;
 }
 
@@ -156,8 +170,9 @@ std::uint64_t size_of(Dtype dtype) {
 }
 
 const TensorInfo* SafetensorsHeader::find(std::string_view name) const {
-  const auto found = std::lower_bound(by_name.begin(), by_name.end(), name,
-                                      [this](std::size_t i, std::string_view wanted) { return tensors[i].name < wanted; });
+  const auto found = std::lower_bound(
+      by_name.begin(), by_name.end(), name,
+      [this](std::size_t i, std::string_view wanted) { return tensors[i].name < wanted; });
   return found != by_name.end() && tensors[*found].name == name ? &tensors[*found] : nullptr;
 }
 
@@ -165,10 +180,11 @@ SafetensorsHeader parse_safetensors(std::string_view bytes, std::uint64_t file_s
   check_long_enough(file_size);
   MOESH_CHECK(bytes.size() >= kLengthBytes, "parse_safetensors was given ", bytes.size(), " bytes");
   const std::uint64_t length = header_length(bytes, file_size);
-  MOESH_CHECK(bytes.size() - kLengthBytes >= length, "parse_safetensors was given ", bytes.size(), " bytes, and the header has ",
-              length);
+  MOESH_CHECK(bytes.size() - kLengthBytes >= length, "parse_safetensors was given ", bytes.size(),
+              " bytes, and the header has ", length);
   const std::string_view text = bytes.substr(kLengthBytes, length);
-  MOESH_CHECK(text.starts_with('{'), ErrorKind::data, "its header does not begin with '{': this is no safetensors file");
+  MOESH_CHECK(text.starts_with('{'), ErrorKind::data,
+              "its header does not begin with '{': this is no safetensors file");
 
   const JsonValue json = parse_json(text, "its header");
   SafetensorsHeader header{.data_start = kLengthBytes + length};
@@ -180,19 +196,23 @@ SafetensorsHeader parse_safetensors(std::string_view bytes, std::uint64_t file_s
     else
       header.tensors.push_back(of_tensor(name, [&] { return parse_tensor(name, entry); }));
   }
-  // The keys may come in any order. An empty tensor begins where its neighbour does: the end tells which is first.
-  std::stable_sort(header.tensors.begin(), header.tensors.end(), [](const TensorInfo& a, const TensorInfo& b) {
-    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-  });
+  // The keys may come in any order. An empty tensor begins where its neighbour does: the end tells
+  // which is first.
+  std::stable_sort(header.tensors.begin(), header.tensors.end(),
+                   [](const TensorInfo& a, const TensorInfo& b) {
+                     return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+                   });
   check_ranges(header.tensors, file_size - header.data_start);
   header.by_name.resize(header.tensors.size());
   std::iota(header.by_name.begin(), header.by_name.end(), std::size_t{0});
-  std::sort(header.by_name.begin(), header.by_name.end(),
-            [&](std::size_t a, std::size_t b) { return header.tensors[a].name < header.tensors[b].name; });
+  std::sort(header.by_name.begin(), header.by_name.end(), [&](std::size_t a, std::size_t b) {
+    return header.tensors[a].name < header.tensors[b].name;
+  });
   return header;
 }
 
-std::string write_safetensors_header(std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata) {
+std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
+                                     const std::map<std::string, std::string>& metadata) {
   std::vector<TensorInfo*> in_file;
   std::vector<std::string_view> names = {kMetadata};
   for (TensorInfo& tensor : tensors) {
@@ -202,9 +222,11 @@ std::string write_safetensors_header(std::vector<TensorInfo>& tensors, const std
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
   MOESH_CHECK(twice == names.end(), ErrorKind::data, "cannot write tensor ", shown(*twice),
-              *twice == kMetadata ? ": the format keeps this name for itself" : ": there are two of this name");
-  std::stable_sort(in_file.begin(), in_file.end(),
-                   [](const TensorInfo* a, const TensorInfo* b) { return row_of(a->dtype).bits > row_of(b->dtype).bits; });
+              *twice == kMetadata ? ": the format keeps this name for itself"
+                                  : ": there are two of this name");
+  std::stable_sort(in_file.begin(), in_file.end(), [](const TensorInfo* a, const TensorInfo* b) {
+    return row_of(a->dtype).bits > row_of(b->dtype).bits;
+  });
 
   std::string text(kLengthBytes, '\0');
   text += '{';
@@ -225,21 +247,26 @@ std::string write_safetensors_header(std::vector<TensorInfo>& tensors, const std
                 "the tensors have more than 2^64 bytes together");
     tensor->end = reached;
     if (text.back() != '{') text += ',';
-    text += json_quoted(tensor->name) + ":{\"dtype\":\"" + std::string(name_of(tensor->dtype)) + "\",\"shape\":[";
+    text += json_quoted(tensor->name) + ":{\"dtype\":\"" + std::string(name_of(tensor->dtype)) +
+            "\",\"shape\":[";
     append_list(text, tensor->shape);
     text += "],\"data_offsets\":[";
     append_list(text, std::array{tensor->begin, tensor->end});
     text += "]}";
   }
   text += '}';
-  text.resize((text.size() + 7) / 8 * 8, ' ');  // the length before it has eight bytes, so the data is aligned too
+  text.resize((text.size() + 7) / 8 * 8,
+              ' ');  // the length before it has eight bytes, so the data is aligned too
   const std::uint64_t length = text.size() - kLengthBytes;
-  MOESH_CHECK(length <= kMaxHeader, ErrorKind::data, "the header of ", tensors.size(), " tensors has ", length,
-              " bytes; safetensors allows ", kMaxHeader, ": write fewer tensors to a file");
-  for (std::size_t i = 0; i < kLengthBytes; ++i) text[i] = static_cast<char>(length >> (8 * i) & 0xff);
+  MOESH_CHECK(length <= kMaxHeader, ErrorKind::data, "the header of ", tensors.size(),
+              " tensors has ", length, " bytes; safetensors allows ", kMaxHeader,
+              ": write fewer tensors to a file");
+  for (std::size_t i = 0; i < kLengthBytes; ++i)
+    text[i] = static_cast<char>(length >> (8 * i) & 0xff);
   return text;
 }
 
-SafetensorsFile::SafetensorsFile(std::filesystem::path path) : file_(std::move(path)), header_(read_header(file_)) {}
+SafetensorsFile::SafetensorsFile(std::filesystem::path path)
+    : file_(std::move(path)), header_(read_header(file_)) {}
 
 }  // namespace moesh::formats

@@ -1,5 +1,6 @@
 #pragma once
-// safetensors: eight bytes of header length, a JSON header, then the bytes of all tensors one behind the other.
+// safetensors: eight bytes of header length, a JSON header, then the bytes of all tensors one
+// behind the other.
 
 #include <cstddef>
 #include <cstdint>
@@ -61,14 +62,17 @@ struct SafetensorsHeader {
   const TensorInfo* find(std::string_view name) const;
 };
 
-/// Parses the beginning of a file of `file_size` bytes. `bytes` holds at least the header. Strict: what the reference
-/// implementation refuses is refused, with the name of the tensor and what is wrong with it; so is a name that comes twice.
+/// Parses the beginning of a file of `file_size` bytes. `bytes` holds at least the header. Strict:
+/// what the reference implementation refuses is refused, with the name of the tensor and what is
+/// wrong with it; so is a name that comes twice.
 SafetensorsHeader parse_safetensors(std::string_view bytes, std::uint64_t file_size);
 
-/// The length and the header for these tensors, padded so that the data is aligned to 8 bytes. `begin` and `end` are filled in
-/// here. Tensors of larger elements come first in the file, otherwise in the order given (which `tensors` keeps): so every tensor
-/// is aligned to its element, which torch wants of a file that it maps.
-std::string write_safetensors_header(std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata);
+/// The length and the header for these tensors, padded so that the data is aligned to 8 bytes.
+/// `begin` and `end` are filled in here. Tensors of larger elements come first in the file,
+/// otherwise in the order given (which `tensors` keeps): so every tensor is aligned to its element,
+/// which torch wants of a file that it maps.
+std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
+                                     const std::map<std::string, std::string>& metadata);
 
 /// A file that is read by range; see InputFile for which may be.
 class SafetensorsFile {
@@ -78,7 +82,8 @@ class SafetensorsFile {
   const SafetensorsHeader& header() const { return header_; }
   const std::filesystem::path& path() const { return file_.path(); }
   std::uint64_t size() const { return file_.size(); }
-  /// Bytes of the file from `offset`, which counts from its first byte. Threads may read at the same time.
+  /// Bytes of the file from `offset`, which counts from its first byte. Threads may read at the
+  /// same time.
   void read(std::uint64_t offset, std::span<std::byte> to) const { file_.read(offset, to); }
 
  private:

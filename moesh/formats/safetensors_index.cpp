@@ -58,7 +58,8 @@ std::string write_safetensors_index(const SafetensorsIndex& index) {
     check_file_name(file);
     weight_map.emplace_back(tensor, JsonValue{file});
   }
-  return to_json({JsonObject{{"metadata", {std::move(metadata)}}, {"weight_map", {std::move(weight_map)}}}});
+  return to_json(
+      {JsonObject{{"metadata", {std::move(metadata)}}, {"weight_map", {std::move(weight_map)}}}});
 }
 
 }  // namespace moesh::formats

@@ -22,7 +22,8 @@ std::string quoted(const std::string& text) {
       default:
         if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
           std::array<char, 8> code;
-          std::snprintf(code.data(), code.size(), "\\u%04X", static_cast<unsigned>(static_cast<unsigned char>(c)));
+          std::snprintf(code.data(), code.size(), "\\u%04X",
+                        static_cast<unsigned>(static_cast<unsigned char>(c)));
           out += code.data();
         } else {
           out += c;
@@ -38,14 +39,18 @@ std::string shortest(double value) {
   std::array<char, 32> digits;
   const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
   std::string text(digits.data(), end);
-  if (const auto e = text.find('e'); e != std::string::npos && text[e + 2] == '0') text.erase(e + 2, 1);  // 1e-08
-  if (text.find_first_of(".e") == std::string::npos) text += ".0";  // 1 would read back as an integer
+  if (const auto e = text.find('e'); e != std::string::npos && text[e + 2] == '0')
+    text.erase(e + 2, 1);  // 1e-08
+  if (text.find_first_of(".e") == std::string::npos)
+    text += ".0";  // 1 would read back as an integer
   return text;
 }
 
 }  // namespace
 
-std::vector<TomlEntry> read_toml(const std::string& path) { return parse_toml(read_file(path, ErrorKind::config), path); }
+std::vector<TomlEntry> read_toml(const std::string& path) {
+  return parse_toml(read_file(path, ErrorKind::config), path);
+}
 
 std::string to_toml(const TomlValue& value) {
   if (const auto* flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";

@@ -22,7 +22,8 @@ struct TomlEntry {
 /// Whether this build reads TOML; without toml++ every call of parse_toml throws and says so.
 bool has_toml();
 
-/// Every value of a text, in the order of its lines. `name` is what errors (config) call it: "run.toml:3: ...".
+/// Every value of a text, in the order of its lines. `name` is what errors (config) call it:
+/// "run.toml:3: ...".
 std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name);
 std::vector<TomlEntry> read_toml(const std::string& path);
 

@@ -1,13 +1,14 @@
 #pragma once
-// Causal softmax attention on the CPU, forward and backward, by hand: nothing of size [L, S] is kept.
-// B batch, L queries, S keys, h query heads, g key heads (h is a multiple of g), d width of queries and keys, v width of values
+// Causal softmax attention on the CPU, forward and backward, by hand: nothing of size [L, S] is
+// kept. B batch, L queries, S keys, h query heads, g key heads (h is a multiple of g), d width of
+// queries and keys, v width of values
 
 #include <ATen/core/Tensor.h>
 
 namespace moesh::kernels {
 
-/// Query i is at position start + i and sees the keys at positions [first, start + i], where first is 0, or what window and chunk
-/// leave of it.
+/// Query i is at position start + i and sees the keys at positions [first, start + i], where first
+/// is 0, or what window and chunk leave of it.
 struct AttentionConfig {
   double scale = 1;
   std::int64_t start = 0;
@@ -15,15 +16,18 @@ struct AttentionConfig {
   std::int64_t chunk = 0;   // a query sees the keys of its own chunk of so many positions; 0: all
 };
 
-/// float64, float32 or bfloat16, all of one dtype. Features of a head lie side by side; other strides may be anything.
+/// float64, float32 or bfloat16, all of one dtype. Features of a head lie side by side; other
+/// strides may be anything.
 struct AttentionInput {
   at::Tensor q_BLhd, k_BSgd, v_BSgv;
-  at::Tensor sinks_h;  // one more score of each head, without a value; float32 (float64 with float64), or undefined
+  at::Tensor sinks_h;  // one more score of each head, without a value; float32 (float64 with
+                       // float64), or undefined
 };
 
 struct AttentionOutput {
   at::Tensor y_BLhv;
-  at::Tensor lse_BhL;  // the logarithm of the sum of exponentials, all that backward needs besides the input; float32 or float64
+  at::Tensor lse_BhL;  // the logarithm of the sum of exponentials, all that backward needs besides
+                       // the input; float32 or float64
 };
 
 struct AttentionGradients {
@@ -35,7 +39,7 @@ bool has_attention(at::Device device);
 
 /// Sums accumulate in float32 or better, in an order that does not depend on the number of threads.
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input);
-AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input, const at::Tensor& lse_BhL,
-                                      const at::Tensor& dy_BLhv);
+AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
+                                      const at::Tensor& lse_BhL, const at::Tensor& dy_BLhv);
 
 }  // namespace moesh::kernels

@@ -13,14 +13,17 @@ inline std::string describe(const at::Tensor& t) {
 }
 
 /// Checks dtype and number of dimensions.
-inline void check_tensor(const char* name, const at::Tensor& t, at::ScalarType dtype, std::int64_t num_dims) {
-  MOESH_CHECK(t.defined() && t.scalar_type() == dtype && t.dim() == num_dims, ErrorKind::data, name, " is ", describe(t),
-              "; pass a ", c10::toString(dtype), " tensor of ", num_dims, " dimensions");
+inline void check_tensor(const char* name, const at::Tensor& t, at::ScalarType dtype,
+                         std::int64_t num_dims) {
+  MOESH_CHECK(t.defined() && t.scalar_type() == dtype && t.dim() == num_dims, ErrorKind::data, name,
+              " is ", describe(t), "; pass a ", c10::toString(dtype), " tensor of ", num_dims,
+              " dimensions");
 }
 
-inline void check_same_device(const char* name, const at::Tensor& t, const char* other_name, const at::Tensor& other) {
-  MOESH_CHECK(t.device() == other.device(), ErrorKind::data, name, " is on ", t.device(), " and ", other_name, " on ",
-              other.device(), "; move one of them");
+inline void check_same_device(const char* name, const at::Tensor& t, const char* other_name,
+                              const at::Tensor& other) {
+  MOESH_CHECK(t.device() == other.device(), ErrorKind::data, name, " is on ", t.device(), " and ",
+              other_name, " on ", other.device(), "; move one of them");
 }
 
 inline bool is_kernel_dtype(at::ScalarType dtype) {

@@ -1,12 +1,13 @@
 #pragma once
 // The experts of one rank: grouped SwiGLU, forward and backward, by hand.
 //   swiglu          h = silu(g) * u
-//   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) * g * sigmoid(1.702 g)          (GPT-OSS)
-//   g = w1 x + b1, u = w3 x + b3, y = w2 h + b2                   score s of the row: before: x -> s x; after: y -> s y
-// Nothing of size [R, D] is made or kept where the rows are given as indices into tokens: rows are gathered, and outputs
-// combined, block by block. The score acts on the F side (w1 (s x) = s (w1 x), s (w2 h) = w2 (s h)), so that d(score) needs
-// no row of width D either.
-// T tokens, D model, F ffn, e local experts, K top-k, R rows at their experts
+//   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) * g * sigmoid(1.702 g)  GPT-OSS
+//   g = w1 x + b1, u = w3 x + b3, y = w2 h + b2
+//   score s of the row: before: x -> s x; after: y -> s y
+// Nothing of size [R, D] is made or kept where the rows are given as indices into tokens: rows are
+// gathered, and outputs combined, block by block. The score acts on the F side (w1 (s x) = s (w1
+// x), s (w2 h) = w2 (s h)), so that d(score) needs no row of width D either. T tokens, D model, F
+// ffn, e local experts, K top-k, R rows at their experts
 
 #include <ATen/core/Tensor.h>
 
@@ -20,10 +21,11 @@ struct ExpertsConfig {
   ScoreSide scores = ScoreSide::after;
 };
 
-/// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a checkpoint interleaves them (GPT-OSS:
-/// gate = gate_up[:, 0::2], up = gate_up[:, 1::2]): both halves are then plain contiguous GEMM operands, and F can be
-/// cut over ranks. Biases are optional: an undefined tensor is no bias. Where F is cut over ranks, y is a partial sum,
-/// and b2 belongs to one rank only.
+/// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a
+/// checkpoint interleaves them (GPT-OSS: gate = gate_up[:, 0::2], up = gate_up[:, 1::2]): both
+/// halves are then plain contiguous GEMM operands, and F can be cut over ranks. Biases are
+/// optional: an undefined tensor is no bias. Where F is cut over ranks, y is a partial sum, and b2
+/// belongs to one rank only.
 struct ExpertsWeights {
   at::Tensor w1_eFD;  // gate
   at::Tensor w3_eFD;  // up
@@ -33,9 +35,10 @@ struct ExpertsWeights {
   at::Tensor b2_eD;
 };
 
-/// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined; or x is x_TD, row r is
-/// x[token_R[r]], and the output of token t is the sum of rows inverse_TK[t][k] (-1: none): see sort_by_expert. The second form
-/// with K = 1 also undoes a permutation, such as that of rank_major_to_expert_major.
+/// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined;
+/// or x is x_TD, row r is x[token_R[r]], and the output of token t is the sum of rows
+/// inverse_TK[t][k] (-1: none): see sort_by_expert. The second form with K = 1 also undoes a
+/// permutation, such as that of rank_major_to_expert_major.
 struct ExpertsInput {
   at::Tensor x;           // [R, D] or [T, D], dtype of the weights
   at::Tensor counts_e;    // int64, on the host
@@ -44,7 +47,8 @@ struct ExpertsInput {
   at::Tensor inverse_TK;  // int64
 };
 
-/// All that backward needs besides the weights: what came in, and the pre-activations (w1 x and w3 x, without bias and score).
+/// All that backward needs besides the weights: what came in, and the pre-activations (w1 x and w3
+/// x, without bias and score).
 struct ExpertsSaved {
   ExpertsInput input;
   at::Tensor gate_RF;
@@ -56,18 +60,21 @@ struct ExpertsOutput {
   ExpertsSaved saved;
 };
 
-/// y = sum over the rows of each token (or each row's own y). Sums over D and F accumulate in float32 or better, as does the
-/// sum over a token's rows, in a fixed order that does not depend on the number of threads.
-ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input);
+/// y = sum over the rows of each token (or each row's own y). Sums over D and F accumulate in
+/// float32 or better, as does the sum over a token's rows, in a fixed order that does not depend on
+/// the number of threads.
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input);
 
 struct ExpertsGradients {
   at::Tensor x;            // shape of input.x
   at::Tensor scores_R;     // undefined with ScoreSide::none
-  ExpertsWeights weights;  // dtype of the weights; zeros for experts without rows; biases undefined where there are none
+  ExpertsWeights weights;  // dtype of the weights; zeros for experts without rows; biases undefined
+                           // where there are none
 };
 
 /// dy has the shape of y.
-ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsSaved& saved,
-                                  const at::Tensor& dy);
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsSaved& saved, const at::Tensor& dy);
 
 }  // namespace moesh::kernels

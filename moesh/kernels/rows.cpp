@@ -21,8 +21,10 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
 }
 
 at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
-  MOESH_CHECK(rows_RD.defined() && (rows_RD.dim() == 1 || rows_RD.dim() == 2) && is_kernel_dtype(rows_RD.scalar_type()),
-              ErrorKind::data, "rows_RD is ", describe(rows_RD), "; pass float64, float32 or bfloat16 of 1 or 2 dimensions");
+  MOESH_CHECK(rows_RD.defined() && (rows_RD.dim() == 1 || rows_RD.dim() == 2) &&
+                  is_kernel_dtype(rows_RD.scalar_type()),
+              ErrorKind::data, "rows_RD is ", describe(rows_RD),
+              "; pass float64, float32 or bfloat16 of 1 or 2 dimensions");
   check_tensor("inverse_TK", inverse_TK, at::kLong, 2);
   check_same_device("inverse_TK", inverse_TK, "rows_RD", rows_RD);
   const at::NoGradGuard no_grad;

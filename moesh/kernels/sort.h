@@ -19,21 +19,23 @@ struct Sorted {
   at::Tensor counts_e;    // rows of each expert of the range
 };
 
-/// Sorts the choices experts_TK (int64) by expert; equal experts keep the order of their flat index. Only experts of the
-/// range take part: with {0, E} R is T*K and inverse_TK undoes order_R. All results are int64 on the device of the input.
+/// Sorts the choices experts_TK (int64) by expert; equal experts keep the order of their flat
+/// index. Only experts of the range take part: with {0, E} R is T*K and inverse_TK undoes order_R.
+/// All results are int64 on the device of the input.
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range);
 inline Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts) {
   return sort_by_expert(experts_TK, num_experts, {0, num_experts});
 }
 
 struct Reordered {
-  at::Tensor index_R;    // expert-major position -> rank-major row: expert_major = gather_rows(rank_major, index_R)
+  at::Tensor index_R;    // expert-major position -> rank-major row: expert_major =
+                         // gather_rows(rank_major, index_R)
   at::Tensor inverse_R;  // rank-major row -> expert-major position
   at::Tensor totals_e;   // rows of each expert, on the host
 };
 
-/// Rows arrive ordered by rank, then expert; counts_re[r][e] of them (int64, on the host) from rank r for expert e. Gives the
-/// order by expert, then rank. Indices are made on `device`.
+/// Rows arrive ordered by rank, then expert; counts_re[r][e] of them (int64, on the host) from rank
+/// r for expert e. Gives the order by expert, then rank. Indices are made on `device`.
 Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device device = at::kCPU);
 
 }  // namespace moesh::kernels

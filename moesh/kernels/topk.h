@@ -11,8 +11,9 @@ struct TopK {
   at::Tensor experts_TK;  // int64
 };
 
-/// The K largest of each token's scores [T, E] (float32 or float64), largest first. Among equal scores the lowest expert
-/// wins, on every device. A NaN is an Error(data) that names its token; -inf is a legal score (a masked expert).
+/// The K largest of each token's scores [T, E] (float32 or float64), largest first. Among equal
+/// scores the lowest expert wins, on every device. A NaN is an Error(data) that names its token;
+/// -inf is a legal score (a masked expert).
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k);
 
 }  // namespace moesh::kernels

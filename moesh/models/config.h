@@ -23,14 +23,15 @@ struct ModelKey {
 };
 using ModelKeys = std::vector<ModelKey>;
 
-/// What the rules of a run need to know of the model; 0: no such limit. Messages call them model.num_heads and so on: model keys
-/// have these names.
+/// What the rules of a run need to know of the model; 0: no such limit. Messages call them
+/// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
   std::int64_t num_heads = 0, num_kv_heads = 0;
   std::int64_t num_experts = 0, top_k = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  bool has_expert_bias = true;  // balance without a loss: DeepSeek-V3 alone has a place for it on disk
+  bool has_expert_bias =
+      true;  // balance without a loss: DeepSeek-V3 alone has a place for it on disk
 };
 
 /// Every decoder. The values are those of the tiny size.
@@ -76,7 +77,8 @@ Config built_in(const std::string& size) {
     if (b.size == size) return b.config;
     sizes += (sizes.empty() ? "" : ", ") + b.size;
   }
-  throw Error(ErrorKind::config, std::string(Config::kName) + " has no size '" + size + "'; it comes as " + sizes);
+  throw Error(ErrorKind::config,
+              std::string(Config::kName) + " has no size '" + size + "'; it comes as " + sizes);
 }
 
 }  // namespace moesh::models

@@ -25,12 +25,14 @@ struct Block {
   std::optional<nn::Mlp> mlp;
   std::optional<nn::Moe> moe;
 
-  Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m, const nn::ModuleOptions& o) {
+  Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
+        const nn::ModuleOptions& o) {
     const auto& c = plan.config;
     const std::string name = "model.layers." + std::to_string(layer);
     attention_norm = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
     attention = plan.attention(layer, name + ".self_attn", o);
-    ffn_norm = nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
+    ffn_norm =
+        nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
     if (!plan.is_moe(layer)) {
       mlp.emplace(name + "." + plan.mlp_name, c.dim, plan.ffn, o);
       return;
@@ -72,9 +74,12 @@ class Decoder final : public Model {
   Decoder(const DecoderPlan& plan, const ModelOptions& m) : config_(plan.config) {
     const auto& c = config_;
     const nn::ModuleOptions o{
-        .dtype = m.dtype, .device = m.device, .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
+        .dtype = m.dtype,
+        .device = m.device,
+        .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
     embedding_ = nn::Embedding("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
-    for (std::int64_t i = 0; i < c.num_layers; ++i) blocks_.push_back(std::make_unique<Block>(plan, i, m, o));
+    for (std::int64_t i = 0; i < c.num_layers; ++i)
+      blocks_.push_back(std::make_unique<Block>(plan, i, m, o));
     norm_ = nn::RmsNorm("model.norm", c.dim, c.norm_eps, o.dtype, o.device);
     if (!c.tie_embeddings) head_ = nn::column("lm_head", c.vocab, c.dim, o);
   }
@@ -116,18 +121,22 @@ class Decoder final : public Model {
   };
 
   template <bool Sp>
-  BlockResult<Sp> run_block(Block& b, const Stream<Sp>& x, const Tokens& tokens, const MicroBatch& batch,
-                            const ForwardOptions& options, size_t moe_layer) {
+  BlockResult<Sp> run_block(Block& b, const Stream<Sp>& x, const Tokens& tokens,
+                            const MicroBatch& batch, const ForwardOptions& options,
+                            size_t moe_layer) {
     BlockResult<Sp> out;
     const Stream<Sp> after =
-        x + nn::to_stream<Sp>((*b.attention)(nn::to_full<Sp>(nn::norm<Sp>(b.attention_norm, x), tokens), tokens), tokens);
+        x + nn::to_stream<Sp>(
+                (*b.attention)(nn::to_full<Sp>(nn::norm<Sp>(b.attention_norm, x), tokens), tokens),
+                tokens);
     const Stream<Sp> normed = nn::norm<Sp>(b.ffn_norm, after);
     if (b.mlp) {
       out.x = after + nn::to_stream<Sp>((*b.mlp)(nn::to_full<Sp>(normed, tokens)), tokens);
       return out;
     }
     nn::RouteOptions route{.pass = options.pass, .record_start = batch.index * tokens.num_global()};
-    if (options.record && options.pass != nn::Pass::recompute) route.record = (*options.record)[moe_layer].get();
+    if (options.record && options.pass != nn::Pass::recompute)
+      route.record = (*options.record)[moe_layer].get();
     if (options.replay) route.replay = (*options.replay)[moe_layer].get();
     const auto y = (*b.moe)(normed, tokens, route);
     out.x = after + y.y;
@@ -139,8 +148,10 @@ class Decoder final : public Model {
       const auto t = scale(term(), weight);
       out.auxiliary = local(out.auxiliary).defined() ? out.auxiliary + t : t;
     };
-    add(weights.switch_weight, [&] { return nn::switch_loss(y.route, config, batch.num_step_tokens); });
-    add(weights.sequence_weight, [&] { return nn::sequence_loss(y.route, config, tokens, batch.num_step_tokens); });
+    add(weights.switch_weight,
+        [&] { return nn::switch_loss(y.route, config, batch.num_step_tokens); });
+    add(weights.sequence_weight,
+        [&] { return nn::sequence_loss(y.route, config, tokens, batch.num_step_tokens); });
     add(weights.z_weight, [&] { return nn::z_loss(y.route, batch.num_step_tokens); });
     return out;
   }
@@ -148,8 +159,9 @@ class Decoder final : public Model {
   template <bool Sp>
   ForwardResult run(const MicroBatch& batch, const ForwardOptions& options) {
     const auto& ids = batch.input_ids_BL;
-    MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config, "input_ids are ", ids.sizes(),
-                "; the model takes sequences of up to ", config_.max_sequence, " tokens");
+    MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config,
+                "input_ids are ", ids.sizes(), "; the model takes sequences of up to ",
+                config_.max_sequence, " tokens");
     const Tokens tokens(current_mesh(), ids.size(0), ids.size(1), Sp);
     ForwardResult result;
     Stream<Sp> x = nn::to_stream<Sp>(embedding_(tokens.my_block(ids)), tokens);
@@ -169,7 +181,8 @@ class Decoder final : public Model {
       if (options.recompute && options.pass == nn::Pass::training) {
         at::Tensor counts;
         const auto outputs = nn::recompute(
-            [this, &b, tokens, batch, options, layer, &counts](const at::Tensor& input, bool again) {
+            [this, &b, tokens, batch, options, layer, &counts](const at::Tensor& input,
+                                                               bool again) {
               ForwardOptions o = options;
               if (again) o.pass = nn::Pass::recompute;
               auto r = run_block<Sp>(b, assume<Stream<Sp>::layout>(input), tokens, batch, o, layer);
@@ -194,24 +207,31 @@ class Decoder final : public Model {
     const auto logits_BLV = linear(final, use(head_ ? *head_ : embedding_.weight()));
     if (options.capture) result.logits_BLV = local(logits_BLV).detach();
     result.cross_entropy = cross_entropy(logits_BLV, batch, tokens);
-    result.loss = local(auxiliary).defined() ? result.cross_entropy + auxiliary : result.cross_entropy;
+    result.loss =
+        local(auxiliary).defined() ? result.cross_entropy + auxiliary : result.cross_entropy;
     return result;
   }
 
   // Of this rank's tokens, divided by those of the step.
-  nn::TokenSum cross_entropy(const Tensor<Dense{T, T, F}>& logits_BLV, const MicroBatch& batch, const Tokens& tokens) const {
-    const auto logits = declare<Dense{T, T, F}>([](const at::Tensor& t) { return t.flatten(0, 1); }, logits_BLV);
+  nn::TokenSum cross_entropy(const Tensor<Dense{T, T, F}>& logits_BLV, const MicroBatch& batch,
+                             const Tokens& tokens) const {
+    const auto logits =
+        declare<Dense{T, T, F}>([](const at::Tensor& t) { return t.flatten(0, 1); }, logits_BLV);
     at::Tensor labels = tokens.my_block(batch.labels_BL).flatten();
-    if (MOESH_MUTANT(labels_shifted_after_the_cut)) {  // the next token of this block, unknown at its end
+    if (MOESH_MUTANT(
+            labels_shifted_after_the_cut)) {  // the next token of this block, unknown at its end
       const at::Tensor block = tokens.my_block(batch.input_ids_BL);
-      labels = at::cat({block.narrow(1, std::min<std::int64_t>(1, block.size(1)), std::max<std::int64_t>(0, block.size(1) - 1)),
-                        at::full({block.size(0), std::min<std::int64_t>(1, block.size(1))}, -100, block.options())},
+      labels = at::cat({block.narrow(1, std::min<std::int64_t>(1, block.size(1)),
+                                     std::max<std::int64_t>(0, block.size(1) - 1)),
+                        at::full({block.size(0), std::min<std::int64_t>(1, block.size(1))}, -100,
+                                 block.options())},
                        1)
                    .flatten();
     }
     const auto per_token = nn::cross_entropy(logits, labels, config_.vocab);
     double divisor = static_cast<double>(batch.num_step_tokens);
-    if (MOESH_MUTANT(loss_averaged_per_rank)) divisor = std::max(1.0, labels.ne(-100).sum().item<double>());
+    if (MOESH_MUTANT(loss_averaged_per_rank))
+      divisor = std::max(1.0, labels.ne(-100).sum().item<double>());
     return once<tp>(scale(sum_all(per_token), 1.0 / divisor));
   }
 

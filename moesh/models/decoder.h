@@ -1,6 +1,6 @@
 #pragma once
-// The decoder that all models share: embedding, blocks of attention and MLP or MoE on a residual stream, norm, head, loss. A
-// model is a plan of it: formulas, sizes and names.
+// The decoder that all models share: embedding, blocks of attention and MLP or MoE on a residual
+// stream, norm, head, loss. A model is a plan of it: formulas, sizes and names.
 
 #include <functional>
 #include <memory>
@@ -18,7 +18,8 @@ namespace moesh::models {
 struct DecoderPlan {
   DecoderConfig config;
   /// The attention of a layer; `name` is what its parameters' names begin with.
-  std::function<std::unique_ptr<nn::Attention>(std::int64_t layer, const std::string& name, const nn::ModuleOptions& options)>
+  std::function<std::unique_ptr<nn::Attention>(std::int64_t layer, const std::string& name,
+                                               const nn::ModuleOptions& options)>
       attention;
   /// Whether a layer is a mixture of experts; else it is a dense MLP of width `ffn`.
   std::function<bool(std::int64_t layer)> is_moe = [](std::int64_t) { return true; };

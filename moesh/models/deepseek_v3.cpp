@@ -16,7 +16,8 @@ using nn::Heads;
 using nn::Sum;
 using nn::Tokens;
 
-/// Multi-head latent attention: keys and values come from a small latent, and one rotated key is shared by all heads.
+/// Multi-head latent attention: keys and values come from a small latent, and one rotated key is
+/// shared by all heads.
 class Mla final : public nn::Attention {
  public:
   Mla(const DeepseekV3Config& c, const std::string& name, const nn::ModuleOptions& o)
@@ -26,8 +27,10 @@ class Mla final : public nn::Attention {
         v_dim_(c.v_dim),
         latent_(c.kv_lora_rank),
         rope_(c.rope) {
-    MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config, "deepseek_v3: num_heads = ", num_heads_,
-                " do not divide by tp = ", current_mesh().size(tp), "; choose a tp that divides the heads");
+    MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config,
+                "deepseek_v3: num_heads = ", num_heads_,
+                " do not divide by tp = ", current_mesh().size(tp),
+                "; choose a tp that divides the heads");
     const std::int64_t qk = nope_ + rope_dim_;
     rope_.dim = rope_dim_;
     options_.scale = std::pow(static_cast<double>(qk), -0.5) * rope_.attention_factor();
@@ -45,17 +48,22 @@ class Mla final : public nn::Attention {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table =
-        nn::rope_table(rope_, tokens.block_start(), tokens.block_length(), local(x_BLD).scalar_type(), local(x_BLD).device());
-    const auto rotated = [&](const at::Tensor& t) { return nn::rotate(t, table, rope_.interleaved); };
+    const auto table = nn::rope_table(rope_, tokens.block_start(), tokens.block_length(),
+                                      local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto rotated = [&](const at::Tensor& t) {
+      return nn::rotate(t, table, rope_.interleaved);
+    };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
     const Heads q = declare<Heads::layout>(
-        [&](const at::Tensor& t) { return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1); },
+        [&](const at::Tensor& t) {
+          return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1);
+        },
         nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
     const Full kv_a = linear(x_BLD, use(kv_a_));
-    const Heads kv = nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
+    const Heads kv =
+        nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
     const Full shared_key = narrow(kv_a, -1, latent_, rope_dim_);
     const Heads k = declare<Heads::layout>(
         [&](const at::Tensor& t, const at::Tensor& key) {
@@ -64,7 +72,8 @@ class Mla final : public nn::Attention {
         },
         kv, shared_key);
     const Heads v = narrow(kv, -1, nope_, v_dim_);
-    const Heads y = nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
+    const Heads y =
+        nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
   }
 
@@ -75,7 +84,8 @@ class Mla final : public nn::Attention {
   }
 
   double flops(std::int64_t sequence) const override {
-    return 6.0 * static_cast<double>(num_heads_ * (nope_ + rope_dim_ + v_dim_)) * nn::mean_visible(sequence, options_);
+    return 6.0 * static_cast<double>(num_heads_ * (nope_ + rope_dim_ + v_dim_)) *
+           nn::mean_visible(sequence, options_);
   }
 
  private:
@@ -94,7 +104,8 @@ class Mla final : public nn::Attention {
 
 DecoderPlan DeepseekV3Config::plan() const {
   MOESH_CHECK(num_dense_layers >= 0 && num_dense_layers <= num_layers, ErrorKind::config,
-              "deepseek_v3: num_dense_layers = ", num_dense_layers, " of num_layers = ", num_layers);
+              "deepseek_v3: num_dense_layers = ", num_dense_layers,
+              " of num_layers = ", num_layers);
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
@@ -112,20 +123,21 @@ DecoderPlan DeepseekV3Config::plan() const {
 
 ModelKeys DeepseekV3Config::keys() {
   ModelKeys all = DecoderConfig::keys();
-  all.insert(all.end(), {
-                            {"num_dense_layers", &num_dense_layers, "first blocks with a dense MLP", 0},
-                            {"ffn", &ffn, "width of the dense MLP"},
-                            {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full", 0},
-                            {"kv_lora_rank", &kv_lora_rank, "rank of the key and value latent"},
-                            {"qk_nope_dim", &qk_nope_dim, "features of a head without rotation"},
-                            {"qk_rope_dim", &qk_rope_dim, "rotated features of a head"},
-                            {"v_dim", &v_dim, "value features of a head"},
-                            {"num_shared", &num_shared, "shared experts", 0},
-                            {"num_groups", &num_groups, "groups of experts in node-limited routing"},
-                            {"top_groups", &top_groups, "groups that a token may use"},
-                            {"normalize", &normalize, "weights of a token add up to one"},
-                            {"routed_scale", &routed_scale, "factor on the weights"},
-                        });
+  all.insert(all.end(),
+             {
+                 {"num_dense_layers", &num_dense_layers, "first blocks with a dense MLP", 0},
+                 {"ffn", &ffn, "width of the dense MLP"},
+                 {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full", 0},
+                 {"kv_lora_rank", &kv_lora_rank, "rank of the key and value latent"},
+                 {"qk_nope_dim", &qk_nope_dim, "features of a head without rotation"},
+                 {"qk_rope_dim", &qk_rope_dim, "rotated features of a head"},
+                 {"v_dim", &v_dim, "value features of a head"},
+                 {"num_shared", &num_shared, "shared experts", 0},
+                 {"num_groups", &num_groups, "groups of experts in node-limited routing"},
+                 {"top_groups", &top_groups, "groups that a token may use"},
+                 {"normalize", &normalize, "weights of a token add up to one"},
+                 {"routed_scale", &routed_scale, "factor on the weights"},
+             });
   return all;
 }
 
@@ -136,7 +148,8 @@ std::vector<BuiltIn<DeepseekV3Config>> DeepseekV3Config::built_in() {
 
   DeepseekV3Config debug;
   debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16;
-  debug.ffn = 1024, debug.moe_ffn = 256, debug.num_experts = 8, debug.num_shared = 2, debug.top_k = 3;
+  debug.ffn = 1024, debug.moe_ffn = 256, debug.num_experts = 8, debug.num_shared = 2,
+  debug.top_k = 3;
   debug.kv_lora_rank = 512, debug.qk_nope_dim = 128, debug.qk_rope_dim = 64, debug.v_dim = 128;
   debug.rope.interleaved = true;
 
@@ -146,8 +159,10 @@ std::vector<BuiltIn<DeepseekV3Config>> DeepseekV3Config::built_in() {
   lite.rope.factor = 40, lite.rope.mscale = 0.707, lite.rope.mscale_all_dim = 0.707;
 
   DeepseekV3Config large = lite;
-  large.vocab = 129280, large.dim = 7168, large.num_layers = 61, large.num_dense_layers = 3, large.num_heads = 128;
-  large.ffn = 18432, large.moe_ffn = 2048, large.num_experts = 256, large.num_shared = 1, large.top_k = 8;
+  large.vocab = 129280, large.dim = 7168, large.num_layers = 61, large.num_dense_layers = 3,
+  large.num_heads = 128;
+  large.ffn = 18432, large.moe_ffn = 2048, large.num_experts = 256, large.num_shared = 1,
+  large.top_k = 8;
   large.q_lora_rank = 1536, large.num_groups = 8, large.top_groups = 4, large.routed_scale = 2.5;
   large.rope.mscale = 1, large.rope.mscale_all_dim = 1;
   return {{"tiny", tiny}, {"debug", debug}, {"16b", lite}, {"671b", large}};

@@ -1,6 +1,6 @@
 #pragma once
-// DeepSeek-V3: multi-head latent attention (MLA), first layers dense, then mixtures of experts with shared experts, node-limited
-// sigmoid routing, and balance by an expert bias.
+// DeepSeek-V3: multi-head latent attention (MLA), first layers dense, then mixtures of experts with
+// shared experts, node-limited sigmoid routing, and balance by an expert bias.
 
 #include <string>
 #include <vector>
@@ -12,7 +12,8 @@ namespace moesh::models {
 
 struct DeepseekV3Config : DecoderConfig {
   static constexpr const char* kName = "deepseek_v3";
-  static constexpr const char *kModelType = "deepseek_v3", *kArchitecture = "DeepseekV3ForCausalLM";  // in config.json
+  static constexpr const char *kModelType = "deepseek_v3",
+                              *kArchitecture = "DeepseekV3ForCausalLM";  // in config.json
 
   std::int64_t num_dense_layers = 1, ffn = 48;
   std::int64_t q_lora_rank = 0, kv_lora_rank = 16, qk_nope_dim = 8, qk_rope_dim = 4, v_dim = 8;
@@ -22,7 +23,9 @@ struct DeepseekV3Config : DecoderConfig {
 
   /// "tiny", "debug", "16b" (DeepSeek-V2-Lite's shape with V3's router), "671b" (DeepSeek-V3).
   static std::vector<BuiltIn<DeepseekV3Config>> built_in();
-  static DeepseekV3Config named(const std::string& size) { return models::built_in<DeepseekV3Config>(size); }
+  static DeepseekV3Config named(const std::string& size) {
+    return models::built_in<DeepseekV3Config>(size);
+  }
 
   ModelKeys keys();
   DecoderPlan plan() const;

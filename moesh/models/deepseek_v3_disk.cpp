@@ -10,9 +10,11 @@ void read(const JsonValue& json, DeepseekV3Config& c) {
   require(json, "topk_method", {"noaux_tc"});
   require(json, "moe_layer_freq", {std::int64_t{1}});
   require(json, "num_key_value_heads", {c.num_heads});
-  c.num_dense_layers = json.at("first_k_dense_replace", "config.json").as_int("first_k_dense_replace");
-  MOESH_CHECK(c.num_dense_layers >= 0 && c.num_dense_layers <= c.num_layers, ErrorKind::data, "first_k_dense_replace is ",
-              c.num_dense_layers, " of num_hidden_layers = ", c.num_layers);
+  c.num_dense_layers =
+      json.at("first_k_dense_replace", "config.json").as_int("first_k_dense_replace");
+  MOESH_CHECK(c.num_dense_layers >= 0 && c.num_dense_layers <= c.num_layers, ErrorKind::data,
+              "first_k_dense_replace is ", c.num_dense_layers,
+              " of num_hidden_layers = ", c.num_layers);
   c.ffn = count(json, "intermediate_size"), c.moe_ffn = count(json, "moe_intermediate_size");
   c.q_lora_rank = field(json, "q_lora_rank") ? count(json, "q_lora_rank") : 0;
   c.kv_lora_rank = count(json, "kv_lora_rank");
@@ -50,8 +52,11 @@ JsonObject fields(const DeepseekV3Config& c) {
                                   {"attention_bias", {false}}});
 }
 
-std::vector<formats::DiskTensor> tensors(const DeepseekV3Config&, const LayerExperts& x, formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "gate_proj", "up_proj", "down_proj") : stacked_out_in(x);
+std::vector<formats::DiskTensor> tensors(const DeepseekV3Config&, const LayerExperts& x,
+                                         formats::ExpertLayout layout) {
+  return layout == formats::ExpertLayout::per_expert
+             ? one_by_one(x, "gate_proj", "up_proj", "down_proj")
+             : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

@@ -27,8 +27,8 @@ const char* torch_name(formats::Dtype dtype) {
 // "model.layers.1.mlp.gate" of ".weight"
 std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
-// Layers behind the last, with which DeepSeek-V3 predicts further tokens; buffers of old versions; a head that is the embedding
-// once more.
+// Layers behind the last, with which DeepSeek-V3 predicts further tokens; buffers of old versions;
+// a head that is the embedding once more.
 bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool predicts_further) {
   if (name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")) return true;
   if (!predicts_further) return false;
@@ -46,7 +46,9 @@ bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool 
 std::string renamed(std::string name, ExpertLayout layout) {
   constexpr std::string_view kOld = ".block_sparse_moe.";
   const auto found = name.find(kOld);
-  return layout == ExpertLayout::stacked && found != std::string::npos ? name.replace(found, kOld.size(), ".mlp.") : name;
+  return layout == ExpertLayout::stacked && found != std::string::npos
+             ? name.replace(found, kOld.size(), ".mlp.")
+             : name;
 }
 
 template <class Config>
@@ -66,7 +68,8 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
       table.tensors.push_back(formats::whole_tensor(bias, expert_bias_name(name), {shape[0]}));
       table.tensors.back().dtype = formats::Dtype::f32;
     } else if (name.ends_with(".w1")) {  // the layer's other parameters come with it
-      const LayerExperts experts{.name = without_last(name), .E = shape[0], .F = shape[1], .D = shape[2]};
+      const LayerExperts experts{
+          .name = without_last(name), .E = shape[0], .F = shape[1], .D = shape[2]};
       for (auto& t : tensors(c, experts, layout)) table.tensors.push_back(std::move(t));
     }
   });
@@ -86,8 +89,8 @@ std::string config_text(const Config& c, formats::Dtype dtype) {
 }
 
 // [E, rows, columns] of a parameter, in a tensor of its own for each expert.
-DiskTensor one_expert(const std::string& name, const std::string& param, std::int64_t e, std::int64_t rows,
-                      std::int64_t columns) {
+DiskTensor one_expert(const std::string& name, const std::string& param, std::int64_t e,
+                      std::int64_t rows, std::int64_t columns) {
   return {.name = name,
           .shape = {rows, columns},
           .view = {1, rows, columns},
@@ -96,8 +99,8 @@ DiskTensor one_expert(const std::string& name, const std::string& param, std::in
 
 }  // namespace
 
-std::vector<DiskTensor> one_by_one(const LayerExperts& x, const std::string& gate, const std::string& up,
-                                   const std::string& down) {
+std::vector<DiskTensor> one_by_one(const LayerExperts& x, const std::string& gate,
+                                   const std::string& up, const std::string& down) {
   std::vector<DiskTensor> all;
   for (std::int64_t e = 0; e < x.E; ++e) {
     const std::string one = x.name + "." + std::to_string(e) + ".";
@@ -109,20 +112,29 @@ std::vector<DiskTensor> one_by_one(const LayerExperts& x, const std::string& gat
 }
 
 std::vector<DiskTensor> stacked_out_in(const LayerExperts& x) {
-  return {{.name = x.name + ".gate_up_proj",
-           .shape = {x.E, 2 * x.F, x.D},
-           .view = {x.E, 2, x.F, x.D},
-           .sources = {{.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 0}}},
-                       {.param = x.name + ".w3", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 1}}}}},
-          formats::whole_tensor(x.name + ".down_proj", x.name + ".w2", {x.E, x.D, x.F})};
+  return {
+      {.name = x.name + ".gate_up_proj",
+       .shape = {x.E, 2 * x.F, x.D},
+       .view = {x.E, 2, x.F, x.D},
+       .sources =
+           {{.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 0}}},
+            {.param = x.name + ".w3", .offset = {0, 0, 0}, .dims = {0, 2, 3}, .fixed = {{1, 1}}}}},
+      formats::whole_tensor(x.name + ".down_proj", x.name + ".w2", {x.E, x.D, x.F})};
 }
 
 std::vector<DiskTensor> stacked_in_out(const LayerExperts& x, bool interleaved) {
-  DiskTensor gate_up{.name = x.name + ".gate_up_proj", .shape = {x.E, x.D, 2 * x.F}, .view = {x.E, x.D, 2, x.F}, .sources = {}};
+  DiskTensor gate_up{.name = x.name + ".gate_up_proj",
+                     .shape = {x.E, x.D, 2 * x.F},
+                     .view = {x.E, x.D, 2, x.F},
+                     .sources = {}};
   const std::size_t half = interleaved ? 3 : 2, feature = interleaved ? 2 : 3;
   if (interleaved) gate_up.view = {x.E, x.D, x.F, 2};
-  gate_up.sources = {{.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, feature, 1}, .fixed = {{half, 0}}},
-                     {.param = x.name + ".w3", .offset = {0, 0, 0}, .dims = {0, feature, 1}, .fixed = {{half, 1}}}};
+  gate_up.sources = {
+      {.param = x.name + ".w1", .offset = {0, 0, 0}, .dims = {0, feature, 1}, .fixed = {{half, 0}}},
+      {.param = x.name + ".w3",
+       .offset = {0, 0, 0},
+       .dims = {0, feature, 1},
+       .fixed = {{half, 1}}}};
   return {gate_up,
           {.name = x.name + ".down_proj",
            .shape = {x.E, x.F, x.D},
@@ -130,7 +142,9 @@ std::vector<DiskTensor> stacked_in_out(const LayerExperts& x, bool interleaved) 
            .sources = {{.param = x.name + ".w2", .offset = {0, 0, 0}, .dims = {0, 2, 1}}}}};
 }
 
-std::string expert_bias_name(const std::string& gate_weight) { return without_last(gate_weight) + ".expert_bias"; }
+std::string expert_bias_name(const std::string& gate_weight) {
+  return without_last(gate_weight) + ".expert_bias";
+}
 
 AnyConfig config_of(const std::string& config_json, const std::string& name) {
   const formats::JsonValue json = formats::parse_json(config_json, name);

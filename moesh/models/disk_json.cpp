@@ -6,10 +6,13 @@ namespace moesh::models {
 namespace {
 
 // Version 5 has rope_parameters, version 4 rope_theta and rope_scaling.
-void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConfig& r, std::int64_t max_sequence) {
+void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConfig& r,
+               std::int64_t max_sequence) {
   auto rope = field(json, "rope_parameters");
   if (!rope) rope = field(json, "rope_scaling");
-  const auto of_rope = [&](const std::string& key) { return rope ? field(*rope, key) : std::nullopt; };
+  const auto of_rope = [&](const std::string& key) {
+    return rope ? field(*rope, key) : std::nullopt;
+  };
   auto type = of_rope("rope_type");
   if (!type) type = of_rope("type");
   if (!rope) r = defaults.rope;
@@ -25,9 +28,11 @@ void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConf
     r.scaling = nn::RopeScaling::linear;
   } else if (kind == "llama3") {
     r.scaling = nn::RopeScaling::llama3;
-    r.low_turns = number(*rope, "low_freq_factor", 1), r.high_turns = number(*rope, "high_freq_factor", 4);
+    r.low_turns = number(*rope, "low_freq_factor", 1),
+    r.high_turns = number(*rope, "high_freq_factor", 4);
   } else {
-    MOESH_CHECK(kind == "yarn", ErrorKind::data, "rope_type is '", kind, "'; moesh computes default, linear, llama3 and yarn");
+    MOESH_CHECK(kind == "yarn", ErrorKind::data, "rope_type is '", kind,
+                "'; moesh computes default, linear, llama3 and yarn");
     r.scaling = nn::RopeScaling::yarn;
     r.beta_fast = number(*rope, "beta_fast", 32), r.beta_slow = number(*rope, "beta_slow", 1);
     r.mscale = number(*rope, "mscale", 0), r.mscale_all_dim = number(*rope, "mscale_all_dim", 0);
@@ -75,11 +80,14 @@ std::optional<JsonValue> field(const JsonValue& json, const std::string& key) {
   return found && !found->is_null() ? std::optional(*found) : std::nullopt;
 }
 
-std::int64_t count(const JsonValue& json, const std::string& key, std::optional<std::int64_t> otherwise) {
+std::int64_t count(const JsonValue& json, const std::string& key,
+                   std::optional<std::int64_t> otherwise) {
   if (otherwise && !field(json, key)) return *otherwise;
   const std::int64_t value = json.at(key, "config.json").as_int(key);
-  const std::int64_t most = key == "num_hidden_layers" ? 10'000 : 1'000'000'000;  // as the keys of [model]
-  MOESH_CHECK(value >= 1 && value <= most, ErrorKind::data, key, " is ", value, "; it takes 1 to ", most);
+  const std::int64_t most =
+      key == "num_hidden_layers" ? 10'000 : 1'000'000'000;  // as the keys of [model]
+  MOESH_CHECK(value >= 1 && value <= most, ErrorKind::data, key, " is ", value, "; it takes 1 to ",
+              most);
   return value;
 }
 
@@ -110,8 +118,8 @@ JsonList to_list(const std::vector<std::int64_t>& values) {
 void require(const JsonValue& json, const std::string& key, const JsonValue& wanted) {
   const auto value = field(json, key);
   const auto* real = std::get_if<double>(&wanted.value);  // 7.0 may be written 7
-  MOESH_CHECK(!value || (real ? value->as_number(key) == *real : *value == wanted), ErrorKind::data, key, " is ",
-              in_one_line(*value), "; moesh computes ", in_one_line(wanted), " alone");
+  MOESH_CHECK(!value || (real ? value->as_number(key) == *real : *value == wanted), ErrorKind::data,
+              key, " is ", in_one_line(*value), "; moesh computes ", in_one_line(wanted), " alone");
 }
 
 void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& c) {
@@ -134,7 +142,8 @@ void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderCo
 void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& c) {
   read_decoder(json, defaults, c);
   c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
-  c.head_dim = count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
+  c.head_dim =
+      count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
 }
 
 JsonObject decoder_json(const DecoderConfig& c) {
@@ -155,7 +164,8 @@ JsonObject decoder_json(const DecoderConfig& c) {
 }
 
 JsonObject grouped_json(const GroupedDecoderConfig& c) {
-  return joined(decoder_json(c), {{"num_key_value_heads", {c.num_kv_heads}}, {"head_dim", {c.head_dim}}});
+  return joined(decoder_json(c),
+                {{"num_key_value_heads", {c.num_kv_heads}}, {"head_dim", {c.head_dim}}});
 }
 
 JsonObject joined(JsonObject fields, const JsonObject& more) {

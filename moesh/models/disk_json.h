@@ -17,12 +17,14 @@ using formats::JsonValue;
 /// A field that may be absent or null.
 std::optional<JsonValue> field(const JsonValue& json, const std::string& key);
 /// A whole number, 1 or more; without `otherwise` it must be there.
-std::int64_t count(const JsonValue& json, const std::string& key, std::optional<std::int64_t> otherwise = {});
+std::int64_t count(const JsonValue& json, const std::string& key,
+                   std::optional<std::int64_t> otherwise = {});
 double number(const JsonValue& json, const std::string& key, double otherwise);
 bool flag(const JsonValue& json, const std::string& key, bool otherwise);
 std::optional<std::vector<std::int64_t>> numbers(const JsonValue& json, const std::string& key);
 JsonList to_list(const std::vector<std::int64_t>& values);
-/// Variants that moesh does not compute: better an error than other numbers. An absent field is fine.
+/// Variants that moesh does not compute: better an error than other numbers. An absent field is
+/// fine.
 void require(const JsonValue& json, const std::string& key, const JsonValue& wanted);
 
 /// What a field stands for where it is absent.
@@ -33,7 +35,8 @@ struct JsonDefaults {
 };
 
 void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& config);
-void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& config);
+void read_grouped(const JsonValue& json, const JsonDefaults& defaults,
+                  GroupedDecoderConfig& config);
 JsonObject decoder_json(const DecoderConfig& config);
 JsonObject grouped_json(const GroupedDecoderConfig& config);
 

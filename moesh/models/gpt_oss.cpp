@@ -4,13 +4,15 @@ namespace moesh::models {
 
 DecoderPlan GptOssConfig::plan() const {
   DecoderPlan plan{.config = *this};
-  plan.attention = [c = *this](std::int64_t layer, const std::string& name, const nn::ModuleOptions& o) {
+  plan.attention = [c = *this](std::int64_t layer, const std::string& name,
+                               const nn::ModuleOptions& o) {
     nn::GroupedAttentionConfig attention = c.attention();
     attention.sinks = true;
     if (layer % 2 == 1) attention.window = 0;
     return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
-  plan.moe.router = {.scoring = nn::Scoring::softmax_chosen, .gate_bias = true, .balance_bias = false};
+  plan.moe.router = {
+      .scoring = nn::Scoring::softmax_chosen, .gate_bias = true, .balance_bias = false};
   plan.moe.experts.activation = kernels::Activation::clamped_swiglu;
   plan.moe.experts.biases = true;
   plan.moe.router_name = "router";
@@ -23,11 +25,13 @@ std::vector<BuiltIn<GptOssConfig>> GptOssConfig::built_in() {
   tiny.rope.theta = 150000, tiny.rope.factor = 32, tiny.rope.truncate = false;
 
   GptOssConfig debug = tiny;
-  debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16, debug.num_kv_heads = 4, debug.head_dim = 64;
+  debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16,
+  debug.num_kv_heads = 4, debug.head_dim = 64;
   debug.moe_ffn = 256, debug.top_k = 4, debug.window = 32, debug.init_std = 0.02;
 
   GptOssConfig small = debug;
-  small.vocab = 201088, small.dim = 2880, small.num_layers = 24, small.num_heads = 64, small.num_kv_heads = 8;
+  small.vocab = 201088, small.dim = 2880, small.num_layers = 24, small.num_heads = 64,
+  small.num_kv_heads = 8;
   small.moe_ffn = 2880, small.num_experts = 32, small.window = 128, small.max_sequence = 131072;
 
   GptOssConfig large = small;

@@ -14,7 +14,8 @@ void read(const JsonValue& json, GptOssConfig& c) {
   c.window = field(json, "sliding_window") ? count(json, "sliding_window") : 0;
   if (!json.find("sliding_window")) c.window = 128;
   JsonList types;
-  for (std::int64_t i = 0; i < c.num_layers; ++i) types.emplace_back(i % 2 == 0 ? "sliding_attention" : "full_attention");
+  for (std::int64_t i = 0; i < c.num_layers; ++i)
+    types.emplace_back(i % 2 == 0 ? "sliding_attention" : "full_attention");
   require(json, "layer_types", {types});
 }
 
@@ -26,13 +27,16 @@ JsonObject fields(const GptOssConfig& c) {
                                   {"sliding_window", window}});
 }
 
-std::vector<formats::DiskTensor> tensors(const GptOssConfig&, const LayerExperts& x, formats::ExpertLayout) {
+std::vector<formats::DiskTensor> tensors(const GptOssConfig&, const LayerExperts& x,
+                                         formats::ExpertLayout) {
   auto all = stacked_in_out(x, /*interleaved=*/true);
-  all.push_back({.name = x.name + ".gate_up_proj_bias",
-                 .shape = {x.E, 2 * x.F},
-                 .view = {x.E, x.F, 2},
-                 .sources = {{.param = x.name + ".b1", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 0}}},
-                             {.param = x.name + ".b3", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 1}}}}});
+  all.push_back(
+      {.name = x.name + ".gate_up_proj_bias",
+       .shape = {x.E, 2 * x.F},
+       .view = {x.E, x.F, 2},
+       .sources = {
+           {.param = x.name + ".b1", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 0}}},
+           {.param = x.name + ".b3", .offset = {0, 0}, .dims = {0, 1}, .fixed = {{2, 1}}}}});
   all.push_back(formats::whole_tensor(x.name + ".down_proj_bias", x.name + ".b2", {x.E, x.D}));
   return all;
 }

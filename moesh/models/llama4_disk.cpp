@@ -12,7 +12,8 @@ void read(const JsonValue& json, Llama4Config& c) {
   c.nope_step = count(json, "no_rope_layer_interval", 4);
   // The list says of each layer whether it has positions; an empty one is none.
   if (const auto has_rope = numbers(json, "no_rope_layers"); has_rope && !has_rope->empty()) {
-    MOESH_CHECK(has_rope->size() >= static_cast<size_t>(c.num_layers), ErrorKind::data, "no_rope_layers has ", has_rope->size(),
+    MOESH_CHECK(has_rope->size() >= static_cast<size_t>(c.num_layers), ErrorKind::data,
+                "no_rope_layers has ", has_rope->size(),
                 " numbers for num_hidden_layers = ", c.num_layers);
     c.nope_layers.emplace();
     for (std::int64_t i = 0; i < c.num_layers; ++i)
@@ -21,12 +22,14 @@ void read(const JsonValue& json, Llama4Config& c) {
   c.chunk = field(json, "attention_chunk_size") ? count(json, "attention_chunk_size") : 0;
   if (!json.find("attention_chunk_size")) c.chunk = 8192;
   JsonList types;
-  for (std::int64_t i = 0; i < c.num_layers; ++i) types.emplace_back(c.has_positions(i) ? "chunked_attention" : "full_attention");
+  for (std::int64_t i = 0; i < c.num_layers; ++i)
+    types.emplace_back(c.has_positions(i) ? "chunked_attention" : "full_attention");
   require(json, "layer_types", {types});
   c.qk_norm = flag(json, "use_qk_norm", true);
   // Some folders have a number here.
   const auto tuning = field(json, "attn_temperature_tuning");
-  const bool grows = !tuning || !(*tuning == JsonValue{false} || *tuning == JsonValue{std::int64_t{0}});
+  const bool grows =
+      !tuning || !(*tuning == JsonValue{false} || *tuning == JsonValue{std::int64_t{0}});
   c.growth = grows ? number(json, "attn_scale", 0.1) : 0;
   c.growth_floor = count(json, "floor_scale", 8192);
 }
@@ -53,7 +56,8 @@ JsonObject fields(const Llama4Config& c) {
                                   {"floor_scale", {c.growth_floor}}});
 }
 
-std::vector<formats::DiskTensor> tensors(const Llama4Config&, const LayerExperts& x, formats::ExpertLayout) {
+std::vector<formats::DiskTensor> tensors(const Llama4Config&, const LayerExperts& x,
+                                         formats::ExpertLayout) {
   return stacked_in_out(x, /*interleaved=*/false);
 }
 

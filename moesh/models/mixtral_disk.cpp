@@ -10,15 +10,19 @@ void read(const JsonValue& json, MixtralConfig& c) {
 }
 
 JsonObject fields(const MixtralConfig& c) {
-  MOESH_CHECK(!c.attention_bias, ErrorKind::config,
-              "mixtral: model.attention_bias is true, and its config.json has no place for it; set it to false");
+  MOESH_CHECK(
+      !c.attention_bias, ErrorKind::config,
+      "mixtral: model.attention_bias is true, and its config.json has no place for it; set it to false");
   const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
-  return joined(grouped_json(c),
-                {{"intermediate_size", {c.moe_ffn}}, {"num_local_experts", {c.num_experts}}, {"sliding_window", window}});
+  return joined(grouped_json(c), {{"intermediate_size", {c.moe_ffn}},
+                                  {"num_local_experts", {c.num_experts}},
+                                  {"sliding_window", window}});
 }
 
-std::vector<formats::DiskTensor> tensors(const MixtralConfig&, const LayerExperts& x, formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2") : stacked_out_in(x);
+std::vector<formats::DiskTensor> tensors(const MixtralConfig&, const LayerExperts& x,
+                                         formats::ExpertLayout layout) {
+  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
+                                                     : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

@@ -5,7 +5,8 @@
 namespace moesh::models {
 
 DecoderPlan Qwen3MoeConfig::plan() const {
-  MOESH_CHECK(sparse_step >= 1, ErrorKind::config, "qwen3_moe: sparse_step is ", sparse_step, "; it takes 1 or more");
+  MOESH_CHECK(sparse_step >= 1, ErrorKind::config, "qwen3_moe: sparse_step is ", sparse_step,
+              "; it takes 1 or more");
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     nn::GroupedAttentionConfig attention = c.attention();
@@ -15,16 +16,18 @@ DecoderPlan Qwen3MoeConfig::plan() const {
   plan.is_moe = [step = sparse_step, dense = mlp_only_layers](std::int64_t layer) {
     return (layer + 1) % step == 0 && std::find(dense.begin(), dense.end(), layer) == dense.end();
   };
-  plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0, .balance_bias = false};
+  plan.moe.router = {
+      .scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0, .balance_bias = false};
   plan.ffn = ffn;
   return plan;
 }
 
 ModelKeys Qwen3MoeConfig::keys() {
   ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(all.end(), {{"ffn", &ffn, "width of the dense MLP"},
-                         {"sparse_step", &sparse_step, "every so many blocks one is a mixture of experts"},
-                         {"normalize", &normalize, "weights of a token add up to one"}});
+  all.insert(all.end(),
+             {{"ffn", &ffn, "width of the dense MLP"},
+              {"sparse_step", &sparse_step, "every so many blocks one is a mixture of experts"},
+              {"normalize", &normalize, "weights of a token add up to one"}});
   return all;
 }
 
@@ -33,16 +36,20 @@ std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {
   tiny.mlp_only_layers = {0}, tiny.init_std = 0.2;
 
   Qwen3MoeConfig debug;
-  debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16, debug.num_kv_heads = 4, debug.head_dim = 64;
+  debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16,
+  debug.num_kv_heads = 4, debug.head_dim = 64;
   debug.ffn = 1024, debug.moe_ffn = 256, debug.top_k = 3;
 
   Qwen3MoeConfig small;
-  small.vocab = 151936, small.dim = 2048, small.num_layers = 48, small.num_heads = 32, small.num_kv_heads = 4;
-  small.head_dim = 128, small.ffn = 6144, small.moe_ffn = 768, small.num_experts = 128, small.top_k = 8;
+  small.vocab = 151936, small.dim = 2048, small.num_layers = 48, small.num_heads = 32,
+  small.num_kv_heads = 4;
+  small.head_dim = 128, small.ffn = 6144, small.moe_ffn = 768, small.num_experts = 128,
+  small.top_k = 8;
   small.rope.theta = 1e6, small.max_sequence = 40960;
 
   Qwen3MoeConfig large = small;
-  large.dim = 4096, large.num_layers = 94, large.num_heads = 64, large.ffn = 12288, large.moe_ffn = 1536;
+  large.dim = 4096, large.num_layers = 94, large.num_heads = 64, large.ffn = 12288,
+  large.moe_ffn = 1536;
   return {{"tiny", tiny}, {"debug", debug}, {"30b-a3b", small}, {"235b-a22b", large}};
 }
 

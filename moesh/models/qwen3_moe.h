@@ -1,5 +1,6 @@
 #pragma once
-// Qwen3-MoE: grouped-query attention with a norm on every head of q and k, softmax routing, no shared expert.
+// Qwen3-MoE: grouped-query attention with a norm on every head of q and k, softmax routing, no
+// shared expert.
 
 #include <string>
 #include <vector>
@@ -11,7 +12,8 @@ namespace moesh::models {
 
 struct Qwen3MoeConfig : GroupedDecoderConfig {
   static constexpr const char* kName = "qwen3_moe";
-  static constexpr const char *kModelType = "qwen3_moe", *kArchitecture = "Qwen3MoeForCausalLM";  // in config.json
+  static constexpr const char *kModelType = "qwen3_moe",
+                              *kArchitecture = "Qwen3MoeForCausalLM";  // in config.json
 
   std::int64_t ffn = 48;                           // of the layers that are not mixtures
   std::int64_t sparse_step = 1;                    // layer i is a mixture if i + 1 divides by it,
@@ -20,7 +22,9 @@ struct Qwen3MoeConfig : GroupedDecoderConfig {
 
   /// "tiny", "debug", "30b-a3b", "235b-a22b".
   static std::vector<BuiltIn<Qwen3MoeConfig>> built_in();
-  static Qwen3MoeConfig named(const std::string& size) { return models::built_in<Qwen3MoeConfig>(size); }
+  static Qwen3MoeConfig named(const std::string& size) {
+    return models::built_in<Qwen3MoeConfig>(size);
+  }
 
   ModelKeys keys();
   DecoderPlan plan() const;

@@ -10,7 +10,9 @@ void read(const JsonValue& json, Qwen3MoeConfig& c) {
   c.sparse_step = count(json, "decoder_sparse_step", 1);
   c.mlp_only_layers = numbers(json, "mlp_only_layers").value_or(std::vector<std::int64_t>{});
   c.normalize = flag(json, "norm_topk_prob", false);
-  c.window = flag(json, "use_sliding_window", false) && field(json, "sliding_window") ? count(json, "sliding_window") : 0;
+  c.window = flag(json, "use_sliding_window", false) && field(json, "sliding_window")
+                 ? count(json, "sliding_window")
+                 : 0;
 }
 
 JsonObject fields(const Qwen3MoeConfig& c) {
@@ -26,8 +28,11 @@ JsonObject fields(const Qwen3MoeConfig& c) {
                                   {"sliding_window", window}});
 }
 
-std::vector<formats::DiskTensor> tensors(const Qwen3MoeConfig&, const LayerExperts& x, formats::ExpertLayout layout) {
-  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "gate_proj", "up_proj", "down_proj") : stacked_out_in(x);
+std::vector<formats::DiskTensor> tensors(const Qwen3MoeConfig&, const LayerExperts& x,
+                                         formats::ExpertLayout layout) {
+  return layout == formats::ExpertLayout::per_expert
+             ? one_by_one(x, "gate_proj", "up_proj", "down_proj")
+             : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

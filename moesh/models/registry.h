@@ -1,6 +1,6 @@
 #pragma once
-// All models. A new one is a configuration with its names, built_in(), keys(), facts() and plan(), its place in AnyConfig, and
-// what disk.h wants to know of it.
+// All models. A new one is a configuration with its names, built_in(), keys(), facts() and plan(),
+// its place in AnyConfig, and what disk.h wants to know of it.
 
 #include <memory>
 #include <string>
@@ -16,7 +16,8 @@
 
 namespace moesh::models {
 
-using AnyConfig = std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config, GptOssConfig>;
+using AnyConfig =
+    std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config, GptOssConfig>;
 
 /// f.operator()<Config>() for each of them.
 template <class Fn>

@@ -12,24 +12,29 @@ namespace moesh::nn {
 namespace {
 
 // `sinks_h` may be undefined.
-at::Tensor attend_raw(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
-                      const Tokens& tokens, const AttentionOptions& o) {
-  const kernels::AttentionConfig config{.scale = o.scale, .start = tokens.block_start(), .window = o.window, .chunk = o.chunk};
+at::Tensor attend_raw(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
+                      const at::Tensor& sinks_h, const Tokens& tokens, const AttentionOptions& o) {
+  const kernels::AttentionConfig config{
+      .scale = o.scale, .start = tokens.block_start(), .window = o.window, .chunk = o.chunk};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
-  return kernels::has_attention(q_BLhd.device()) ? raw::fused_attention(config, input) : raw::composed_attention(config, input);
+  return kernels::has_attention(q_BLhd.device()) ? raw::fused_attention(config, input)
+                                                 : raw::composed_attention(config, input);
 }
 
 }  // namespace
 
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width) {
-  return declare<Heads::layout>([&](const at::Tensor& t) { return t.unflatten(-1, {t.size(-1) / width, width}); }, x);
+  return declare<Heads::layout>(
+      [&](const at::Tensor& t) { return t.unflatten(-1, {t.size(-1) / width, width}); }, x);
 }
 
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) {
   return declare<Heads::layout>([](const at::Tensor& t) { return t.flatten(2); }, x);
 }
 
-AllHeads all_positions(const Heads& x, const Tokens& tokens) { return all_gather<cp>(x, tokens.over_cp()); }
+AllHeads all_positions(const Heads& x, const Tokens& tokens) {
+  return all_gather<cp>(x, tokens.over_cp());
+}
 
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   double sum = 0;
@@ -42,16 +47,20 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
 }
 
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens, const AttentionOptions& options) {
-  return declare<Heads::layout>([&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
-                                    const at::Tensor& v_BSgd) { return attend_raw(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options); },
-                                q, k, v);
-}
-
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks, const Tokens& tokens,
+Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens,
              const AttentionOptions& options) {
   return declare<Heads::layout>(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd, const at::Tensor& sinks_h) {
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
+        return attend_raw(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options);
+      },
+      q, k, v);
+}
+
+Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks,
+             const Tokens& tokens, const AttentionOptions& options) {
+  return declare<Heads::layout>(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
+          const at::Tensor& sinks_h) {
         return attend_raw(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
       },
       q, k, v, sinks);

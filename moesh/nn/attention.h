@@ -1,6 +1,7 @@
 #pragma once
-// Softmax attention of the heads that a tp rank holds. Queries are the tokens of this cp rank, keys and values those of all.
-// B batch, L tokens of this cp rank, S all tokens, h heads of this tp rank, d width of a head
+// Softmax attention of the heads that a tp rank holds. Queries are the tokens of this cp rank, keys
+// and values those of all. B batch, L tokens of this cp rank, S all tokens, h heads of this tp
+// rank, d width of a head
 
 #include <functional>
 
@@ -11,9 +12,11 @@
 
 namespace moesh::nn {
 
-using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;     // [B, L, h, d]: own heads, own positions
-using AllHeads = Tensor<Dense{Place::T, Place::R, Place::F}>;  // [B, S, h, d]: own heads, all positions
-using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;   // [h]: a number of each own head
+using Heads =
+    Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, h, d]: own heads, own positions
+using AllHeads =
+    Tensor<Dense{Place::T, Place::R, Place::F}>;  // [B, S, h, d]: own heads, all positions
+using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number of each own head
 
 /// [B, L, h * width] -> [B, L, h, width], and back.
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
@@ -26,17 +29,19 @@ AllHeads all_positions(const Heads& x, const Tokens& tokens);
 struct AttentionOptions {
   double scale = 1;
   std::int64_t window = 0;  // tokens that a query sees, itself among them; 0: all
-  std::int64_t chunk = 0;   // the sequence is cut into chunks of this many tokens, and a query sees its own; 0: one chunk
+  std::int64_t chunk = 0;   // the sequence is cut into chunks of this many tokens, and a query sees
+                            // its own; 0: one chunk
 };
 
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
 
 /// Causal attention, [B, L, h, d of v]. h may be smaller for keys and values (grouped queries).
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens, const AttentionOptions& options);
-/// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks, const Tokens& tokens,
+Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens,
              const AttentionOptions& options);
+/// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
+Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks,
+             const Tokens& tokens, const AttentionOptions& options);
 
 /// What a decoder's block needs of its attention, whatever the kind.
 class Attention {

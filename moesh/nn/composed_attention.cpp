@@ -11,19 +11,25 @@ using kernels::AttentionConfig;
 using kernels::AttentionInput;
 
 // [L, S]: which keys each of the queries sees.
-at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c, at::Device device) {
+at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
+                        at::Device device) {
   const auto index = at::TensorOptions(device).dtype(at::kLong);
-  const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1), key = at::arange(all, index);
+  const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1),
+                   key = at::arange(all, index);
   at::Tensor visible = key <= query;
   if (c.window > 0) visible = visible.logical_and(key > query - c.window);
-  if (c.chunk > 0) visible = visible.logical_and(key.div(c.chunk, "floor") == query.div(c.chunk, "floor"));
+  if (c.chunk > 0)
+    visible = visible.logical_and(key.div(c.chunk, "floor") == query.div(c.chunk, "floor"));
   return visible;
 }
 
-// On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a fused kernel.
-at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& mask,
-                 bool is_causal, double scale) {
-  if (q.is_meta()) return std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, mask, scale));
+// On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a
+// fused kernel.
+at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                 const std::optional<at::Tensor>& mask, bool is_causal, double scale) {
+  if (q.is_meta())
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, mask, scale));
   return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale);
 }
 
@@ -32,26 +38,31 @@ at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
   at::Tensor queries = heads(in.q_BLhd), keys = heads(in.k_BSgd), values = heads(in.v_BSgv);
-  const auto length = queries.size(2), all = keys.size(2), num_heads = queries.size(1), groups = keys.size(1);
-  MOESH_CHECK(groups == 0 || num_heads % groups == 0, ErrorKind::config, "attention: this rank has ", num_heads,
-              " query heads and ", groups, " key heads; choose a tp that divides both numbers of heads");
+  const auto length = queries.size(2), all = keys.size(2), num_heads = queries.size(1),
+             groups = keys.size(1);
+  MOESH_CHECK(groups == 0 || num_heads % groups == 0, ErrorKind::config,
+              "attention: this rank has ", num_heads, " query heads and ", groups,
+              " key heads; choose a tp that divides both numbers of heads");
   if (groups > 0 && groups != num_heads) {
     keys = keys.repeat_interleave(num_heads / groups, 1);
     values = values.repeat_interleave(num_heads / groups, 1);
   }
   if (in.sinks_h.defined()) {
-    // A sink is one more key, which every query sees with the score of its head and whose value is zero. An extra feature does
-    // it, 1 in the queries, 0 in the keys and sink / scale in this one, and the fused kernels stay as they are. Seven zeros go
-    // with it: the kernels want aligned widths.
+    // A sink is one more key, which every query sees with the score of its head and whose value is
+    // zero. An extra feature does it, 1 in the queries, 0 in the keys and sink / scale in this one,
+    // and the fused kernels stay as they are. Seven zeros go with it: the kernels want aligned
+    // widths.
     const auto width = queries.size(3);
-    queries = at::cat(
-        {queries, at::ones_like(queries.narrow(3, 0, 1)), at::zeros_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 7})}, 3);
-    const at::Tensor sink =
-        at::constant_pad_nd(in.sinks_h.to(keys.scalar_type()).reshape({1, num_heads, 1, 1}) / c.scale, {width, 7});
+    queries = at::cat({queries, at::ones_like(queries.narrow(3, 0, 1)),
+                       at::zeros_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 7})},
+                      3);
+    const at::Tensor sink = at::constant_pad_nd(
+        in.sinks_h.to(keys.scalar_type()).reshape({1, num_heads, 1, 1}) / c.scale, {width, 7});
     keys = at::cat({at::constant_pad_nd(keys, {0, 8}), sink.expand({keys.size(0), -1, -1, -1})}, 2);
     values = at::constant_pad_nd(values, {0, 0, 0, 1});
   }
-  if (queries.numel() == 0) {  // a rank without tokens or heads: an empty result that still hangs on its inputs
+  if (queries.numel() ==
+      0) {  // a rank without tokens or heads: an empty result that still hangs on its inputs
     return heads(queries.matmul(keys.transpose(-1, -2)).matmul(values));
   }
   const auto width = values.size(-1), key_width = keys.size(-1);
@@ -63,7 +74,8 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
     out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
     at::Tensor visible = visible_keys(length, all, c, queries.device());
-    if (in.sinks_h.defined()) visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
+    if (in.sinks_h.defined())
+      visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
     out = fused(queries, keys, values, visible, /*is_causal=*/false, c.scale);
   }
   return heads(out.narrow(-1, 0, width));

@@ -5,7 +5,9 @@
 
 namespace moesh::nn::raw {
 
-/// [B, L, h, v], by scaled_dot_product_attention; a mask [L, S] is made where the queries do not see all that is before them.
-at::Tensor composed_attention(const kernels::AttentionConfig& config, const kernels::AttentionInput& input);
+/// [B, L, h, v], by scaled_dot_product_attention; a mask [L, S] is made where the queries do not
+/// see all that is before them.
+at::Tensor composed_attention(const kernels::AttentionConfig& config,
+                              const kernels::AttentionInput& input);
 
 }  // namespace moesh::nn::raw

@@ -23,51 +23,64 @@ struct Plan : torch::CustomClassHolder {
   at::Tensor counts_e;  // on the host
 };
 
-// Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the scores, and the weights.
+// Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
+// scores, and the weights.
 class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& w1,
-                            const at::Tensor& w3, const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
-                            const MaybeTensor& b2, const at::Tensor& token_R, const at::Tensor& inverse,
-                            const c10::intrusive_ptr<Plan>& plan) {
-    const kernels::ExpertsWeights weights{
-        w1, w3, w2, b1.value_or(at::Tensor()), b3.value_or(at::Tensor()), b2.value_or(at::Tensor())};
-    auto out = kernels::experts_forward(plan->config, weights, {x, plan->counts_e, scores_R, token_R, inverse});
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const at::Tensor& scores_R, const at::Tensor& w1, const at::Tensor& w3,
+                            const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
+                            const MaybeTensor& b2, const at::Tensor& token_R,
+                            const at::Tensor& inverse, const c10::intrusive_ptr<Plan>& plan) {
+    const kernels::ExpertsWeights weights{w1,
+                                          w3,
+                                          w2,
+                                          b1.value_or(at::Tensor()),
+                                          b3.value_or(at::Tensor()),
+                                          b2.value_or(at::Tensor())};
+    auto out = kernels::experts_forward(plan->config, weights,
+                                        {x, plan->counts_e, scores_R, token_R, inverse});
     context->saved_data["plan"] = c10::IValue::make_capsule(plan);
-    context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF, w1, w3, w2, weights.b1_eF,
-                                weights.b3_eF, weights.b2_eD});
+    context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
+                                w1, w3, w2, weights.b1_eF, weights.b3_eF, weights.b2_eD});
     return out.y;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto plan = c10::static_intrusive_pointer_cast<Plan>(context->saved_data["plan"].toCapsule());
+    const auto plan =
+        c10::static_intrusive_pointer_cast<Plan>(context->saved_data["plan"].toCapsule());
     const auto s = context->get_saved_variables();
     const kernels::ExpertsWeights weights{s[6], s[7], s[8], s[9], s[10], s[11]};
     const kernels::ExpertsSaved saved{{s[0], plan->counts_e, s[1], s[2], s[3]}, s[4], s[5]};
     auto g = kernels::experts_backward(plan->config, weights, saved, grads[0].contiguous());
     const auto& w = g.weights;
-    return {g.x, g.scores_R, w.w1_eFD, w.w3_eFD, w.w2_eDF, w.b1_eF, w.b3_eF, w.b2_eD, at::Tensor(), at::Tensor(), at::Tensor()};
+    return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
+            w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
 }  // namespace
 
 void ExpertsConfig::validate() const {
-  MOESH_CHECK(num_experts >= 1 && dim >= 1 && ffn >= 1, ErrorKind::config, "experts: num_experts ", num_experts, ", dim ", dim,
-              ", ffn ", ffn, "; each takes 1 or more");
+  MOESH_CHECK(num_experts >= 1 && dim >= 1 && ffn >= 1, ErrorKind::config, "experts: num_experts ",
+              num_experts, ", dim ", dim, ", ffn ", ffn, "; each takes 1 or more");
   const int ranks = current_mesh().size(ep);
   MOESH_CHECK(num_experts % ranks == 0, ErrorKind::config, "experts: num_experts = ", num_experts,
-              " do not divide by ep = ", ranks, "; every rank of ep holds the same number of experts");
+              " do not divide by ep = ", ranks,
+              "; every rank of ep holds the same number of experts");
 }
 
-Experts::Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype, at::Device device, const Init& init)
+Experts::Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype,
+                 at::Device device, const Init& init)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
   const auto experts = config.num_experts, dim = config.dim, ffn = config.ffn;
-  // FSDP shards the experts themselves, or, where there are fewer of them than ranks, what is inside.
+  // FSDP shards the experts themselves, or, where there are fewer of them than ranks, what is
+  // inside.
   const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
-  const auto spec = [&](const char* part, std::vector<std::int64_t> shape, std::vector<std::pair<Axes, std::int64_t>> cuts) {
+  const auto spec = [&](const char* part, std::vector<std::int64_t> shape,
+                        std::vector<std::pair<Axes, std::int64_t>> cuts) {
     const bool is_bf16 = dtype == at::kBFloat16;
     return ParamSpec{.name = name + "." + part,
                      .shape = std::move(shape),
@@ -86,12 +99,13 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), init);
 }
 
-at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e, const at::Tensor& token_R,
-                        const at::Tensor& inverse) const {
+at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e,
+                        const at::Tensor& token_R, const at::Tensor& inverse) const {
   auto plan = c10::make_intrusive<Plan>();
   auto side = config_.scores;
   if (MOESH_MUTANT(scores_on_the_wrong_side))
-    side = side == kernels::ScoreSide::after ? kernels::ScoreSide::before : kernels::ScoreSide::after;
+    side =
+        side == kernels::ScoreSide::after ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   plan->config = {.activation = config_.activation, .scores = side};
   plan->counts_e = counts_e;
   MaybeTensor b1, b3, b2;
@@ -100,23 +114,29 @@ at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const a
     // The output is a partial sum over etp: its bias counts on one rank.
     b2 = MOESH_MUTANT(bias_on_every_rank) ? local(use(*b2_)) : local(once<etp>(use(*b2_)));
   }
-  return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1, b3, b2, token_R, inverse,
-                                plan);
+  return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1,
+                                b3, b2, token_R, inverse, plan);
 }
 
-Tensor<Sparse{T, E, P}> Experts::rows(const Tensor<Sparse{T, E, R}>& rows_RD, const Tensor<Sparse{T, E, R}>& scores_R,
+Tensor<Sparse{T, E, P}> Experts::rows(const Tensor<Sparse{T, E, R}>& rows_RD,
+                                      const Tensor<Sparse{T, E, R}>& scores_R,
                                       const kernels::Reordered& order) const {
   const at::Tensor sorted = permute_rows(local(scores_R), order.index_R, order.inverse_R);
-  return assume<Sparse{T, E, P}>(run(local(rows_RD), sorted, order.totals_e, order.index_R, order.inverse_R.unsqueeze(1)));
+  return assume<Sparse{T, E, P}>(
+      run(local(rows_RD), sorted, order.totals_e, order.index_R, order.inverse_R.unsqueeze(1)));
 }
 
-Tensor<Sparse{T, P, P}> Experts::share(const Tensor<Sparse{T, R, R}>& x_ND, const Tensor<Sparse{T, R, R}>& scores_NK,
+Tensor<Sparse{T, P, P}> Experts::share(const Tensor<Sparse{T, R, R}>& x_ND,
+                                       const Tensor<Sparse{T, R, R}>& scores_NK,
                                        const at::Tensor& experts_NK) const {
   const auto& mesh = current_mesh();
   const std::int64_t num_local = config_.num_experts / mesh.size(ep);
-  const auto sorted = kernels::sort_by_expert(experts_NK, config_.num_experts, {mesh.coordinate(ep) * num_local, num_local});
-  const at::Tensor scores_R = permute_rows(local(scores_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten());
-  return assume<Sparse{T, P, P}>(run(local(x_ND), scores_R, sorted.counts_e.cpu(), sorted.token_R, sorted.inverse_TK));
+  const auto sorted = kernels::sort_by_expert(experts_NK, config_.num_experts,
+                                              {mesh.coordinate(ep) * num_local, num_local});
+  const at::Tensor scores_R =
+      permute_rows(local(scores_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten());
+  return assume<Sparse{T, P, P}>(
+      run(local(x_ND), scores_R, sorted.counts_e.cpu(), sorted.token_R, sorted.inverse_TK));
 }
 
 }  // namespace moesh::nn

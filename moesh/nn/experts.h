@@ -1,6 +1,7 @@
 #pragma once
-// The routed experts: parameters in the sparse view, own experts on ep (E), own features of each on etp (F).
-// N local tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
+// The routed experts: parameters in the sparse view, own experts on ep (E), own features of each on
+// etp (F). N local tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their
+// experts
 
 #include <optional>
 #include <string>
@@ -27,18 +28,22 @@ class Experts {
   using OutputBias = Param<Sparse{Place::I, Place::E, Place::I}>;
 
   /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
-  Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype, at::Device device, const Init& init);
+  Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype,
+          at::Device device, const Init& init);
 
-  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a partial sum over etp. `to` sorts
-  /// them.
-  Tensor<Sparse{Place::T, Place::E, Place::P}> rows(const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
-                                                    const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
-                                                    const kernels::Reordered& order) const;
+  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a
+  /// partial sum over etp. `to` sorts them.
+  Tensor<Sparse{Place::T, Place::E, Place::P}> rows(
+      const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
+      const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
+      const kernels::Reordered& order) const;
 
-  /// All tokens of the ep x etp ranks -> this rank's experts' share of every token's output, a partial sum over both.
-  Tensor<Sparse{Place::T, Place::P, Place::P}> share(const Tensor<Sparse{Place::T, Place::R, Place::R}>& x_ND,
-                                                     const Tensor<Sparse{Place::T, Place::R, Place::R}>& scores_NK,
-                                                     const at::Tensor& experts_NK) const;
+  /// All tokens of the ep x etp ranks -> this rank's experts' share of every token's output, a
+  /// partial sum over both.
+  Tensor<Sparse{Place::T, Place::P, Place::P}> share(
+      const Tensor<Sparse{Place::T, Place::R, Place::R}>& x_ND,
+      const Tensor<Sparse{Place::T, Place::R, Place::R}>& scores_NK,
+      const at::Tensor& experts_NK) const;
 
   const ExpertsConfig& config() const { return config_; }
   /// f(param) for each parameter, in the order w1, w3, w2, b1, b3, b2.
@@ -49,8 +54,8 @@ class Experts {
   }
 
  private:
-  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e, const at::Tensor& token_R,
-                 const at::Tensor& inverse) const;
+  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e,
+                 const at::Tensor& token_R, const at::Tensor& inverse) const;
 
   ExpertsConfig config_;
   Weight w1_, w3_, w2_;

@@ -12,8 +12,9 @@ using torch::autograd::variable_list;
 
 class FusedAttention : public torch::autograd::Function<FusedAttention> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const std::optional<at::Tensor>& sinks, double scale, std::int64_t start, std::int64_t window,
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const std::optional<at::Tensor>& sinks,
+                            double scale, std::int64_t start, std::int64_t window,
                             std::int64_t chunk) {
     const AttentionConfig config{.scale = scale, .start = start, .window = window, .chunk = chunk};
     const at::Tensor given = sinks.value_or(at::Tensor());
@@ -32,7 +33,8 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
                                  .start = data["start"].toInt(),
                                  .window = data["window"].toInt(),
                                  .chunk = data["chunk"].toInt()};
-    const auto g = kernels::attention_backward(config, {saved[0], saved[1], saved[2], saved[3]}, saved[4], grads[0]);
+    const auto g = kernels::attention_backward(config, {saved[0], saved[1], saved[2], saved[3]},
+                                               saved[4], grads[0]);
     return {g.q_BLhd, g.k_BSgd, g.v_BSgv, g.sinks_h, {}, {}, {}, {}};
   }
 };
@@ -40,8 +42,10 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
 }  // namespace
 
 at::Tensor fused_attention(const AttentionConfig& c, const AttentionInput& in) {
-  const std::optional<at::Tensor> sinks = in.sinks_h.defined() ? std::optional(in.sinks_h) : std::nullopt;
-  return FusedAttention::apply(in.q_BLhd, in.k_BSgd, in.v_BSgv, sinks, c.scale, c.start, c.window, c.chunk);
+  const std::optional<at::Tensor> sinks =
+      in.sinks_h.defined() ? std::optional(in.sinks_h) : std::nullopt;
+  return FusedAttention::apply(in.q_BLhd, in.k_BSgd, in.v_BSgv, sinks, c.scale, c.start, c.window,
+                               c.chunk);
 }
 
 }  // namespace moesh::nn::raw

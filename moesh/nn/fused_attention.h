@@ -6,6 +6,7 @@
 namespace moesh::nn::raw {
 
 /// [B, L, h, v]. Keeps its input and one number for each query, nothing of size [L, S].
-at::Tensor fused_attention(const kernels::AttentionConfig& config, const kernels::AttentionInput& input);
+at::Tensor fused_attention(const kernels::AttentionConfig& config,
+                           const kernels::AttentionInput& input);
 
 }  // namespace moesh::nn::raw

@@ -19,23 +19,30 @@ Heads each_head(Fn fn, const Heads& x) {
 
 void GroupedAttentionConfig::validate() const {
   const auto ranks = current_mesh().size(tp);
-  MOESH_CHECK(num_heads >= 1 && num_kv_heads >= 1 && num_heads % num_kv_heads == 0, ErrorKind::config,
-              "attention: num_heads = ", num_heads, " query heads do not divide into groups of num_kv_heads = ", num_kv_heads,
+  MOESH_CHECK(num_heads >= 1 && num_kv_heads >= 1 && num_heads % num_kv_heads == 0,
+              ErrorKind::config, "attention: num_heads = ", num_heads,
+              " query heads do not divide into groups of num_kv_heads = ", num_kv_heads,
               "; choose a divisor");
-  MOESH_CHECK(num_heads % ranks == 0, ErrorKind::config, "attention: num_heads = ", num_heads, " do not divide by tp = ", ranks,
-              "; choose a tp that divides the heads");
-  MOESH_CHECK(num_kv_heads % ranks == 0, ErrorKind::config, "attention: num_kv_heads = ", num_kv_heads,
-              " do not divide by tp = ", ranks, ", and every tp rank holds its own; choose a tp that divides them");
-  MOESH_CHECK(!rope || rope->dim == head_dim, ErrorKind::config, "attention: rope.dim = ", rope ? rope->dim : 0,
-              " and head_dim = ", head_dim, " must be equal");
-  MOESH_CHECK(window >= 0 && chunk >= 0, ErrorKind::config, "attention: window ", window, ", chunk ", chunk,
-              "; both take 0 (none) or more");
-  MOESH_CHECK(growth_floor >= 1, ErrorKind::config, "attention: growth_floor is ", growth_floor, "; it takes 1 or more");
+  MOESH_CHECK(num_heads % ranks == 0, ErrorKind::config, "attention: num_heads = ", num_heads,
+              " do not divide by tp = ", ranks, "; choose a tp that divides the heads");
+  MOESH_CHECK(num_kv_heads % ranks == 0, ErrorKind::config,
+              "attention: num_kv_heads = ", num_kv_heads, " do not divide by tp = ", ranks,
+              ", and every tp rank holds its own; choose a tp that divides them");
+  MOESH_CHECK(!rope || rope->dim == head_dim, ErrorKind::config,
+              "attention: rope.dim = ", rope ? rope->dim : 0, " and head_dim = ", head_dim,
+              " must be equal");
+  MOESH_CHECK(window >= 0 && chunk >= 0, ErrorKind::config, "attention: window ", window,
+              ", chunk ", chunk, "; both take 0 (none) or more");
+  MOESH_CHECK(growth_floor >= 1, ErrorKind::config, "attention: growth_floor is ", growth_floor,
+              "; it takes 1 or more");
 }
 
-GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::string& name, const ModuleOptions& o)
+GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::string& name,
+                                   const ModuleOptions& o)
     : config_((c.validate(), c)),
-      options_{.scale = std::pow(static_cast<double>(c.head_dim), -0.5), .window = c.window, .chunk = c.chunk},
+      options_{.scale = std::pow(static_cast<double>(c.head_dim), -0.5),
+               .window = c.window,
+               .chunk = c.chunk},
       q_(name + ".q_proj", c.num_heads * c.head_dim, c.dim, c.biases, o),
       k_(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
       v_(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
@@ -58,23 +65,32 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
   if (config_.rope) {
-    const auto table = rope_table(*config_.rope, tokens.block_start(), tokens.block_length(), dtype, device);
-    const auto rotated = [&](const at::Tensor& t) { return rotate(t, table, config_.rope->interleaved); };
+    const auto table =
+        rope_table(*config_.rope, tokens.block_start(), tokens.block_length(), dtype, device);
+    const auto rotated = [&](const at::Tensor& t) {
+      return rotate(t, table, config_.rope->interleaved);
+    };
     q = each_head(rotated, q), k = each_head(rotated, k);
   }
   if (config_.qk_norm == QkNorm::plain) {
-    const auto normal = [&](const at::Tensor& t) { return moesh::raw::rms_norm(t, {}, config_.norm_eps); };
+    const auto normal = [&](const at::Tensor& t) {
+      return moesh::raw::rms_norm(t, {}, config_.norm_eps);
+    };
     q = each_head(normal, q), k = each_head(normal, k);
   }
   if (config_.growth != 0) {
-    const auto wide = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
-    const at::Tensor position = at::arange(tokens.block_start(), tokens.block_start() + tokens.block_length(), wide);
-    const at::Tensor factor = 1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
-    q = each_head([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); }, q);
+    const auto wide =
+        at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+    const at::Tensor position =
+        at::arange(tokens.block_start(), tokens.block_start() + tokens.block_length(), wide);
+    const at::Tensor factor =
+        1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
+    q = each_head([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
+                  q);
   }
   const AllHeads keys = all_positions(k, tokens), values = all_positions(v, tokens);
-  return o_(
-      merge_heads(sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_) : attend(q, keys, values, tokens, options_)));
+  return o_(merge_heads(sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_)
+                               : attend(q, keys, values, tokens, options_)));
 }
 
 void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {
@@ -86,7 +102,8 @@ void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {
 }
 
 double GroupedAttention::flops(std::int64_t sequence) const {
-  return 12.0 * static_cast<double>(config_.num_heads * config_.head_dim) * mean_visible(sequence, options_);
+  return 12.0 * static_cast<double>(config_.num_heads * config_.head_dim) *
+         mean_visible(sequence, options_);
 }
 
 }  // namespace moesh::nn

@@ -1,6 +1,6 @@
 #pragma once
-// Grouped-query attention with what its models add: q and k norms, rotation or none, windows, chunks, sinks, biases. Heads are
-// cut over tp, keys and values as the queries.
+// Grouped-query attention with what its models add: q and k norms, rotation or none, windows,
+// chunks, sinks, biases. Heads are cut over tp, keys and values as the queries.
 
 #include <optional>
 #include <string>
@@ -26,7 +26,8 @@ struct GroupedAttentionConfig {
   std::optional<RopeConfig> rope = {};  // none: no positions (NoPE)
   std::int64_t window = 0, chunk = 0;   // as in AttentionOptions
   bool sinks = false;
-  // Queries grow with their position: times 1 + growth * log1p(floor((position + 1) / growth_floor)).
+  // Queries grow with their position: times 1 + growth * log1p(floor((position + 1) /
+  // growth_floor)).
   double growth = 0;
   std::int64_t growth_floor = 8192;
 
@@ -36,7 +37,8 @@ struct GroupedAttentionConfig {
 
 class GroupedAttention final : public Attention {
  public:
-  GroupedAttention(const GroupedAttentionConfig& config, const std::string& name, const ModuleOptions& o);
+  GroupedAttention(const GroupedAttentionConfig& config, const std::string& name,
+                   const ModuleOptions& o);
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override;
   void each_param(const std::function<void(Stored&)>& f) override;

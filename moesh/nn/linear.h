@@ -22,20 +22,26 @@ struct ModuleOptions {
   at::ScalarType master() const { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
-    return {
-        .name = name, .shape = std::move(shape), .cuts = std::move(cuts), .dtype = master(), .compute = dtype, .device = device};
+    return {.name = name,
+            .shape = std::move(shape),
+            .cuts = std::move(cuts),
+            .dtype = master(),
+            .compute = dtype,
+            .device = device};
   }
 };
 
 /// Column: a rank computes its own slice of the outputs.
-inline Cut column(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
+inline Cut column(const std::string& name, std::int64_t out, std::int64_t in,
+                  const ModuleOptions& o) {
   return Cut(o.spec(name + ".weight", {out, in}, {{tp, 0}}), o.init);
 }
 /// Row: a rank has its own slice of the inputs, and a partial sum of the outputs.
 inline Cut row(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
   return Cut(o.spec(name + ".weight", {out, in}, {{tp, 1}}), o.init);
 }
-inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
+inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in,
+                   const ModuleOptions& o) {
   return Whole(o.spec(name + ".weight", {out, in}), o.init);
 }
 
@@ -43,12 +49,14 @@ inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in, c
 class ColumnLinear {
  public:
   ColumnLinear() = default;
-  ColumnLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias, const ModuleOptions& o)
+  ColumnLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
+               const ModuleOptions& o)
       : weight_(column(name, out, in, o)) {
     if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}, {{tp, 0}}), o.init);
   }
 
-  Tensor<Dense{Place::T, Place::T, Place::F}> operator()(const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
+  Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
+      const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
     const auto y = linear(x, use(weight_));
     return bias_ ? y + use(*bias_) : y;
   }
@@ -67,12 +75,14 @@ class ColumnLinear {
 class RowLinear {
  public:
   RowLinear() = default;
-  RowLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias, const ModuleOptions& o)
+  RowLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
+            const ModuleOptions& o)
       : weight_(row(name, out, in, o)) {
     if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}), o.init);
   }
 
-  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
+  Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
+      const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
     const auto y = linear(x, use(weight_));
     return bias_ ? y + once<tp>(use(*bias_)) : y;
   }

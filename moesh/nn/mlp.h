@@ -1,5 +1,6 @@
 #pragma once
-// The dense SwiGLU: down (silu(gate x) * up x), column and row cut over tp. Also the shared experts of a MoE layer.
+// The dense SwiGLU: down (silu(gate x) * up x), column and row cut over tp. Also the shared experts
+// of a MoE layer.
 
 #include <string>
 
@@ -15,7 +16,9 @@ class Mlp {
         up_(column(name + ".up_proj", ffn, dim, o)),
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
-  Sum operator()(const Full& x) const { return linear(silu(linear(x, use(gate_))) * linear(x, use(up_)), use(down_)); }
+  Sum operator()(const Full& x) const {
+    return linear(silu(linear(x, use(gate_))) * linear(x, use(up_)), use(down_));
+  }
 
   template <class Fn>
   void each_param(Fn f) {

@@ -1,5 +1,6 @@
 #pragma once
-// The mixture-of-experts layer: router, dispatch, experts, combine, shared experts. One path for every mesh.
+// The mixture-of-experts layer: router, dispatch, experts, combine, shared experts. One path for
+// every mesh.
 
 #include <optional>
 #include <string>
@@ -41,8 +42,8 @@ class Moe {
   Sharded operator()(const Tensor<Dense{Place::T, Place::T, Place::T}>& x_BLD, const Tokens& tokens,
                      const RouteOptions& options = {});
   /// Without: x is [B, block, D], the same on all tp ranks. No token is computed twice.
-  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD, const Tokens& tokens,
-                       const RouteOptions& options = {});
+  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD,
+                       const Tokens& tokens, const RouteOptions& options = {});
 
   Router& router() { return router_; }
   /// f(param) for every parameter.
@@ -56,8 +57,9 @@ class Moe {
 
  private:
   bool gathers_over_tp() const;
-  Tensor<Dense{Place::T, Place::T, Place::P}> over_tp(const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND, const Route& route,
-                                                      const Along& rows) const;
+  Tensor<Dense{Place::T, Place::T, Place::P}> over_tp(
+      const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND, const Route& route,
+      const Along& rows) const;
 
   MoeConfig config_;
   Dispatcher dispatcher_;

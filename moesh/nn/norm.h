@@ -1,5 +1,6 @@
 #pragma once
-// RMSNorm: x / sqrt(mean(x^2) + eps) * w over the last dimension. Weight and all, it is computed in float32 and rounded once.
+// RMSNorm: x / sqrt(mean(x^2) + eps) * w over the last dimension. Weight and all, it is computed in
+// float32 and rounded once.
 
 #include <string>
 
@@ -11,10 +12,13 @@ namespace moesh::nn {
 class RmsNorm {
  public:
   RmsNorm() = default;
-  RmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype, at::Device device)
-      : weight_(
-            {.name = name + ".weight", .shape = {dim}, .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype, .device = device},
-            {.kind = Init::Kind::ones}),
+  RmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype,
+          at::Device device)
+      : weight_({.name = name + ".weight",
+                 .shape = {dim},
+                 .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+                 .device = device},
+                {.kind = Init::Kind::ones}),
         eps_(eps) {}
 
   /// On work that is split: every rank has other tokens, or other uses of the same ones.
@@ -27,10 +31,15 @@ class RmsNorm {
   Tensor<L> invariant(const Tensor<L>& x) const {
     return rms_norm(x, use<tp>(weight_), eps_);
   }
-  /// On heads [.., h, d]: tp cuts the heads, and each is normalised over its own d features, which are whole.
-  Tensor<Dense{Place::T, Place::T, Place::F}> per_head(const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
+  /// On heads [.., h, d]: tp cuts the heads, and each is normalised over its own d features, which
+  /// are whole.
+  Tensor<Dense{Place::T, Place::T, Place::F}> per_head(
+      const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
     return declare<Dense{Place::T, Place::T, Place::F}>(
-        [&](const at::Tensor& heads, const at::Tensor& w) { return moesh::raw::rms_norm(heads, w, eps_); }, x, use(weight_));
+        [&](const at::Tensor& heads, const at::Tensor& w) {
+          return moesh::raw::rms_norm(heads, w, eps_);
+        },
+        x, use(weight_));
   }
 
   template <class Fn>

@@ -18,8 +18,8 @@ struct Body : torch::CustomClassHolder {
 class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
  public:
   // `anchor` requires a gradient even where x does not, since the parameters inside do.
-  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& /*anchor*/,
-                               const c10::intrusive_ptr<Body>& body) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Body>& body) {
     context->save_for_backward({x});
     context->saved_data["body"] = c10::IValue::make_capsule(body);
     variable_list out;
@@ -30,7 +30,8 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     return out;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto body = c10::static_intrusive_pointer_cast<Body>(context->saved_data["body"].toCapsule());
+    const auto body =
+        c10::static_intrusive_pointer_cast<Body>(context->saved_data["body"].toCapsule());
     const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
     variable_list outputs, gradients;
     {
@@ -49,8 +50,9 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
 
 }  // namespace
 
-std::vector<at::Tensor> recompute(std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f,
-                                  const at::Tensor& x) {
+std::vector<at::Tensor> recompute(
+    std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f,
+    const at::Tensor& x) {
   if (!at::GradMode::is_enabled()) return f(x, false);
   auto body = c10::make_intrusive<Body>();
   body->f = std::move(f);

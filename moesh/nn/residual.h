@@ -1,6 +1,6 @@
 #pragma once
-// The residual stream between blocks: T on tp with sequence parallelism, I without. The inside of attention, MLP and MoE is the
-// same in both: R in, P out.
+// The residual stream between blocks: T on tp with sequence parallelism, I without. The inside of
+// attention, MLP and MoE is the same in both: R in, P out.
 
 #include "moesh/nn/norm.h"
 #include "moesh/nn/tokens.h"
@@ -12,13 +12,15 @@
 
 namespace moesh::nn {
 
-using Full = Tensor<Dense{Place::T, Place::T, Place::R}>;  // all tokens of this cp rank, to be worked on in slices
-using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;   // what comes out of that
+using Full = Tensor<Dense{Place::T, Place::T,
+                          Place::R}>;  // all tokens of this cp rank, to be worked on in slices
+using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;  // what comes out of that
 
 template <bool Sp>
 using Stream = Tensor<Dense{Place::T, Place::T, Sp ? Place::T : Place::I}>;
 
-/// What normed(x) is to the tp ranks: each token is normalised once with sequence parallelism, and by all of them without.
+/// What normed(x) is to the tp ranks: each token is normalised once with sequence parallelism, and
+/// by all of them without.
 template <bool Sp>
 Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
   if constexpr (Sp)

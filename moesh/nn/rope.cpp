@@ -12,21 +12,26 @@
 namespace moesh::nn {
 namespace {
 
-double growth(double factor, double scale) { return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1; }
+double growth(double factor, double scale) {
+  return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1;
+}
 
 // The frequency index whose wave turns `turns` times over the original length.
 double index_of(double turns, const RopeConfig& c) {
-  return static_cast<double>(c.dim) * std::log(static_cast<double>(c.original_length) / (turns * 2 * std::numbers::pi)) /
+  return static_cast<double>(c.dim) *
+         std::log(static_cast<double>(c.original_length) / (turns * 2 * std::numbers::pi)) /
          (2 * std::log(c.theta));
 }
 
-// By how often a wave turns over the original length: often, it stays; seldom, it is stretched; between them a ramp.
+// By how often a wave turns over the original length: often, it stays; seldom, it is stretched;
+// between them a ramp.
 void stretch_llama3(const RopeConfig& c, at::Tensor& frequencies) {
   auto* f = frequencies.data_ptr<double>();
   for (std::int64_t i = 0; i < frequencies.numel(); ++i) {
     const double turns = static_cast<double>(c.original_length) * f[i] / (2 * std::numbers::pi);
     if (turns >= c.high_turns) continue;
-    const double kept = turns < c.low_turns ? 0 : (turns - c.low_turns) / (c.high_turns - c.low_turns);
+    const double kept =
+        turns < c.low_turns ? 0 : (turns - c.low_turns) / (c.high_turns - c.low_turns);
     f[i] = (1 - kept) * f[i] / c.factor + kept * f[i];
   }
 }
@@ -34,12 +39,14 @@ void stretch_llama3(const RopeConfig& c, at::Tensor& frequencies) {
 }  // namespace
 
 void RopeConfig::validate() const {
-  MOESH_CHECK(dim >= 2 && dim % 2 == 0, ErrorKind::config, "rope: ", dim, " rotated features; it takes an even number");
+  MOESH_CHECK(dim >= 2 && dim % 2 == 0, ErrorKind::config, "rope: ", dim,
+              " rotated features; it takes an even number");
   MOESH_CHECK(theta > 1, ErrorKind::config, "rope: theta is ", theta, "; it takes more than 1");
-  MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor, " of original_length ",
-              original_length, "; both take 1 or more");
-  MOESH_CHECK(high_turns >= low_turns && low_turns > 0, ErrorKind::config, "rope: low_turns ", low_turns, " and high_turns ",
-              high_turns, "; they take positive numbers in this order");
+  MOESH_CHECK(factor >= 1 && original_length >= 1, ErrorKind::config, "rope: factor ", factor,
+              " of original_length ", original_length, "; both take 1 or more");
+  MOESH_CHECK(high_turns >= low_turns && low_turns > 0, ErrorKind::config, "rope: low_turns ",
+              low_turns, " and high_turns ", high_turns,
+              "; they take positive numbers in this order");
 }
 
 double RopeConfig::attention_factor() const {
@@ -72,17 +79,21 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
   return frequencies;
 }
 
-RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device) {
-  const auto options = at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length,
+                     at::ScalarType dtype, at::Device device) {
+  const auto options =
+      at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
   if (device.is_meta())
-    return {at::empty({length, c.dim / 2}, options), at::empty({length, c.dim / 2}, options)};  // shapes alone
+    return {at::empty({length, c.dim / 2}, options),
+            at::empty({length, c.dim / 2}, options)};  // shapes alone
   const std::int64_t first = MOESH_MUTANT(positions_begin_at_zero) ? 0 : start;
   const at::Tensor positions = at::arange(first, first + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
   if (c.factor > 1 && c.scaling == RopeScaling::yarn) {
-    m = c.mscale != 0 && c.mscale_all_dim != 0 ? growth(c.factor, c.mscale) / growth(c.factor, c.mscale_all_dim)
-                                               : growth(c.factor, 1);
+    m = c.mscale != 0 && c.mscale_all_dim != 0
+            ? growth(c.factor, c.mscale) / growth(c.factor, c.mscale_all_dim)
+            : growth(c.factor, 1);
     if (c.magnitude != 0) m = c.magnitude;
   }
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};

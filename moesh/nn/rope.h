@@ -17,20 +17,24 @@ enum class RopeScaling {
 struct RopeConfig {
   std::int64_t dim = 0;  // rotated features of a head
   double theta = 10000;
-  bool interleaved = false;  // pairs (2i, 2i + 1) rotate, output laid out evens then odds; else (i, i + dim / 2)
+  bool interleaved =
+      false;  // pairs (2i, 2i + 1) rotate, output laid out evens then odds; else (i, i + dim / 2)
   double factor = 1;
   RopeScaling scaling = RopeScaling::yarn;
   std::int64_t original_length = 4096;
-  // Llama 3: waves longer than original_length / low_turns are stretched, those shorter than original_length / high_turns stay.
+  // Llama 3: waves longer than original_length / low_turns are stretched, those shorter than
+  // original_length / high_turns stay.
   double low_turns = 1, high_turns = 4;
   // YaRN.
   double beta_fast = 32, beta_slow = 1;
   double mscale = 0, mscale_all_dim = 0;
-  double magnitude = 0;  // what cos and sin are multiplied with; 0: it follows from the factor and these two
+  double magnitude =
+      0;  // what cos and sin are multiplied with; 0: it follows from the factor and these two
   bool truncate = true;  // YaRN's bounds are rounded outwards to whole frequencies
 
   void validate() const;
-  /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1 without.
+  /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
+  /// without.
   double attention_factor() const;
 };
 
@@ -41,7 +45,8 @@ at::Tensor rope_frequencies(const RopeConfig& config);
 struct RopeTable {
   at::Tensor cos, sin;
 };
-RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length, at::ScalarType dtype, at::Device device);
+RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length,
+                     at::ScalarType dtype, at::Device device);
 
 /// Rotates x [B, L, heads, dim] by the table of its L positions.
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);

@@ -20,9 +20,12 @@ using enum Place;
 constexpr Axes kTokenAxes = dp | cp | tp;
 constexpr Dense kPerToken{T, T, T};
 
-at::ScalarType gate_dtype(at::ScalarType run) { return run == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType gate_dtype(at::ScalarType run) {
+  return run == at::kDouble ? at::kDouble : at::kFloat;
+}
 
-ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run, at::Device device) {
+ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run,
+                    at::Device device) {
   return {.name = name, .shape = std::move(shape), .dtype = gate_dtype(run), .device = device};
 }
 
@@ -32,18 +35,22 @@ at::Tensor limit_to_groups(const at::Tensor& choice_NE, const RouterConfig& c) {
   const at::Tensor grouped = choice_NE.reshape({n, c.num_groups, per_group});
   const at::Tensor best_two = std::get<0>(grouped.topk(2, -1)).sum(-1);
   const at::Tensor kept = kernels::top_k(best_two, c.top_groups).experts_TK;
-  const at::Tensor mask = at::zeros({n, c.num_groups}, choice_NE.options().dtype(at::kBool)).scatter_(1, kept, true);
-  return grouped.masked_fill(mask.logical_not().unsqueeze(-1), -INFINITY).reshape({n, c.num_experts});
+  const at::Tensor mask =
+      at::zeros({n, c.num_groups}, choice_NE.options().dtype(at::kBool)).scatter_(1, kept, true);
+  return grouped.masked_fill(mask.logical_not().unsqueeze(-1), -INFINITY)
+      .reshape({n, c.num_experts});
 }
 
-// Round robin over the experts by global token: every expert gets the same number, whatever the mesh.
+// Round robin over the experts by global token: every expert gets the same number, whatever the
+// mesh.
 at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Device device) {
   const at::Tensor ids = tokens.global_ids(device).unsqueeze(1);
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
 }
 
 // The token and choice in which two choices differ, and by how much the choice scores differ there.
-void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK, const at::Tensor& choice_NE, RoutingRecord& record) {
+void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK,
+                const at::Tensor& choice_NE, RoutingRecord& record) {
   const at::Tensor own = std::get<0>(own_NK.sort(-1)), other = std::get<0>(replayed_NK.sort(-1));
   const at::Tensor differs = own.ne(other).any(-1);
   const auto count = differs.sum().item<std::int64_t>();
@@ -53,59 +60,70 @@ void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK, const a
   const at::Tensor worst_other = std::get<0>(choice_NE.gather(1, replayed_NK).min(-1));
   // Between groups of experts the scores of those left out are infinite, and say nothing.
   const at::Tensor margins = (worst_own - worst_other).abs().masked_select(differs);
-  const double margin = margins.masked_fill(margins.isfinite().logical_not(), 0).max().item<double>();
+  const double margin =
+      margins.masked_fill(margins.isfinite().logical_not(), 0).max().item<double>();
   double seen = record.largest_margin;
   while (margin > seen && !record.largest_margin.compare_exchange_weak(seen, margin)) {
   }
 }
 
-at::Tensor valid_rows(const at::Tensor& x, const at::Tensor& valid_N) { return valid_N.defined() ? x.index({valid_N}) : x; }
+at::Tensor valid_rows(const at::Tensor& x, const at::Tensor& valid_N) {
+  return valid_N.defined() ? x.index({valid_N}) : x;
+}
 
 // 1 for tokens that count, 0 for the others, as a column of x's dtype.
 at::Tensor valid_column(const Route& route, const at::Tensor& like) {
-  if (!route.valid_N.defined()) return at::ones({like.size(0), 1}, like.options().requires_grad(false));
+  if (!route.valid_N.defined())
+    return at::ones({like.size(0), 1}, like.options().requires_grad(false));
   return route.valid_N.to(like.scalar_type()).unsqueeze(1);
 }
 
 }  // namespace
 
 void RouterConfig::validate() const {
-  MOESH_CHECK(num_experts >= 1, ErrorKind::config, "router: num_experts is ", num_experts, "; it takes 1 or more");
-  MOESH_CHECK(top_k >= 1 && top_k <= num_experts, ErrorKind::config, "router: top_k is ", top_k, "; with ", num_experts,
-              " experts it takes 1 to ", num_experts);
-  MOESH_CHECK(num_groups >= 1 && num_experts % num_groups == 0, ErrorKind::config, "router: ", num_experts,
-              " experts do not divide into num_groups = ", num_groups, " groups; choose a divisor");
-  MOESH_CHECK(top_groups >= 1 && top_groups <= num_groups, ErrorKind::config, "router: top_groups is ", top_groups, "; with ",
-              num_groups, " groups it takes 1 to ", num_groups);
+  MOESH_CHECK(num_experts >= 1, ErrorKind::config, "router: num_experts is ", num_experts,
+              "; it takes 1 or more");
+  MOESH_CHECK(top_k >= 1 && top_k <= num_experts, ErrorKind::config, "router: top_k is ", top_k,
+              "; with ", num_experts, " experts it takes 1 to ", num_experts);
+  MOESH_CHECK(num_groups >= 1 && num_experts % num_groups == 0, ErrorKind::config,
+              "router: ", num_experts, " experts do not divide into num_groups = ", num_groups,
+              " groups; choose a divisor");
+  MOESH_CHECK(top_groups >= 1 && top_groups <= num_groups, ErrorKind::config,
+              "router: top_groups is ", top_groups, "; with ", num_groups, " groups it takes 1 to ",
+              num_groups);
   if (num_groups > 1) {
-    MOESH_CHECK(num_experts / num_groups >= 2, ErrorKind::config, "router: num_groups = ", num_groups, " leaves ",
-                num_experts / num_groups, " expert in a group, and a group is judged by its best two; use at most ",
+    MOESH_CHECK(num_experts / num_groups >= 2, ErrorKind::config,
+                "router: num_groups = ", num_groups, " leaves ", num_experts / num_groups,
+                " expert in a group, and a group is judged by its best two; use at most ",
                 num_experts / 2, " groups");
-    MOESH_CHECK(top_k <= top_groups * (num_experts / num_groups), ErrorKind::config, "router: top_k = ", top_k,
-                " experts are to come from ", top_groups, " groups of ", num_experts / num_groups,
-                "; lower top_k or raise top_groups");
+    MOESH_CHECK(top_k <= top_groups * (num_experts / num_groups), ErrorKind::config,
+                "router: top_k = ", top_k, " experts are to come from ", top_groups, " groups of ",
+                num_experts / num_groups, "; lower top_k or raise top_groups");
   }
-  MOESH_CHECK(epsilon >= 0, ErrorKind::config, "router: epsilon is ", epsilon, "; it takes 0 or more");
-  MOESH_CHECK(scoring == Scoring::sigmoid || !choose_on_logits, ErrorKind::config,
-              "router: choose_on_logits goes with sigmoid scores; softmax_chosen always chooses on logits");
+  MOESH_CHECK(epsilon >= 0, ErrorKind::config, "router: epsilon is ", epsilon,
+              "; it takes 0 or more");
+  MOESH_CHECK(
+      scoring == Scoring::sigmoid || !choose_on_logits, ErrorKind::config,
+      "router: choose_on_logits goes with sigmoid scores; softmax_chosen always chooses on logits");
 }
 
 RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k)
     : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)) {}
 
-Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device,
-               const Init& init)
+Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
+               at::ScalarType dtype, at::Device device, const Init& init)
     : config_(config) {
   config.validate();
   const auto experts = config.num_experts;
   gate_ = Param<Dense{I, I, I}>(gate_spec(name + ".weight", {experts, dim}, dtype, device), init);
-  if (config.gate_bias) gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
+  if (config.gate_bias)
+    gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
   expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(gate_dtype(dtype)));
   pending_counts_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(at::kLong));
 }
 
-at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE, const Tokens& tokens,
-                                  const RouteOptions& options) const {
+at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
+                                  const Tokens& tokens, const RouteOptions& options) const {
   const at::NoGradGuard no_grad;
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
   at::Tensor choice = (on_logits ? logits_NE : scores_NE).detach() + expert_bias_E_;
@@ -119,11 +137,14 @@ at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor&
   if (config_.forced_balance) experts = balanced_choice(tokens, config_, experts.device());
   if (options.replay) {
     const at::Tensor replayed =
-        options.replay->experts_TK.index_select(0, tokens.global_ids() + options.record_start).to(experts.device());
+        options.replay->experts_TK.index_select(0, tokens.global_ids() + options.record_start)
+            .to(experts.device());
     if (options.pass != Pass::recompute) note_flips(experts, replayed, choice, *options.replay);
     experts = replayed;
   }
-  if (options.record) options.record->experts_TK.index_copy_(0, tokens.global_ids() + options.record_start, experts.cpu());
+  if (options.record)
+    options.record->experts_TK.index_copy_(0, tokens.global_ids() + options.record_start,
+                                           experts.cpu());
   return experts;
 }
 
@@ -136,21 +157,25 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
   route.logits_NE = logits;
 
   const at::Tensor& plain = logits.local();
-  const at::Tensor scores = config_.scoring == Scoring::sigmoid ? plain.sigmoid() : plain.softmax(-1);
-  route.probabilities_NE =
-      assume<kPerToken>(config_.scoring == Scoring::sigmoid ? scores / (scores.sum(-1, true) + 1e-20) : scores);
+  const at::Tensor scores =
+      config_.scoring == Scoring::sigmoid ? plain.sigmoid() : plain.softmax(-1);
+  route.probabilities_NE = assume<kPerToken>(
+      config_.scoring == Scoring::sigmoid ? scores / (scores.sum(-1, true) + 1e-20) : scores);
   route.experts_NK = choose_experts(scores, plain, tokens, options);
 
-  at::Tensor weights = config_.scoring == Scoring::softmax_chosen ? plain.gather(1, route.experts_NK).softmax(-1)
-                                                                  : scores.gather(1, route.experts_NK);
+  at::Tensor weights = config_.scoring == Scoring::softmax_chosen
+                           ? plain.gather(1, route.experts_NK).softmax(-1)
+                           : scores.gather(1, route.experts_NK);
   if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
   if (config_.scale != 1) weights = weights * config_.scale;
   route.weights_NK = assume<kPerToken>(MOESH_MUTANT(detached_scores) ? weights.detach() : weights);
 
-  at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {}, config_.num_experts);
+  at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {},
+                                   config_.num_experts);
   if (MOESH_MUTANT(padding_row_counted)) counts[0] += config_.top_k * tokens.num_padding();
   route.counts_E = assume<kPerToken>(counts);
-  if (options.pass == Pass::training || MOESH_MUTANT(counted_in_evaluation)) pending_counts_E_ += route.counts_E.local();
+  if (options.pass == Pass::training || MOESH_MUTANT(counted_in_evaluation))
+    pending_counts_E_ += route.counts_E.local();
   return route;
 }
 
@@ -159,8 +184,11 @@ void Router::update_bias(double coeff) {
   const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
   at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   if (MOESH_MUTANT(bias_counts_without_cp))
-    total_E = whole(all_reduce < dp | tp > (assume<Dense{P, I, P}>(pending_counts_E_)));  // a layout that is not true, too
-  const at::Tensor sign = (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
+    total_E =
+        whole(all_reduce < dp |
+              tp > (assume<Dense{P, I, P}>(pending_counts_E_)));  // a layout that is not true, too
+  const at::Tensor sign =
+      (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;
   expert_bias_E_ = expert_bias_E_ + (step - step.mean());
   clear_counts();
@@ -169,11 +197,14 @@ void Router::update_bias(double coeff) {
 void Router::clear_counts() { pending_counts_E_ = at::zeros_like(pending_counts_E_); }
 
 PerToken routing_map(const Route& route, std::int64_t num_experts) {
-  const at::Tensor map = at::zeros({route.experts_NK.size(0), num_experts}, route.experts_NK.options().dtype(at::kBool));
+  const at::Tensor map = at::zeros({route.experts_NK.size(0), num_experts},
+                                   route.experts_NK.options().dtype(at::kBool));
   return assume<kPerToken>(map.scatter(1, route.experts_NK, true));
 }
 
-TokenSum count_sum(const Route& route) { return as_term<dp>(as_term<cp>(as_term<tp>(route.counts_E))); }
+TokenSum count_sum(const Route& route) {
+  return as_term<dp>(as_term<cp>(as_term<tp>(route.counts_E)));
+}
 
 RouterStatistics statistics(const Route& route) {
   const at::NoGradGuard no_grad;
@@ -187,34 +218,45 @@ RouterStatistics statistics(const Route& route) {
 
 TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens) {
   const auto dtype = route.logits_NE.local().scalar_type();
-  const auto counts_E = cast(all_reduce<kTokenAxes>(count_sum(route)), dtype);  // whole, no gradient
-  const at::Tensor tokens = (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
+  const auto counts_E =
+      cast(all_reduce<kTokenAxes>(count_sum(route)), dtype);  // whole, no gradient
+  const at::Tensor tokens =
+      (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
   const auto valid = assume<kPerToken>(valid_column(route, local(route.probabilities_NE)));
   const auto sum_E = sum<Over::tokens>(route.probabilities_NE * valid, {0});  // P: left pending
-  const auto factor =
-      constant(static_cast<double>(config.num_experts) / static_cast<double>(config.top_k * num_step_tokens) / tokens);
+  const auto factor = constant(static_cast<double>(config.num_experts) /
+                               static_cast<double>(config.top_k * num_step_tokens) / tokens);
   return sum_all(sum_E * counts_E * factor);
 }
 
-TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens, std::int64_t num_step_tokens) {
+TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
+                       std::int64_t num_step_tokens) {
   const auto& p = local(route.probabilities_NE);
   const at::Tensor ids = tokens.sequence_ids(p.device());
-  // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of each sequence.
+  // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
+  // each sequence.
   const at::Tensor member =
-      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) * valid_column(route, p).t();
+      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) *
+      valid_column(route, p).t();
   const auto of_sequence = [&](const PerToken& x) {
-    return declare<Dense{T, P, P}>([&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
+    return declare<Dense{T, P, P}>(
+        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
   };
-  const auto counts_BE = all_reduce < cp | tp > (of_sequence(routing_map(route, config.num_experts)));
-  const at::Tensor lengths = (local(counts_BE).sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto factor = assume<Dense{T, R, R}>(static_cast<double>(config.num_experts) /
-                                             static_cast<double>(config.top_k * num_step_tokens) / lengths);
+  const auto counts_BE =
+      all_reduce < cp | tp > (of_sequence(routing_map(route, config.num_experts)));
+  const at::Tensor lengths =
+      (local(counts_BE).sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
+  const auto factor =
+      assume<Dense{T, R, R}>(static_cast<double>(config.num_experts) /
+                             static_cast<double>(config.top_k * num_step_tokens) / lengths);
   return sum_all(of_sequence(route.probabilities_NE) * counts_BE * factor);
 }
 
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
   const auto squares = declare<kPerToken>(
-      [&](const at::Tensor& logits) { return logits.logsumexp(-1, true).square() * valid_column(route, logits); },
+      [&](const at::Tensor& logits) {
+        return logits.logsumexp(-1, true).square() * valid_column(route, logits);
+      },
       route.logits_NE);
   return sum_all(scale(squares, 1.0 / static_cast<double>(num_step_tokens)));
 }

@@ -1,6 +1,6 @@
 #pragma once
-// The router: scores, the choice of experts, and what balance and losses need of it. Everything is local to a token: T on all
-// axes. N local tokens, D model, E experts, K top-k
+// The router: scores, the choice of experts, and what balance and losses need of it. Everything is
+// local to a token: T on all axes. N local tokens, D model, E experts, K top-k
 
 #include <atomic>
 #include <cstdint>
@@ -14,8 +14,9 @@
 
 namespace moesh::nn {
 
-using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;    // every rank its own tokens
-using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;    // a sum over tokens, not yet taken over the ranks
+using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank its own tokens
+using TokenSum =
+    Tensor<Dense{Place::P, Place::P, Place::P}>;  // a sum over tokens, not yet taken over the ranks
 using Everywhere = Tensor<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
 enum class Scoring {
@@ -28,24 +29,30 @@ struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
   bool choose_on_logits = false;  // Llama 4: the choice is made before the sigmoid
-  std::int64_t num_groups = 1,
-               top_groups = 1;  // node-limited routing: only experts of the best groups (sum of the top 2 of each)
-  bool normalize = false;       // weights of a token add up to one
-  double epsilon = 1e-20;       // added to that sum
+  std::int64_t
+      num_groups = 1,
+      top_groups =
+          1;  // node-limited routing: only experts of the best groups (sum of the top 2 of each)
+  bool normalize = false;  // weights of a token add up to one
+  double epsilon = 1e-20;  // added to that sum
   double scale = 1;
   bool gate_bias = false;
-  bool balance_bias = true;     // an expert bias steers the choice and is moved by update_bias; without it only losses balance
-  bool forced_balance = false;  // for benchmarks: the experts of a token follow from its global index
+  bool balance_bias = true;  // an expert bias steers the choice and is moved by update_bias;
+                             // without it only losses balance
+  bool forced_balance =
+      false;  // for benchmarks: the experts of a token follow from its global index
 
   void validate() const;
 };
 
-/// What a token's choice was, by global token: recorded on one mesh and replayed on another, since near ties flip between
-/// roundings. Ranks write and read their own tokens. One per layer and micro-batch.
+/// What a token's choice was, by global token: recorded on one mesh and replayed on another, since
+/// near ties flip between roundings. Ranks write and read their own tokens. One per layer and
+/// micro-batch.
 struct RoutingRecord {
-  at::Tensor experts_TK;                      // int64, on the host; all tokens of the micro-batch
-  std::atomic<std::int64_t> num_flipped = 0;  // choices that would have been different in the replay
-  std::atomic<double> largest_margin = 0;     // of the choice scores, among them
+  at::Tensor experts_TK;  // int64, on the host; all tokens of the micro-batch
+  std::atomic<std::int64_t> num_flipped =
+      0;                                   // choices that would have been different in the replay
+  std::atomic<double> largest_margin = 0;  // of the choice scores, among them
   RoutingRecord(std::int64_t num_tokens, std::int64_t top_k);
 };
 
@@ -61,9 +68,11 @@ struct RouteOptions {
 
 struct Route {
   at::Tensor experts_NK;  // int64
-  PerToken weights_NK;    // what multiplies an expert's input or output; float32 (float64 in float64 runs)
+  PerToken
+      weights_NK;  // what multiplies an expert's input or output; float32 (float64 in float64 runs)
   PerToken logits_NE, probabilities_NE;
-  PerToken counts_E;  // int64: this rank's own valid tokens; a sum over ranks only after as_term and all_reduce
+  PerToken counts_E;  // int64: this rank's own valid tokens; a sum over ranks only after as_term
+                      // and all_reduce
   at::Tensor valid_N;
 };
 
@@ -77,14 +86,15 @@ struct RouterStatistics {
 class Router {
  public:
   /// `dtype` is that of the run: the gate is float32, and float64 in float64 runs.
-  Router(const RouterConfig& config, const std::string& name, std::int64_t dim, at::ScalarType dtype, at::Device device,
-         const Init& init);
+  Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
+         at::ScalarType dtype, at::Device device, const Init& init);
 
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
-  /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from the counts of all training
-  /// passes since the last call, summed over dp, cp and tp. A skipped step calls clear_counts instead. A model without a balance
-  /// bias keeps it zero: what is trained must be what is exported.
+  /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from
+  /// the counts of all training passes since the last call, summed over dp, cp and tp. A skipped
+  /// step calls clear_counts instead. A model without a balance bias keeps it zero: what is trained
+  /// must be what is exported.
   void update_bias(double coeff);
   void clear_counts();
 
@@ -93,12 +103,13 @@ class Router {
   std::optional<Param<Dense{Place::I, Place::I, Place::I}>>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
-  /// int64: what this rank has counted since the bias moved last. The sum over dp, cp and tp matters, not who has it.
+  /// int64: what this rank has counted since the bias moved last. The sum over dp, cp and tp
+  /// matters, not who has it.
   at::Tensor& pending_counts() { return pending_counts_E_; }
 
  private:
-  at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE, const Tokens& tokens,
-                            const RouteOptions& options) const;
+  at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
+                            const Tokens& tokens, const RouteOptions& options) const;
 
   RouterConfig config_;
   Param<Dense{Place::I, Place::I, Place::I}> gate_;
@@ -107,20 +118,24 @@ class Router {
   at::Tensor pending_counts_E_;  // int64: this rank's own
 };
 
-/// The map of chosen experts [N, E], bool: a scatter along the expert dimension, local to each token.
+/// The map of chosen experts [N, E], bool: a scatter along the expert dimension, local to each
+/// token.
 PerToken routing_map(const Route& route, std::int64_t num_experts);
 /// counts_E as the pending sum that it is.
 TokenSum count_sum(const Route& route);
 /// Summed over all ranks.
 RouterStatistics statistics(const Route& route);
 
-// Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer step divided by their number
-// (num_step_tokens). Their strength does not depend on the mesh or on how the step is cut into micro-batches.
+// Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
+// step divided by their number (num_step_tokens). Their strength does not depend on the mesh or on
+// how the step is cut into micro-batches.
 
-/// Switch: E / (K T^2) * sum_e n_e * sum_t p_te over the valid tokens T of the global micro-batch, times T / num_step_tokens.
+/// Switch: E / (K T^2) * sum_e n_e * sum_t p_te over the valid tokens T of the global micro-batch,
+/// times T / num_step_tokens.
 TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens);
 /// The same within each sequence, summed over the sequences.
-TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens, std::int64_t num_step_tokens);
+TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
+                       std::int64_t num_step_tokens);
 /// sum_t logsumexp(logits_t)^2 / num_step_tokens.
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens);
 

@@ -15,20 +15,25 @@ Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool
       num_dp_(mesh.size(dp)) {}
 
 SequenceShard Tokens::shard(int rank) const {
-  if (sequence_parallel_) return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));
-  return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp), /*width=*/mesh_.size(tp));
+  if (sequence_parallel_)
+    return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));
+  return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp),
+                       /*width=*/mesh_.size(tp));
 }
 
 std::int64_t Tokens::length() const { return shard(rank_).length(); }
 
 // Without sequence parallelism the tokens of the cp block are cut flat over tp.
 std::int64_t Tokens::flat_start(int rank) const {
-  return sequence_parallel_ ? 0 : Pieces{shard(rank).num_local(), mesh_.size(tp)}.start(mesh_.coordinate(rank, tp));
+  return sequence_parallel_
+             ? 0
+             : Pieces{shard(rank).num_local(), mesh_.size(tp)}.start(mesh_.coordinate(rank, tp));
 }
 
 std::int64_t Tokens::num_local(int rank) const {
   const std::int64_t held = shard(rank).num_local();
-  return sequence_parallel_ ? held : Pieces{held, mesh_.size(tp)}.length(mesh_.coordinate(rank, tp));
+  return sequence_parallel_ ? held
+                            : Pieces{held, mesh_.size(tp)}.length(mesh_.coordinate(rank, tp));
 }
 
 std::vector<std::int64_t> Tokens::rows(const comm::Group& group) const {
@@ -41,7 +46,8 @@ std::vector<std::int64_t> Tokens::rows(const comm::Group& group) const {
 Along Tokens::over_cp() const {
   const int num_cp = mesh_.size(cp), num_tp = mesh_.size(tp);
   Along along{.dim = 1};
-  for (int c = 0; c < num_cp; ++c) along.sizes.push_back(SequenceShard(batch_, sequence_, num_cp, c, num_tp).length());
+  for (int c = 0; c < num_cp; ++c)
+    along.sizes.push_back(SequenceShard(batch_, sequence_, num_cp, c, num_tp).length());
   return along;
 }
 
@@ -49,7 +55,8 @@ Along Tokens::over_tp() const {
   const int num_tp = mesh_.size(tp), first = mesh_.coordinate(cp) * num_tp;
   Along along{.dim = 1};
   for (int t = 0; t < num_tp; ++t)
-    along.sizes.push_back(SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
+    along.sizes.push_back(
+        SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
   return along;
 }
 

@@ -16,14 +16,16 @@ namespace {
 
 using enum Place;
 
-// Squares and sums are in float64. By chunks, so that the wide copies stay in the cache of a CPU (one large copy of 8 M elements
-// takes ten times as long), and small beside the model on an accelerator.
+// Squares and sums are in float64. By chunks, so that the wide copies stay in the cache of a CPU
+// (one large copy of 8 M elements takes ten times as long), and small beside the model on an
+// accelerator.
 at::Tensor sum_of_squares(const at::Tensor& x) {
   const std::int64_t chunk = x.is_cpu() ? 1 << 15 : 1 << 24;
   at::Tensor sum = at::zeros({}, x.options().dtype(at::kDouble));
   const at::Tensor flat = x.reshape({-1});
   for (std::int64_t begin = 0; begin < flat.numel(); begin += chunk) {
-    const at::Tensor wide = flat.narrow(0, begin, std::min(chunk, flat.numel() - begin)).to(at::kDouble);
+    const at::Tensor wide =
+        flat.narrow(0, begin, std::min(chunk, flat.numel() - begin)).to(at::kDouble);
     sum.add_(wide.mul(wide).sum());
   }
   return sum;
@@ -32,7 +34,8 @@ at::Tensor sum_of_squares(const at::Tensor& x) {
 }  // namespace
 
 Norm grad_norm(const ParamList& params) {
-  MOESH_CHECK(params.size() > 0, ErrorKind::config, "the gradient norm of an empty list of parameters; add(w) some");
+  MOESH_CHECK(params.size() > 0, ErrorKind::config,
+              "the gradient norm of an empty list of parameters; add(w) some");
   const at::NoGradGuard no_grad;
   const auto& mesh = current_mesh();
   const auto gradients = params.gradients();
@@ -41,7 +44,8 @@ Norm grad_norm(const ParamList& params) {
     at::Tensor sum = sum_of_squares(gradients[i]);
     Axes replicas = params[i].stored->replicas;
     if (MOESH_MUTANT(norm_counts_tp_replicas)) replicas = replicas & dp_replicate;
-    if (mesh.coordinate(replicas) != 0) sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all shall see
+    if (mesh.coordinate(replicas) != 0)
+      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all shall see
     mine = mine.defined() ? mine.add_(sum) : sum;
   }
   const auto stage = all_reduce < dp | cp | tp, I > (assume<Dense{P, P, P}>(mine));
@@ -55,7 +59,8 @@ double clip_gradients(const ParamList& params, const Norm& norm, double max_norm
   auto gradients = params.gradients();
   if (MOESH_MUTANT(clip_without_experts))
     for (std::size_t i = params.size(); i-- > 0;)
-      if (params[i].stored->storage == efsdp) gradients.erase(gradients.begin() + static_cast<std::ptrdiff_t>(i));
+      if (params[i].stored->storage == efsdp)
+        gradients.erase(gradients.begin() + static_cast<std::ptrdiff_t>(i));
   return clip(gradients, norm, max_norm);
 }
 

@@ -8,17 +8,19 @@ namespace moesh::optim {
 
 using Norm = Tensor<Dense{Place::I, Place::I, Place::I}>;
 
-/// The 2-norm, a scalar in float64. Every element of every parameter counts once: where ranks hold the same part of a parameter,
-/// the first of them counts it. So one all_reduce over the world sums all layouts, every rank gets the same bits even if replicas
-/// have drifted apart, and a gradient that is not finite on any rank (replicas too) makes the norm so on all.
+/// The 2-norm, a scalar in float64. Every element of every parameter counts once: where ranks hold
+/// the same part of a parameter, the first of them counts it. So one all_reduce over the world sums
+/// all layouts, every rank gets the same bits even if replicas have drifted apart, and a gradient
+/// that is not finite on any rank (replicas too) makes the norm so on all.
 Norm grad_norm(const ParamList& params);
 
-/// Whether every gradient on every rank is finite: if not, all ranks skip the step. A norm which overflows float64 counts as not.
+/// Whether every gradient on every rank is finite: if not, all ranks skip the step. A norm which
+/// overflows float64 counts as not.
 bool all_finite(const Norm& norm);
 bool all_finite(const ParamList& params);
 
-/// Scales all gradients in place by min(1, max_norm / norm) and returns the factor, the same on all ranks. `norm` is grad_norm's
-/// of these parameters; if it is not finite this is an error.
+/// Scales all gradients in place by min(1, max_norm / norm) and returns the factor, the same on all
+/// ranks. `norm` is grad_norm's of these parameters; if it is not finite this is an error.
 double clip_gradients(const ParamList& params, const Norm& norm, double max_norm);
 
 }  // namespace moesh::optim

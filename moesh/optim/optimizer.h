@@ -1,6 +1,7 @@
 #pragma once
-// What the train loop knows of an optimizer. Its state is sharded like the stored values and has their type; an update looks at
-// one element at a time, so it neither knows the mesh nor depends on it.
+// What the train loop knows of an optimizer. Its state is sharded like the stored values and has
+// their type; an update looks at one element at a time, so it neither knows the mesh nor depends on
+// it.
 
 #include <string>
 #include <vector>
@@ -15,14 +16,14 @@ class Optimizer {
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// Updates every stored value in place from its gradient, and sets the gradients to none. Either all parameters move or, with
-  /// an error, none. A step that is skipped is zero_grad() alone.
+  /// Updates every stored value in place from its gradient, and sets the gradients to none. Either
+  /// all parameters move or, with an error, none. A step that is skipped is zero_grad() alone.
   void step(double lr);
   /// Sets every gradient to none.
   void zero_grad() { params_.zero_grad(); }
 
-  /// One tensor of the state, for a checkpoint: "layers.0.gate.weight.exp_avg", with the shape of param->shard. Writing into
-  /// `value` (copy_) restores it.
+  /// One tensor of the state, for a checkpoint: "layers.0.gate.weight.exp_avg", with the shape of
+  /// param->shard. Writing into `value` (copy_) restores it.
   struct State {
     std::string name;
     const Stored* param;
@@ -44,7 +45,8 @@ class Optimizer {
   };
 
   Optimizer(ParamList params, std::vector<std::string> state_names);
-  /// Moves parameters in place, without autograd; none is empty. Called with the number of this step, from 1.
+  /// Moves parameters in place, without autograd; none is empty. Called with the number of this
+  /// step, from 1.
   virtual void update(const std::vector<Moving>& params, double lr, std::int64_t step) = 0;
 
  private:

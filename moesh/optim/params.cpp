@@ -6,14 +6,15 @@ namespace moesh::optim {
 
 void ParamList::add(Stored& w, Group group) {
   const auto& name = w.spec.name;
-  MOESH_CHECK(w.value.defined(), ErrorKind::config, "a parameter without a value is added to the list; construct it first");
+  MOESH_CHECK(w.value.defined(), ErrorKind::config,
+              "a parameter without a value is added to the list; construct it first");
   MOESH_CHECK(
-      w.spec.dtype == at::kFloat || w.spec.dtype == at::kDouble, ErrorKind::config, "parameter '", name, "' has ",
-      w.value.dtype().name(),
+      w.spec.dtype == at::kFloat || w.spec.dtype == at::kDouble, ErrorKind::config, "parameter '",
+      name, "' has ", w.value.dtype().name(),
       " master weights; small updates would round to nothing. Use float32 or float64, and set .compute to the type of the work");
   for (const auto& other : entries_)
-    MOESH_CHECK(other.stored->spec.name != name, ErrorKind::config, "two parameters are called '", name,
-                "': each has a name of its own, and is added once");
+    MOESH_CHECK(other.stored->spec.name != name, ErrorKind::config, "two parameters are called '",
+                name, "': each has a name of its own, and is added once");
   entries_.push_back({&w, group});
 }
 
@@ -22,9 +23,10 @@ std::vector<at::Tensor> ParamList::gradients() const {
   all.reserve(entries_.size());
   for (const auto& entry : entries_) {
     const at::Tensor& gradient = entry.stored->value.grad();
-    MOESH_CHECK(gradient.defined(), ErrorKind::config, "parameter '", entry.stored->spec.name,
-                "' has no gradient: no backward has reached it since the last step. Leave a parameter that is not trained out of "
-                "the list");
+    MOESH_CHECK(
+        gradient.defined(), ErrorKind::config, "parameter '", entry.stored->spec.name,
+        "' has no gradient: no backward has reached it since the last step. Leave a parameter that is not trained out of "
+        "the list");
     all.push_back(gradient);
   }
   return all;

@@ -1,5 +1,6 @@
 #pragma once
-// The parameters that an optimizer works on, whatever their layouts: what the norm, the clip and the update go through.
+// The parameters that an optimizer works on, whatever their layouts: what the norm, the clip and
+// the update go through.
 
 #include <cstdint>
 #include <vector>
@@ -19,16 +20,17 @@ class ParamList {
     Group group;
   };
 
-  /// A name that is there already is an error, as are master weights that are neither float32 nor float64.
+  /// A name that is there already is an error, as are master weights that are neither float32 nor
+  /// float64.
   template <auto L>
   void add(Param<L>& w, Group group = Group::decay) {
     add(w.stored(), group);
   }
   void add(Stored& w, Group group = Group::decay);
 
-  /// This rank's part of each gradient, in the order of the list. A parameter that no backward has reached is an error which
-  /// names it: a part of the model that took no part in the loss is a mistake, and one that is meant to rest is not put into the
-  /// list.
+  /// This rank's part of each gradient, in the order of the list. A parameter that no backward has
+  /// reached is an error which names it: a part of the model that took no part in the loss is a
+  /// mistake, and one that is meant to rest is not put into the list.
   std::vector<at::Tensor> gradients() const;
   /// Sets every gradient to none.
   void zero_grad() const;

@@ -5,14 +5,15 @@
 
 namespace moesh::optim {
 
-/// Steps count from 0. With W warm-up steps, N steps, and D steps of decay (cosine, linear: N - W; wsd: decay_ratio of N,
-/// rounded):
+/// Steps count from 0. With W warm-up steps, N steps, and D steps of decay (cosine, linear: N - W;
+/// wsd: decay_ratio of N, rounded):
 ///   step s < W             (s + 1) / W: never 0, the peak in step W - 1
 ///   W <= s <= N - D        1
-///   N - D < s < N          from 1 down to min_lr_factor, by p = (s - (N - D)) / D: cosine is (1 + cos(pi p)) / 2, linear and wsd
-///   1 - p s >= N                 min_lr_factor
-/// The floor is what the first step after the run would have, so no step of the run is lost to a rate of 0. constant: 1 after the
-/// warm-up, for ever.
+///   N - D < s < N          from 1 down to min_lr_factor, by p = (s - (N - D)) / D:
+///                          cosine is (1 + cos(pi p)) / 2, linear and wsd are 1 - p
+///   s >= N                 min_lr_factor
+/// The floor is what the first step after the run would have, so no step of the run is lost to a
+/// rate of 0. constant: 1 after the warm-up, for ever.
 struct ScheduleConfig {
   enum class Kind : std::uint8_t { constant, linear, cosine, wsd } kind = Kind::cosine;
   std::int64_t num_steps = 0;

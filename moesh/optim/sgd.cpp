@@ -9,24 +9,26 @@ namespace moesh::optim {
 void SgdConfig::validate() const {
   MOESH_CHECK(momentum >= 0 && momentum < 1, ErrorKind::config, "SGD: momentum is ", momentum,
               "; it takes 0 (none) or more and less than 1, such as 0.9");
-  MOESH_CHECK(std::isfinite(weight_decay) && weight_decay >= 0, ErrorKind::config, "SGD: weight_decay is ", weight_decay,
-              "; it takes 0 or more, such as 1e-4");
+  MOESH_CHECK(std::isfinite(weight_decay) && weight_decay >= 0, ErrorKind::config,
+              "SGD: weight_decay is ", weight_decay, "; it takes 0 or more, such as 1e-4");
 }
 
 Sgd::Sgd(ParamList params, const SgdConfig& config)
-    : Optimizer(std::move(params),
-                config.momentum > 0 ? std::vector<std::string>{"momentum_buffer"} : std::vector<std::string>{}),
+    : Optimizer(std::move(params), config.momentum > 0 ? std::vector<std::string>{"momentum_buffer"}
+                                                       : std::vector<std::string>{}),
       config_(config) {
   config_.validate();
 }
 
-// Products are rounded before they are added: add(x, alpha) is a fused multiply-add in ATen's vector loop and not in its
-// remainder, so the bits would depend on where a shard begins.
+// Products are rounded before they are added: add(x, alpha) is a fused multiply-add in ATen's
+// vector loop and not in its remainder, so the bits would depend on where a shard begins.
 void Sgd::update(const std::vector<Moving>& params, double lr, std::int64_t /*step*/) {
   for (const auto& p : params) {
     at::Tensor direction = p.gradient;
-    if (p.group == Group::decay && config_.weight_decay > 0) direction = direction.add(p.value.mul(config_.weight_decay));
-    if (config_.momentum > 0) direction = at::Tensor(p.state[0]).mul_(config_.momentum).add_(direction);
+    if (p.group == Group::decay && config_.weight_decay > 0)
+      direction = direction.add(p.value.mul(config_.weight_decay));
+    if (config_.momentum > 0)
+      direction = at::Tensor(p.state[0]).mul_(config_.momentum).add_(direction);
     at::Tensor(p.value).sub_(direction.mul(lr));
   }
 }

@@ -10,7 +10,8 @@ struct SgdConfig {
   void validate() const;
 };
 
-/// Gradient descent with momentum, as torch.optim.SGD: b = momentum b + (g + weight_decay w), w = w - lr b; b is 0 at first.
+/// Gradient descent with momentum, as torch.optim.SGD: b = momentum b + (g + weight_decay w), w = w
+/// - lr b; b is 0 at first.
 class Sgd final : public Optimizer {
  public:
   explicit Sgd(ParamList params, const SgdConfig& config = {});

@@ -17,24 +17,30 @@ class [[nodiscard]] Moving {
   raw::RowExchange exchange_;
 };
 
-/// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it. Backward: to_owners.
+/// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it. Backward:
+/// to_owners.
 template <Axes A, auto L>
-auto start_to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+auto start_to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+                      const std::vector<std::int64_t>& recv) {
   constexpr auto checked = [] {
-    if (on(L, A) != Place::T) throw "to_experts takes token rows (T) to the ranks that hold their experts";
+    if (on(L, A) != Place::T)
+      throw "to_experts takes token rows (T) to the ranks that hold their experts";
     return true;
   }();
   static_assert(checked);
   return Moving<with(L, A, Place::E)>(raw::RowExchange(rows.local(), A, send, recv));
 }
 template <Axes A, auto L>
-auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+                const std::vector<std::int64_t>& recv) {
   return start_to_experts<A>(rows, send, recv).wait();
 }
 
-/// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward: to_experts.
+/// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward:
+/// to_experts.
 template <Axes A, auto L>
-auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv) {
+auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+               const std::vector<std::int64_t>& recv) {
   constexpr auto checked = [] {
     if (on(L, A) != Place::E) throw "to_owners brings rows (E) home from their experts";
     return true;

@@ -5,12 +5,14 @@
 
 namespace moesh::raw {
 
-/// Gives `out`, computed without autograd as a linear function of x, its gradient: `adjoint` takes that of out to that of x.
-/// Backward calls it once, on every rank, also when no gradient came (then with zeros): it may hold collectives.
-at::Tensor attach(const at::Tensor& x, const at::Tensor& out, std::function<at::Tensor(const at::Tensor&)> adjoint);
+/// Gives `out`, computed without autograd as a linear function of x, its gradient: `adjoint` takes
+/// that of out to that of x. Backward calls it once, on every rank, also when no gradient came
+/// (then with zeros): it may hold collectives.
+at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
+                  std::function<at::Tensor(const at::Tensor&)> adjoint);
 
-/// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts an internal error in its place
-/// when backward runs in the caller's thread.
+/// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
+/// an internal error in its place when backward runs in the caller's thread.
 void run_backward(const std::function<void()>& backward);
 
 }  // namespace moesh::raw

@@ -5,20 +5,22 @@
 
 namespace moesh {
 
-/// Runs backward from a scalar loss that is P or I on every axis: a seed of 1 on each rank is right for these alone.
+/// Runs backward from a scalar loss that is P or I on every axis: a seed of 1 on each rank is right
+/// for these alone.
 template <auto L>
 void backward(const Tensor<L>& loss) {
   [[maybe_unused]] constexpr auto checked = check_loss(L);
-  MOESH_CHECK(loss.local().numel() == 1, ErrorKind::config, "backward of a loss with ", loss.local().numel(),
-              " elements; sum it first (sum_all)");
+  MOESH_CHECK(loss.local().numel() == 1, ErrorKind::config, "backward of a loss with ",
+              loss.local().numel(), " elements; sum it first (sum_all)");
   raw::run_backward([&] { loss.local().backward(); });
 }
 
 /// The gradient of a leaf, with the placement that follows from its own.
 template <auto L>
 Tensor<adjoint(L)> grad(const Tensor<L>& leaf) {
-  MOESH_CHECK(leaf.local().grad().defined(), ErrorKind::config,
-              "this tensor has no gradient: it needs requires_grad (as_leaf) and a backward that reaches it");
+  MOESH_CHECK(
+      leaf.local().grad().defined(), ErrorKind::config,
+      "this tensor has no gradient: it needs requires_grad (as_leaf) and a backward that reaches it");
   return assume<adjoint(L)>(leaf.local().grad());
 }
 

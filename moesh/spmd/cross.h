@@ -5,13 +5,15 @@
 
 namespace moesh {
 
-/// Where dp and cp carry one letter and tp another, the two views agree only if ep x etp is exactly tp.
+/// Where dp and cp carry one letter and tp another, the two views agree only if ep x etp is exactly
+/// tp.
 inline void check_crossing(bool same_letter_everywhere) {
   if (same_letter_everywhere) return;
   const auto& s = current_mesh().shape();
-  MOESH_CHECK(s.ep * s.etp == s.tp, ErrorKind::config,
-              "a tensor with one letter on dp and cp and another on tp crosses the views only where ep * etp is tp; ep = ", s.ep,
-              ", etp = ", s.etp, ", tp = ", s.tp, ". Bring it to the same letter on all axes first.");
+  MOESH_CHECK(
+      s.ep * s.etp == s.tp, ErrorKind::config,
+      "a tensor with one letter on dp and cp and another on tp crosses the views only where ep * etp is tp; ep = ",
+      s.ep, ", etp = ", s.etp, ", tp = ", s.tp, ". Bring it to the same letter on all axes first.");
 }
 
 /// Dense -> Sparse: the same tensor in the other view.

@@ -8,7 +8,8 @@ namespace moesh {
 template <Axes A, auto L>
 auto enter(const Tensor<L>& x) {
   [[maybe_unused]] constexpr auto steps = transition(L, A, Place::R, Step::identity);
-  return assume<with(L, A, Place::R)>(raw::move(x.local(), A, Place::I, Place::R, Along{0}, "enter"));
+  return assume<with(L, A, Place::R)>(
+      raw::move(x.local(), A, Place::I, Place::R, Along{0}, "enter"));
 }
 
 }  // namespace moesh

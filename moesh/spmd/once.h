@@ -4,8 +4,8 @@
 
 namespace moesh {
 
-/// R or I -> P: kept on one rank, zero elsewhere, so that a later reduction counts it once (a bias added to a partial sum).
-/// Backward: the same from R, identity from I.
+/// R or I -> P: kept on one rank, zero elsewhere, so that a later reduction counts it once (a bias
+/// added to a partial sum). Backward: the same from R, identity from I.
 template <Axes A, auto L>
 auto once(const Tensor<L>& x) {
   constexpr Place from = on(L, A);

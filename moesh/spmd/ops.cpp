@@ -33,10 +33,14 @@ at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);
 }
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
-at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index) { return x.select(dim, index); }
+at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index) {
+  return x.select(dim, index);
+}
 at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std::int64_t length) {
   return x.narrow(dim, start, length);
 }
-at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim) { return at::cat(parts, dim); }
+at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim) {
+  return at::cat(parts, dim);
+}
 
 }  // namespace moesh::raw

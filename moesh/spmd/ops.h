@@ -1,6 +1,7 @@
 #pragma once
-// Typed operations without communication. The layout of the result comes from the mixing table (moesh/types/mixing.h); what
-// the table refuses does not compile. The work is one line of ATen in ops.cpp.
+// Typed operations without communication. The layout of the result comes from the mixing table
+// (moesh/types/mixing.h); what the table refuses does not compile. The work is one line of ATen in
+// ops.cpp.
 
 #include <vector>
 
@@ -27,7 +28,8 @@ at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std
 at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim);
 }  // namespace raw
 
-/// x w^T over the last dimension. rows T, w R -> T; x R, w F -> F (column); x F, w F -> P (row); rows E, w E -> E.
+/// x w^T over the last dimension. rows T, w R -> T; x R, w F -> F (column); x F, w F -> P (row);
+/// rows E, w E -> E.
 template <auto A, auto B>
 auto linear(const Tensor<A>& x, const Tensor<B>& w) {
   constexpr auto out = mix(Op::linear, A, B);
@@ -91,7 +93,8 @@ auto rms_norm(const Tensor<A>& x, const Tensor<B>& w, double eps) {
   return assume<out>(raw::rms_norm(x.local(), w.local(), eps));
 }
 
-/// The sum over the given dimensions, which hold tokens, features or experts: P on every axis where that very thing varies.
+/// The sum over the given dimensions, which hold tokens, features or experts: P on every axis where
+/// that very thing varies.
 template <Over O, auto L>
 auto sum(const Tensor<L>& x, const std::vector<std::int64_t>& dims) {
   constexpr auto out = sum(O, L);

@@ -45,22 +45,27 @@ void fill(const Init& init, const Random& random, std::uint64_t first, std::span
 
 // Element i of the region gets the value of its index in the whole tensor.
 at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
-  if (spec.device.is_meta()) return at::empty(region.length, at::TensorOptions(spec.device).dtype(spec.dtype));  // shapes alone
+  if (spec.device.is_meta())
+    return at::empty(region.length,
+                     at::TensorOptions(spec.device).dtype(spec.dtype));  // shapes alone
   at::Tensor out = at::empty(region.length, at::TensorOptions(at::kDouble));
   auto* data = out.data_ptr<double>();
   const Random random(init.seed, spec.name);
   const auto dims = spec.shape.size();
-  const std::int64_t width = region.length[dims - 1];  // the innermost dimension is consecutive in the whole, too
+  const std::int64_t width =
+      region.length[dims - 1];  // the innermost dimension is consecutive in the whole, too
   in_parallel(out.numel(), [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end;) {
-      std::int64_t rest = i / width, index = region.start[dims - 1] + i % width, stride = spec.shape[dims - 1];
+      std::int64_t rest = i / width, index = region.start[dims - 1] + i % width,
+                   stride = spec.shape[dims - 1];
       for (size_t d = dims - 1; d-- > 0;) {
         index += (region.start[d] + rest % region.length[d]) * stride;
         rest /= region.length[d];
         stride *= spec.shape[d];
       }
       const std::int64_t row_end = std::min(end, i - i % width + width);
-      fill(init, random, static_cast<std::uint64_t>(index), {data + i, static_cast<size_t>(row_end - i)});
+      fill(init, random, static_cast<std::uint64_t>(index),
+           {data + i, static_cast<size_t>(row_end - i)});
       i = row_end;
     }
   });
@@ -72,30 +77,37 @@ at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& 
 void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
   const Pieces pieces{n, n < 65536 ? 1 : at::get_num_threads()};
   std::vector<std::thread> threads;
-  for (std::int64_t t = 1; t < pieces.parts; ++t) threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
+  for (std::int64_t t = 1; t < pieces.parts; ++t)
+    threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
   f(0, pieces.length(0));
   for (auto& t : threads) t.join();
 }
 
-Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas, const Init& init) {
+Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas,
+                   const Init& init) {
   const auto& mesh = current_mesh();
   const auto num_dims = static_cast<std::int64_t>(spec.shape.size());
-  MOESH_CHECK(!spec.name.empty(), ErrorKind::config, "a parameter has no name; its name is the stream of its random numbers");
-  MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name, "' has no dimension; give a scalar the shape {1}");
-  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config, "parameter '", spec.name,
-              "': storage_dim ", spec.storage_dim, " of a tensor with ", num_dims, " dimensions");
+  MOESH_CHECK(!spec.name.empty(), ErrorKind::config,
+              "a parameter has no name; its name is the stream of its random numbers");
+  MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name,
+              "' has no dimension; give a scalar the shape {1}");
+  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config,
+              "parameter '", spec.name, "': storage_dim ", spec.storage_dim, " of a tensor with ",
+              num_dims, " dimensions");
   Stored w{.spec = spec, .cutting = cutting, .storage = storage, .replicas = replicas};
   w.compute = {std::vector<std::int64_t>(spec.shape.size(), 0), spec.shape};
   Axes seen = none;
   for (const auto& [axis, dim] : spec.cuts) {
-    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config, "parameter '", spec.name,
-                "' is cut on ", to_string(axis), " along dimension ", dim, ": its layout is cut on ", to_string(cutting),
-                " and it has ", num_dims, " dimensions");
+    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config,
+                "parameter '", spec.name, "' is cut on ", to_string(axis), " along dimension ", dim,
+                ": its layout is cut on ", to_string(cutting), " and it has ", num_dims,
+                " dimensions");
     cut(w.compute, dim, mesh.size(axis), mesh.coordinate(axis));
     seen = seen | axis;
   }
-  MOESH_CHECK(seen == cutting, ErrorKind::config, "parameter '", spec.name, "': its layout is cut on ", to_string(cutting),
-              " and .cuts names ", to_string(seen), "; name the dimension of each, as in .cuts = {{tp, 0}}");
+  MOESH_CHECK(seen == cutting, ErrorKind::config, "parameter '", spec.name,
+              "': its layout is cut on ", to_string(cutting), " and .cuts names ", to_string(seen),
+              "; name the dimension of each, as in .cuts = {{tp, 0}}");
   w.shard = w.compute;
   w.storage_sizes = cut(w.shard, spec.storage_dim, mesh.size(storage), mesh.coordinate(storage));
   w.value = make_values(spec, w.shard, init).requires_grad_(true);
@@ -112,23 +124,31 @@ at::Tensor use(const Stored& w, Axes replicas) {
   // Cast before the gather: fewer bytes travel.
   out = storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : out.to(compute);
   return attach(w.value, out,
-                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes, dtype = w.spec.dtype,
-                 name = w.spec.name, is_expert = w.storage == efsdp](const at::Tensor& grad) {
-                  at::Tensor sum = grad.to(dtype);  // the reduction is in the precision of the master weights
-                  if (storage_group->size() > 1) sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
-                  if (MOESH_MUTANT(gate_gradient_not_reduced) && name.ends_with("gate.weight")) return sum;
+                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
+                 dtype = w.spec.dtype, name = w.spec.name,
+                 is_expert = w.storage == efsdp](const at::Tensor& grad) {
+                  at::Tensor sum =
+                      grad.to(dtype);  // the reduction is in the precision of the master weights
+                  if (storage_group->size() > 1)
+                    sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
+                  if (MOESH_MUTANT(gate_gradient_not_reduced) && name.ends_with("gate.weight"))
+                    return sum;
                   if (MOESH_MUTANT(gate_gradient_reduced_twice) && name.ends_with("gate.weight"))
                     sum = replica_group->all_reduce(sum);
-                  if (MOESH_MUTANT(expert_gradient_averaged_over_ep) && is_expert) sum = sum / current_mesh().size(ep);
+                  if (MOESH_MUTANT(expert_gradient_averaged_over_ep) && is_expert)
+                    sum = sum / current_mesh().size(ep);
                   return replica_group->all_reduce(sum);
                 });
 }
 
 at::Tensor gather(const Stored& w, const at::Tensor& shard) {
-  MOESH_CHECK(shard.defined(), ErrorKind::config, "parameter '", w.spec.name, "' has no gradient: no backward has reached it");
+  MOESH_CHECK(shard.defined(), ErrorKind::config, "parameter '", w.spec.name,
+              "' has no gradient: no backward has reached it");
   const at::NoGradGuard no_grad;
   const auto group = current_mesh().group(w.storage);
-  return group->size() == 1 ? shard : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
+  return group->size() == 1
+             ? shard
+             : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
 }
 
 }  // namespace moesh::raw

@@ -1,6 +1,7 @@
 #pragma once
-// A parameter: its compute layout is in the type, its FSDP storage is data. tp, ep and etp cut first, FSDP shards the result:
-// dense parameters over dp_shard x cp, expert parameters over efsdp. `use(w)` makes it a compute tensor.
+// A parameter: its compute layout is in the type, its FSDP storage is data. tp, ep and etp cut
+// first, FSDP shards the result: dense parameters over dp_shard x cp, expert parameters over efsdp.
+// `use(w)` makes it a compute tensor.
 
 #include <functional>
 #include <optional>
@@ -19,18 +20,20 @@ struct Region {
   bool operator==(const Region&) const = default;
 };
 
-/// What to make: name, whole shape, which dimension each cutting axis cuts ({tp, 0}), the dimension that FSDP shards.
+/// What to make: name, whole shape, which dimension each cutting axis cuts ({tp, 0}), the dimension
+/// that FSDP shards.
 struct ParamSpec {
   std::string name;
   std::vector<std::int64_t> shape;
   std::vector<std::pair<Axes, std::int64_t>> cuts = {};
   std::int64_t storage_dim = 0;
-  at::ScalarType dtype = at::kFloat;           // of the master weights and of the gradient's reduction
+  at::ScalarType dtype = at::kFloat;  // of the master weights and of the gradient's reduction
   std::optional<at::ScalarType> compute = {};  // what `use` casts to; the same if not given
   at::Device device = at::kCPU;
 };
 
-/// Values by global index, so that they do not depend on the mesh. The stream is the parameter's name.
+/// Values by global index, so that they do not depend on the mesh. The stream is the parameter's
+/// name.
 struct Init {
   enum class Kind { zeros, ones, normal, uniform } kind = Kind::zeros;
   double scale = 1;  // standard deviation, or half width of the uniform interval around 0
@@ -40,33 +43,38 @@ struct Init {
 /// The part of a parameter that this rank stores.
 struct Stored {
   ParamSpec spec;
-  Axes cutting = none;                      // the axes on which every rank has another slice (F, E)
-  Axes storage = none;                      // the axes over which it is stored in shards
-  Axes replicas = none;                     // the axes on which the gradient is summed after the shards are
-  Region compute, shard;                    // what `use` gives, and what this rank stores of it
+  Axes cutting = none;    // the axes on which every rank has another slice (F, E)
+  Axes storage = none;    // the axes over which it is stored in shards
+  Axes replicas = none;   // the axes on which the gradient is summed after the shards are
+  Region compute, shard;  // what `use` gives, and what this rank stores of it
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // the leaf: [shard.length]
 };
 
 namespace raw {
-/// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is serial in code built without
-/// OpenMP.)
-void in_parallel(std::int64_t n, const std::function<void(std::int64_t begin, std::int64_t end)>& f);
-Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas, const Init& init);
-/// Enters the replica axes, gathers the shards, casts. Backward: cast, reduce_scatter over the storage ranks, one all_reduce of
-/// the small shard over the replicas.
+/// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is
+/// serial in code built without OpenMP.)
+void in_parallel(std::int64_t n,
+                 const std::function<void(std::int64_t begin, std::int64_t end)>& f);
+Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas,
+                   const Init& init);
+/// Enters the replica axes, gathers the shards, casts. Backward: cast, reduce_scatter over the
+/// storage ranks, one all_reduce of the small shard over the replicas.
 at::Tensor use(const Stored& w, Axes replicas);
-/// The whole compute part of something shaped like the shard (a gradient, an optimizer's state), without autograd.
+/// The whole compute part of something shaped like the shard (a gradient, an optimizer's state),
+/// without autograd.
 at::Tensor gather(const Stored& w, const at::Tensor& shard);
 }  // namespace raw
 
-/// A parameter rests invariant (I) where it is not cut, and F or E where it is; dp and cp (edp) belong to its storage.
+/// A parameter rests invariant (I) where it is not cut, and F or E where it is; dp and cp (edp)
+/// belong to its storage.
 template <Layout L>
 constexpr L check_param(L layout) {
   for (Place p : places(layout))
     if (p != Place::I && p != Place::F && p != Place::E)
       throw "a parameter is I, F or E on each axis: it enters work (R) through use(w)";
-  if (places(layout)[0] != Place::I) throw "a parameter is I on dp (edp): FSDP is its storage, not its meaning";
+  if (places(layout)[0] != Place::I)
+    throw "a parameter is I on dp (edp): FSDP is its storage, not its meaning";
   if constexpr (std::same_as<L, Dense>)
     if (layout.cp != Place::I) throw "a parameter is I on cp: FSDP is its storage, not its meaning";
   return layout;
@@ -81,8 +89,10 @@ class Param {
   static constexpr auto layout = L;
   static constexpr Axes storage_axes = is_dense ? fsdp : efsdp;
   static constexpr Axes cutting_axes = axes_with(L, Place::F) | axes_with(L, Place::E);
-  /// The axes on which the value is the same and which are not storage: dp_replicate, and tp (ep, etp) where it is I.
-  static constexpr Axes replica_axes = dp_replicate | (axes_with(L, Place::I) & (is_dense ? tp : ep | etp));
+  /// The axes on which the value is the same and which are not storage: dp_replicate, and tp (ep,
+  /// etp) where it is I.
+  static constexpr Axes replica_axes =
+      dp_replicate | (axes_with(L, Place::I) & (is_dense ? tp : ep | etp));
 
   Param() = default;
   explicit Param(const ParamSpec& spec, const Init& init = {})
@@ -96,18 +106,20 @@ class Param {
   Stored stored_;
 };
 
-/// I -> R on every axis where the parameter is not cut, except those in Stay, where both sides do the same work (a norm on a
-/// residual stream that is I on tp).
+/// I -> R on every axis where the parameter is not cut, except those in Stay, where both sides do
+/// the same work (a norm on a residual stream that is I on tp).
 template <Axes Stay = none, auto L>
 auto use(const Param<L>& w) {
   constexpr auto entered = [] {
     auto out = L;
     for (Axes axis : std::remove_const_t<decltype(L)>::axes)
       if (on(L, axis) == Place::I && !contains(Stay, axis)) out = with(out, axis, Place::R);
-    if ((Stay & (Param<L>::storage_axes | dp_replicate)) != none) throw "use<Stay>: dp and cp (edp) are storage and always enter";
+    if ((Stay & (Param<L>::storage_axes | dp_replicate)) != none)
+      throw "use<Stay>: dp and cp (edp) are storage and always enter";
     return out;
   }();
-  constexpr Axes replicas = static_cast<Axes>(static_cast<int>(Param<L>::replica_axes) & ~static_cast<int>(Stay));
+  constexpr Axes replicas =
+      static_cast<Axes>(static_cast<int>(Param<L>::replica_axes) & ~static_cast<int>(Stay));
   return assume<entered>(raw::use(w.stored(), replicas));
 }
 
@@ -116,18 +128,22 @@ template <class... Xs>
 inline constexpr bool kParameterEntersThroughUse = false;
 template <auto A, auto B>
 auto linear(const Tensor<A>&, const Param<B>&) {
-  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): linear(x, use(w))");
+  static_assert(kParameterEntersThroughUse<Param<B>>,
+                "a parameter enters work through use(w): linear(x, use(w))");
 }
 template <auto A, auto B>
 auto operator+(const Tensor<A>&, const Param<B>&) {
-  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): x + use(w)");
+  static_assert(kParameterEntersThroughUse<Param<B>>,
+                "a parameter enters work through use(w): x + use(w)");
 }
 template <auto A, auto B>
 auto operator*(const Tensor<A>&, const Param<B>&) {
-  static_assert(kParameterEntersThroughUse<Param<B>>, "a parameter enters work through use(w): x * use(w)");
+  static_assert(kParameterEntersThroughUse<Param<B>>,
+                "a parameter enters work through use(w): x * use(w)");
 }
 
-/// The gradient of the whole compute part, gathered from the shards: I where the parameter is, its own slice where it is cut.
+/// The gradient of the whole compute part, gathered from the shards: I where the parameter is, its
+/// own slice where it is cut.
 template <auto L>
 Tensor<L> grad(const Param<L>& w) {
   return assume<L>(raw::gather(w.stored(), w.stored().value.grad()));

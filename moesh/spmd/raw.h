@@ -1,6 +1,6 @@
 #pragma once
-// The differentiable collectives behind the typed ones. Plain tensors and run-time placements: nothing here is checked
-// by the compiler, so only the typed headers of this folder call it.
+// The differentiable collectives behind the typed ones. Plain tensors and run-time placements:
+// nothing here is checked by the compiler, so only the typed headers of this folder call it.
 
 #include <ATen/core/Tensor.h>
 
@@ -13,8 +13,9 @@
 
 namespace moesh {
 
-/// Along which dimension a tensor is cut, and how. By itself a dimension means: gathers join equal parts, cuts make pieces
-/// of ceil(size / ranks). `total` gives the whole size (pieces of ceil(total / ranks)), `sizes` any parts at all.
+/// Along which dimension a tensor is cut, and how. By itself a dimension means: gathers join equal
+/// parts, cuts make pieces of ceil(size / ranks). `total` gives the whole size (pieces of
+/// ceil(total / ranks)), `sizes` any parts at all.
 struct Along {
   std::int64_t dim;
   std::int64_t total = -1;
@@ -23,16 +24,20 @@ struct Along {
 
 namespace raw {
 
-/// Takes x from one placement to another on the axes; backward takes the gradient between the adjoints.
-at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along, const char* what);
+/// Takes x from one placement to another on the axes; backward takes the gradient between the
+/// adjoints.
+at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
+                const char* what);
 
-/// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R, identity from I.
+/// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R,
+/// identity from I.
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
 /// Rows to other ranks, under way; backward sends the gradients back.
 class RowExchange {
  public:
-  RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send, std::vector<std::int64_t> recv);
+  RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send,
+              std::vector<std::int64_t> recv);
   at::Tensor wait();
 
  private:
@@ -46,7 +51,8 @@ class RowExchange {
 void expect_same(const at::Tensor& x, Axes axes, const std::string& what);
 
 /// One step, without autograd.
-at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim, const std::vector<std::int64_t>& sizes);
+at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+               const std::vector<std::int64_t>& sizes);
 
 }  // namespace raw
 }  // namespace moesh

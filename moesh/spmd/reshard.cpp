@@ -66,7 +66,8 @@ void gather_again(raw::GatheredBlock& block) {
     const at::Tensor rows = g.group->all_gather(shard_rows(g.shard, g.compute, g.dim), g.sizes);
     resize(g.rows, g.num_bytes);
     count(static_cast<std::int64_t>(g.num_bytes));
-    // Written through an alias with a version of its own: in autograd's eyes the saved tensors hold what they held.
+    // Written through an alias with a version of its own: in autograd's eyes the saved tensors hold
+    // what they held.
     at::Tensor(g.rows.variable_data()).copy_(rows);
   }
 }
@@ -84,7 +85,10 @@ std::map<const void*, Pending>& pending() {
 
 }  // namespace
 
-ReshardScope::ReshardScope() : block_(std::make_shared<raw::GatheredBlock>()), outer_(current_block) { current_block = block_; }
+ReshardScope::ReshardScope()
+    : block_(std::make_shared<raw::GatheredBlock>()), outer_(current_block) {
+  current_block = block_;
+}
 ReshardScope::~ReshardScope() { current_block = outer_; }
 
 at::Tensor ReshardScope::enter(const at::Tensor& x) {
@@ -111,9 +115,11 @@ void prefetch(const std::vector<const Stored*>& params) {
     std::int64_t numel = 1;
     for (auto n : w->compute.length) numel *= n;
     const auto num_bytes = static_cast<size_t>(numel) * c10::elementSize(compute);
-    auto handle = group->start_all_gather(shard_rows(w->value, compute, w->spec.storage_dim), w->storage_sizes);
+    auto handle = group->start_all_gather(shard_rows(w->value, compute, w->spec.storage_dim),
+                                          w->storage_sizes);
     count(static_cast<std::int64_t>(num_bytes));
-    pending().emplace(w->value.unsafeGetTensorImpl(), Pending{std::move(handle), num_bytes, w->value._version()});
+    pending().emplace(w->value.unsafeGetTensorImpl(),
+                      Pending{std::move(handle), num_bytes, w->value._version()});
   }
 }
 
@@ -122,7 +128,8 @@ void reset_gather_bytes() { bytes.most = bytes.now; }
 
 namespace raw {
 
-at::Tensor gather_shards(const Stored& w, at::ScalarType compute, const std::shared_ptr<comm::Group>& group) {
+at::Tensor gather_shards(const Stored& w, at::ScalarType compute,
+                         const std::shared_ptr<comm::Group>& group) {
   const auto dim = w.spec.storage_dim;
   at::Tensor rows;
   const auto found = pending().find(w.value.unsafeGetTensorImpl());
@@ -136,7 +143,8 @@ at::Tensor gather_shards(const Stored& w, at::ScalarType compute, const std::sha
     rows = group->all_gather(shard_rows(w.value, compute, dim), w.storage_sizes);
   }
   if (current_block && at::GradMode::is_enabled()) {
-    current_block->gathers.push_back({w.value.detach(), compute, group, dim, w.storage_sizes, rows, rows.storage().nbytes()});
+    current_block->gathers.push_back(
+        {w.value.detach(), compute, group, dim, w.storage_sizes, rows, rows.storage().nbytes()});
     count(static_cast<std::int64_t>(rows.storage().nbytes()));
   }
   return rows.movedim(0, dim);

@@ -28,7 +28,8 @@ auto constant(const at::Tensor& x) {
   return Tensor<L{Place::R, Place::R, Place::R}>::assume(x.detach());
 }
 
-/// For a custom operation: calls fn on the local parts and declares the layout of what it returns. Only nn/ uses it.
+/// For a custom operation: calls fn on the local parts and declares the layout of what it returns.
+/// Only nn/ uses it.
 template <auto Out, class Fn, auto... Ls>
 Tensor<Out> declare(Fn fn, const Tensor<Ls>&... xs) {
   return Tensor<Out>::assume(fn(xs.local()...));

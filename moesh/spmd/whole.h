@@ -1,5 +1,6 @@
 #pragma once
-// The only readers of numbers: they accept values that every rank has whole, never a partial sum or a shard.
+// The only readers of numbers: they accept values that every rank has whole, never a partial sum or
+// a shard.
 
 #include <string>
 #include <vector>
@@ -15,7 +16,8 @@ void log_number(const std::string& name, const at::Tensor& x);
 double clip(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double max_norm);
 }  // namespace raw
 
-/// The plain tensor of a value that every rank has whole: what `local` gives, with the promise checked.
+/// The plain tensor of a value that every rank has whole: what `local` gives, with the promise
+/// checked.
 template <auto L>
 const at::Tensor& whole(const Tensor<L>& x) {
   [[maybe_unused]] constexpr auto checked = check_whole(L);
@@ -36,14 +38,16 @@ void log_number(const std::string& name, const Tensor<L>& x) {
   raw::log_number(name, x.local());
 }
 
-/// Scales gradients in place by min(1, max_norm / norm) and returns the factor. `norm` is that of all of them, on all ranks.
+/// Scales gradients in place by min(1, max_norm / norm) and returns the factor. `norm` is that of
+/// all of them, on all ranks.
 template <auto L>
 double clip(const std::vector<at::Tensor>& gradients, const Tensor<L>& norm, double max_norm) {
   [[maybe_unused]] constexpr auto checked = check_whole(L);
   return raw::clip(gradients, norm.local(), max_norm);
 }
 
-/// Under `checked`: throws if x differs between ranks of an axis on which its type promises R or I. `what` names it.
+/// Under `checked`: throws if x differs between ranks of an axis on which its type promises R or I.
+/// `what` names it.
 template <auto L>
 void expect_same(const Tensor<L>& x, const std::string& what) {
   using View = std::remove_const_t<decltype(L)>;

@@ -17,10 +17,11 @@ std::optional<std::string> take(Args& args, const std::string& name) {
       return value;
     }
     if (args[i] != name) continue;
-    MOESH_CHECK(i + 1 < args.size() && !args[i + 1].starts_with("--"), ErrorKind::config, name, " wants a value, as in ", name,
-                "=...");
+    MOESH_CHECK(i + 1 < args.size() && !args[i + 1].starts_with("--"), ErrorKind::config, name,
+                " wants a value, as in ", name, "=...");
     const std::string value = args[i + 1];
-    args.erase(args.begin() + static_cast<std::ptrdiff_t>(i), args.begin() + static_cast<std::ptrdiff_t>(i) + 2);
+    args.erase(args.begin() + static_cast<std::ptrdiff_t>(i),
+               args.begin() + static_cast<std::ptrdiff_t>(i) + 2);
     return value;
   }
   return std::nullopt;
@@ -31,8 +32,8 @@ int take_number(Args& args, const std::string& name, int otherwise) {
   if (!text) return otherwise;
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= 1, ErrorKind::config, name, " is '", *text,
-              "'; it takes a whole number, 1 or more");
+  MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= 1,
+              ErrorKind::config, name, " is '", *text, "'; it takes a whole number, 1 or more");
   return value;
 }
 
@@ -41,8 +42,10 @@ double take_real(Args& args, const std::string& name, double otherwise) {
   if (!text) return otherwise;
   double value = 0;
   char rest = 0;
-  MOESH_CHECK(std::sscanf(text->c_str(), "%lf%c", &value, &rest) == 1 && std::isfinite(value) && value >= 0, ErrorKind::config,
-              name, " is '", *text, "'; it takes a number, 0 or more, as in ", name, "=1e-5");
+  MOESH_CHECK(
+      std::sscanf(text->c_str(), "%lf%c", &value, &rest) == 1 && std::isfinite(value) && value >= 0,
+      ErrorKind::config, name, " is '", *text, "'; it takes a number, 0 or more, as in ", name,
+      "=1e-5");
   return value;
 }
 
@@ -55,8 +58,10 @@ bool take_flag(Args& args, const std::string& name) {
 
 void expect_words(const Args& args, size_t count, const std::string& usage) {
   for (const auto& a : args)
-    MOESH_CHECK(!a.starts_with("--"), ErrorKind::config, "there is no option '", a, "' here; usage: ", usage);
-  MOESH_CHECK(args.size() == count, ErrorKind::config, args.size(), " words where ", count, " are wanted; usage: ", usage);
+    MOESH_CHECK(!a.starts_with("--"), ErrorKind::config, "there is no option '", a,
+                "' here; usage: ", usage);
+  MOESH_CHECK(args.size() == count, ErrorKind::config, args.size(), " words where ", count,
+              " are wanted; usage: ", usage);
 }
 
 Loaded load(const Args& args) {

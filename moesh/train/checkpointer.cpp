@@ -35,7 +35,9 @@ constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face 
 std::string master_name(const std::string& param) { return param + ".master"; }
 std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
 
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
 
 // As --mesh takes it.
 std::string mesh_text(const Config& config) {
@@ -53,7 +55,8 @@ std::vector<Part> weight_parts(models::Model& model, int rank) {
   for (auto* router : model.routers()) {
     at::Tensor bias = router->expert_bias();
     if (MOESH_MUTANT(expert_bias_not_saved)) bias = at::zeros_like(bias);
-    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), bias, rank));
+    parts.push_back(
+        checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), bias, rank));
   }
   return parts;
 }
@@ -71,12 +74,15 @@ formats::DiskTable own_names(const std::vector<Part>& parts) {
   return table;
 }
 
-// `"key": value` of one config.json where the other has another value or none, of keys that change what is computed.
+// `"key": value` of one config.json where the other has another value or none, of keys that change
+// what is computed.
 std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b) {
   std::string text;
   for (const auto& [key, value] : a.as_object("config.json")) {
     const auto* other = b.find(key);
-    if (key == "initializer_range" || key == "max_position_embeddings" || (other && *other == value)) continue;
+    if (key == "initializer_range" || key == "max_position_embeddings" ||
+        (other && *other == value))
+      continue;
     std::string line = formats::to_json(value);
     std::erase(line, '\n');
     text += detail::concat(text.empty() ? "" : ", ", '"', key, "\": ", line);
@@ -86,11 +92,17 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
 
 }  // namespace
 
-Checkpointer::Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model,
-                           optim::Optimizer& optimizer)
-    : config_(config), setup_(std::move(setup)), world_(world), model_(model), optimizer_(optimizer) {
+Checkpointer::Checkpointer(const Config& config, ModelSetup setup, comm::Group& world,
+                           models::Model& model, optim::Optimizer& optimizer)
+    : config_(config),
+      setup_(std::move(setup)),
+      world_(world),
+      model_(model),
+      optimizer_(optimizer) {
   const auto& c = config.checkpoint;
-  options_ = {.folder = c.folder, .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size), .keep_latest = c.keep_latest_k};
+  options_ = {.folder = c.folder,
+              .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
+              .keep_latest = c.keep_latest_k};
   if (c.enable && c.async) background_group_ = world.split(0, world.rank(), "checkpoint");
 }
 
@@ -105,21 +117,25 @@ checkpoint::TensorSet Checkpointer::weights() {
   const auto parts = checkpoint::by_name(set.parts);
   for (auto& t : set.tensors) {
     const auto own = checkpoint::disk_dtype(parts.at(t.sources.front().param)->value.scalar_type());
-    if (!t.dtype) t.dtype = wanted == "bfloat16" ? Dtype::bf16 : wanted == "float32" ? Dtype::f32 : own;
+    if (!t.dtype)
+      t.dtype = wanted == "bfloat16" ? Dtype::bf16 : wanted == "float32" ? Dtype::f32 : own;
   }
   return set;
 }
 
-// The optimizer's tensors; counts; and of the weights what the files of the model do not hold, or not with all bits.
+// The optimizer's tensors; counts; and of the weights what the files of the model do not hold, or
+// not with all bits.
 checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) {
   checkpoint::TensorSet set{.prefix = kStatePrefix};
-  for (const auto& s : optimizer_.state()) set.parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state())
+    set.parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
   for (Part part : weights.parts) {
     const auto found = on_disk.find(part.name);
-    if (found != on_disk.end() && formats::size_of(found->second) >= static_cast<std::uint64_t>(part.value.element_size()))
+    if (found != on_disk.end() &&
+        formats::size_of(found->second) >= static_cast<std::uint64_t>(part.value.element_size()))
       continue;
     part.name = master_name(part.name);
     set.parts.push_back(part);
@@ -166,12 +182,14 @@ void Checkpointer::save(const Position& position, bool in_background) {
     comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
-      if (speaks) log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
+      if (speaks)
+        log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
     } catch (const std::exception& e) {
       fault_ = detail::concat("step ", copy.manifest.step, " was not saved: ", e.what());
     }
   });
-  if (speaks) log_info("copied step ", position.step, " for saving in ", seconds_since(start), " s");
+  if (speaks)
+    log_info("copied step ", position.step, " for saving in ", seconds_since(start), " s");
 }
 
 void Checkpointer::wait() {
@@ -183,7 +201,8 @@ void Checkpointer::wait() {
 }
 
 void Checkpointer::after_step(const Position& position) {
-  if (config_.checkpoint.enable && position.step % config_.checkpoint.interval == 0) save(position, config_.checkpoint.async);
+  if (config_.checkpoint.enable && position.step % config_.checkpoint.interval == 0)
+    save(position, config_.checkpoint.async);
 }
 
 void Checkpointer::finish(const Position& position) {
@@ -196,16 +215,18 @@ Position Checkpointer::start() {
   const bool speaks = world_.rank() == 0;
   if (c.enable && !c.resume) {
     // Later steps of another run would be the newest for whoever goes on from here.
-    const auto others =
-        checkpoint::text_of_first(world_, speaks && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
-    MOESH_CHECK(others.empty(), ErrorKind::config, "checkpoint.resume is false, and checkpoint.folder '",
-                options_.folder.string(), "' holds checkpoints of another run; choose another folder, or move them away");
+    const auto others = checkpoint::text_of_first(
+        world_, speaks && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
+    MOESH_CHECK(others.empty(), ErrorKind::config,
+                "checkpoint.resume is false, and checkpoint.folder '", options_.folder.string(),
+                "' holds checkpoints of another run; choose another folder, or move them away");
   }
   if (c.enable && c.resume) {
     // Rank 0 looks, so that all ranks try the same ones.
     std::string found;
     if (speaks)
-      for (const auto step : checkpoint::saved_steps(options_.folder)) found += detail::concat(step, " ");
+      for (const auto step : checkpoint::saved_steps(options_.folder))
+        found += detail::concat(step, " ");
     std::istringstream stream(checkpoint::text_of_first(world_, found));
     std::vector<std::int64_t> steps;
     for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
@@ -224,7 +245,8 @@ Position Checkpointer::start() {
         faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", e.what());
       }
     }
-    MOESH_CHECK(steps.empty(), ErrorKind::data, "no checkpoint in '", options_.folder.string(), "' is whole (", faults,
+    MOESH_CHECK(steps.empty(), ErrorKind::data, "no checkpoint in '", options_.folder.string(),
+                "' is whole (", faults,
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
   if (!c.initial_load.empty()) {
@@ -234,10 +256,14 @@ Position Checkpointer::start() {
   return {};
 }
 
-void Checkpointer::check_model(const std::string& config_json, const std::filesystem::path& folder) const {
-  const auto theirs = models::on_disk(models::config_of(config_json, (folder / "config.json").string())).config_json(Dtype::f32);
+void Checkpointer::check_model(const std::string& config_json,
+                               const std::filesystem::path& folder) const {
+  const auto theirs =
+      models::on_disk(models::config_of(config_json, (folder / "config.json").string()))
+          .config_json(Dtype::f32);
   const auto ours = on_disk(setup_).config_json(Dtype::f32);
-  const auto theirs_json = formats::parse_json(theirs, "config.json"), ours_json = formats::parse_json(ours, "config.json");
+  const auto theirs_json = formats::parse_json(theirs, "config.json"),
+             ours_json = formats::parse_json(ours, "config.json");
   const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
   MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
@@ -249,7 +275,8 @@ void Checkpointer::load_weights(const std::filesystem::path& folder) {
   train::load_weights(folder, on_disk(setup_), model_, world_.rank());
 }
 
-void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk, models::Model& model, int rank) {
+void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk,
+                  models::Model& model, int rank) {
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto table = on_disk.table(checkpoint::find_layout(source, on_disk));
   std::set<std::string> known;
@@ -265,15 +292,19 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_whole_manifest(folder);
   const auto optimizer = manifest.extra.find(kOptimizer);
-  MOESH_CHECK(optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name, ErrorKind::config, "'",
-              folder.string(), "' was saved with optimizer ", optimizer->second, ", and ",
-              describe_option(config_, "optimizer.name"), "; set optimizer.name to ", optimizer->second,
-              ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=", folder.string());
+  MOESH_CHECK(
+      optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name,
+      ErrorKind::config, "'", folder.string(), "' was saved with optimizer ", optimizer->second,
+      ", and ", describe_option(config_, "optimizer.name"), "; set optimizer.name to ",
+      optimizer->second,
+      ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
+      folder.string());
   load_weights(folder);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;
-  for (const auto& s : optimizer_.state()) parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state())
+    parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
   for (Part part : weight_parts(model_, world_.rank())) {
     part.name = master_name(part.name);
     if (source.tensors().contains(part.name)) parts.push_back(part);
@@ -281,7 +312,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers()) {
     counts.push_back(at::empty_like(router->pending_counts()));
-    parts.push_back(checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
+    parts.push_back(
+        checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
   }
   const auto table = own_names(parts);
   checkpoint::check_names(source, table);
@@ -291,12 +323,13 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   for (std::size_t i = 0; i < routers.size(); ++i)  // they count once, wherever they are
     routers[i]->pending_counts() = world_.rank() == 0 ? counts[i] : at::zeros_like(counts[i]);
   const auto steps = manifest.extra.find(kOptimizerSteps);
-  MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(), "': its manifest has no ", kOptimizerSteps,
-              ": it was not saved by a training run");
+  MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
+              "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   std::int64_t num_steps = 0;
   std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
   if (!MOESH_MUTANT(optimizer_steps_forgotten)) optimizer_.set_num_steps(num_steps);
-  return {.step = manifest.step, .data_position = MOESH_MUTANT(data_begins_anew) ? 0 : manifest.data_position};
+  return {.step = manifest.step,
+          .data_position = MOESH_MUTANT(data_begins_anew) ? 0 : manifest.data_position};
 }
 
 }  // namespace moesh::train

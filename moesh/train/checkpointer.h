@@ -1,5 +1,6 @@
 #pragma once
-// What the train loop knows of checkpoints: where to begin, what to do after a step, and at the end.
+// What the train loop knows of checkpoints: where to begin, what to do after a step, and at the
+// end.
 
 #include <filesystem>
 #include <optional>
@@ -21,21 +22,25 @@ struct Position {
   std::int64_t data_position = 0;  // samples taken from the global order
 };
 
-/// Fills what this rank has of the parameters, and the expert biases, from a folder that moesh or others wrote.
-void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk, models::Model& model, int rank);
+/// Fills what this rank has of the parameters, and the expert biases, from a folder that moesh or
+/// others wrote.
+void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk,
+                  models::Model& model, int rank);
 
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:
-  Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model, optim::Optimizer& optimizer);
+  Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model,
+               optim::Optimizer& optimizer);
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  /// Loads the newest checkpoint of the run that is whole, or initial weights, or nothing. One that turns out to be damaged is
-  /// reported, and the one before it is taken.
+  /// Loads the newest checkpoint of the run that is whole, or initial weights, or nothing. One that
+  /// turns out to be damaged is reported, and the one before it is taken.
   Position start();
-  /// Saves if it is time to. A failure of an asynchronous save is reported at the next one, and training goes on.
+  /// Saves if it is time to. A failure of an asynchronous save is reported at the next one, and
+  /// training goes on.
   void after_step(const Position& position);
   /// Saves what is not saved yet, and returns when it is.
   void finish(const Position& position);
@@ -59,7 +64,8 @@ class Checkpointer {
   optim::Optimizer& optimizer_;
   checkpoint::SaveOptions options_;
   std::optional<std::int64_t> last_saved_;
-  // One save at a time is under way. Its collectives have a group of their own: they cannot meet those of training.
+  // One save at a time is under way. Its collectives have a group of their own: they cannot meet
+  // those of training.
   std::shared_ptr<comm::Group> background_group_;
   std::thread background_;
   std::string fault_;  // of the save that ended

@@ -51,16 +51,20 @@ RunSummary run_train(const Args& args) {
   validate(l.config, 0, l.model.facts());
   // Under a launcher the ranks are shared out among the processes.
   const int processes = comm::num_launched_processes();
-  if (processes > 0 && mesh_shape(l.config).num_ranks() % processes != 0) validate(l.config, processes, l.model.facts());
+  if (processes > 0 && mesh_shape(l.config).num_ranks() % processes != 0)
+    validate(l.config, processes, l.model.facts());
   const RunSummary s = train(l.config, l.model);
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
-    if (s.first_step > 0) std::printf("nothing to do: the checkpoint is of step %lld\n", static_cast<long long>(s.first_step));
+    if (s.first_step > 0)
+      std::printf("nothing to do: the checkpoint is of step %lld\n",
+                  static_cast<long long>(s.first_step));
     return s;
   }
   std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done",
               static_cast<long long>(s.first_step + s.num_steps), s.losses.back());
   if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
-  std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds, s.step_seconds);
+  std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds,
+              s.step_seconds);
   if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
   return s;
 }
@@ -86,16 +90,20 @@ int run_demo(const Args& args) {
   std::printf("Training:\n\n");
   const RunSummary s = run_train(joined(kDemoModel, kDemoTraining));
   if (s.interrupted || s.losses.empty()) return 1;
-  std::printf("\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters after two steps:\n\n");
+  std::printf(
+      "\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters after two steps:\n\n");
   std::fflush(stdout);
   const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}));
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   const auto num_last = static_cast<std::ptrdiff_t>(std::min<size_t>(20, s.losses.size()));
-  const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) / static_cast<double>(num_last);
-  std::printf("\nSummary: loss %.3f -> %.3f (mean of the last %td of %lld steps) on 8 ranks", s.losses.front(), last, num_last,
-              static_cast<long long>(s.num_steps));
+  const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) /
+                      static_cast<double>(num_last);
+  std::printf("\nSummary: loss %.3f -> %.3f (mean of the last %td of %lld steps) on 8 ranks",
+              s.losses.front(), last, num_last, static_cast<long long>(s.num_steps));
   if (s.entropy) std::printf(" (floor %.3f)", *s.entropy);
-  std::printf("; the mesh %s what one rank computes; %.0f s in all.\n", verified == 0 ? "computes" : "DOES NOT compute", seconds);
+  std::printf("; the mesh %s what one rank computes; %.0f s in all.\n",
+              verified == 0 ? "computes" : "DOES NOT compute", seconds);
   return verified;
 }
 
@@ -122,9 +130,10 @@ int run_command(const Args& all) {
     std::printf("%s", print_config(l.config, l.model.keys()).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config,
-              "there is no command '" + all[0] +
-                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
+  throw Error(
+      ErrorKind::config,
+      "there is no command '" + all[0] +
+          "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
 }
 
 }  // namespace moesh::train

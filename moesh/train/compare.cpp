@@ -39,8 +39,9 @@ at::ScalarType scalar_type(Dtype dtype) {
     case Dtype::f64: return at::kDouble;
     default: break;
   }
-  throw Error(ErrorKind::data, detail::concat("compare cannot read numbers of type ", formats::name_of(dtype),
-                                              "; convert them to a type such as F32 first"));
+  throw Error(ErrorKind::data,
+              detail::concat("compare cannot read numbers of type ", formats::name_of(dtype),
+                             "; convert them to a type such as F32 first"));
 }
 
 double tolerance_of(Dtype dtype) {
@@ -71,7 +72,8 @@ struct Tensors {
       for (const auto& e : std::filesystem::directory_iterator(path))
         if (e.path().extension() == ".safetensors") paths.push_back(e.path());
       std::sort(paths.begin(), paths.end());
-      MOESH_CHECK(!paths.empty(), ErrorKind::data, path, " holds no *.safetensors file; name a file or a folder that does");
+      MOESH_CHECK(!paths.empty(), ErrorKind::data, path,
+                  " holds no *.safetensors file; name a file or a folder that does");
     } else {
       paths.emplace_back(path);
     }
@@ -79,8 +81,8 @@ struct Tensors {
       files.push_back(std::make_unique<formats::SafetensorsFile>(p));
       for (const auto& info : files.back()->header().tensors) {
         order.push_back({files.back().get(), &info});
-        MOESH_CHECK(by_name.emplace(info.name, order.back()).second, ErrorKind::data, path, ": two of its files hold ", info.name,
-                    "; keep one of them");
+        MOESH_CHECK(by_name.emplace(info.name, order.back()).second, ErrorKind::data, path,
+                    ": two of its files hold ", info.name, "; keep one of them");
       }
     }
   }
@@ -89,8 +91,9 @@ struct Tensors {
 at::Tensor read(const Tensors::Entry& e, std::int64_t first, std::int64_t count) {
   at::Tensor raw = at::empty({count}, scalar_type(e.info->dtype));
   const auto width = formats::size_of(e.info->dtype);
-  e.file->read(e.file->header().data_start + e.info->begin + static_cast<std::uint64_t>(first) * width,
-               {static_cast<std::byte*>(raw.data_ptr()), static_cast<std::size_t>(count) * width});
+  e.file->read(
+      e.file->header().data_start + e.info->begin + static_cast<std::uint64_t>(first) * width,
+      {static_cast<std::byte*>(raw.data_ptr()), static_cast<std::size_t>(count) * width});
   return raw.to(at::kDouble);
 }
 
@@ -108,7 +111,8 @@ void compare_values(ComparedTensor& c, const Tensors::Entry& a, const Tensors::E
     const std::int64_t count = std::min(kChunk, size - first);
     at::Tensor x = read(a, first, count), y = read(b, first, count);
     // What is the same and not finite (a mask of -inf) is the same, and has no size.
-    const at::Tensor same = x.isfinite().logical_not().logical_and(x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
+    const at::Tensor same = x.isfinite().logical_not().logical_and(
+        x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
     x = x.masked_fill(same, 0), y = y.masked_fill(same, 0);
     const at::Tensor d = x - y;
     const auto sum = [](const at::Tensor& t) { return t.sum().item<double>(); };
@@ -128,7 +132,9 @@ void compare_values(ComparedTensor& c, const Tensors::Entry& a, const Tensors::E
 
 }  // namespace
 
-double ComparedTensor::relative() const { return other_norm > 0 ? error / other_norm : error > 0 ? INFINITY : 0; }
+double ComparedTensor::relative() const {
+  return other_norm > 0 ? error / other_norm : error > 0 ? INFINITY : 0;
+}
 
 std::string ComparedTensor::diagnosis() const {
   if (state != State::differs) return "";
@@ -137,9 +143,11 @@ std::string ComparedTensor::diagnosis() const {
   if (residue > 1e-3) return "";
   for (int n = 2; n <= 1024; ++n) {
     if (std::abs(factor / n - 1) < 1e-3)
-      return detail::concat("a is ", n, " times b: a sum over ", n, " ranks too many, or a mean that is missing");
+      return detail::concat("a is ", n, " times b: a sum over ", n,
+                            " ranks too many, or a mean that is missing");
     if (std::abs(factor * n - 1) < 1e-3)
-      return detail::concat("a is 1/", n, " of b: a sum over ", n, " ranks is missing, or a mean over them too many");
+      return detail::concat("a is 1/", n, " of b: a sum over ", n,
+                            " ranks is missing, or a mean over them too many");
   }
   if (std::abs(factor + 1) < 1e-3) return "a is minus b";
   return detail::concat("a is ", factor, " times b in every element");
@@ -153,14 +161,16 @@ const ComparedTensor* Comparison::first_difference() const {
   return nullptr;
 }
 
-Comparison compare(const std::string& path_a, const std::string& path_b, const CompareOptions& options) {
+Comparison compare(const std::string& path_a, const std::string& path_b,
+                   const CompareOptions& options) {
   const Tensors a(path_a), b(path_b);
   std::vector<std::pair<std::regex, std::string>> renames;
   for (const auto& [pattern, replacement] : options.renames) {
     try {
       renames.emplace_back(std::regex(pattern), replacement);
     } catch (const std::regex_error& e) {
-      throw Error(ErrorKind::config, detail::concat("--rename: '", pattern, "' is no regular expression: ", e.what()));
+      throw Error(ErrorKind::config,
+                  detail::concat("--rename: '", pattern, "' is no regular expression: ", e.what()));
     }
   }
   Comparison result;
@@ -169,11 +179,13 @@ Comparison compare(const std::string& path_a, const std::string& path_b, const C
   double all = 0;
   int num_compared = 0;
   for (const auto& entry : a.order) {
-    ComparedTensor c{.name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
-    for (const auto& [pattern, replacement] : renames) c.other_name = std::regex_replace(c.other_name, pattern, replacement);
+    ComparedTensor c{
+        .name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
+    for (const auto& [pattern, replacement] : renames)
+      c.other_name = std::regex_replace(c.other_name, pattern, replacement);
     const auto [first, is_new] = taken.emplace(c.other_name, c.name);
-    MOESH_CHECK(is_new, ErrorKind::config, "--rename gives ", first->second, " and ", c.name, " the same name, ", c.other_name,
-                "; choose patterns that keep them apart");
+    MOESH_CHECK(is_new, ErrorKind::config, "--rename gives ", first->second, " and ", c.name,
+                " the same name, ", c.other_name, "; choose patterns that keep them apart");
     double tolerance = 0;
     if (const auto found = b.by_name.find(c.other_name); found == b.by_name.end()) {
       c.state = State::only_in_a;
@@ -181,7 +193,8 @@ Comparison compare(const std::string& path_a, const std::string& path_b, const C
       c.state = State::shape_differs;
     } else {
       compare_values(c, entry, found->second);
-      tolerance = options.tolerance.value_or(std::max(tolerance_of(entry.info->dtype), tolerance_of(found->second.info->dtype)));
+      tolerance = options.tolerance.value_or(
+          std::max(tolerance_of(entry.info->dtype), tolerance_of(found->second.info->dtype)));
       if (std::isfinite(c.other_norm)) all += c.other_norm * c.other_norm, ++num_compared;
     }
     tolerances.push_back(tolerance);

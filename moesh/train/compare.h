@@ -1,5 +1,6 @@
 #pragma once
-// Two sets of tensors, of any framework, name by name: for people who debug the parallelism of their own system.
+// Two sets of tensors, of any framework, name by name: for people who debug the parallelism of
+// their own system.
 
 #include <optional>
 #include <string>
@@ -8,10 +9,11 @@
 namespace moesh::train {
 
 struct CompareOptions {
-  /// Relative error that is allowed; without one it follows the narrower of the two dtypes: 1e-10 for float64, 1e-5 for float32,
-  /// 2e-2 for 16 bits.
+  /// Relative error that is allowed; without one it follows the narrower of the two dtypes: 1e-10
+  /// for float64, 1e-5 for float32, 2e-2 for 16 bits.
   std::optional<double> tolerance = {};
-  /// (regular expression, replacement) pairs that turn a name of A into one of B, one after the other.
+  /// (regular expression, replacement) pairs that turn a name of A into one of B, one after the
+  /// other.
   std::vector<std::pair<std::string, std::string>> renames = {};
 };
 
@@ -21,10 +23,10 @@ struct ComparedTensor {
   std::string name, other_name;  // in A and in B
   State state = State::same;
   std::vector<std::int64_t> shape, other_shape;
-  double error = 0, allowed = 0;          // |a - b|, and what the tolerance allows
-  double norm = 0, other_norm = 0;        // |a| and |b|
-  double factor = 0;                      // <a, b> / <b, b>
-  double residue = 0;                     // |a - factor * b| / |a|: near 0 where the factor is all that is wrong
+  double error = 0, allowed = 0;    // |a - b|, and what the tolerance allows
+  double norm = 0, other_norm = 0;  // |a| and |b|
+  double factor = 0;                // <a, b> / <b, b>
+  double residue = 0;  // |a - factor * b| / |a|: near 0 where the factor is all that is wrong
   std::vector<std::int64_t> worst_index;  // of the element that is furthest off
   double worst_a = 0, worst_b = 0;
   bool is_finite = true;

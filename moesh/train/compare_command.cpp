@@ -18,8 +18,9 @@ void print(const ComparedTensor& t) {
   using State = ComparedTensor::State;
   switch (t.state) {
     case State::only_in_a:
-      std::printf("only in A    %s%s\n", t.name.c_str(),
-                  t.other_name == t.name ? "" : (" (looked for " + t.other_name + " in B)").c_str());
+      std::printf(
+          "only in A    %s%s\n", t.name.c_str(),
+          t.other_name == t.name ? "" : (" (looked for " + t.other_name + " in B)").c_str());
       return;
     case State::only_in_b: std::printf("only in B    %s\n", t.name.c_str()); return;
     case State::shape_differs:
@@ -29,11 +30,14 @@ void print(const ComparedTensor& t) {
     case State::same:
     case State::differs: break;
   }
-  std::printf("%s %s %s  error %.3g  factor %.6g", t.state == State::same ? "same        " : "differs     ", t.name.c_str(),
+  std::printf("%s %s %s  error %.3g  factor %.6g",
+              t.state == State::same ? "same        " : "differs     ", t.name.c_str(),
               numbers(t.shape).c_str(), t.relative(), t.factor);
   if (t.state == State::differs)
-    std::printf("  worst at %s: %.6g, not %.6g", numbers(t.worst_index).c_str(), t.worst_a, t.worst_b);
-  if (const auto text = t.diagnosis(); !text.empty()) std::printf("\n             %s", text.c_str());
+    std::printf("  worst at %s: %.6g, not %.6g", numbers(t.worst_index).c_str(), t.worst_a,
+                t.worst_b);
+  if (const auto text = t.diagnosis(); !text.empty())
+    std::printf("\n             %s", text.c_str());
   std::printf("\n");
 }
 
@@ -41,7 +45,8 @@ void print(const ComparedTensor& t) {
 
 int run_compare(Args args) {
   CompareOptions options;
-  if (const double tolerance = take_real(args, "--tolerance", -1); tolerance >= 0) options.tolerance = tolerance;
+  if (const double tolerance = take_real(args, "--tolerance", -1); tolerance >= 0)
+    options.tolerance = tolerance;
   while (const auto rename = take(args, "--rename")) {
     const auto at = rename->find('=');
     MOESH_CHECK(at != std::string::npos && at > 0, ErrorKind::config, "--rename is '", *rename,
@@ -58,7 +63,8 @@ int run_compare(Args args) {
     if (all || !is_same) print(t);
   }
   std::printf("%zu of %zu tensors are the same", num_same, c.tensors.size());
-  if (const auto* first = c.first_difference()) std::printf("; the first that differs: %s", first->name.c_str());
+  if (const auto* first = c.first_difference())
+    std::printf("; the first that differs: %s", first->name.c_str());
   std::printf("\n");
   return c.same() ? 0 : 1;
 }

@@ -18,16 +18,21 @@ std::vector<std::string> option_names() {
 }
 
 // The model's own keys are known only when the model is: they wait in model.overrides.
-bool is_model_key(const std::string& name) { return name.starts_with("model.") && !find_option(name); }
+bool is_model_key(const std::string& name) {
+  return name.starts_with("model.") && !find_option(name);
+}
 
 [[noreturn]] void unknown(const Setting& s, std::vector<std::string> known) {
   if (s.origin == kCommandLine) {
     for (std::string& name : known) name = "--" + name;
-    throw Error(ErrorKind::config, detail::concat("unknown option --", s.name, " (command line); the nearest known option is ",
-                                                  nearest_name("--" + s.name, known), ", and --help lists all"));
+    throw Error(
+        ErrorKind::config,
+        detail::concat("unknown option --", s.name, " (command line); the nearest known option is ",
+                       nearest_name("--" + s.name, known), ", and --help lists all"));
   }
-  throw Error(ErrorKind::config, detail::concat(s.origin, ": unknown key ", s.name, "; the nearest known key is ",
-                                                nearest_name(s.name, known), ", and --help lists all"));
+  throw Error(ErrorKind::config,
+              detail::concat(s.origin, ": unknown key ", s.name, "; the nearest known key is ",
+                             nearest_name(s.name, known), ", and --help lists all"));
 }
 
 // A number of [model] that no model could have.
@@ -35,9 +40,10 @@ void check_range(const Setting& s, const ModelKey& key, const Value& value) {
   const auto* whole = std::get_if<std::int64_t>(&value);
   const auto* real = std::get_if<double>(&value);
   if (!whole && !real) return;
-  const double number = whole ? static_cast<double>(*whole) : *real, least = key.least.value_or(whole ? 1 : 0);
-  MOESH_CHECK(number >= least && number <= key.most, ErrorKind::config, s.name, " is ", number, " (", s.origin, "); it takes ",
-              least, " to ", key.most);
+  const double number = whole ? static_cast<double>(*whole) : *real,
+               least = key.least.value_or(whole ? 1 : 0);
+  MOESH_CHECK(number >= least && number <= key.most, ErrorKind::config, s.name, " is ", number,
+              " (", s.origin, "); it takes ", least, " to ", key.most);
 }
 
 void apply(Config& config, const Setting& s) {
@@ -70,12 +76,14 @@ std::vector<Setting> expand_mesh(const std::string& text) {
     const std::string part = text.substr(begin, end - begin);
     if (part.empty()) continue;
     const auto equals = part.find('=');
-    MOESH_CHECK(equals != std::string::npos, ErrorKind::config, "--mesh ", text, " (command line): '", part,
+    MOESH_CHECK(equals != std::string::npos, ErrorKind::config, "--mesh ", text,
+                " (command line): '", part,
                 "' has no size; write axes as in --mesh dp_shard=2,tp=2,ep=4");
     const std::string axis = part.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
-    MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text, " (command line): there is no axis '", axis,
-                "' to set; the nearest is ", nearest_name(axis, axes), ", and the axes are ", axes);
+    MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text,
+                " (command line): there is no axis '", axis, "' to set; the nearest is ",
+                nearest_name(axis, axes), ", and the axes are ", axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
     MOESH_CHECK(!s.is_text, ErrorKind::config, "--mesh ", text, " (command line): the axis ", axis,
                 " has two sizes; keep one of them");
@@ -89,7 +97,8 @@ std::vector<Setting> expand_mesh(const std::string& text) {
 std::vector<Setting> expand_model(const std::string& text) {
   const auto colon = text.find(':');
   std::vector<Setting> settings{{"model.name", text.substr(0, colon), kCommandLine, true}};
-  if (colon != std::string::npos) settings.push_back({"model.size", text.substr(colon + 1), kCommandLine, true});
+  if (colon != std::string::npos)
+    settings.push_back({"model.size", text.substr(colon + 1), kCommandLine, true});
   return settings;
 }
 
@@ -102,8 +111,9 @@ CommandLine parse(const std::vector<std::string>& args) {
   CommandLine line;
   for (std::size_t i = 0; i < args.size(); ++i) {
     const std::string& arg = args[i];
-    MOESH_CHECK(arg.starts_with("--") && arg.size() > 2, ErrorKind::config, "argument '", arg,
-                "' (command line) is not an option; options are written --section.key=value, and --help lists all");
+    MOESH_CHECK(
+        arg.starts_with("--") && arg.size() > 2, ErrorKind::config, "argument '", arg,
+        "' (command line) is not an option; options are written --section.key=value, and --help lists all");
     const auto equals = arg.find('=');
     std::string name = arg.substr(2, equals == std::string::npos ? equals : equals - 2);
     for (const ShortForm& f : short_forms())
@@ -116,20 +126,24 @@ CommandLine parse(const std::vector<std::string>& args) {
     } else if (has_next) {
       value = args[++i];
     } else {
-      // A flag is true when it is named. Unknown options are reported as such, and not for a missing value.
+      // A flag is true when it is named. Unknown options are reported as such, and not for a
+      // missing value.
       const Option* o = find_option(name);
-      const bool needs_value =
-          o ? !std::holds_alternative<bool>(o->initial()) : name == "config" || name == "mesh" || name == "model";
-      MOESH_CHECK(!needs_value, ErrorKind::config, arg, " (command line) has no value; write ", arg, "=",
-                  o ? "VALUE, where it takes " : "VALUE", o ? o->rule.describe(o->initial()) : "");
+      const bool needs_value = o ? !std::holds_alternative<bool>(o->initial())
+                                 : name == "config" || name == "mesh" || name == "model";
+      MOESH_CHECK(!needs_value, ErrorKind::config, arg, " (command line) has no value; write ", arg,
+                  "=", o ? "VALUE, where it takes " : "VALUE",
+                  o ? o->rule.describe(o->initial()) : "");
       value = "true";
     }
 
     std::vector<Setting> settings{{name, value, kCommandLine, true}};
     if (name == "config") {
-      MOESH_CHECK(line.config_file.empty(), ErrorKind::config, "--config ", value, " (command line): there is a --config ",
-                  line.config_file, " before it; one file is read, and options on the command line go over it");
-      MOESH_CHECK(!value.empty(), ErrorKind::config, "--config (command line) has no value; name a TOML file");
+      MOESH_CHECK(line.config_file.empty(), ErrorKind::config, "--config ", value,
+                  " (command line): there is a --config ", line.config_file,
+                  " before it; one file is read, and options on the command line go over it");
+      MOESH_CHECK(!value.empty(), ErrorKind::config,
+                  "--config (command line) has no value; name a TOML file");
       line.config_file = value;
       continue;
     }
@@ -162,7 +176,8 @@ Config load_config(const std::vector<std::string>& args) {
 
 void apply_model_keys(Config& config, const ModelKeys& keys) {
   for (const Setting& s : config.model.overrides) {
-    const auto key = std::find_if(keys.begin(), keys.end(), [&](const ModelKey& k) { return s.name == "model." + k.name; });
+    const auto key = std::find_if(keys.begin(), keys.end(),
+                                  [&](const ModelKey& k) { return s.name == "model." + k.name; });
     if (key == keys.end()) {
       std::vector<std::string> known{"model.name", "model.size"};
       for (const ModelKey& k : keys) known.push_back("model." + k.name);
@@ -172,7 +187,9 @@ void apply_model_keys(Config& config, const ModelKeys& keys) {
     }
     const Value value = converted(s, read(*key));
     check_range(s, *key, value);
-    std::visit([&](auto* target) { *target = std::get<std::remove_pointer_t<decltype(target)>>(value); }, key->target);
+    std::visit(
+        [&](auto* target) { *target = std::get<std::remove_pointer_t<decltype(target)>>(value); },
+        key->target);
     config.origins[s.name] = s.origin;
   }
 }
@@ -194,10 +211,13 @@ at::ScalarType scalar_type(const Config& config) {
   return config.training.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
 }
 
-at::Device device(const Config& config) { return comm::device_for(at::Device(config.training.device), comm::local_process()); }
+at::Device device(const Config& config) {
+  return comm::device_for(at::Device(config.training.device), comm::local_process());
+}
 
 comm::LaunchOptions launch_options(const Config& config) {
-  return {.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(config.debug.timeout_seconds * 1000)),
+  return {.timeout = std::chrono::milliseconds(
+              static_cast<std::int64_t>(config.debug.timeout_seconds * 1000)),
           .checked = config.debug.checked,
           .device = at::Device(config.training.device)};
 }
@@ -212,7 +232,8 @@ nn::Dispatcher dispatcher(const Config& config) {
 
 data::SampleOrder sample_order(const Config& config) {
   return {.batch = config.data.batch_size,
-          .num_dp = config.parallelism.data_parallel_replicate_degree * config.parallelism.data_parallel_shard_degree,
+          .num_dp = config.parallelism.data_parallel_replicate_degree *
+                    config.parallelism.data_parallel_shard_degree,
           .num_micro = config.training.gradient_accumulation_steps};
 }
 

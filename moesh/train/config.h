@@ -1,7 +1,8 @@
 #pragma once
-// What a run is asked to do. Defaults, then a TOML file (--config), then the command line (--section.key=value), then one
-// validate() over the merged result. Sections and keys are torchtitan's where it has them. An option is a member here and a line
-// in options.cpp, which drives reading, help, printing and range checks.
+// What a run is asked to do. Defaults, then a TOML file (--config), then the command line
+// (--section.key=value), then one validate() over the merged result. Sections and keys are
+// torchtitan's where it has them. An option is a member here and a line in options.cpp, which
+// drives reading, help, printing and range checks.
 
 #include <cstdint>
 #include <map>
@@ -31,7 +32,8 @@ struct Setting {
 struct ModelSection {
   std::string name = "deepseek_v3";
   std::string size = "tiny";
-  std::vector<Setting> overrides = {};  // further keys of [model]; the model knows them: see apply_model_keys
+  std::vector<Setting> overrides =
+      {};  // further keys of [model]; the model knows them: see apply_model_keys
 };
 
 struct TrainingSection {
@@ -128,33 +130,39 @@ struct Config {
   CheckpointSection checkpoint;
   MetricsSection metrics;
   DebugSection debug;
-  std::map<std::string, std::string> origins = {};  // by option, where a file or the command line set it
+  std::map<std::string, std::string> origins =
+      {};  // by option, where a file or the command line set it
 
-  /// "run.toml:3", "command line", "default", "set by the program", or for a key of the model itself "deepseek_v3:tiny".
+  /// "run.toml:3", "command line", "default", "set by the program", or for a key of the model
+  /// itself "deepseek_v3:tiny".
   std::string origin(const std::string& option) const;
 };
 
-/// Reads options: --config FILE, --section.key=value (or --section.key value, or --section.key for true), and the short forms
-/// --mesh, --model, --steps, --dtype, --device, --max-minutes. Unknown ones and values of the wrong type throw Error (config),
-/// which names where they stand and the nearest known option.
+/// Reads options: --config FILE, --section.key=value (or --section.key value, or --section.key for
+/// true), and the short forms
+/// --mesh, --model, --steps, --dtype, --device, --max-minutes. Unknown ones and values of the wrong
+/// type throw Error (config), which names where they stand and the nearest known option.
 Config load_config(const std::vector<std::string>& args);
 
 using models::ModelFacts;
 using models::ModelKey;
 using models::ModelKeys;
 
-/// Writes the further keys of [model] where `keys` points. Unknown ones and wrong types are errors as in load_config. The targets
-/// hold the built-in configuration that model.name and model.size stand for, so call check_option on those two first.
+/// Writes the further keys of [model] where `keys` points. Unknown ones and wrong types are errors
+/// as in load_config. The targets hold the built-in configuration that model.name and model.size
+/// stand for, so call check_option on those two first.
 void apply_model_keys(Config& config, const ModelKeys& keys);
 
-/// Checks every rule on the final values; throws Error (config) which names the option, its value, where that came from and what
-/// would work. world_size 0: as many ranks as the mesh asks for.
+/// Checks every rule on the final values; throws Error (config) which names the option, its value,
+/// where that came from and what would work. world_size 0: as many ranks as the mesh asks for.
 void validate(const Config& config, int world_size, const ModelFacts& facts = {});
 /// The rule of a single option: its range, or the texts that it takes.
 void check_option(const Config& config, const std::string& option);
 
-/// "training.steps is 0 (run.toml:3)": how every message begins. For rules that only a model knows. Takes model keys too.
-std::string describe_option(const Config& config, const std::string& option, const ModelKeys& keys = {});
+/// "training.steps is 0 (run.toml:3)": how every message begins. For rules that only a model knows.
+/// Takes model keys too.
+std::string describe_option(const Config& config, const std::string& option,
+                            const ModelKeys& keys = {});
 
 /// Every option with its effective value and where it came from, as TOML: --config reads it back.
 std::string print_config(const Config& config, const ModelKeys& keys = {});

@@ -43,11 +43,15 @@ class DryRank {
                .state = state()};
     {
       std::vector<models::MicroBatch> batches;
-      const auto ids = [&] { return at::empty({batch, sequence}, at::TensorOptions(at::kMeta).dtype(at::kLong)); };
-      for (std::int64_t i = 0; i < num_micro; ++i) batches.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
+      const auto ids = [&] {
+        return at::empty({batch, sequence}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+      };
+      for (std::int64_t i = 0; i < num_micro; ++i)
+        batches.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
       const StepOptions options = step_options(config_);
       Gradients gradients = accumulate_gradients(*model_, std::move(batches), options);
-      gradients.num_tokens = e.num_tokens;  // meta counted none, and a step without tokens is skipped
+      gradients.num_tokens =
+          e.num_tokens;  // meta counted none, and a step without tokens is skipped
       apply_gradients(*model_, *optimizer_, gradients, /*lr=*/0, options);
     }
     e.peak = memory_.peak();
@@ -75,7 +79,8 @@ class DryRank {
 
 Config on_mesh(Config config, const MeshShape& shape) {
   auto& p = config.parallelism;
-  p.data_parallel_replicate_degree = shape.dp_replicate, p.data_parallel_shard_degree = shape.dp_shard;
+  p.data_parallel_replicate_degree = shape.dp_replicate,
+  p.data_parallel_shard_degree = shape.dp_shard;
   p.context_parallel_degree = shape.cp, p.tensor_parallel_degree = shape.tp;
   p.expert_parallel_degree = shape.ep, p.expert_tensor_parallel_degree = shape.etp;
   return config;
@@ -85,13 +90,14 @@ Config on_mesh(Config config, const MeshShape& shape) {
 bool keeps_degrees(const Config& config, const MeshShape& shape) {
   const MeshShape asked = mesh_shape(config);
   const auto keeps = [](int wanted, int size) { return wanted == 1 || wanted == size; };
-  return keeps(asked.dp_replicate, shape.dp_replicate) && keeps(asked.dp_shard, shape.dp_shard) && keeps(asked.cp, shape.cp) &&
-         keeps(asked.tp, shape.tp) && keeps(asked.ep, shape.ep) && keeps(asked.etp, shape.etp);
+  return keeps(asked.dp_replicate, shape.dp_replicate) && keeps(asked.dp_shard, shape.dp_shard) &&
+         keeps(asked.cp, shape.cp) && keeps(asked.tp, shape.tp) && keeps(asked.ep, shape.ep) &&
+         keeps(asked.etp, shape.etp);
 }
 
 // Nothing where heads or experts do not divide by the mesh, or its state is over the limit.
-std::optional<Estimate> try_mesh(const Config& config, const ModelSetup& setup, const MeshShape& shape,
-                                 std::optional<std::int64_t> limit) {
+std::optional<Estimate> try_mesh(const Config& config, const ModelSetup& setup,
+                                 const MeshShape& shape, std::optional<std::int64_t> limit) {
   const Config c = on_mesh(config, shape);
   try {
     validate(c, shape.num_ranks(), setup.facts());
@@ -109,17 +115,20 @@ struct Family {
 };
 
 bool same_dense_axes(const MeshShape& a, const MeshShape& b) {
-  return a.dp_replicate == b.dp_replicate && a.dp_shard == b.dp_shard && a.cp == b.cp && a.tp == b.tp;
+  return a.dp_replicate == b.dp_replicate && a.dp_shard == b.dp_shard && a.cp == b.cp &&
+         a.tp == b.tp;
 }
 
-// What is sent over dense axes, by attention, norms, shared experts and their parameters, is sent however the experts are cut.
-// (Less a per cent: gradients of expert biases are summed over other axes where etp cuts the experts.)
+// What is sent over dense axes, by attention, norms, shared experts and their parameters, is sent
+// however the experts are cut. (Less a per cent: gradients of expert biases are summed over other
+// axes where etp cuts the experts.)
 double dense_bound(const Estimate& e) {
   double sum = 0;
   for (const auto& [key, entry] : e.traffic) {
     const std::string axes = "|" + key.first + "|";
     const auto has = [&](const char* axis) { return axes.find(axis) != std::string::npos; };
-    if (!has("|efsdp|") && !has("|ep|") && !has("|etp|")) sum += static_cast<double>(entry.num_bytes);
+    if (!has("|efsdp|") && !has("|ep|") && !has("|etp|"))
+      sum += static_cast<double>(entry.num_bytes);
   }
   return 0.99 * sum * e.mesh.num_ranks() / static_cast<double>(e.num_tokens);
 }
@@ -136,21 +145,26 @@ double Estimate::moved_per_token() const {
   return static_cast<double>(moved()) * mesh.num_ranks() / static_cast<double>(num_tokens);
 }
 
-std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup, std::optional<std::int64_t> limit) {
+std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup,
+                                 std::optional<std::int64_t> limit) {
   DryRank rank(config, setup);
   if (limit && rank.state().total() > *limit) return std::nullopt;
   return rank.step();
 }
 
-Estimate estimate(const Config& config, const ModelSetup& setup) { return *estimate(config, setup, std::nullopt); }
+Estimate estimate(const Config& config, const ModelSetup& setup) {
+  return *estimate(config, setup, std::nullopt);
+}
 
-SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks, std::int64_t limit, size_t most) {
+SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks,
+                    std::int64_t limit, size_t most) {
   SearchResult result;
   std::vector<Family> families;
   for (const auto& shape : all_mesh_shapes(num_ranks)) {
     ++result.num_meshes;
     if (!keeps_degrees(config, shape)) continue;
-    if (families.empty() || !same_dense_axes(families.back().shapes[0], shape)) families.emplace_back();
+    if (families.empty() || !same_dense_axes(families.back().shapes[0], shape))
+      families.emplace_back();
     families.back().shapes.push_back(shape);
   }
   std::erase_if(families, [&](Family& f) {
@@ -160,7 +174,8 @@ SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks
     if (e) f.bound = dense_bound(*e);
     return !e;  // heads do not divide by tp, whatever the experts do
   });
-  std::stable_sort(families.begin(), families.end(), [](const Family& a, const Family& b) { return a.bound < b.bound; });
+  std::stable_sort(families.begin(), families.end(),
+                   [](const Family& a, const Family& b) { return a.bound < b.bound; });
 
   auto& best = result.best;
   for (const Family& f : families) {
@@ -169,9 +184,10 @@ SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks
       ++result.num_tried;
       auto e = try_mesh(config, setup, shape, limit);
       if (!e || e->peak > limit) continue;
-      const auto place = std::upper_bound(best.begin(), best.end(), *e, [](const Estimate& a, const Estimate& b) {
-        return a.moved_per_token() < b.moved_per_token();
-      });
+      const auto place =
+          std::upper_bound(best.begin(), best.end(), *e, [](const Estimate& a, const Estimate& b) {
+            return a.moved_per_token() < b.moved_per_token();
+          });
       best.insert(place, std::move(*e));
       if (best.size() > most) best.pop_back();
     }

@@ -16,7 +16,8 @@ namespace moesh::train {
 namespace {
 
 template <class T>
-T one_of(const std::string& option, const std::string& text, const std::vector<std::pair<std::string, T>>& choices) {
+T one_of(const std::string& option, const std::string& text,
+         const std::vector<std::pair<std::string, T>>& choices) {
   std::string names;
   for (const auto& [name, value] : choices) {
     if (name == text) return value;
@@ -30,8 +31,10 @@ T one_of(const std::string& option, const std::string& text, const std::vector<s
 int run_convert(Args args) {
   checkpoint::ConvertOptions options;
   if (const auto layout = take(args, "--layout"))
-    options.layout = one_of<formats::ExpertLayout>(
-        "--layout", *layout, {{"per_expert", formats::ExpertLayout::per_expert}, {"stacked", formats::ExpertLayout::stacked}});
+    options.layout =
+        one_of<formats::ExpertLayout>("--layout", *layout,
+                                      {{"per_expert", formats::ExpertLayout::per_expert},
+                                       {"stacked", formats::ExpertLayout::stacked}});
   if (const auto dtype = take(args, "--dtype"))
     options.dtype = one_of<formats::Dtype>("--dtype", *dtype,
                                            {{"float32", formats::Dtype::f32},
@@ -52,11 +55,13 @@ int run_inspect(Args args) {
   const bool check = take_flag(args, "--check");
   expect_words(args, 1, "moesh inspect FOLDER [--check]");
   if (check) {
-    MOESH_CHECK(std::filesystem::exists(std::filesystem::path(args[0]) / formats::kManifestFile), ErrorKind::config, "'", args[0],
-                "' has no ", formats::kManifestFile, ", so there is nothing to check it against; was it written by moesh?");
+    MOESH_CHECK(std::filesystem::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
+                ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,
+                ", so there is nothing to check it against; was it written by moesh?");
     const auto damage = checkpoint::find_damage(args[0]);
     for (const auto& text : damage) std::printf("%s\n", text.c_str());
-    std::printf("%s: %s\n", args[0].c_str(), damage.empty() ? "every byte is as it was written" : "DAMAGED");
+    std::printf("%s: %s\n", args[0].c_str(),
+                damage.empty() ? "every byte is as it was written" : "DAMAGED");
     return damage.empty() ? 0 : 1;
   }
   std::printf("%s", checkpoint::inspect(args[0]).c_str());

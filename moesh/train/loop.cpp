@@ -58,7 +58,8 @@ optim::Schedule make_schedule(const Config& config) {
                           .min_lr_factor = s.min_lr_factor});
 }
 
-// The load of the experts over all MoE layers: how far the busiest is above the mean, and how many have nothing to do.
+// The load of the experts over all MoE layers: how far the busiest is above the mean, and how many
+// have nothing to do.
 struct Load {
   double max_over_mean = 0;
   std::int64_t num_idle = 0;
@@ -78,7 +79,9 @@ class Reporter {
  public:
   // A run that goes on adds its lines to those of the steps that it does not take again.
   Reporter(const Config& config, RunSummary& summary, std::int64_t first_step)
-      : config_(config), summary_(summary), is_terminal_(isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0) {
+      : config_(config),
+        summary_(summary),
+        is_terminal_(isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0) {
     if (config.metrics.folder.empty()) return;  // nowhere
     const auto folder = std::filesystem::path(config.metrics.folder);
     std::error_code failed;
@@ -95,21 +98,27 @@ class Reporter {
     if (has_progress_) std::printf("\r\033[K");
   }
 
-  void step(std::int64_t step, const Gradients& g, const Update& u, double lr, double seconds, double flops_per_token) {
-    const double memory = peak_memory_gib(config_.training.device), tps = static_cast<double>(g.num_tokens) / seconds;
+  void step(std::int64_t step, const Gradients& g, const Update& u, double lr, double seconds,
+            double flops_per_token) {
+    const double memory = peak_memory_gib(config_.training.device),
+                 tps = static_cast<double>(g.num_tokens) / seconds;
     const double tflops = tps * flops_per_token / 1e12;
     const Load load = load_of(g.counts_E);
     // Losses with all their digits: runs on two meshes are compared by these lines.
-    file_ << detail::concat("{\"step\":", step, ",\"loss\":", json(g.loss, 17), ",\"total_loss\":", json(g.total_loss, 17),
-                            ",\"grad_norm\":", json(u.grad_norm, 17), ",\"lr\":", json(lr, 9), ",\"seconds\":", json(seconds, 6),
-                            ",\"tps\":", json(tps, 6), ",\"tflops\":", json(tflops, 6), ",\"memory_gib\":", json(memory, 4),
-                            ",\"expert_max_over_mean\":", json(load.max_over_mean, 6), ",\"experts_idle\":", load.num_idle,
-                            ",\"tokens\":", g.num_tokens, ",\"skipped\":", u.skipped ? "true" : "false", "}")
+    file_ << detail::concat("{\"step\":", step, ",\"loss\":", json(g.loss, 17),
+                            ",\"total_loss\":", json(g.total_loss, 17),
+                            ",\"grad_norm\":", json(u.grad_norm, 17), ",\"lr\":", json(lr, 9),
+                            ",\"seconds\":", json(seconds, 6), ",\"tps\":", json(tps, 6),
+                            ",\"tflops\":", json(tflops, 6), ",\"memory_gib\":", json(memory, 4),
+                            ",\"expert_max_over_mean\":", json(load.max_over_mean, 6),
+                            ",\"experts_idle\":", load.num_idle, ",\"tokens\":", g.num_tokens,
+                            ",\"skipped\":", u.skipped ? "true" : "false", "}")
           << std::endl;
-    const bool is_logged = step == 1 || step % config_.metrics.log_freq == 0 || step == config_.training.steps || u.skipped;
+    const bool is_logged = step == 1 || step % config_.metrics.log_freq == 0 ||
+                           step == config_.training.steps || u.skipped;
     if (is_terminal_ && !is_logged) {
-      std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step), static_cast<long long>(config_.training.steps),
-                  g.loss);
+      std::printf("\r\033[K%lld / %lld  loss %.4f", static_cast<long long>(step),
+                  static_cast<long long>(config_.training.steps), g.loss);
       std::fflush(stdout);
       has_progress_ = true;
       return;
@@ -119,8 +128,9 @@ class Reporter {
     has_progress_ = false;
     std::printf(
         "step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  experts: max/mean %.2f, %lld idle%s\n",
-        static_cast<long long>(step), g.loss, u.grad_norm, memory, with_commas(std::llround(tps)).c_str(), tflops,
-        load.max_over_mean, static_cast<long long>(load.num_idle),
+        static_cast<long long>(step), g.loss, u.grad_norm, memory,
+        with_commas(std::llround(tps)).c_str(), tflops, load.max_over_mean,
+        static_cast<long long>(load.num_idle),
         u.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
     std::fflush(stdout);
   }
@@ -131,7 +141,8 @@ class Reporter {
     std::string kept;
     for (std::string line; first_step > 0 && std::getline(file, line);) {
       long long step = 0;
-      if (std::sscanf(line.c_str(), "{\"step\":%lld", &step) == 1 && step <= first_step) kept += line + "\n";
+      if (std::sscanf(line.c_str(), "{\"step\":%lld", &step) == 1 && step <= first_step)
+        kept += line + "\n";
     }
     return kept;
   }
@@ -150,27 +161,32 @@ class Reporter {
   std::ofstream file_;
 };
 
-std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset, const Mesh& mesh,
-                                           std::int64_t data_position) {
+std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset,
+                                           const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
   std::vector<models::MicroBatch> batches;
   for (std::int64_t micro = 0; micro < config.training.gradient_accumulation_steps; ++micro) {
-    const auto b = data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), config.data.batch_size);
-    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)), .labels_BL = b.labels_BL.to(device(config))});
+    const auto b =
+        data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)),
+                         config.data.batch_size);
+    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)),
+                       .labels_BL = b.labels_BL.to(device(config))});
   }
   return batches;
 }
 
-// Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for another.
+// Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
+// another.
 bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
   const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
-  const at::Tensor mine = at::full({1}, is_over || stop_signal != 0, at::TensorOptions(device(config)).dtype(at::kInt));
+  const at::Tensor mine =
+      at::full({1}, is_over || stop_signal != 0, at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
-void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup, const data::Dataset& dataset,
-              Clock::time_point start, RunSummary& summary) {
+void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
+              const data::Dataset& dataset, Clock::time_point start, RunSummary& summary) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(setup, config);
@@ -185,8 +201,9 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   if (is_first) {
     summary.first_step = first_step;
     reporter.emplace(config, summary, first_step);
-    std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(), config.model.size.c_str(),
-                with_commas(model->num_parameters()).c_str(), with_commas(model->num_active_parameters()).c_str(), world.size(),
+    std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(),
+                config.model.size.c_str(), with_commas(model->num_parameters()).c_str(),
+                with_commas(model->num_active_parameters()).c_str(), world.size(),
                 mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
     std::fflush(stdout);
@@ -195,10 +212,12 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   std::vector<double> seconds;
   auto last = start;
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
-    const Gradients g = accumulate_gradients(*model, batches_of(config, dataset, mesh, position.data_position), options);
+    const Gradients g = accumulate_gradients(
+        *model, batches_of(config, dataset, mesh, position.data_position), options);
     const double lr = config.optimizer.lr * schedule.factor(step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
-    position = {.step = step + 1, .data_position = position.data_position + sample_order(config).num_per_step()};
+    position = {.step = step + 1,
+                .data_position = position.data_position + sample_order(config).num_per_step()};
     const bool stop = stop_agreed(world, config, start);
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();
@@ -218,7 +237,9 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   }
   checkpointer.finish(position);
   if (is_first && !seconds.empty()) {
-    std::nth_element(seconds.begin(), seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2), seconds.end());
+    std::nth_element(seconds.begin(),
+                     seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2),
+                     seconds.end());
     summary.step_seconds = seconds[seconds.size() / 2];
   }
 }
@@ -232,7 +253,8 @@ RunSummary train(const Config& config, const ModelSetup& setup) {
   summary.entropy = dataset->entropy();
   const SignalScope signals;
   comm::launch(
-      mesh_shape(config).num_ranks(), [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); },
+      mesh_shape(config).num_ranks(),
+      [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); },
       launch_options(config));
   return summary;
 }

@@ -22,8 +22,9 @@ struct RunSummary {
   std::string folder;  // where metrics.jsonl is
 };
 
-/// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are spread over the processes.
-/// SIGINT, SIGTERM and training.max_minutes end the run after the step, which is saved where checkpoints are.
+/// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are
+/// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
+/// which is saved where checkpoints are.
 RunSummary train(const Config& config, const ModelSetup& setup);
 
 }  // namespace moesh::train

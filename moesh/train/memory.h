@@ -3,7 +3,8 @@
 
 namespace moesh::train {
 
-/// The most memory that was in use so far, in GiB: the CUDA allocator's on cuda, else the process's resident set.
+/// The most memory that was in use so far, in GiB: the CUDA allocator's on cuda, else the process's
+/// resident set.
 double peak_memory_gib(const std::string& device);
 
 }  // namespace moesh::train

@@ -29,18 +29,25 @@ std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config&
 
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& o) {
   optim::ParamList params;
-  model.each_param([&](Stored& w, bool decays) { params.add(w, decays ? optim::Group::decay : optim::Group::no_decay); });
+  model.each_param([&](Stored& w, bool decays) {
+    params.add(w, decays ? optim::Group::decay : optim::Group::no_decay);
+  });
   if (o.name == "sgd")
-    return std::make_unique<optim::Sgd>(params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
+    return std::make_unique<optim::Sgd>(
+        params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
   return std::make_unique<optim::AdamW>(
-      params, optim::AdamWConfig{.beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+      params,
+      optim::AdamWConfig{
+          .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
 }
 
 StepOptions step_options(const Config& config) {
-  StepOptions options{.max_norm = config.training.max_norm, .bias_coeff = config.moe.load_balance_coeff};
+  StepOptions options{.max_norm = config.training.max_norm,
+                      .bias_coeff = config.moe.load_balance_coeff};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
                      .recompute = config.activation_checkpoint.mode == "full",
-                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight, config.moe.z_loss_weight},
+                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,
+                                   config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};
   return options;
 }

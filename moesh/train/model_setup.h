@@ -11,7 +11,8 @@
 
 namespace moesh::train {
 
-/// The built-in configuration that model.name and model.size stand for, changed by the further keys of [model].
+/// The built-in configuration that model.name and model.size stand for, changed by the further keys
+/// of [model].
 struct ModelSetup {
   models::AnyConfig config;
 
@@ -25,7 +26,8 @@ ModelSetup model_setup(Config& config);
 /// On the current mesh.
 std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
 
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& options);
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model,
+                                                 const OptimizerSection& options);
 
 models::ModelOptions model_options(const Config& config);
 

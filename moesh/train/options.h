@@ -12,7 +12,8 @@ namespace moesh::train {
 
 /// What an option takes.
 struct Rule {
-  double least = -std::numeric_limits<double>::infinity(), most = std::numeric_limits<double>::infinity();
+  double least = -std::numeric_limits<double>::infinity(),
+         most = std::numeric_limits<double>::infinity();
   bool above = false, below = false;  // least, most themselves are not allowed
   std::vector<std::string> choices = {};
 
@@ -40,8 +41,8 @@ const std::vector<Option>& options();
 /// Null if there is none.
 const Option* find_option(const std::string& name);
 
-/// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or the key stands in another
-/// section.
+/// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or
+/// the key stands in another section.
 std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.

@@ -22,14 +22,17 @@ std::int64_t count_valid(const std::vector<models::MicroBatch>& batches) {
   std::int64_t mine = 0;
   for (const auto& b : batches) mine += b.labels_BL.ne(-100).sum().item<std::int64_t>();
   const auto device = batches.empty() ? at::Device(at::kCPU) : batches[0].labels_BL.device();
-  const auto term = assume<Dense{P, I, I}>(at::full({}, mine, at::TensorOptions(device).dtype(at::kLong)));
+  const auto term =
+      assume<Dense{P, I, I}>(at::full({}, mine, at::TensorOptions(device).dtype(at::kLong)));
   return whole(all_reduce<dp, I>(term)).item<std::int64_t>();
 }
 
 }  // namespace
 
-Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches, const StepOptions& options) {
-  MOESH_CHECK(!batches.empty(), ErrorKind::config, "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
+Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                               const StepOptions& options) {
+  MOESH_CHECK(!batches.empty(), ErrorKind::config,
+              "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   Gradients g;
   g.num_tokens = count_valid(batches);
   at::Tensor loss, total;
@@ -55,7 +58,8 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
     result.cross_entropy = assume<nn::TokenSum::layout>(local(result.cross_entropy).detach());
     g.last = std::move(result);
   }
-  const at::Tensor sums = whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack({loss, total})))).cpu();
+  const at::Tensor sums =
+      whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack({loss, total})))).cpu();
   g.loss = sums[0].item<double>(), g.total_loss = sums[1].item<double>();
   if (!counts.empty()) {
     const at::Tensor all = whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack(counts)))).cpu();
@@ -64,12 +68,13 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
   return g;
 }
 
-Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr,
-                       const StepOptions& options) {
+Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
+                       const Gradients& gradients, double lr, const StepOptions& options) {
   Update update;
   const auto norm = optim::grad_norm(optimizer.params());
   update.grad_norm = number(norm);
-  update.skipped = !optim::all_finite(norm) || !std::isfinite(gradients.total_loss) || gradients.num_tokens == 0;
+  update.skipped =
+      !optim::all_finite(norm) || !std::isfinite(gradients.total_loss) || gradients.num_tokens == 0;
   if (update.skipped) {
     optimizer.zero_grad();
     for (auto* router : model.routers()) router->clear_counts();

@@ -26,15 +26,18 @@ struct Gradients {
 
 struct Update {
   double grad_norm = 0;
-  bool skipped = false;  // a gradient was not finite, or there was no valid token: nothing has moved, on any rank
+  bool skipped = false;  // a gradient was not finite, or there was no valid token: nothing has
+                         // moved, on any rank
 };
 
-/// Forward and backward of every micro-batch. The valid tokens of the step are counted over all ranks before the first backward,
-/// so that every one of them has the same weight. `num_step_tokens` of the batches is filled in here.
-Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches, const StepOptions& options);
+/// Forward and backward of every micro-batch. The valid tokens of the step are counted over all
+/// ranks before the first backward, so that every one of them has the same weight.
+/// `num_step_tokens` of the batches is filled in here.
+Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                               const StepOptions& options);
 
 /// Clips, updates the parameters and moves the expert bias; or, where it must, skips all of it.
-Update apply_gradients(models::Model& model, optim::Optimizer& optimizer, const Gradients& gradients, double lr,
-                       const StepOptions& options);
+Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
+                       const Gradients& gradients, double lr, const StepOptions& options);
 
 }  // namespace moesh::train

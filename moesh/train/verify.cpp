@@ -15,26 +15,31 @@ namespace {
 
 using enum Place;
 
-// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted before any cut; some are
-// ignored.
+// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted
+// before any cut; some are ignored.
 models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, int micro) {
   const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
   const auto vocab = static_cast<std::uint64_t>(models::facts(c.model).vocab_size);
   const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
-  at::Tensor ids = at::empty({c.batch, length}, at::kLong), labels = at::empty({c.batch, c.sequence}, at::kLong);
+  at::Tensor ids = at::empty({c.batch, length}, at::kLong),
+             labels = at::empty({c.batch, c.sequence}, at::kLong);
   auto id = ids.accessor<std::int64_t, 2>(), label = labels.accessor<std::int64_t, 2>();
   for (std::int64_t b = 0; b < c.batch; ++b) {
     const std::int64_t sample =
-        (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences + mesh.coordinate(dp) * c.batch + b;
+        (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences +
+        mesh.coordinate(dp) * c.batch + b;
     for (std::int64_t i = 0; i < length; ++i)
-      id[b][i] = static_cast<std::int64_t>(random.below(static_cast<std::uint64_t>(sample * length + i), vocab));
+      id[b][i] = static_cast<std::int64_t>(
+          random.below(static_cast<std::uint64_t>(sample * length + i), vocab));
     for (std::int64_t i = 0; i < c.sequence; ++i) {
-      const bool is_ignored = dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
+      const bool is_ignored =
+          dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
       label[b][i] = is_ignored ? -100 : id[b][i + 1];
     }
   }
   const auto device = c.options.device;
-  return {.input_ids_BL = ids.narrow(1, 0, c.sequence).contiguous().to(device), .labels_BL = labels.to(device)};
+  return {.input_ids_BL = ids.narrow(1, 0, c.sequence).contiguous().to(device),
+          .labels_BL = labels.to(device)};
 }
 
 using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
@@ -45,21 +50,25 @@ Routing make_records(const VerifyCase& c, models::Model& model) {
   for (int step = 0; step < c.steps; ++step) {
     routing.emplace_back();
     for (auto* router : model.routers())
-      routing.back().push_back(
-          std::make_unique<nn::RoutingRecord>(c.batch * c.sequence * c.accumulation, router->config().top_k));
+      routing.back().push_back(std::make_unique<nn::RoutingRecord>(
+          c.batch * c.sequence * c.accumulation, router->config().top_k));
   }
   return routing;
 }
 
-// Runs the steps; `report` gets what this rank has of each tensor. The one rank of a reference fills `record`.
+// Runs the steps; `report` gets what this rank has of each tensor. The one rank of a reference
+// fills `record`.
 template <class Report>
-void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* replay, Report report) {
+void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* replay,
+               Report report) {
   const auto model = models::make_model(c.model, c.options);
   if (record) *record = make_records(c, *model);
   const auto optimizer = make_optimizer(*model, c.optimizer);
   const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
   const auto whole_tensor = [](const at::Tensor& t) { return t; };
-  const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, mesh.coordinate(dp) * c.batch, c.batch); };
+  const auto of_dp = [&](const at::Tensor& t) {
+    return t.narrow(0, mesh.coordinate(dp) * c.batch, c.batch);
+  };
   const std::int64_t first_sequence = mesh.coordinate(dp) * c.batch;
 
   StepOptions options{.max_norm = c.max_norm, .bias_coeff = c.bias_coeff};
@@ -70,13 +79,15 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* 
                      .capture = true};
   for (int step = 0; step < c.steps; ++step) {
     std::vector<models::MicroBatch> batches;
-    for (int micro = 0; micro < c.accumulation; ++micro) batches.push_back(make_batch(c, mesh, step, micro));
+    for (int micro = 0; micro < c.accumulation; ++micro)
+      batches.push_back(make_batch(c, mesh, step, micro));
     options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
     options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
     const Gradients g = accumulate_gradients(*model, batches, options);
     const std::string at = "step " + std::to_string(step) + " ";
     for (size_t i = 0; i < g.counts_E.size(); ++i)
-      report(Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
+      report(
+          Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
     report(Part{at + "loss", at::full({}, g.loss, at::kDouble), whole_tensor});
     report(Part{at + "total loss", at::full({}, g.total_loss, at::kDouble), whole_tensor});
     if (step == 0) {
@@ -87,7 +98,8 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* 
                                                             vocab.length(mesh.coordinate(tp)));
                   },
                   false, TokenOrigin{first_sequence, tokens.block_start()}});
-      report(Part{"d(input)", g.last.input.grad(), [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
+      report(Part{"d(input)", g.last.input.grad(),
+                  [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
                   TokenOrigin{first_sequence, tokens.mine_start()}});
       model->each_param([&](Stored& w, bool) {
         report(Part{"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
@@ -99,7 +111,8 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* 
   }
   int layer = 0;
   for (auto* router : model->routers())
-    report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(), whole_tensor});
+    report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(),
+                whole_tensor});
   model->each_param([&](Stored& w, bool) {
     report(Part{w.spec.name, raw::gather(w, w.value.detach()),
                 [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
@@ -108,7 +121,9 @@ void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* 
 
 }  // namespace
 
-double VerifyCase::tolerance() const { return options.dtype == at::kDouble ? 1e-9 : options.dtype == at::kFloat ? 1e-4 : 2e-2; }
+double VerifyCase::tolerance() const {
+  return options.dtype == at::kDouble ? 1e-9 : options.dtype == at::kFloat ? 1e-4 : 2e-2;
+}
 
 std::string VerifyReport::describe(const MeshShape& mesh) const {
   if (holds()) return mesh.describe() + ": holds";
@@ -136,7 +151,9 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   const auto keep = [](auto& tensors) {
-    return [&tensors](const Part& part) { tensors.emplace_back(part.name, part.value.detach().clone()); };
+    return [&tensors](const Part& part) {
+      tensors.emplace_back(part.name, part.value.detach().clone());
+    };
   };
   run_steps(whole, mesh, &result.routing, nullptr, keep(result.tensors));
   if (c.options.dtype == at::kBFloat16) {  // what its rounding alone does
@@ -148,10 +165,12 @@ VerifyReference run_reference(const VerifyCase& c, int num_dp) {
 
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
                     const comm::LaunchOptions& options, NamedTensors* values) {
-  MOESH_CHECK(!values || comm::num_launched_processes() == 0, ErrorKind::config,
-              "the tensors of a mesh can be put together in one process only; run without mpirun or srun");
+  MOESH_CHECK(
+      !values || comm::num_launched_processes() == 0, ErrorKind::config,
+      "the tensors of a mesh can be put together in one process only; run without mpirun or srun");
   if (values)
-    for (const auto& [name, value] : reference.tensors) values->tensors.emplace_back(name, at::zeros_like(value));
+    for (const auto& [name, value] : reference.tensors)
+      values->tensors.emplace_back(name, at::zeros_like(value));
   std::mutex put_together;
   VerifyReport report;
   Findings findings(shape.num_ranks(), reference, c.tolerance());
@@ -201,7 +220,8 @@ VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
         }
         if constexpr (requires { m.num_groups; }) {
           m.num_experts = fit(m.num_experts, shape.ep);
-          if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2) m.num_groups = m.top_groups = 1;
+          if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2)
+            m.num_groups = m.top_groups = 1;
           m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
         } else {
           m.num_experts = fit(m.num_experts, shape.ep);

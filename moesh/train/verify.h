@@ -1,6 +1,6 @@
 #pragma once
-// The proof that a mesh computes what one device computes: the same model, seed and data on one rank and on the mesh, several
-// optimizer steps, everything compared.
+// The proof that a mesh computes what one device computes: the same model, seed and data on one
+// rank and on the mesh, several optimizer steps, everything compared.
 
 #include <string>
 #include <vector>
@@ -42,14 +42,16 @@ struct VerifyReport {
   double largest_margin = 0;
   double worst_ratio = 0;  // the largest |delta| / allowed
   bool holds() const { return mismatches.empty() && error.empty(); }
-  /// What a person can act on: the first tensor that differs, factors, axes, the worst token and rank.
+  /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
+  /// rank.
   std::string describe(const MeshShape& mesh) const;
 };
 
 /// On one rank, with the batch of num_dp dp ranks.
 VerifyReference run_reference(const VerifyCase& c, int num_dp);
 
-/// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be threads of this process.
+/// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be
+/// threads of this process.
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
                     const comm::LaunchOptions& options = {}, NamedTensors* values = nullptr);
 

@@ -44,7 +44,8 @@ VerifyCase verify_case(const Loaded& l, int steps) {
   return c;
 }
 
-// A case without the mesh: the reference is shared by all meshes with as many dp ranks and the same sizes.
+// A case without the mesh: the reference is shared by all meshes with as many dp ranks and the same
+// sizes.
 std::string reference_key(VerifyCase c, int num_dp) {
   std::string key = std::to_string(num_dp);
   for (const ModelKey& k : models::keys(c.model)) key += " " + formats::to_toml(read(k));
@@ -58,30 +59,36 @@ struct SweepRow {
 };
 
 void print_table(const std::map<int, SweepRow>& rows) {
-  std::printf("%7s%9s%7s%36s%10s\n", "ranks", "meshes", "hold", "largest error / what is allowed", "seconds");
+  std::printf("%7s%9s%7s%36s%10s\n", "ranks", "meshes", "hold", "largest error / what is allowed",
+              "seconds");
   for (const auto& [ranks, row] : rows)
-    std::printf("%7d%9zu%7zu%36.2g%10.1f\n", ranks, row.num_meshes, row.num_held, row.worst, row.seconds);
+    std::printf("%7d%9zu%7zu%36.2g%10.1f\n", ranks, row.num_meshes, row.num_held, row.worst,
+                row.seconds);
 }
 
 // The checkpoint decides which model it is, and the file how many tokens there are.
 int run_golden(const Args& args, const std::string& file) {
   Loaded l = load(args);
   const std::filesystem::path folder = l.config.checkpoint.initial_load;
-  MOESH_CHECK(!folder.empty(), ErrorKind::config, "--golden ", file,
-              " wants the checkpoint for which it was recorded: add --checkpoint.initial_load=FOLDER");
-  l.model.config = models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
+  MOESH_CHECK(
+      !folder.empty(), ErrorKind::config, "--golden ", file,
+      " wants the checkpoint for which it was recorded: add --checkpoint.initial_load=FOLDER");
+  l.model.config =
+      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
   const Golden golden = read_golden(file, folder, l.model.config);
   l.config.data.sequence_length = golden.input_ids_BL.size(1);
   validate(l.config, 0, l.model.facts());
   const auto start = std::chrono::steady_clock::now();
   const VerifyReport r = verify_golden(golden, folder, l.model, l.config);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!r.is_first) return r.holds() ? 0 : 1;  // another process speaks
   std::printf("%s\n", r.describe(mesh_shape(l.config)).c_str());
   std::printf(
       "%s of %s, %s: loss %.6f, %zu tensors against %s (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
-      models::name(l.model.config).c_str(), folder.c_str(), l.config.training.dtype.c_str(), golden["loss"].item<double>(),
-      golden.tensors.size(), file.c_str(), r.worst_ratio, golden_tolerance(l.config), seconds);
+      models::name(l.model.config).c_str(), folder.c_str(), l.config.training.dtype.c_str(),
+      golden["loss"].item<double>(), golden.tensors.size(), file.c_str(), r.worst_ratio,
+      golden_tolerance(l.config), seconds);
   return r.holds() ? 0 : 1;
 }
 
@@ -97,22 +104,27 @@ int run_verify(Args args) {
   validate(l.config, 0, l.model.facts());
   std::vector<MeshShape> shapes{mesh_shape(l.config)};
   if (sweep > 0) {
-    MOESH_CHECK(shapes[0].num_ranks() == 1, ErrorKind::config, "--sweep ", sweep, " goes through every mesh of up to ", sweep,
-                " ranks, and a mesh is given, too: ", shapes[0].describe(), "; leave one of them out");
+    MOESH_CHECK(shapes[0].num_ranks() == 1, ErrorKind::config, "--sweep ", sweep,
+                " goes through every mesh of up to ", sweep,
+                " ranks, and a mesh is given, too: ", shapes[0].describe(),
+                "; leave one of them out");
     shapes.clear();
     for (int n = 1; n <= sweep; ++n)
       for (const auto& s : all_mesh_shapes(n)) shapes.push_back(s);
   }
   if (dump) {
-    MOESH_CHECK(sweep == 0, ErrorKind::config, "--dump ", *dump, " writes the tensors of one mesh; leave --sweep out");
+    MOESH_CHECK(sweep == 0, ErrorKind::config, "--dump ", *dump,
+                " writes the tensors of one mesh; leave --sweep out");
     std::error_code failed;
     std::filesystem::create_directories(*dump, failed);
-    MOESH_CHECK(std::filesystem::is_directory(*dump), ErrorKind::config, "--dump ", *dump, " is no folder and cannot become one");
+    MOESH_CHECK(std::filesystem::is_directory(*dump), ErrorKind::config, "--dump ", *dump,
+                " is no folder and cannot become one");
   }
   std::ofstream file;
   if (json) {
     file.open(*json);
-    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " cannot be written; choose a file that can");
+    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json,
+                " cannot be written; choose a file that can");
   }
   const comm::LaunchOptions options = launch_options(l.config);
 
@@ -138,7 +150,8 @@ int run_verify(Args args) {
       write_tensors(*dump + "/one_rank.safetensors", found->second);
       write_tensors(*dump + "/mesh.safetensors", values);
     }
-    worst = std::max(worst, r.worst_ratio), flipped += r.num_flipped, margin = std::max(margin, r.largest_margin);
+    worst = std::max(worst, r.worst_ratio), flipped += r.num_flipped,
+    margin = std::max(margin, r.largest_margin);
     ++done;
     if (!r.holds()) ++num_failed;
     auto& row = rows[shape.num_ranks()];
@@ -149,32 +162,38 @@ int run_verify(Args args) {
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || shapes.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
     if (is_terminal && shapes.size() > 1)
-      std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed, shape.describe().c_str()),
+      std::printf("%zu of %zu meshes, %zu failed: %s", done, shapes.size(), num_failed,
+                  shape.describe().c_str()),
           std::fflush(stdout);
     if (!json) continue;
-    entries += detail::concat(entries.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
-                              ", \"holds\": ", r.holds() ? "true" : "false",
-                              ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
-                              ", \"first\": ", formats::json_quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor),
-                              ", \"error\": ", formats::json_quoted(r.error), "}");
+    entries += detail::concat(
+        entries.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
+        ", \"holds\": ", r.holds() ? "true" : "false",
+        ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
+        ", \"first\": ", formats::json_quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor),
+        ", \"error\": ", formats::json_quoted(r.error), "}");
   }
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!is_first) return num_failed == 0 ? 0 : 1;
   if (is_terminal) std::printf("\r\033[K");
   if (shapes.size() > 1) print_table(rows);
   const auto c = verify_case(l, steps);
-  std::printf("%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
-              l.config.model.name.c_str(), l.config.model.size.c_str(), l.config.training.dtype.c_str(), steps,
-              shapes.size() - num_failed, shapes.size(), worst, c.tolerance(), seconds);
+  std::printf(
+      "%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, tolerance %.0e), %.1f s\n",
+      l.config.model.name.c_str(), l.config.model.size.c_str(), l.config.training.dtype.c_str(),
+      steps, shapes.size() - num_failed, shapes.size(), worst, c.tolerance(), seconds);
   if (c.replays())
-    std::printf("routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n",
-                static_cast<long long>(flipped), margin);
+    std::printf(
+        "routing replayed from the reference: %lld choices would have flipped, largest margin %.2g\n",
+        static_cast<long long>(flipped), margin);
   if (json) {
-    file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false") << ",\n  \"seconds\": " << seconds
-         << ",\n  \"meshes\": [\n"
+    file << "{\n  \"holds\": " << (num_failed == 0 ? "true" : "false")
+         << ",\n  \"seconds\": " << seconds << ",\n  \"meshes\": [\n"
          << entries << "\n  ]\n}\n";
     file.flush();
-    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json, " could not be written to its end; is the disk full?");
+    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *json,
+                " could not be written to its end; is the disk full?");
   }
   return num_failed == 0 ? 0 : 1;
 }

@@ -23,8 +23,12 @@ enum class Axes : std::uint8_t {
 // clang-format on
 using enum Axes;
 
-constexpr Axes operator|(Axes a, Axes b) { return static_cast<Axes>(static_cast<int>(a) | static_cast<int>(b)); }
-constexpr Axes operator&(Axes a, Axes b) { return static_cast<Axes>(static_cast<int>(a) & static_cast<int>(b)); }
+constexpr Axes operator|(Axes a, Axes b) {
+  return static_cast<Axes>(static_cast<int>(a) | static_cast<int>(b));
+}
+constexpr Axes operator&(Axes a, Axes b) {
+  return static_cast<Axes>(static_cast<int>(a) & static_cast<int>(b));
+}
 constexpr bool contains(Axes set, Axes part) { return (set & part) == part; }
 
 /// Attention, norms, dense MLP, router, shared experts.
@@ -64,7 +68,8 @@ constexpr Axes axes_with(Layout auto layout, Place place) {
   return found;
 }
 
-/// The one placement which the layout has on all of `set`; a set of several axes needs the same letter on each.
+/// The one placement which the layout has on all of `set`; a set of several axes needs the same
+/// letter on each.
 constexpr Place on(Layout auto layout, Axes set) {
   Axes axes = none;
   for (Axes axis : layout.axes)
@@ -88,8 +93,8 @@ constexpr L with(L layout, Axes set, Place place) {
 /// "Dense{T, T, R}"
 std::string to_string(Layout auto layout) {
   const auto p = places(layout);
-  return std::string(std::same_as<decltype(layout), Dense> ? "Dense{" : "Sparse{") + letter(p[0]) + ", " + letter(p[1]) + ", " +
-         letter(p[2]) + "}";
+  return std::string(std::same_as<decltype(layout), Dense> ? "Dense{" : "Sparse{") + letter(p[0]) +
+         ", " + letter(p[1]) + ", " + letter(p[2]) + "}";
 }
 
 }  // namespace moesh

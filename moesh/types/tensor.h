@@ -1,6 +1,6 @@
 #pragma once
-// A tensor whose layout is part of its type. It never turns into a plain one by itself: one way in (`assume`), one way
-// out (`local`). Raw is at::Tensor in moesh; a fake serves in tests.
+// A tensor whose layout is part of its type. It never turns into a plain one by itself: one way in
+// (`assume`), one way out (`local`). Raw is at::Tensor in moesh; a fake serves in tests.
 
 #include <type_traits>
 #include <utility>
@@ -17,11 +17,13 @@ class Typed {
   using Gradient = Typed<adjoint(L), Raw>;
 
   Typed() = default;
-  /// The way in: a promise that `raw` is laid out as L. Greppable, and only nn/, spmd/ and tests use it.
+  /// The way in: a promise that `raw` is laid out as L. Greppable, and only nn/, spmd/ and tests
+  /// use it.
   static Typed assume(Raw raw) { return Typed(std::move(raw)); }
   /// The way out: this rank's part, as a plain tensor.
   const Raw& local() const { return raw_; }
-  operator Raw() const = delete;  // a typed tensor does not become a plain one by itself: local(x) is the way out
+  operator Raw() const =
+      delete;  // a typed tensor does not become a plain one by itself: local(x) is the way out
 
  private:
   explicit Typed(Raw raw) : raw_(std::move(raw)) {}

@@ -1,6 +1,6 @@
 #pragma once
-// Token positions are strong types. Only SequenceShard and FlatSplit turn one into the other, so that no code multiplies a
-// local size by the size of an axis to guess a global one.
+// Token positions are strong types. Only SequenceShard and FlatSplit turn one into the other, so
+// that no code multiplies a local size by the size of an axis to guess a global one.
 
 #include <algorithm>
 #include <compare>
@@ -40,16 +40,20 @@ struct Pieces {
   }
 };
 
-/// [B, L] cut along L over `parts` ranks; rank `part` holds [B, length()]. With a width each rank holds that many pieces side by
-/// side: the block of one cp rank whose tp ranks do not cut the sequence further is `width` = tp pieces of the cut over cp x tp.
-/// A local index is decoded with the true length and placed with the padded stride: using one for both is wrong for B > 1.
+/// [B, L] cut along L over `parts` ranks; rank `part` holds [B, length()]. With a width each rank
+/// holds that many pieces side by side: the block of one cp rank whose tp ranks do not cut the
+/// sequence further is `width` = tp pieces of the cut over cp x tp. A local index is decoded with
+/// the true length and placed with the padded stride: using one for both is wrong for B > 1.
 class SequenceShard {
  public:
-  SequenceShard(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part, std::int64_t width = 1)
+  SequenceShard(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part,
+                std::int64_t width = 1)
       : batch_(batch), pieces_{sequence, parts * width}, part_(part), width_(width) {
-    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts && width >= 1, ErrorKind::config,
-                "no such sequence shard: batch ", batch, ", sequence length ", sequence, ", part ", part, " of ", parts,
-                ", width ", width, "; batch and length must be 0 or more, width 1 or more, and 0 <= part < parts");
+    MOESH_CHECK(
+        batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts && width >= 1,
+        ErrorKind::config, "no such sequence shard: batch ", batch, ", sequence length ", sequence,
+        ", part ", part, " of ", parts, ", width ", width,
+        "; batch and length must be 0 or more, width 1 or more, and 0 <= part < parts");
   }
 
   std::int64_t batch() const { return batch_; }
@@ -61,7 +65,8 @@ class SequenceShard {
   const Pieces& pieces() const { return pieces_; }
 
   GlobalToken global(LocalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < num_local(), "local token ", t.value, " of a shard that holds ", num_local());
+    MOESH_CHECK(t.value >= 0 && t.value < num_local(), "local token ", t.value,
+                " of a shard that holds ", num_local());
     const std::int64_t b = t.value / length(), position = t.value % length();
     return {b * sequence() + start() + position};
   }
@@ -74,27 +79,30 @@ class SequenceShard {
   LocalToken local(GlobalToken t) const {
     check(t);
     const std::int64_t b = t.value / sequence(), position = t.value % sequence() - start();
-    MOESH_CHECK(position >= 0 && position < length(), "global token ", t.value, " belongs to part ", owner(t), ", not to part ",
-                part_);
+    MOESH_CHECK(position >= 0 && position < length(), "global token ", t.value, " belongs to part ",
+                owner(t), ", not to part ", part_);
     return {b * length() + position};
   }
 
  private:
   void check(GlobalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < num_global(), "global token ", t.value, " of ", num_global());
+    MOESH_CHECK(t.value >= 0 && t.value < num_global(), "global token ", t.value, " of ",
+                num_global());
   }
   std::int64_t batch_;
   Pieces pieces_;
   std::int64_t part_, width_;
 };
 
-/// T tokens cut flat, without regard to sequences, over `parts` ranks. Each token still knows its sequence.
+/// T tokens cut flat, without regard to sequences, over `parts` ranks. Each token still knows its
+/// sequence.
 class FlatSplit {
  public:
   FlatSplit(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part)
       : sequence_(sequence), pieces_{batch * sequence, parts}, part_(part) {
-    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts, ErrorKind::config,
-                "no such flat split: batch ", batch, ", sequence length ", sequence, ", part ", part, " of ", parts,
+    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts,
+                ErrorKind::config, "no such flat split: batch ", batch, ", sequence length ",
+                sequence, ", part ", part, " of ", parts,
                 "; batch and length must be 0 or more, and 0 <= part < parts");
   }
 
@@ -103,7 +111,8 @@ class FlatSplit {
   const Pieces& pieces() const { return pieces_; }
 
   GlobalToken global(LocalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < length(), "local token ", t.value, " of a split that holds ", length());
+    MOESH_CHECK(t.value >= 0 && t.value < length(), "local token ", t.value,
+                " of a split that holds ", length());
     return {start() + t.value};
   }
   std::int64_t owner(GlobalToken t) const {
@@ -111,7 +120,8 @@ class FlatSplit {
     return pieces_.owner(t.value);
   }
   LocalToken local(GlobalToken t) const {
-    MOESH_CHECK(owner(t) == part_, "global token ", t.value, " belongs to part ", owner(t), ", not to part ", part_);
+    MOESH_CHECK(owner(t) == part_, "global token ", t.value, " belongs to part ", owner(t),
+                ", not to part ", part_);
     return {t.value - start()};
   }
   /// The sequence (batch index) to which a token belongs.
@@ -122,7 +132,8 @@ class FlatSplit {
 
  private:
   void check(GlobalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < pieces_.total, "global token ", t.value, " of ", pieces_.total);
+    MOESH_CHECK(t.value >= 0 && t.value < pieces_.total, "global token ", t.value, " of ",
+                pieces_.total);
   }
   std::int64_t sequence_;
   Pieces pieces_;

@@ -12,7 +12,8 @@ namespace {
 TEST(Error, CarriesKindAndValues) {
   const std::vector<int> sizes{2, 3};
   try {
-    MOESH_CHECK(sizes.size() == 3, ErrorKind::config, "sizes ", sizes, " are ", sizes.size(), "; use 3");
+    MOESH_CHECK(sizes.size() == 3, ErrorKind::config, "sizes ", sizes, " are ", sizes.size(),
+                "; use 3");
     FAIL() << "nothing was thrown";
   } catch (const Error& e) {
     EXPECT_EQ(e.kind(), ErrorKind::config);

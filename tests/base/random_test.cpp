@@ -12,7 +12,8 @@ namespace {
 
 // Known answers published with the Random123 library (kat_vectors, philox4x32 10 rounds).
 TEST(Philox, KnownAnswers) {
-  EXPECT_EQ(philox({0, 0, 0, 0}, {0, 0}), (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(philox({0, 0, 0, 0}, {0, 0}),
+            (std::array<uint32_t, 4>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
   EXPECT_EQ(philox({0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff}, {0xffffffff, 0xffffffff}),
             (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
   EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
@@ -20,7 +21,8 @@ TEST(Philox, KnownAnswers) {
 }
 
 TEST(Random, DependsOnSeedStreamAndIndexAlone) {
-  const Random a(7, "gate.weight"), b(7, "gate.weight"), other_stream(7, "gate.bias"), other_seed(8, "gate.weight");
+  const Random a(7, "gate.weight"), b(7, "gate.weight"), other_stream(7, "gate.bias"),
+      other_seed(8, "gate.weight");
   for (uint64_t i : {0ull, 1ull, 12345678901ull}) {
     EXPECT_EQ(a.bits(i), b.bits(i));
     EXPECT_NE(a.bits(i), other_stream.bits(i));

@@ -1,5 +1,5 @@
-// The process is killed at every named point of a save; after each, a whole checkpoint is there, and the next save works. This
-// program runs itself: crash_test --save FOLDER STEP GENERATION KEEP.
+// The process is killed at every named point of a save; after each, a whole checkpoint is there,
+// and the next save works. This program runs itself: crash_test --save FOLDER STEP GENERATION KEEP.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -49,7 +49,9 @@ void save_generation(const path& folder, std::int64_t step, int generation, int 
     s.manifest.step = step;
     s.texts["config.json"] = "{}";
     for (const char* prefix : {"model", "optimizer/state"})
-      s.sets.push_back({.prefix = prefix, .tensors = table().tensors, .parts = parts_of(world.rank(), 2, generation)});
+      s.sets.push_back({.prefix = prefix,
+                        .tensors = table().tensors,
+                        .parts = parts_of(world.rank(), 2, generation)});
     save(s, {.folder = folder, .keep_latest = keep}, world);
   });
 }
@@ -58,9 +60,10 @@ int run_save(const path& folder, int step, int generation, int keep, const char*
   const pid_t child = fork();
   if (child == 0) {
     setenv("MOESH_FAIL_POINT", fail_point, 1);
-    const std::string numbers[] = {std::to_string(step), std::to_string(generation), std::to_string(keep)};
-    execl("/proc/self/exe", "crash_test", "--save", folder.c_str(), numbers[0].c_str(), numbers[1].c_str(), numbers[2].c_str(),
-          nullptr);
+    const std::string numbers[] = {std::to_string(step), std::to_string(generation),
+                                   std::to_string(keep)};
+    execl("/proc/self/exe", "crash_test", "--save", folder.c_str(), numbers[0].c_str(),
+          numbers[1].c_str(), numbers[2].c_str(), nullptr);
     _exit(99);
   }
   int status = 0;
@@ -107,7 +110,8 @@ TEST(Crash, AWholeCheckpointSurvivesAtEveryPoint) {
     EXPECT_EQ(newest_generation(folder), 2);
     // Step 2 once more, so that a folder is replaced, and step 1 is purged.
     const int status = run_save(folder, 2, 3, 1, point);
-    ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << "the save was not killed: no such point on its way";
+    ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
+        << "the save was not killed: no such point on its way";
     const int generation = newest_generation(folder);
     EXPECT_GE(generation, 1);
     seen_old |= generation < 3, seen_new |= generation == 3;
@@ -126,7 +130,8 @@ TEST(Crash, AWholeCheckpointSurvivesAtEveryPoint) {
 
 int main(int argc, char** argv) {
   if (argc == 6 && std::string(argv[1]) == "--save") {
-    moesh::checkpoint::save_generation(argv[2], std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]));
+    moesh::checkpoint::save_generation(argv[2], std::atoi(argv[3]), std::atoi(argv[4]),
+                                       std::atoi(argv[5]));
     return 0;
   }
   testing::InitGoogleTest(&argc, argv);

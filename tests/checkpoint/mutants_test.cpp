@@ -1,5 +1,6 @@
-// Mistakes that checkpoints have been known to make, switched on one by one: what the other tests compare tells each of them.
-// Built with MOESH_WITH_MUTANTS, together with tests/nn/mutants_test.cpp.
+// Mistakes that checkpoints have been known to make, switched on one by one: what the other tests
+// compare tells each of them. Built with MOESH_WITH_MUTANTS, together with
+// tests/nn/mutants_test.cpp.
 #include <gtest/gtest.h>
 
 #include "moesh/base/mutant.h"
@@ -17,14 +18,17 @@ constexpr const char* kWeights = "model-00001-of-00001.safetensors";
 path step(const path& folder, std::int64_t n) { return folder / checkpoint::step_name(n); }
 
 train::RunSummary six_steps(const path& folder) {
-  return run(folder, kMesh, {"--steps=6", "--checkpoint.interval=3", "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.05"});
+  return run(folder, kMesh,
+             {"--steps=6", "--checkpoint.interval=3", "--optimizer.lr=1e-2",
+              "--moe.load_balance_coeff=0.05"});
 }
 
 // A run that goes on from its third step is the run that was never stopped.
 bool resume_is_identical(const path& folder) {
   const auto whole = six_steps(folder / "whole");
   std::filesystem::create_directories(folder / "again");
-  std::filesystem::copy(step(folder / "whole", 3), step(folder / "again", 3), std::filesystem::copy_options::recursive);
+  std::filesystem::copy(step(folder / "whole", 3), step(folder / "again", 3),
+                        std::filesystem::copy_options::recursive);
   const auto again = six_steps(folder / "again");
   return again.losses == std::vector<double>(whole.losses.begin() + 3, whole.losses.end()) &&
          contents(step(folder / "whole", 6)) == contents(step(folder / "again", 6));
@@ -52,7 +56,8 @@ bool a_flipped_bit_is_noticed(const path& folder) {
 
 bool a_tensor_without_a_rule_is_noticed(const path& folder) {
   six_steps(folder / "c");
-  auto table = on_disk(run_config(folder / "c", kMesh).model).table(formats::ExpertLayout::per_expert);
+  auto table =
+      on_disk(run_config(folder / "c", kMesh).model).table(formats::ExpertLayout::per_expert);
   const auto source = checkpoint::TensorFolder::weights(step(folder / "c", 6));
   checkpoint::check_names(source, table);
   table.tensors.pop_back();

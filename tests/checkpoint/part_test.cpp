@@ -31,13 +31,15 @@ TEST(Runs, CoverABoxInOrderAndAreAsLongAsTheyCanBe) {
     }
     const at::Tensor all = at::arange(num_elements(view)).reshape(view);
     at::Tensor inside = all;
-    for (std::size_t d = 0; d < num_dims; ++d) inside = inside.narrow(d, box.start[d], box.length[d]);
+    for (std::size_t d = 0; d < num_dims; ++d)
+      inside = inside.narrow(d, box.start[d], box.length[d]);
     inside = inside.flatten().contiguous();
     std::int64_t next = 0, last_end = -1;
     each_run(view, box, [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
       EXPECT_EQ(in_box, next);
       EXPECT_NE(in_view, last_end) << "two runs could be one";
-      for (std::int64_t i = 0; i < length; ++i) EXPECT_EQ(inside[in_box + i].item<std::int64_t>(), in_view + i);
+      for (std::int64_t i = 0; i < length; ++i)
+        EXPECT_EQ(inside[in_box + i].item<std::int64_t>(), in_view + i);
       next += length, last_end = in_view + length;
     });
     EXPECT_EQ(next, inside.numel());
@@ -51,23 +53,30 @@ DiskTable stacked_in_out(bool interleaved) {
   const Sizes view = interleaved ? Sizes{E, D, F, 2} : Sizes{E, D, 2, F};
   const std::size_t part = interleaved ? 3 : 2, width = interleaved ? 2 : 3;
   DiskTable table;
-  table.tensors = {{.name = "gate_up_proj",
-                    .shape = {E, D, 2 * F},
-                    .view = view,
-                    .sources = {{.param = "w1", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 0}}},
-                                {.param = "w3", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 1}}}},
-                    .dtype = formats::Dtype::f32}};
+  table.tensors = {
+      {.name = "gate_up_proj",
+       .shape = {E, D, 2 * F},
+       .view = view,
+       .sources =
+           {{.param = "w1", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 0}}},
+            {.param = "w3", .offset = {0, 0, 0}, .dims = {0, width, 1}, .fixed = {{part, 1}}}},
+       .dtype = formats::Dtype::f32}};
   return table;
 }
 
 std::vector<Part> experts(const Region& region, bool filled) {
   std::vector<Part> parts;
   for (const char* name : {"w1", "w3"}) {
-    at::Tensor whole = at::arange(E * F * D, at::kFloat).reshape({E, F, D}) + (name == std::string("w1") ? 0 : 1000);
+    at::Tensor whole = at::arange(E * F * D, at::kFloat).reshape({E, F, D}) +
+                       (name == std::string("w1") ? 0 : 1000);
     if (!filled) whole.zero_();
     at::Tensor part = whole;
     for (std::size_t d = 0; d < 3; ++d) part = part.narrow(d, region.start[d], region.length[d]);
-    parts.push_back({.name = name, .shape = {E, F, D}, .region = region, .owned = true, .value = part.contiguous()});
+    parts.push_back({.name = name,
+                     .shape = {E, F, D},
+                     .region = region,
+                     .owned = true,
+                     .value = part.contiguous()});
   }
   return parts;
 }
@@ -83,30 +92,34 @@ TEST(Layouts, InOutHalvesAndInterleavedAreWhatTorchMakesOfThem) {
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
     // Written in four uneven pieces, read in three others.
-    for (const Region& r : {Region{{0, 0, 0}, {1, F, D}}, Region{{1, 0, 0}, {3, 2, D}}, Region{{1, 2, 0}, {3, 4, 1}},
-                            Region{{1, 2, 1}, {3, 4, 4}}}) {
+    for (const Region& r : {Region{{0, 0, 0}, {1, F, D}}, Region{{1, 0, 0}, {3, 2, D}},
+                            Region{{1, 2, 0}, {3, 4, 1}}, Region{{1, 2, 1}, {3, 4, 4}}}) {
       const auto parts = experts(r, true);
       EXPECT_TRUE(write_tensor(out, plan[0].tensors[0], by_name(parts)));
     }
     const at::Tensor w1 = at::arange(E * F * D, at::kFloat).reshape({E, F, D}), w3 = w1 + 1000;
-    const at::Tensor wanted = interleaved ? at::stack({w1, w3}, -1).permute({0, 2, 1, 3}).reshape({E, D, 2 * F})
-                                          : at::cat({w1, w3}, 1).permute({0, 2, 1}).contiguous();
+    const at::Tensor wanted =
+        interleaved ? at::stack({w1, w3}, -1).permute({0, 2, 1, 3}).reshape({E, D, 2 * F})
+                    : at::cat({w1, w3}, 1).permute({0, 2, 1}).contiguous();
     const std::string bytes = bytes_of(path).substr(plan[0].header.size());
     ASSERT_EQ(bytes.size(), wanted.nbytes());
     EXPECT_EQ(std::memcmp(bytes.data(), wanted.contiguous().const_data_ptr(), bytes.size()), 0);
 
     const auto source = TensorFolder::weights(folder.path());
     check_names(source, table);
-    for (const Region& r : {Region{{0, 1, 2}, {4, 5, 3}}, Region{{2, 0, 0}, {1, F, D}}, Region{{0, 0, 0}, {0, F, D}}}) {
+    for (const Region& r : {Region{{0, 1, 2}, {4, 5, 3}}, Region{{2, 0, 0}, {1, F, D}},
+                            Region{{0, 0, 0}, {0, F, D}}}) {
       const auto parts = experts(r, false), want = experts(r, true);
       Loader(source, table).load(parts);
-      for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(parts[i].value, want[i].value)) << i;
+      for (std::size_t i = 0; i < 2; ++i)
+        EXPECT_TRUE(at::equal(parts[i].value, want[i].value)) << i;
     }
   }
 }
 
 TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
-  // [3, 700, 2100] floats: 5.9 MB an index of the first dimension; a row of [1, 3'000'000] alone is larger than a slab.
+  // [3, 700, 2100] floats: 5.9 MB an index of the first dimension; a row of [1, 3'000'000] alone is
+  // larger than a slab.
   for (const Sizes& shape : {Sizes{3, 700, 2100}, Sizes{2, 3'000'000}, Sizes{2'500'000, 2}}) {
     const TemporaryFolder folder;
     DiskTable table;
@@ -117,7 +130,8 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
     OutputFile out(folder.path() / "model.safetensors", OutputFile::Mode::create);
     out.reserve(plan[0].size);
     out.write(0, plan[0].header);
-    const std::vector<Part> all{{.name = "w", .region = {Sizes(shape.size(), 0), shape}, .owned = true, .value = whole}};
+    const std::vector<Part> all{
+        {.name = "w", .region = {Sizes(shape.size(), 0), shape}, .owned = true, .value = whole}};
     write_tensor(out, plan[0].tensors[0], by_name(all));
     const auto source = TensorFolder::weights(folder.path());
     std::mt19937 random(3);
@@ -129,7 +143,8 @@ TEST(Loading, BoxesOfTensorsThatAreLargerThanASlab) {
         box.length.push_back(1 + random() % (shape[d] - box.start[d]));
         wanted = wanted.narrow(d, box.start[d], box.length[d]);
       }
-      const Part part{.name = "w", .region = box, .owned = true, .value = at::zeros(box.length, at::kDouble)};
+      const Part part{
+          .name = "w", .region = box, .owned = true, .value = at::zeros(box.length, at::kDouble)};
       Loader(source, table).load({part});
       EXPECT_TRUE(at::equal(part.value, wanted.to(at::kDouble))) << box.start << box.length;
     }
@@ -176,7 +191,8 @@ TEST(ConfigJson, OfEveryModelComesInTwoVersions) {
           "use_sliding_window":false,"mlp_only_layers":[])",
        R"("num_local_experts":8,"moe_intermediate_size":24,"head_dim":8,"rope_parameters":{"rope_type":"default","rope_theta":1000000},
           "sliding_window":null,"mlp_only_layers":null)"},
-      {"mixtral", R"("num_local_experts":8,"rope_theta":1000000.0,"sliding_window":null,"torch_dtype":"bfloat16")",
+      {"mixtral",
+       R"("num_local_experts":8,"rope_theta":1000000.0,"sliding_window":null,"torch_dtype":"bfloat16")",
        R"("num_experts":8,"head_dim":4,"rope_parameters":{"rope_type":"default","rope_theta":1e6},"dtype":"float32")"},
       {"llama4_text",
        R"("num_local_experts":8,"intermediate_size_mlp":48,"head_dim":4,"rope_theta":500000.0,"rope_scaling":{"rope_type":"llama3",
@@ -195,19 +211,24 @@ TEST(ConfigJson, OfEveryModelComesInTwoVersions) {
   for (const auto& c : cases) {
     const auto normal = [&](const std::string& more) {
       const std::string text = "{\"model_type\":\"" + c.type + "\"," + sizes + more + "}";
-      return models::on_disk(models::config_of(text, "config.json")).config_json(formats::Dtype::f32);
+      return models::on_disk(models::config_of(text, "config.json"))
+          .config_json(formats::Dtype::f32);
     };
     EXPECT_EQ(normal(c.four), normal(c.five)) << c.type;
     EXPECT_THROW(normal(c.four + R"(,"hidden_act":"gelu")"), Error);
   }
 }
 
-// What moesh writes it reads as the same model, and transformers' own defaults are not assumed silently.
+// What moesh writes it reads as the same model, and transformers' own defaults are not assumed
+// silently.
 TEST(ConfigJson, OfEveryBuiltInModelIsReadAsItWasWritten) {
   for (const auto& name : models::model_names())
     for (const auto& size : models::model_sizes(name)) {
-      const std::string text = models::on_disk(models::built_in(name, size)).config_json(formats::Dtype::f32);
-      EXPECT_EQ(models::on_disk(models::config_of(text, "x")).config_json(formats::Dtype::f32), text) << name << " " << size;
+      const std::string text =
+          models::on_disk(models::built_in(name, size)).config_json(formats::Dtype::f32);
+      EXPECT_EQ(models::on_disk(models::config_of(text, "x")).config_json(formats::Dtype::f32),
+                text)
+          << name << " " << size;
     }
 }
 
@@ -245,11 +266,14 @@ TEST(ConfigJson, VersionsFourAndFiveAreTheSameModel) {
            rope + "}";
   };
   const auto normal = [&](const std::string& rope) {
-    return models::on_disk(models::config_of(text(rope), "config.json")).config_json(formats::Dtype::f32);
+    return models::on_disk(models::config_of(text(rope), "config.json"))
+        .config_json(formats::Dtype::f32);
   };
-  const std::string v4 = normal(R"("rope_theta":5000,"rope_scaling":{"type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,
+  const std::string v4 = normal(
+      R"("rope_theta":5000,"rope_scaling":{"type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,
       "mscale":1.0,"mscale_all_dim":1.0,"original_max_position_embeddings":4096},"torch_dtype":"float32")");
-  const std::string v5 = normal(R"("rope_parameters":{"rope_type":"yarn","rope_theta":5000.0,"factor":40.0,"mscale":1,
+  const std::string v5 =
+      normal(R"("rope_parameters":{"rope_type":"yarn","rope_theta":5000.0,"factor":40.0,"mscale":1,
       "mscale_all_dim":1,"original_max_position_embeddings":4096},"dtype":"bfloat16")");
   EXPECT_EQ(v4, v5);
   EXPECT_EQ(models::on_disk(models::config_of(v5, "x")).config_json(formats::Dtype::f32), v5);

@@ -22,12 +22,13 @@ struct Case {
   train::Args options;
 };
 
-// The run that was never stopped, and the one that goes on from its fourth step: 20 further losses, and every file at the end.
+// The run that was never stopped, and the one that goes on from its fourth step: 20 further losses,
+// and every file at the end.
 void expect_bit_identical_resume(const Case& c) {
   SCOPED_TRACE(c.mesh);
   const TemporaryFolder folder;
-  train::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0", "--optimizer.lr=1e-2",
-                      "--moe.load_balance_coeff=0.01"};
+  train::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
+                      "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
   options.insert(options.end(), c.options.begin(), c.options.end());
   const auto whole = run(folder.path() / "whole", c.mesh, options);
   ASSERT_EQ(whole.losses.size(), 24u);
@@ -38,22 +39,25 @@ void expect_bit_identical_resume(const Case& c) {
   const auto resumed = run(folder.path() / "resumed", c.mesh, options);
   EXPECT_EQ(resumed.first_step, 4);
   EXPECT_EQ(resumed.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
-  for (const auto n : {8, 24}) expect_same_contents(step(folder.path() / "whole", n), step(folder.path() / "resumed", n));
+  for (const auto n : {8, 24})
+    expect_same_contents(step(folder.path() / "whole", n), step(folder.path() / "resumed", n));
 }
 
 TEST(Resume, GivesTheSameBitsOnEveryMesh) {
   expect_bit_identical_resume({"dp_shard=2,tp=2,ep=2", {}});
   expect_bit_identical_resume(
-      {"dp_replicate=2,cp=2,ep=2", {"--dtype=bfloat16", "--checkpoint.export_dtype=bfloat16", "--checkpoint.async"}});
-  expect_bit_identical_resume(
-      {"dp_shard=2,cp=2,tp=2,ep=2,etp=2", {"--dtype=float64", "--optimizer.name=sgd", "--optimizer.lr=0.05"}});
+      {"dp_replicate=2,cp=2,ep=2",
+       {"--dtype=bfloat16", "--checkpoint.export_dtype=bfloat16", "--checkpoint.async"}});
+  expect_bit_identical_resume({"dp_shard=2,cp=2,tp=2,ep=2,etp=2",
+                               {"--dtype=float64", "--optimizer.name=sgd", "--optimizer.lr=0.05"}});
 }
 
 TEST(Resume, DataGoesOnWhereItWasWithAnotherBatch) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "dp_shard=2", {"--steps=3", "--data.batch_size=2"});
   run(folder.path() / "c", "dp_shard=2", {"--steps=5", "--data.batch_size=3"});
-  EXPECT_EQ(formats::read_manifest(step(folder.path() / "c", 5).string()).data_position, 3 * 4 + 2 * 6);
+  EXPECT_EQ(formats::read_manifest(step(folder.path() / "c", 5).string()).data_position,
+            3 * 4 + 2 * 6);
 }
 
 TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
@@ -81,7 +85,8 @@ TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
     pass_on(folder.path() / "start", here / "a", a);
     pass_on(here / "a", here / "b", b);
     pass_on(here / "b", here / "back", a);
-    for (const char* other : {"a", "b", "back"}) expect_same_contents(step(folder.path() / "start", 2), step(here / other, 2));
+    for (const char* other : {"a", "b", "back"})
+      expect_same_contents(step(folder.path() / "start", 2), step(here / other, 2));
   }
 }
 
@@ -93,7 +98,8 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
     train::Args options = model;
     options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
     run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
-    const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1", "tp=1", "cp=2,tp=2,ep=4"};
+    const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1",
+                                          "tp=1", "cp=2,tp=2,ep=4"};
     path last = folder.path() / "start";
     for (const auto& mesh : meshes) {
       const path next = folder.path() / mesh;
@@ -107,7 +113,8 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
 TEST(Shards, SmallFilesHoldTheSameTensors) {
   const TemporaryFolder folder;
   run(folder.path() / "start", "tp=2,ep=2", {"--steps=1"});
-  pass_on(folder.path() / "start", folder.path() / "small", "dp_shard=2", {"--checkpoint.max_shard_size=20000"});
+  pass_on(folder.path() / "start", folder.path() / "small", "dp_shard=2",
+          {"--checkpoint.max_shard_size=20000"});
   EXPECT_GT(contents(step(folder.path() / "small", 1)).size(), 10u);
   pass_on(folder.path() / "small", folder.path() / "back", "dp_shard=4,ep=2");
   expect_same_contents(step(folder.path() / "start", 1), step(folder.path() / "back", 1));
@@ -115,7 +122,8 @@ TEST(Shards, SmallFilesHoldTheSameTensors) {
 
 TEST(Keep, OnlyTheLatestStay) {
   const TemporaryFolder folder;
-  run(folder.path() / "c", "tp=2", {"--steps=7", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"});
+  run(folder.path() / "c", "tp=2",
+      {"--steps=7", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"});
   EXPECT_EQ(checkpoint::saved_steps(folder.path() / "c"), (std::vector<std::int64_t>{6, 7}));
 }
 
@@ -144,7 +152,8 @@ TEST(Damage, AnyFlippedBitAndAnyTruncationIsFound) {
     const auto at = random() % size;
     const int bit = static_cast<int>(random() % 8);
     const bool truncates = i % 4 == 0;
-    SCOPED_TRACE(detail::concat(file.string(), " byte ", at, truncates ? " is the end" : " is flipped"));
+    SCOPED_TRACE(
+        detail::concat(file.string(), " byte ", at, truncates ? " is the end" : " is flipped"));
     const std::string before = truncates ? bytes_of(file) : "";
     if (truncates)
       std::filesystem::resize_file(file, at);
@@ -154,7 +163,8 @@ TEST(Damage, AnyFlippedBitAndAnyTruncationIsFound) {
     ASSERT_EQ(damage.size(), 1u);
     EXPECT_NE(damage[0].find(file.filename().string()), std::string::npos) << damage[0];
     // run.toml is for people: loading does not read it.
-    if (i % 4 < 2 && file.filename() != "run.toml") EXPECT_THROW(pass_on(runs, folder.path() / "nowhere", "tp=1"), Error);
+    if (i % 4 < 2 && file.filename() != "run.toml")
+      EXPECT_THROW(pass_on(runs, folder.path() / "nowhere", "tp=1"), Error);
     if (truncates)
       std::ofstream(file, std::ios::binary) << before;
     else
@@ -176,7 +186,9 @@ void keep_line(LogLevel, const std::string& line) {
   }
 }
 struct KeepLines {
-  KeepLines() : before(log_level()) { lines.clear(), set_log_level(LogLevel::info), set_log_sink(keep_line); }
+  KeepLines() : before(log_level()) {
+    lines.clear(), set_log_level(LogLevel::info), set_log_sink(keep_line);
+  }
   ~KeepLines() { set_log_sink(nullptr), set_log_level(before); }
   LogLevel before;
 };
@@ -198,12 +210,14 @@ TEST(Damage, TrainingSaysSoAndTakesTheOneBefore) {
   const auto again = run(runs, "tp=2,ep=2", options);
   EXPECT_EQ(again.first_step, 4);
   EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 4, whole.losses.end()));
-  expect_parts(all_lines(), {"step-00000008 is not whole", "model-00001-of-00001.safetensors", "step-00000006 is not whole",
-                             "going on from " + step(runs, 4).string()});
+  expect_parts(all_lines(),
+               {"step-00000008 is not whole", "model-00001-of-00001.safetensors",
+                "step-00000006 is not whole", "going on from " + step(runs, 4).string()});
   EXPECT_TRUE(checkpoint::find_damage(step(runs, 8)).empty());
   EXPECT_EQ(contents(step(runs, 8)), end);
 
-  for (const auto n : checkpoint::saved_steps(runs)) std::filesystem::remove(step(runs, n) / "config.json");
+  for (const auto n : checkpoint::saved_steps(runs))
+    std::filesystem::remove(step(runs, n) / "config.json");
   expect_parts(error_of([&] { run(runs, "tp=2,ep=2", options); }, ErrorKind::data),
                {"no checkpoint in", "config.json", "choose another checkpoint.folder"});
 }
@@ -228,12 +242,14 @@ TEST(FullDisk, IsAClearErrorAndTheOldCheckpointIsIntact) {
   {
     const SmallDisk disk(100'000);
     expect_parts(error_of([&] { run(runs, "tp=2,ep=2", {"--steps=4"}); }, ErrorKind::data),
-                 {"cannot reserve room for", "model-00001-of-00001.safetensors", "checkpoint.folder", "(rank 0)"});
+                 {"cannot reserve room for", "model-00001-of-00001.safetensors",
+                  "checkpoint.folder", "(rank 0)"});
   }
   EXPECT_EQ(checkpoint::saved_steps(runs), std::vector<std::int64_t>{2});
   EXPECT_EQ(contents(step(runs, 2)), before);
   EXPECT_TRUE(checkpoint::find_damage(step(runs, 2)).empty());
-  for (const auto& entry : std::filesystem::directory_iterator(runs)) EXPECT_EQ(entry.path().filename(), "step-00000002");
+  for (const auto& entry : std::filesystem::directory_iterator(runs))
+    EXPECT_EQ(entry.path().filename(), "step-00000002");
   EXPECT_EQ(run(runs, "tp=2,ep=2", {"--steps=4"}).first_step, 2);
 }
 
@@ -243,7 +259,8 @@ TEST(FullDisk, TrainingGoesOnWhereSavingIsAsynchronous) {
   const KeepLines keep;
   {
     const SmallDisk disk(100'000);
-    const auto summary = run(runs, "tp=2,ep=2", {"--steps=6", "--checkpoint.interval=2", "--checkpoint.async"});
+    const auto summary =
+        run(runs, "tp=2,ep=2", {"--steps=6", "--checkpoint.interval=2", "--checkpoint.async"});
     EXPECT_EQ(summary.num_steps, 6);
   }
   expect_parts(all_lines(), {"step 2 was not saved: cannot reserve room for", "training goes on"});
@@ -276,29 +293,42 @@ TEST(ReadOnlyFolder, IsAClearError) {
 TEST(AnotherModel, IsNamedLineByLine) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=1", {"--steps=1"});
-  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--model.moe_ffn=32"}); }, ErrorKind::config),
-               {"\"moe_intermediate_size\": 24", "\"moe_intermediate_size\": 32", "[model]"});
-  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--optimizer.name=sgd"}); }, ErrorKind::config),
-               {"was saved with optimizer adamw", "optimizer.name is \"sgd\"", "set optimizer.name to adamw"});
+  expect_parts(
+      error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--model.moe_ffn=32"}); },
+               ErrorKind::config),
+      {"\"moe_intermediate_size\": 24", "\"moe_intermediate_size\": 32", "[model]"});
+  expect_parts(
+      error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--optimizer.name=sgd"}); },
+               ErrorKind::config),
+      {"was saved with optimizer adamw", "optimizer.name is \"sgd\"",
+       "set optimizer.name to adamw"});
   // A list of numbers is a value, too; no tensor has another shape.
   run(folder.path() / "l", "tp=1", {"--model=llama4:tiny", "--steps=1"});
-  expect_parts(error_of([&] { run(folder.path() / "l", "tp=1", {"--model=llama4:tiny", "--steps=2", "--model.nope_step=2"}); },
-                        ErrorKind::config),
+  expect_parts(error_of(
+                   [&] {
+                     run(folder.path() / "l", "tp=1",
+                         {"--model=llama4:tiny", "--steps=2", "--model.nope_step=2"});
+                   },
+                   ErrorKind::config),
                {"\"no_rope_layers\"", "[model]"});
 }
 
 TEST(AnotherRun, IsNotBegunInTheFolderOfOne) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=1", {"--steps=3"});
-  expect_parts(error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--checkpoint.resume=false"}); }, ErrorKind::config),
-               {"checkpoint.resume is false", "holds checkpoints of another run", "choose another folder"});
+  expect_parts(
+      error_of(
+          [&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--checkpoint.resume=false"}); },
+          ErrorKind::config),
+      {"checkpoint.resume is false", "holds checkpoints of another run", "choose another folder"});
 }
 
 TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=2,ep=2", {"--steps=3"});
   const auto from = step(folder.path() / "c", 3);
-  const train::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(), "--training.seed=5"};
+  const train::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
+                            "--training.seed=5"};
   const auto summary = run(folder.path() / "d", "dp_shard=2", options);
   const auto fresh = run(folder.path() / "e", "dp_shard=2", {"--steps=1", "--training.seed=5"});
   EXPECT_EQ(summary.first_step, 0);
@@ -307,7 +337,8 @@ TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
   std::filesystem::remove(from / "moesh.json");
   EXPECT_EQ(run(folder.path() / "f", "dp_shard=2", options).losses, summary.losses);
   // One tensor is called something else: both names are in the message.
-  const path file = from / "model-00001-of-00001.safetensors", index = from / "model.safetensors.index.json";
+  const path file = from / "model-00001-of-00001.safetensors",
+             index = from / "model.safetensors.index.json";
   for (const path& p : {file, index}) {
     std::string bytes = bytes_of(p);
     for (auto at = bytes.find("layers.1.mlp.experts.3.up_proj"); at != std::string::npos;
@@ -316,7 +347,8 @@ TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
     std::ofstream(p, std::ios::binary) << bytes;
   }
   expect_parts(error_of([&] { run(folder.path() / "g", "dp_shard=2", options); }, ErrorKind::data),
-               {"1 missing: model.layers.1.mlp.experts.3.up_proj.weight", "1 unexpected: model.layers.1.mlp.experts.9.up_proj"});
+               {"1 missing: model.layers.1.mlp.experts.3.up_proj.weight",
+                "1 unexpected: model.layers.1.mlp.experts.9.up_proj"});
 }
 
 TEST(Signals, ATimeLimitSavesTheStepInWhichItEnds) {

@@ -49,7 +49,8 @@ inline std::map<std::string, std::string> contents(const std::filesystem::path& 
   std::map<std::string, std::string> files;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(checkpoint)) {
     const auto name = std::filesystem::relative(entry.path(), checkpoint).string();
-    if (entry.is_regular_file() && name != "moesh.json" && name != "run.toml") files[name] = bytes_of(entry.path());
+    if (entry.is_regular_file() && name != "moesh.json" && name != "run.toml")
+      files[name] = bytes_of(entry.path());
   }
   return files;
 }
@@ -65,23 +66,26 @@ inline void expect_same_contents(const std::filesystem::path& a, const std::file
 }
 
 /// The configuration of a run that saves into `folder`.
-inline train::Loaded run_config(const std::filesystem::path& folder, const std::string& mesh, train::Args more = {}) {
-  more.insert(more.begin(), {"--checkpoint.enable", "--checkpoint.folder", folder.string(), "--mesh", mesh, "--metrics.folder",
-                             (folder.parent_path() / "metrics").string(), "--data.sequence_length=8", "--data.batch_size=2",
-                             "--metrics.log_freq=1000"});
+inline train::Loaded run_config(const std::filesystem::path& folder, const std::string& mesh,
+                                train::Args more = {}) {
+  more.insert(more.begin(),
+              {"--checkpoint.enable", "--checkpoint.folder", folder.string(), "--mesh", mesh,
+               "--metrics.folder", (folder.parent_path() / "metrics").string(),
+               "--data.sequence_length=8", "--data.batch_size=2", "--metrics.log_freq=1000"});
   auto loaded = train::load(more);
   train::validate(loaded.config, 0, loaded.model.facts());
   return loaded;
 }
 
-inline train::RunSummary run(const std::filesystem::path& folder, const std::string& mesh, const train::Args& more) {
+inline train::RunSummary run(const std::filesystem::path& folder, const std::string& mesh,
+                             const train::Args& more) {
   const auto l = run_config(folder, mesh, more);
   return train::train(l.config, l.model);
 }
 
 /// Loads the newest checkpoint of `from` on a mesh, and saves it into `to`.
-inline void pass_on(const std::filesystem::path& from, const std::filesystem::path& to, const std::string& mesh,
-                    const train::Args& more = {}) {
+inline void pass_on(const std::filesystem::path& from, const std::filesystem::path& to,
+                    const std::string& mesh, const train::Args& more = {}) {
   const auto in = run_config(from, mesh, more), out = run_config(to, mesh, more);
   comm::launch(mesh_shape(in.config).num_ranks(), [&](comm::Group& world) {
     const Mesh m(world, mesh_shape(in.config));
@@ -90,7 +94,8 @@ inline void pass_on(const std::filesystem::path& from, const std::filesystem::pa
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
     optim::AdamW optimizer(params);
-    const auto position = train::Checkpointer(in.config, in.model, world, *model, optimizer).start();
+    const auto position =
+        train::Checkpointer(in.config, in.model, world, *model, optimizer).start();
     train::Checkpointer(out.config, out.model, world, *model, optimizer).finish(position);
   });
 }

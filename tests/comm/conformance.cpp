@@ -18,7 +18,8 @@ namespace {
 
 using Shape = std::vector<std::int64_t>;
 
-constexpr at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16, at::kLong, at::kInt, at::kBool};
+constexpr at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16,
+                                      at::kLong,   at::kInt,   at::kBool};
 constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::max, ReduceOp::min};
 
 template <class... Vs>
@@ -26,12 +27,17 @@ void require(bool holds, const Vs&... vs) {
   if (!holds) throw Error(ErrorKind::internal, detail::concat(vs...));
 }
 
-std::int64_t sum_of(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+std::int64_t sum_of(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
 
-bool is_float(at::ScalarType t) { return t == at::kDouble || t == at::kFloat || t == at::kBFloat16; }
+bool is_float(at::ScalarType t) {
+  return t == at::kDouble || t == at::kFloat || t == at::kBFloat16;
+}
 bool is_defined(ReduceOp op, at::ScalarType t) { return op != ReduceOp::sum || t != at::kBool; }
 
-// Element `index` of what rank `rank` holds. Sevenths are no binary fractions: a sum in another order has other bits.
+// Element `index` of what rank `rank` holds. Sevenths are no binary fractions: a sum in another
+// order has other bits.
 double value(int rank, std::int64_t index, int salt) {
   return static_cast<double>((rank * 7919 + index * 104729 + salt * 1299709) % 1999 - 999) / 7.0;
 }
@@ -53,22 +59,28 @@ bool same_bits(const at::Tensor& a, const at::Tensor& b) {
 }
 
 void expect_equal(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  require(got.scalar_type() == expected.scalar_type(), what, ": dtype ", got.scalar_type(), " instead of ",
-          expected.scalar_type());
-  require(got.sizes() == expected.sizes(), what, ": shape ", got.sizes(), " instead of ", expected.sizes());
+  require(got.scalar_type() == expected.scalar_type(), what, ": dtype ", got.scalar_type(),
+          " instead of ", expected.scalar_type());
+  require(got.sizes() == expected.sizes(), what, ": shape ", got.sizes(), " instead of ",
+          expected.sizes());
   if (same_bits(got, expected)) return;
   require(got.numel() < 1000, what, ": other bits");
   throw Error(ErrorKind::internal, detail::concat(what, ": got\n", got, "\nexpected\n", expected));
 }
 
-void expect_sum(const at::Tensor& got, const at::Tensor& expected, const Setup& setup, const std::string& what) {
+void expect_sum(const at::Tensor& got, const at::Tensor& expected, const Setup& setup,
+                const std::string& what) {
   if (setup.exact_sums || !is_float(got.scalar_type())) return expect_equal(got, expected, what);
-  require(got.sizes() == expected.sizes() && got.scalar_type() == expected.scalar_type(), what, ": ", got.toString(), " ",
-          got.sizes(), " instead of ", expected.toString(), " ", expected.sizes());
-  const double tolerance = got.scalar_type() == at::kDouble ? 1e-12 : got.scalar_type() == at::kFloat ? 1e-5 : 2e-2;
+  require(got.sizes() == expected.sizes() && got.scalar_type() == expected.scalar_type(), what,
+          ": ", got.toString(), " ", got.sizes(), " instead of ", expected.toString(), " ",
+          expected.sizes());
+  const double tolerance = got.scalar_type() == at::kDouble  ? 1e-12
+                           : got.scalar_type() == at::kFloat ? 1e-5
+                                                             : 2e-2;
   // Terms of up to 143 cancel: what is left is compared on their scale.
-  require(at::allclose(got.cpu().to(at::kDouble), expected.to(at::kDouble), tolerance, 500 * tolerance), what, ": got\n", got,
-          "\nexpected\n", expected);
+  require(
+      at::allclose(got.cpu().to(at::kDouble), expected.to(at::kDouble), tolerance, 500 * tolerance),
+      what, ": got\n", got, "\nexpected\n", expected);
 }
 
 // ---------------------------------------------------------------- expected values
@@ -113,11 +125,13 @@ std::vector<at::Tensor> of_all_ranks(int size, const std::function<at::Tensor(in
 }
 
 at::Tensor rows_of(const at::Tensor& x, const Rows& rows, int rank) {
-  return x.narrow(0, std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0}), rows[static_cast<size_t>(rank)]);
+  return x.narrow(0, std::accumulate(rows.begin(), rows.begin() + rank, std::int64_t{0}),
+                  rows[static_cast<size_t>(rank)]);
 }
 
 // A start, so that the input can be compared after the operation.
-at::Tensor untouched(const at::Tensor& x, const std::function<at::Tensor(const at::Tensor&)>& f, const std::string& what) {
+at::Tensor untouched(const at::Tensor& x, const std::function<at::Tensor(const at::Tensor&)>& f,
+                     const std::string& what) {
   const at::Tensor before = x.cpu().clone();
   at::Tensor y = f(x);
   require(same_bits(x, before), what, ": the input was written");
@@ -147,30 +161,35 @@ const std::vector<Shape>& inner_shapes() {
 
 // ---------------------------------------------------------------- one check for each collective
 
-void check_all_reduce(Group& g, const Setup& s, at::ScalarType dtype, ReduceOp op, const Shape& shape, int salt) {
+void check_all_reduce(Group& g, const Setup& s, at::ScalarType dtype, ReduceOp op,
+                      const Shape& shape, int salt) {
   const auto what = detail::concat("all_reduce(", to_string(op), ", ", dtype, " ", shape, ")");
   const auto xs = of_all_ranks(g.size(), [&](int r) { return host(dtype, shape, r, salt); });
-  const auto y =
-      untouched(xs[static_cast<size_t>(g.rank())].to(s.device), [&](const auto& x) { return g.all_reduce(x, op); }, what);
+  const auto y = untouched(
+      xs[static_cast<size_t>(g.rank())].to(s.device),
+      [&](const auto& x) { return g.all_reduce(x, op); }, what);
   require(y.device() == s.device, what, ": the result is on ", y.device());
   expect_sum(y, plain_fold(op, xs), s, what);
 }
 
-void check_all_gather(Group& g, const Setup& s, at::ScalarType dtype, const Rows& rows, const Shape& inner, int salt,
-                      bool pass_rows = true) {
+void check_all_gather(Group& g, const Setup& s, at::ScalarType dtype, const Rows& rows,
+                      const Shape& inner, int salt, bool pass_rows = true) {
   const auto what = detail::concat("all_gather(", dtype, " rows ", rows, ", inner ", inner, ")");
-  const auto xs =
-      of_all_ranks(g.size(), [&](int r) { return host(dtype, with_rows(rows[static_cast<size_t>(r)], inner), r, salt); });
+  const auto xs = of_all_ranks(g.size(), [&](int r) {
+    return host(dtype, with_rows(rows[static_cast<size_t>(r)], inner), r, salt);
+  });
   const auto y = untouched(
-      xs[static_cast<size_t>(g.rank())].to(s.device), [&](const auto& x) { return g.all_gather(x, pass_rows ? rows : Rows{}); },
-      what);
+      xs[static_cast<size_t>(g.rank())].to(s.device),
+      [&](const auto& x) { return g.all_gather(x, pass_rows ? rows : Rows{}); }, what);
   expect_equal(y, at::cat(xs), what);
 }
 
-void check_reduce_scatter(Group& g, const Setup& s, at::ScalarType dtype, ReduceOp op, const Rows& rows, const Shape& inner,
-                          int salt, bool pass_rows = true) {
-  const auto what = detail::concat("reduce_scatter(", to_string(op), ", ", dtype, " rows ", rows, ", inner ", inner, ")");
-  const auto xs = of_all_ranks(g.size(), [&](int r) { return host(dtype, with_rows(sum_of(rows), inner), r, salt); });
+void check_reduce_scatter(Group& g, const Setup& s, at::ScalarType dtype, ReduceOp op,
+                          const Rows& rows, const Shape& inner, int salt, bool pass_rows = true) {
+  const auto what = detail::concat("reduce_scatter(", to_string(op), ", ", dtype, " rows ", rows,
+                                   ", inner ", inner, ")");
+  const auto xs = of_all_ranks(
+      g.size(), [&](int r) { return host(dtype, with_rows(sum_of(rows), inner), r, salt); });
   const auto y = untouched(
       xs[static_cast<size_t>(g.rank())].to(s.device),
       [&](const auto& x) { return g.reduce_scatter(x, pass_rows ? rows : Rows{}, op); }, what);
@@ -178,8 +197,9 @@ void check_reduce_scatter(Group& g, const Setup& s, at::ScalarType dtype, Reduce
 }
 
 // rows(i, j) go from rank i to rank j.
-void check_all_to_all(Group& g, const Setup& s, at::ScalarType dtype, const std::function<std::int64_t(int, int)>& rows,
-                      const Shape& inner, int salt) {
+void check_all_to_all(Group& g, const Setup& s, at::ScalarType dtype,
+                      const std::function<std::int64_t(int, int)>& rows, const Shape& inner,
+                      int salt) {
   const int n = g.size(), me = g.rank();
   std::vector<Rows> send(static_cast<size_t>(n));
   for (int i = 0; i < n; ++i)
@@ -187,7 +207,8 @@ void check_all_to_all(Group& g, const Setup& s, at::ScalarType dtype, const std:
   Rows recv;
   for (int i = 0; i < n; ++i) recv.push_back(rows(i, me));
   const auto& mine = send[static_cast<size_t>(me)];
-  const auto what = detail::concat("all_to_all(", dtype, " send ", mine, ", recv ", recv, ", inner ", inner, ")");
+  const auto what =
+      detail::concat("all_to_all(", dtype, " send ", mine, ", recv ", recv, ", inner ", inner, ")");
 
   std::vector<at::Tensor> parts;
   for (int i = 0; i < n; ++i) {
@@ -199,10 +220,12 @@ void check_all_to_all(Group& g, const Setup& s, at::ScalarType dtype, const std:
   expect_equal(y, at::cat(parts), what);
 }
 
-void check_broadcast(Group& g, const Setup& s, at::ScalarType dtype, const Shape& shape, int root, int salt) {
+void check_broadcast(Group& g, const Setup& s, at::ScalarType dtype, const Shape& shape, int root,
+                     int salt) {
   const auto what = detail::concat("broadcast(", dtype, " ", shape, " from ", root, ")");
-  const auto y =
-      untouched(host(dtype, shape, g.rank(), salt).to(s.device), [&](const auto& x) { return g.broadcast(x, root); }, what);
+  const auto y = untouched(
+      host(dtype, shape, g.rank(), salt).to(s.device),
+      [&](const auto& x) { return g.broadcast(x, root); }, what);
   expect_equal(y, host(dtype, shape, root, salt), what);
 }
 
@@ -217,16 +240,19 @@ void all_reduce_of_every_dtype(Group& g, const Setup& s) {
   int salt = 0;
   for (auto dtype : kDtypes)
     for (auto op : kOps)
-      for (const Shape& shape : {Shape{}, Shape{1}, Shape{5}, Shape{3, 4}, Shape{0}, Shape{0, 3}, Shape{2, 3, 5}})
+      for (const Shape& shape :
+           {Shape{}, Shape{1}, Shape{5}, Shape{3, 4}, Shape{0}, Shape{0, 3}, Shape{2, 3, 5}})
         if (is_defined(op, dtype)) check_all_reduce(g, s, dtype, op, shape, ++salt);
 }
 
-// Tensors above some KiB are summed in parts: around the border, odd sizes, more ranks than whole parts.
+// Tensors above some KiB are summed in parts: around the border, odd sizes, more ranks than whole
+// parts.
 void all_reduce_large(Group& g, const Setup& s) {
   int salt = 0;
   for (auto dtype : kDtypes)
     for (auto op : kOps)
-      if (is_defined(op, dtype)) check_all_reduce(g, s, dtype, op, {numel_of(dtype, 32 * 1024) + 13}, ++salt);
+      if (is_defined(op, dtype))
+        check_all_reduce(g, s, dtype, op, {numel_of(dtype, 32 * 1024) + 13}, ++salt);
   for (std::int64_t numel : {4095, 4096, 4097, 8192, 8193, 25013, 100003})
     check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {numel}, ++salt);
   check_all_reduce(g, s, at::kBFloat16, ReduceOp::sum, {17, 41, 59}, ++salt);
@@ -237,7 +263,8 @@ void all_gather_of_every_dtype(Group& g, const Setup& s) {
   for (auto dtype : kDtypes)
     for (const auto& rows : row_patterns(g.size()))
       for (const auto& inner : inner_shapes()) check_all_gather(g, s, dtype, rows, inner, ++salt);
-  check_all_gather(g, s, at::kFloat, Rows(static_cast<size_t>(g.size()), 4), {2}, ++salt, /*pass_rows=*/false);
+  check_all_gather(g, s, at::kFloat, Rows(static_cast<size_t>(g.size()), 4), {2}, ++salt,
+                   /*pass_rows=*/false);
   Rows large;
   for (int r = 0; r < g.size(); ++r) large.push_back(r == 1 ? 0 : 20011 + 997 * r);
   check_all_gather(g, s, at::kBFloat16, large, {3}, ++salt);
@@ -250,7 +277,8 @@ void reduce_scatter_of_every_dtype(Group& g, const Setup& s) {
       for (const auto& rows : row_patterns(g.size()))
         for (const auto& inner : inner_shapes())
           if (is_defined(op, dtype)) check_reduce_scatter(g, s, dtype, op, rows, inner, ++salt);
-  check_reduce_scatter(g, s, at::kFloat, ReduceOp::sum, Rows(static_cast<size_t>(g.size()), 2), {3}, ++salt, /*pass_rows=*/false);
+  check_reduce_scatter(g, s, at::kFloat, ReduceOp::sum, Rows(static_cast<size_t>(g.size()), 2), {3},
+                       ++salt, /*pass_rows=*/false);
   Rows large;
   for (int r = 0; r < g.size(); ++r) large.push_back(r == 1 ? 0 : 5003 + 97 * r);
   for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
@@ -275,7 +303,8 @@ void all_to_all_of_every_dtype(Group& g, const Setup& s) {
   // No lists: the rows divide by the ranks.
   const auto x = host(at::kFloat, {2 * g.size(), 3}, g.rank(), ++salt);
   std::vector<at::Tensor> parts;
-  for (int i = 0; i < g.size(); ++i) parts.push_back(host(at::kFloat, {2 * g.size(), 3}, i, salt).narrow(0, 2 * g.rank(), 2));
+  for (int i = 0; i < g.size(); ++i)
+    parts.push_back(host(at::kFloat, {2 * g.size(), 3}, i, salt).narrow(0, 2 * g.rank(), 2));
   expect_equal(g.all_to_all(x.to(s.device), {}, {}), at::cat(parts), "all_to_all without lists");
 }
 
@@ -291,12 +320,14 @@ void broadcast_of_every_dtype(Group& g, const Setup& s) {
 void large_blocks(Group& g, const Setup& s) {
   const std::int64_t numel = (17 << 20) / 8 + 3;
   const auto of = [&](int r) { return at::arange(numel, at::kLong).add_(numel * r).to(s.device); };
-  expect_equal(g.broadcast(of(g.rank()), g.size() - 1), of(g.size() - 1).cpu(), "broadcast of a large block");
+  expect_equal(g.broadcast(of(g.rank()), g.size() - 1), of(g.size() - 1).cpu(),
+               "broadcast of a large block");
   Rows send(static_cast<size_t>(g.size()), 0), recv = send;  // each sends all it has to the next
   send[static_cast<size_t>((g.rank() + 1) % g.size())] = numel;
   const int last = (g.rank() + g.size() - 1) % g.size();
   recv[static_cast<size_t>(last)] = numel;
-  expect_equal(g.all_to_all(of(g.rank()), send, recv), of(last).cpu(), "all_to_all of a large block");
+  expect_equal(g.all_to_all(of(g.rank()), send, recv), of(last).cpu(),
+               "all_to_all of a large block");
 }
 
 void barrier_between_operations(Group& g, const Setup& s) {
@@ -328,13 +359,15 @@ void inputs_need_not_be_contiguous(Group& g, const Setup& s) {
     Rows rows(static_cast<size_t>(n), 0);
     rows[0] = mine.size(0) - 1;
     rows[static_cast<size_t>(n - 1)] += 1;
-    expect_sum(g.reduce_scatter(mine, rows), rows_of(plain_fold(ReduceOp::sum, xs), rows, g.rank()), s,
-               "reduce_scatter of a view");
+    expect_sum(g.reduce_scatter(mine, rows), rows_of(plain_fold(ReduceOp::sum, xs), rows, g.rank()),
+               s, "reduce_scatter of a view");
     expect_equal(g.broadcast(mine, n - 1), xs[static_cast<size_t>(n - 1)], "broadcast of a view");
-    Rows send(static_cast<size_t>(n), 0), recv(static_cast<size_t>(n), 0);  // each sends all it has to the next
+    Rows send(static_cast<size_t>(n), 0),
+        recv(static_cast<size_t>(n), 0);  // each sends all it has to the next
     send[static_cast<size_t>((g.rank() + 1) % n)] = mine.size(0);
     recv[static_cast<size_t>((g.rank() + n - 1) % n)] = mine.size(0);
-    expect_equal(g.all_to_all(mine, send, recv), xs[static_cast<size_t>((g.rank() + n - 1) % n)], "all_to_all of a view");
+    expect_equal(g.all_to_all(mine, send, recv), xs[static_cast<size_t>((g.rank() + n - 1) % n)],
+                 "all_to_all of a view");
   }
 }
 
@@ -364,7 +397,8 @@ void handles_wait_later(Group& g, const Setup& s) {
     expect_equal(ys[1], at::cat(small), "all_gather");
     expect_equal(ys[2], plain_fold(ReduceOp::max, small), "max");
     const Rows four(static_cast<size_t>(n), 4);
-    expect_sum(ys[3], rows_of(plain_fold(ReduceOp::sum, wide), four, g.rank()), s, "reduce_scatter");
+    expect_sum(ys[3], rows_of(plain_fold(ReduceOp::sum, wide), four, g.rank()), s,
+               "reduce_scatter");
     std::vector<at::Tensor> parts;
     for (const auto& x : wide) parts.push_back(rows_of(x, four, g.rank()));
     expect_equal(ys[4], at::cat(parts), "all_to_all");
@@ -373,18 +407,22 @@ void handles_wait_later(Group& g, const Setup& s) {
   }
 }
 
-// Ranks may start the next operation before or after they wait for the last one (not under `checked`: there they agree on it).
+// Ranks may start the next operation before or after they wait for the last one (not under
+// `checked`: there they agree on it).
 void handles_wait_at_other_times(Group& g, const Setup& s) {
   const auto make = [](int r, int i) { return host(at::kFloat, {9001 + i}, r, i); };
   std::optional<Handle> last;
   for (int i = 0; i < 12; ++i) {
     Handle h = g.start_all_reduce(make(g.rank(), i).to(s.device));
     if (last) last->wait();
-    const auto expected = plain_fold(ReduceOp::sum, of_all_ranks(g.size(), [&](int r) { return make(r, i); }));
-    if ((s.checked ? i : g.rank()) % 2 == 0) expect_sum(h.wait(), expected, s, "all_reduce that was waited for at once");
+    const auto expected =
+        plain_fold(ReduceOp::sum, of_all_ranks(g.size(), [&](int r) { return make(r, i); }));
+    if ((s.checked ? i : g.rank()) % 2 == 0)
+      expect_sum(h.wait(), expected, s, "all_reduce that was waited for at once");
     last.emplace(std::move(h));
   }
-  const auto expected = plain_fold(ReduceOp::sum, of_all_ranks(g.size(), [&](int r) { return make(r, 11); }));
+  const auto expected =
+      plain_fold(ReduceOp::sum, of_all_ranks(g.size(), [&](int r) { return make(r, 11); }));
   expect_sum(last->wait(), expected, s, "all_reduce that was waited for later");
   {
     const Handle dropped = g.start_all_gather(host(at::kLong, {3}, g.rank(), 0).to(s.device));
@@ -392,7 +430,8 @@ void handles_wait_at_other_times(Group& g, const Setup& s) {
   check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {5}, 1);
 }
 
-// An input belongs to the caller again when the operation has ended, also if a peer is slow to read it.
+// An input belongs to the caller again when the operation has ended, also if a peer is slow to read
+// it.
 void inputs_may_be_written_afterwards(Group& g, const Setup& s) {
   const int n = g.size();
   if (n == 1) return;  // a group of one returns its input
@@ -412,9 +451,11 @@ void inputs_may_be_written_afterwards(Group& g, const Setup& s) {
       const at::Tensor first = slowly(g.start_broadcast(x.fill_(mine), 0), i);
       const at::Tensor sum = slowly(g.start_all_reduce(x.fill_(mine)), i);
       for (int r = 0; r < n; ++r)
-        require(gathered.narrow(0, r * numel, numel).eq(i * 100 + r).all().item<bool>(), "all_gather read a later value");
+        require(gathered.narrow(0, r * numel, numel).eq(i * 100 + r).all().item<bool>(),
+                "all_gather read a later value");
       require(first.eq(i * 100).all().item<bool>(), "broadcast read a later value");
-      require(sum.eq(i * 100 * n + n * (n - 1) / 2).all().item<bool>(), "all_reduce read a later value");
+      require(sum.eq(i * 100 * n + n * (n - 1) / 2).all().item<bool>(),
+              "all_reduce read a later value");
     }
   }
 }
@@ -427,8 +468,9 @@ void reductions_do_not_depend_on_timing(Group& g, const Setup& s) {
     for (std::int64_t numel : {257, 20011}) {
       at::Tensor first;
       const Rows rows = row_patterns(g.size())[3];
-      const auto xs =
-          of_all_ranks(g.size(), [&](int r) { return host(dtype, {numel * sum_of(rows)}, r, 5).reshape({-1, numel}); });
+      const auto xs = of_all_ranks(g.size(), [&](int r) {
+        return host(dtype, {numel * sum_of(rows)}, r, 5).reshape({-1, numel});
+      });
       const auto expected = plain_fold(ReduceOp::sum, xs);
       for (int run = 0; run < 4; ++run) {
         std::this_thread::sleep_for(std::chrono::microseconds(random.below(draw++, 800)));
@@ -436,18 +478,22 @@ void reductions_do_not_depend_on_timing(Group& g, const Setup& s) {
         const auto y = g.all_reduce(x);
         expect_sum(y, expected, s, "all_reduce after a delay");
         if (run == 0) first = y;
-        require(same_bits(y, first), "all_reduce of ", dtype, " [", numel, "] has other bits in run ", run);
+        require(same_bits(y, first), "all_reduce of ", dtype, " [", numel,
+                "] has other bits in run ", run);
         std::this_thread::sleep_for(std::chrono::microseconds(random.below(draw++, 300)));
-        expect_sum(g.reduce_scatter(x, rows), rows_of(expected, rows, g.rank()), s, "reduce_scatter after a delay");
+        expect_sum(g.reduce_scatter(x, rows), rows_of(expected, rows, g.rank()), s,
+                   "reduce_scatter after a delay");
       }
       // Bits are the same on every rank, too.
       const auto of_root = g.broadcast(first, 0);
-      require(same_bits(of_root, first), "all_reduce of ", dtype, " [", numel, "] has other bits on rank ", g.rank());
+      require(same_bits(of_root, first), "all_reduce of ", dtype, " [", numel,
+              "] has other bits on rank ", g.rank());
     }
 }
 
 void nan_and_infinity(Group& g, const Setup& s) {
-  const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
+  const double nan = std::numeric_limits<double>::quiet_NaN(),
+               inf = std::numeric_limits<double>::infinity();
   for (auto dtype : {at::kDouble, at::kFloat, at::kBFloat16})
     for (std::int64_t numel : {g.size() + 2, 20011})
       for (int bad = 0; bad < g.size(); ++bad) {
@@ -461,24 +507,32 @@ void nan_and_infinity(Group& g, const Setup& s) {
         require(std::isnan(sum[bad].item<double>()) && sum[g.size()].item<double>() == inf,
                 "sum of NaN or infinity: ", sum.slice(0, 0, 12));
         require(sum.isnan().sum().item<std::int64_t>() == 1, "a sum has a NaN too many");
-        const auto max = g.all_reduce(x.to(dtype).to(s.device), ReduceOp::max).cpu().to(at::kDouble);
-        const auto min = g.all_reduce(x.to(dtype).to(s.device), ReduceOp::min).cpu().to(at::kDouble);
-        require(max[g.size()].item<double>() == inf && min[g.size() + 1].item<double>() == -inf, "max or min of infinity");
+        const auto max =
+            g.all_reduce(x.to(dtype).to(s.device), ReduceOp::max).cpu().to(at::kDouble);
+        const auto min =
+            g.all_reduce(x.to(dtype).to(s.device), ReduceOp::min).cpu().to(at::kDouble);
+        require(max[g.size()].item<double>() == inf && min[g.size() + 1].item<double>() == -inf,
+                "max or min of infinity");
         if (!s.nan_wins) continue;
-        require(std::isnan(max[bad].item<double>()) && std::isnan(min[bad].item<double>()), "max or min lost the NaN of rank ",
-                bad);
-        require(max.isnan().sum().item<std::int64_t>() == 1 && min.isnan().sum().item<std::int64_t>() == 1, "a NaN too many");
+        require(std::isnan(max[bad].item<double>()) && std::isnan(min[bad].item<double>()),
+                "max or min lost the NaN of rank ", bad);
+        require(max.isnan().sum().item<std::int64_t>() == 1 &&
+                    min.isnan().sum().item<std::int64_t>() == 1,
+                "a NaN too many");
       }
 }
 
 // All ranks of `g` hold world ranks in the order `expected`; its collectives move what they should.
-void check_group(Group& g, const Setup& s, const std::vector<int>& expected, const std::string& name) {
+void check_group(Group& g, const Setup& s, const std::vector<int>& expected,
+                 const std::string& name) {
   require(g.name() == name, "group '", g.name(), "' should be '", name, "'");
-  require(g.members() == expected, "group '", name, "' has members ", g.members(), " instead of ", expected);
+  require(g.members() == expected, "group '", name, "' has members ", g.members(), " instead of ",
+          expected);
   const int world_rank = expected[static_cast<size_t>(g.rank())];
   const auto ranks = g.all_gather(at::full({1}, world_rank, at::kLong).to(s.device)).cpu();
   for (int r = 0; r < g.size(); ++r)
-    require(ranks[r].item<std::int64_t>() == expected[static_cast<size_t>(r)], "all_gather of group '", name, "' gave ", ranks);
+    require(ranks[r].item<std::int64_t>() == expected[static_cast<size_t>(r)],
+            "all_gather of group '", name, "' gave ", ranks);
   check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {11}, 1);
   check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {9001}, 2);
   check_all_to_all(g, s, at::kInt, [](int i, int j) { return (i + 2 * j) % 3; }, {2}, 3);
@@ -505,18 +559,21 @@ void splits(Group& g, const Setup& s) {
   check_group(*g.split(0, 7, "same"), s, where([](int) { return true; }), "same");
   // Rank 0 stays out.
   const auto rest = g.split(me == 0 ? -1 : 5, me, "rest");
-  require((rest == nullptr) == (me == 0), "a rank of negative color is in a group, or another one is in none");
+  require((rest == nullptr) == (me == 0),
+          "a rank of negative color is in a group, or another one is in none");
   if (rest) check_group(*rest, s, where([](int r) { return r > 0; }), "rest");
   // Everyone alone.
   const auto alone = g.split(me, 0, "alone");
   check_group(*alone, s, {me}, "alone");
-  // Groups of groups, while the outer ones stay in use; odd ranks have made more splits than even ones by then.
+  // Groups of groups, while the outer ones stay in use; odd ranks have made more splits than even
+  // ones by then.
   if (me % 2 == 1)
     for (int i = 0; i < 3; ++i) check_group(*parity->split(0, 0, "again"), s, of_parity, "again");
   const auto half = parity->split(parity->rank() % 2, -parity->rank(), "half");
   std::vector<int> of_half;
   for (size_t r = 0; r < of_parity.size(); ++r)
-    if (r % 2 == static_cast<size_t>(parity->rank() % 2)) of_half.insert(of_half.begin(), of_parity[r]);
+    if (r % 2 == static_cast<size_t>(parity->rank() % 2))
+      of_half.insert(of_half.begin(), of_parity[r]);
   check_group(*half, s, of_half, "half");
   const auto pairs = g.split(me / 2, 0, "pairs");
   check_group(*pairs, s, where([&](int r) { return r / 2 == me / 2; }), "pairs");
@@ -525,19 +582,23 @@ void splits(Group& g, const Setup& s) {
   auto b = parity->start_all_reduce(host(at::kFloat, {9001}, parity->rank(), 6).to(s.device));
   auto c = g.start_all_gather(at::full({1}, me, at::kLong).to(s.device));
   require(c.wait().sum().item<std::int64_t>() == n * (n - 1) / 2, "all_gather of the world");
-  expect_sum(b.wait(),
-             plain_fold(ReduceOp::sum, of_all_ranks(parity->size(), [](int r) { return host(at::kFloat, {9001}, r, 6); })), s,
-             "all_reduce of a group");
+  expect_sum(
+      b.wait(),
+      plain_fold(ReduceOp::sum, of_all_ranks(parity->size(),
+                                             [](int r) { return host(at::kFloat, {9001}, r, 6); })),
+      s, "all_reduce of a group");
   const auto first = pairs->members()[0];
   require(a.wait()[0].item<std::int64_t>() == first, "all_gather of a pair");
   if (s.any_order) {  // two groups of the same ranks
-    const auto x = at::full({1}, 1, at::kLong).to(s.device), y = at::full({1}, 10, at::kLong).to(s.device);
+    const auto x = at::full({1}, 1, at::kLong).to(s.device),
+               y = at::full({1}, 10, at::kLong).to(s.device);
     const auto twin = g.split(0, 0, "twin"), other = g.split(0, 0, "other");
     std::optional<Handle> one, ten;
     if (me % 2 == 0) one.emplace(twin->start_all_reduce(x));
     ten.emplace(other->start_all_reduce(y));
     if (me % 2 == 1) one.emplace(twin->start_all_reduce(x));
-    require(one->wait().item<std::int64_t>() == n && ten->wait().item<std::int64_t>() == 10 * n, "two groups were mixed up");
+    require(one->wait().item<std::int64_t>() == n && ten->wait().item<std::int64_t>() == 10 * n,
+            "two groups were mixed up");
   }
   check_group(g, s, where([](int) { return true; }), g.name());
 }
@@ -554,18 +615,22 @@ void trace_lists_what_was_started(Group& g, const Setup& s) {
     g.all_to_all(x, {}, {});
     g.broadcast(x, 0);
     g.barrier();
-    const Collective expected[] = {Collective::all_reduce, Collective::all_gather, Collective::reduce_scatter,
-                                   Collective::all_to_all, Collective::broadcast,  Collective::barrier};
+    const Collective expected[] = {Collective::all_reduce,     Collective::all_gather,
+                                   Collective::reduce_scatter, Collective::all_to_all,
+                                   Collective::broadcast,      Collective::barrier};
     const auto& seen = inner.entries();
-    require(seen.size() == (g.size() == 1 ? 0 : std::size(expected)), "the trace has ", seen.size(), " entries");
+    require(seen.size() == (g.size() == 1 ? 0 : std::size(expected)), "the trace has ", seen.size(),
+            " entries");
     for (size_t i = 0; i < seen.size(); ++i) {
-      require(seen[i].op == expected[i] && seen[i].group == g.name(), "entry ", i, " is ", to_string(seen[i].op), " of '",
-              seen[i].group, "'");
-      require(seen[i].bytes == (seen[i].op == Collective::barrier ? 0 : bytes), "entry ", i, " has ", seen[i].bytes, " bytes");
+      require(seen[i].op == expected[i] && seen[i].group == g.name(), "entry ", i, " is ",
+              to_string(seen[i].op), " of '", seen[i].group, "'");
+      require(seen[i].bytes == (seen[i].op == Collective::barrier ? 0 : bytes), "entry ", i,
+              " has ", seen[i].bytes, " bytes");
     }
   }
   g.all_reduce(x);
-  require(outer.entries().size() == (g.size() == 1 ? 0 : 7), "the outer trace has ", outer.entries().size(), " entries");
+  require(outer.entries().size() == (g.size() == 1 ? 0 : 7), "the outer trace has ",
+          outer.entries().size(), " entries");
 }
 
 void expect_error(const std::function<void()>& f, const std::vector<std::string>& texts) {
@@ -576,7 +641,8 @@ void expect_error(const std::function<void()>& f, const std::vector<std::string>
     got = e.what();
     require(e.kind() == ErrorKind::comm, "kind ", to_string(e.kind()), ": ", got);
   }
-  for (const auto& text : texts) require(got.find(text) != std::string::npos, "'", text, "' is not in: ", got);
+  for (const auto& text : texts)
+    require(got.find(text) != std::string::npos, "'", text, "' is not in: ", got);
 }
 
 // Arguments that can be seen to be wrong are refused before anything is sent.
@@ -587,20 +653,31 @@ void bad_arguments_are_refused(Group& g, const Setup& s) {
   expect_error([&] { g.all_reduce(at::Tensor()); }, {"all_reduce", name, "undefined"});
   expect_error([&] { g.all_gather(x.to(at::kHalf)); },
                {"all_gather", name, "dtype float16 is not supported; use float64, float32"});
-  expect_error([&] { g.all_reduce(x.gt(0)); }, {"all_reduce", name, "a sum of bool is not defined; use max (any) or min (all)"});
-  expect_error([&] { g.reduce_scatter(x.gt(0)); }, {"reduce_scatter", name, "a sum of bool is not defined"});
-  expect_error([&] { g.all_reduce(at::zeros({1, 1, 1, 1, 1, 1, 1, 1, 1})); }, {"9 dimensions; at most 8"});
-  expect_error([&] { g.all_gather(x.sum()); }, {"all_gather", name, "a scalar has no rows; use x.reshape({1})"});
-  expect_error([&] { g.reduce_scatter(x.sum()); }, {"reduce_scatter", name, "a scalar has no rows; use all_reduce"});
-  expect_error([&] { g.all_to_all(x.sum(), {}, {}); }, {"all_to_all", name, "a scalar has no rows"});
-  expect_error([&] { g.all_gather(x, Rows(n + 1, 1)); }, {"all_gather", name, "lists", "ranks and the group has"});
+  expect_error([&] { g.all_reduce(x.gt(0)); },
+               {"all_reduce", name, "a sum of bool is not defined; use max (any) or min (all)"});
+  expect_error([&] { g.reduce_scatter(x.gt(0)); },
+               {"reduce_scatter", name, "a sum of bool is not defined"});
+  expect_error([&] { g.all_reduce(at::zeros({1, 1, 1, 1, 1, 1, 1, 1, 1})); },
+               {"9 dimensions; at most 8"});
+  expect_error([&] { g.all_gather(x.sum()); },
+               {"all_gather", name, "a scalar has no rows; use x.reshape({1})"});
+  expect_error([&] { g.reduce_scatter(x.sum()); },
+               {"reduce_scatter", name, "a scalar has no rows; use all_reduce"});
+  expect_error([&] { g.all_to_all(x.sum(), {}, {}); },
+               {"all_to_all", name, "a scalar has no rows"});
+  expect_error([&] { g.all_gather(x, Rows(n + 1, 1)); },
+               {"all_gather", name, "lists", "ranks and the group has"});
   expect_error([&] { g.all_gather(x, Rows(n, 99)); }, {"all_gather", name, "holds", "says 99"});
   expect_error([&] { g.all_gather(x, Rows(n, -1)); }, {"all_gather", name, "has a negative entry"});
-  expect_error([&] { g.reduce_scatter(x, Rows(n, 5)); }, {"reduce_scatter", name, "does not add up to the", "rows at hand"});
-  expect_error([&] { g.all_to_all(x, Rows(n, 5), Rows(n, 5)); }, {"all_to_all", name, "send", "does not add up"});
-  expect_error([&] { g.all_to_all(x, Rows(n, 2), Rows(n, 3)); }, {"all_to_all", name, "keeps 2 rows and expects 3 from itself"});
-  expect_error([&] { g.broadcast(x, g.size()); },
-               {"broadcast", name, detail::concat("from rank ", g.size()), "the group has ranks 0 to"});
+  expect_error([&] { g.reduce_scatter(x, Rows(n, 5)); },
+               {"reduce_scatter", name, "does not add up to the", "rows at hand"});
+  expect_error([&] { g.all_to_all(x, Rows(n, 5), Rows(n, 5)); },
+               {"all_to_all", name, "send", "does not add up"});
+  expect_error([&] { g.all_to_all(x, Rows(n, 2), Rows(n, 3)); },
+               {"all_to_all", name, "keeps 2 rows and expects 3 from itself"});
+  expect_error(
+      [&] { g.broadcast(x, g.size()); },
+      {"broadcast", name, detail::concat("from rank ", g.size()), "the group has ranks 0 to"});
   expect_error([&] { g.broadcast(x, -1); }, {"broadcast", name, "from rank -1"});
   if (n > 1)
     expect_error([&] { g.reduce_scatter(x.narrow(0, 1, x.size(0) - 1)); },
@@ -655,17 +732,20 @@ std::uint64_t digest(Group& g, const Setup& s, std::uint64_t seed) {
     for (size_t i = 0; i < h.nbytes(); ++i) hash = (hash ^ p[i]) * 0x100000001b3;
   };
   const auto normal = [&](at::ScalarType dtype, const Shape& shape, int round) {
-    const Random random(seed + 1 + static_cast<std::uint64_t>(round), static_cast<std::uint64_t>(me));
+    const Random random(seed + 1 + static_cast<std::uint64_t>(round),
+                        static_cast<std::uint64_t>(me));
     at::Tensor x = at::empty(shape, at::kDouble);
     auto* p = x.data_ptr<double>();
-    for (std::int64_t i = 0; i < x.numel(); ++i) p[i] = 100 * random.normal(static_cast<std::uint64_t>(i));
+    for (std::int64_t i = 0; i < x.numel(); ++i)
+      p[i] = 100 * random.normal(static_cast<std::uint64_t>(i));
     return (dtype == at::kBool ? x.gt(0) : x.to(dtype)).to(s.device);
   };
   for (int round = 0; round < 60; ++round) {
     const auto dtype = kDtypes[shared.below(draw++, std::size(kDtypes))];
     auto op = kOps[shared.below(draw++, std::size(kOps))];
     if (!is_defined(op, dtype)) op = ReduceOp::max;
-    const auto inner = static_cast<std::int64_t>(shared.below(draw++, 4) == 0 ? 2000 : shared.below(draw++, 9));
+    const auto inner =
+        static_cast<std::int64_t>(shared.below(draw++, 4) == 0 ? 2000 : shared.below(draw++, 9));
     Rows rows(static_cast<size_t>(n));
     for (auto& r : rows) r = static_cast<std::int64_t>(shared.below(draw++, 6));
     const auto my_rows = rows[static_cast<size_t>(me)];
@@ -677,15 +757,19 @@ std::uint64_t digest(Group& g, const Setup& s, std::uint64_t seed) {
     } else if (kind == 2) {
       absorb(g.all_gather(normal(dtype, {my_rows, inner}, round), rows));
     } else if (kind == 3) {
-      absorb(g.broadcast(normal(dtype, {inner}, round), static_cast<int>(shared.below(draw++, static_cast<std::uint64_t>(n)))));
+      absorb(g.broadcast(normal(dtype, {inner}, round),
+                         static_cast<int>(shared.below(draw++, static_cast<std::uint64_t>(n)))));
     } else {  // rank i sends rows[i] to everyone
-      absorb(g.all_to_all(normal(dtype, {my_rows * n, inner}, round), Rows(rows.size(), my_rows), rows));
+      absorb(g.all_to_all(normal(dtype, {my_rows * n, inner}, round), Rows(rows.size(), my_rows),
+                          rows));
     }
   }
   // One hash for all ranks.
-  const auto all = g.all_gather(at::full({1}, static_cast<std::int64_t>(hash), at::kLong).to(s.device));
+  const auto all =
+      g.all_gather(at::full({1}, static_cast<std::int64_t>(hash), at::kLong).to(s.device));
   absorb(all);
-  const auto total = g.all_reduce(at::full({1}, static_cast<std::int64_t>(hash >> 1), at::kLong).to(s.device), ReduceOp::max);
+  const auto total = g.all_reduce(
+      at::full({1}, static_cast<std::int64_t>(hash >> 1), at::kLong).to(s.device), ReduceOp::max);
   return static_cast<std::uint64_t>(total.cpu().item<std::int64_t>());
 }
 

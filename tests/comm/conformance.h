@@ -1,6 +1,7 @@
 #pragma once
-// One suite that every backend passes. A case is a function over a world group, called by every rank; it throws at the
-// first thing that is not as it should be. Expected values come from plain loops over a formula of (rank, index).
+// One suite that every backend passes. A case is a function over a world group, called by every
+// rank; it throws at the first thing that is not as it should be. Expected values come from plain
+// loops over a formula of (rank, index).
 
 #include <cstdint>
 #include <vector>
@@ -26,7 +27,8 @@ struct Case {
 /// All cases. They hold for any number of ranks, and for `checked` around any group.
 const std::vector<Case>& cases();
 
-/// A hash over the results of many random collectives; the same on every rank. Equal digests mean equal bits.
+/// A hash over the results of many random collectives; the same on every rank. Equal digests mean
+/// equal bits.
 std::uint64_t digest(Group& world, const Setup& setup, std::uint64_t seed);
 
 }  // namespace moesh::comm::conformance

@@ -1,6 +1,7 @@
 // The conformance suite as a program, for backends that need a launcher:
 //   [mpirun -n 4] comm_conformance_main [--ranks 8] [--checked] [--cuda] [--digest]
-// Without a launcher the ranks are threads. --digest prints a hash of many results instead: equal hashes mean equal bits.
+// Without a launcher the ranks are threads. --digest prints a hash of many results instead: equal
+// hashes mean equal bits.
 
 #include <cinttypes>
 #include <cstdio>
@@ -20,7 +21,8 @@ int main(int argc, char** argv) {
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--ranks") == 0 && i + 1 < argc) num_ranks = std::atoi(argv[++i]);
     if (std::strcmp(argv[i], "--checked") == 0) options.checked = true;
-    if (std::strcmp(argv[i], "--cuda") == 0) options.device = at::Device(at::kCUDA, 0), options.backend = Backend::host;
+    if (std::strcmp(argv[i], "--cuda") == 0)
+      options.device = at::Device(at::kCUDA, 0), options.backend = Backend::host;
     if (std::strcmp(argv[i], "--digest") == 0) digest = true;
   }
   if (digest) {
@@ -28,7 +30,8 @@ int main(int argc, char** argv) {
         num_ranks,
         [&](Group& world) {
           const auto value = conformance::digest(world, {.device = options.device}, 42);
-          if (world.rank() == 0) std::printf("digest of %d ranks: %016" PRIx64 "\n", world.size(), value);
+          if (world.rank() == 0)
+            std::printf("digest of %d ranks: %016" PRIx64 "\n", world.size(), value);
         },
         options);
     return 0;
@@ -38,7 +41,9 @@ int main(int argc, char** argv) {
       launch(
           num_ranks,
           [&](Group& world) {
-            c.run(world, {.device = options.device, .checked = options.checked, .any_order = !options.checked});
+            c.run(world, {.device = options.device,
+                          .checked = options.checked,
+                          .any_order = !options.checked});
             if (world.rank() == 0) std::printf("%s holds on %d ranks\n", c.name, world.size());
           },
           options);

@@ -1,5 +1,6 @@
 #pragma once
-// What can go wrong in a world: rank 1 does it, after two operations that went well. Shared by the tests of threads and mpi.
+// What can go wrong in a world: rank 1 does it, after two operations that went well. Shared by the
+// tests of threads and mpi.
 
 #include <ATen/ATen.h>
 
@@ -23,14 +24,21 @@ struct Fault {
 };
 
 inline const std::vector<Fault>& all() {
-  static const std::string waited = "waited in all_reduce(sum, float32 [3]), operation 2 of group 'world': ";
+  static const std::string waited =
+      "waited in all_reduce(sum, float32 [3]), operation 2 of group 'world': ";
   static const std::string against =
       " as operation 2 of group 'world', where rank 0 called all_reduce(sum, float32 [3]) as operation 2";
   static const std::vector<Fault> faults{
-      {"throws", [](Group&) { throw std::runtime_error("disk is full"); }, {waited + "rank 1 failed: disk is full"}},
+      {"throws",
+       [](Group&) { throw std::runtime_error("disk is full"); },
+       {waited + "rank 1 failed: disk is full"}},
       {"returns", [](Group&) {}, {waited + "rank 1 has returned and will not come"}},
-      {"other_operation", [](Group& g) { g.all_gather(at::ones({3})); }, {"rank 1 called all_gather(float32 [3])" + against}},
-      {"other_shape", [](Group& g) { g.all_reduce(at::ones({4})); }, {"rank 1 called all_reduce(sum, float32 [4])" + against}},
+      {"other_operation",
+       [](Group& g) { g.all_gather(at::ones({3})); },
+       {"rank 1 called all_gather(float32 [3])" + against}},
+      {"other_shape",
+       [](Group& g) { g.all_reduce(at::ones({4})); },
+       {"rank 1 called all_reduce(sum, float32 [4])" + against}},
       {"other_dtype",
        [](Group& g) { g.all_reduce(at::ones({3}, at::kDouble)); },
        {"rank 1 called all_reduce(sum, float64 [3])" + against}},
@@ -40,7 +48,8 @@ inline const std::vector<Fault>& all() {
       // Large enough that blocks do not fit into each other, nor into what MPI takes at once.
       {"other_size",
        [](Group& g) { g.all_reduce(at::ones({300'000})); },
-       {"rank 1 called all_reduce(sum, float32 [300000]) as operation 2", "called all_reduce(sum, float32 [20000])"},
+       {"rank 1 called all_reduce(sum, float32 [300000]) as operation 2",
+        "called all_reduce(sum, float32 [20000])"},
        [](Group& g) { g.all_reduce(at::ones({20'000})); }},
       {"other_rows",
        [](Group& g) {
@@ -48,7 +57,8 @@ inline const std::vector<Fault>& all() {
          rows[0] = 1, rows[1] = 3;
          g.reduce_scatter(at::ones({2 * g.size(), 5}), rows);
        },
-       {"rank 1 called reduce_scatter(sum, float32 [", "as operation 2 of group 'world' with other rows than rank 0"},
+       {"rank 1 called reduce_scatter(sum, float32 [",
+        "as operation 2 of group 'world' with other rows than rank 0"},
        [](Group& g) { g.reduce_scatter(at::ones({2 * g.size(), 5})); }},
       // Rank 0 is told of fewer rows than it expects.
       {"other_counts",
@@ -58,7 +68,8 @@ inline const std::vector<Fault>& all() {
          g.all_to_all(at::ones({2 * g.size() - 1}), send, Rows(send.size(), 2));
          g.barrier();
        },
-       {"operation 2 of group 'world'", "rank 1 sends 1 elements and rank 0 expects 2. Every rank must pass the same rows"},
+       {"operation 2 of group 'world'",
+        "rank 1 sends 1 elements and rank 0 expects 2. Every rank must pass the same rows"},
        [](Group& g) {
          g.all_to_all(at::ones({2 * g.size()}), {}, {});
          g.barrier();

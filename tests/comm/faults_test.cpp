@@ -1,5 +1,5 @@
-// Ranks that are threads: a fault in one stops all, with a message that names rank, operation and sequence number, and the
-// process can start a new world afterwards.
+// Ranks that are threads: a fault in one stops all, with a message that names rank, operation and
+// sequence number, and the process can start a new world afterwards.
 
 #include "faults.h"
 
@@ -20,10 +20,13 @@ std::string what_of(const std::function<void()>& f) {
   return "nothing was thrown";
 }
 
-void expect_contains(const std::string& text, const std::string& part) { EXPECT_NE(text.find(part), std::string::npos) << text; }
+void expect_contains(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
 
 // What each rank threw, by rank; the last one is what came out of launch.
-std::vector<std::string> texts_of(int num_ranks, const LaunchOptions& options, const std::function<void(Group&)>& f) {
+std::vector<std::string> texts_of(int num_ranks, const LaunchOptions& options,
+                                  const std::function<void(Group&)>& f) {
   std::vector<std::string> texts(static_cast<size_t>(num_ranks), "nothing was thrown");
   texts.push_back(what_of([&] {
     launch(
@@ -54,7 +57,8 @@ TEST_P(ThreadFaults, NameRankOperationAndSequenceNumber) {
   const int num_ranks = GetParam();
   for (const auto& fault : faults::all()) {
     SCOPED_TRACE(fault.name);
-    const auto texts = texts_of(num_ranks, {.timeout = fault.timeout}, [&](Group& world) { faults::run(fault, world); });
+    const auto texts = texts_of(num_ranks, {.timeout = fault.timeout},
+                                [&](Group& world) { faults::run(fault, world); });
     for (int r = 0; r < num_ranks; ++r)
       if (r != 1)
         for (const auto& part : fault.texts) expect_contains(texts[static_cast<size_t>(r)], part);
@@ -67,7 +71,8 @@ TEST_P(ThreadFaults, NameRankOperationAndSequenceNumber) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ThreadFaults, testing::Values(2, 4), testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Ranks, ThreadFaults, testing::Values(2, 4),
+                         testing::PrintToStringParamName());
 
 // A rank that waits for something else than the others is found by the deadline of those.
 TEST(ThreadFault, TwoGroupsInTheWrongOrder) {
@@ -87,7 +92,9 @@ TEST(ThreadFault, InAGroupNamesWorldRanks) {
     pair->all_gather(at::ones({2}));
     pair->barrier();
   });
-  expect_contains(texts[2], "rank 2 waited in all_gather(float32 [2]), operation 0 of group 'pair': rank 3 has returned");
+  expect_contains(
+      texts[2],
+      "rank 2 waited in all_gather(float32 [2]), operation 0 of group 'pair': rank 3 has returned");
 }
 
 TEST(ThreadFault, ARankMayLeaveWhenItsPartIsDone) {
@@ -99,7 +106,8 @@ TEST(ThreadFault, ARankMayLeaveWhenItsPartIsDone) {
 }
 
 TEST(ThreadFault, AnExceptionOfAnyTypeReachesTheCaller) {
-  EXPECT_THROW(launch(3, [](Group& world) { world.rank() == 2 ? throw 17 : world.barrier(); }), int);
+  EXPECT_THROW(launch(3, [](Group& world) { world.rank() == 2 ? throw 17 : world.barrier(); }),
+               int);
   EXPECT_THROW(launch(1, [](Group&) { throw std::out_of_range("alone"); }), std::out_of_range);
 }
 
@@ -120,7 +128,8 @@ TEST(Checked, FindsOtherCounts) {
   const auto texts = texts_of(3, {.checked = true}, [](Group& world) {
     world.all_to_all(at::ones({6}), {2, 2, 2}, world.rank() == 2 ? Rows{1, 2, 2} : Rows{2, 2, 2});
   });
-  expect_contains(texts[1], "operation 0 of group 'world', rank 0 sends 2 rows to rank 2, which expects 1");
+  expect_contains(texts[1],
+                  "operation 0 of group 'world', rank 0 sends 2 rows to rank 2, which expects 1");
 }
 
 TEST(Checked, FindsAValueThatIsNotTheSame) {
@@ -140,8 +149,9 @@ TEST(Checked, FindsAValueThatIsNotTheSame) {
 }
 
 TEST(Checked, FindsAnotherShapeOfTheSameBytes) {
-  const auto texts = texts_of(
-      2, {.checked = true}, [](Group& world) { world.expect_same(world.rank() ? at::ones({2, 3}) : at::ones({3, 2}), "bias"); });
+  const auto texts = texts_of(2, {.checked = true}, [](Group& world) {
+    world.expect_same(world.rank() ? at::ones({2, 3}) : at::ones({3, 2}), "bias");
+  });
   expect_contains(texts[0], "'bias' is promised to be the same");
 }
 
@@ -157,7 +167,8 @@ TEST(Checked, SplitsIntoCheckedGroups) {
 
 // Without `checked` the promise costs nothing and is not looked at.
 TEST(Checked, IsOffByDefault) {
-  EXPECT_NO_THROW(launch(2, [](Group& world) { world.expect_same(at::full({1}, world.rank()), "rank"); }));
+  EXPECT_NO_THROW(
+      launch(2, [](Group& world) { world.expect_same(at::full({1}, world.rank()), "rank"); }));
 }
 
 }  // namespace

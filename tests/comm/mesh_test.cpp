@@ -32,13 +32,15 @@ TEST(MeshShape, NamesSizesThatDoNotMultiplyUp) {
       error_of([] { MeshShape{.dp_shard = 2, .tp = 2, .ep = 3}.validated(); }),
       "mesh: ep * etp = 3 * 1 = 3 does not divide dp_shard * cp * tp = 2 * 1 * 2 = 4; the experts use the same ranks, so ep * etp "
       "must be one of [1, 2, 4]");
-  EXPECT_EQ(error_of([] { MeshShape{.tp = 4, .efsdp = 3, .ep = 2}.validated(); }),
-            "mesh: efsdp * ep * etp = 3 * 2 * 1 = 6, and dp_shard * cp * tp = 4; set efsdp to 2 or leave it out");
+  EXPECT_EQ(
+      error_of([] { MeshShape{.tp = 4, .efsdp = 3, .ep = 2}.validated(); }),
+      "mesh: efsdp * ep * etp = 3 * 2 * 1 = 6, and dp_shard * cp * tp = 4; set efsdp to 2 or leave it out");
   EXPECT_EQ(
       error_of([] { MeshShape{.dp_shard = 2, .tp = 2}.validated(6); }),
       "mesh: pp * dp_replicate * dp_shard * cp * tp = 1 * 1 * 2 * 1 * 2 = 4, and the world has 6 ranks; start 4 ranks, or change a "
       "size so that the product is 6");
-  EXPECT_EQ(error_of([] { MeshShape{.cp = 0}.validated(); }), "mesh: cp is 0; every axis has a size of 1 or more");
+  EXPECT_EQ(error_of([] { MeshShape{.cp = 0}.validated(); }),
+            "mesh: cp is 0; every axis has a size of 1 or more");
   EXPECT_EQ(error_of([] { current_mesh(); }).substr(0, 23), "this thread has no mesh");
 }
 
@@ -51,7 +53,8 @@ TEST(MeshShape, ThereAre333OfUpToEightRanks) {
 // A rank's place by the definition: both views number the ranks with the last axis fastest.
 int expected_coordinate(const MeshShape& s, int rank, Axes axis) {
   const bool sparse = axis == efsdp || axis == ep || axis == etp;
-  const int last = sparse ? s.etp : s.tp, middle = sparse ? s.ep : s.cp, first = sparse ? s.efsdp : s.dp_shard;
+  const int last = sparse ? s.etp : s.tp, middle = sparse ? s.ep : s.cp,
+            first = sparse ? s.efsdp : s.dp_shard;
   if (axis == tp || axis == etp) return rank % last;
   if (axis == cp || axis == ep) return rank / last % middle;
   if (axis == dp_shard || axis == efsdp) return rank / (last * middle) % first;
@@ -94,8 +97,10 @@ TEST(Mesh, GroupsHoldTheRanksThatDifferOnTheirAxesAlone) {
         std::vector<int> expected;
         for (int r = 0; r < world.size(); ++r) {
           bool member = true;
-          for (Axes a : {pp, dp_replicate, sparse ? efsdp : dp_shard, sparse ? ep : cp, sparse ? etp : tp})
-            member = member && (contains(set, a) || expected_coordinate(s, r, a) == expected_coordinate(s, world.rank(), a));
+          for (Axes a :
+               {pp, dp_replicate, sparse ? efsdp : dp_shard, sparse ? ep : cp, sparse ? etp : tp})
+            member = member && (contains(set, a) || expected_coordinate(s, r, a) ==
+                                                        expected_coordinate(s, world.rank(), a));
           if (member) expected.push_back(r);
         }
         const auto& group = *mesh.group(set);
@@ -141,13 +146,16 @@ TEST(Mesh, OfOneRankAloneHasTheGroupsOfTheRealOne) {
     comm::launch(8, [&](comm::Group& world) {
       const Mesh real(world, shape);
       comm::Ledger ledger;
-      const Mesh alone(shape, world.rank(), [&](const std::string& name, int rank, const std::vector<int>& members) {
-        return comm::fake_group(name, rank, members, ledger);
-      });
-      for (Axes set : {dp, cp, tp, dp | cp | tp, fsdp, ep, etp, ep | etp, efsdp, dp_replicate | ep | etp}) {
+      const Mesh alone(shape, world.rank(),
+                       [&](const std::string& name, int rank, const std::vector<int>& members) {
+                         return comm::fake_group(name, rank, members, ledger);
+                       });
+      for (Axes set :
+           {dp, cp, tp, dp | cp | tp, fsdp, ep, etp, ep | etp, efsdp, dp_replicate | ep | etp}) {
         const auto &a = *alone.group(set), &b = *real.group(set);
         EXPECT_EQ(a.rank(), b.rank()) << shape.describe() << " " << to_string(set);
-        if (b.size() > 1) EXPECT_EQ(a.members(), b.members()) << shape.describe() << " " << to_string(set);
+        if (b.size() > 1)
+          EXPECT_EQ(a.members(), b.members()) << shape.describe() << " " << to_string(set);
         EXPECT_EQ(a.size(), b.size()) << shape.describe() << " " << to_string(set);
       }
     });

@@ -1,8 +1,9 @@
 // A fault in a world of MPI processes; mpi_faults.py reads its log.
 //   mpirun -n 3 comm_mpi_faults <fault> num_ranks log     ends with that fault
 //   mpirun -n 2 comm_mpi_faults bad_launches 0 log        calls of launch that are refused
-//   mpirun -n 3 comm_mpi_faults recover num_ranks log     all faults of faults.h, one after another, each followed by a new world
-// Besides those of faults.h: "stopped" and "killed" (rank 1 sends itself SIGSTOP or SIGKILL) and "exits" (it ends its process).
+//   mpirun -n 3 comm_mpi_faults recover num_ranks log     all faults of faults.h in turn, each followed by a new world
+// Besides those of faults.h: "stopped" and "killed" (rank 1 sends itself SIGSTOP or SIGKILL) and
+// "exits" (it ends its process).
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -23,14 +24,16 @@ namespace {
 
 int log_file = -1;
 
-// One line, one write at the end of the file: those of several processes do not mix, as they do on mpirun's standard output.
+// One line, one write at the end of the file: those of several processes do not mix, as they do on
+// mpirun's standard output.
 void say(const std::string& line) {
   const std::string text = line + "\n";
   if (write(log_file, text.data(), text.size()) < 0) std::abort();
 }
 
 bool has_all(const std::string& text, const std::vector<std::string>& parts) {
-  return std::all_of(parts.begin(), parts.end(), [&](const auto& part) { return text.find(part) != std::string::npos; });
+  return std::all_of(parts.begin(), parts.end(),
+                     [&](const auto& part) { return text.find(part) != std::string::npos; });
 }
 
 std::vector<faults::Fault> all_faults() {
@@ -50,17 +53,20 @@ void a_world_that_works(int num_ranks) {
     const int n = world.size();
     for (int round = 0; round < 20; ++round) {
       const auto sum = world.all_reduce(at::full({round * 1000}, world.rank() + 1, at::kLong));
-      if (round && sum[-1].item<std::int64_t>() != n * (n + 1) / 2) throw std::runtime_error("a wrong sum in the new world");
+      if (round && sum[-1].item<std::int64_t>() != n * (n + 1) / 2)
+        throw std::runtime_error("a wrong sum in the new world");
     }
     const auto half = world.split(world.rank() % 2, 0, "half");
     const auto ranks = half->all_gather(at::full({1}, world.rank(), at::kLong));
-    if (ranks[0].item<std::int64_t>() != world.rank() % 2) throw std::runtime_error("a wrong group in the new world");
+    if (ranks[0].item<std::int64_t>() != world.rank() % 2)
+      throw std::runtime_error("a wrong group in the new world");
     say("rank " + std::to_string(world.rank()) + " recovered");
   });
 }
 
 // True when it throws an Error of this kind with these texts.
-bool refuses(moesh::ErrorKind kind, const std::vector<std::string>& texts, const std::function<void()>& f) {
+bool refuses(moesh::ErrorKind kind, const std::vector<std::string>& texts,
+             const std::function<void()>& f) {
   try {
     f();
   } catch (const moesh::Error& e) {
@@ -75,16 +81,19 @@ bool refuses(moesh::ErrorKind kind, const std::vector<std::string>& texts, const
 bool bad_launches() {
   const auto nothing = [](Group&) {};
   bool right =
-      refuses(moesh::ErrorKind::config, {"launch of 3 ranks on 2 MPI processes", "use 0 (one rank a process), 2, 4, ..."},
+      refuses(moesh::ErrorKind::config,
+              {"launch of 3 ranks on 2 MPI processes", "use 0 (one rank a process), 2, 4, ..."},
               [&] { launch(3, nothing); });
   launch(0, [&](Group& world) {
     if (world.size() != 2) right = false;
-    if (!refuses(moesh::ErrorKind::config, {"launch inside launch"}, [&] { launch(2, nothing); })) right = false;
+    if (!refuses(moesh::ErrorKind::config, {"launch inside launch"}, [&] { launch(2, nothing); }))
+      right = false;
     world.barrier();
   });
   int process = 0;
   launch(0, [&](Group& world) { process = world.rank(); });
-  right = refuses(moesh::ErrorKind::config, {"ranks as world 3, and process", "must make the same calls of launch"},
+  right = refuses(moesh::ErrorKind::config,
+                  {"ranks as world 3, and process", "must make the same calls of launch"},
                   [&] { launch(process == 0 ? 2 : 4, nothing); }) &&
           right;
   a_world_that_works(4);
@@ -104,15 +113,17 @@ bool run(const faults::Fault& fault, int num_ranks) {
                faults::run(fault, world);
              } catch (const std::exception& e) {
                const bool right = world.rank() == 1 || has_all(e.what(), fault.texts);
-               say(rank + " in " + fault.name + (right ? " threw: " : " threw something ELSE: ") + e.what());
+               say(rank + " in " + fault.name + (right ? " threw: " : " threw something ELSE: ") +
+                   e.what());
                throw;
              }
            },
            {.timeout = fault.timeout});
   } catch (const std::exception& e) {
     // The exception itself where it was thrown, elsewhere an Error that names the rank.
-    const bool right =
-        fault.name == "throws" && has_rank_1 ? e.what() == std::string("disk is full") : has_all(e.what(), fault.texts);
+    const bool right = fault.name == "throws" && has_rank_1
+                           ? e.what() == std::string("disk is full")
+                           : has_all(e.what(), fault.texts);
     say("launch in " + fault.name + (right ? " threw: " : " threw something ELSE: ") + e.what());
     return right;
   }

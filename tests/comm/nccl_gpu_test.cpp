@@ -1,5 +1,5 @@
-// What needs a GPU: NCCL itself with the one rank that one GPU allows, its group over the loopback table with several ranks on
-// that GPU, and the threads group with all ranks on it.
+// What needs a GPU: NCCL itself with the one rank that one GPU allows, its group over the loopback
+// table with several ranks on that GPU, and the threads group with all ranks on it.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -33,7 +33,8 @@ std::string error_of(const std::function<void()>& f, ErrorKind kind = ErrorKind:
 }
 
 void expect_text(const std::string& got, const std::vector<std::string>& texts) {
-  for (const auto& text : texts) EXPECT_NE(got.find(text), std::string::npos) << "'" << text << "' is not in: " << got;
+  for (const auto& text : texts)
+    EXPECT_NE(got.find(text), std::string::npos) << "'" << text << "' is not in: " << got;
 }
 
 // ---------------------------------------------------------------- conformance
@@ -50,7 +51,8 @@ TEST_P(ThreadsOnOneGpu, Conform) {
     }
   }
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, ThreadsOnOneGpu, testing::Values(1, 2, 3, 4, 8), testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Ranks, ThreadsOnOneGpu, testing::Values(1, 2, 3, 4, 8),
+                         testing::PrintToStringParamName());
 
 class LoopbackOnOneGpu : public testing::TestWithParam<int> {};
 
@@ -72,7 +74,8 @@ TEST_P(LoopbackOnOneGpu, Conforms) {
     EXPECT_EQ(nccl.count->aborted, 0);
   }
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, LoopbackOnOneGpu, testing::Values(1, 2, 4), testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Ranks, LoopbackOnOneGpu, testing::Values(1, 2, 4),
+                         testing::PrintToStringParamName());
 
 TEST(LoopbackOnOneGpu, DigestIsThatOfTheCpu) {
   std::uint64_t on_cpu = 0, on_gpu = 0, of_nccl = 0;
@@ -83,7 +86,8 @@ TEST(LoopbackOnOneGpu, DigestIsThatOfTheCpu) {
   });
   const auto run = [&](Group& world) {
     const auto value = conformance::digest(world, {.device = kGpu}, 3);
-    const auto again = conformance::digest(*nccl_world(world, kGpu, {.api = nccl.api}), {.device = kGpu}, 3);
+    const auto again =
+        conformance::digest(*nccl_world(world, kGpu, {.api = nccl.api}), {.device = kGpu}, 3);
     if (world.rank() == 0) on_gpu = value, of_nccl = again;
   };
   launch(4, run, {.device = kGpu});
@@ -92,8 +96,8 @@ TEST(LoopbackOnOneGpu, DigestIsThatOfTheCpu) {
   EXPECT_EQ(of_nccl, on_cpu);
 }
 
-// `wait` orders the caller's stream behind the collective, and memory that the caller lets go of at once is not handed out
-// before the collective has read it.
+// `wait` orders the caller's stream behind the collective, and memory that the caller lets go of at
+// once is not handed out before the collective has read it.
 TEST(LoopbackOnOneGpu, StreamsAreOrdered) {
   const auto nccl = loopback::make(at::kCUDA, loopback::Pace::polled);
   const auto run = [&](Group& bootstrap) {
@@ -120,10 +124,13 @@ TEST(LoopbackOnOneGpu, RankThatNeverComesIsMissedAtTheDeadline) {
     auto world = nccl_world(bootstrap, kGpu, {.timeout = 500ms, .api = nccl.api});
     const auto x = at::ones({2, 3}, at::TensorOptions(at::kFloat).device(kGpu));
     EXPECT_EQ(world->control_device(), kGpu);
-    expect_text(error_of([&] { world->all_reduce(x.cpu()); }), {"the tensor is on cpu, and this NCCL group works on cuda:0"});
+    expect_text(error_of([&] { world->all_reduce(x.cpu()); }),
+                {"the tensor is on cpu, and this NCCL group works on cuda:0"});
     if (world->rank() == 0) {
       const auto first = error_of([&] { world->all_reduce(x); });
-      expect_text(first, {"rank 0 waited in all_reduce(sum, float32 [2, 3]), operation 0 of group 'world'", "within 0.5 s"});
+      expect_text(first,
+                  {"rank 0 waited in all_reduce(sum, float32 [2, 3]), operation 0 of group 'world'",
+                   "within 0.5 s"});
       EXPECT_EQ(error_of([&] { world->barrier(); }), first);
     }
     bootstrap.barrier();
@@ -144,7 +151,8 @@ void settle(const NcclApi& nccl, NcclComm comm, NcclResult result) {
     result = nccl.get_async_error(comm, &state);
     if (result == NcclResult::success) result = state;
   }
-  ASSERT_EQ(result, NcclResult::success) << nccl.error_string(result) << ": " << nccl.last_error(comm);
+  ASSERT_EQ(result, NcclResult::success)
+      << nccl.error_string(result) << ": " << nccl.last_error(comm);
 }
 
 NcclComm comm_of_one(const NcclApi& nccl) {
@@ -164,12 +172,14 @@ TEST(RealNccl, EveryCallOfTheTable) {
   ASSERT_NE(comm, nullptr);
   DeviceStream stream(kGpu);
 
-  const std::pair<at::ScalarType, NcclType> types[] = {{at::kDouble, NcclType::float64},    {at::kFloat, NcclType::float32},
-                                                       {at::kBFloat16, NcclType::bfloat16}, {at::kLong, NcclType::int64},
-                                                       {at::kInt, NcclType::int32},         {at::kBool, NcclType::uint8}};
+  const std::pair<at::ScalarType, NcclType> types[] = {
+      {at::kDouble, NcclType::float64},    {at::kFloat, NcclType::float32},
+      {at::kBFloat16, NcclType::bfloat16}, {at::kLong, NcclType::int64},
+      {at::kInt, NcclType::int32},         {at::kBool, NcclType::uint8}};
   for (const auto& [dtype, type] : types) {
     SCOPED_TRACE(dtype);
-    const at::Tensor x = at::arange(1000, at::TensorOptions(at::kLong).device(kGpu)).remainder(7).to(dtype);
+    const at::Tensor x =
+        at::arange(1000, at::TensorOptions(at::kLong).device(kGpu)).remainder(7).to(dtype);
     const auto n = static_cast<size_t>(x.numel());
     const auto check = [&](const char* what, const std::function<NcclResult(void* out)>& issue) {
       SCOPED_TRACE(what);
@@ -183,11 +193,15 @@ TEST(RealNccl, EveryCallOfTheTable) {
     void* s = stream.handle();
     ASSERT_NE(s, nullptr);
     for (auto op : {NcclReduce::sum, NcclReduce::max, NcclReduce::min}) {
-      check("all_reduce", [&, t = type](void* out) { return nccl.all_reduce(in, out, n, t, op, comm, s); });
-      check("reduce_scatter", [&, t = type](void* out) { return nccl.reduce_scatter(in, out, n, t, op, comm, s); });
+      check("all_reduce",
+            [&, t = type](void* out) { return nccl.all_reduce(in, out, n, t, op, comm, s); });
+      check("reduce_scatter",
+            [&, t = type](void* out) { return nccl.reduce_scatter(in, out, n, t, op, comm, s); });
     }
-    check("all_gather", [&, t = type](void* out) { return nccl.all_gather(in, out, n, t, comm, s); });
-    check("broadcast", [&, t = type](void* out) { return nccl.broadcast(in, out, n, t, 0, comm, s); });
+    check("all_gather",
+          [&, t = type](void* out) { return nccl.all_gather(in, out, n, t, comm, s); });
+    check("broadcast",
+          [&, t = type](void* out) { return nccl.broadcast(in, out, n, t, 0, comm, s); });
     check("send and recv in a group", [&, t = type](void* out) {
       EXPECT_EQ(nccl.group_start(), NcclResult::success);
       EXPECT_EQ(nccl.send(in, n, t, 0, comm, s), NcclResult::success);
@@ -203,7 +217,8 @@ TEST(RealNccl, EveryCallOfTheTable) {
   EXPECT_EQ(nccl.comm_abort(comm), NcclResult::success);
 }
 
-// The calls that groups make, past the short cut for one rank: enqueue, wait, finish, several communicators, close.
+// The calls that groups make, past the short cut for one rank: enqueue, wait, finish, several
+// communicators, close.
 TEST(RealNccl, WorldOfOneRank) {
   use_device(kGpu);
   NcclWorld world(installed_nccl(), kGpu, 0, 60s, false);
@@ -216,7 +231,8 @@ TEST(RealNccl, WorldOfOneRank) {
       const auto ticket = world.enqueue(
           comm, Call::of(Collective::all_reduce, round, x), info, {x, y},
           [&](const NcclApi& api, NcclComm c, void* stream) {
-            return api.all_reduce(x.const_data_ptr(), y.data_ptr(), 1 << 16, NcclType::float32, NcclReduce::sum, c, stream);
+            return api.all_reduce(x.const_data_ptr(), y.data_ptr(), 1 << 16, NcclType::float32,
+                                  NcclReduce::sum, c, stream);
           },
           [y] { y.add_(1); });
       if (round % 2) world.finish(*ticket);
@@ -233,7 +249,8 @@ TEST(RealNccl, GroupOfOneRankConforms) {
   for (const auto& c : conformance::cases()) {
     SCOPED_TRACE(c.name);
     try {
-      launch(1, [&](Group& world) { c.run(world, {.device = kGpu}); }, {.device = at::kCUDA, .backend = Backend::nccl});
+      launch(1, [&](Group& world) { c.run(world, {.device = kGpu}); },
+             {.device = at::kCUDA, .backend = Backend::nccl});
     } catch (const std::exception& e) {
       ADD_FAILURE() << e.what();
     }
@@ -256,8 +273,11 @@ TEST(RealNccl, PeerThatNeverComesIsMissedAtTheDeadline) {
 }
 
 TEST(RealNccl, TwoRanksOnOneGpuAreRefused) {
-  const auto text = error_of([] { launch(2, [](Group&) {}, {.device = kGpu, .backend = Backend::nccl}); }, ErrorKind::config);
-  expect_text(text, {"NCCL takes one rank per GPU, and ranks [1] of group 'world'", "cuda:0", "host backend"});
+  const auto text =
+      error_of([] { launch(2, [](Group&) {}, {.device = kGpu, .backend = Backend::nccl}); },
+               ErrorKind::config);
+  expect_text(text, {"NCCL takes one rank per GPU, and ranks [1] of group 'world'", "cuda:0",
+                     "host backend"});
 }
 
 }  // namespace

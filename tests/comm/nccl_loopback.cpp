@@ -120,7 +120,8 @@ struct Op {
   int peer = 0;  // or the root
 
   bool fits(const Op& o) const {
-    return kind == o.kind && count == o.count && type == o.type && reduce == o.reduce && peer == o.peer;
+    return kind == o.kind && count == o.count && type == o.type && reduce == o.reduce &&
+           peer == o.peer;
   }
 };
 
@@ -143,7 +144,7 @@ struct Clique {
   std::condition_variable changed;
   std::set<int> joined;
   int num_finalized = 0;
-  std::map<std::int64_t, Meeting> meetings;                               // by number of the collective
+  std::map<std::int64_t, Meeting> meetings;  // by number of the collective
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Mail>>> mail;  // from, to
 };
 
@@ -177,7 +178,8 @@ struct Failure {
 
 class Table : public std::enable_shared_from_this<Table> {
  public:
-  Table(at::DeviceType device, Pace pace) : device_(device), pace_(pace), count_(std::make_shared<Count>()) {}
+  Table(at::DeviceType device, Pace pace)
+      : device_(device), pace_(pace), count_(std::make_shared<Count>()) {}
 
   Loopback loopback() {
     auto api = std::make_shared<NcclApi>();
@@ -195,28 +197,39 @@ class Table : public std::enable_shared_from_this<Table> {
     api->comm_finalize = [self](NcclComm comm) { return self->finalize(comm); };
     api->comm_destroy = [self](NcclComm comm) { return self->destroy(comm); };
     api->comm_abort = [self](NcclComm comm) { return self->abort(comm); };
-    api->get_async_error = [self](NcclComm comm, NcclResult* state) { return self->get_async_error(comm, state); };
-    api->all_reduce = [self](const void* in, void* out, std::size_t n, NcclType t, NcclReduce op, NcclComm c, void* s) {
+    api->get_async_error = [self](NcclComm comm, NcclResult* state) {
+      return self->get_async_error(comm, state);
+    };
+    api->all_reduce = [self](const void* in, void* out, std::size_t n, NcclType t, NcclReduce op,
+                             NcclComm c, void* s) {
       return self->call(c, s, {Kind::all_reduce, in, out, static_cast<std::int64_t>(n), t, op});
     };
-    api->all_gather = [self](const void* in, void* out, std::size_t n, NcclType t, NcclComm c, void* s) {
+    api->all_gather = [self](const void* in, void* out, std::size_t n, NcclType t, NcclComm c,
+                             void* s) {
       return self->call(c, s, {Kind::all_gather, in, out, static_cast<std::int64_t>(n), t});
     };
-    api->reduce_scatter = [self](const void* in, void* out, std::size_t n, NcclType t, NcclReduce op, NcclComm c, void* s) {
+    api->reduce_scatter = [self](const void* in, void* out, std::size_t n, NcclType t,
+                                 NcclReduce op, NcclComm c, void* s) {
       return self->call(c, s, {Kind::reduce_scatter, in, out, static_cast<std::int64_t>(n), t, op});
     };
-    api->broadcast = [self](const void* in, void* out, std::size_t n, NcclType t, int root, NcclComm c, void* s) {
-      return self->call(c, s, {Kind::broadcast, in, out, static_cast<std::int64_t>(n), t, NcclReduce::sum, root});
+    api->broadcast = [self](const void* in, void* out, std::size_t n, NcclType t, int root,
+                            NcclComm c, void* s) {
+      return self->call(
+          c, s, {Kind::broadcast, in, out, static_cast<std::int64_t>(n), t, NcclReduce::sum, root});
     };
     api->send = [self](const void* in, std::size_t n, NcclType t, int peer, NcclComm c, void* s) {
-      return self->call(c, s, {Kind::send, in, nullptr, static_cast<std::int64_t>(n), t, NcclReduce::sum, peer});
+      return self->call(
+          c, s, {Kind::send, in, nullptr, static_cast<std::int64_t>(n), t, NcclReduce::sum, peer});
     };
     api->recv = [self](void* out, std::size_t n, NcclType t, int peer, NcclComm c, void* s) {
-      return self->call(c, s, {Kind::recv, nullptr, out, static_cast<std::int64_t>(n), t, NcclReduce::sum, peer});
+      return self->call(
+          c, s, {Kind::recv, nullptr, out, static_cast<std::int64_t>(n), t, NcclReduce::sum, peer});
     };
     api->group_start = [self] { return self->group_start(); };
     api->group_end = [self] { return self->group_end(); };
-    api->error_string = [](NcclResult r) { return r == NcclResult::success ? "no error" : "an error of the loopback table"; };
+    api->error_string = [](NcclResult r) {
+      return r == NcclResult::success ? "no error" : "an error of the loopback table";
+    };
     api->last_error = [self](NcclComm comm) { return self->last_error(comm); };
     return {api, count_};
   }
@@ -259,7 +272,8 @@ class Table : public std::enable_shared_from_this<Table> {
     if (!clique) clique = std::make_shared<Clique>();
     std::lock_guard inner(clique->mutex);
     if (clique->num_ranks == 0) clique->num_ranks = num_ranks;
-    if (clique->num_ranks != num_ranks || rank < 0 || rank >= num_ranks || !clique->joined.insert(rank).second)
+    if (clique->num_ranks != num_ranks || rank < 0 || rank >= num_ranks ||
+        !clique->joined.insert(rank).second)
       return NcclResult::invalid_argument;
     auto comm = std::make_shared<Comm>();
     comm->clique = clique;
@@ -346,7 +360,8 @@ class Table : public std::enable_shared_from_this<Table> {
 
   NcclResult call(NcclComm comm, void* stream, const Op& op) {
     const bool is_message = op.kind == Kind::send || op.kind == Kind::recv;
-    if ((op.kind != Kind::recv && op.count && !op.in) || (op.kind != Kind::send && op.count && !op.out))
+    if ((op.kind != Kind::recv && op.count && !op.in) ||
+        (op.kind != Kind::send && op.count && !op.out))
       return NcclResult::invalid_argument;
     Pending& p = pending();
     if (p.depth == 0) return dispatch(comm, stream, {op});
@@ -365,7 +380,8 @@ class Table : public std::enable_shared_from_this<Table> {
     {
       std::lock_guard lock(q.mutex);
       // Not before the start has ended, not while a call is in progress, not after the end.
-      if (static_cast<int>(q.joined.size()) < q.num_ranks || comm->state != NcclResult::success || comm->finalized)
+      if (static_cast<int>(q.joined.size()) < q.num_ranks || comm->state != NcclResult::success ||
+          comm->finalized)
         return NcclResult::invalid_usage;
       if (pace_ == Pace::polled) comm->state = NcclResult::in_progress;
     }
@@ -374,13 +390,15 @@ class Table : public std::enable_shared_from_this<Table> {
     auto run = [self = shared_from_this(), comm, stream, ops, number] {
       Failure failure;
       try {
-        failure = self->on_stream(
-            stream, [&] { return number < 0 ? self->exchange(*comm, ops) : self->collective(*comm, number, ops[0]); });
+        failure = self->on_stream(stream, [&] {
+          return number < 0 ? self->exchange(*comm, ops) : self->collective(*comm, number, ops[0]);
+        });
       } catch (const std::exception& e) {
         failure = {NcclResult::internal_error, e.what()};
       }
       std::lock_guard lock(comm->clique->mutex);
-      if (comm->state != NcclResult::success && comm->state != NcclResult::in_progress) return;  // the first error stays
+      if (comm->state != NcclResult::success && comm->state != NcclResult::in_progress)
+        return;  // the first error stays
       comm->state = failure.result;
       comm->error = failure.text;
     };
@@ -392,7 +410,8 @@ class Table : public std::enable_shared_from_this<Table> {
     return NcclResult::in_progress;
   }
 
-  // Makes the stream of the call the current one; what the peers read is ready, and what is read is there at the end.
+  // Makes the stream of the call the current one; what the peers read is ready, and what is read is
+  // there at the end.
   Failure on_stream(void* handle, const std::function<Failure()>& f) {
     if (device_ == at::kCPU) return f();
     const c10::Stream stream = static_cast<DeviceStream*>(handle)->stream();
@@ -434,7 +453,9 @@ class Table : public std::enable_shared_from_this<Table> {
     }
     Failure failure;
     for (const auto& other : m.ops)
-      if (!other->fits(op)) failure = {NcclResult::invalid_usage, detail::concat("the ranks disagree on collective ", number)};
+      if (!other->fits(op))
+        failure = {NcclResult::invalid_usage,
+                   detail::concat("the ranks disagree on collective ", number)};
     lock.unlock();
     at::Tensor reduced;  // in place is allowed: nobody writes before everyone has read
     if (failure.result == NcclResult::success) {
@@ -459,7 +480,8 @@ class Table : public std::enable_shared_from_this<Table> {
     return failure;
   }
 
-  // Reads what all have brought. A gather or broadcast goes straight to its place; the result of a reduction is returned.
+  // Reads what all have brought. A gather or broadcast goes straight to its place; the result of a
+  // reduction is returned.
   at::Tensor perform(int rank, const std::vector<std::optional<Op>>& ops, const Op& op) {
     const auto opts = options(op.type);
     const ReduceOp reduce = op.reduce == NcclReduce::sum   ? ReduceOp::sum
@@ -467,7 +489,8 @@ class Table : public std::enable_shared_from_this<Table> {
                                                            : ReduceOp::min;
     const bool scatters = op.kind == Kind::reduce_scatter;
     std::vector<Block> blocks;
-    for (const auto& other : ops) blocks.push_back(block(other->in, scatters ? rank * op.count : 0, op.count, op.type));
+    for (const auto& other : ops)
+      blocks.push_back(block(other->in, scatters ? rank * op.count : 0, op.count, op.type));
     if (op.kind == Kind::all_reduce || scatters) {
       at::Tensor reduced = at::empty({op.count}, opts);
       fold(reduce, blocks, {reduced.data_ptr(), op.count}, opts);
@@ -477,7 +500,8 @@ class Table : public std::enable_shared_from_this<Table> {
       copy(block(op.out, 0, op.count, op.type), blocks[static_cast<size_t>(op.peer)], opts);
     } else {
       for (size_t j = 0; j < blocks.size(); ++j)
-        copy(block(op.out, static_cast<std::int64_t>(j) * op.count, op.count, op.type), blocks[j], opts);
+        copy(block(op.out, static_cast<std::int64_t>(j) * op.count, op.count, op.type), blocks[j],
+             opts);
     }
     return {};
   }
@@ -506,10 +530,12 @@ class Table : public std::enable_shared_from_this<Table> {
       mail->taken = true;
       lock.unlock();
       if (mail->op.count != op.count || mail->op.type != op.type) {
-        failure = {NcclResult::invalid_usage, detail::concat("rank ", op.peer, " sends ", mail->op.count, " elements and rank ",
-                                                             comm.rank, " expects ", op.count)};
+        failure = {NcclResult::invalid_usage,
+                   detail::concat("rank ", op.peer, " sends ", mail->op.count,
+                                  " elements and rank ", comm.rank, " expects ", op.count)};
       } else {
-        copy(block(op.out, 0, op.count, op.type), block(mail->op.in, 0, op.count, op.type), options(op.type));
+        copy(block(op.out, 0, op.count, op.type), block(mail->op.in, 0, op.count, op.type),
+             options(op.type));
         finish_copies();
       }
       lock.lock();
@@ -541,7 +567,8 @@ thread_local const c10::Stream* Table::stream_ = nullptr;
 }  // namespace
 
 Loopback make(at::DeviceType device, Pace pace) {
-  MOESH_CHECK(device == at::kCPU || pace == Pace::polled, "work on a device is queued by the device itself");
+  MOESH_CHECK(device == at::kCPU || pace == Pace::polled,
+              "work on a device is queued by the device itself");
   return std::make_shared<Table>(device, pace)->loopback();
 }
 

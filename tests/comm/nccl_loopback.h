@@ -1,6 +1,7 @@
 #pragma once
-// A table in place of NCCL, whose ranks are threads of this process that share one device, or the CPU. It keeps NCCL's rules:
-// ids, nonblocking communicators, order on a stream, groups of sends and receives; and it refuses what NCCL forbids.
+// A table in place of NCCL, whose ranks are threads of this process that share one device, or the
+// CPU. It keeps NCCL's rules: ids, nonblocking communicators, order on a stream, groups of sends
+// and receives; and it refuses what NCCL forbids.
 
 #include <atomic>
 #include <memory>
@@ -11,7 +12,8 @@ namespace moesh::comm::loopback {
 
 /// How a call ends. NCCL does both.
 enum class Pace {
-  queued,  // it returns at once and runs in the order of the stream: the watchdog sees what is late (CPU only)
+  queued,  // it returns at once and runs in the order of the stream: the watchdog sees what is late
+           // (CPU only)
   polled,  // it answers in_progress until it has run: the caller sees what is late
 };
 

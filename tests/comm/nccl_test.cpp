@@ -1,4 +1,5 @@
-// The nccl backend over a loopback table on the CPU: its whole logic but for the device itself. nccl_gpu_test.cpp has the rest.
+// The nccl backend over a loopback table on the CPU: its whole logic but for the device itself.
+// nccl_gpu_test.cpp has the rest.
 
 #include "moesh/comm/nccl/nccl_group.h"
 
@@ -36,7 +37,8 @@ std::string error_of(const std::function<void()>& f, ErrorKind kind = ErrorKind:
 }
 
 void expect_text(const std::string& got, const std::vector<std::string>& texts) {
-  for (const auto& text : texts) EXPECT_NE(got.find(text), std::string::npos) << "'" << text << "' is not in: " << got;
+  for (const auto& text : texts)
+    EXPECT_NE(got.find(text), std::string::npos) << "'" << text << "' is not in: " << got;
 }
 
 std::string name_of(Pace pace) { return pace == Pace::queued ? "queued" : "polled"; }
@@ -58,7 +60,8 @@ TEST_P(NcclConformance, Holds) {
     const auto nccl = loopback::make(at::kCPU, pace);
     try {
       launch(num_ranks, [&, is_checked = is_checked](Group& bootstrap) {
-        auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 60s, .block_host = is_checked, .api = nccl.api});
+        auto world = nccl_world(bootstrap, at::kCPU,
+                                {.timeout = 60s, .block_host = is_checked, .api = nccl.api});
         c.run(is_checked ? *checked(world) : *world, {.checked = is_checked});
       });
     } catch (const std::exception& e) {
@@ -72,11 +75,14 @@ TEST_P(NcclConformance, Holds) {
 
 INSTANTIATE_TEST_SUITE_P(
     Loopback, NcclConformance,
-    testing::Values(Param{1, Pace::queued, false}, Param{2, Pace::queued, false}, Param{3, Pace::queued, false},
-                    Param{4, Pace::queued, false}, Param{2, Pace::polled, false}, Param{3, Pace::polled, false},
-                    Param{4, Pace::polled, false}, Param{2, Pace::queued, true}, Param{3, Pace::polled, true}),
+    testing::Values(Param{1, Pace::queued, false}, Param{2, Pace::queued, false},
+                    Param{3, Pace::queued, false}, Param{4, Pace::queued, false},
+                    Param{2, Pace::polled, false}, Param{3, Pace::polled, false},
+                    Param{4, Pace::polled, false}, Param{2, Pace::queued, true},
+                    Param{3, Pace::polled, true}),
     [](const auto& info) {
-      return std::to_string(info.param.num_ranks) + "_" + name_of(info.param.pace) + (info.param.checked ? "_checked" : "");
+      return std::to_string(info.param.num_ranks) + "_" + name_of(info.param.pace) +
+             (info.param.checked ? "_checked" : "");
     });
 
 // Sums of the loopback table have the bits of threads, so everything has.
@@ -100,8 +106,12 @@ struct Calls {
 // The table, counting the calls of all ranks.
 std::shared_ptr<const NcclApi> counting(const NcclApi& inner, Calls& calls) {
   auto api = std::make_shared<NcclApi>(inner);
-  api->all_gather = [&calls, f = inner.all_gather](auto... args) { return ++calls.all_gather, f(args...); };
-  api->reduce_scatter = [&calls, f = inner.reduce_scatter](auto... args) { return ++calls.reduce_scatter, f(args...); };
+  api->all_gather = [&calls, f = inner.all_gather](auto... args) {
+    return ++calls.all_gather, f(args...);
+  };
+  api->reduce_scatter = [&calls, f = inner.reduce_scatter](auto... args) {
+    return ++calls.reduce_scatter, f(args...);
+  };
   api->send = [&calls, f = inner.send](auto... args) { return ++calls.send, f(args...); };
   api->recv = [&calls, f = inner.recv](auto... args) { return ++calls.recv, f(args...); };
   api->group_start = [&calls, f = inner.group_start] { return ++calls.group, f(); };
@@ -140,14 +150,16 @@ TEST(Nccl, EvenShardsAreNativeAndUnevenOnesAreMessages) {
   });
 }
 
-// What NCCL reads and writes stays, however soon the caller lets go of it, and goes when the operation has been waited for.
+// What NCCL reads and writes stays, however soon the caller lets go of it, and goes when the
+// operation has been waited for.
 TEST(Nccl, MemoryIsKeptAsLongAsItIsUsed) {
   for (const Rows& rows : {Rows{3000, 3000}, Rows{1000, 5000}}) {
     const auto nccl = loopback::make(at::kCPU, Pace::queued);
     launch(2, [&](Group& bootstrap) {
       auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
       const auto rank = static_cast<size_t>(world->rank());
-      if (rank == 1) std::this_thread::sleep_for(20ms);  // so that rank 0 lets go before the peer reads
+      if (rank == 1)
+        std::this_thread::sleep_for(20ms);  // so that rank 0 lets go before the peer reads
       auto handle = world->start_reduce_scatter(at::full({6000}, rank + 1.0), rows);
       const auto noise = at::full({6000}, -1.0);  // would take the place of memory that was freed
       EXPECT_TRUE(handle.wait().equal(at::full({rows[rank]}, 3.0)));
@@ -165,9 +177,10 @@ TEST(Nccl, ControlDeviceIsItsOwn) {
   launch(2, [&](Group& bootstrap) {
     auto world = nccl_world(bootstrap, at::kCPU, {.api = nccl.api});
     EXPECT_EQ(world->control_device(), at::Device(at::kCPU));
-    expect_text(error_of([&] { world->all_reduce(at::empty({2}, at::kMeta)); }),
-                {"all_reduce on group 'world'", "the tensor is on meta, and this NCCL group works on cpu",
-                 "x.to(group.control_device())"});
+    expect_text(
+        error_of([&] { world->all_reduce(at::empty({2}, at::kMeta)); }),
+        {"all_reduce on group 'world'", "the tensor is on meta, and this NCCL group works on cpu",
+         "x.to(group.control_device())"});
     EXPECT_EQ(world->all_reduce(at::ones({1})).item<float>(), 2.0f);
   });
 }
@@ -187,8 +200,8 @@ TEST_P(NcclFault, RankThatNeverComesIsMissedAtTheDeadline) {
     if (world->rank() != 1) {
       const auto me = detail::concat("rank ", world->rank(), " waited in ");
       const auto first = error_of([&] { tp->all_reduce(at::ones({2, 3}), ReduceOp::max); });
-      expect_text(first,
-                  {me, "all_reduce(max, float32 [2, 3]), operation 1 of group 'tp'", "not done within 1 s", "ranks [0, 1, 2]"});
+      expect_text(first, {me, "all_reduce(max, float32 [2, 3]), operation 1 of group 'tp'",
+                          "not done within 1 s", "ranks [0, 1, 2]"});
       // Every group of the world is over, and says why.
       EXPECT_EQ(error_of([&] { world->barrier(); }), first);
       EXPECT_EQ(error_of([&] { tp->all_gather(at::ones({2})); }), first);
@@ -208,10 +221,14 @@ TEST_P(NcclFault, RankThatNeverComesIsMissedAtTheDeadline) {
 
 TEST_P(NcclFault, EveryOperationHasADeadline) {
   const std::vector<std::pair<std::function<void(Group&)>, std::string>> operations{
-      {[](Group& g) { g.all_gather(at::ones({g.rank() + 1}), {1, 2}); }, "all_gather(float32 [1]), operation 0"},
-      {[](Group& g) { g.reduce_scatter(at::ones({3}), {1, 2}); }, "reduce_scatter(sum, float32 [3]), operation 0"},
-      {[](Group& g) { g.all_to_all(at::ones({4}), {1, 3}, {1, 2}); }, "all_to_all(float32 [4]), operation 0"},
-      {[](Group& g) { g.broadcast(at::ones({2}), 0); }, "broadcast(from rank 0, float32 [2]), operation 0"},
+      {[](Group& g) { g.all_gather(at::ones({g.rank() + 1}), {1, 2}); },
+       "all_gather(float32 [1]), operation 0"},
+      {[](Group& g) { g.reduce_scatter(at::ones({3}), {1, 2}); },
+       "reduce_scatter(sum, float32 [3]), operation 0"},
+      {[](Group& g) { g.all_to_all(at::ones({4}), {1, 3}, {1, 2}); },
+       "all_to_all(float32 [4]), operation 0"},
+      {[](Group& g) { g.broadcast(at::ones({2}), 0); },
+       "broadcast(from rank 0, float32 [2]), operation 0"},
       {[](Group& g) { g.barrier(); }, "barrier, operation 0"},
       {[](Group& g) { g.split(0, 0, "tp"); }, "all_gather(int64 [1, 2]), operation 0"},
   };
@@ -220,7 +237,8 @@ TEST_P(NcclFault, EveryOperationHasADeadline) {
     launch(2, [&, &operation = operation, &text = text](Group& bootstrap) {
       auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 500ms, .api = nccl.api});
       if (world->rank() == 0)
-        expect_text(error_of([&] { operation(*world); }), {"rank 0 waited in", text, "of group 'world'", "0.5 s"});
+        expect_text(error_of([&] { operation(*world); }),
+                    {"rank 0 waited in", text, "of group 'world'", "0.5 s"});
       bootstrap.barrier();
       stop_nccl(*world, "over");  // there is no one left to end it with
     });
@@ -240,10 +258,11 @@ TEST_P(NcclFault, GroupWhoseMembersDoNotComeDoesNotStart) {
 TEST_P(NcclFault, ErrorsOfTheLibraryComeWithTheirText) {
   const auto nccl = loopback::make(at::kCPU, GetParam());
   launch(2, [&](Group& bootstrap) {
-    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api});
+    auto world =
+        nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api});
     const auto text = error_of([&] { world->all_reduce(at::ones({2 + world->rank()})); });
-    expect_text(text, {detail::concat("rank ", world->rank(), ", in all_reduce(sum, float32 [", 2 + world->rank(),
-                                      "]), operation 0 of group 'world'"),
+    expect_text(text, {detail::concat("rank ", world->rank(), ", in all_reduce(sum, float32 [",
+                                      2 + world->rank(), "]), operation 0 of group 'world'"),
                        "NCCL answered 5", "the ranks disagree on collective 0"});
   });
 }
@@ -253,7 +272,8 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
   const auto run = [&](const std::function<void(Group&)>& f) {
     std::vector<std::string> texts(3);
     launch(3, [&](Group& bootstrap) {
-      auto world = checked(nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api}));
+      auto world = checked(
+          nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api}));
       world->all_reduce(at::ones({2}));
       texts[static_cast<size_t>(world->rank())] = error_of([&] { f(*world); });
     });
@@ -270,9 +290,12 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
                        "rank 0 called all_reduce(sum, float32 [2])"});
   const auto other_shape = run([](Group& g) { g.all_reduce(at::ones({g.rank() == 2 ? 3 : 2})); });
   for (const auto& text : other_shape)
-    expect_text(text, {"rank 2 called all_reduce(sum, float32 [3]) as operation 1 of group 'world'"});
-  const auto other_value = run([](Group& g) { g.expect_same(at::full({2}, g.rank() == 2 ? 1.0 : 0.0), "gate.weight"); });
-  for (const auto& text : other_value) expect_text(text, {"'gate.weight'", "rank 2 holds another value than rank 0"});
+    expect_text(text,
+                {"rank 2 called all_reduce(sum, float32 [3]) as operation 1 of group 'world'"});
+  const auto other_value =
+      run([](Group& g) { g.expect_same(at::full({2}, g.rank() == 2 ? 1.0 : 0.0), "gate.weight"); });
+  for (const auto& text : other_value)
+    expect_text(text, {"'gate.weight'", "rank 2 holds another value than rank 0"});
   EXPECT_EQ(nccl.count->aborted, 0);  // nothing was left waiting
 }
 
@@ -338,24 +361,33 @@ TEST(Nccl, RanksOnOneDeviceAreRefused) {
   api->ranks_may_share_device = false;
   launch(3, [&](Group& bootstrap) {
     EXPECT_EQ(ranks_that_share_a_gpu(bootstrap, at::kCPU), (std::vector<int>{1, 2}));
-    expect_text(error_of([&] { nccl_world(bootstrap, at::kCPU, {.api = api}); }, ErrorKind::config),
-                {"NCCL takes one rank per GPU, and ranks [1, 2] of group 'world' are on the same GPU", "host backend"});
+    expect_text(
+        error_of([&] { nccl_world(bootstrap, at::kCPU, {.api = api}); }, ErrorKind::config),
+        {"NCCL takes one rank per GPU, and ranks [1, 2] of group 'world' are on the same GPU",
+         "host backend"});
   });
 }
 
 TEST(Nccl, BadOptionsAreRefused) {
   const auto nccl = loopback::make(at::kCPU, Pace::queued);
   const auto solo = solo_group();
-  expect_text(error_of([&] { nccl_world(*solo, at::kCPU, {.timeout = 0ms, .api = nccl.api}); }, ErrorKind::config),
+  expect_text(error_of([&] { nccl_world(*solo, at::kCPU, {.timeout = 0ms, .api = nccl.api}); },
+                       ErrorKind::config),
               {"timeout is 0 ms; it must be positive"});
   expect_text(error_of([&] { nccl_world(*solo, at::kCUDA, {.api = nccl.api}); }, ErrorKind::config),
               {"device cuda", "it takes a cpu device"});
-  expect_text(error_of([&] { launch(2, [](Group&) {}, {.backend = Backend::nccl}); }, ErrorKind::config),
-              {"backend nccl works on GPUs, and device is cpu; set device to cuda, or backend to host"});
-  expect_text(error_of([&] { launch(2, [](Group&) {}, {.device = at::Device(at::kCUDA, 63), .backend = Backend::nccl}); },
-                       ErrorKind::device),
+  expect_text(
+      error_of([&] { launch(2, [](Group&) {}, {.backend = Backend::nccl}); }, ErrorKind::config),
+      {"backend nccl works on GPUs, and device is cpu; set device to cuda, or backend to host"});
+  expect_text(error_of(
+                  [&] {
+                    launch(2, [](Group&) {},
+                           {.device = at::Device(at::kCUDA, 63), .backend = Backend::nccl});
+                  },
+                  ErrorKind::device),
               {"there is no device cuda:63"});
-  expect_text(error_of([&] { close_nccl(*solo); }, ErrorKind::internal), {"group 'solo' is not an NCCL group"});
+  expect_text(error_of([&] { close_nccl(*solo); }, ErrorKind::internal),
+              {"group 'solo' is not an NCCL group"});
 }
 
 // ---------------------------------------------------------------- launch
@@ -377,7 +409,8 @@ TEST(NcclLaunch, ProgramSeesAnNcclWorld) {
   EXPECT_EQ(nccl.count->destroyed, 2 * 8);
 }
 
-// The others wait for rank 1 with a deadline of minutes; they end at once, and its exception comes out as it was.
+// The others wait for rank 1 with a deadline of minutes; they end at once, and its exception comes
+// out as it was.
 TEST(NcclLaunch, FaultOfOneRankStopsTheOthers) {
   struct Odd : std::runtime_error {
     using std::runtime_error::runtime_error;
@@ -409,7 +442,8 @@ TEST(NcclLaunch, RanksThatShareADeviceKeepTheHostWorld) {
   for (bool is_checked : {false, true}) {
     const auto nccl = loopback::make(at::kCPU, Pace::queued);
     const auto program = [](Group& world) {
-      expect_text(error_of([&] { close_nccl(world); }, ErrorKind::internal), {"is not an NCCL group"});
+      expect_text(error_of([&] { close_nccl(world); }, ErrorKind::internal),
+                  {"is not an NCCL group"});
       EXPECT_EQ(world.all_reduce(at::ones({1})).item<float>(), 2.0f);
     };
     launch(2, on_nccl(program, {.checked = is_checked}, nccl.api));
@@ -419,7 +453,8 @@ TEST(NcclLaunch, RanksThatShareADeviceKeepTheHostWorld) {
 
 TEST(NcclLaunch, NcclIsTriedWhereItCanServe) {
   EXPECT_TRUE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::nccl}));
-  EXPECT_FALSE(should_try_nccl(2, {.device = at::kCUDA}));  // no launcher: ranks are threads that share a GPU
+  EXPECT_FALSE(should_try_nccl(
+      2, {.device = at::kCUDA}));  // no launcher: ranks are threads that share a GPU
   EXPECT_FALSE(should_try_nccl(2, {}));
   setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
   EXPECT_EQ(should_try_nccl(2, {.device = at::kCUDA}), has_nccl());
@@ -436,7 +471,8 @@ TEST(NcclLaunch, PlaceOnTheMachineComesFromTheLauncher) {
   EXPECT_EQ(local_process(), 3);
   unsetenv("SLURM_LOCALID");
   EXPECT_EQ(device_for(at::kCPU, 5), at::Device(at::kCPU));
-  expect_text(error_of([] { device_for(at::Device(at::kCUDA, 63), 0); }, ErrorKind::device), {"there is no device cuda:63"});
+  expect_text(error_of([] { device_for(at::Device(at::kCUDA, 63), 0); }, ErrorKind::device),
+              {"there is no device cuda:63"});
 }
 
 TEST(Nccl, LibraryIsFoundOrItsAbsenceExplained) {

@@ -20,7 +20,9 @@ struct Param {
   bool checked;
 };
 
-void PrintTo(const Param& p, std::ostream* os) { *os << p.num_ranks << (p.checked ? " ranks, checked" : " ranks"); }
+void PrintTo(const Param& p, std::ostream* os) {
+  *os << p.num_ranks << (p.checked ? " ranks, checked" : " ranks");
+}
 
 class ThreadConformance : public testing::TestWithParam<Param> {};
 
@@ -29,7 +31,9 @@ TEST_P(ThreadConformance, Holds) {
     SCOPED_TRACE(c.name);
     try {
       launch(GetParam().num_ranks,
-             [&](Group& world) { c.run(world, {.checked = GetParam().checked, .any_order = !GetParam().checked}); },
+             [&](Group& world) {
+               c.run(world, {.checked = GetParam().checked, .any_order = !GetParam().checked});
+             },
              {.timeout = std::chrono::seconds(60), .checked = GetParam().checked});
     } catch (const std::exception& e) {
       ADD_FAILURE() << e.what();
@@ -38,10 +42,13 @@ TEST_P(ThreadConformance, Holds) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ThreadConformance,
-                         testing::Values(Param{1, false}, Param{2, false}, Param{3, false}, Param{4, false}, Param{8, false},
-                                         Param{1, true}, Param{2, true}, Param{3, true}, Param{4, true}, Param{8, true}),
+                         testing::Values(Param{1, false}, Param{2, false}, Param{3, false},
+                                         Param{4, false}, Param{8, false}, Param{1, true},
+                                         Param{2, true}, Param{3, true}, Param{4, true},
+                                         Param{8, true}),
                          [](const auto& info) {
-                           return std::to_string(info.param.num_ranks) + (info.param.checked ? "_checked" : "");
+                           return std::to_string(info.param.num_ranks) +
+                                  (info.param.checked ? "_checked" : "");
                          });
 
 TEST(Threads, DigestIsTheSameInEveryRun) {

@@ -1,4 +1,5 @@
-// Sections on which the harness itself must complain; tests/compile_fail/CMakeLists.txt says with which words.
+// Sections on which the harness itself must complain; tests/compile_fail/CMakeLists.txt says with
+// which words.
 
 #if defined(FAIL_compiles)  // expect: anything
 int fine() { return 1; }

@@ -1,23 +1,24 @@
-// Mistakes of parallel programs that must not compile, each with the sentence that the compiler then shows. The #else branch
-// is the cure which the sentence names: the control compiles them all.
+// Mistakes of parallel programs that must not compile, each with the sentence that the compiler
+// then shows. The #else branch is the cure which the sentence names: the control compiles them all.
 #include "moesh/spmd/spmd.h"
 
 namespace moesh {
 
 using enum Place;
 
-using Shards = Tensor<Dense{T, T, T}>;        // every rank holds its own tokens
-using Full = Tensor<Dense{T, T, R}>;          // all tokens of the tp ranks
-using Columns = Tensor<Dense{T, T, F}>;       // ... and a slice of the features
-using Sum = Tensor<Dense{T, T, P}>;           // ... and a sum over tp not yet taken
-using Residual = Tensor<Dense{T, T, I}>;      // the residual stream without sequence parallelism
-using Whole = Tensor<Dense{R, R, R}>;         // the same on every rank
-using Pending = Tensor<Dense{P, P, P}>;       // a sum over all ranks not yet taken
-using Rows = Tensor<Sparse{T, T, T}>;         // rows of the routed experts, still at their owners
-using ExpertRows = Tensor<Sparse{T, E, R}>;   // ... at their experts
-using ExpertWeight = Param<Sparse{I, E, F}>;  // this rank's experts, a slice of their hidden dimension
-using Weight = Param<Dense{I, I, F}>;         // a linear layer cut over tp
-using NormWeight = Param<Dense{I, I, I}>;     // the same on every rank
+using Shards = Tensor<Dense{T, T, T}>;       // every rank holds its own tokens
+using Full = Tensor<Dense{T, T, R}>;         // all tokens of the tp ranks
+using Columns = Tensor<Dense{T, T, F}>;      // ... and a slice of the features
+using Sum = Tensor<Dense{T, T, P}>;          // ... and a sum over tp not yet taken
+using Residual = Tensor<Dense{T, T, I}>;     // the residual stream without sequence parallelism
+using Whole = Tensor<Dense{R, R, R}>;        // the same on every rank
+using Pending = Tensor<Dense{P, P, P}>;      // a sum over all ranks not yet taken
+using Rows = Tensor<Sparse{T, T, T}>;        // rows of the routed experts, still at their owners
+using ExpertRows = Tensor<Sparse{T, E, R}>;  // ... at their experts
+using ExpertWeight =
+    Param<Sparse{I, E, F}>;                // this rank's experts, a slice of their hidden dimension
+using Weight = Param<Dense{I, I, F}>;      // a linear layer cut over tp
+using NormWeight = Param<Dense{I, I, I}>;  // the same on every rank
 using Splits = std::vector<std::int64_t>;
 
 // Parameters enter work.
@@ -28,25 +29,29 @@ auto column(const Full& x, const Weight& w) { return linear(x, value(w)); }
 auto column(const Full& x, const Weight& w) { return linear(x, use(w)); }
 #endif
 
-#if defined(FAIL_parameter_used_replicated)  // expect: a parameter is I, F or E on each axis: it enters work (R) through use(w)
+#if defined(FAIL_parameter_used_replicated)  // expect: a parameter is I, F or E on each axis: it
+                                             // enters work (R) through use(w)
 auto declared(const Param<Dense{I, I, R}>& w) { return use(w); }
 #else
 auto declared(const NormWeight& w) { return use(w); }
 #endif
 
-#if defined(FAIL_invariant_residual_in_split_work)  // expect: any other value through enter<axis>(x)
+#if defined(FAIL_invariant_residual_in_split_work)  // expect: any other value through
+                                                    // enter<axis>(x)
 auto attend(const Residual& x, const Weight& w) { return linear(x, use(w)); }
 #else
 auto attend(const Residual& x, const Weight& w) { return linear(enter<tp>(x), use(w)); }
 #endif
 
-#if defined(FAIL_invariant_residual_plus_shard)  // expect: an invariant value (I) takes no part in split work
+#if defined(FAIL_invariant_residual_plus_shard)  // expect: an invariant value (I) takes no part in
+                                                 // split work
 auto residual_plus(const Residual& x, const Shards& y) { return x + y; }
 #else
 auto residual_plus(const Residual& x, const Sum& y) { return x + all_reduce<tp, I>(y); }
 #endif
 
-#if defined(FAIL_enter_twice)  // expect: enter takes an invariant value (I); this one is in split work already
+#if defined(FAIL_enter_twice)  // expect: enter takes an invariant value (I); this one is in split
+                               // work already
 auto enter_twice(const Residual& x) { return enter<tp>(enter<tp>(x)); }
 #else
 auto enter_once(const Residual& x) { return enter<tp>(x); }
@@ -62,25 +67,33 @@ auto add_whole(const Sum& a, const Full& b) { return all_reduce<tp>(a) + b; }
 
 #if defined(FAIL_bias_added_before_the_reduction)  // expect: counts it once per rank
 // expect: add once<axis>(value)
-auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) { return linear(x, use(w)) + use(bias); }
+auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) {
+  return linear(x, use(w)) + use(bias);
+}
 #else
-auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) { return linear(x, use(w)) + once<tp>(use(bias)); }
+auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) {
+  return linear(x, use(w)) + once<tp>(use(bias));
+}
 #endif
 
 #if defined(FAIL_partial_plus_shard)  // expect: pad<axis>(shard)
 auto shared_plus_routed(const Sum& shared, const Shards& routed) { return shared + routed; }
 #else
-auto shared_plus_routed(const Sum& shared, const Shards& routed) { return shared + pad<tp>(routed, {.dim = 0}); }
+auto shared_plus_routed(const Sum& shared, const Shards& routed) {
+  return shared + pad<tp>(routed, {.dim = 0});
+}
 #endif
 
 #if defined(FAIL_partial_times_partial)  // expect: all_reduce<axis> one first
 auto balance_loss(const Pending& counts, const Pending& scores) { return counts * scores; }
 #else
-auto balance_loss(const Pending& counts, const Pending& scores) { return all_reduce < dp | cp | tp > (counts)*scores; }
+auto balance_loss(const Pending& counts, const Pending& scores) {
+  return all_reduce < dp | cp | tp > (counts)*scores;
+}
 #endif
 
-#if defined(FAIL_partial_times_shard)  // expect: a partial sum (P) times a shard: all_reduce<axis> or reduce_scatter<axis> the
-                                       // sum first
+#if defined(FAIL_partial_times_shard)  // expect: a partial sum (P) times a shard: all_reduce<axis>
+                                       // or reduce_scatter<axis> the sum first
 auto gated(const Sum& y, const Shards& gate) { return y * gate; }
 #else
 auto gated(const Sum& y, const Shards& gate) { return reduce_scatter<tp>(y, {.dim = 0}) * gate; }
@@ -104,19 +117,23 @@ auto probabilities(const Sum& logits) { return softmax(logits); }
 auto probabilities(const Sum& logits) { return softmax(all_reduce<tp>(logits)); }
 #endif
 
-#if defined(FAIL_all_gather_of_partial)  // expect: all_gather of a partial sum (P): all_reduce or reduce_scatter<axis> instead
+#if defined(FAIL_all_gather_of_partial)  // expect: all_gather of a partial sum (P): all_reduce or
+                                         // reduce_scatter<axis> instead
 auto gather_sum(const Sum& x) { return all_gather<tp>(x, {.dim = 0}); }
 #else
 auto gather_sum(const Sum& x) { return all_reduce<tp>(x); }
 #endif
 
 #if defined(FAIL_all_gather_of_whole)  // expect: nothing to gather
-auto gather_twice(const Shards& x) { return all_gather<tp>(all_gather<tp>(x, {.dim = 0}), {.dim = 0}); }
+auto gather_twice(const Shards& x) {
+  return all_gather<tp>(all_gather<tp>(x, {.dim = 0}), {.dim = 0});
+}
 #else
 auto gather_once(const Shards& x) { return all_gather<tp>(x, {.dim = 0}); }
 #endif
 
-#if defined(FAIL_reduction_of_token_shard)  // expect: a rank's own sum becomes one by as_term<axis>(x)
+#if defined(FAIL_reduction_of_token_shard)  // expect: a rank's own sum becomes one by
+                                            // as_term<axis>(x)
 auto total(const Tensor<Dense{R, R, T}>& counts) { return all_reduce<tp>(counts); }
 #else
 auto total(const Tensor<Dense{R, R, T}>& counts) { return all_reduce<tp>(as_term<tp>(counts)); }
@@ -141,7 +158,8 @@ Shards mlp(const Shards& x, const Weight& w1, const Weight& w2) {
 }
 #else
 Shards mlp(const Shards& x, const Weight& w1, const Weight& w2) {
-  return reduce_scatter<tp>(linear(silu(linear(all_gather<tp>(x, {.dim = 0}), use(w1))), use(w2)), {.dim = 0});
+  return reduce_scatter<tp>(linear(silu(linear(all_gather<tp>(x, {.dim = 0}), use(w1))), use(w2)),
+                            {.dim = 0});
 }
 #endif
 
@@ -150,10 +168,13 @@ Shards mlp(const Shards& x, const Weight& w1, const Weight& w2) {
 #if defined(FAIL_forgotten_gather)  // expect: the forgotten gather: all_gather<axis>(x) first
 auto project(const Shards& x, const Weight& w) { return linear(x, use(w)); }
 #else
-auto project(const Shards& x, const Weight& w) { return linear(all_gather<tp>(x, {.dim = 0}), use(w)); }
+auto project(const Shards& x, const Weight& w) {
+  return linear(all_gather<tp>(x, {.dim = 0}), use(w));
+}
 #endif
 
-#if defined(FAIL_forgotten_all_to_all)  // expect: the forgotten all-to-all: to_experts<axis>(x) first
+#if defined(FAIL_forgotten_all_to_all)  // expect: the forgotten all-to-all: to_experts<axis>(x)
+                                        // first
 auto expert(const Rows& rows, const ExpertWeight& w, const Splits&, const Splits&) {
   return linear(all_gather<etp>(rows, {.dim = 0}), use(w));
 }
@@ -163,17 +184,20 @@ auto expert(const Rows& rows, const ExpertWeight& w, const Splits& send, const S
 }
 #endif
 
-#if defined(FAIL_whole_weight_on_feature_slice)  // expect: make it F (row), or all_gather<axis>(x) first
+#if defined(FAIL_whole_weight_on_feature_slice)  // expect: make it F (row), or all_gather<axis>(x)
+                                                 // first
 auto output(const Columns& x, const NormWeight& w) { return linear(x, use(w)); }
 #else
 auto output(const Columns& x, const Weight& w) { return linear(x, use(w)); }
 #endif
 
-#if defined(FAIL_token_shard_plus_feature_slice)  // expect: different things vary over the ranks (tokens T, features F, experts
-                                                  // E)
+#if defined(FAIL_token_shard_plus_feature_slice)  // expect: different things vary over the ranks
+                                                  // (tokens T, features F, experts E)
 auto mixed(const Shards& x, const Columns& y) { return x + y; }
 #else
-auto mixed(const Shards& x, const Columns& y) { return all_gather<tp>(x, {.dim = 0}) + all_gather<tp>(y, {.dim = 1}); }
+auto mixed(const Shards& x, const Columns& y) {
+  return all_gather<tp>(x, {.dim = 0}) + all_gather<tp>(y, {.dim = 1});
+}
 #endif
 
 #if defined(FAIL_to_experts_of_replicated)  // expect: to_experts takes token rows (T)
@@ -181,24 +205,31 @@ auto dispatch(const Tensor<Sparse{T, R, T}>& rows, const Splits& send, const Spl
   return to_experts<ep>(rows, send, recv);
 }
 #else
-auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) { return to_experts<ep>(rows, send, recv); }
+auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) {
+  return to_experts<ep>(rows, send, recv);
+}
 #endif
 
-#if defined(FAIL_softmax_over_sharded_vocabulary)  // expect: this rank holds a slice (F): all_gather<axis>(x) first
+#if defined(FAIL_softmax_over_sharded_vocabulary)  // expect: this rank holds a slice (F):
+                                                   // all_gather<axis>(x) first
 auto vocabulary(const Columns& logits) { return softmax(logits); }
 #else
 auto vocabulary(const Columns& logits) { return softmax(all_gather<tp>(logits, {.dim = 1})); }
 #endif
 
-#if defined(FAIL_norm_over_sharded_features)  // expect: a norm, softmax or top-k over features needs all of them
+#if defined(FAIL_norm_over_sharded_features)  // expect: a norm, softmax or top-k over features
+                                              // needs all of them
 auto norm(const Columns& x, const NormWeight& w) { return rms_norm(x, use(w), 1e-6); }
 #else
-auto norm(const Columns& x, const NormWeight& w) { return rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6); }
+auto norm(const Columns& x, const NormWeight& w) {
+  return rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
+}
 #endif
 
 // The two views.
 
-#if defined(FAIL_dense_plus_sparse)  // expect: a dense and a sparse tensor do not mix: cross with sparse(x) or dense(x) first
+#if defined(FAIL_dense_plus_sparse)  // expect: a dense and a sparse tensor do not mix: cross with
+                                     // sparse(x) or dense(x) first
 auto combine(const Shards& shared, const Rows& routed) { return shared + routed; }
 #else
 auto combine(const Shards& shared, const Rows& routed) { return shared + dense(routed); }
@@ -210,13 +241,15 @@ auto reduce_experts(const Sum& x) { return all_reduce<etp>(x); }
 auto reduce_experts(const Sum& x) { return all_reduce<tp>(x); }
 #endif
 
-#if defined(FAIL_crossing_with_unequal_letters)  // expect: the views cross where dp and cp carry one letter
+#if defined(FAIL_crossing_with_unequal_letters)  // expect: the views cross where dp and cp carry
+                                                 // one letter
 auto to_sparse(const Tensor<Dense{T, R, T}>& x) { return sparse(x); }
 #else
 auto to_sparse(const Shards& x) { return sparse(x); }
 #endif
 
-#if defined(FAIL_crossing_home_from_the_experts)  // expect: to_owners<ep>(x), reduce_scatter<etp> a P first
+#if defined(FAIL_crossing_home_from_the_experts)  // expect: to_owners<ep>(x), reduce_scatter<etp> a
+                                                  // P first
 auto to_dense(const ExpertRows& rows, const Splits&, const Splits&) { return dense(rows); }
 #else
 auto to_dense(const Tensor<Sparse{T, E, P}>& rows, const Splits& send, const Splits& recv) {
@@ -244,41 +277,59 @@ void train_on_tokens(const Shards& losses) { backward(losses); }
 void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses, {0})); }
 #endif
 
-#if defined(FAIL_partial_loss_logged)  // expect: this value is still a partial sum (P): all_reduce<axis> first
+#if defined(FAIL_partial_loss_logged)  // expect: this value is still a partial sum (P):
+                                       // all_reduce<axis> first
 void report(const Pending& loss) { log_number("loss", loss); }
 #else
 void report(const Pending& loss) { log_number("loss", all_reduce < dp | cp | tp > (loss)); }
 #endif
 
-#if defined(FAIL_partial_count_as_whole)  // expect: this value is still a partial sum (P): all_reduce<axis> first
-double load_of_first(const Shards& map) { return number(select(sum<Over::tokens>(map, {0}), 0, 0)); }
+#if defined(FAIL_partial_count_as_whole)  // expect: this value is still a partial sum (P):
+                                          // all_reduce<axis> first
+double load_of_first(const Shards& map) {
+  return number(select(sum<Over::tokens>(map, {0}), 0, 0));
+}
 #else
 double load_of_first(const Shards& map) {
   return number(select(all_reduce < dp | cp | tp > (sum<Over::tokens>(map, {0})), 0, 0));
 }
 #endif
 
-#if defined(FAIL_bias_counts_without_tp)  // expect: this value is still a partial sum (P): all_reduce<axis> first
-at::Tensor counts_for_the_bias(const Pending& counts) { return whole(all_reduce < dp | cp > (counts)); }
+#if defined(FAIL_bias_counts_without_tp)  // expect: this value is still a partial sum (P):
+                                          // all_reduce<axis> first
+at::Tensor counts_for_the_bias(const Pending& counts) {
+  return whole(all_reduce < dp | cp > (counts));
+}
 #else
-at::Tensor counts_for_the_bias(const Pending& counts) { return whole(all_reduce < dp | cp | tp > (counts)); }
+at::Tensor counts_for_the_bias(const Pending& counts) {
+  return whole(all_reduce < dp | cp | tp > (counts));
+}
 #endif
 
-#if defined(FAIL_bias_counts_without_cp)  // expect: this value is still a partial sum (P): all_reduce<axis> first
-at::Tensor counts_of_a_long_sequence(const Pending& counts) { return whole(all_reduce < dp | tp > (counts)); }
+#if defined(FAIL_bias_counts_without_cp)  // expect: this value is still a partial sum (P):
+                                          // all_reduce<axis> first
+at::Tensor counts_of_a_long_sequence(const Pending& counts) {
+  return whole(all_reduce < dp | tp > (counts));
+}
 #else
-at::Tensor counts_of_a_long_sequence(const Pending& counts) { return whole(all_reduce < dp | cp | tp > (counts)); }
+at::Tensor counts_of_a_long_sequence(const Pending& counts) {
+  return whole(all_reduce < dp | cp | tp > (counts));
+}
 #endif
 
-#if defined(FAIL_partial_norm_given_to_clip)  // expect: this value is still a partial sum (P): all_reduce<axis> first
-double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) { return clip(gradients, norm, 1.0); }
+#if defined(FAIL_partial_norm_given_to_clip)  // expect: this value is still a partial sum (P):
+                                              // all_reduce<axis> first
+double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) {
+  return clip(gradients, norm, 1.0);
+}
 #else
 double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) {
   return clip(gradients, all_reduce < dp | cp | tp > (norm), 1.0);
 }
 #endif
 
-#if defined(FAIL_shard_given_to_clip)  // expect: this value is one rank's shard: sum it and all_reduce<axis> first
+#if defined(FAIL_shard_given_to_clip)  // expect: this value is one rank's shard: sum it and
+                                       // all_reduce<axis> first
 double clip_shard(const std::vector<at::Tensor>& gradients, const Tensor<Dense{I, I, F}>& squares) {
   return clip(gradients, squares, 1.0);
 }

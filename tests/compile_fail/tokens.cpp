@@ -1,4 +1,5 @@
-// Mistakes with token positions: only SequenceShard and FlatSplit turn a local one into a global one.
+// Mistakes with token positions: only SequenceShard and FlatSplit turn a local one into a global
+// one.
 #include "moesh/types/token.h"
 
 namespace moesh {
@@ -17,7 +18,9 @@ std::int64_t lookup_by_number(std::int64_t i, std::int64_t rank, std::int64_t nu
   return expert_of(i + rank * num_local);
 }
 #else
-std::int64_t lookup_by_number(const FlatSplit& split, std::int64_t i) { return expert_of(split.global({i})); }
+std::int64_t lookup_by_number(const FlatSplit& split, std::int64_t i) {
+  return expert_of(split.global({i}));
+}
 #endif
 
 #if defined(FAIL_compare_local_with_global)  // expect: 'LocalToken' and 'GlobalToken'
@@ -27,7 +30,9 @@ bool same(const SequenceShard& shard, LocalToken a, GlobalToken b) { return shar
 #endif
 
 #if defined(FAIL_global_token_decoded_as_local)  // expect: a shard knows the way: shard.local(t)
-GlobalToken twice(const SequenceShard& shard, LocalToken t) { return shard.global(shard.global(t)); }
+GlobalToken twice(const SequenceShard& shard, LocalToken t) {
+  return shard.global(shard.global(t));
+}
 #else
 LocalToken back(const SequenceShard& shard, LocalToken t) { return shard.local(shard.global(t)); }
 #endif

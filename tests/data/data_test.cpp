@@ -14,7 +14,8 @@ namespace {
 TEST(SyntheticLanguage, EntropyIsThatOfWhatItSays) {
   constexpr std::int64_t kLength = 2000, kSamples = 100;
   for (std::int64_t successors : {1, 2, 4, 7}) {
-    const SyntheticLanguage language({.vocab_size = 11, .sequence_length = kLength, .successors = successors, .seed = 5});
+    const SyntheticLanguage language(
+        {.vocab_size = 11, .sequence_length = kLength, .successors = successors, .seed = 5});
     double surprise = 0, squares = 0;
     std::map<std::pair<std::int64_t, std::int64_t>, double> pairs;
     std::map<std::int64_t, double> singles;
@@ -27,14 +28,17 @@ TEST(SyntheticLanguage, EntropyIsThatOfWhatItSays) {
         ++pairs[{tokens[t - 1], tokens[t]}], ++singles[tokens[t - 1]];
       }
     }
-    const double n = kSamples * kLength, mean = surprise / n, deviation = std::sqrt(std::max(0.0, squares / n - mean * mean) / n);
+    const double n = kSamples * kLength, mean = surprise / n,
+                 deviation = std::sqrt(std::max(0.0, squares / n - mean * mean) / n);
     const double entropy = language.entropy().value();
     EXPECT_NEAR(mean, entropy, 5 * deviation + 1e-12) << successors;
-    // The same from counts alone, as a model that knows nothing of the language would see it. Counting is biased downwards by
-    // about (pairs - tokens) / 2n.
+    // The same from counts alone, as a model that knows nothing of the language would see it.
+    // Counting is biased downwards by about (pairs - tokens) / 2n.
     double counted = 0;
-    for (const auto& [pair, count] : pairs) counted -= count / n * std::log(count / singles[pair.first]);
-    EXPECT_NEAR(counted, entropy, 5 * deviation + static_cast<double>(pairs.size()) / n) << successors;
+    for (const auto& [pair, count] : pairs)
+      counted -= count / n * std::log(count / singles[pair.first]);
+    EXPECT_NEAR(counted, entropy, 5 * deviation + static_cast<double>(pairs.size()) / n)
+        << successors;
     EXPECT_EQ(pairs.size(), static_cast<std::size_t>(successors) * singles.size());
   }
   const SyntheticLanguage two({.vocab_size = 5, .successors = 2});
@@ -65,13 +69,16 @@ TEST(SyntheticLanguage, DependsOnSeedAndIndexAlone) {
     EXPECT_EQ(tokens, b.get(index).tokens);
     EXPECT_NE(tokens, other.get(index).tokens);
     EXPECT_NE(tokens, a.get(index + 1).tokens);
-    EXPECT_EQ(std::vector(tokens.begin(), tokens.begin() + 11), shorter.get(index).tokens);  // the same text, read less far
+    EXPECT_EQ(std::vector(tokens.begin(), tokens.begin() + 11),
+              shorter.get(index).tokens);  // the same text, read less far
     for (std::int64_t token : tokens) EXPECT_TRUE(token >= 0 && token < 96);
   }
 }
 
 TEST(SyntheticLanguage, RefusesWhatCannotBe) {
-  const auto error = [](const SyntheticOptions& o) { return error_of([&] { SyntheticLanguage{o}; }, ErrorKind::config); };
+  const auto error = [](const SyntheticOptions& o) {
+    return error_of([&] { SyntheticLanguage{o}; }, ErrorKind::config);
+  };
   expect_parts(error({.vocab_size = 1}), {"vocab_size is 1"});
   expect_parts(error({.vocab_size = 3, .successors = 4}), {"4 successors", "1 to 3"});
   expect_parts(error({.vocab_size = 3, .successors = 0}), {"0 successors", "1 to 3"});
@@ -95,9 +102,11 @@ TEST(Shuffle, EverythingGoesEverywhere) {
   std::vector<double> counts(kSize * kSize);
   for (std::int64_t order = 0; order < kOrders; ++order) {
     const Shuffle shuffle(kSize, 1, "order " + std::to_string(order));
-    for (std::int64_t i = 0; i < kSize; ++i) ++counts[static_cast<std::size_t>(i * kSize + shuffle.at(i))];
+    for (std::int64_t i = 0; i < kSize; ++i)
+      ++counts[static_cast<std::size_t>(i * kSize + shuffle.at(i))];
   }
-  for (double count : counts) EXPECT_NEAR(count, kOrders / kSize, 5 * std::sqrt(kOrders * 0.2 * 0.8));
+  for (double count : counts)
+    EXPECT_NEAR(count, kOrders / kSize, 5 * std::sqrt(kOrders * 0.2 * 0.8));
   EXPECT_EQ(Shuffle(1000, 1, "a").at(17), Shuffle(1000, 1, "a").at(17));
 }
 
@@ -111,14 +120,16 @@ TEST(Batch, LabelsAreTheNextTokens) {
     const auto tokens = language.get(10 + b).tokens;
     for (std::int64_t t = 0; t < 7; ++t) {
       EXPECT_EQ(batch.input_ids_BL[b][t].item<std::int64_t>(), tokens[static_cast<std::size_t>(t)]);
-      EXPECT_EQ(batch.labels_BL[b][t].item<std::int64_t>(), tokens[static_cast<std::size_t>(t + 1)]);
+      EXPECT_EQ(batch.labels_BL[b][t].item<std::int64_t>(),
+                tokens[static_cast<std::size_t>(t + 1)]);
     }
   }
   EXPECT_EQ(make_batch(language, 0, 0).input_ids_BL.sizes(), (std::vector<std::int64_t>{0, 7}));
   expect_parts(error_of([&] { make_batch(language, -1, 2); }, ErrorKind::config), {"samples -1"});
 }
 
-// Every way to split 24 sequences a step over ranks and micro-batches gives the same sequences in the same order.
+// Every way to split 24 sequences a step over ranks and micro-batches gives the same sequences in
+// the same order.
 TEST(SampleOrder, TheGlobalBatchIsTheSameOnEveryMesh) {
   const SyntheticLanguage language({.vocab_size = 96, .sequence_length = 5, .seed = 8});
   constexpr std::int64_t kPerStep = 24, kSteps = 3;
@@ -133,7 +144,8 @@ TEST(SampleOrder, TheGlobalBatchIsTheSameOnEveryMesh) {
         for (std::int64_t micro = 0; micro < order.num_micro; ++micro)
           for (std::int64_t rank = 0; rank < dp; ++rank)
             parts.push_back(make_batch(language, order.first(step, micro, rank), batch).labels_BL);
-        EXPECT_TRUE(at::equal(at::cat(parts), make_batch(language, step * kPerStep, kPerStep).labels_BL));
+        EXPECT_TRUE(
+            at::equal(at::cat(parts), make_batch(language, step * kPerStep, kPerStep).labels_BL));
       }
       ++num_splits;
     }
@@ -146,21 +158,28 @@ TEST(OpenDataset, TakesTheKindFromThePath) {
   EXPECT_EQ(resolved_kind("auto", "a/b.txt"), "text");
   EXPECT_EQ(resolved_kind("text", "a/b.jsonl"), "text");
 
-  const auto synthetic = open_dataset({.sequence_length = 9, .vocab_size = 33, .seed = 6, .synthetic_successors = 3});
+  const auto synthetic =
+      open_dataset({.sequence_length = 9, .vocab_size = 33, .seed = 6, .synthetic_successors = 3});
   EXPECT_EQ(synthetic->vocab_size(), 33);
   EXPECT_EQ(synthetic->get(4).tokens,
-            SyntheticLanguage({.vocab_size = 33, .sequence_length = 9, .successors = 3, .seed = 6}).get(4).tokens);
+            SyntheticLanguage({.vocab_size = 33, .sequence_length = 9, .successors = 3, .seed = 6})
+                .get(4)
+                .tokens);
   expect_parts(synthetic->describe(), {"33 tokens", "nats"});
 
   const TemporaryFile file("corpus.txt", "some text that is long enough");
-  const auto text = open_dataset({.path = file.path(), .sequence_length = 4, .vocab_size = 257, .shuffle = false});
+  const auto text = open_dataset(
+      {.path = file.path(), .sequence_length = 4, .vocab_size = 257, .shuffle = false});
   EXPECT_EQ(text->get(0).tokens, (std::vector<std::int64_t>{'s', 'o', 'm', 'e', ' '}));
   EXPECT_FALSE(text->entropy().has_value());
 
-  const auto error = [](const DatasetOptions& o) { return error_of([&] { open_dataset(o); }, ErrorKind::config); };
+  const auto error = [](const DatasetOptions& o) {
+    return error_of([&] { open_dataset(o); }, ErrorKind::config);
+  };
   expect_parts(error({.kind = "csv", .path = "a.csv"}), {"kind is 'csv'", "jsonl"});
   expect_parts(error({.kind = "text"}), {"no path"});
-  expect_parts(error({.kind = "synthetic", .path = "a.txt", .vocab_size = 9}), {"a.txt", "leave out one"});
+  expect_parts(error({.kind = "synthetic", .path = "a.txt", .vocab_size = 9}),
+               {"a.txt", "leave out one"});
   expect_parts(error({.path = file.path(), .sequence_length = 4, .vocab_size = 96}),
                {"257 different tokens", "96", "vocab_size = 257"});
 }

@@ -28,14 +28,18 @@ TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
 
   // The first token of a document is not to be predicted from the one before it.
   const Batch batch = make_batch(data, 0, 2);
-  EXPECT_TRUE(at::equal(batch.labels_BL, at::tensor(Numbers{'b', 'c', kEnd, kIgnoredLabel, 'e', kEnd}).view({2, 3})));
-  EXPECT_TRUE(at::equal(batch.input_ids_BL, at::tensor(Numbers{'a', 'b', 'c', kEnd, 'd', 'e'}).view({2, 3})));
+  EXPECT_TRUE(at::equal(
+      batch.labels_BL, at::tensor(Numbers{'b', 'c', kEnd, kIgnoredLabel, 'e', kEnd}).view({2, 3})));
+  EXPECT_TRUE(at::equal(batch.input_ids_BL,
+                        at::tensor(Numbers{'a', 'b', 'c', kEnd, 'd', 'e'}).view({2, 3})));
   EXPECT_TRUE(at::equal(batch.document_ids_BL, at::tensor(Numbers{0, 0, 0, 0, 1, 1}).view({2, 3})));
 }
 
-// Whatever the length: put together again, the sequences are the text, and every token but the first is a label once.
+// Whatever the length: put together again, the sequences are the text, and every token but the
+// first is a label once.
 TEST(Packed, NothingIsLostButTheEnd) {
-  const Corpus corpus = corpus_of({"the first document", "x", "another one,\nwith two lines", "last"});
+  const Corpus corpus =
+      corpus_of({"the first document", "x", "another one,\nwith two lines", "last"});
   const auto num_tokens = std::ssize(corpus.tokens);
   for (std::int64_t length = 1; length < num_tokens; ++length) {
     const PackedDataset data(corpus, length, 0, false);
@@ -50,7 +54,8 @@ TEST(Packed, NothingIsLostButTheEnd) {
     for (std::size_t t = 0; t < joined.size(); ++t) {
       EXPECT_EQ(joined[t], corpus.tokens[t]);
       const bool starts = t > 0 && documents[t] != documents[t - 1];
-      EXPECT_EQ(starts, t > 0 && joined[t - 1] == kEndOfDocument) << "length " << length << ", token " << t;
+      EXPECT_EQ(starts, t > 0 && joined[t - 1] == kEndOfDocument)
+          << "length " << length << ", token " << t;
     }
   }
 }
@@ -61,7 +66,8 @@ TEST(Packed, EveryEpochHasAllSequencesInAnotherOrder) {
   const PackedDataset data(corpus_of({text}), 1, 7, true), again(corpus_of({text}), 1, 7, true);
   const auto epoch = [](const PackedDataset& d, std::int64_t number) {
     Numbers firsts;
-    for (std::int64_t i = 0; i < d.num_sequences(); ++i) firsts.push_back(d.get(number * d.num_sequences() + i).tokens[0]);
+    for (std::int64_t i = 0; i < d.num_sequences(); ++i)
+      firsts.push_back(d.get(number * d.num_sequences() + i).tokens[0]);
     return firsts;
   };
   ASSERT_EQ(data.num_sequences(), 40);
@@ -83,14 +89,19 @@ TEST(Packed, TextFilesAreBytes) {
 
 TEST(Packed, SaysWhatIsWrongWithAFile) {
   const auto error = [](const std::string& path, std::int64_t length) {
-    return error_of([&] { PackedDataset(read_text_corpus(path), length, 0, true); }, ErrorKind::data);
+    return error_of([&] { PackedDataset(read_text_corpus(path), length, 0, true); },
+                    ErrorKind::data);
   };
   const TemporaryFile empty("empty.txt", ""), brief("brief.txt", "twelve bytes");
   expect_parts(error(empty.path(), 4), {empty.path(), "holds no text", "data.path"});
-  expect_parts(error(brief.path(), 64), {brief.path(), "13 tokens", "data.sequence_length = 64", "needs 65", "to 12 or less"});
-  EXPECT_EQ(PackedDataset(read_text_corpus(brief.path()), 12, 0, true).num_sequences(), 1);  // the cure works
-  expect_parts(error("no_such_folder/corpus.txt", 4), {"no_such_folder/corpus.txt", "No such file"});
-  expect_parts(error_of([&] { PackedDataset(corpus_of({"a"}), 0, 0, true); }, ErrorKind::config), {"sequence_length is 0"});
+  expect_parts(error(brief.path(), 64), {brief.path(), "13 tokens", "data.sequence_length = 64",
+                                         "needs 65", "to 12 or less"});
+  EXPECT_EQ(PackedDataset(read_text_corpus(brief.path()), 12, 0, true).num_sequences(),
+            1);  // the cure works
+  expect_parts(error("no_such_folder/corpus.txt", 4),
+               {"no_such_folder/corpus.txt", "No such file"});
+  expect_parts(error_of([&] { PackedDataset(corpus_of({"a"}), 0, 0, true); }, ErrorKind::config),
+               {"sequence_length is 0"});
 }
 
 }  // namespace

@@ -16,8 +16,10 @@ TEST(File, GivesEveryByte) {
 
 TEST(File, SaysWhyItCannotBeRead) {
   const std::string missing = testing::TempDir() + "no_such_file.toml";
-  expect_parts(error_of([&] { read_file(missing, ErrorKind::config); }, ErrorKind::config), {missing, "No such file"});
-  expect_parts(error_of([&] { read_file(testing::TempDir(), ErrorKind::data); }, ErrorKind::data), {"it is a folder"});
+  expect_parts(error_of([&] { read_file(missing, ErrorKind::config); }, ErrorKind::config),
+               {missing, "No such file"});
+  expect_parts(error_of([&] { read_file(testing::TempDir(), ErrorKind::data); }, ErrorKind::data),
+               {"it is a folder"});
 }
 
 namespace fs = std::filesystem;
@@ -33,16 +35,20 @@ TEST(InputFile, ReadsARegularFileAndASymlinkToOne) {
     input.read(4, std::as_writable_bytes(std::span(part)));
     EXPECT_EQ(part, "456");
     EXPECT_EQ(input.read_all(10), "0123456789");
-    expect_parts(error_of([&] { input.read_all(9); }, ErrorKind::data), {path.string(), "has 10 bytes", "at most 9"});
-    expect_parts(error_of([&] { input.read(8, std::as_writable_bytes(std::span(part))); }, ErrorKind::data),
-                 {path.string(), "3 bytes", "from byte 8", "it has 10"});
+    expect_parts(error_of([&] { input.read_all(9); }, ErrorKind::data),
+                 {path.string(), "has 10 bytes", "at most 9"});
+    expect_parts(
+        error_of([&] { input.read(8, std::as_writable_bytes(std::span(part))); }, ErrorKind::data),
+        {path.string(), "3 bytes", "from byte 8", "it has 10"});
   }
 }
 
 TEST(InputFile, RefusesWhatIsNoRegularFileWithoutWaiting) {
   const TemporaryFile file("blob", "");
   const fs::path folder = fs::path(file.path()).parent_path();
-  const auto error = [](const fs::path& path) { return error_of([&] { InputFile{path}; }, ErrorKind::data); };
+  const auto error = [](const fs::path& path) {
+    return error_of([&] { InputFile{path}; }, ErrorKind::data);
+  };
   fs::create_directory_symlink(folder, folder / "to_folder");
   fs::create_symlink("nowhere", folder / "to_nothing");
   ASSERT_EQ(mkfifo((folder / "pipe").c_str(), 0600), 0);
@@ -50,7 +56,8 @@ TEST(InputFile, RefusesWhatIsNoRegularFileWithoutWaiting) {
   expect_parts(error(folder), {folder.string(), "it is a folder"});
   expect_parts(error(folder / "to_folder"), {"to_folder", "it is a folder"});
   expect_parts(error(folder / "to_nothing"), {"to_nothing", "No such file"});
-  expect_parts(error(folder / "pipe"), {"pipe", "it is a pipe"});  // it has no writer: waiting would be for ever
+  expect_parts(error(folder / "pipe"),
+               {"pipe", "it is a pipe"});  // it has no writer: waiting would be for ever
   expect_parts(error(folder / "to_pipe"), {"to_pipe", "it is a pipe"});
   expect_parts(error("/dev/zero"), {"/dev/zero", "it is a device"});
   expect_parts(error(""), {"cannot read"});

@@ -16,8 +16,10 @@ std::vector<std::string> texts(const std::string& lines) {
 
 TEST(JsonLines, GivesTheTextOfEveryLine) {
   EXPECT_TRUE(has_json());
-  EXPECT_EQ(texts("{\"text\": \"one\"}\n\n  \t\r\n{\"id\": 7, \"text\": \"gr\\u00fcn\\n\"}\r\n{\"text\": \"\"}"),
-            (std::vector<std::string>{"one", "grün\n", ""}));
+  EXPECT_EQ(
+      texts(
+          "{\"text\": \"one\"}\n\n  \t\r\n{\"id\": 7, \"text\": \"gr\\u00fcn\\n\"}\r\n{\"text\": \"\"}"),
+      (std::vector<std::string>{"one", "grün\n", ""}));
   EXPECT_TRUE(texts("").empty());
 }
 
@@ -25,7 +27,8 @@ TEST(JsonLines, ErrorsNameFileAndLine) {
   const auto error = [](const std::string& lines) {
     return error_of([&] { texts("{\"text\": \"fine\"}\n\n" + lines); }, ErrorKind::data);
   };
-  expect_parts(error("{\"text\": \"cut off\n"), {"corpus.jsonl:3: ", "not JSON", "{\"text\": \"...\"}"});
+  expect_parts(error("{\"text\": \"cut off\n"),
+               {"corpus.jsonl:3: ", "not JSON", "{\"text\": \"...\"}"});
   expect_parts(error("{\"text\": \"\xff\"}\n"), {"corpus.jsonl:3: ", "not JSON"});
   expect_parts(error("{\"text\": \"a\"} {\"text\": \"b\"}\n"), {"corpus.jsonl:3: ", "not JSON"});
   expect_parts(error("[1, 2]\n"), {"corpus.jsonl:3: ", "JSON array"});
@@ -37,7 +40,9 @@ TEST(JsonLines, ErrorsNameFileAndLine) {
 TEST(JsonLines, DeepNestingIsAnErrorOrIgnoredAndNoCrash) {
   const std::string deep(200'000, '[');
   expect_parts(error_of([&] { texts(deep); }, ErrorKind::data), {"corpus.jsonl:1: "});
-  EXPECT_EQ(texts("{\"text\": \"a\", \"other\": " + deep + std::string(deep.size(), ']') + "}").size(), 1u);
+  EXPECT_EQ(
+      texts("{\"text\": \"a\", \"other\": " + deep + std::string(deep.size(), ']') + "}").size(),
+      1u);
 }
 
 }  // namespace

@@ -42,23 +42,26 @@ TEST(Json, MinusZeroIsNoWholeNumber) {
 }
 
 TEST(Json, ErrorsNameTheValueAndWhatItMustBe) {
-  const JsonValue value = parse_json(R"({"a": "x", "n": -1, "r": 1.5, "big": 9223372036854775808})", "x");
+  const JsonValue value =
+      parse_json(R"({"a": "x", "n": -1, "r": 1.5, "big": 9223372036854775808})", "x");
   const auto of = [&](auto f) { return error_of(f, ErrorKind::data); };
   expect_parts(of([&] { value.at("a", "x").as_int("a"); }), {"\"a\" is a text", "whole number"});
   expect_parts(of([&] { value.at("n", "x").as_size("n"); }), {"\"n\" is -1", "negative"});
   expect_parts(of([&] { value.at("r", "x").as_int("r"); }), {"\"r\" is a number", "whole number"});
-  expect_parts(of([&] { value.at("big", "x").as_int("big"); }), {"\"big\" is a whole number", "2^63 - 1"});
+  expect_parts(of([&] { value.at("big", "x").as_int("big"); }),
+               {"\"big\" is a whole number", "2^63 - 1"});
   expect_parts(of([&] { value.at("b", "config"); }), {"\"config\" has no \"b\""});
   expect_parts(of([&] { value.at("a", "x").at("b", "a"); }), {"\"a\" is a text", "an object"});
   expect_parts(of([&] { value.as_list("config"); }), {"\"config\" is an object", "a list"});
 }
 
 TEST(Json, WhatIsNotJsonIsRefused) {
-  for (const char* text : {"", " ", "{", "{\"a\": 1,}", "[1 2]", "{} {}", "nul", "{'a': 1}", "\"\t\"", "01", "1e999", "// x\n1",
-                           "\"\\ud800\"", "NaN", "{\"a\"}"})
+  for (const char* text : {"", " ", "{", "{\"a\": 1,}", "[1 2]", "{} {}", "nul", "{'a': 1}",
+                           "\"\t\"", "01", "1e999", "// x\n1", "\"\\ud800\"", "NaN", "{\"a\"}"})
     expect_parts(error(text), {"config.json is not JSON"});
   expect_parts(error("\"\xff\""), {"not JSON", "UTF-8"});
-  expect_parts(error("\"\xc0\xaf\""), {"not JSON", "UTF-8"});  // a slash in more bytes than it needs
+  expect_parts(error("\"\xc0\xaf\""),
+               {"not JSON", "UTF-8"});  // a slash in more bytes than it needs
   // The parser below takes a zero byte for the end.
   expect_parts(error(std::string("{}\0", 3)), {"not JSON", "byte 2 is a zero"});
   for (const char c : error(std::string("[\"\x1b\xff")))
@@ -72,7 +75,9 @@ TEST(Json, AKeyMayComeOnce) {
 }
 
 TEST(Json, LimitsHold) {
-  const auto nested = [](std::size_t depth) { return std::string(depth, '[') + std::string(depth, ']'); };
+  const auto nested = [](std::size_t depth) {
+    return std::string(depth, '[') + std::string(depth, ']');
+  };
   EXPECT_NO_THROW(parse_json(nested(127), "x"));
   expect_parts(error(nested(128)), {"nested deeper than 127"});
   expect_parts(error(std::string(1'000'000, '[')), {"nested deeper"});
@@ -92,17 +97,23 @@ JsonValue random_value(const Random& random, std::uint64_t& index, int depth) {
   switch (random.below(index++, depth > 0 ? 8 : 6)) {
     case 0: return {nullptr};
     case 1: return {random.below(index++, 2) == 1};
-    case 2: return {-1 - static_cast<std::int64_t>(random.bits(index++) >> random.below(index++, 63) >> 1)};
+    case 2:
+      return {-1 -
+              static_cast<std::int64_t>(random.bits(index++) >> random.below(index++, 63) >> 1)};
     case 3: return {random.bits(index++) | std::uint64_t{1} << 63};
-    case 4: return {std::ldexp(random.normal(index++), static_cast<int>(random.below(index++, 1000)) - 500)};
+    case 4:
+      return {
+          std::ldexp(random.normal(index++), static_cast<int>(random.below(index++, 1000)) - 500)};
     case 5: {
       std::string text;
-      for (std::uint64_t n = random.below(index++, 9); n > 0; --n) text += static_cast<char>(random.below(index++, 128));
+      for (std::uint64_t n = random.below(index++, 9); n > 0; --n)
+        text += static_cast<char>(random.below(index++, 128));
       return {text + (random.below(index++, 2) ? "ü" : "")};
     }
     case 6: {
       JsonList list;
-      for (std::uint64_t n = random.below(index++, 5); n > 0; --n) list.push_back(random_value(random, index, depth - 1));
+      for (std::uint64_t n = random.below(index++, 5); n > 0; --n)
+        list.push_back(random_value(random, index, depth - 1));
       return {list};
     }
     default: {
@@ -129,7 +140,8 @@ TEST(Json, IsReadFromAFile) {
   expect_parts(error_of([&] { read_json(file.path(), {.max_bytes = 3}); }, ErrorKind::data),
                {file.path(), "9 bytes", "at most 3"});
   const TemporaryFile broken("config.json", "{");
-  expect_parts(error_of([&] { read_json(broken.path()); }, ErrorKind::data), {broken.path(), "is not JSON"});
+  expect_parts(error_of([&] { read_json(broken.path()); }, ErrorKind::data),
+               {broken.path(), "is not JSON"});
 }
 
 }  // namespace

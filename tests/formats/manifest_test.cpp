@@ -11,22 +11,26 @@ namespace {
 namespace fs = std::filesystem;
 
 Manifest example() {
-  return {.step = 12,
-          .model = "deepseek_v3",
-          .size = "tiny",
-          .mesh = "dp_shard=2,tp=2",
-          .seed = -7,
-          .data_position = 96,
-          .extra = {{"a", "\"quoted\"\n"}, {"b", ""}},
-          .files = {{.name = "model.safetensors", .size = kBlockBytes + 1, .blocks = {0, ~std::uint64_t{0}}},
-                    {.name = "optimizer/x.safetensors", .size = 5, .blocks = {0x0123456789abcdef}},
-                    {.name = "empty", .size = 0}}};
+  return {
+      .step = 12,
+      .model = "deepseek_v3",
+      .size = "tiny",
+      .mesh = "dp_shard=2,tp=2",
+      .seed = -7,
+      .data_position = 96,
+      .extra = {{"a", "\"quoted\"\n"}, {"b", ""}},
+      .files = {
+          {.name = "model.safetensors", .size = kBlockBytes + 1, .blocks = {0, ~std::uint64_t{0}}},
+          {.name = "optimizer/x.safetensors", .size = 5, .blocks = {0x0123456789abcdef}},
+          {.name = "empty", .size = 0}}};
 }
 
 Manifest parse(const std::string& text) { return parse_manifest(text, "moesh.json"); }
 
 // A text with the first line that makes it whole, as one would write who forges a manifest.
-std::string sealed(const std::string& rest) { return "{\"checksum\": \"" + checksum_text(hash_block(rest)) + "\",\n" + rest; }
+std::string sealed(const std::string& rest) {
+  return "{\"checksum\": \"" + checksum_text(hash_block(rest)) + "\",\n" + rest;
+}
 
 // The example with a part of its text replaced by another, and sealed again.
 std::string forged(const std::string& part, const std::string& other) {
@@ -46,9 +50,11 @@ TEST(Checksum, IsThatOfXxh3) {
   EXPECT_EQ(hash_block(""), 0x2d06800538d394c2u);
   EXPECT_EQ(checksum_text(0x2d06800538d394c2u), "2d06800538d394c2");
   EXPECT_EQ(checksum_text(0), "0000000000000000");
-  for (const std::uint64_t value : {std::uint64_t{0}, std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{0xabcdef}})
+  for (const std::uint64_t value :
+       {std::uint64_t{0}, std::uint64_t{1}, ~std::uint64_t{0}, std::uint64_t{0xabcdef}})
     EXPECT_EQ(parse_checksum(checksum_text(value)), value);
-  for (const char* text : {"", "0", "2D06800538d394c2", "2d06800538d394c2 ", "0x06800538d394c2", "-d06800538d394c2"})
+  for (const char* text :
+       {"", "0", "2D06800538d394c2", "2d06800538d394c2 ", "0x06800538d394c2", "-d06800538d394c2"})
     expect_parts(error_of([&] { parse_checksum(text); }, ErrorKind::data), {"is not a checksum"});
 }
 
@@ -65,7 +71,8 @@ TEST(Manifest, WhatIsWrittenReadsBackTheSame) {
   EXPECT_EQ(parse(write_manifest({})), Manifest());
   ASSERT_NE(example().find("empty"), nullptr);
   EXPECT_EQ(example().find("model"), nullptr);
-  EXPECT_EQ(parse(forged("12", "13")).step, 13) << "forging must work, or the tests below see the checksum alone";
+  EXPECT_EQ(parse(forged("12", "13")).step, 13)
+      << "forging must work, or the tests below see the checksum alone";
 }
 
 TEST(Manifest, EveryFlippedBitAndEveryTruncationIsFound) {
@@ -75,32 +82,41 @@ TEST(Manifest, EveryFlippedBitAndEveryTruncationIsFound) {
     flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ 1 << bit % 8);
     EXPECT_THROW(parse(flipped), Error) << "bit " << bit;
   }
-  for (std::size_t size = 0; size < whole.size(); ++size) EXPECT_THROW(parse(whole.substr(0, size)), Error) << size;
+  for (std::size_t size = 0; size < whole.size(); ++size)
+    EXPECT_THROW(parse(whole.substr(0, size)), Error) << size;
   expect_parts(error(whole + ' '), {"moesh.json: ", "checksum of its first line", "damaged"});
 }
 
 TEST(Manifest, RefusesWhatIsWrongInItself) {
-  expect_parts(error(forged("\"format\": 1", "\"format\": 2")), {"moesh.json: ", "format 2", "reads format 1"});
+  expect_parts(error(forged("\"format\": 1", "\"format\": 2")),
+               {"moesh.json: ", "format 2", "reads format 1"});
   expect_parts(error(forged("\"step\": 12", "\"step\": -12")), {"step -12"});
-  expect_parts(error(forged("\"data_position\": 96", "\"data_position\": -1")), {"data_position -1"});
+  expect_parts(error(forged("\"data_position\": 96", "\"data_position\": -1")),
+               {"data_position -1"});
   expect_parts(error(forged("\"step\": 12", "\"step\": 1.5")), {"\"step\" is a number"});
   expect_parts(error(forged("\"step\": 12,", "")), {"has no \"step\""});
-  expect_parts(error(forged("\"step\": 12", "\"step\": 12, \"step\": 12")), {"\"step\" comes twice"});
-  expect_parts(error(forged("\"seed\"", "\"checksum\": \"\", \"seed\"")), {"\"checksum\" comes twice"});
+  expect_parts(error(forged("\"step\": 12", "\"step\": 12, \"step\": 12")),
+               {"\"step\" comes twice"});
+  expect_parts(error(forged("\"seed\"", "\"checksum\": \"\", \"seed\"")),
+               {"\"checksum\" comes twice"});
   expect_parts(error(forged("model.safetensors", "moesh.json")), {"lists itself"});
   expect_parts(error(forged("model.safetensors", "empty")), {"\"empty\" twice"});
   expect_parts(error(forged("optimizer/x", "../x")), {"does not name a file of this folder"});
   expect_parts(error(forged("optimizer/x", "/x")), {"does not name a file of this folder"});
   expect_parts(error(forged("optimizer/x", "a/b/x")), {"does not name a file of this folder"});
-  expect_parts(error(forged("\"size\": 5", "\"size\": 4194305")), {"4194305 bytes has 1 checksums", "2"});
+  expect_parts(error(forged("\"size\": 5", "\"size\": 4194305")),
+               {"4194305 bytes has 1 checksums", "2"});
   expect_parts(error(forged("\"size\": 5", "\"size\": -5")), {"\"size\" is -5"});
   expect_parts(error(forged("\"size\": 5", "\"size\": 18446744073709551615")), {"has 1 checksums"});
   expect_parts(error(forged("0123456789abcdef", "0123456789ABCDEF")), {"is not a checksum"});
   expect_parts(error(forged("\"b\": \"\"", "\"b\": 3")), {"\"b\" is a whole number", "a text"});
   expect_parts(error(forged("\"tiny\"", "\"\xff\"")), {"not JSON", "UTF-8"});
   expect_parts(error(sealed("")), {"not JSON"});
-  expect_parts(error_of([] { write_manifest({.files = {{.name = "../x"}}}); }, ErrorKind::data), {"does not name a file"});
-  expect_parts(error_of([] { write_manifest({.files = {{.name = "x", .size = 1}}}); }, ErrorKind::data), {"has 0 checksums"});
+  expect_parts(error_of([] { write_manifest({.files = {{.name = "../x"}}}); }, ErrorKind::data),
+               {"does not name a file"});
+  expect_parts(
+      error_of([] { write_manifest({.files = {{.name = "x", .size = 1}}}); }, ErrorKind::data),
+      {"has 0 checksums"});
 }
 
 TEST(Manifest, FindsEveryChangeOfAFile) {
@@ -118,9 +134,13 @@ TEST(Manifest, FindsEveryChangeOfAFile) {
   for (std::uint64_t i = 0; i < 20; ++i) {
     const std::size_t at = i == 0 ? bytes.size() - 1 : random.below(i, bytes.size());
     std::fstream out(file.path(), std::ios::in | std::ios::out | std::ios::binary);
-    out.seekp(static_cast<std::streamoff>(at)).put(static_cast<char>(bytes[at] ^ 1 << i % 8)).flush();
-    const std::string bytes_of_block = at < kBlockBytes ? "bytes 0 to 4194304" : "bytes 4194304 to 4194314";
-    expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data), {"\"x.bin\" is damaged", bytes_of_block});
+    out.seekp(static_cast<std::streamoff>(at))
+        .put(static_cast<char>(bytes[at] ^ 1 << i % 8))
+        .flush();
+    const std::string bytes_of_block =
+        at < kBlockBytes ? "bytes 0 to 4194304" : "bytes 4194304 to 4194314";
+    expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data),
+                 {"\"x.bin\" is damaged", bytes_of_block});
     out.seekp(static_cast<std::streamoff>(at)).put(bytes[at]).flush();
     EXPECT_NO_THROW(check_file(folder, hashed));
   }
@@ -131,7 +151,8 @@ TEST(Manifest, FindsEveryChangeOfAFile) {
   expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data),
                {"\"x.bin\" is damaged", "has 4194313 bytes", "4194314"});
   fs::remove(file.path());
-  expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data), {"x.bin", "No such file"});
+  expect_parts(error_of([&] { check_file(folder, hashed); }, ErrorKind::data),
+               {"x.bin", "No such file"});
 }
 
 TEST(Manifest, ABlockIsCheckedWhole) {
@@ -140,8 +161,10 @@ TEST(Manifest, ABlockIsCheckedWhole) {
     check_block(file, index, std::as_bytes(std::span(bytes)));
   };
   EXPECT_NO_THROW(check(0, "abc"));
-  expect_parts(error_of([&] { check(0, "abd"); }, ErrorKind::data), {"\"x\" is damaged", "bytes 0 to 3"});
-  expect_parts(error_of([&] { check(0, "ab"); }, ErrorKind::internal), {"has 3 bytes; 2 were given"});
+  expect_parts(error_of([&] { check(0, "abd"); }, ErrorKind::data),
+               {"\"x\" is damaged", "bytes 0 to 3"});
+  expect_parts(error_of([&] { check(0, "ab"); }, ErrorKind::internal),
+               {"has 3 bytes; 2 were given"});
   expect_parts(error_of([&] { check(1, ""); }, ErrorKind::internal), {"has 1 blocks"});
 }
 
@@ -149,9 +172,11 @@ TEST(Manifest, IsReadFromAFolder) {
   const TemporaryFile file(kManifestFile, write_manifest(example()));
   EXPECT_EQ(read_manifest(fs::path(file.path()).parent_path().string()), example());
   const TemporaryFile broken(kManifestFile, "{}");
-  expect_parts(error_of([&] { read_manifest(fs::path(broken.path()).parent_path().string()); }, ErrorKind::data),
+  expect_parts(error_of([&] { read_manifest(fs::path(broken.path()).parent_path().string()); },
+                        ErrorKind::data),
                {broken.path() + ": ", "damaged"});
-  expect_parts(error_of([&] { hash_file(testing::TempDir(), "../x"); }, ErrorKind::data), {"does not name a file"});
+  expect_parts(error_of([&] { hash_file(testing::TempDir(), "../x"); }, ErrorKind::data),
+               {"does not name a file"});
 }
 
 }  // namespace

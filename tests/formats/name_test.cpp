@@ -13,32 +13,36 @@ TEST(Name, IsShownWithoutWritingToTheTerminal) {
 }
 
 TEST(Name, OfAFileIsNoPath) {
-  for (const char* name : {"model.safetensors", "model-00001-of-00002.safetensors", "a", "a..b", "~x", "grün"}) {
+  for (const char* name :
+       {"model.safetensors", "model-00001-of-00002.safetensors", "a", "a..b", "~x", "grün"}) {
     EXPECT_NO_THROW(check_file_name(name)) << name;
     EXPECT_NO_THROW(check_file_path(name)) << name;
     EXPECT_NO_THROW(check_file_path(std::string("optimizer/") + name)) << name;
   }
-  const std::vector<std::pair<std::string, std::string>> wrong = {{"", "it is empty"},
-                                                                  {".", "dot"},
-                                                                  {"..", "dot"},
-                                                                  {".hidden", "dot"},
-                                                                  {"../model", "dot"},
-                                                                  {"/etc/passwd", "path"},
-                                                                  {"a\\b", "path"},
-                                                                  {"a/../../b", "path"},
-                                                                  {"a/", "path"},
-                                                                  {"C:\\x", "path"},
-                                                                  {std::string("a\0b", 3), "control"},
-                                                                  {"a\nb", "control"},
-                                                                  {std::string(256, 'a'), "longer than 255"}};
+  const std::vector<std::pair<std::string, std::string>> wrong = {
+      {"", "it is empty"},
+      {".", "dot"},
+      {"..", "dot"},
+      {".hidden", "dot"},
+      {"../model", "dot"},
+      {"/etc/passwd", "path"},
+      {"a\\b", "path"},
+      {"a/../../b", "path"},
+      {"a/", "path"},
+      {"C:\\x", "path"},
+      {std::string("a\0b", 3), "control"},
+      {"a\nb", "control"},
+      {std::string(256, 'a'), "longer than 255"}};
   for (const auto& [name, reason] : wrong)
-    expect_parts(error_of([&] { check_file_name(name); }, ErrorKind::data), {"does not name a file of this folder", reason});
+    expect_parts(error_of([&] { check_file_name(name); }, ErrorKind::data),
+                 {"does not name a file of this folder", reason});
 }
 
 TEST(Name, OfAFileInAFolderLeadsNowhereElse) {
-  for (const char* path :
-       {"", "/", "/a", "a/", "a//b", "../a", "a/..", "./a", "a/.b", ".a/b", "a/b/c", "a/b\\c", "a\\b/c", "..", "a/../b"})
-    expect_parts(error_of([&] { check_file_path(path); }, ErrorKind::data), {"does not name a file of this folder"});
+  for (const char* path : {"", "/", "/a", "a/", "a//b", "../a", "a/..", "./a", "a/.b", ".a/b",
+                           "a/b/c", "a/b\\c", "a\\b/c", "..", "a/../b"})
+    expect_parts(error_of([&] { check_file_path(path); }, ErrorKind::data),
+                 {"does not name a file of this folder"});
 }
 
 }  // namespace

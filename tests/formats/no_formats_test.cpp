@@ -20,13 +20,16 @@ TEST(NoToml, SaysThatItWasLeftOut) {
 TEST(NoJson, SaysThatItWasLeftOut) {
   EXPECT_FALSE(has_json());
   std::istringstream lines("{\"text\": \"a\"}\n");
-  expect_parts(error_of([&] { each_json_text(lines, "a.jsonl", "text", [](const std::string&) {}); }, ErrorKind::data),
-               {"a.jsonl", "built without nlohmann/json", "nlohmann-json3-dev"});
+  expect_parts(
+      error_of([&] { each_json_text(lines, "a.jsonl", "text", [](const std::string&) {}); },
+               ErrorKind::data),
+      {"a.jsonl", "built without nlohmann/json", "nlohmann-json3-dev"});
 }
 
 TEST(NoJson, SaysSoOfEveryFormatThatIsJson) {
   for (const std::string& text :
-       {error_of([] { parse_json("{}", "config.json"); }, ErrorKind::data), error_of([] { to_json({}); }, ErrorKind::data),
+       {error_of([] { parse_json("{}", "config.json"); }, ErrorKind::data),
+        error_of([] { to_json({}); }, ErrorKind::data),
         error_of([] { json_quoted(""); }, ErrorKind::data)})
     expect_parts(text, {"built without nlohmann/json", "MOESH_JSON_INCLUDE"});
 }

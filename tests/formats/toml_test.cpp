@@ -20,10 +20,11 @@ TEST(Toml, IsAFlatListInTheOrderOfItsLines) {
       "a.b = 'c'\n"
       "inline = { x = 1, y = 2.5 }\n",
       "run.toml");
-  const std::vector<TomlEntry> expected{{"title", std::string("first"), 2}, {"training.steps", std::int64_t{1000}, 4},
-                                        {"training.lr", 1e-3, 5},           {"data.shuffle", false, 7},
-                                        {"data.a.b", std::string("c"), 8},  {"data.inline.x", std::int64_t{1}, 9},
-                                        {"data.inline.y", 2.5, 9}};
+  const std::vector<TomlEntry> expected{
+      {"title", std::string("first"), 2}, {"training.steps", std::int64_t{1000}, 4},
+      {"training.lr", 1e-3, 5},           {"data.shuffle", false, 7},
+      {"data.a.b", std::string("c"), 8},  {"data.inline.x", std::int64_t{1}, 9},
+      {"data.inline.y", 2.5, 9}};
   EXPECT_EQ(entries, expected);
   EXPECT_TRUE(has_toml());
   EXPECT_TRUE(parse_toml("", "empty.toml").empty());
@@ -35,7 +36,9 @@ TEST(Toml, ReadsFiles) {
 }
 
 TEST(Toml, ErrorsNameFileAndLine) {
-  const auto error = [](const std::string& text) { return error_of([&] { parse_toml(text, "run.toml"); }, ErrorKind::config); };
+  const auto error = [](const std::string& text) {
+    return error_of([&] { parse_toml(text, "run.toml"); }, ErrorKind::config);
+  };
   expect_parts(error("[training]\nsteps = \n"), {"run.toml:2: "});
   expect_parts(error("[training\nsteps = 1\n"), {"run.toml:1: "});
   expect_parts(error("a = 1\n\na = 2\n"), {"run.toml:3: "});    // twice
@@ -49,27 +52,28 @@ TEST(Toml, ErrorsNameFileAndLine) {
 }
 
 TEST(Toml, WrittenValuesReadBackTheSame) {
-  const std::vector<TomlValue> values{true,
-                                      false,
-                                      std::int64_t{0},
-                                      std::int64_t{-7},
-                                      std::numeric_limits<std::int64_t>::max(),
-                                      std::numeric_limits<std::int64_t>::min(),
-                                      0.0,
-                                      1.0,
-                                      -2.5,
-                                      0.1,
-                                      1e-8,
-                                      1e300,
-                                      6.02214076e23,
-                                      std::nextafter(1.0, 2.0),
-                                      std::numeric_limits<double>::denorm_min(),
-                                      std::numeric_limits<double>::infinity(),
-                                      -std::numeric_limits<double>::infinity(),
-                                      std::string(),
-                                      std::string("plain"),
-                                      std::string("C:\\data \"quoted\"\n\ttab\r\x01\x7f # no comment"),
-                                      std::string("grün")};
+  const std::vector<TomlValue> values{
+      true,
+      false,
+      std::int64_t{0},
+      std::int64_t{-7},
+      std::numeric_limits<std::int64_t>::max(),
+      std::numeric_limits<std::int64_t>::min(),
+      0.0,
+      1.0,
+      -2.5,
+      0.1,
+      1e-8,
+      1e300,
+      6.02214076e23,
+      std::nextafter(1.0, 2.0),
+      std::numeric_limits<double>::denorm_min(),
+      std::numeric_limits<double>::infinity(),
+      -std::numeric_limits<double>::infinity(),
+      std::string(),
+      std::string("plain"),
+      std::string("C:\\data \"quoted\"\n\ttab\r\x01\x7f # no comment"),
+      std::string("grün")};
   for (const TomlValue& value : values) {
     const auto entries = parse_toml("key = " + to_toml(value), "written");
     ASSERT_EQ(entries.size(), 1u);

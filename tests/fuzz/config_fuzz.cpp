@@ -13,6 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (!value) return 0;
   const std::string written = to_json(*value);
   must(parse_json(written, "config") == *value, "a value reads back as it was written");
-  must(nlohmann::json::parse(text) == nlohmann::json::parse(written), "nlohmann/json reads the same value");
+  must(nlohmann::json::parse(text) == nlohmann::json::parse(written),
+       "nlohmann/json reads the same value");
   return 0;
 }

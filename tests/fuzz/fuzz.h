@@ -1,6 +1,7 @@
 #pragma once
-// What the fuzz targets share. A target hands its input to a parser: an Error (data) is an answer, and anything else that goes
-// wrong, a broken promise too, ends the program, which is what the fuzzer looks for.
+// What the fuzz targets share. A target hands its input to a parser: an Error (data) is an answer,
+// and anything else that goes wrong, a broken promise too, ends the program, which is what the
+// fuzzer looks for.
 
 #include <cstddef>
 #include <cstdint>
@@ -37,7 +38,8 @@ struct Input {
   std::string_view rest;
 
   Input(const std::uint8_t* data, std::size_t size)
-      : raw(size > 0 && data[0] == 'r'), rest(reinterpret_cast<const char*>(data) + (size > 0), size - (size > 0)) {}
+      : raw(size > 0 && data[0] == 'r'),
+        rest(reinterpret_cast<const char*>(data) + (size > 0), size - (size > 0)) {}
 };
 
 }  // namespace moesh::fuzz

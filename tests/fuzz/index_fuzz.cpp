@@ -11,8 +11,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (!index) return 0;
   for (const std::string& file : index->files()) {
     must(file.find_first_of("/\\") == std::string::npos, "a file is no path");
-    must(!file.empty() && file.front() != '.' && file.find('\0') == std::string::npos, "a file has a name");
+    must(!file.empty() && file.front() != '.' && file.find('\0') == std::string::npos,
+         "a file has a name");
   }
-  must(parse_safetensors_index(write_safetensors_index(*index), "index") == *index, "an index reads back as it was written");
+  must(parse_safetensors_index(write_safetensors_index(*index), "index") == *index,
+       "an index reads back as it was written");
   return 0;
 }

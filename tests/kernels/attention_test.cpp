@@ -1,4 +1,5 @@
-// The kernel against the formula, written with LibTorch's matmul and softmax in float64, and its autograd.
+// The kernel against the formula, written with LibTorch's matmul and softmax in float64, and its
+// autograd.
 
 #include "moesh/kernels/attention.h"
 
@@ -21,7 +22,8 @@ struct Shape {
   bool sinks = false;
 };
 
-// Every kind of block: one query, a part of a panel, several panels, an odd width, grouped heads, queries in the middle.
+// Every kind of block: one query, a part of a panel, several panels, an odd width, grouped heads,
+// queries in the middle.
 std::vector<Shape> shapes() {
   return {
       {1, 1, 1, 1, 1, 4, 4, {.scale = 0.5}},
@@ -42,14 +44,20 @@ std::vector<Shape> shapes() {
 
 at::Tensor formula(const Shape& s, const AttentionInput& in) {
   const auto per_key = s.heads / s.key_heads;
-  const at::Tensor q = in.q_BLhd.transpose(1, 2), k = in.k_BSgd.transpose(1, 2).repeat_interleave(per_key, 1),
+  const at::Tensor q = in.q_BLhd.transpose(1, 2),
+                   k = in.k_BSgd.transpose(1, 2).repeat_interleave(per_key, 1),
                    v = in.v_BSgv.transpose(1, 2).repeat_interleave(per_key, 1);
-  const at::Tensor position = at::arange(s.config.start, s.config.start + s.queries).unsqueeze(1), key = at::arange(s.keys);
+  const at::Tensor position = at::arange(s.config.start, s.config.start + s.queries).unsqueeze(1),
+                   key = at::arange(s.keys);
   at::Tensor hidden = key > position;
   if (s.config.window) hidden = hidden.logical_or(key <= position - s.config.window);
-  if (s.config.chunk) hidden = hidden.logical_or(key < position.div(s.config.chunk, "floor") * s.config.chunk);
+  if (s.config.chunk)
+    hidden = hidden.logical_or(key < position.div(s.config.chunk, "floor") * s.config.chunk);
   at::Tensor scores = (q.matmul(k.transpose(2, 3)) * s.config.scale).masked_fill(hidden, -INFINITY);
-  if (s.sinks) scores = at::cat({scores, in.sinks_h.reshape({1, s.heads, 1, 1}).expand({s.batch, s.heads, s.queries, 1})}, 3);
+  if (s.sinks)
+    scores = at::cat(
+        {scores, in.sinks_h.reshape({1, s.heads, 1, 1}).expand({s.batch, s.heads, s.queries, 1})},
+        3);
   return scores.softmax(3).narrow(3, 0, s.keys).matmul(v).transpose(1, 2);
 }
 
@@ -65,16 +73,22 @@ TEST_P(Attention, IsTheFormulaForwardAndBackward) {
   int number = 0;
   for (const Shape& s : shapes()) {
     const std::string what = "shape " + std::to_string(number++);
-    const auto random = [&](std::vector<std::int64_t> size) { return at::randn(size, at::kDouble).to(dtype); };
+    const auto random = [&](std::vector<std::int64_t> size) {
+      return at::randn(size, at::kDouble).to(dtype);
+    };
     // Keys and values as views of one tensor, as in multi-head latent attention.
     const at::Tensor kv = random({s.batch, s.keys, s.key_heads, s.d + s.v});
-    AttentionInput in{.q_BLhd = random({s.batch, s.queries, s.heads, s.d}),
-                      .k_BSgd = kv.narrow(3, 0, s.d),
-                      .v_BSgv = kv.narrow(3, s.d, s.v),
-                      .sinks_h = s.sinks ? at::randn({s.heads}, at::kDouble).to(wide) : at::Tensor()};
+    AttentionInput in{
+        .q_BLhd = random({s.batch, s.queries, s.heads, s.d}),
+        .k_BSgd = kv.narrow(3, 0, s.d),
+        .v_BSgv = kv.narrow(3, s.d, s.v),
+        .sinks_h = s.sinks ? at::randn({s.heads}, at::kDouble).to(wide) : at::Tensor()};
     const at::Tensor dy = random({s.batch, s.queries, s.heads, s.v});
-    const auto leaf = [](const at::Tensor& t) { return t.to(at::kDouble).clone().requires_grad_(true); };
-    AttentionInput exact{leaf(in.q_BLhd), leaf(in.k_BSgd), leaf(in.v_BSgv), s.sinks ? leaf(in.sinks_h) : at::Tensor()};
+    const auto leaf = [](const at::Tensor& t) {
+      return t.to(at::kDouble).clone().requires_grad_(true);
+    };
+    AttentionInput exact{leaf(in.q_BLhd), leaf(in.k_BSgd), leaf(in.v_BSgv),
+                         s.sinks ? leaf(in.sinks_h) : at::Tensor()};
     const at::Tensor want = formula(s, exact);
     torch::autograd::backward({want}, {dy.to(at::kDouble)});
 
@@ -85,7 +99,8 @@ TEST_P(Attention, IsTheFormulaForwardAndBackward) {
     expect_close(grads.q_BLhd, exact.q_BLhd.grad(), tolerance, what + ": dq");
     expect_close(grads.k_BSgd, exact.k_BSgd.grad(), tolerance, what + ": dk");
     expect_close(grads.v_BSgv, exact.v_BSgv.grad(), tolerance, what + ": dv");
-    if (s.sinks) expect_close(grads.sinks_h, exact.sinks_h.grad(), 10 * tolerance, what + ": d(sinks)");
+    if (s.sinks)
+      expect_close(grads.sinks_h, exact.sinks_h.grad(), 10 * tolerance, what + ": d(sinks)");
   }
 }
 
@@ -93,7 +108,9 @@ TEST_P(Attention, IsTheFormulaForwardAndBackward) {
 TEST_P(Attention, TheFutureIsNotSeen) {
   at::manual_seed(3);
   const AttentionConfig config{.scale = 0.3, .start = 0};
-  const auto random = [&](std::int64_t positions) { return at::randn({1, positions, 2, 8}, at::kDouble).to(GetParam()); };
+  const auto random = [&](std::int64_t positions) {
+    return at::randn({1, positions, 2, 8}, at::kDouble).to(GetParam());
+  };
   AttentionInput in{random(30), random(100), random(100), {}};
   const at::Tensor before = attention_forward(config, in).y_BLhv;
   in.k_BSgd.narrow(1, 30, 70).fill_(50), in.v_BSgv.narrow(1, 30, 70).fill_(-1000);
@@ -107,7 +124,9 @@ TEST_P(Attention, TheFutureIsNotSeen) {
 TEST_P(Attention, DoesNotDependOnTheNumberOfThreads) {
   at::manual_seed(5);
   const AttentionConfig config{.scale = 0.3};
-  const auto random = [&](std::int64_t heads) { return at::randn({2, 90, heads, 8}, at::kDouble).to(GetParam()); };
+  const auto random = [&](std::int64_t heads) {
+    return at::randn({2, 90, heads, 8}, at::kDouble).to(GetParam());
+  };
   const AttentionInput in{random(6), random(3), random(3), {}};
   const at::Tensor dy = random(6);
   const int before = at::get_num_threads();
@@ -127,7 +146,8 @@ TEST(AttentionErrors, SayWhatDoesNotFit) {
     attention_forward({}, {q, k, k, {}});
     FAIL() << "3 query heads on 2 key heads were taken";
   } catch (const Error& e) {
-    EXPECT_NE(std::string(e.what()).find("3 query heads and 2 key heads"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("3 query heads and 2 key heads"), std::string::npos)
+        << e.what();
   }
   EXPECT_THROW(attention_forward({.start = 3}, {k, k, k, {}}), Error);
 }

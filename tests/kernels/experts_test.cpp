@@ -15,7 +15,8 @@
 namespace moesh::kernels {
 namespace {
 
-// How tokens choose: at random, all the same experts, or only the even ones (the others stay without rows).
+// How tokens choose: at random, all the same experts, or only the even ones (the others stay
+// without rows).
 enum class Load { random, one, even };
 
 struct Case {
@@ -32,7 +33,8 @@ struct Case {
        << (config.scores == ScoreSide::none     ? " none"
            : config.scores == ScoreSide::before ? " before"
                                                 : " after")
-       << (biases ? " biases" : "") << (indexed ? " indexed" : " rows") << " load " << static_cast<int>(load);
+       << (biases ? " biases" : "") << (indexed ? " indexed" : " rows") << " load "
+       << static_cast<int>(load);
     return os.str();
   }
 };
@@ -49,11 +51,13 @@ struct Problem {
   at::Tensor dy_TD;
 
   explicit Problem(const Case& chosen, at::ScalarType dtype) : c(chosen) {
-    const double weight = c.config.activation == Activation::swiglu ? 1 : 3;  // some beyond the clamps
+    const double weight =
+        c.config.activation == Activation::swiglu ? 1 : 3;  // some beyond the clamps
     const auto bias = [&](at::IntArrayRef sizes, const char* name) {
       return c.biases ? normal(sizes, name, dtype, 0.5) : at::Tensor();
     };
-    const double by_D = weight / std::sqrt(c.D), by_F = 1 / std::sqrt(std::max<std::int64_t>(1, c.F));
+    const double by_D = weight / std::sqrt(c.D),
+                 by_F = 1 / std::sqrt(std::max<std::int64_t>(1, c.F));
     values = {normal({c.T, c.D}, "x", dtype),
               normal({c.T, c.K}, "scores", dtype == at::kDouble ? at::kDouble : at::kFloat),
               normal({c.E, c.F, c.D}, "w1", dtype, by_D),
@@ -79,9 +83,11 @@ struct Result {
 };
 
 using Forward = ExpertsOutput (*)(const ExpertsConfig&, const ExpertsWeights&, const ExpertsInput&);
-using Backward = ExpertsGradients (*)(const ExpertsConfig&, const ExpertsWeights&, const ExpertsSaved&, const at::Tensor&);
+using Backward = ExpertsGradients (*)(const ExpertsConfig&, const ExpertsWeights&,
+                                      const ExpertsSaved&, const at::Tensor&);
 
-Result run(const Problem& p, const Values& values, Forward forward = experts_forward, Backward backward = experts_backward) {
+Result run(const Problem& p, const Values& values, Forward forward = experts_forward,
+           Backward backward = experts_backward) {
   const Case& c = p.c;
   const Sorted s = sort_by_expert(p.experts_TK, c.E);
   ExpertsInput in{.x = values[0], .counts_e = s.counts_e.cpu()};
@@ -92,14 +98,22 @@ Result run(const Problem& p, const Values& values, Forward forward = experts_for
     in.x = gather_rows(values[0], s.token_R);
   const auto weights = Problem::weights(values);
   const ExpertsOutput out = forward(c.config, weights, in);
-  const auto g = backward(c.config, weights, out.saved, c.indexed ? p.dy_TD : gather_rows(p.dy_TD, s.token_R));
+  const auto g =
+      backward(c.config, weights, out.saved, c.indexed ? p.dy_TD : gather_rows(p.dy_TD, s.token_R));
   Result r;
   r.y = c.indexed ? out.y : combine_rows(out.y, s.inverse_TK);
   const at::Tensor dx = c.indexed ? g.x : combine_rows(g.x, s.inverse_TK);
   const at::Tensor d_scores =
-      values[1].defined() ? gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(values[1]) : at::Tensor();
-  r.gradients = {
-      dx, d_scores, g.weights.w1_eFD, g.weights.w3_eFD, g.weights.w2_eDF, g.weights.b1_eF, g.weights.b3_eF, g.weights.b2_eD};
+      values[1].defined() ? gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(values[1])
+                          : at::Tensor();
+  r.gradients = {dx,
+                 d_scores,
+                 g.weights.w1_eFD,
+                 g.weights.w3_eFD,
+                 g.weights.w2_eDF,
+                 g.weights.b1_eF,
+                 g.weights.b3_eF,
+                 g.weights.b2_eD};
   return r;
 }
 
@@ -110,15 +124,18 @@ Result reference(const Problem& p) {
     leaves.push_back(v.defined() ? v.cpu().to(at::kDouble).clone().set_requires_grad(true) : v);
     if (v.defined()) present.push_back(leaves.back());
   }
-  const at::Tensor weights_TK = leaves[1].defined() ? leaves[1] : at::ones({p.c.T, p.c.K}, at::kDouble);
+  const at::Tensor weights_TK =
+      leaves[1].defined() ? leaves[1] : at::ones({p.c.T, p.c.K}, at::kDouble);
   Result r;
-  r.y = ref::experts(p.c.config, Problem::weights(leaves), leaves[0], {p.experts_TK.cpu(), weights_TK});
+  r.y = ref::experts(p.c.config, Problem::weights(leaves), leaves[0],
+                     {p.experts_TK.cpu(), weights_TK});
   if (p.c.T == 0) {  // no op, so no graph: all gradients are zeros
-    for (const auto& leaf : leaves) r.gradients.push_back(leaf.defined() ? at::zeros_like(leaf) : leaf);
+    for (const auto& leaf : leaves)
+      r.gradients.push_back(leaf.defined() ? at::zeros_like(leaf) : leaf);
     return r;
   }
-  const auto found =
-      torch::autograd::grad({r.y}, present, {p.dy_TD.cpu().to(at::kDouble)}, std::nullopt, false, /*allow_unused=*/true);
+  const auto found = torch::autograd::grad({r.y}, present, {p.dy_TD.cpu().to(at::kDouble)},
+                                           std::nullopt, false, /*allow_unused=*/true);
   size_t next = 0;
   for (const auto& leaf : leaves) {
     if (!leaf.defined())
@@ -145,19 +162,23 @@ void check(const Case& c, at::ScalarType dtype) {
   const Result want = reference(p);
   const Poison poison;
   expect_same(run(p, p.values), want, tolerance(dtype), "");
-  expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want, tolerance(dtype), "libtorch");
+  expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want,
+              tolerance(dtype), "libtorch");
 }
 
 const at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16};
 
-ExpertsConfig with(ScoreSide side, Activation activation = Activation::swiglu) { return {activation, side}; }
+ExpertsConfig with(ScoreSide side, Activation activation = Activation::swiglu) {
+  return {activation, side};
+}
 
 TEST(Experts, EveryOptionAgreesWithTheReference) {
   for (auto dtype : kDtypes) {
     for (auto activation : {Activation::swiglu, Activation::clamped_swiglu}) {
       for (auto side : {ScoreSide::none, ScoreSide::before, ScoreSide::after}) {
         for (bool biases : {false, true}) {
-          for (bool indexed : {false, true}) check({11, 10, 6, 5, 2, {activation, side}, biases, indexed}, dtype);
+          for (bool indexed : {false, true})
+            check({11, 10, 6, 5, 2, {activation, side}, biases, indexed}, dtype);
         }
       }
     }
@@ -179,11 +200,13 @@ TEST(Experts, EveryRemainder) {
 TEST(Experts, UnevenLoads) {
   for (auto dtype : kDtypes) {
     for (bool indexed : {false, true}) {
-      for (auto load : {Load::one, Load::even}) check({9, 6, 5, 8, 2, with(ScoreSide::after), true, indexed, load}, dtype);
+      for (auto load : {Load::one, Load::even})
+        check({9, 6, 5, 8, 2, with(ScoreSide::after), true, indexed, load}, dtype);
       check({0, 6, 5, 3, 2, with(ScoreSide::after), true, indexed}, dtype);
       check({1, 6, 5, 3, 1, with(ScoreSide::after), true, indexed}, dtype);
       check({6, 6, 5, 3, 3, with(ScoreSide::after), true, indexed}, dtype);  // K = E
-      check({6, 8, 0, 3, 2, with(ScoreSide::after), true, indexed}, dtype);  // more ranks than hidden units: this one has none
+      check({6, 8, 0, 3, 2, with(ScoreSide::after), true, indexed},
+            dtype);  // more ranks than hidden units: this one has none
     }
   }
 }
@@ -202,8 +225,11 @@ Result plain_ops(const Problem& p) {
     const at::Tensor score = leaves[1].index({token, hits.select(1, 1)}).unsqueeze(1);
     at::Tensor x = leaves[0].index({token});
     if (before) x = x * score;
-    const auto bias = [&](int i) { return leaves[i].defined() ? leaves[i][e] : at::zeros({1}, at::kDouble); };
-    const at::Tensor h = at::silu(x.mm(leaves[2][e].t()) + bias(5)) * (x.mm(leaves[3][e].t()) + bias(6));
+    const auto bias = [&](int i) {
+      return leaves[i].defined() ? leaves[i][e] : at::zeros({1}, at::kDouble);
+    };
+    const at::Tensor h =
+        at::silu(x.mm(leaves[2][e].t()) + bias(5)) * (x.mm(leaves[3][e].t()) + bias(6));
     at::Tensor rows = h.mm(leaves[4][e].t()) + bias(7);
     if (!before) rows = rows * score;
     y = y.index_add(0, token, rows);
@@ -211,22 +237,25 @@ Result plain_ops(const Problem& p) {
   return {y, torch::autograd::grad({y}, present, {p.dy_TD.cpu().to(at::kDouble)})};
 }
 
-// Past every block size of the CPU version: rows of a block, depth of a panel, tokens of a chunk, rows of a tile.
+// Past every block size of the CPU version: rows of a block, depth of a panel, tokens of a chunk,
+// rows of a tile.
 TEST(Experts, SizesBeyondOneBlock) {
   for (auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (const Case& c : std::vector<Case>{{600, 70, 66, 2, 1, with(ScoreSide::after), true, true, Load::one},
-                                           {600, 70, 66, 2, 2, with(ScoreSide::before), true, false},
-                                           {3, 2500, 3, 2, 1, with(ScoreSide::after), true},
-                                           {3, 3, 2500, 2, 1, with(ScoreSide::after), true},
-                                           {2300, 70, 6, 3, 2, with(ScoreSide::after), true},
-                                           {9000, 40, 20, 1, 1, with(ScoreSide::after), true},
-                                           {200, 300, 150, 2, 2, with(ScoreSide::after), true}}) {
+    for (const Case& c :
+         std::vector<Case>{{600, 70, 66, 2, 1, with(ScoreSide::after), true, true, Load::one},
+                           {600, 70, 66, 2, 2, with(ScoreSide::before), true, false},
+                           {3, 2500, 3, 2, 1, with(ScoreSide::after), true},
+                           {3, 3, 2500, 2, 1, with(ScoreSide::after), true},
+                           {2300, 70, 6, 3, 2, with(ScoreSide::after), true},
+                           {9000, 40, 20, 1, 1, with(ScoreSide::after), true},
+                           {200, 300, 150, 2, 2, with(ScoreSide::after), true}}) {
       SCOPED_TRACE(c.name() + " " + c10::toString(dtype));
       const Problem p(c, dtype);
       const Result want = plain_ops(p);
       const Poison poison;
       expect_same(run(p, p.values), want, tolerance(dtype), "");
-      expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want, tolerance(dtype), "libtorch");
+      expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want,
+                  tolerance(dtype), "libtorch");
     }
   }
 }
@@ -247,7 +276,9 @@ TEST(Experts, GradientsAreDerivatives) {
     for (auto side : {ScoreSide::before, ScoreSide::after}) {
       const Problem p({7, 5, 4, 3, 2, {activation, side}, true}, at::kDouble);
       const Result r = run(p, p.values);
-      const auto loss = [&](const Values& values) { return (run(p, values).y * p.dy_TD).sum().item<double>(); };
+      const auto loss = [&](const Values& values) {
+        return (run(p, values).y * p.dy_TD).sum().item<double>();
+      };
       for (size_t i = 0; i < kNames.size(); ++i) {
         const at::Tensor direction = normal(p.values[i].sizes(), "direction");
         constexpr double step = 1e-6;
@@ -276,7 +307,8 @@ TEST(Experts, ANanStaysWithItsToken) {
     Problem p({6, 4, 4, 3, 1, with(ScoreSide::after)}, dtype);
     p.values[0][2][1] = std::numeric_limits<double>::quiet_NaN();
     const at::Tensor bad = at::isnan(run(p, p.values).y).all(1).cpu();
-    expect_equal(bad.to(at::kLong), at::tensor({0, 0, 1, 0, 0, 0}, at::kLong), c10::toString(dtype));
+    expect_equal(bad.to(at::kLong), at::tensor({0, 0, 1, 0, 0, 0}, at::kLong),
+                 c10::toString(dtype));
   }
 }
 
@@ -286,14 +318,17 @@ TEST(Experts, RangesAddUpToTheWhole) {
     const Problem p({13, 6, 5, 6, 3, with(ScoreSide::after), true}, dtype);
     const Result want = reference(p);
     at::Tensor y, dx, d_scores;
-    for (const ExpertRange range : {ExpertRange{0, 2}, ExpertRange{2, 0}, ExpertRange{2, 3}, ExpertRange{5, 1}}) {
+    for (const ExpertRange range :
+         {ExpertRange{0, 2}, ExpertRange{2, 0}, ExpertRange{2, 3}, ExpertRange{5, 1}}) {
       const Poison poison;
       const Sorted s = sort_by_expert(p.experts_TK, p.c.E, range);
       ExpertsWeights w = Problem::weights(p.values);
       for (at::Tensor* t : {&w.w1_eFD, &w.w3_eFD, &w.w2_eDF, &w.b1_eF, &w.b3_eF, &w.b2_eD})
         *t = t->narrow(0, range.first, range.count);
-      const auto out = experts_forward(
-          p.c.config, w, {p.values[0], s.counts_e.cpu(), gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK});
+      const auto out =
+          experts_forward(p.c.config, w,
+                          {p.values[0], s.counts_e.cpu(),
+                           gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK});
       const auto g = experts_backward(p.c.config, w, out.saved, p.dy_TD);
       const at::Tensor part = gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(p.values[1]);
       y = y.defined() ? y + out.y : out.y;
@@ -308,20 +343,24 @@ TEST(Experts, RangesAddUpToTheWhole) {
 
 // After an exchange rows are rank-major: with K = 1 the experts undo that permutation themselves.
 TEST(Experts, PermutedRowsComeBackInTheirPlace) {
-  const Reordered order = rank_major_to_expert_major(at::tensor({2, 3, 1, 4, 0, 2}, at::kLong).view({3, 2}), test_device());
+  const Reordered order = rank_major_to_expert_major(
+      at::tensor({2, 3, 1, 4, 0, 2}, at::kLong).view({3, 2}), test_device());
   const Problem p({12, 6, 5, 2, 1, with(ScoreSide::after)}, at::kFloat);
   const ExpertsWeights w = Problem::weights(p.values);
   const at::Tensor scores_R = normal({12}, "row scores", at::kFloat);
-  const auto fused =
-      experts_forward(p.c.config, w, {p.values[0], order.totals_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
-  const auto plain = experts_forward(p.c.config, w, {gather_rows(p.values[0], order.index_R), order.totals_e, scores_R});
+  const auto fused = experts_forward(
+      p.c.config, w,
+      {p.values[0], order.totals_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
+  const auto plain = experts_forward(
+      p.c.config, w, {gather_rows(p.values[0], order.index_R), order.totals_e, scores_R});
   expect_close(fused.y, gather_rows(plain.y, order.inverse_R), 1e-6, "y");
 }
 
 TEST(Experts, SavedStateIsTheInputAndThePreActivations) {
   const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after), true}, at::kBFloat16);
   const Sorted s = sort_by_expert(p.experts_TK, 3);
-  const ExpertsInput in{p.values[0], s.counts_e.cpu(), gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
+  const ExpertsInput in{p.values[0], s.counts_e.cpu(),
+                        gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
   const auto saved = experts_forward(p.c.config, Problem::weights(p.values), in).saved;
   EXPECT_EQ(saved.input.x.data_ptr(), in.x.data_ptr());
   EXPECT_EQ(saved.input.scores_R.data_ptr(), in.scores_R.data_ptr());
@@ -343,7 +382,8 @@ TEST(Experts, BitsDoNotDependOnThreads) {
       at::set_num_threads(threads);
       const Result many = run(p, p.values);
       expect_equal(many.y, one.y, "y");
-      for (size_t i = 0; i < kNames.size(); ++i) expect_equal(many.gradients[i], one.gradients[i], kNames[i]);
+      for (size_t i = 0; i < kNames.size(); ++i)
+        expect_equal(many.gradients[i], one.gradients[i], kNames[i]);
     }
   }
   at::set_num_threads(before);
@@ -362,7 +402,8 @@ TEST(Experts, RanksMayCallAtTheSameTime) {
   for (auto& rank : ranks) rank.join();
   for (const auto& result : got) {
     expect_equal(result.y, want.y, "y");
-    for (size_t i = 0; i < kNames.size(); ++i) expect_equal(result.gradients[i], want.gradients[i], kNames[i]);
+    for (size_t i = 0; i < kNames.size(); ++i)
+      expect_equal(result.gradients[i], want.gradients[i], kNames[i]);
   }
 }
 
@@ -374,9 +415,11 @@ TEST(Experts, PoisonIsOn) {
 TEST(Experts, WrongArgumentsAreNamed) {
   const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after), true}, at::kFloat);
   const Sorted s = sort_by_expert(p.experts_TK, 3);
-  const ExpertsInput good{p.values[0], s.counts_e.cpu(), gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
+  const ExpertsInput good{p.values[0], s.counts_e.cpu(),
+                          gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
   const ExpertsWeights weights = Problem::weights(p.values);
-  const auto message = [&](const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) -> std::string {
+  const auto message = [&](const ExpertsConfig& config, const ExpertsWeights& w,
+                           const ExpertsInput& in) -> std::string {
     try {
       experts_forward(config, w, in);
     } catch (const Error& e) {
@@ -415,9 +458,12 @@ TEST(Experts, RowsOutOfOrderAreRefusedOnTheCpu) {
   const at::Tensor w = at::zeros({1, 2, 2});
   const auto rows = [&](std::vector<std::int64_t> tokens) {
     const at::Tensor token_R = at::tensor(tokens, at::kLong);
-    experts_forward(
-        {.scores = ScoreSide::none}, {w, w, w},
-        {at::zeros({2, 2}), at::tensor({token_R.numel()}, at::kLong), {}, token_R, at::tensor({0, 1}, at::kLong).view({2, 1})});
+    experts_forward({.scores = ScoreSide::none}, {w, w, w},
+                    {at::zeros({2, 2}),
+                     at::tensor({token_R.numel()}, at::kLong),
+                     {},
+                     token_R,
+                     at::tensor({0, 1}, at::kLong).view({2, 1})});
   };
   EXPECT_NO_THROW(rows({0, 1}));
   EXPECT_THROW(rows({1, 0}), Error);

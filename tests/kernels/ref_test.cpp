@@ -16,14 +16,16 @@ TEST(RefRouter, SoftmaxMatchesSortAndGather) {
   const Routing plain = route({.score = ScoreFunction::softmax, .top_k = 3}, logits, {});
   expect_equal(plain.experts_TK, experts, "experts");
   expect_close(plain.weights_TK, weights, 1e-14, "weights");
-  const Routing normalised = route({.score = ScoreFunction::softmax, .top_k = 3, .normalise = true, .scale = 2.5}, logits, {});
+  const Routing normalised = route(
+      {.score = ScoreFunction::softmax, .top_k = 3, .normalise = true, .scale = 2.5}, logits, {});
   expect_close(normalised.weights_TK, 2.5 * weights / weights.sum(1, true), 1e-14, "normalised");
 }
 
 TEST(RefRouter, SoftmaxOfChosenIsTheNormalisedSoftmax) {
   const at::Tensor logits = normal({20, 7}, "logits").cpu();
   const Routing a = route({.score = ScoreFunction::softmax_of_chosen, .top_k = 3}, logits, {});
-  const Routing b = route({.score = ScoreFunction::softmax, .top_k = 3, .normalise = true}, logits, {});
+  const Routing b =
+      route({.score = ScoreFunction::softmax, .top_k = 3, .normalise = true}, logits, {});
   expect_equal(a.experts_TK, b.experts_TK, "experts");
   expect_close(a.weights_TK, b.weights_TK, 1e-14, "weights");
 }
@@ -36,26 +38,33 @@ TEST(RefRouter, BiasSteersTheChoiceOnly) {
 }
 
 TEST(RefRouter, GroupsLimitTheChoice) {
-  // Group scores (two best): {3 + 0, 2 + 2}: the second group wins although the best expert is in the first.
+  // Group scores (two best): {3 + 0, 2 + 2}: the second group wins although the best expert is in
+  // the first.
   const at::Tensor logits = at::tensor({3.0, 0.0, 0.0, 2.0, 2.0, 1.0}, at::kDouble).view({1, 6});
-  RouterConfig config{.score = ScoreFunction::softmax_of_chosen, .top_k = 2, .num_groups = 2, .top_groups = 1};
-  expect_equal(route(config, logits, {}).experts_TK, at::tensor({3, 4}, at::kLong).view({1, 2}), "one group");
+  RouterConfig config{
+      .score = ScoreFunction::softmax_of_chosen, .top_k = 2, .num_groups = 2, .top_groups = 1};
+  expect_equal(route(config, logits, {}).experts_TK, at::tensor({3, 4}, at::kLong).view({1, 2}),
+               "one group");
   config.top_groups = 2;
-  expect_equal(route(config, logits, {}).experts_TK, at::tensor({0, 3}, at::kLong).view({1, 2}), "both groups");
+  expect_equal(route(config, logits, {}).experts_TK, at::tensor({0, 3}, at::kLong).view({1, 2}),
+               "both groups");
   config.num_groups = 6;
   EXPECT_THROW(route(config, logits, {}), Error);
 }
 
 TEST(RefRouter, TiesGoToTheLowestIndex) {
-  const Routing r = route({.top_k = 2, .num_groups = 2, .top_groups = 1}, at::zeros({1, 6}, at::kDouble), {});
+  const Routing r =
+      route({.top_k = 2, .num_groups = 2, .top_groups = 1}, at::zeros({1, 6}, at::kDouble), {});
   expect_equal(r.experts_TK, at::tensor({0, 1}, at::kLong).view({1, 2}), "experts");
 }
 
 TEST(RefMoe, IsASumOfWeightedMlps) {
-  const at::Tensor x = normal({4, 5}, "x").cpu(), gate = normal({3, 5}, "gate").cpu(), w1 = normal({3, 6, 5}, "w1").cpu(),
-                   w3 = normal({3, 6, 5}, "w3").cpu(), w2 = normal({3, 5, 6}, "w2").cpu();
+  const at::Tensor x = normal({4, 5}, "x").cpu(), gate = normal({3, 5}, "gate").cpu(),
+                   w1 = normal({3, 6, 5}, "w1").cpu(), w3 = normal({3, 6, 5}, "w3").cpu(),
+                   w2 = normal({3, 5, 6}, "w2").cpu();
   const at::Tensor s = at::softmax(x.matmul(gate.t()), 1);
-  at::Tensor dense = at::zeros_like(x), before = at::zeros_like(x);  // K = E: every expert, no choice
+  at::Tensor dense = at::zeros_like(x),
+             before = at::zeros_like(x);  // K = E: every expert, no choice
   for (int e = 0; e < 3; ++e) {
     const auto mlp = [&](const at::Tensor& rows) {
       return (at::silu(rows.matmul(w1[e].t())) * rows.matmul(w3[e].t())).matmul(w2[e].t());

@@ -13,7 +13,8 @@ struct Version {
   at::Tensor (*gather)(const at::Tensor&, const at::Tensor&);
   at::Tensor (*combine)(const at::Tensor&, const at::Tensor&);
 };
-const Version kVersions[] = {{"public", gather_rows, combine_rows}, {"libtorch", cuda::gather_rows, cuda::combine_rows}};
+const Version kVersions[] = {{"public", gather_rows, combine_rows},
+                             {"libtorch", cuda::gather_rows, cuda::combine_rows}};
 
 // Every token chooses k different experts.
 at::Tensor choices(std::int64_t num_tokens, std::int64_t k, std::int64_t num_experts) {
@@ -32,7 +33,8 @@ TEST(GatherRows, CopiesRowsAndZeros) {
     }
     const at::Tensor numbers = longs({5, 6, 7});
     expect_equal(v.gather(numbers, longs({2, -1, 1})), longs({7, 0, 6}), "integers");
-    expect_equal(v.gather(normal({0, 3}, "x"), longs({-1})), at::zeros({1, 3}, at::kDouble), "from nothing");
+    expect_equal(v.gather(normal({0, 3}, "x"), longs({-1})), at::zeros({1, 3}, at::kDouble),
+                 "from nothing");
     EXPECT_EQ(v.gather(normal({4, 3}, "x"), longs({})).sizes(), at::IntArrayRef({0, 3}));
   }
   EXPECT_THROW(gather_rows(normal({3, 2}, "x"), longs({0}).to(at::kInt)), Error);
@@ -53,7 +55,8 @@ TEST(CombineRows, OfGatheredTokensIsKTimesTheToken) {
           const Poison poison;
           const Sorted s = sort_by_expert(choices(21, k, 6), 6);
           const at::Tensor x = normal({21, width}, "x", dtype);
-          expect_equal(v.combine(v.gather(x, s.token_R), s.inverse_TK), x * k, v.name);  // powers of two: exact
+          expect_equal(v.combine(v.gather(x, s.token_R), s.inverse_TK), x * k,
+                       v.name);  // powers of two: exact
         }
       }
     }
@@ -65,16 +68,20 @@ TEST(CombineRows, LeavesOutWhatIsElsewhere) {
     const Poison poison;
     const at::Tensor rows = normal({3, 5}, "rows", at::kFloat);
     const at::Tensor got = v.combine(rows, longs({0, -1, -1, -1, 2, 1, -1, 0}).view({4, 2}));
-    expect_equal(got, at::stack({rows[0], at::zeros_like(rows[0]), rows[2] + rows[1], rows[0]}), v.name);
-    expect_equal(v.combine(normal({0, 5}, "rows"), longs({-1, -1}).view({2, 1})), at::zeros({2, 5}, at::kDouble), "no rows");
-    expect_equal(v.combine(normal({3}, "flat"), longs({2, 1, 0}).view({3, 1})), normal({3}, "flat").flip(0), "flat");
+    expect_equal(got, at::stack({rows[0], at::zeros_like(rows[0]), rows[2] + rows[1], rows[0]}),
+                 v.name);
+    expect_equal(v.combine(normal({0, 5}, "rows"), longs({-1, -1}).view({2, 1})),
+                 at::zeros({2, 5}, at::kDouble), "no rows");
+    expect_equal(v.combine(normal({3}, "flat"), longs({2, 1, 0}).view({3, 1})),
+                 normal({3}, "flat").flip(0), "flat");
   }
 }
 
 TEST(CombineRows, SumsBfloat16InFloat32) {
   // 1 + 2^-8 + 2^-8: rounding after each step would lose both small terms.
   for (const auto& v : kVersions) {
-    const at::Tensor rows = at::tensor({1.0, 0.00390625, 0.00390625}).to(at::kBFloat16).view({3, 1}).to(test_device());
+    const at::Tensor rows =
+        at::tensor({1.0, 0.00390625, 0.00390625}).to(at::kBFloat16).view({3, 1}).to(test_device());
     const at::Tensor got = v.combine(rows, longs({0, 1, 2}).view({1, 3}));
     EXPECT_EQ(got.item<float>(), 1.0078125f) << v.name;
   }

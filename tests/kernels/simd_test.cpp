@@ -92,7 +92,8 @@ TYPED_TEST(Simd, TransposesRowsAndPads) {
           for (std::int64_t c = 0; c < columns; ++c) {
             for (std::int64_t r = 0; r < ld; ++r) {
               const double want = r < rows ? value(view.row(r)[c]) : r < depth ? 0 : 9;
-              ASSERT_EQ(value(out[c * ld + r]), want) << rows << " x " << columns << " at " << r << ", " << c;
+              ASSERT_EQ(value(out[c * ld + r]), want)
+                  << rows << " x " << columns << " at " << r << ", " << c;
             }
           }
         }
@@ -111,7 +112,8 @@ TYPED_TEST(Simd, PacksPanels) {
           const std::int64_t depth = (k + 3) / 2 * 2, stride = n + 1, wide = k + 2;
           // Element (r, c) of a panel.
           const auto at = [&](const std::vector<T>& panel, std::int64_t r, std::int64_t c) {
-            return value(pairs ? panel[r / 2 * 2 * kPanelColumns + 2 * c + r % 2] : panel[r * kPanelColumns + c]);
+            return value(pairs ? panel[r / 2 * 2 * kPanelColumns + 2 * c + r % 2]
+                               : panel[r * kPanelColumns + c]);
           };
           const auto x = numbers<T>((k + 2) * stride, "x"), w = numbers<T>(n * wide, "w");
           const auto index = shuffled(k);
@@ -119,7 +121,8 @@ TYPED_TEST(Simd, PacksPanels) {
           std::vector<T> panel(depth * kPanelColumns, make<T>(9));
           ops.pack(view, nullptr, k, depth, n, pairs, panel.data());
           for (std::int64_t r = 0; r < depth; ++r) {
-            for (std::int64_t c = 0; c < n; ++c) ASSERT_EQ(at(panel, r, c), r < k ? value(view.row(r)[c]) : 0) << k << " x " << n;
+            for (std::int64_t c = 0; c < n; ++c)
+              ASSERT_EQ(at(panel, r, c), r < k ? value(view.row(r)[c]) : 0) << k << " x " << n;
           }
           std::vector<T> turned(depth * kPanelColumns, make<T>(9));
           ops.pack_transposed(w.data(), w.data(), wide, n, k, pairs, turned.data());
@@ -144,7 +147,8 @@ Activated activated(bool clamped, double g, double u) {
     return {g * s * u, u * (s + g * s * (1 - s)), g * s};
   }
   const double gc = std::min(g, 7.0), uc = std::clamp(u, -7.0, 7.0), s = sigmoid(1.702 * gc);
-  return {(uc + 1) * gc * s, g > 7 ? 0 : (uc + 1) * (s + 1.702 * gc * s * (1 - s)), std::abs(u) > 7 ? 0 : gc * s};
+  return {(uc + 1) * gc * s, g > 7 ? 0 : (uc + 1) * (s + 1.702 * gc * s * (1 - s)),
+          std::abs(u) > 7 ? 0 : gc * s};
 }
 
 TYPED_TEST(Simd, Activates) {
@@ -157,14 +161,17 @@ TYPED_TEST(Simd, Activates) {
           const std::int64_t rows = 3, ld = columns + 2;
           const auto g = numbers<T>(rows * ld, "g", 5), u = numbers<T>(rows * ld, "u", 5);
           std::vector<A> wide_g, wide_u;
-          for (std::int64_t i = 0; i < rows * ld; ++i) wide_g.push_back(value(g[i])), wide_u.push_back(value(u[i]));
-          const auto dh = numbers<A>(rows * ld, "dh"), pre = numbers<A>(rows, "pre"), post = numbers<A>(rows, "post");
+          for (std::int64_t i = 0; i < rows * ld; ++i)
+            wide_g.push_back(value(g[i])), wide_u.push_back(value(u[i]));
+          const auto dh = numbers<A>(rows * ld, "dh"), pre = numbers<A>(rows, "pre"),
+                     post = numbers<A>(rows, "post");
           const auto b1 = plain ? std::vector<A>(columns) : numbers<A>(columns, "b1"),
                      b3 = plain ? b1 : numbers<A>(columns, "b3");
           std::vector<T> h(rows * ld), again(rows * ld), dg(rows * ld), du(rows * ld);
           std::vector<A> d_pre(rows, 1), d_post(rows, 1), db1(columns, 1), db3(columns, 1);
-          ops.activate({clamped, rows, columns, wide_g.data(), wide_u.data(), ld, plain ? nullptr : pre.data(), post.data(),
-                        b1.data(), b3.data(), h.data(), ld});
+          ops.activate({clamped, rows, columns, wide_g.data(), wide_u.data(), ld,
+                        plain ? nullptr : pre.data(), post.data(), b1.data(), b3.data(), h.data(),
+                        ld});
           ops.activate_backward({clamped,
                                  rows,
                                  columns,
@@ -221,10 +228,12 @@ TYPED_TEST(Simd, AddsAndStoresRows) {
   this->each([&](const auto& ops) {
     for (std::int64_t columns : {1, 3, 16, 31, 32, 33, 64}) {
       const std::int64_t rows = 12, ld = 70;
-      const auto c = numbers<A>(rows * ld, "c"), scale = numbers<A>(rows, "scale"), bias = numbers<A>(columns, "bias");
+      const auto c = numbers<A>(rows * ld, "c"), scale = numbers<A>(rows, "scale"),
+                 bias = numbers<A>(columns, "bias");
       const auto index = shuffled(rows);
       std::vector<A> acc(20 * ld, 1);
-      ops.add_rows(c.data(), ld, rows, columns, index.data(), 0, scale.data(), bias.data(), acc.data(), ld);
+      ops.add_rows(c.data(), ld, rows, columns, index.data(), 0, scale.data(), bias.data(),
+                   acc.data(), ld);
       std::vector<T> out(rows * 64), memory(rows * 64 + 64);
       T* streamed = memory.data();  // whole lines can go past the caches
       while (reinterpret_cast<std::uintptr_t>(streamed) % 64) ++streamed;
@@ -239,7 +248,8 @@ TYPED_TEST(Simd, AddsAndStoresRows) {
       ops.put_rows(c.data(), ld, rows, columns, nullptr, nullptr, out.data(), 64);
       ops.stream_rows(c.data(), ld, rows, columns, streamed, 64);
       for (std::int64_t r = 0; r < rows; ++r) {
-        for (std::int64_t j = 0; j < columns; ++j) ASSERT_EQ(value(streamed[r * 64 + j]), value(out[r * 64 + j]));
+        for (std::int64_t j = 0; j < columns; ++j)
+          ASSERT_EQ(value(streamed[r * 64 + j]), value(out[r * 64 + j]));
       }
     }
   });
@@ -265,7 +275,8 @@ TYPED_TEST(Simd, SumsRows) {
         double want = 2;
         for (std::int64_t r = 0; r < rows; ++r) want += scale[r] * value(view.row(r)[j]);
         ASSERT_NEAR(sums[j], want, kTolerance<A> * 20);
-        ASSERT_NEAR(value(combined[j]), 2 * value(x[2 * stride + j]) + value(x[j]), kTolerance<T> * 8);
+        ASSERT_NEAR(value(combined[j]), 2 * value(x[2 * stride + j]) + value(x[j]),
+                    kTolerance<T> * 8);
       }
       for (std::int64_t r = 0; r < rows; ++r) {
         double want = 2;
@@ -280,9 +291,12 @@ TYPED_TEST(Simd, RoundsToEvenAndKeepsNan) {
   using T = TypeParam;
   if constexpr (sizeof(T) == 2) {
     this->each([&](const auto& ops) {
-      const std::vector<float> in{1.00390625f, 1.01171875f, -0.0f, std::numeric_limits<float>::infinity(), std::nanf(""), 3e38f};
+      const std::vector<float> in{1.00390625f,   1.01171875f,
+                                  -0.0f,         std::numeric_limits<float>::infinity(),
+                                  std::nanf(""), 3e38f};
       std::vector<T> out(in.size());
-      ops.put_rows(in.data(), 0, 1, static_cast<std::int64_t>(in.size()), nullptr, nullptr, out.data(), 0);
+      ops.put_rows(in.data(), 0, 1, static_cast<std::int64_t>(in.size()), nullptr, nullptr,
+                   out.data(), 0);
       EXPECT_EQ(value(out[0]), 1.0);  // halfway: to even
       EXPECT_EQ(value(out[1]), 1.015625);
       EXPECT_EQ(out[2].bits, 0x8000);
@@ -308,7 +322,8 @@ TEST(SimdGemm, MultipliesAnySize) {
         for (std::int64_t k : {1, 2, 33}) {
           const auto a = numbers<double>(m * (k + 1), "a"), b = numbers<double>(k * (n + 2), "b");
           std::vector<double> c(m * (n + 3), 1);
-          for (bool add : {false, true}) simd_table(i).f64.gemm(m, n, k, a.data(), k + 1, b.data(), n + 2, c.data(), n + 3, add);
+          for (bool add : {false, true})
+            simd_table(i).f64.gemm(m, n, k, a.data(), k + 1, b.data(), n + 2, c.data(), n + 3, add);
           for (std::int64_t r = 0; r < m; ++r) {
             for (std::int64_t j = 0; j < n; ++j) {
               double want = 0;

@@ -28,7 +28,8 @@ TEST(SortByExpert, IsTheStableSort) {
           const at::Tensor experts = random_experts(num_tokens, k, num_experts);
           const Poison poison;
           const Sorted s = sort(experts, num_experts, {0, num_experts});
-          const at::Tensor order = at::argsort(experts.flatten(), /*stable=*/true, /*dim=*/0, /*descending=*/false);
+          const at::Tensor order =
+              at::argsort(experts.flatten(), /*stable=*/true, /*dim=*/0, /*descending=*/false);
           expect_equal(s.order_R, order, "order");
           expect_equal(s.token_R, order.div(k, "floor"), "token");
           expect_equal(s.counts_e, at::bincount(experts.flatten(), {}, num_experts), "counts");
@@ -42,8 +43,10 @@ TEST(SortByExpert, InverseUndoesTheOrder) {
   for (const Sort sort : kVersions) {
     const at::Tensor experts = random_experts(50, 3, 7);
     const Sorted s = sort(experts, 7, {0, 7});
-    expect_equal(s.inverse_TK.flatten().index_select(0, s.order_R), at::arange(150, s.order_R.options()), "inverse after order");
-    expect_equal(s.order_R.index_select(0, s.inverse_TK.flatten()), at::arange(150, s.order_R.options()), "order after inverse");
+    expect_equal(s.inverse_TK.flatten().index_select(0, s.order_R),
+                 at::arange(150, s.order_R.options()), "inverse after order");
+    expect_equal(s.order_R.index_select(0, s.inverse_TK.flatten()),
+                 at::arange(150, s.order_R.options()), "order after inverse");
     EXPECT_EQ(s.counts_e.sum().item<std::int64_t>(), 150);
   }
 }
@@ -52,18 +55,21 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
   for (const Sort sort : kVersions) {
     const at::Tensor experts = random_experts(40, 2, 9);
     const Sorted all = sort(experts, 9, {0, 9});
-    for (const ExpertRange range :
-         {ExpertRange{0, 4}, ExpertRange{4, 5}, ExpertRange{3, 1}, ExpertRange{9, 0}, ExpertRange{2, 0}}) {
+    for (const ExpertRange range : {ExpertRange{0, 4}, ExpertRange{4, 5}, ExpertRange{3, 1},
+                                    ExpertRange{9, 0}, ExpertRange{2, 0}}) {
       const Poison poison;
       const Sorted part = sort(experts, 9, range);
-      const std::int64_t skipped = all.counts_e.narrow(0, 0, range.first).sum().item<std::int64_t>();
+      const std::int64_t skipped =
+          all.counts_e.narrow(0, 0, range.first).sum().item<std::int64_t>();
       expect_equal(part.counts_e, all.counts_e.narrow(0, range.first, range.count), "counts");
       const std::int64_t num_rows = part.counts_e.sum().item<std::int64_t>();
       expect_equal(part.order_R, all.order_R.narrow(0, skipped, num_rows), "order");
       expect_equal(part.token_R, all.token_R.narrow(0, skipped, num_rows), "token");
       const at::Tensor shifted = all.inverse_TK - skipped;
       expect_equal(part.inverse_TK,
-                   at::where(at::logical_and(shifted >= 0, shifted < num_rows), shifted, at::full_like(shifted, -1)), "inverse");
+                   at::where(at::logical_and(shifted >= 0, shifted < num_rows), shifted,
+                             at::full_like(shifted, -1)),
+                   "inverse");
     }
   }
 }
@@ -84,10 +90,12 @@ TEST(SortByExpert, NamesAWrongChoice) {
 }
 
 TEST(RankMajorToExpertMajor, WorkedExamples) {
-  const Reordered a = rank_major_to_expert_major(at::tensor({2, 3, 1, 4}, at::kLong).view({2, 2}), test_device());
+  const Reordered a =
+      rank_major_to_expert_major(at::tensor({2, 3, 1, 4}, at::kLong).view({2, 2}), test_device());
   expect_equal(a.index_R, longs({0, 1, 5, 2, 3, 4, 6, 7, 8, 9}), "index");
   expect_equal(a.totals_e, at::tensor({3, 7}, at::kLong), "totals");
-  const Reordered b = rank_major_to_expert_major(at::tensor({0, 3, 2, 0}, at::kLong).view({2, 2}), test_device());
+  const Reordered b =
+      rank_major_to_expert_major(at::tensor({0, 3, 2, 0}, at::kLong).view({2, 2}), test_device());
   expect_equal(b.index_R, longs({3, 4, 0, 1, 2}), "index");
   expect_equal(b.totals_e, at::tensor({2, 3}, at::kLong), "totals");
 }
@@ -99,7 +107,8 @@ TEST(RankMajorToExpertMajor, IsAPermutationSortedByExpertThenRank) {
       at::Tensor counts = at::empty({num_ranks, num_experts}, at::kLong);
       std::vector<std::int64_t> expert_of, rank_of;
       for (std::int64_t i = 0; i < counts.numel(); ++i) {
-        const auto count = static_cast<std::int64_t>(random.below(100 * num_ranks + 10 * num_experts + i, 4));
+        const auto count =
+            static_cast<std::int64_t>(random.below(100 * num_ranks + 10 * num_experts + i, 4));
         counts.data_ptr<std::int64_t>()[i] = count;
         expert_of.insert(expert_of.end(), count, i % num_experts);
         rank_of.insert(rank_of.end(), count, i / num_experts);
@@ -107,7 +116,8 @@ TEST(RankMajorToExpertMajor, IsAPermutationSortedByExpertThenRank) {
       const Reordered r = rank_major_to_expert_major(counts, test_device());
       expect_equal(r.totals_e, counts.sum(0), "totals");
       const auto num_rows = static_cast<std::int64_t>(expert_of.size());
-      expect_equal(gather_rows(r.index_R, r.inverse_R), at::arange(num_rows, r.index_R.options()), "inverse");
+      expect_equal(gather_rows(r.index_R, r.inverse_R), at::arange(num_rows, r.index_R.options()),
+                   "inverse");
       const at::Tensor key = longs(expert_of) * num_ranks + longs(rank_of);
       expect_equal(gather_rows(key, r.index_R), std::get<0>(key.sort()), "sorted keys");
       expect_equal(r.index_R, at::argsort(key, /*stable=*/true, 0, false), "stable");

@@ -13,7 +13,8 @@ TEST(TopK, IsAStableDescendingSort) {
       for (std::int64_t num_tokens : {0, 1, 5, 130}) {
         // Few distinct values: most rows hold ties.
         const at::Tensor scores = at::floor(normal({num_tokens, num_experts}, "scores", dtype, 2));
-        const auto [values, experts] = at::sort(scores, /*stable=*/true, /*dim=*/1, /*descending=*/true);
+        const auto [values, experts] =
+            at::sort(scores, /*stable=*/true, /*dim=*/1, /*descending=*/true);
         for (std::int64_t k : {std::int64_t{1}, (num_experts + 1) / 2, num_experts}) {
           const Poison poison;
           const TopK got = top_k(scores, k);
@@ -34,7 +35,8 @@ TEST(TopK, LowestIndexWinsTies) {
 
 TEST(TopK, MaskedExpertsComeLast) {
   const double inf = std::numeric_limits<double>::infinity();
-  const TopK got = top_k(at::tensor({-inf, -5., -inf, inf}, at::kDouble).view({1, 4}).to(test_device()), 4);
+  const TopK got =
+      top_k(at::tensor({-inf, -5., -inf, inf}, at::kDouble).view({1, 4}).to(test_device()), 4);
   expect_equal(got.experts_TK, longs({3, 1, 0, 2}).view({1, 4}), "masked");
 }
 

@@ -1,5 +1,5 @@
-// Every model, in variants that differ in what they compute, on meshes of every kind against one rank: loss, logits, every
-// gradient, counts, parameters after two steps.
+// Every model, in variants that differ in what they compute, on meshes of every kind against one
+// rank: loss, logits, every gradient, counts, parameters after two steps.
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -34,18 +34,22 @@ const std::vector<Variant>& variants() {
   static const std::vector<Variant> all{
       {"qwen3_moe", Qwen3MoeConfig::named("tiny")},
       {"qwen3_moe_tied_sparse_step_window", changed<Qwen3MoeConfig>([](auto& c) {
-         c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true, c.normalize = false;
+         c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true,
+         c.normalize = false;
          c.window = 3, c.attention_bias = true;
        })},
       {"mixtral", MixtralConfig::named("tiny")},
-      {"mixtral_window_one_expert", changed<MixtralConfig>([](auto& c) { c.window = 2, c.top_k = 1, c.num_kv_heads = 8; })},
+      {"mixtral_window_one_expert",
+       changed<MixtralConfig>([](auto& c) { c.window = 2, c.top_k = 1, c.num_kv_heads = 8; })},
       {"llama4", Llama4Config::named("tiny")},
       {"llama4_all_moe_two_experts", changed<Llama4Config>([](auto& c) {
-         c.moe_layers = {{0, 1, 2, 3}}, c.nope_layers = {{0, 2}}, c.top_k = 2, c.qk_norm = false, c.tie_embeddings = true;
+         c.moe_layers = {{0, 1, 2, 3}}, c.nope_layers = {{0, 2}}, c.top_k = 2, c.qk_norm = false,
+         c.tie_embeddings = true;
        })},
       {"gpt_oss", GptOssConfig::named("tiny")},
-      {"gpt_oss_plain_rope",
-       changed<GptOssConfig>([](auto& c) { c.rope.factor = 1, c.window = 1, c.top_k = 3, c.num_layers = 2; })},
+      {"gpt_oss_plain_rope", changed<GptOssConfig>([](auto& c) {
+         c.rope.factor = 1, c.window = 1, c.top_k = 3, c.num_layers = 2;
+       })},
   };
   return all;
 }
@@ -79,7 +83,8 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
 
 // The loss and the gradients of one step on one rank, by name.
 std::map<std::string, at::Tensor> gradients_of(models::Model& model, const at::Tensor& ids) {
-  const models::MicroBatch batch{.input_ids_BL = ids.narrow(1, 0, 6), .labels_BL = ids.narrow(1, 1, 6), .num_step_tokens = 12};
+  const models::MicroBatch batch{
+      .input_ids_BL = ids.narrow(1, 0, 6), .labels_BL = ids.narrow(1, 1, 6), .num_step_tokens = 12};
   const auto result = model.forward(batch, {});
   backward(result.loss);
   std::map<std::string, at::Tensor> all{{"loss", local(result.loss).detach()}};
@@ -109,8 +114,10 @@ TEST(TiedEmbedding, GetsBothGradients) {
   const auto a = gradients_of(*untied, ids), b = gradients_of(*tied, ids);
   EXPECT_TRUE(at::allclose(a.at("loss"), b.at("loss")));
   EXPECT_FALSE(b.contains("lm_head.weight"));
-  EXPECT_TRUE(at::allclose(b.at("model.embed_tokens.weight"), a.at("model.embed_tokens.weight") + a.at("lm_head.weight")));
-  EXPECT_TRUE(at::allclose(b.at("model.layers.0.self_attn.q_proj.weight"), a.at("model.layers.0.self_attn.q_proj.weight")));
+  EXPECT_TRUE(at::allclose(b.at("model.embed_tokens.weight"),
+                           a.at("model.embed_tokens.weight") + a.at("lm_head.weight")));
+  EXPECT_TRUE(at::allclose(b.at("model.layers.0.self_attn.q_proj.weight"),
+                           a.at("model.layers.0.self_attn.q_proj.weight")));
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ void with_model(const std::string& name, const std::string& size, Fn f) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  const auto model = models::make_model(models::built_in(name, size), {.dtype = at::kBFloat16, .device = at::kMeta});
+  const auto model = models::make_model(models::built_in(name, size),
+                                        {.dtype = at::kBFloat16, .device = at::kMeta});
   f(*model);
 }
 
@@ -30,9 +31,12 @@ class PublishedSizes : public testing::TestWithParam<Published> {};
 INSTANTIATE_TEST_SUITE_P(All, PublishedSizes,
                          testing::Values(Published{"deepseek_v3", "671b", 671, 37.5},
                                          Published{"qwen3_moe", "30b-a3b", 30.5, 3.3},
-                                         Published{"qwen3_moe", "235b-a22b", 235, 22}, Published{"mixtral", "8x7b", 46.7, 12.9},
-                                         Published{"mixtral", "8x22b", 141, 39}, Published{"llama4", "scout", 109, 17},
-                                         Published{"llama4", "maverick", 400, 17}, Published{"gpt_oss", "20b", 20.9, 3.6},
+                                         Published{"qwen3_moe", "235b-a22b", 235, 22},
+                                         Published{"mixtral", "8x7b", 46.7, 12.9},
+                                         Published{"mixtral", "8x22b", 141, 39},
+                                         Published{"llama4", "scout", 109, 17},
+                                         Published{"llama4", "maverick", 400, 17},
+                                         Published{"gpt_oss", "20b", 20.9, 3.6},
                                          Published{"gpt_oss", "120b", 116.8, 5.1}),
                          [](const auto& info) {
                            std::string text = info.param.name + "_" + info.param.size;
@@ -45,7 +49,8 @@ TEST_P(PublishedSizes, HaveTheirNumberOfParameters) {
   with_model(p.name, p.size, [&](models::Model& model) {
     EXPECT_NEAR(static_cast<double>(model.num_parameters()) / 1e9, p.total, 0.012 * p.total);
     // What counts as active differs with the embedding, which a token does not pass but picks from.
-    EXPECT_NEAR(static_cast<double>(model.num_active_parameters()) / 1e9, p.active, 0.18 * p.active);
+    EXPECT_NEAR(static_cast<double>(model.num_active_parameters()) / 1e9, p.active,
+                0.18 * p.active);
   });
 }
 
@@ -63,8 +68,10 @@ TEST(Registry, KnowsEveryModelAndSize) {
       for (const char* fact : {"num_heads", "num_experts", "top_k", "max_sequence", "vocab_size"})
         EXPECT_TRUE(keys.contains(fact));
     }
-  expect_parts(error_of([] { models::built_in("qwen3", "tiny"); }, ErrorKind::config), {"'qwen3'", "qwen3_moe", "gpt_oss"});
-  expect_parts(error_of([] { models::built_in("llama4", "8x7b"); }, ErrorKind::config), {"llama4", "'8x7b'", "scout, maverick"});
+  expect_parts(error_of([] { models::built_in("qwen3", "tiny"); }, ErrorKind::config),
+               {"'qwen3'", "qwen3_moe", "gpt_oss"});
+  expect_parts(error_of([] { models::built_in("llama4", "8x7b"); }, ErrorKind::config),
+               {"llama4", "'8x7b'", "scout, maverick"});
 }
 
 TEST(Registry, NamesEveryParameterOnceAndDecaysMatricesAlone) {
@@ -74,8 +81,8 @@ TEST(Registry, NamesEveryParameterOnceAndDecaysMatricesAlone) {
       model.each_param([&](Stored& w, bool decays) {
         EXPECT_TRUE(names.insert(w.spec.name).second) << w.spec.name << " twice in " << name;
         const auto ends = [&](const char* end) { return w.spec.name.ends_with(end); };
-        const bool is_vector =
-            ends("norm.weight") || ends(".bias") || ends(".sinks") || ends(".b1") || ends(".b2") || ends(".b3");
+        const bool is_vector = ends("norm.weight") || ends(".bias") || ends(".sinks") ||
+                               ends(".b1") || ends(".b2") || ends(".b3");
         EXPECT_EQ(decays, !is_vector) << w.spec.name;
       });
     });

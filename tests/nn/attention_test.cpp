@@ -21,9 +21,10 @@ using nn::Tokens;
 constexpr Dense kHeads{T, T, F};
 
 // The formula, number by number: q, k, v [B, L, heads, d], sinks [heads] or undefined.
-at::Tensor formula(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& sinks,
-                   const AttentionOptions& o) {
-  const auto batch = q.size(0), length = q.size(1), heads = q.size(2), per_group = heads / k.size(2);
+at::Tensor formula(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& sinks, const AttentionOptions& o) {
+  const auto batch = q.size(0), length = q.size(1), heads = q.size(2),
+             per_group = heads / k.size(2);
   at::Tensor out = at::zeros({batch, length, heads, v.size(3)}, at::kDouble);
   for (std::int64_t b = 0; b < batch; ++b)
     for (std::int64_t h = 0; h < heads; ++h)
@@ -32,7 +33,8 @@ at::Tensor formula(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
         for (std::int64_t j = 0; j <= i; ++j) {
           if (o.window > 0 && i - j >= o.window) continue;
           if (o.chunk > 0 && i / o.chunk != j / o.chunk) continue;
-          const double weight = std::exp(o.scale * q[b][i][h].dot(k[b][j][h / per_group]).item<double>());
+          const double weight =
+              std::exp(o.scale * q[b][i][h].dot(k[b][j][h / per_group]).item<double>());
           sum += weight;
           out[b][i][h] += weight * v[b][j][h / per_group];
         }
@@ -45,9 +47,11 @@ struct Inputs {
   at::Tensor q, k, v, sinks;  // [B, L, heads, d]
 };
 
-Inputs make_inputs(std::int64_t batch, std::int64_t length, std::int64_t heads, std::int64_t groups) {
+Inputs make_inputs(std::int64_t batch, std::int64_t length, std::int64_t heads,
+                   std::int64_t groups) {
   at::manual_seed(5);
-  return {at::randn({batch, length, heads, 6}, at::kDouble), at::randn({batch, length, groups, 6}, at::kDouble),
+  return {at::randn({batch, length, heads, 6}, at::kDouble),
+          at::randn({batch, length, groups, 6}, at::kDouble),
           at::randn({batch, length, groups, 4}, at::kDouble), at::randn({heads}, at::kDouble)};
 }
 
@@ -56,10 +60,12 @@ struct Outputs {
 };
 
 // On a mesh of cp x tp: each rank gives what it has, and the whole is put together here.
-Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks, const MeshShape& shape) {
+Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
+                const MeshShape& shape) {
   const auto batch = in.q.size(0), length = in.q.size(1);
-  Outputs out{at::zeros({batch, length, in.q.size(2), in.v.size(3)}, at::kDouble), at::zeros_like(in.q), at::zeros_like(in.k),
-              at::zeros_like(in.v), at::zeros_like(in.sinks)};
+  Outputs out{at::zeros({batch, length, in.q.size(2), in.v.size(3)}, at::kDouble),
+              at::zeros_like(in.q), at::zeros_like(in.k), at::zeros_like(in.v),
+              at::zeros_like(in.sinks)};
   std::mutex mutex;
   comm::launch(
       shape.num_ranks(),
@@ -71,21 +77,28 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks, co
           const auto n = x.size(2) / mesh.size(tp);
           return tokens.my_block(x).narrow(2, mesh.coordinate(tp) * n, n);
         };
-        const auto leaf = [&](const at::Tensor& x) { return x.clone().to(test_device()).requires_grad_(true); };
+        const auto leaf = [&](const at::Tensor& x) {
+          return x.clone().to(test_device()).requires_grad_(true);
+        };
         const at::Tensor q = leaf(part(in.q)), k = leaf(part(in.k)), v = leaf(part(in.v));
         const auto num_sinks = in.sinks.numel() / mesh.size(tp);
-        const at::Tensor sinks = leaf(in.sinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks));
-        const auto keys = nn::all_positions(assume<kHeads>(k), tokens), values = nn::all_positions(assume<kHeads>(v), tokens);
-        const auto y = with_sinks ? nn::attend(assume<kHeads>(q), keys, values, assume<Dense{R, R, F}>(sinks), tokens, o)
+        const at::Tensor sinks =
+            leaf(in.sinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks));
+        const auto keys = nn::all_positions(assume<kHeads>(k), tokens),
+                   values = nn::all_positions(assume<kHeads>(v), tokens);
+        const auto y = with_sinks ? nn::attend(assume<kHeads>(q), keys, values,
+                                               assume<Dense{R, R, F}>(sinks), tokens, o)
                                   : nn::attend(assume<kHeads>(q), keys, values, tokens, o);
         // The objective weighs every output by its place, so that no gradient is zero by symmetry.
-        const at::Tensor weights = part(at::arange(out.y.numel(), at::kDouble).reshape(out.y.sizes()).sin());
+        const at::Tensor weights =
+            part(at::arange(out.y.numel(), at::kDouble).reshape(out.y.sizes()).sin());
         backward(sum_all(y * assume<kHeads>(weights.to(test_device()))));
         const std::lock_guard lock(mutex);
         part(out.y).copy_(local(y).detach());
         part(out.dq).copy_(q.grad()), part(out.dk).copy_(k.grad()), part(out.dv).copy_(v.grad());
         // A sink is used by every cp rank: its gradient is the sum.
-        if (with_sinks) out.dsinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks).add_(sinks.grad().cpu());
+        if (with_sinks)
+          out.dsinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks).add_(sinks.grad().cpu());
       },
       test_options());
   return out;
@@ -104,19 +117,25 @@ Outputs by_formula(const Inputs& in, const AttentionOptions& o, bool with_sinks)
   if (o.window > 0) hidden = hidden.logical_or(i - j >= o.window);
   if (o.chunk > 0) hidden = hidden.logical_or(i.div(o.chunk, "floor") != j.div(o.chunk, "floor"));
   scores = scores.masked_fill(hidden, -INFINITY);
-  if (with_sinks) scores = at::cat({scores, sinks.reshape({1, -1, 1, 1}).expand({q.size(0), -1, q.size(1), 1})}, -1);
+  if (with_sinks)
+    scores =
+        at::cat({scores, sinks.reshape({1, -1, 1, 1}).expand({q.size(0), -1, q.size(1), 1})}, -1);
   const at::Tensor p = scores.softmax(-1).narrow(-1, 0, q.size(1));
   const at::Tensor y = p.matmul(v.repeat_interleave(per_group, 2).transpose(1, 2)).transpose(1, 2);
-  EXPECT_TRUE(at::allclose(y, formula(in.q, in.k, in.v, with_sinks ? in.sinks : at::Tensor(), o), 1e-10, 1e-12));
+  EXPECT_TRUE(at::allclose(y, formula(in.q, in.k, in.v, with_sinks ? in.sinks : at::Tensor(), o),
+                           1e-10, 1e-12));
   (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin()).sum().backward();
-  return {y.detach(), q.grad(), k.grad(), v.grad(), with_sinks ? sinks.grad() : at::zeros_like(in.sinks)};
+  return {y.detach(), q.grad(), k.grad(), v.grad(),
+          with_sinks ? sinks.grad() : at::zeros_like(in.sinks)};
 }
 
 void expect_equal(const Outputs& a, const Outputs& b, const std::string& what) {
   const auto check = [&](const char* name, const at::Tensor& x, const at::Tensor& y) {
-    EXPECT_TRUE(at::allclose(x, y, 1e-9, 1e-11)) << what << ": " << name << " differs by " << (x - y).abs().max().item<double>();
+    EXPECT_TRUE(at::allclose(x, y, 1e-9, 1e-11))
+        << what << ": " << name << " differs by " << (x - y).abs().max().item<double>();
   };
-  check("y", a.y, b.y), check("d(q)", a.dq, b.dq), check("d(k)", a.dk, b.dk), check("d(v)", a.dv, b.dv);
+  check("y", a.y, b.y), check("d(q)", a.dq, b.dq), check("d(k)", a.dk, b.dk),
+      check("d(v)", a.dv, b.dv);
   check("d(sinks)", a.dsinks, b.dsinks);
 }
 
@@ -128,38 +147,50 @@ const std::vector<AttentionOptions> kOptions{{.scale = 0.4},
                                              {.scale = 0.4, .window = 70, .chunk = 70}};
 
 std::string describe(const AttentionOptions& o, bool with_sinks) {
-  return "window " + std::to_string(o.window) + ", chunk " + std::to_string(o.chunk) + (with_sinks ? ", sinks" : "");
+  return "window " + std::to_string(o.window) + ", chunk " + std::to_string(o.chunk) +
+         (with_sinks ? ", sinks" : "");
 }
 
-const std::vector<MeshShape> kMeshes{{}, {.tp = 2}, {.cp = 2}, {.cp = 3}, {.cp = 2, .tp = 2}, {.cp = 8}};
+const std::vector<MeshShape> kMeshes{{},        {.tp = 2},          {.cp = 2},
+                                     {.cp = 3}, {.cp = 2, .tp = 2}, {.cp = 8}};
 
 TEST(Attention, IsTheFormulaOnEveryMesh) {
-  const auto in = make_inputs(2, 7, 4, 2);  // 7 tokens: uneven over 2 and 3 ranks, and fewer than 8 ranks
+  const auto in =
+      make_inputs(2, 7, 4, 2);  // 7 tokens: uneven over 2 and 3 ranks, and fewer than 8 ranks
   for (const AttentionOptions& o : kOptions)
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks);
       for (const auto& shape : kMeshes)
-        expect_equal(on_mesh(in, o, with_sinks, shape), expected, shape.describe() + ", " + describe(o, with_sinks));
+        expect_equal(on_mesh(in, o, with_sinks, shape), expected,
+                     shape.describe() + ", " + describe(o, with_sinks));
     }
 }
 
-// The form for devices without a kernel of ours, here on any device; with all queries, and with those of a second cp rank.
+// The form for devices without a kernel of ours, here on any device; with all queries, and with
+// those of a second cp rank.
 TEST(ComposedAttention, IsTheFormula) {
   const auto in = make_inputs(2, 7, 4, 2);
   for (const AttentionOptions& o : kOptions)
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks);
-      const auto leaf = [](const at::Tensor& x) { return x.clone().to(test_device()).requires_grad_(true); };
+      const auto leaf = [](const at::Tensor& x) {
+        return x.clone().to(test_device()).requires_grad_(true);
+      };
       const at::Tensor q = leaf(in.q), k = leaf(in.k), v = leaf(in.v), sinks = leaf(in.sinks);
       const at::Tensor given = with_sinks ? sinks : at::Tensor();
-      at::Tensor y = nn::raw::composed_attention({.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given});
-      (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin().to(test_device())).sum().backward();
+      at::Tensor y = nn::raw::composed_attention(
+          {.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given});
+      (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin().to(test_device()))
+          .sum()
+          .backward();
       expect_equal({y.detach().cpu(), q.grad().cpu(), k.grad().cpu(), v.grad().cpu(),
                     with_sinks ? sinks.grad().cpu() : at::zeros_like(in.sinks)},
                    expected, describe(o, with_sinks));
-      y = nn::raw::composed_attention({.scale = o.scale, .start = 4, .window = o.window, .chunk = o.chunk},
-                                      {q.narrow(1, 4, 3), k, v, given});
-      EXPECT_TRUE(at::allclose(y.detach().cpu(), expected.y.narrow(1, 4, 3), 1e-9, 1e-11)) << describe(o, with_sinks);
+      y = nn::raw::composed_attention(
+          {.scale = o.scale, .start = 4, .window = o.window, .chunk = o.chunk},
+          {q.narrow(1, 4, 3), k, v, given});
+      EXPECT_TRUE(at::allclose(y.detach().cpu(), expected.y.narrow(1, 4, 3), 1e-9, 1e-11))
+          << describe(o, with_sinks);
     }
 }
 
@@ -192,9 +223,11 @@ TEST(GroupedAttention, NamesHeadsThatTpDoesNotDivide) {
         },
         ErrorKind::config);
   };
-  expect_parts(error({.num_heads = 8, .num_kv_heads = 2}), {"num_kv_heads = 2", "tp = 4", "choose a tp"});
+  expect_parts(error({.num_heads = 8, .num_kv_heads = 2}),
+               {"num_kv_heads = 2", "tp = 4", "choose a tp"});
   expect_parts(error({.num_heads = 6, .num_kv_heads = 6}), {"num_heads = 6", "tp = 4"});
-  expect_parts(error({.num_heads = 8, .num_kv_heads = 3}), {"num_heads = 8", "num_kv_heads = 3", "divisor"});
+  expect_parts(error({.num_heads = 8, .num_kv_heads = 3}),
+               {"num_heads = 8", "num_kv_heads = 3", "divisor"});
 }
 
 }  // namespace

@@ -45,8 +45,10 @@ void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes =
         cases.back().layer.dispatcher = dispatcher;
         cases.back().sequence_parallel = sp;
       }
-    const auto reports = train::compare_layer(cases, {&reference, &reference, &reference, &reference}, shape, test_options());
-    for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(reports[i].holds()) << reports[i].describe(cases[i], shape);
+    const auto reports = train::compare_layer(
+        cases, {&reference, &reference, &reference, &reference}, shape, test_options());
+    for (size_t i = 0; i < cases.size(); ++i)
+      EXPECT_TRUE(reports[i].holds()) << reports[i].describe(cases[i], shape);
   }
 }
 
@@ -80,7 +82,8 @@ TEST(Edge, OneExpertARank) {
   LayerCase c = small_case();
   c.layer.router.num_experts = c.layer.experts.num_experts = 4;
   c.layer.router.top_k = 2;
-  expect_parity(c, {{.tp = 4, .ep = 4}, {.dp_shard = 4, .ep = 4}, {.dp_shard = 2, .tp = 2, .ep = 4}});
+  expect_parity(c,
+                {{.tp = 4, .ep = 4}, {.dp_shard = 4, .ep = 4}, {.dp_shard = 2, .tp = 2, .ep = 4}});
 }
 
 TEST(Edge, OneTokenASequence) {
@@ -145,7 +148,8 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
             for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather}) {
               config.dispatcher = dispatcher;
               nn::Moe moe(config);
-              // w1 reads a feature that is always 1, w3 and w2 are the identity: every expert gives silu(1) x.
+              // w1 reads a feature that is always 1, w3 and w2 are the identity: every expert gives
+              // silu(1) x.
               const at::NoGradGuard no_grad;
               moe.each_param([&](auto& w) {
                 auto& value = w.stored().value;
@@ -167,7 +171,8 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
                   }
                   const std::int64_t n = (L + s - 1) / s, first = std::min(world.rank() * n, L),
                                      length = std::clamp(L - world.rank() * n, std::int64_t{0}, n);
-                  const at::Tensor x = whole.narrow(1, first, length).contiguous().to(test_device());
+                  const at::Tensor x =
+                      whole.narrow(1, first, length).contiguous().to(test_device());
                   ASSERT_EQ(tokens.length(), length);
                   for (std::int64_t i = 0; i < B * length; ++i)
                     EXPECT_EQ(static_cast<double>(tokens.global(LocalToken{i}).value) + 1,
@@ -190,9 +195,9 @@ TEST(Reference, OneRankAgreesWithTheSlowLoop) {
     nn::Scoring scoring;
     ref::ScoreFunction score;
   };
-  for (const Kind kind :
-       {Kind{nn::Scoring::sigmoid, ref::ScoreFunction::sigmoid}, Kind{nn::Scoring::softmax, ref::ScoreFunction::softmax},
-        Kind{nn::Scoring::softmax_chosen, ref::ScoreFunction::softmax_of_chosen}})
+  for (const Kind kind : {Kind{nn::Scoring::sigmoid, ref::ScoreFunction::sigmoid},
+                          Kind{nn::Scoring::softmax, ref::ScoreFunction::softmax},
+                          Kind{nn::Scoring::softmax_chosen, ref::ScoreFunction::softmax_of_chosen}})
     for (auto side : {kernels::ScoreSide::before, kernels::ScoreSide::after})
       for (bool gpt_oss : {false, true}) {
         const auto world = comm::solo_group();
@@ -210,49 +215,61 @@ TEST(Reference, OneRankAgreesWithTheSlowLoop) {
         config.experts = {.num_experts = 8,
                           .dim = 6,
                           .ffn = 5,
-                          .activation = gpt_oss ? kernels::Activation::clamped_swiglu : kernels::Activation::swiglu,
+                          .activation = gpt_oss ? kernels::Activation::clamped_swiglu
+                                                : kernels::Activation::swiglu,
                           .scores = side,
                           .biases = gpt_oss};
         config.dtype = at::kDouble, config.device = test_device();
         config.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 8};
         nn::Moe moe(config);
-        moe.router().expert_bias() = at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
+        moe.router().expert_bias() =
+            at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
         const nn::Tokens tokens(mesh, 2, 9, true);
-        const at::Tensor x = at::randn({2, 9, 6}, at::TensorOptions(at::kDouble).device(test_device()));
+        const at::Tensor x =
+            at::randn({2, 9, 6}, at::TensorOptions(at::kDouble).device(test_device()));
         const auto input = as_leaf(assume<Dense{T, T, T}>(x));
         const at::Tensor weights = at::randn_like(x);
         const auto out = moe(input, tokens);
         backward(sum_all(out.y * assume<Dense{T, T, T}>(weights)));
 
         std::map<std::string, at::Tensor> leaf;
-        moe.each_param([&](auto& w) { leaf[w.name()] = w.stored().value.detach().cpu().clone().requires_grad_(true); });
-        const auto of = [&](const char* name) { return leaf.contains(name) ? leaf[name] : at::Tensor(); };
-        const ref::MoeParameters parameters{of("moe.gate.weight"),
-                                            of("moe.gate.bias"),
-                                            moe.router().expert_bias().cpu(),
-                                            {of("moe.experts.w1"), of("moe.experts.w3"), of("moe.experts.w2"),
-                                             of("moe.experts.b1"), of("moe.experts.b3"), of("moe.experts.b2")}};
+        moe.each_param([&](auto& w) {
+          leaf[w.name()] = w.stored().value.detach().cpu().clone().requires_grad_(true);
+        });
+        const auto of = [&](const char* name) {
+          return leaf.contains(name) ? leaf[name] : at::Tensor();
+        };
+        const ref::MoeParameters parameters{
+            of("moe.gate.weight"),
+            of("moe.gate.bias"),
+            moe.router().expert_bias().cpu(),
+            {of("moe.experts.w1"), of("moe.experts.w3"), of("moe.experts.w2"), of("moe.experts.b1"),
+             of("moe.experts.b3"), of("moe.experts.b2")}};
         const at::Tensor x_ref = x.cpu().clone().requires_grad_(true);
-        const at::Tensor y_ref =
-            ref::moe({.score = kind.score,
-                      .top_k = 3,
-                      .num_groups = 2,
-                      .top_groups = 1,
-                      .normalise = true,
-                      .epsilon = 1e-20,
-                      .scale = 1.5},
-                     {.activation = config.experts.activation, .scores = side}, parameters, x_ref.reshape({18, 6}));
+        const at::Tensor y_ref = ref::moe({.score = kind.score,
+                                           .top_k = 3,
+                                           .num_groups = 2,
+                                           .top_groups = 1,
+                                           .normalise = true,
+                                           .epsilon = 1e-20,
+                                           .scale = 1.5},
+                                          {.activation = config.experts.activation, .scores = side},
+                                          parameters, x_ref.reshape({18, 6}));
         (y_ref.reshape({2, 9, 6}) * weights.cpu()).sum().backward();
         const auto close = [](const at::Tensor& a, const at::Tensor& b) {
-          return (a.cpu() - b).norm().item<double>() <= 1e-10 * std::max(1e-3, b.norm().item<double>());
+          return (a.cpu() - b).norm().item<double>() <=
+                 1e-10 * std::max(1e-3, b.norm().item<double>());
         };
         EXPECT_TRUE(close(local(out.y).detach(), y_ref.detach().reshape({2, 9, 6})));
         EXPECT_TRUE(close(local(input).grad(), x_ref.grad()));
-        moe.each_param([&](auto& w) { EXPECT_TRUE(close(w.stored().value.grad(), leaf[w.name()].grad())) << w.name(); });
+        moe.each_param([&](auto& w) {
+          EXPECT_TRUE(close(w.stored().value.grad(), leaf[w.name()].grad())) << w.name();
+        });
       }
 }
 
-// A hundred steps of SGD on a regression: the same curve on every mesh as on one rank, with the bias moving.
+// A hundred steps of SGD on a regression: the same curve on every mesh as on one rank, with the
+// bias moving.
 std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
   std::vector<double> losses(100);
   comm::launch(
@@ -274,15 +291,18 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
           // Data by global token: y = a fixed nonlinear function of x.
           at::Tensor x = at::empty({total_batch, L, 6}, at::kDouble);
           const Random random(static_cast<std::uint64_t>(step), "data");
-          for (std::int64_t i = 0; i < x.numel(); ++i) x.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
+          for (std::int64_t i = 0; i < x.numel(); ++i)
+            x.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
           const at::Tensor target = (x.roll(1, -1) * 0.7).tanh();
           const auto mine = [&](const at::Tensor& t) {
-            return t.narrow(0, mesh.coordinate(dp) * B, B).narrow(1, shard.start(), shard.length()).to(test_device());
+            return t.narrow(0, mesh.coordinate(dp) * B, B)
+                .narrow(1, shard.start(), shard.length())
+                .to(test_device());
           };
           const auto input = assume<Dense{T, T, T}>(mine(x));
           const auto out = moe(input, tokens);
-          const auto loss =
-              scale(sum_all(square(out.y - assume<Dense{T, T, T}>(mine(target)))), 1.0 / static_cast<double>(total_batch * L));
+          const auto loss = scale(sum_all(square(out.y - assume<Dense{T, T, T}>(mine(target)))),
+                                  1.0 / static_cast<double>(total_batch * L));
           backward(loss);
           if (world.rank() == 0)
             losses[static_cast<size_t>(step)] = number(all_reduce < dp | cp | tp > (loss));
@@ -305,18 +325,20 @@ TEST(Training, AHundredStepsFollowTheSingleRankCurve) {
   const auto alone = train_curve({}, 8);
   EXPECT_LT(alone[99], 0.8 * alone[0]) << "it learns";
   for (const auto& shape :
-       {MeshShape{.tp = 2}, MeshShape{.tp = 2, .ep = 2}, MeshShape{.tp = 2, .etp = 2}, MeshShape{.tp = 4, .ep = 4},
-        MeshShape{.dp_shard = 2}, MeshShape{.dp_shard = 2, .ep = 2}, MeshShape{.dp_shard = 4, .ep = 2, .etp = 2},
-        MeshShape{.cp = 2, .tp = 2, .ep = 4}, MeshShape{.dp_replicate = 2, .dp_shard = 2, .ep = 2},
+       {MeshShape{.tp = 2}, MeshShape{.tp = 2, .ep = 2}, MeshShape{.tp = 2, .etp = 2},
+        MeshShape{.tp = 4, .ep = 4}, MeshShape{.dp_shard = 2}, MeshShape{.dp_shard = 2, .ep = 2},
+        MeshShape{.dp_shard = 4, .ep = 2, .etp = 2}, MeshShape{.cp = 2, .tp = 2, .ep = 4},
+        MeshShape{.dp_replicate = 2, .dp_shard = 2, .ep = 2},
         MeshShape{.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2}}) {
     const auto curve = train_curve(shape, 8);
-    for (size_t i = 0; i < 100; ++i) ASSERT_NEAR(curve[i], alone[i], 1e-9 * alone[0]) << shape.describe() << " step " << i;
+    for (size_t i = 0; i < 100; ++i)
+      ASSERT_NEAR(curve[i], alone[i], 1e-9 * alone[0]) << shape.describe() << " step " << i;
   }
 }
 
 // Exactly these collectives, in this order.
-std::vector<std::string> trace(const MeshShape& shape, nn::Dispatcher dispatcher, std::int64_t shared, bool sp,
-                               bool is_backward) {
+std::vector<std::string> trace(const MeshShape& shape, nn::Dispatcher dispatcher,
+                               std::int64_t shared, bool sp, bool is_backward) {
   std::vector<std::string> lines;
   comm::launch(
       shape.num_ranks(),
@@ -328,7 +350,8 @@ std::vector<std::string> trace(const MeshShape& shape, nn::Dispatcher dispatcher
         c.layer.shared_ffn = shared;
         nn::Moe moe(c.layer);
         const nn::Tokens tokens(mesh, 2, 8, sp);
-        const at::Tensor x = at::randn({2, tokens.length(), 6}, at::TensorOptions(at::kDouble).device(test_device()));
+        const at::Tensor x = at::randn({2, tokens.length(), 6},
+                                       at::TensorOptions(at::kDouble).device(test_device()));
         const auto record = [&](const comm::Trace& t) {
           if (world.rank() != 0) return;
           for (const auto& e : t.entries()) lines.push_back(e.group + " " + comm::to_string(e.op));
@@ -370,10 +393,12 @@ TEST(Trace, ExpertsOnTheTensorParallelRanks) {  // tp2ep
             (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "tp all_reduce"}));
 }
 
-TEST(Trace, ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in shards, the experts are not
+TEST(Trace,
+     ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in shards, the experts are not
   const MeshShape shape{.dp_shard = 2, .ep = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"dp_shard all_gather", "ep all_gather", "ep all_to_all", "ep all_to_all", "ep all_to_all"}));
+            (Lines{"dp_shard all_gather", "ep all_gather", "ep all_to_all", "ep all_to_all",
+                   "ep all_to_all"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
             (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "dp_shard reduce_scatter"}));
 }
@@ -381,11 +406,11 @@ TEST(Trace, ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in sh
 TEST(Trace, ExpertAndExpertTensorParallel) {
   const MeshShape shape{.tp = 4, .ep = 2, .etp = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"ep|etp all_gather", "ep all_to_all", "ep all_to_all", "etp all_gather", "etp all_gather",
-                   "etp reduce_scatter", "ep all_to_all"}));
+            (Lines{"ep|etp all_gather", "ep all_to_all", "ep all_to_all", "etp all_gather",
+                   "etp all_gather", "etp reduce_scatter", "ep all_to_all"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
-            (Lines{"ep all_to_all", "etp all_gather", "etp reduce_scatter", "ep all_to_all", "etp reduce_scatter",
-                   "ep all_to_all", "tp all_reduce"}))
+            (Lines{"ep all_to_all", "etp all_gather", "etp reduce_scatter", "ep all_to_all",
+                   "etp reduce_scatter", "ep all_to_all", "tp all_reduce"}))
       << "d(y); then d(scores), and d(rows); the gate once";
 }
 
@@ -396,7 +421,8 @@ TEST(Trace, AllGatherOverTpSharesItsGatherAndItsReduction) {
       << "x, scores, choices; one reduction for routed and shared experts";
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, true, true),
             (Lines{"tp all_gather", "tp reduce_scatter", "tp reduce_scatter", "tp all_reduce"}));
-  EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, false, false), (Lines{"tp all_gather", "tp all_gather", "tp all_reduce"}))
+  EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, false, false),
+            (Lines{"tp all_gather", "tp all_gather", "tp all_reduce"}))
       << "without sequence parallelism x is everywhere already";
 }
 
@@ -417,31 +443,36 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
     }
     return text;
   };
-  EXPECT_EQ(message(
-                [](const Mesh&) {
-                  LayerCase c = small_case();
-                  c.layer.router.num_experts = c.layer.experts.num_experts = 7;
-                  nn::Moe moe(c.layer);
-                },
-                {.tp = 2, .ep = 2}),
-            "experts: num_experts = 7 do not divide by ep = 2; every rank of ep holds the same number of experts");
-  EXPECT_EQ(message(
-                [](const Mesh&) {
-                  LayerCase c = small_case();
-                  c.layer.dispatcher = nn::Dispatcher::local;
-                  nn::Moe moe(c.layer);
-                },
-                {.tp = 2, .ep = 2}),
-            "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use 'auto', 'all_to_all' or 'all_gather'.");
+  EXPECT_EQ(
+      message(
+          [](const Mesh&) {
+            LayerCase c = small_case();
+            c.layer.router.num_experts = c.layer.experts.num_experts = 7;
+            nn::Moe moe(c.layer);
+          },
+          {.tp = 2, .ep = 2}),
+      "experts: num_experts = 7 do not divide by ep = 2; every rank of ep holds the same number of experts");
+  EXPECT_EQ(
+      message(
+          [](const Mesh&) {
+            LayerCase c = small_case();
+            c.layer.dispatcher = nn::Dispatcher::local;
+            nn::Moe moe(c.layer);
+          },
+          {.tp = 2, .ep = 2}),
+      "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use 'auto', 'all_to_all' or 'all_gather'.");
   EXPECT_EQ(message([](const Mesh& mesh) {
               nn::Moe moe(small_case().layer);
-              moe(assume<Dense{T, T, T}>(at::zeros({2, 5, 6}, at::kDouble)), nn::Tokens(mesh, 2, 7, true));
+              moe(assume<Dense{T, T, T}>(at::zeros({2, 5, 6}, at::kDouble)),
+                  nn::Tokens(mesh, 2, 7, true));
             }),
             "moe: x is [2, 5, 6], and the tokens say [2, 7, D]");
 }
 
 TEST(Dispatcher, AutomaticTakesTheOneThatMovesFewerBytes) {
-  const auto way = [](const MeshShape& s, std::int64_t k) { return nn::resolve(nn::Dispatcher::automatic, s.validated(), k); };
+  const auto way = [](const MeshShape& s, std::int64_t k) {
+    return nn::resolve(nn::Dispatcher::automatic, s.validated(), k);
+  };
   EXPECT_EQ(way({}, 8), nn::Dispatcher::local);
   EXPECT_EQ(way({.tp = 8, .ep = 8}, 1), nn::Dispatcher::all_to_all);
   EXPECT_EQ(way({.tp = 2, .ep = 2}, 8), nn::Dispatcher::all_gather);

@@ -1,5 +1,5 @@
-// Every mistake that can be switched on is found by the parity check, and its message names the tensor and the factor.
-// This program is built from sources with MOESH_WITH_MUTANTS.
+// Every mistake that can be switched on is found by the parity check, and its message names the
+// tensor and the factor. This program is built from sources with MOESH_WITH_MUTANTS.
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -57,11 +57,29 @@ const std::vector<Mutant>& mutants() {
       {"gate_gradient_reduced_twice", {.tp = 2, .ep = 2}, nothing, "d(moe.gate.weight)", "tp", 2},
       {"score_gradient_not_reduced_over_etp", {.tp = 2, .etp = 2}, nothing, "d(x)", ""},
       {"x_gradient_not_reduced_with_ep_off", {.tp = 2, .etp = 2}, nothing, "d(x)", ""},
-      {"expert_gradient_averaged_over_ep", {.dp_shard = 2, .ep = 2}, nothing, "d(moe.experts.w1)", "ep", 0.5},
-      {"expert_gradient_averaged_over_ep", {.tp = 4, .ep = 4}, nothing, "d(moe.experts.w1)", "ep", 0.25},
+      {"expert_gradient_averaged_over_ep",
+       {.dp_shard = 2, .ep = 2},
+       nothing,
+       "d(moe.experts.w1)",
+       "ep",
+       0.5},
+      {"expert_gradient_averaged_over_ep",
+       {.tp = 4, .ep = 4},
+       nothing,
+       "d(moe.experts.w1)",
+       "ep",
+       0.25},
       {"padding_row_counted", {.tp = 4, .ep = 4}, nothing, "counts", ""},
-      {"rank_without_tokens_leaves", {.tp = 4, .ep = 4}, [](LayerCase& c) { c.sequence = 3; }, "error", ""},
-      {"last_index_wins_ties", {.tp = 2, .ep = 2}, [](LayerCase& c) { c.equal_scores = true; }, "counts", ""},
+      {"rank_without_tokens_leaves",
+       {.tp = 4, .ep = 4},
+       [](LayerCase& c) { c.sequence = 3; },
+       "error",
+       ""},
+      {"last_index_wins_ties",
+       {.tp = 2, .ep = 2},
+       [](LayerCase& c) { c.equal_scores = true; },
+       "counts",
+       ""},
       {"scores_on_the_wrong_side", {.tp = 2, .ep = 2}, nothing, "output", ""},
       {"combined_in_arrival_order", {.tp = 2, .ep = 2}, nothing, "output", ""},
       {"row_returned_to_the_next_token", {.tp = 2, .ep = 2}, nothing, "output", ""},
@@ -78,10 +96,11 @@ const std::vector<Mutant>& mutants() {
 }
 
 class Mutants : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(All, Mutants, testing::Range(0, static_cast<int>(mutants().size())), [](const auto& info) {
-  const auto& m = mutants()[static_cast<size_t>(info.param)];
-  return m.name + "_" + std::to_string(m.mesh.num_ranks());
-});
+INSTANTIATE_TEST_SUITE_P(All, Mutants, testing::Range(0, static_cast<int>(mutants().size())),
+                         [](const auto& info) {
+                           const auto& m = mutants()[static_cast<size_t>(info.param)];
+                           return m.name + "_" + std::to_string(m.mesh.num_ranks());
+                         });
 
 TEST_P(Mutants, AreFound) {
   const Mutant& mutant = mutants()[static_cast<size_t>(GetParam())];
@@ -116,18 +135,21 @@ TEST_P(Mutants, AreFound) {
 }
 
 // The mistakes nearest to the trainer: a small model, one step.
-class TrainerMutants : public testing::TestWithParam<std::tuple<std::string, MeshShape, std::string>> {};
+class TrainerMutants
+    : public testing::TestWithParam<std::tuple<std::string, MeshShape, std::string>> {};
 INSTANTIATE_TEST_SUITE_P(
     All, TrainerMutants,
-    testing::Values(std::tuple{"labels_shifted_after_the_cut", MeshShape{.cp = 2}, "step 0 loss"},
-                    std::tuple{"loss_averaged_per_rank", MeshShape{.dp_shard = 2}, "step 0 loss"},
-                    std::tuple{"vocabulary_loss_without_its_reduction", MeshShape{.tp = 2}, "step 0 loss"},
-                    std::tuple{"positions_begin_at_zero", MeshShape{.cp = 2}, "step 0 counts of MoE layer 0"},
-                    std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
-                               "d(model.layers.1.mlp.experts.w1)"},
-                    std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2}, "model.layers.1.mlp.experts.w1"},
-                    std::tuple{"bias_counts_without_cp", MeshShape{.cp = 2}, "expert bias of MoE layer 0"},
-                    std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
+    testing::Values(
+        std::tuple{"labels_shifted_after_the_cut", MeshShape{.cp = 2}, "step 0 loss"},
+        std::tuple{"loss_averaged_per_rank", MeshShape{.dp_shard = 2}, "step 0 loss"},
+        std::tuple{"vocabulary_loss_without_its_reduction", MeshShape{.tp = 2}, "step 0 loss"},
+        std::tuple{"positions_begin_at_zero", MeshShape{.cp = 2}, "step 0 counts of MoE layer 0"},
+        std::tuple{"expert_gradient_averaged_over_ep", MeshShape{.dp_shard = 2, .ep = 2},
+                   "d(model.layers.1.mlp.experts.w1)"},
+        std::tuple{"clip_without_experts", MeshShape{.dp_shard = 2, .ep = 2},
+                   "model.layers.1.mlp.experts.w1"},
+        std::tuple{"bias_counts_without_cp", MeshShape{.cp = 2}, "expert bias of MoE layer 0"},
+        std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
     [](const auto& info) { return std::get<0>(info.param); });
 
 TEST_P(TrainerMutants, AreFound) {
@@ -155,7 +177,8 @@ TEST(CompareMutants, TheFactorIsInTheFiles) {
   c.options.dtype = at::kDouble, c.options.device = test_device();
   c.sequence = 7, c.steps = 1, c.accumulation = 1;
   const auto reference = train::run_reference(c, 4);
-  const auto folder = std::filesystem::path(testing::TempDir()) / ("moesh_gradients_" + std::to_string(getpid()));
+  const auto folder =
+      std::filesystem::path(testing::TempDir()) / ("moesh_gradients_" + std::to_string(getpid()));
   std::filesystem::create_directories(folder);
   const auto gradients = [&](const MeshShape& mesh, const std::string& name) {
     train::NamedTensors values, only;
@@ -166,7 +189,8 @@ TEST(CompareMutants, TheFactorIsInTheFiles) {
     return (folder / name).string();
   };
   current_mutant() = "expert_gradient_averaged_over_ep";
-  const auto a = gradients({.dp_shard = 4, .ep = 4}, "a.safetensors"), b = gradients({.dp_shard = 4, .ep = 2}, "b.safetensors");
+  const auto a = gradients({.dp_shard = 4, .ep = 4}, "a.safetensors"),
+             b = gradients({.dp_shard = 4, .ep = 2}, "b.safetensors");
   current_mutant() = "";
   const auto healthy = gradients({.dp_shard = 4, .ep = 4}, "healthy.safetensors");
   const auto one_rank = gradients({.dp_shard = 4}, "one.safetensors");
@@ -177,7 +201,9 @@ TEST(CompareMutants, TheFactorIsInTheFiles) {
   EXPECT_NEAR(found.first_difference()->factor, 0.5, 1e-9);
   EXPECT_NE(found.first_difference()->diagnosis().find("a is 1/2 of b"), std::string::npos);
   for (const auto& t : found.tensors)
-    EXPECT_EQ(t.state == train::ComparedTensor::State::differs, t.name.find(".experts.w") != std::string::npos) << t.name;
+    EXPECT_EQ(t.state == train::ComparedTensor::State::differs,
+              t.name.find(".experts.w") != std::string::npos)
+        << t.name;
   std::filesystem::remove_all(folder);
 }
 

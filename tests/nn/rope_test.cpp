@@ -14,16 +14,22 @@ namespace {
 using nn::RopeConfig;
 using nn::RopeScaling;
 
-double frequency(const RopeConfig& c, std::int64_t i) { return nn::rope_frequencies(c)[i].item<double>(); }
+double frequency(const RopeConfig& c, std::int64_t i) {
+  return nn::rope_frequencies(c)[i].item<double>();
+}
 
 // Pairs as complex numbers, turned by e^(i position frequency).
-at::Tensor turned(const at::Tensor& x_BLhd, const RopeConfig& c, std::int64_t start, bool interleaved) {
+at::Tensor turned(const at::Tensor& x_BLhd, const RopeConfig& c, std::int64_t start,
+                  bool interleaved) {
   const auto half = c.dim / 2;
-  const at::Tensor pairs = interleaved ? x_BLhd.unflatten(-1, {half, 2}) : x_BLhd.unflatten(-1, {2, half}).transpose(-1, -2);
+  const at::Tensor pairs = interleaved ? x_BLhd.unflatten(-1, {half, 2})
+                                       : x_BLhd.unflatten(-1, {2, half}).transpose(-1, -2);
   const at::Tensor positions = at::arange(start, start + x_BLhd.size(1), at::kDouble);
   const at::Tensor angles = at::outer(positions, nn::rope_frequencies(c)).unsqueeze(1);
-  const at::Tensor y = at::view_as_complex(pairs.contiguous()) * at::polar(at::ones_like(angles), angles);
-  const at::Tensor real = at::view_as_real(y);  // [.., half, 2]; moesh lays out evens then odds, or the two halves: the same
+  const at::Tensor y =
+      at::view_as_complex(pairs.contiguous()) * at::polar(at::ones_like(angles), angles);
+  const at::Tensor real = at::view_as_real(
+      y);  // [.., half, 2]; moesh lays out evens then odds, or the two halves: the same
   return at::cat({real.select(-1, 0), real.select(-1, 1)}, -1);
 }
 
@@ -33,17 +39,21 @@ TEST(Rope, IsTheProductWithAComplexNumber) {
   for (bool interleaved : {false, true})
     for (std::int64_t start : {0, 4}) {
       const auto table = nn::rope_table(c, start, 5, at::kDouble, at::kCPU);
-      EXPECT_TRUE(at::allclose(nn::rotate(x, table, interleaved), turned(x, c, start, interleaved), 1e-12, 1e-12));
+      EXPECT_TRUE(at::allclose(nn::rotate(x, table, interleaved), turned(x, c, start, interleaved),
+                               1e-12, 1e-12));
     }
 }
 
 TEST(Rope, ScoresDependOnTheDistanceAlone) {
   const RopeConfig c{.dim = 8};
-  const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble), k = at::randn({1, 1, 1, 8}, at::kDouble);
+  const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble),
+                   k = at::randn({1, 1, 1, 8}, at::kDouble);
   const auto at_position = [&](const at::Tensor& x, std::int64_t p) {
     return nn::rotate(x, nn::rope_table(c, p, 1, at::kDouble, at::kCPU), true);
   };
-  const auto score = [&](std::int64_t p, std::int64_t r) { return (at_position(q, p) * at_position(k, r)).sum().item<double>(); };
+  const auto score = [&](std::int64_t p, std::int64_t r) {
+    return (at_position(q, p) * at_position(k, r)).sum().item<double>();
+  };
   EXPECT_NEAR(score(7, 3), score(107, 103), 1e-9);
   EXPECT_GT(std::abs(score(7, 3) - score(7, 4)), 1e-3);
 }
@@ -61,8 +71,10 @@ TEST(Rope, YarnKeepsFastWavesAndStretchesSlowOnes) {
 
 TEST(Rope, YarnGrowsCosineAndSine) {
   RopeConfig c{.dim = 64, .theta = 150000, .factor = 32, .truncate = false};
-  const auto first = [&] { return nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(); };  // cos 0
-  EXPECT_NEAR(first(), 1.3466, 1e-4);                                                                          // GPT-OSS
+  const auto first = [&] {
+    return nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>();
+  };  // cos 0
+  EXPECT_NEAR(first(), 1.3466, 1e-4);  // GPT-OSS
   EXPECT_EQ(c.attention_factor(), 1);
   c.factor = 40, c.mscale = c.mscale_all_dim = 1;
   EXPECT_EQ(first(), 1);
@@ -74,10 +86,14 @@ TEST(Rope, Llama3StretchesByWaveLength) {
   const RopeConfig plain{.dim = 64, .theta = 5e5};
   for (const auto& [low, high] : {std::pair{1.0, 4.0}, std::pair{1.0, 1.0}}) {
     RopeConfig c = plain;
-    c.scaling = RopeScaling::llama3, c.factor = 8, c.original_length = 8192, c.low_turns = low, c.high_turns = high;
+    c.scaling = RopeScaling::llama3, c.factor = 8, c.original_length = 8192, c.low_turns = low,
+    c.high_turns = high;
     for (std::int64_t i = 0; i < 32; ++i) {
-      const double f = frequency(plain, i), wave = 2 * std::numbers::pi / f, smooth = (8192 / wave - low) / (high - low);
-      const double expected = wave > 8192 / low ? f / 8 : wave < 8192 / high ? f : (1 - smooth) * f / 8 + smooth * f;
+      const double f = frequency(plain, i), wave = 2 * std::numbers::pi / f,
+                   smooth = (8192 / wave - low) / (high - low);
+      const double expected = wave > 8192 / low    ? f / 8
+                              : wave < 8192 / high ? f
+                                                   : (1 - smooth) * f / 8 + smooth * f;
       EXPECT_NEAR(frequency(c, i), expected, 1e-15) << i << " with " << low << ", " << high;
     }
     EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
@@ -91,8 +107,10 @@ TEST(Rope, LinearStretchesAll) {
 }
 
 TEST(Rope, RefusesWhatItCannotRotate) {
-  expect_parts(error_of([] { nn::rope_frequencies({.dim = 5}); }, ErrorKind::config), {"5", "even"});
-  expect_parts(error_of([] { nn::rope_frequencies({.dim = 4, .factor = 0.5}); }, ErrorKind::config), {"factor 0.5"});
+  expect_parts(error_of([] { nn::rope_frequencies({.dim = 5}); }, ErrorKind::config),
+               {"5", "even"});
+  expect_parts(error_of([] { nn::rope_frequencies({.dim = 4, .factor = 0.5}); }, ErrorKind::config),
+               {"factor 0.5"});
 }
 
 }  // namespace

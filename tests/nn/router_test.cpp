@@ -30,11 +30,13 @@ Router identity_router(const RouterConfig& config) {
   Router router(config, "gate", config.num_experts, at::kDouble, test_device(), kInit);
   const at::NoGradGuard no_grad;
   auto& gate = router.gate().stored();  // this rank's shard of it
-  gate.value.copy_(at::eye(config.num_experts, at::kDouble).narrow(0, gate.shard.start[0], gate.shard.length[0]));
+  gate.value.copy_(at::eye(config.num_experts, at::kDouble)
+                       .narrow(0, gate.shard.start[0], gate.shard.length[0]));
   return router;
 }
 
-Route route_of(Router& router, const at::Tensor& logits, const Mesh& mesh, const RouteOptions& options = {}) {
+Route route_of(Router& router, const at::Tensor& logits, const Mesh& mesh,
+               const RouteOptions& options = {}) {
   const Tokens tokens(mesh, 1, logits.size(0), true);
   return router.choose(assume<Dense{T, T, T}>(logits), tokens, options);
 }
@@ -46,10 +48,12 @@ at::Tensor sorted_choice(const at::Tensor& scores, std::int64_t k) {
 
 TEST(Router, SigmoidScoresNormalisedAndScaled) {
   alone([](const Mesh& mesh) {
-    Router router = identity_router({.num_experts = 8, .top_k = 3, .normalize = true, .epsilon = 1e-20, .scale = 2.5});
+    Router router = identity_router(
+        {.num_experts = 8, .top_k = 3, .normalize = true, .epsilon = 1e-20, .scale = 2.5});
     const at::Tensor logits = random_rows(50, 8);
     const Route route = route_of(router, logits, mesh);
-    const at::Tensor s = at::sigmoid(logits), expected = sorted_choice(s, 3), w = s.gather(1, expected);
+    const at::Tensor s = at::sigmoid(logits), expected = sorted_choice(s, 3),
+                     w = s.gather(1, expected);
     EXPECT_TRUE(at::equal(route.experts_NK, expected));
     EXPECT_TRUE(at::allclose(local(route.weights_NK), w / w.sum(-1, true) * 2.5, 1e-14, 1e-14));
     EXPECT_TRUE(at::allclose(local(route.probabilities_NE), s / s.sum(-1, true), 1e-14, 1e-14));
@@ -59,9 +63,13 @@ TEST(Router, SigmoidScoresNormalisedAndScaled) {
 TEST(Router, SoftmaxWithAndWithoutNormalisation) {
   alone([](const Mesh& mesh) {
     for (bool normalize : {false, true}) {
-      Router router =
-          identity_router({.num_experts = 6, .top_k = 2, .scoring = Scoring::softmax, .normalize = normalize, .epsilon = 0});
-      const at::Tensor logits = random_rows(40, 6), p = at::softmax(logits, -1), expected = sorted_choice(p, 2);
+      Router router = identity_router({.num_experts = 6,
+                                       .top_k = 2,
+                                       .scoring = Scoring::softmax,
+                                       .normalize = normalize,
+                                       .epsilon = 0});
+      const at::Tensor logits = random_rows(40, 6), p = at::softmax(logits, -1),
+                       expected = sorted_choice(p, 2);
       const Route route = route_of(router, logits, mesh);
       at::Tensor w = p.gather(1, expected);
       if (normalize) w = w / w.sum(-1, true);
@@ -73,11 +81,13 @@ TEST(Router, SoftmaxWithAndWithoutNormalisation) {
 
 TEST(Router, SoftmaxOverTheChosen) {
   alone([](const Mesh& mesh) {
-    Router router = identity_router({.num_experts = 6, .top_k = 3, .scoring = Scoring::softmax_chosen});
+    Router router =
+        identity_router({.num_experts = 6, .top_k = 3, .scoring = Scoring::softmax_chosen});
     const at::Tensor logits = random_rows(40, 6), expected = sorted_choice(logits, 3);
     const Route route = route_of(router, logits, mesh);
     EXPECT_TRUE(at::equal(route.experts_NK, expected));
-    EXPECT_TRUE(at::allclose(local(route.weights_NK), at::softmax(logits.gather(1, expected), -1), 1e-14, 1e-14));
+    EXPECT_TRUE(at::allclose(local(route.weights_NK), at::softmax(logits.gather(1, expected), -1),
+                             1e-14, 1e-14));
   });
 }
 
@@ -85,8 +95,10 @@ TEST(Router, TheLowestIndexWinsTies) {
   alone([](const Mesh& mesh) {
     for (auto scoring : {Scoring::sigmoid, Scoring::softmax, Scoring::softmax_chosen}) {
       Router router = identity_router({.num_experts = 5, .top_k = 3, .scoring = scoring});
-      const Route route = route_of(router, at::zeros({4, 5}, at::TensorOptions(at::kDouble).device(test_device())), mesh);
-      EXPECT_TRUE(at::equal(route.experts_NK.cpu(), at::tensor({0, 1, 2}, at::kLong).expand({4, 3})));
+      const Route route = route_of(
+          router, at::zeros({4, 5}, at::TensorOptions(at::kDouble).device(test_device())), mesh);
+      EXPECT_TRUE(
+          at::equal(route.experts_NK.cpu(), at::tensor({0, 1, 2}, at::kLong).expand({4, 3})));
     }
   });
 }
@@ -94,7 +106,8 @@ TEST(Router, TheLowestIndexWinsTies) {
 // Saturated sigmoids are equal in floating point, the logits are not.
 TEST(Router, ChoiceOnLogitsSeesThroughSaturation) {
   alone([](const Mesh& mesh) {
-    const at::Tensor logits = at::tensor({50.0, 60.0, 70.0, 0.0}, at::kDouble).reshape({1, 4}).to(test_device());
+    const at::Tensor logits =
+        at::tensor({50.0, 60.0, 70.0, 0.0}, at::kDouble).reshape({1, 4}).to(test_device());
     Router on_scores = identity_router({.num_experts = 4, .top_k = 1});
     Router on_logits = identity_router({.num_experts = 4, .top_k = 1, .choose_on_logits = true});
     EXPECT_EQ(route_of(on_scores, logits, mesh).experts_NK.item<std::int64_t>(), 0);
@@ -106,23 +119,27 @@ TEST(Router, NodeLimitedRoutingWrittenOut) {
   alone([](const Mesh& mesh) {
     const RouterConfig config{.num_experts = 8, .top_k = 3, .num_groups = 4, .top_groups = 2};
     Router router = identity_router(config);
-    router.expert_bias() = at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
+    router.expert_bias() =
+        at::randn({8}, at::TensorOptions(at::kDouble).device(test_device())) * 0.1;
     const at::Tensor logits = random_rows(60, 8);
     const Route route = route_of(router, logits, mesh);
     const at::Tensor s = at::sigmoid(logits).cpu(), c = s + router.expert_bias().cpu();
     for (std::int64_t t = 0; t < 60; ++t) {
       // Groups of two: their score is the sum of both.
       std::vector<std::pair<double, int>> groups;
-      for (int g = 0; g < 4; ++g) groups.emplace_back(-(c[t][2 * g] + c[t][2 * g + 1]).item<double>(), g);
+      for (int g = 0; g < 4; ++g)
+        groups.emplace_back(-(c[t][2 * g] + c[t][2 * g + 1]).item<double>(), g);
       std::stable_sort(groups.begin(), groups.end());
       std::vector<std::pair<double, int>> experts;
       for (int e = 0; e < 8; ++e)
-        if (e / 2 == groups[0].second || e / 2 == groups[1].second) experts.emplace_back(-c[t][e].item<double>(), e);
+        if (e / 2 == groups[0].second || e / 2 == groups[1].second)
+          experts.emplace_back(-c[t][e].item<double>(), e);
       std::stable_sort(experts.begin(), experts.end());
       for (int k = 0; k < 3; ++k) {
         EXPECT_EQ(route.experts_NK[t][k].item<std::int64_t>(), experts[k].second);
         // Bias and mask take no part in the weight.
-        EXPECT_EQ(local(route.weights_NK)[t][k].item<double>(), s[t][experts[k].second].item<double>());
+        EXPECT_EQ(local(route.weights_NK)[t][k].item<double>(),
+                  s[t][experts[k].second].item<double>());
       }
     }
   });
@@ -130,12 +147,14 @@ TEST(Router, NodeLimitedRoutingWrittenOut) {
 
 TEST(Router, GateIsFloat32InBfloat16RunsAndTheGateBiasCounts) {
   alone([](const Mesh& mesh) {
-    Router router({.num_experts = 4, .top_k = 2, .gate_bias = true}, "gate", 8, at::kBFloat16, test_device(), kInit);
+    Router router({.num_experts = 4, .top_k = 2, .gate_bias = true}, "gate", 8, at::kBFloat16,
+                  test_device(), kInit);
     const at::Tensor x = random_rows(9, 8).to(at::kBFloat16);
     const Route route = route_of(router, x, mesh);
     EXPECT_EQ(local(route.logits_NE).scalar_type(), at::kFloat);
     EXPECT_EQ(local(route.weights_NK).scalar_type(), at::kFloat);
-    const at::Tensor expected = at::linear(x.to(at::kFloat), router.gate().stored().value, router.gate_bias()->stored().value);
+    const at::Tensor expected = at::linear(x.to(at::kFloat), router.gate().stored().value,
+                                           router.gate_bias()->stored().value);
     EXPECT_TRUE(at::allclose(local(route.logits_NE), expected));
   });
 }
@@ -168,8 +187,10 @@ TEST(Router, MapCountsAndStatistics) {
     EXPECT_EQ(stats.counts_E.sum().item<std::int64_t>(), 62);
     EXPECT_EQ(stats.counts_E.scalar_type(), at::kLong);
 
-    const Route one =
-        route_of(router, at::tensor({3.0, 2.0, 0.0, 0.0, 0.0, 0.0}, at::kDouble).reshape({1, 6}).to(test_device()), mesh);
+    const Route one = route_of(
+        router,
+        at::tensor({3.0, 2.0, 0.0, 0.0, 0.0, 0.0}, at::kDouble).reshape({1, 6}).to(test_device()),
+        mesh);
     const auto narrow = statistics(one);
     EXPECT_EQ(narrow.num_idle, 4);
     EXPECT_DOUBLE_EQ(narrow.max_over_mean, 3);
@@ -209,14 +230,18 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
     const auto switch_form = [](const at::Tensor& map, const at::Tensor& prob) {
       return 5 * (map.sum(0) / map.sum() * prob.mean(0)).sum().item<double>();
     };
-    EXPECT_NEAR(local(switch_loss(route, config, tokens_total)).item<double>(), switch_form(chosen, p), 1e-14);
+    EXPECT_NEAR(local(switch_loss(route, config, tokens_total)).item<double>(),
+                switch_form(chosen, p), 1e-14);
     double by_sequence = 0;
-    for (std::int64_t b = 0; b < B; ++b) by_sequence += switch_form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
-    EXPECT_NEAR(local(sequence_loss(route, config, tokens, tokens_total)).item<double>(), by_sequence, 1e-14);
-    EXPECT_NEAR(local(z_loss(route, tokens_total)).item<double>(), at::logsumexp(logits, {-1}).square().mean().item<double>(),
-                1e-13);
+    for (std::int64_t b = 0; b < B; ++b)
+      by_sequence += switch_form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
+    EXPECT_NEAR(local(sequence_loss(route, config, tokens, tokens_total)).item<double>(),
+                by_sequence, 1e-14);
+    EXPECT_NEAR(local(z_loss(route, tokens_total)).item<double>(),
+                at::logsumexp(logits, {-1}).square().mean().item<double>(), 1e-13);
     // A micro-batch counts by its share of the step.
-    EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(), switch_form(chosen, p) / 4, 1e-14);
+    EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(),
+                switch_form(chosen, p) / 4, 1e-14);
   });
 }
 
@@ -242,7 +267,8 @@ TEST(Balance, MovesTheBiasOncePerStepByTheSign) {
 }
 
 TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
-  for (const auto& shape : {MeshShape{.dp_shard = 2, .cp = 2, .tp = 2}, MeshShape{.dp_replicate = 2, .tp = 3}})
+  for (const auto& shape :
+       {MeshShape{.dp_shard = 2, .cp = 2, .tp = 2}, MeshShape{.dp_replicate = 2, .tp = 3}})
     comm::launch(
         shape.num_ranks(),
         [&](comm::Group& world) {
@@ -251,7 +277,8 @@ TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
           Router router = identity_router({.num_experts = 8, .top_k = 1});
           // Rank r has r + 1 tokens, all for expert r: no rank alone knows the balance.
           const std::int64_t n = world.rank() + 1;
-          at::Tensor logits = at::zeros({n, 8}, at::TensorOptions(at::kDouble).device(test_device()));
+          at::Tensor logits =
+              at::zeros({n, 8}, at::TensorOptions(at::kDouble).device(test_device()));
           logits.select(1, world.rank()).fill_(1);
           const Tokens tokens(mesh, 1, 1, true);
           const Route route = router.choose(assume<Dense{T, T, T}>(logits), tokens, {});
@@ -281,7 +308,9 @@ TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
     EXPECT_TRUE(at::equal(same.experts_NK, first.experts_NK));
     const Route other = route_of(router, -logits, mesh, {.replay = &record});
     EXPECT_TRUE(at::equal(other.experts_NK, first.experts_NK)) << "the choice is replayed";
-    EXPECT_TRUE(at::allclose(local(other.weights_NK), at::sigmoid(-logits).gather(1, first.experts_NK))) << "the weights are not";
+    EXPECT_TRUE(
+        at::allclose(local(other.weights_NK), at::sigmoid(-logits).gather(1, first.experts_NK)))
+        << "the weights are not";
     EXPECT_GT(record.num_flipped, 0);
     EXPECT_GT(record.largest_margin, 0);
   });
@@ -296,13 +325,16 @@ TEST(RouterErrors, NameTheValueAndTheCure) {
       return std::string(e.what());
     }
   };
-  EXPECT_EQ(message({.num_experts = 4, .top_k = 5}), "router: top_k is 5; with 4 experts it takes 1 to 4");
+  EXPECT_EQ(message({.num_experts = 4, .top_k = 5}),
+            "router: top_k is 5; with 4 experts it takes 1 to 4");
   EXPECT_EQ(message({.num_experts = 6, .top_k = 1, .num_groups = 4, .top_groups = 1}),
             "router: 6 experts do not divide into num_groups = 4 groups; choose a divisor");
-  EXPECT_EQ(message({.num_experts = 4, .top_k = 1, .num_groups = 4, .top_groups = 1}),
-            "router: num_groups = 4 leaves 1 expert in a group, and a group is judged by its best two; use at most 2 groups");
-  EXPECT_EQ(message({.num_experts = 8, .top_k = 5, .num_groups = 4, .top_groups = 2}),
-            "router: top_k = 5 experts are to come from 2 groups of 2; lower top_k or raise top_groups");
+  EXPECT_EQ(
+      message({.num_experts = 4, .top_k = 1, .num_groups = 4, .top_groups = 1}),
+      "router: num_groups = 4 leaves 1 expert in a group, and a group is judged by its best two; use at most 2 groups");
+  EXPECT_EQ(
+      message({.num_experts = 8, .top_k = 5, .num_groups = 4, .top_groups = 2}),
+      "router: top_k = 5 experts are to come from 2 groups of 2; lower top_k or raise top_groups");
 }
 
 }  // namespace

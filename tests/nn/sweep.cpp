@@ -19,9 +19,11 @@ std::string reference_key(const LayerCase& c, int num_dp) {
   whole.sequence_parallel = true;
   whole.layer.dispatcher = nn::Dispatcher::local;
   const auto& r = c.layer.router;
-  return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) + std::to_string(r.num_groups) +
-         std::to_string(r.gate_bias) + std::to_string(r.forced_balance) + std::to_string(r.normalize) + std::to_string(r.scale) +
-         std::to_string(c.sequence_weight) + std::to_string(c.z_weight) + std::to_string(c.switch_weight) +
+  return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) +
+         std::to_string(r.num_groups) + std::to_string(r.gate_bias) +
+         std::to_string(r.forced_balance) + std::to_string(r.normalize) + std::to_string(r.scale) +
+         std::to_string(c.sequence_weight) + std::to_string(c.z_weight) +
+         std::to_string(c.switch_weight) +
          std::to_string(static_cast<int>(c.layer.experts.activation));
 }
 
@@ -43,8 +45,10 @@ std::vector<Choice> select(int mesh_number, int per_mesh) {
   std::vector<Choice> chosen;
   const Random random(2026, "sweep");
   for (int i = 0; i < per_mesh; ++i) {
-    const auto index = static_cast<std::uint64_t>(mesh_number) * 1000 + static_cast<std::uint64_t>(i);
-    chosen.push_back(choice(static_cast<int>(random.below(index, static_cast<std::uint64_t>(num_choices())))));
+    const auto index =
+        static_cast<std::uint64_t>(mesh_number) * 1000 + static_cast<std::uint64_t>(i);
+    chosen.push_back(
+        choice(static_cast<int>(random.below(index, static_cast<std::uint64_t>(num_choices())))));
   }
   return chosen;
 }
@@ -56,7 +60,8 @@ std::vector<Choice> every_choice() {
     Choice c = choice(i);
     if (c.dispatcher == 2) continue;
     c.variant = static_cast<int>(
-        random.below(static_cast<std::uint64_t>(i), static_cast<std::uint64_t>(Choice::kLevels[kNumOptions - 1])));
+        random.below(static_cast<std::uint64_t>(i),
+                     static_cast<std::uint64_t>(Choice::kLevels[kNumOptions - 1])));
     all.push_back(c);
   }
   return all;
@@ -65,26 +70,33 @@ std::vector<Choice> every_choice() {
 size_t num_pairs() {
   size_t n = 0;
   for (int a = 0; a < kNumOptions; ++a)
-    for (int b = a + 1; b < kNumOptions; ++b) n += static_cast<size_t>(Choice::kLevels[a] * Choice::kLevels[b]);
+    for (int b = a + 1; b < kNumOptions; ++b)
+      n += static_cast<size_t>(Choice::kLevels[a] * Choice::kLevels[b]);
   return n;
 }
 
-LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtype, at::Device device) {
+LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtype,
+                    at::Device device) {
   using kernels::Activation;
   using kernels::ScoreSide;
   LayerCase c;
   const std::int64_t experts = std::max(4, 2 * shape.ep), parts = shape.cp * shape.tp;
   c.layer.router = {.num_experts = experts, .top_k = 2, .normalize = true};
-  c.layer.experts = {
-      .num_experts = experts, .dim = 6, .ffn = 2 * shape.etp, .scores = o.side ? ScoreSide::before : ScoreSide::after};
-  constexpr nn::Dispatcher kWays[] = {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather, nn::Dispatcher::automatic};
+  c.layer.experts = {.num_experts = experts,
+                     .dim = 6,
+                     .ffn = 2 * shape.etp,
+                     .scores = o.side ? ScoreSide::before : ScoreSide::after};
+  constexpr nn::Dispatcher kWays[] = {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather,
+                                      nn::Dispatcher::automatic};
   c.layer.dispatcher = kWays[o.dispatcher];
   c.layer.shared_ffn = o.shared ? 2 * shape.tp + 1 : 0;
   c.layer.dtype = dtype;
   c.layer.device = device;
   c.layer.init = {.kind = Init::Kind::normal, .scale = 0.6, .seed = 5};
   c.batch = o.batch ? 3 : 1;
-  c.sequence = o.length == 0 ? 2 * parts : o.length == 1 ? 2 * parts + 1 : std::max(1, shape.tp - 1);
+  c.sequence = o.length == 0   ? 2 * parts
+               : o.length == 1 ? 2 * parts + 1
+                               : std::max(1, shape.tp - 1);
   c.sequence_parallel = o.sequence_parallel;
   c.replay = dtype != at::kDouble;
   switch (o.variant) {
@@ -126,7 +138,8 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
     cases.push_back(make_case(o, shape, dtype, options.device));
     const auto key = reference_key(cases.back(), num_dp);
     auto found = cache.find(key);
-    if (found == cache.end()) found = cache.emplace(key, train::run_reference(cases.back(), num_dp)).first;
+    if (found == cache.end())
+      found = cache.emplace(key, train::run_reference(cases.back(), num_dp)).first;
     references.push_back(&found->second);
   }
   const auto reports = train::compare_layer(cases, references, shape, options);
@@ -138,11 +151,13 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
     const auto v = choices[i].levels();
     for (int a = 0; a < kNumOptions; ++a)
       for (int b = a + 1; b < kNumOptions; ++b)
-        totals.pairs.insert(std::to_string(a) + "=" + std::to_string(v[static_cast<size_t>(a)]) + "," + std::to_string(b) + "=" +
+        totals.pairs.insert(std::to_string(a) + "=" + std::to_string(v[static_cast<size_t>(a)]) +
+                            "," + std::to_string(b) + "=" +
                             std::to_string(v[static_cast<size_t>(b)]));
     if (reports[i].holds()) continue;
     ++totals.num_failed;
-    if (totals.failures.size() < 20) totals.failures.push_back(reports[i].describe(cases[i], shape));
+    if (totals.failures.size() < 20)
+      totals.failures.push_back(reports[i].describe(cases[i], shape));
   }
 }
 

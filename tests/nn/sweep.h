@@ -1,6 +1,6 @@
 #pragma once
-// The cases of the sweep: every mesh of up to N ranks, every combination of options, or a selection in which every mesh comes at
-// least once and every pair of options too.
+// The cases of the sweep: every mesh of up to N ranks, every combination of options, or a selection
+// in which every mesh comes at least once and every pair of options too.
 
 #include <functional>
 #include <map>
@@ -16,15 +16,19 @@ namespace moesh::sweep {
 struct Choice {
   int sequence_parallel, side, dispatcher, shared, batch, length, variant;
   static constexpr int kLevels[] = {2, 2, 3, 2, 2, 3, 4};
-  std::vector<int> levels() const { return {sequence_parallel, side, dispatcher, shared, batch, length, variant}; }
+  std::vector<int> levels() const {
+    return {sequence_parallel, side, dispatcher, shared, batch, length, variant};
+  }
 };
 
 /// The choice with this number, 0 .. num_choices() - 1.
 Choice choice(int number);
 int num_choices();
 
-/// The case for a mesh: E = 2 ep (at least 4), F = 2 etp (2 etp + 1 in one variant), L even, odd, or smaller than tp.
-train::LayerCase make_case(const Choice& choice, const MeshShape& shape, at::ScalarType dtype, at::Device device);
+/// The case for a mesh: E = 2 ep (at least 4), F = 2 etp (2 etp + 1 in one variant), L even, odd,
+/// or smaller than tp.
+train::LayerCase make_case(const Choice& choice, const MeshShape& shape, at::ScalarType dtype,
+                           at::Device device);
 
 struct Totals {
   int num_meshes = 0, num_cases = 0, num_failed = 0;
@@ -41,7 +45,8 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
 /// `per_mesh` choices for the mesh with this number: different ones for every mesh.
 std::vector<Choice> select(int mesh_number, int per_mesh);
 
-/// Every combination of the options, each with one of the variants; `automatic` is left out, it is one of the other dispatchers.
+/// Every combination of the options, each with one of the variants; `automatic` is left out, it is
+/// one of the other dispatchers.
 std::vector<Choice> every_choice();
 
 /// How many pairs of options exist.

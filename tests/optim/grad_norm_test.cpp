@@ -17,7 +17,8 @@ double expected_norm() {
   on_mesh({}, [&](const Mesh&) {
     Model().each_param([&](auto& p) {
       const at::Tensor g = whole_gradient(p.stored().spec, 0).cpu();
-      for (std::int64_t i = 0; i < g.numel(); ++i) sum += g.data_ptr<double>()[i] * g.data_ptr<double>()[i];
+      for (std::int64_t i = 0; i < g.numel(); ++i)
+        sum += g.data_ptr<double>()[i] * g.data_ptr<double>()[i];
     });
   });
   return std::sqrt(sum);
@@ -56,14 +57,16 @@ TEST(GradNorm, IsOneAllReduceOfOneNumber) {
   });
 }
 
-// Ranks that should hold the same gradient and differ in the last bits must not take different decisions.
+// Ranks that should hold the same gradient and differ in the last bits must not take different
+// decisions.
 TEST(GradNorm, IsTheSameOnAllRanksWhereReplicasDrift) {
   const MeshShape shape{.dp_replicate = 2, .tp = 4, .ep = 2, .etp = 2};
   std::vector<double> norms(8);
   on_mesh(shape, [&](const Mesh& mesh) {
     Model model;
     model.set_gradients();
-    model.each_param([&](auto& p) { p.stored().value.mutable_grad().mul_(1 + 1e-9 * mesh.rank()); });
+    model.each_param(
+        [&](auto& p) { p.stored().value.mutable_grad().mul_(1 + 1e-9 * mesh.rank()); });
     norms[static_cast<std::size_t>(mesh.rank())] = number(grad_norm(model.list()));
   });
   for (double norm : norms) EXPECT_EQ(norm, norms[0]);
@@ -81,11 +84,13 @@ TEST(GradNorm, SumsOverPipelineStages) {
   on_mesh({.pp = 2, .dp_shard = 2, .tp = 2, .ep = 2}, [&](const Mesh& mesh) {
     Model model;
     model.set_gradients(mesh.coordinate(pp));
-    EXPECT_NEAR(number(grad_norm(model.list())), std::hypot(first, second), 1e-12 * (first + second));
+    EXPECT_NEAR(number(grad_norm(model.list())), std::hypot(first, second),
+                1e-12 * (first + second));
   });
 }
 
-// float32 squares would overflow, a float32 sum would lose the ones beside 2^26. More elements than one chunk.
+// float32 squares would overflow, a float32 sum would lose the ones beside 2^26. More elements than
+// one chunk.
 TEST(GradNorm, AccumulatesInFloat64) {
   on_mesh({.dp_shard = 2}, [](const Mesh&) {
     const std::int64_t n = (std::int64_t{1} << 21) + 3;
@@ -117,14 +122,17 @@ TEST(GradNorm, ReadsAGradientThatIsNotContiguous) {
   });
 }
 
-// A value that is not finite in one element, on one rank, in any parameter, is seen by all: also where others hold the same part.
+// A value that is not finite in one element, on one rank, in any parameter, is seen by all: also
+// where others hold the same part.
 TEST(AllFinite, SeesOneElementOfOneRankOnAllRanks) {
-  const double bad[] = {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity(),
+  const double bad[] = {std::numeric_limits<double>::quiet_NaN(),
+                        std::numeric_limits<double>::infinity(),
                         -std::numeric_limits<double>::infinity()};
   std::vector<MeshShape> shapes = all_mesh_shapes(4);
-  for (const auto& shape : {MeshShape{}, MeshShape{.dp_replicate = 2, .dp_shard = 2, .tp = 2, .ep = 2},
-                            MeshShape{.dp_replicate = 2, .tp = 4, .ep = 2, .etp = 2}, MeshShape{.dp_shard = 8, .ep = 8},
-                            MeshShape{.cp = 2, .tp = 4, .etp = 4}, MeshShape{.pp = 2, .tp = 2, .ep = 2}})
+  for (const auto& shape :
+       {MeshShape{}, MeshShape{.dp_replicate = 2, .dp_shard = 2, .tp = 2, .ep = 2},
+        MeshShape{.dp_replicate = 2, .tp = 4, .ep = 2, .etp = 2}, MeshShape{.dp_shard = 8, .ep = 8},
+        MeshShape{.cp = 2, .tp = 4, .etp = 4}, MeshShape{.pp = 2, .tp = 2, .ep = 2}})
     shapes.push_back(shape);
   for (const auto& shape : shapes)
     on_mesh(shape, [&](const Mesh& mesh) {
@@ -140,10 +148,13 @@ TEST(AllFinite, SeesOneElementOfOneRankOnAllRanks) {
           const bool spoils = mesh.rank() == rank && g.numel() > 0;
           if (spoils) g.view({-1})[-1] = bad[which % 3];
           ++which;
-          const at::Tensor any = at::full({1}, spoils ? 1.0 : 0.0, at::TensorOptions(at::kDouble).device(test_device()));
-          const double num_spoilt = mesh.group(pp)->all_reduce(mesh.group(dp | cp | tp)->all_reduce(any)).template item<double>();
-          EXPECT_EQ(all_finite(list), num_spoilt == 0)
-              << list[p].stored->spec.name << " on rank " << rank << " of " << mesh.shape().describe();
+          const at::Tensor any = at::full({1}, spoils ? 1.0 : 0.0,
+                                          at::TensorOptions(at::kDouble).device(test_device()));
+          const double num_spoilt = mesh.group(pp)
+                                        ->all_reduce(mesh.group(dp | cp | tp)->all_reduce(any))
+                                        .template item<double>();
+          EXPECT_EQ(all_finite(list), num_spoilt == 0) << list[p].stored->spec.name << " on rank "
+                                                       << rank << " of " << mesh.shape().describe();
         }
     });
 }
@@ -158,11 +169,14 @@ TEST(Clip, ScalesTheGradientsOfBothViewsOnEveryMesh) {
       const double factor = clip_gradients(list, grad_norm(list), 0.5);
       EXPECT_NEAR(factor, 0.5 / norm_before, 1e-12);
       model.each_param([&](auto& p) {
-        const at::Tensor expected = slice(whole_gradient(p.stored().spec, 0), p.stored().compute) * factor;
-        EXPECT_TRUE(at::equal(local(grad(p)), expected)) << p.name() << " on " << mesh.shape().describe();
+        const at::Tensor expected =
+            slice(whole_gradient(p.stored().spec, 0), p.stored().compute) * factor;
+        EXPECT_TRUE(at::equal(local(grad(p)), expected))
+            << p.name() << " on " << mesh.shape().describe();
       });
       EXPECT_NEAR(number(grad_norm(list)), 0.5, 1e-12) << mesh.shape().describe();
-      EXPECT_EQ(clip_gradients(list, grad_norm(list), 2), 1) << "a norm below the limit changes nothing";
+      EXPECT_EQ(clip_gradients(list, grad_norm(list), 2), 1)
+          << "a norm below the limit changes nothing";
       EXPECT_NEAR(number(grad_norm(list)), 0.5, 1e-12);
     });
 }
@@ -171,7 +185,8 @@ TEST(Clip, RefusesANormThatIsNotFinite) {
   on_mesh({.tp = 2}, [](const Mesh& mesh) {
     Model model;
     model.set_gradients();
-    if (mesh.rank() == 1) model.w.stored().value.mutable_grad().fill_(std::numeric_limits<double>::quiet_NaN());
+    if (mesh.rank() == 1)
+      model.w.stored().value.mutable_grad().fill_(std::numeric_limits<double>::quiet_NaN());
     const ParamList list = model.list();
     const Norm norm = grad_norm(list);
     EXPECT_FALSE(all_finite(norm));

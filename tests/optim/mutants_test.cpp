@@ -1,5 +1,5 @@
-// Every mistake that can be switched on is found by comparing with one rank. This program is built from sources with
-// MOESH_WITH_MUTANTS.
+// Every mistake that can be switched on is found by comparing with one rank. This program is built
+// from sources with MOESH_WITH_MUTANTS.
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,8 @@ constexpr double kMaxNorm = 0.5;
 
 struct Result {
   double norm = 0;
-  std::map<std::string, double> factors;  // of each clipped gradient to the one before, over the whole tensor
+  std::map<std::string, double>
+      factors;  // of each clipped gradient to the one before, over the whole tensor
 };
 
 Result run(const MeshShape& shape, const std::string& mutant) {
@@ -43,14 +44,16 @@ double sum_of_squares(const std::string& name) {
   double sum = 0;
   on_mesh({}, [&](const Mesh&) {
     Model().each_param([&](auto& p) {
-      if (p.name() == name) sum = whole_gradient(p.stored().spec, 0).square().sum().template item<double>();
+      if (p.name() == name)
+        sum = whole_gradient(p.stored().spec, 0).square().sum().template item<double>();
     });
   });
   return sum;
 }
 
-const std::vector<MeshShape> kMeshes{
-    {.tp = 2, .ep = 2}, {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .etp = 2}, {.cp = 2, .tp = 4, .ep = 4, .etp = 2}};
+const std::vector<MeshShape> kMeshes{{.tp = 2, .ep = 2},
+                                     {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .etp = 2},
+                                     {.cp = 2, .tp = 4, .ep = 4, .etp = 2}};
 
 class OptimMutants : public testing::TestWithParam<std::size_t> {
  protected:
@@ -58,7 +61,8 @@ class OptimMutants : public testing::TestWithParam<std::size_t> {
     reference_ = run({}, "");
     const Result healthy = run(shape(), "");
     ASSERT_NEAR(healthy.norm, reference_.norm, 1e-12);
-    for (const auto& [name, factor] : healthy.factors) ASSERT_NEAR(factor, kMaxNorm / reference_.norm, 1e-12) << name;
+    for (const auto& [name, factor] : healthy.factors)
+      ASSERT_NEAR(factor, kMaxNorm / reference_.norm, 1e-12) << name;
   }
   static const MeshShape& shape() { return kMeshes[GetParam()]; }
   Result reference_;
@@ -74,8 +78,8 @@ TEST_P(OptimMutants, ClipWithoutExpertsIsFound) {
 
 TEST_P(OptimMutants, NormThatCountsReplicasOnTpIsFound) {
   const Result wrong = run(shape(), "norm_counts_tp_replicas");
-  const double excess =
-      (shape().tp - 1) * (sum_of_squares("norm") + sum_of_squares("sink")) + (shape().etp - 1) * sum_of_squares("bias");
+  const double excess = (shape().tp - 1) * (sum_of_squares("norm") + sum_of_squares("sink")) +
+                        (shape().etp - 1) * sum_of_squares("bias");
   EXPECT_NEAR(wrong.norm * wrong.norm, reference_.norm * reference_.norm + excess, 1e-10);
   EXPECT_GT(wrong.norm, reference_.norm + 1e-3);
 }

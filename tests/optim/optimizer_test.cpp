@@ -19,8 +19,12 @@ namespace {
 using Make = std::function<std::unique_ptr<Optimizer>(ParamList)>;
 const AdamWConfig kAdamW{.beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .weight_decay = 0.3};
 const SgdConfig kSgd{.momentum = 0.7, .weight_decay = 0.2};
-std::unique_ptr<Optimizer> make_adamw(ParamList list) { return std::make_unique<AdamW>(std::move(list), kAdamW); }
-std::unique_ptr<Optimizer> make_sgd(ParamList list) { return std::make_unique<Sgd>(std::move(list), kSgd); }
+std::unique_ptr<Optimizer> make_adamw(ParamList list) {
+  return std::make_unique<AdamW>(std::move(list), kAdamW);
+}
+std::unique_ptr<Optimizer> make_sgd(ParamList list) {
+  return std::make_unique<Sgd>(std::move(list), kSgd);
+}
 double rate(int step) { return 0.05 / (1 + step); }
 
 // Three steps with given gradients.
@@ -50,7 +54,8 @@ void expect_same_bits_on_every_mesh(const Make& make) {
       Model model;
       const auto values = train(model, make);
       model.each_param([&](auto& p) {
-        EXPECT_TRUE(at::equal(values.at(p.name()), slice(expected.at(p.name()), p.stored().compute)))
+        EXPECT_TRUE(
+            at::equal(values.at(p.name()), slice(expected.at(p.name()), p.stored().compute)))
             << p.name() << " on " << mesh.shape().describe();
       });
     });
@@ -61,7 +66,8 @@ TEST(Sgd, GivesTheBitsOfOneRankOnEveryMesh) { expect_same_bits_on_every_mesh(mak
 
 // What the textbook says, element by element.
 void expect_formula(const Make& make,
-                    const std::function<void(double& w, double g, double* state, double lr, double decay, int t)>& f,
+                    const std::function<void(double& w, double g, double* state, double lr,
+                                             double decay, int t)>& f,
                     double weight_decay) {
   const auto values = train_alone(make);
   on_mesh({}, [&](const Mesh&) {
@@ -74,7 +80,8 @@ void expect_formula(const Make& make,
       for (int t = 1; t <= 3; ++t) {
         const at::Tensor g = whole_gradient(spec, t - 1).cpu();
         for (std::int64_t i = 0; i < w.numel(); ++i)
-          f(w.data_ptr<double>()[i], g.data_ptr<double>()[i], state[static_cast<std::size_t>(i)].data(), rate(t - 1), decay, t);
+          f(w.data_ptr<double>()[i], g.data_ptr<double>()[i],
+            state[static_cast<std::size_t>(i)].data(), rate(t - 1), decay, t);
       }
       EXPECT_TRUE(at::allclose(values.at(spec.name).cpu(), w, 1e-13, 1e-14)) << spec.name;
     }
@@ -88,7 +95,8 @@ TEST(AdamW, IsTheTextbookUpdate) {
         double &m = state[0], &v = state[1];
         m = kAdamW.beta1 * m + (1 - kAdamW.beta1) * g;
         v = kAdamW.beta2 * v + (1 - kAdamW.beta2) * g * g;
-        const double m_hat = m / (1 - std::pow(kAdamW.beta1, t)), v_hat = v / (1 - std::pow(kAdamW.beta2, t));
+        const double m_hat = m / (1 - std::pow(kAdamW.beta1, t)),
+                     v_hat = v / (1 - std::pow(kAdamW.beta2, t));
         w = w - lr * decay * w - lr * m_hat / (std::sqrt(v_hat) + kAdamW.eps);
       },
       kAdamW.weight_decay);
@@ -105,17 +113,21 @@ TEST(Sgd, IsTheTextbookUpdate) {
 }
 
 TEST(Sgd, WithoutMomentumHasNoState) {
-  const Make make = [](ParamList list) { return std::make_unique<Sgd>(std::move(list), SgdConfig{.momentum = 0}); };
+  const Make make = [](ParamList list) {
+    return std::make_unique<Sgd>(std::move(list), SgdConfig{.momentum = 0});
+  };
   on_mesh({}, [&](const Mesh&) {
     Model model;
     EXPECT_TRUE(make(model.list())->state().empty());
   });
-  expect_formula(make, [](double& w, double g, double*, double lr, double, int) { w -= lr * g; }, 0);
+  expect_formula(
+      make, [](double& w, double g, double*, double lr, double, int) { w -= lr * g; }, 0);
 }
 
 // torch's own optimizers, on the same values and gradients; in float32 to its precision.
 template <class Torch, class Options>
-void expect_as_torch(const Make& make, const Options& base, at::ScalarType dtype, double tolerance) {
+void expect_as_torch(const Make& make, const Options& base, at::ScalarType dtype,
+                     double tolerance) {
   on_mesh({}, [&](const Mesh&) {
     ParamSpec spec{.name = "w", .shape = {37, 11}, .dtype = dtype, .device = test_device()};
     Param<Dense{I, I, I}> mine(spec, Model::init());
@@ -160,13 +172,15 @@ TEST(AdamW, LoopAndFusedKernelAgree) {
     a[2].abs_();
     for (const auto& x : a) b.push_back(x.clone());
     for (int step = 1; step <= 5; ++step) {
-      const raw::AdamWStep s{rate(step), kAdamW.beta1, kAdamW.beta2, kAdamW.eps, kAdamW.weight_decay, step};
+      const raw::AdamWStep s{rate(step), kAdamW.beta1,        kAdamW.beta2,
+                             kAdamW.eps, kAdamW.weight_decay, step};
       const at::Tensor g = whole_gradient(spec, step);
       raw::adamw_loop(s, a[0], g, a[1], a[2]);
       raw::adamw_fused(s, {b[0]}, {g}, {b[1]}, {b[2]});
     }
     const double tolerance = dtype == at::kDouble ? 1e-13 : 2e-6;
-    for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::allclose(a[i], b[i], tolerance, tolerance)) << "tensor " << i;
+    for (std::size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(at::allclose(a[i], b[i], tolerance, tolerance)) << "tensor " << i;
   }
 }
 
@@ -176,7 +190,8 @@ TEST(AdamW, LoopGivesTheSameBitsInPieces) {
   const raw::AdamWStep s{0.01, kAdamW.beta1, kAdamW.beta2, kAdamW.eps, kAdamW.weight_decay, 3};
   const at::Tensor g = whole_gradient(spec, 0);
   std::vector<at::Tensor> a, b;
-  for (int i = 1; i <= 3; ++i) a.push_back(whole_gradient(spec, i).abs_()), b.push_back(a.back().clone());
+  for (int i = 1; i <= 3; ++i)
+    a.push_back(whole_gradient(spec, i).abs_()), b.push_back(a.back().clone());
   raw::adamw_loop(s, a[0], g, a[1], a[2]);
   for (std::int64_t begin = 0, n = 1; begin < g.numel(); begin += n, n = n * 3 + 1) {
     n = std::min(n, g.numel() - begin);
@@ -204,20 +219,24 @@ TEST(Optimizer, LeavesNoGradientAndTheLeafInPlace) {
       Model model;
       const auto optimizer = make(model.list());
       std::vector<void*> places;
-      for (const auto& entry : optimizer->params()) places.push_back(entry.stored->value.data_ptr());
+      for (const auto& entry : optimizer->params())
+        places.push_back(entry.stored->value.data_ptr());
       model.set_gradients();
       optimizer->step(0.1);
       std::size_t i = 0;
       for (const auto& entry : optimizer->params()) {
         EXPECT_FALSE(entry.stored->value.grad().defined()) << entry.stored->spec.name;
-        EXPECT_TRUE(entry.stored->value.is_leaf() && entry.stored->value.requires_grad()) << entry.stored->spec.name;
+        EXPECT_TRUE(entry.stored->value.is_leaf() && entry.stored->value.requires_grad())
+            << entry.stored->spec.name;
         EXPECT_EQ(entry.stored->value.data_ptr(), places[i++]) << entry.stored->spec.name;
       }
       model.set_gradients();
       const auto before = model.values();
       optimizer->zero_grad();  // a skipped step: nothing moves and nothing stays
-      for (const auto& entry : optimizer->params()) EXPECT_FALSE(entry.stored->value.grad().defined());
-      for (const auto& [name, value] : model.values()) EXPECT_TRUE(at::equal(value, before.at(name))) << name;
+      for (const auto& entry : optimizer->params())
+        EXPECT_FALSE(entry.stored->value.grad().defined());
+      for (const auto& [name, value] : model.values())
+        EXPECT_TRUE(at::equal(value, before.at(name))) << name;
       EXPECT_EQ(optimizer->num_steps(), 1);
     });
 }
@@ -238,7 +257,8 @@ TEST(Optimizer, MovesWhatUseGives) {
       const at::Tensor x = local(use(model.w));
       (x * x).sum().backward();  // on both storage ranks: d = 2 * 2 * x
       sgd.step(0.125);
-      EXPECT_TRUE(at::allclose(local(value(model.w)), before * 0.5, 1e-14, 1e-14)) << mesh.shape().describe();
+      EXPECT_TRUE(at::allclose(local(value(model.w)), before * 0.5, 1e-14, 1e-14))
+          << mesh.shape().describe();
     }
   });
 }
@@ -264,14 +284,17 @@ TEST(Optimizer, StateIsShapedLikeTheShardAndRestoresTheRun) {
       }
       b->set_num_steps(a->num_steps());
       const at::NoGradGuard no_grad;
-      for (std::size_t i = 0; i < a->params().size(); ++i) b->params()[i].stored->value.copy_(a->params()[i].stored->value);
+      for (std::size_t i = 0; i < a->params().size(); ++i)
+        b->params()[i].stored->value.copy_(a->params()[i].stored->value);
       for (int step = 2; step < 4; ++step) {
         second.set_gradients(step);
         b->step(rate(step));
       }
       const auto values = second.values();
       second.each_param([&](auto& p) {
-        EXPECT_TRUE(at::equal(values.at(p.name()), slice(expected.at(p.name()), p.stored().compute))) << p.name();
+        EXPECT_TRUE(
+            at::equal(values.at(p.name()), slice(expected.at(p.name()), p.stored().compute)))
+            << p.name();
       });
     });
   }
@@ -300,7 +323,8 @@ TEST(OptimizerErrors, NameTheValueAndTheCure) {
             "AdamW: beta1 is 1; it takes 0 or more and less than 1, such as 0.9");
   EXPECT_EQ(message([] { AdamWConfig{.beta2 = -0.5}.validate(); }),
             "AdamW: beta2 is -0.5; it takes 0 or more and less than 1, such as 0.95");
-  EXPECT_EQ(message([] { AdamWConfig{.eps = 0}.validate(); }), "AdamW: eps is 0; it takes a positive number, such as 1e-8");
+  EXPECT_EQ(message([] { AdamWConfig{.eps = 0}.validate(); }),
+            "AdamW: eps is 0; it takes a positive number, such as 1e-8");
   EXPECT_EQ(message([&] { AdamWConfig{.weight_decay = nan}.validate(); }),
             "AdamW: weight_decay is nan; it takes 0 or more, such as 0.1");
   EXPECT_EQ(message([] { SgdConfig{.momentum = 1.5}.validate(); }),
@@ -311,8 +335,10 @@ TEST(OptimizerErrors, NameTheValueAndTheCure) {
     Model model;
     model.set_gradients();
     Sgd sgd(model.list());
-    EXPECT_EQ(message([&] { sgd.step(-0.1); }), "a step with learning rate -0.1; it takes a number from 0 on");
-    EXPECT_EQ(message([&] { sgd.step(nan); }), "a step with learning rate nan; it takes a number from 0 on");
+    EXPECT_EQ(message([&] { sgd.step(-0.1); }),
+              "a step with learning rate -0.1; it takes a number from 0 on");
+    EXPECT_EQ(message([&] { sgd.step(nan); }),
+              "a step with learning rate nan; it takes a number from 0 on");
     EXPECT_EQ(message([&] { AdamW(model.list(), {.beta1 = nan}); }),
               "AdamW: beta1 is nan; it takes 0 or more and less than 1, such as 0.9");
     EXPECT_THROW(sgd.set_num_steps(-1), Error);

@@ -29,7 +29,8 @@ TEST(ParamList, KeepsTheOrderAndTheGroups) {
     EXPECT_EQ(names, (std::vector<std::string>{"norm", "w", "experts", "bias", "sink"}));
     EXPECT_EQ(list[0].group, Group::no_decay);
     EXPECT_EQ(list[1].group, Group::decay);
-    EXPECT_EQ(list[1].stored, &model.w.stored()) << "it points at the parameter, it does not copy it";
+    EXPECT_EQ(list[1].stored, &model.w.stored())
+        << "it points at the parameter, it does not copy it";
   });
 }
 
@@ -45,12 +46,14 @@ TEST(ParamList, RefusesANameThatIsThereAlready) {
 
 TEST(ParamList, RefusesWhatCannotBeUpdated) {
   EXPECT_EQ(
-      message({},
-              [](const Mesh&) {
-                Param<Dense{I, I, I}> half({.name = "half", .shape = {3}, .dtype = at::kBFloat16, .device = test_device()});
-                ParamList list;
-                list.add(half);
-              }),
+      message(
+          {},
+          [](const Mesh&) {
+            Param<Dense{I, I, I}> half(
+                {.name = "half", .shape = {3}, .dtype = at::kBFloat16, .device = test_device()});
+            ParamList list;
+            list.add(half);
+          }),
       "parameter 'half' has c10::BFloat16 master weights; small updates would round to nothing. Use float32 or float64, and set "
       ".compute to the type of the work");
   EXPECT_EQ(message({},
@@ -62,10 +65,12 @@ TEST(ParamList, RefusesWhatCannotBeUpdated) {
             "a parameter without a value is added to the list; construct it first");
   EXPECT_EQ(message({}, [](const Mesh&) { grad_norm(ParamList{}); }),
             "the gradient norm of an empty list of parameters; add(w) some");
-  EXPECT_EQ(message({}, [](const Mesh&) { Sgd{ParamList{}}; }), "an optimizer with an empty list of parameters; add(w) some");
+  EXPECT_EQ(message({}, [](const Mesh&) { Sgd{ParamList{}}; }),
+            "an optimizer with an empty list of parameters; add(w) some");
 }
 
-// A gradient that is missing is an error, never a zero: on one rank, and also if only one rank of several misses it.
+// A gradient that is missing is an error, never a zero: on one rank, and also if only one rank of
+// several misses it.
 TEST(ParamList, NamesAParameterWithoutAGradient) {
   const std::string expected =
       "parameter 'bias' has no gradient: no backward has reached it since the last step. Leave a parameter that is not trained out "
@@ -73,14 +78,19 @@ TEST(ParamList, NamesAParameterWithoutAGradient) {
   const auto forget = [](const Mesh& mesh, auto use_list) {
     Model model;
     model.set_gradients();
-    if (mesh.rank() == mesh.shape().num_ranks() - 1) model.bias.stored().value.mutable_grad().reset();
+    if (mesh.rank() == mesh.shape().num_ranks() - 1)
+      model.bias.stored().value.mutable_grad().reset();
     use_list(model);
   };
   for (const MeshShape& shape : {MeshShape{}, MeshShape{.tp = 2, .ep = 2}}) {
-    const auto in_norm = message(shape, [&](const Mesh& mesh) { forget(mesh, [](Model& model) { grad_norm(model.list()); }); });
+    const auto in_norm = message(shape, [&](const Mesh& mesh) {
+      forget(mesh, [](Model& model) { grad_norm(model.list()); });
+    });
     EXPECT_NE(in_norm.find(expected), std::string::npos) << in_norm;
     const auto in_clip = message(shape, [&](const Mesh& mesh) {
-      forget(mesh, [](Model& model) { clip_gradients(model.list(), assume<Dense{I, I, I}>(at::ones({}, at::kDouble)), 1); });
+      forget(mesh, [](Model& model) {
+        clip_gradients(model.list(), assume<Dense{I, I, I}>(at::ones({}, at::kDouble)), 1);
+      });
     });
     EXPECT_NE(in_clip.find(expected), std::string::npos) << in_clip;
     const auto in_step = message(shape, [&](const Mesh& mesh) {
@@ -90,7 +100,8 @@ TEST(ParamList, NamesAParameterWithoutAGradient) {
         try {
           sgd.step(0.1);
         } catch (const Error&) {
-          EXPECT_TRUE(at::equal(model.norm.stored().value.detach(), before)) << "not half a step either";
+          EXPECT_TRUE(at::equal(model.norm.stored().value.detach(), before))
+              << "not half a step either";
           EXPECT_EQ(sgd.num_steps(), 0);
           throw;
         }

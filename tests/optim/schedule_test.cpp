@@ -34,7 +34,8 @@ TEST(Schedule, ConstantStays) {
 }
 
 TEST(Schedule, LinearFallsToTheFloor) {
-  const Schedule s({.kind = Kind::linear, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.2});
+  const Schedule s(
+      {.kind = Kind::linear, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.2});
   EXPECT_EQ(s.factor(2), 1);
   EXPECT_DOUBLE_EQ(s.factor(3), 0.9);
   EXPECT_DOUBLE_EQ(s.factor(6), 0.6);
@@ -44,7 +45,8 @@ TEST(Schedule, LinearFallsToTheFloor) {
 }
 
 TEST(Schedule, CosineFallsToTheFloor) {
-  const Schedule s({.kind = Kind::cosine, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.1});
+  const Schedule s(
+      {.kind = Kind::cosine, .num_steps = 10, .warmup_steps = 2, .min_lr_factor = 0.1});
   EXPECT_EQ(s.factor(2), 1);
   EXPECT_DOUBLE_EQ(s.factor(6), 0.55);  // half way
   EXPECT_DOUBLE_EQ(s.factor(9), 0.1 + 0.9 * 0.5 * (1 + std::cos(std::numbers::pi * 7 / 8)));
@@ -63,7 +65,8 @@ TEST(Schedule, WsdIsStableAndThenFalls) {
   EXPECT_EQ(never.factor(19), 1);
   const Schedule all({.kind = Kind::wsd, .num_steps = 20, .decay_ratio = 1});
   const Schedule linear({.kind = Kind::linear, .num_steps = 20});
-  for (std::int64_t step = 0; step < 20; ++step) EXPECT_EQ(all.factor(step), linear.factor(step)) << step;
+  for (std::int64_t step = 0; step < 20; ++step)
+    EXPECT_EQ(all.factor(step), linear.factor(step)) << step;
 }
 
 TEST(Schedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
@@ -72,9 +75,13 @@ TEST(Schedule, NeverRisesAfterTheWarmUpAndStaysWithinItsBounds) {
       for (std::int64_t warmup : {0, 1, 5}) {
         if (warmup > num_steps) continue;
         const double floor = 0.05;
-        const double ratio = 0.5 * static_cast<double>(num_steps - warmup) / static_cast<double>(num_steps);
-        const Schedule s(
-            {.kind = kind, .num_steps = num_steps, .warmup_steps = warmup, .decay_ratio = ratio, .min_lr_factor = floor});
+        const double ratio =
+            0.5 * static_cast<double>(num_steps - warmup) / static_cast<double>(num_steps);
+        const Schedule s({.kind = kind,
+                          .num_steps = num_steps,
+                          .warmup_steps = warmup,
+                          .decay_ratio = ratio,
+                          .min_lr_factor = floor});
         for (std::int64_t step = 0; step < num_steps; ++step) {
           EXPECT_GT(s.factor(step), 0);
           EXPECT_LE(s.factor(step), 1);
@@ -96,8 +103,10 @@ TEST(ScheduleErrors, NameTheValueAndTheCure) {
     }
   };
   EXPECT_EQ(message({.num_steps = 0}), "schedule: num_steps is 0; it takes 1 or more");
-  EXPECT_EQ(message({.num_steps = 10, .warmup_steps = 11}), "schedule: warmup_steps is 11 of 10 steps; it takes 0 to 10");
-  EXPECT_EQ(message({.num_steps = 10, .warmup_steps = -1}), "schedule: warmup_steps is -1 of 10 steps; it takes 0 to 10");
+  EXPECT_EQ(message({.num_steps = 10, .warmup_steps = 11}),
+            "schedule: warmup_steps is 11 of 10 steps; it takes 0 to 10");
+  EXPECT_EQ(message({.num_steps = 10, .warmup_steps = -1}),
+            "schedule: warmup_steps is -1 of 10 steps; it takes 0 to 10");
   EXPECT_EQ(message({.num_steps = 10, .min_lr_factor = 1.5}),
             "schedule: min_lr_factor is 1.5; it is a factor of the peak and takes 0 to 1");
   EXPECT_EQ(message({.num_steps = 10, .min_lr_factor = std::nan("")}),

@@ -1,5 +1,6 @@
 #pragma once
-// Parameters of every layout kind, in sizes that nothing divides, with gradients that depend on the global index alone.
+// Parameters of every layout kind, in sizes that nothing divides, with gradients that depend on the
+// global index alone.
 
 #include <ATen/ops/empty.h>
 
@@ -37,7 +38,8 @@ inline std::vector<MeshShape> meshes() {
 }
 
 inline at::Tensor slice(at::Tensor x, const Region& r) {
-  for (std::size_t d = 0; d < r.start.size(); ++d) x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
+  for (std::size_t d = 0; d < r.start.size(); ++d)
+    x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
   return x;
 }
 
@@ -45,14 +47,16 @@ inline at::Tensor slice(at::Tensor x, const Region& r) {
 inline at::Tensor whole_gradient(const ParamSpec& spec, int step) {
   at::Tensor g = at::empty(spec.shape, at::kDouble);
   const Random random(17, spec.name + "/" + std::to_string(step));
-  for (std::int64_t i = 0; i < g.numel(); ++i) g.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
+  for (std::int64_t i = 0; i < g.numel(); ++i)
+    g.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
   return g.to(at::TensorOptions(spec.device).dtype(spec.dtype));
 }
 
-/// A few parameters: replicated and cut over tp, experts, biases of experts that are the same on etp, and one number, which all
-/// ranks but one of its storage hold no part of.
+/// A few parameters: replicated and cut over tp, experts, biases of experts that are the same on
+/// etp, and one number, which all ranks but one of its storage hold no part of.
 struct Model {
-  static ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape, std::vector<std::pair<Axes, std::int64_t>> cuts,
+  static ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
+                        std::vector<std::pair<Axes, std::int64_t>> cuts,
                         std::int64_t storage_dim = 0) {
     return {.name = name,
             .shape = std::move(shape),
@@ -75,7 +79,9 @@ struct Model {
   }
   ParamList list() {
     ParamList all;
-    each_param([&](auto& p) { all.add(p, p.name() == "norm" || p.name() == "bias" ? Group::no_decay : Group::decay); });
+    each_param([&](auto& p) {
+      all.add(p, p.name() == "norm" || p.name() == "bias" ? Group::no_decay : Group::decay);
+    });
     return all;
   }
   void set_gradients(int step = 0) {

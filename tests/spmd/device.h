@@ -1,5 +1,6 @@
 #pragma once
-// Where the distributed tests run: on the CPU, or with all ranks on one device when MOESH_TEST_DEVICE names it (cuda).
+// Where the distributed tests run: on the CPU, or with all ranks on one device when
+// MOESH_TEST_DEVICE names it (cuda).
 
 #include <ATen/core/Tensor.h>
 

@@ -12,7 +12,9 @@ namespace {
 
 using enum Place;
 
-at::Tensor random(at::IntArrayRef shape) { return at::randn(shape, at::TensorOptions(at::kDouble).device(test_device())); }
+at::Tensor random(at::IntArrayRef shape) {
+  return at::randn(shape, at::TensorOptions(at::kDouble).device(test_device()));
+}
 
 // The layout of a result, as a compile-time value.
 template <class X>
@@ -62,7 +64,8 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
 TEST(Ops, PartsKeepTheirLayout) {
   const auto x = assume<Sparse{T, E, P}>(random({3, 4}));
   static_assert(layout_of<decltype(select(x, 0, 1))> == Sparse{T, E, P});
-  EXPECT_TRUE(at::equal(local(cat(std::vector{narrow(x, 0, 0, 1), narrow(x, 0, 1, 2)}, 0)), local(x)));
+  EXPECT_TRUE(
+      at::equal(local(cat(std::vector{narrow(x, 0, 0, 1), narrow(x, 0, 1, 2)}, 0)), local(x)));
   EXPECT_TRUE(at::equal(local(select(x, 0, 1)), local(x)[1]));
 }
 
@@ -72,9 +75,11 @@ TEST(Backward, GradientsHaveTheAdjointPlacement) {
       [](comm::Group& world) {
         const Mesh mesh(world, {.tp = 2});
         const MeshScope scope(mesh);
-        const auto x = as_leaf(assume<Dense{I, I, R}>(at::ones({2}, at::TensorOptions(at::kDouble).device(test_device()))));
+        const auto x = as_leaf(assume<Dense{I, I, R}>(
+            at::ones({2}, at::TensorOptions(at::kDouble).device(test_device()))));
         const auto mine = scale(x, world.rank() + 1.0);
-        backward(sum_all(keep<tp>(mine, {.dim = 0})));  // rank r reads element r: the loss is P on tp, I elsewhere
+        backward(sum_all(keep<tp>(
+            mine, {.dim = 0})));  // rank r reads element r: the loss is P on tp, I elsewhere
         const auto g = grad(x);
         static_assert(layout_of<decltype(g)> == Dense{I, I, P});
         EXPECT_TRUE(at::equal(local(all_reduce<tp>(g)).cpu(), at::tensor({1.0, 2.0}, at::kDouble)));

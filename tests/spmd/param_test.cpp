@@ -28,25 +28,38 @@ void on_mesh(const MeshShape& shape, F f, comm::LaunchOptions options = test_opt
 const Init kNormal{.kind = Init::Kind::normal, .scale = 0.5, .seed = 42};
 
 at::Tensor slice(at::Tensor x, const Region& r) {
-  for (size_t d = 0; d < r.start.size(); ++d) x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
+  for (size_t d = 0; d < r.start.size(); ++d)
+    x = x.narrow(static_cast<std::int64_t>(d), r.start[d], r.length[d]);
   return x;
 }
 
 // Odd sizes: nothing divides.
 ParamSpec dense_spec() {
-  return {.name = "w", .shape = {7, 5}, .cuts = {{tp, 1}}, .dtype = at::kDouble, .device = test_device()};
+  return {.name = "w",
+          .shape = {7, 5},
+          .cuts = {{tp, 1}},
+          .dtype = at::kDouble,
+          .device = test_device()};
 }
 ParamSpec expert_spec() {
-  return {.name = "experts", .shape = {5, 7, 3}, .cuts = {{ep, 0}, {etp, 1}}, .dtype = at::kDouble, .device = test_device()};
+  return {.name = "experts",
+          .shape = {5, 7, 3},
+          .cuts = {{ep, 0}, {etp, 1}},
+          .dtype = at::kDouble,
+          .device = test_device()};
 }
-ParamSpec norm_spec() { return {.name = "norm", .shape = {7}, .dtype = at::kDouble, .device = test_device()}; }
+ParamSpec norm_spec() {
+  return {.name = "norm", .shape = {7}, .dtype = at::kDouble, .device = test_device()};
+}
 
 TEST(Param, InitialValuesDoNotDependOnTheMesh) {
   at::Tensor w, experts, norm;
   on_mesh({}, [&](const Mesh&) {
     w = Param<Dense{I, I, F}>(dense_spec(), kNormal).stored().value.detach();
     experts = Param<Sparse{I, E, F}>(expert_spec(), kNormal).stored().value.detach();
-    norm = Param<Dense{I, I, I}>(norm_spec(), {.kind = Init::Kind::uniform, .scale = 2, .seed = 1}).stored().value.detach();
+    norm = Param<Dense{I, I, I}>(norm_spec(), {.kind = Init::Kind::uniform, .scale = 2, .seed = 1})
+               .stored()
+               .value.detach();
   });
   EXPECT_GT(w.std().item<double>(), 0.3);
   EXPECT_LE(norm.abs().max().item<double>(), 2);
@@ -57,29 +70,37 @@ TEST(Param, InitialValuesDoNotDependOnTheMesh) {
     on_mesh(shape, [&](const Mesh& mesh) {
       const Param<Dense{I, I, F}> a(dense_spec(), kNormal);
       const Param<Sparse{I, E, F}> b(expert_spec(), kNormal);
-      const Param<Dense{I, I, I}> c(norm_spec(), {.kind = Init::Kind::uniform, .scale = 2, .seed = 1});
-      EXPECT_TRUE(at::equal(a.stored().value.detach(), slice(w, a.stored().shard))) << mesh.shape().describe();
-      EXPECT_TRUE(at::equal(b.stored().value.detach(), slice(experts, b.stored().shard))) << mesh.shape().describe();
-      EXPECT_TRUE(at::equal(c.stored().value.detach(), slice(norm, c.stored().shard))) << mesh.shape().describe();
-      EXPECT_TRUE(at::equal(local(value(a)), slice(w, a.stored().compute))) << mesh.shape().describe();
-      EXPECT_TRUE(at::equal(local(value(b)), slice(experts, b.stored().compute))) << mesh.shape().describe();
+      const Param<Dense{I, I, I}> c(norm_spec(),
+                                    {.kind = Init::Kind::uniform, .scale = 2, .seed = 1});
+      EXPECT_TRUE(at::equal(a.stored().value.detach(), slice(w, a.stored().shard)))
+          << mesh.shape().describe();
+      EXPECT_TRUE(at::equal(b.stored().value.detach(), slice(experts, b.stored().shard)))
+          << mesh.shape().describe();
+      EXPECT_TRUE(at::equal(c.stored().value.detach(), slice(norm, c.stored().shard)))
+          << mesh.shape().describe();
+      EXPECT_TRUE(at::equal(local(value(a)), slice(w, a.stored().compute)))
+          << mesh.shape().describe();
+      EXPECT_TRUE(at::equal(local(value(b)), slice(experts, b.stored().compute)))
+          << mesh.shape().describe();
       EXPECT_TRUE(at::equal(local(value(c)), norm)) << mesh.shape().describe();
     });
   }
 }
 
-// Rank r multiplies what `use` gives with its own random weights; the gradient is the sum of these over every rank that holds the
-// same slice, whatever the mesh, and is the same on all of them.
+// Rank r multiplies what `use` gives with its own random weights; the gradient is the sum of these
+// over every rank that holds the same slice, whatever the mesh, and is the same on all of them.
 template <auto L>
 void check_gradient(const Mesh& mesh, const ParamSpec& spec) {
   const Param<L> w(spec, kNormal);
   const auto compute = use(w);
-  static_assert(axes_with(decltype(compute)::layout, I) == none, "nothing stays invariant in split work");
+  static_assert(axes_with(decltype(compute)::layout, I) == none,
+                "nothing stays invariant in split work");
   EXPECT_TRUE(at::equal(local(compute).detach(), local(value(w))));
   const auto weights_of = [&](int rank) {
     at::Tensor v = at::empty(spec.shape, at::kDouble);
     for (std::int64_t i = 0; i < v.numel(); ++i)
-      v.data_ptr<double>()[i] = Random(5, static_cast<std::uint64_t>(rank)).normal(static_cast<std::uint64_t>(i));
+      v.data_ptr<double>()[i] =
+          Random(5, static_cast<std::uint64_t>(rank)).normal(static_cast<std::uint64_t>(i));
     return v.to(test_device());
   };
   const auto& region = w.stored().compute;
@@ -90,7 +111,8 @@ void check_gradient(const Mesh& mesh, const ParamSpec& spec) {
   for (int r = 0; r < mesh.shape().num_ranks(); ++r)
     if (mesh.coordinate(r, cutting) == mesh.coordinate(cutting)) expected += weights_of(r);
   const at::Tensor gradient = local(grad(w));
-  EXPECT_TRUE(at::allclose(gradient, slice(expected, region), 1e-12, 1e-12)) << spec.name << " on " << mesh.shape().describe();
+  EXPECT_TRUE(at::allclose(gradient, slice(expected, region), 1e-12, 1e-12))
+      << spec.name << " on " << mesh.shape().describe();
 }
 
 TEST(Param, GradientIsTheSumOverAllRanksThatUseTheSlice) {
@@ -100,8 +122,12 @@ TEST(Param, GradientIsTheSumOverAllRanksThatUseTheSlice) {
         check_gradient<Dense{I, I, F}>(mesh, dense_spec());
         check_gradient<Dense{I, I, I}>(mesh, norm_spec());
         check_gradient<Sparse{I, E, F}>(mesh, expert_spec());
-        ParamSpec bias{
-            .name = "bias", .shape = {5, 2}, .cuts = {{ep, 0}}, .storage_dim = 1, .dtype = at::kDouble, .device = test_device()};
+        ParamSpec bias{.name = "bias",
+                       .shape = {5, 2},
+                       .cuts = {{ep, 0}},
+                       .storage_dim = 1,
+                       .dtype = at::kDouble,
+                       .device = test_device()};
         check_gradient<Sparse{I, E, I}>(mesh, bias);
       });
 }
@@ -121,11 +147,13 @@ TEST(Param, BackwardIsOneReduceScatterAndOneAllReduce) {
     EXPECT_EQ(backward.entries()[0].op, comm::Collective::reduce_scatter);
     EXPECT_EQ(backward.entries()[1].group, "dp_replicate|tp");
     EXPECT_EQ(backward.entries()[1].op, comm::Collective::all_reduce);
-    EXPECT_EQ(backward.entries()[1].bytes, (mesh.coordinate(dp_shard) == 0 ? 4 : 3) * 8) << "the small shard: 4 or 3 of 7 rows";
+    EXPECT_EQ(backward.entries()[1].bytes, (mesh.coordinate(dp_shard) == 0 ? 4 : 3) * 8)
+        << "the small shard: 4 or 3 of 7 rows";
   });
 }
 
-// bfloat16 compute, float32 master weights: 256 + 1 is lost in bfloat16, and must not be lost in the reduction.
+// bfloat16 compute, float32 master weights: 256 + 1 is lost in bfloat16, and must not be lost in
+// the reduction.
 TEST(Param, ReductionIsInThePrecisionOfTheMasterWeights) {
   on_mesh({.dp_replicate = 2, .dp_shard = 2}, [](const Mesh& mesh) {
     ParamSpec spec = norm_spec();
@@ -166,7 +194,9 @@ TEST(Param, CheckedFindsAValueThatDiffersAndNamesIt) {
         options);
     FAIL() << "nothing was thrown";
   } catch (const Error& e) {
-    EXPECT_NE(std::string(e.what()).find("'norm' is promised to be the same on every rank of group 'tp'"), std::string::npos)
+    EXPECT_NE(
+        std::string(e.what()).find("'norm' is promised to be the same on every rank of group 'tp'"),
+        std::string::npos)
         << e.what();
   }
 }
@@ -182,10 +212,13 @@ TEST(Param, CheckedFindsAResidualThatDiffers) {
       return std::string(e.what());
     }
   };
-  const auto entering = message([](const Mesh& mesh) { enter<tp>(assume<Dense{T, T, I}>(at::full({2}, double(mesh.rank())))); });
+  const auto entering = message([](const Mesh& mesh) {
+    enter<tp>(assume<Dense{T, T, I}>(at::full({2}, double(mesh.rank()))));
+  });
   EXPECT_NE(entering.find("'input of enter on tp'"), std::string::npos) << entering;
-  const auto named =
-      message([](const Mesh& mesh) { expect_same(assume<Dense{T, T, R}>(at::full({2}, double(mesh.rank()))), "hidden"); });
+  const auto named = message([](const Mesh& mesh) {
+    expect_same(assume<Dense{T, T, R}>(at::full({2}, double(mesh.rank()))), "hidden");
+  });
   EXPECT_NE(named.find("'hidden'"), std::string::npos) << named;
   // A gradient that should be the same (I) and is not: something behind it forgot a reduction.
   const auto backward_of = message([](const Mesh& mesh) {
@@ -208,10 +241,12 @@ TEST(ParamErrors, NameTheParameterAndTheCure) {
     });
     return text;
   };
-  EXPECT_EQ(message({.name = "q", .shape = {4, 4}}),
-            "parameter 'q': its layout is cut on tp and .cuts names none; name the dimension of each, as in .cuts = {{tp, 0}}");
-  EXPECT_EQ(message({.name = "q", .shape = {4}, .cuts = {{tp, 1}}}),
-            "parameter 'q' is cut on tp along dimension 1: its layout is cut on tp and it has 1 dimensions");
+  EXPECT_EQ(
+      message({.name = "q", .shape = {4, 4}}),
+      "parameter 'q': its layout is cut on tp and .cuts names none; name the dimension of each, as in .cuts = {{tp, 0}}");
+  EXPECT_EQ(
+      message({.name = "q", .shape = {4}, .cuts = {{tp, 1}}}),
+      "parameter 'q' is cut on tp along dimension 1: its layout is cut on tp and it has 1 dimensions");
   EXPECT_EQ(message({.name = "", .shape = {4}, .cuts = {{tp, 0}}}),
             "a parameter has no name; its name is the stream of its random numbers");
   on_mesh({}, [](const Mesh&) {

@@ -28,8 +28,9 @@ Result run(const Mesh& mesh, bool reshard) {
                                   .dtype = at::kDouble,
                                   .device = test_device()},
                         Init{.kind = Init::Kind::normal, .scale = 0.05, .seed = 1});
-  at::Tensor x =
-      at::full({3, n}, 0.1 * (mesh.rank() + 1), at::TensorOptions(at::kDouble).device(test_device())).requires_grad_(true);
+  at::Tensor x = at::full({3, n}, 0.1 * (mesh.rank() + 1),
+                          at::TensorOptions(at::kDouble).device(test_device()))
+                     .requires_grad_(true);
   reset_gather_bytes();
   Result r;
   const comm::Trace trace;
@@ -61,7 +62,8 @@ TEST(Reshard, GivesTheSameBitsWithLessMemory) {
         const MeshScope scope(mesh);
         const Result kept = run(mesh, false), freed = run(mesh, true);
         EXPECT_TRUE(at::equal(kept.y, freed.y));
-        for (size_t i = 0; i < kept.gradients.size(); ++i) EXPECT_TRUE(at::equal(kept.gradients[i], freed.gradients[i])) << i;
+        for (size_t i = 0; i < kept.gradients.size(); ++i)
+          EXPECT_TRUE(at::equal(kept.gradients[i], freed.gradients[i])) << i;
         const std::int64_t one = 400 * 400 * 8;
         EXPECT_EQ(freed.bytes.now, 0) << "everything is freed in the end";
         EXPECT_EQ(freed.bytes.most, 2 * one) << "this layer and the next, never all four";
@@ -76,8 +78,10 @@ TEST(Reshard, GathersInTheOrderOfUseAndOnceMoreInBackward) {
         const Mesh mesh(world, {.dp_shard = 2});
         const MeshScope scope(mesh);
         const Result r = run(mesh, true);
-        std::vector<std::string> expected(4, "all_gather");  // layer 1 ahead of layer 0's use, and so on
-        for (int i = 0; i < 4; ++i) expected.push_back("all_gather"), expected.push_back("reduce_scatter");
+        std::vector<std::string> expected(
+            4, "all_gather");  // layer 1 ahead of layer 0's use, and so on
+        for (int i = 0; i < 4; ++i)
+          expected.push_back("all_gather"), expected.push_back("reduce_scatter");
         // The gathers of the gradients for the comparison come last.
         for (int i = 0; i < 4; ++i) expected.push_back("all_gather");
         EXPECT_EQ(r.trace, expected);
@@ -91,8 +95,9 @@ TEST(Reshard, APrefetchThatAnUpdateOvertookIsNotUsed) {
       [](comm::Group& world) {
         const Mesh mesh(world, {.dp_shard = 2});
         const MeshScope scope(mesh);
-        const Param<Dense{I, I, I}> w({.name = "w", .shape = {6}, .dtype = at::kDouble, .device = test_device()},
-                                      {.kind = Init::Kind::ones});
+        const Param<Dense{I, I, I}> w(
+            {.name = "w", .shape = {6}, .dtype = at::kDouble, .device = test_device()},
+            {.kind = Init::Kind::ones});
         prefetch({&w.stored()});
         {
           const at::NoGradGuard no_grad;

@@ -1,4 +1,5 @@
-// Every transition, on every axis, for many ways to cut: it keeps the meaning of the tensor, and backward is the adjoint.
+// Every transition, on every axis, for many ways to cut: it keeps the meaning of the tensor, and
+// backward is the adjoint.
 
 #include <gtest/gtest.h>
 
@@ -33,7 +34,10 @@ std::vector<Pattern> patterns(int n) {
       {"even, dim 0", {2 * n, 3}, {.dim = 0}, pieces(2 * n)},
       {"even, last dim", {2, 3, n}, {.dim = -1}, pieces(n)},
       {"uneven total, dim 1", {2, 2 * n + 1, 3}, {.dim = 1, .total = 2 * n + 1}, pieces(2 * n + 1)},
-      {"fewer than ranks", {2, std::max(1, n - 1)}, {.dim = 1, .total = std::max(1, n - 1)}, pieces(std::max(1, n - 1))},
+      {"fewer than ranks",
+       {2, std::max(1, n - 1)},
+       {.dim = 1, .total = std::max(1, n - 1)},
+       pieces(std::max(1, n - 1))},
       {"nothing at all", {0, 2}, {.dim = 0, .total = 0}, pieces(0)},
       {"any sizes, dim 0", {odd_total, 2}, {.dim = 0, .sizes = odd}, odd},
       {"any sizes, dim 1", {3, odd_total}, {.dim = 1, .sizes = odd}, odd},
@@ -43,7 +47,8 @@ std::vector<Pattern> patterns(int n) {
 std::vector<std::int64_t> local_shape(const Pattern& p, Place place, int rank) {
   auto shape = p.shape;
   if (varies(place))
-    shape[p.along.dim < 0 ? shape.size() - 1 : static_cast<size_t>(p.along.dim)] = p.sizes[static_cast<size_t>(rank)];
+    shape[p.along.dim < 0 ? shape.size() - 1 : static_cast<size_t>(p.along.dim)] =
+        p.sizes[static_cast<size_t>(rank)];
   return shape;
 }
 
@@ -51,7 +56,8 @@ std::vector<std::int64_t> local_shape(const Pattern& p, Place place, int rank) {
 at::Tensor random_value(const Pattern& p, Place place, int rank, std::uint64_t seed) {
   at::Tensor x = at::empty(local_shape(p, place, rank), at::kDouble);
   const Random random(seed, is_whole(place) ? 0 : static_cast<std::uint64_t>(rank) + 1);
-  for (std::int64_t i = 0; i < x.numel(); ++i) x.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
+  for (std::int64_t i = 0; i < x.numel(); ++i)
+    x.data_ptr<double>()[i] = random.normal(static_cast<std::uint64_t>(i));
   return x.to(test_device());
 }
 
@@ -70,21 +76,23 @@ double inner(comm::Group& group, const at::Tensor& a, const at::Tensor& b, Place
 }
 
 void expect_same_everywhere(comm::Group& group, const at::Tensor& x, const std::string& what) {
-  const at::Tensor lowest = group.all_reduce(x, comm::ReduceOp::min), highest = group.all_reduce(x, comm::ReduceOp::max);
+  const at::Tensor lowest = group.all_reduce(x, comm::ReduceOp::min),
+                   highest = group.all_reduce(x, comm::ReduceOp::max);
   EXPECT_TRUE(at::equal(lowest, highest)) << what << " differs between ranks";
 }
 
 // f is a linear map from `from` to `to`.
 void check_map(comm::Group& group, const Pattern& p, Place from, Place to, bool keeps_meaning,
                const std::function<at::Tensor(const at::Tensor&)>& f) {
-  SCOPED_TRACE(std::string(1, letter(from)) + " -> " + letter(to) + ", " + p.name + ", " + std::to_string(group.size()) +
-               " ranks");
+  SCOPED_TRACE(std::string(1, letter(from)) + " -> " + letter(to) + ", " + p.name + ", " +
+               std::to_string(group.size()) + " ranks");
   const int rank = group.rank();
   const at::Tensor x = random_value(p, from, rank, 11).requires_grad_(true);
   const at::Tensor y = f(x);
   EXPECT_EQ(y.sizes().vec(), local_shape(p, to, rank));
   if (keeps_meaning)
-    EXPECT_TRUE(at::allclose(meaning(group, x.detach(), from, p), meaning(group, y.detach(), to, p), 1e-13, 1e-13));
+    EXPECT_TRUE(at::allclose(meaning(group, x.detach(), from, p), meaning(group, y.detach(), to, p),
+                             1e-13, 1e-13));
   if (is_whole(to)) expect_same_everywhere(group, y.detach(), "result");
 
   const at::Tensor v = random_value(p, adjoint(to), rank, 12);
@@ -108,12 +116,18 @@ template <auto View, Axes A, Place S>
 void check_letter(comm::Group& g, const Pattern& p) {
   const auto& a = p.along;
   // The cut of a whole value knows its total; a bare dimension means pieces of ceil(total / ranks).
-  check_map(g, p, S, R, true, [&](const auto& x) { return local(all_gather<A>(typed<View, A, S>(x), a)); });
-  check_map(g, p, S, I, true, [&](const auto& x) { return local(all_gather<A, I>(typed<View, A, S>(x), a)); });
-  check_map(g, p, P, S, true, [&](const auto& x) { return local(reduce_scatter<A, S>(typed<View, A, P>(x), a)); });
-  check_map(g, p, I, S, true, [&](const auto& x) { return local(keep<A, S>(typed<View, A, I>(x), a)); });
-  check_map(g, p, R, S, true, [&](const auto& x) { return local(keep<A, S>(typed<View, A, R>(x), a)); });
-  check_map(g, p, S, P, true, [&](const auto& x) { return local(pad<A>(typed<View, A, S>(x), a)); });
+  check_map(g, p, S, R, true,
+            [&](const auto& x) { return local(all_gather<A>(typed<View, A, S>(x), a)); });
+  check_map(g, p, S, I, true,
+            [&](const auto& x) { return local(all_gather<A, I>(typed<View, A, S>(x), a)); });
+  check_map(g, p, P, S, true,
+            [&](const auto& x) { return local(reduce_scatter<A, S>(typed<View, A, P>(x), a)); });
+  check_map(g, p, I, S, true,
+            [&](const auto& x) { return local(keep<A, S>(typed<View, A, I>(x), a)); });
+  check_map(g, p, R, S, true,
+            [&](const auto& x) { return local(keep<A, S>(typed<View, A, R>(x), a)); });
+  check_map(g, p, S, P, true,
+            [&](const auto& x) { return local(pad<A>(typed<View, A, S>(x), a)); });
 }
 
 template <auto View, Axes A>
@@ -122,18 +136,25 @@ void check_axis(comm::Group& g) {
     check_letter<View, A, T>(g, p);
     check_letter<View, A, F>(g, p);
     check_letter<View, A, E>(g, p);
-    check_map(g, p, P, R, true, [&](const auto& x) { return local(all_reduce<A>(typed<View, A, P>(x))); });
-    check_map(g, p, P, I, true, [&](const auto& x) { return local(all_reduce<A, I>(typed<View, A, P>(x))); });
-    check_map(g, p, I, R, true, [&](const auto& x) { return local(enter<A>(typed<View, A, I>(x))); });
-    check_map(g, p, R, P, true, [&](const auto& x) { return local(once<A>(typed<View, A, R>(x))); });
-    check_map(g, p, I, P, true, [&](const auto& x) { return local(once<A>(typed<View, A, I>(x))); });
+    check_map(g, p, P, R, true,
+              [&](const auto& x) { return local(all_reduce<A>(typed<View, A, P>(x))); });
+    check_map(g, p, P, I, true,
+              [&](const auto& x) { return local(all_reduce<A, I>(typed<View, A, P>(x))); });
+    check_map(g, p, I, R, true,
+              [&](const auto& x) { return local(enter<A>(typed<View, A, I>(x))); });
+    check_map(g, p, R, P, true,
+              [&](const auto& x) { return local(once<A>(typed<View, A, R>(x))); });
+    check_map(g, p, I, P, true,
+              [&](const auto& x) { return local(once<A>(typed<View, A, I>(x))); });
   }
   // as_term: a rank's own value is its term, so the shapes agree over the ranks.
-  const Pattern term{"own term",
-                     {3, 2},
-                     {.dim = 0, .sizes = std::vector<std::int64_t>(static_cast<size_t>(g.size()), 3)},
-                     std::vector<std::int64_t>(static_cast<size_t>(g.size()), 3)};
-  check_map(g, term, T, P, false, [&](const auto& x) { return local(as_term<A>(typed<View, A, T>(x))); });
+  const Pattern term{
+      "own term",
+      {3, 2},
+      {.dim = 0, .sizes = std::vector<std::int64_t>(static_cast<size_t>(g.size()), 3)},
+      std::vector<std::int64_t>(static_cast<size_t>(g.size()), 3)};
+  check_map(g, term, T, P, false,
+            [&](const auto& x) { return local(as_term<A>(typed<View, A, T>(x))); });
 }
 
 class Transitions : public testing::TestWithParam<int> {};
@@ -168,8 +189,10 @@ TEST_P(Transitions, OnEverySparseAxis) {
 
 TEST(TransitionsOnProducts, OfTwoAndThreeAxes) {
   on_mesh({.cp = 2, .tp = 2}, [](auto& world, auto&) { check_axis<Dense{}, cp | tp>(world); });
-  on_mesh({.dp_shard = 2, .tp = 2}, [](auto& world, auto&) { check_axis<Dense{}, dp | cp | tp>(world); });
-  on_mesh({.dp_shard = 3, .ep = 3}, [](auto& world, auto&) { check_axis<Sparse{}, ep | etp>(world); });
+  on_mesh({.dp_shard = 2, .tp = 2},
+          [](auto& world, auto&) { check_axis<Dense{}, dp | cp | tp>(world); });
+  on_mesh({.dp_shard = 3, .ep = 3},
+          [](auto& world, auto&) { check_axis<Sparse{}, ep | etp>(world); });
 }
 
 TEST(TransitionsOnProducts, OneAxisOfAMeshLeavesTheOthersAlone) {
@@ -192,15 +215,18 @@ TEST_P(Transitions, RowsGoToExpertsAndBack) {
       num_send += send.back(), num_recv += recv.back();
     }
     at::Tensor x = at::empty({num_send, 2}, at::kDouble), v = at::empty({num_recv, 2}, at::kDouble);
-    for (std::int64_t i = 0; i < x.numel(); ++i) x.data_ptr<double>()[i] = Random(1, rank).normal(static_cast<std::uint64_t>(i));
-    for (std::int64_t i = 0; i < v.numel(); ++i) v.data_ptr<double>()[i] = Random(2, rank).normal(static_cast<std::uint64_t>(i));
+    for (std::int64_t i = 0; i < x.numel(); ++i)
+      x.data_ptr<double>()[i] = Random(1, rank).normal(static_cast<std::uint64_t>(i));
+    for (std::int64_t i = 0; i < v.numel(); ++i)
+      v.data_ptr<double>()[i] = Random(2, rank).normal(static_cast<std::uint64_t>(i));
     x = x.to(test_device()).requires_grad_(true), v = v.to(test_device());
     const auto at_experts = to_experts<ep>(assume<Sparse{T, T, T}>(x), send, recv);
     static_assert(decltype(at_experts)::layout == Sparse{T, E, T});
     const auto home = to_owners<ep>(at_experts, recv, send);
     EXPECT_TRUE(at::equal(local(home).detach(), x.detach()));
     local(at_experts).backward(v);
-    EXPECT_NEAR(inner(world, local(at_experts).detach(), v, E), inner(world, x.detach(), x.grad(), T), 1e-12);
+    EXPECT_NEAR(inner(world, local(at_experts).detach(), v, E),
+                inner(world, x.detach(), x.grad(), T), 1e-12);
     const at::Tensor forth = x.grad().clone();
     EXPECT_TRUE(at::equal(world.all_to_all(v, recv, send), forth));
   });
@@ -214,9 +240,10 @@ TEST(TransitionErrors, NameTheSizesAndTheCure) {
     });
     FAIL() << "nothing was thrown";
   } catch (const Error& e) {
-    EXPECT_STREQ(e.what(),
-                 "all_gather along dimension 0: rank 1 of group 'tp' has size 1, and the parts [2, 2] want 2; pass Along{dim, "
-                 "total} or Along{.dim, .sizes} with the true sizes");
+    EXPECT_STREQ(
+        e.what(),
+        "all_gather along dimension 0: rank 1 of group 'tp' has size 1, and the parts [2, 2] want 2; pass Along{dim, "
+        "total} or Along{.dim, .sizes} with the true sizes");
   }
 }
 

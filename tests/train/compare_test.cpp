@@ -1,4 +1,5 @@
-// `moesh compare` on files written by hand: every kind of difference, the factor, the worst element, renames.
+// `moesh compare` on files written by hand: every kind of difference, the factor, the worst
+// element, renames.
 
 #include "moesh/train/compare.h"
 
@@ -27,7 +28,8 @@ class Compare : public testing::Test {
  protected:
   Compare() {
     const auto* test = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = std::filesystem::temp_directory_path() / (std::string("moesh_compare_") + test->name());
+    folder_ =
+        std::filesystem::temp_directory_path() / (std::string("moesh_compare_") + test->name());
     std::filesystem::remove_all(folder_);
     std::filesystem::create_directories(folder_);
   }
@@ -35,13 +37,15 @@ class Compare : public testing::Test {
 
   std::string write(const std::string& file, const std::vector<Named>& tensors) const {
     std::vector<formats::TensorInfo> infos;
-    for (const auto& t : tensors) infos.push_back({.name = t.name, .dtype = formats::Dtype::f32, .shape = t.shape});
+    for (const auto& t : tensors)
+      infos.push_back({.name = t.name, .dtype = formats::Dtype::f32, .shape = t.shape});
     const auto path = folder_ / file;
     std::filesystem::create_directories(path.parent_path());
     std::ofstream out(path, std::ios::binary);
     out << formats::write_safetensors_header(infos, {});
     for (const auto& t : tensors)
-      out.write(reinterpret_cast<const char*>(t.values.data()), static_cast<std::streamsize>(t.values.size() * sizeof(float)));
+      out.write(reinterpret_cast<const char*>(t.values.data()),
+                static_cast<std::streamsize>(t.values.size() * sizeof(float)));
     return path.string();
   }
   static std::vector<float> random(size_t n, const char* name, float scale = 1) {
@@ -67,14 +71,18 @@ TEST_F(Compare, AFactorIsNamed) {
   std::vector<float> twice = x, quarter = y;
   for (auto& v : twice) v *= 2;
   for (auto& v : quarter) v /= 4;
-  const auto a = write("a.safetensors", {{"fine", {64}, x}, {"gate", {8, 8}, twice}, {"expert", {64}, quarter}});
-  const auto b = write("b.safetensors", {{"fine", {64}, x}, {"gate", {8, 8}, x}, {"expert", {64}, y}});
+  const auto a = write("a.safetensors",
+                       {{"fine", {64}, x}, {"gate", {8, 8}, twice}, {"expert", {64}, quarter}});
+  const auto b =
+      write("b.safetensors", {{"fine", {64}, x}, {"gate", {8, 8}, x}, {"expert", {64}, y}});
   const auto c = compare(a, b);
   ASSERT_FALSE(c.same());
   EXPECT_EQ(c.first_difference()->name, "gate");
   EXPECT_NEAR(c.tensors[1].factor, 2, 1e-6);
-  EXPECT_NE(c.tensors[1].diagnosis().find("a is 2 times b"), std::string::npos) << c.tensors[1].diagnosis();
-  EXPECT_NE(c.tensors[2].diagnosis().find("a is 1/4 of b"), std::string::npos) << c.tensors[2].diagnosis();
+  EXPECT_NE(c.tensors[1].diagnosis().find("a is 2 times b"), std::string::npos)
+      << c.tensors[1].diagnosis();
+  EXPECT_NE(c.tensors[2].diagnosis().find("a is 1/4 of b"), std::string::npos)
+      << c.tensors[2].diagnosis();
   EXPECT_EQ(run_compare({a, b}), 1);
 }
 
@@ -82,7 +90,8 @@ TEST_F(Compare, TheWorstElementIsFound) {
   const auto x = random(60, "x");
   auto other = x;
   other[2 * 20 + 3 * 5 + 4] += 3;
-  const auto c = compare(write("a.safetensors", {{"w", {3, 4, 5}, other}}), write("b.safetensors", {{"w", {3, 4, 5}, x}}));
+  const auto c = compare(write("a.safetensors", {{"w", {3, 4, 5}, other}}),
+                         write("b.safetensors", {{"w", {3, 4, 5}, x}}));
   EXPECT_EQ(c.tensors[0].state, State::differs);
   EXPECT_EQ(c.tensors[0].worst_index, (std::vector<std::int64_t>{2, 3, 4}));
   EXPECT_NEAR(c.tensors[0].worst_a - c.tensors[0].worst_b, 3, 1e-5);
@@ -93,9 +102,13 @@ TEST_F(Compare, NothingIsPassedOver) {
   const auto x = random(6, "x");
   auto bad = x;
   bad[5] = NAN;
-  const auto a =
-      write("a.safetensors", {{"shape", {2, 3}, x}, {"mine", {6}, x}, {"nan", {6}, bad}, {"zero", {6}, std::vector<float>(6)}});
-  const auto b = write("b.safetensors", {{"shape", {3, 2}, x}, {"yours", {6}, x}, {"nan", {6}, x}, {"zero", {6}, x}});
+  const auto a = write("a.safetensors", {{"shape", {2, 3}, x},
+                                         {"mine", {6}, x},
+                                         {"nan", {6}, bad},
+                                         {"zero", {6}, std::vector<float>(6)}});
+  const auto b =
+      write("b.safetensors",
+            {{"shape", {3, 2}, x}, {"yours", {6}, x}, {"nan", {6}, x}, {"zero", {6}, x}});
   const auto c = compare(a, b);
   ASSERT_EQ(c.tensors.size(), 5);
   EXPECT_EQ(c.tensors[0].state, State::shape_differs);
@@ -108,9 +121,11 @@ TEST_F(Compare, NothingIsPassedOver) {
   EXPECT_EQ(c.tensors[4].name, "yours");
 }
 
-// A gradient that is zero in theory is noise in practice: the other tensors say what counts as nothing.
+// A gradient that is zero in theory is noise in practice: the other tensors say what counts as
+// nothing.
 TEST_F(Compare, NoiseBesideLargeTensorsIsTheSame) {
-  const auto x = random(100, "x"), noise = random(100, "noise", 1e-9f), other = random(100, "other", 1e-9f);
+  const auto x = random(100, "x"), noise = random(100, "noise", 1e-9f),
+             other = random(100, "other", 1e-9f);
   const auto c = compare(write("a.safetensors", {{"w", {100}, x}, {"gate", {100}, noise}}),
                          write("b.safetensors", {{"w", {100}, x}, {"gate", {100}, other}}));
   EXPECT_TRUE(c.same());
@@ -120,7 +135,8 @@ TEST_F(Compare, AMaskIsTheSameAsItself) {
   const std::vector<float> mask{0, -INFINITY, NAN, 1};
   auto other = mask;
   other[3] = -INFINITY;
-  const auto a = write("a.safetensors", {{"mask", {4}, mask}}), b = write("b.safetensors", {{"mask", {4}, other}});
+  const auto a = write("a.safetensors", {{"mask", {4}, mask}}),
+             b = write("b.safetensors", {{"mask", {4}, other}});
   EXPECT_TRUE(compare(a, a).same());
   const auto c = compare(a, b);
   EXPECT_FALSE(c.same());
@@ -131,11 +147,15 @@ TEST_F(Compare, FoldersAndRenames) {
   const auto x = random(8, "x"), y = random(8, "y");
   write("A/one.safetensors", {{"module.layers.0.w", {8}, x}});
   write("A/two.safetensors", {{"module.layers.1.w", {8}, y}});
-  const auto b = write("b.safetensors", {{"model.blocks.0.weight", {8}, x}, {"model.blocks.1.weight", {8}, y}});
+  const auto b = write("b.safetensors",
+                       {{"model.blocks.0.weight", {8}, x}, {"model.blocks.1.weight", {8}, y}});
   const auto a = (folder_ / "A").string();
   EXPECT_FALSE(compare(a, b).same());
-  EXPECT_TRUE(compare(a, b, {.renames = {{"^module\\.layers", "model.blocks"}, {"w$", "weight"}}}).same());
-  EXPECT_EQ(run_compare({a, b, "--rename", "^module\\.layers=model.blocks", "--rename=w$=weight", "--tolerance", "0"}), 0);
+  EXPECT_TRUE(
+      compare(a, b, {.renames = {{"^module\\.layers", "model.blocks"}, {"w$", "weight"}}}).same());
+  EXPECT_EQ(run_compare({a, b, "--rename", "^module\\.layers=model.blocks", "--rename=w$=weight",
+                         "--tolerance", "0"}),
+            0);
   EXPECT_THROW(compare(a, b, {.renames = {{"[0-9]", "0"}}}), Error);  // two names become one
   EXPECT_THROW(compare(a, b, {.renames = {{"(", ""}}}), Error);
 }

@@ -19,9 +19,11 @@ namespace {
 models::MicroBatch batch_of(const Mesh& mesh, std::int64_t label = -1) {
   const Random random(4, static_cast<std::uint64_t>(mesh.coordinate(dp)));
   at::Tensor ids = at::empty({2, 8}, at::kLong);
-  for (std::int64_t i = 0; i < 16; ++i) ids.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random.below(i, 96));
+  for (std::int64_t i = 0; i < 16; ++i)
+    ids.data_ptr<std::int64_t>()[i] = static_cast<std::int64_t>(random.below(i, 96));
   ids = ids.to(test_device());
-  const at::Tensor labels = label == -1 ? ids.narrow(1, 1, 7) : at::full({2, 7}, label, ids.options());
+  const at::Tensor labels =
+      label == -1 ? ids.narrow(1, 1, 7) : at::full({2, 7}, label, ids.options());
   return {.input_ids_BL = ids.narrow(1, 0, 7).contiguous(), .labels_BL = labels.contiguous()};
 }
 
@@ -44,11 +46,14 @@ bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
 struct Trainer {
   const Mesh& mesh;
   std::unique_ptr<models::Model> model =
-      models::make_model(models::built_in("deepseek_v3", "tiny"), {.dtype = at::kDouble, .device = test_device(), .seed = 1});
+      models::make_model(models::built_in("deepseek_v3", "tiny"),
+                         {.dtype = at::kDouble, .device = test_device(), .seed = 1});
   std::unique_ptr<optim::Optimizer> optimizer = make_optimizer(*model, {});
   StepOptions options{.bias_coeff = 0.01};
 
-  Gradients gradients(std::int64_t label = -1) { return accumulate_gradients(*model, {batch_of(mesh, label)}, options); }
+  Gradients gradients(std::int64_t label = -1) {
+    return accumulate_gradients(*model, {batch_of(mesh, label)}, options);
+  }
   Update apply(const Gradients& g) { return apply_gradients(*model, *optimizer, g, 1e-3, options); }
   std::vector<at::Tensor> state() { return state_of(*model, *optimizer); }
 };
@@ -70,20 +75,23 @@ class Steps : public testing::TestWithParam<MeshShape> {
 };
 INSTANTIATE_TEST_SUITE_P(Meshes, Steps,
                          testing::Values(MeshShape{}, MeshShape{.dp_shard = 2, .tp = 2, .ep = 2},
-                                         MeshShape{.dp_replicate = 2, .cp = 2, .ep = 2}, MeshShape{.tp = 4, .ep = 2, .etp = 2}),
+                                         MeshShape{.dp_replicate = 2, .cp = 2, .ep = 2},
+                                         MeshShape{.tp = 4, .ep = 2, .etp = 2}),
                          [](const auto& info) { return "mesh" + std::to_string(info.index); });
 
 // A single infinite number, on the last rank alone.
 TEST_P(Steps, AGradientThatIsNotFiniteStopsAllRanks) {
   on_each_rank([](Trainer& t, comm::Group& world) {
-    ASSERT_FALSE(t.apply(t.gradients()).skipped);  // a step that counts, so that there is state to lose
+    ASSERT_FALSE(
+        t.apply(t.gradients()).skipped);  // a step that counts, so that there is state to lose
     const auto before = t.state();
 
     const Gradients g = t.gradients();
     if (world.rank() == world.size() - 1) {
       at::Tensor some;
       t.model->each_param([&](Stored& w, bool) {
-        if (w.spec.name.find("experts.w2") != std::string::npos && w.value.numel() > 0) some = w.value.grad();
+        if (w.spec.name.find("experts.w2") != std::string::npos && w.value.numel() > 0)
+          some = w.value.grad();
       });
       ASSERT_TRUE(some.defined());
       some.view(-1)[0] = std::numeric_limits<double>::infinity();
@@ -96,7 +104,8 @@ TEST_P(Steps, AGradientThatIsNotFiniteStopsAllRanks) {
     EXPECT_EQ(again.loss, g.loss);
     EXPECT_FALSE(t.apply(again).skipped);
     EXPECT_FALSE(same(before, t.state()));
-    for (const auto& tensor : t.state()) EXPECT_TRUE(tensor.to(at::kDouble).isfinite().all().item<bool>());
+    for (const auto& tensor : t.state())
+      EXPECT_TRUE(tensor.to(at::kDouble).isfinite().all().item<bool>());
   });
 }
 

@@ -9,7 +9,8 @@ namespace {
 
 using enum Place;
 
-// The gradient of a gradient is laid out as the value: on each axis, and in every layout of both views.
+// The gradient of a gradient is laid out as the value: on each axis, and in every layout of both
+// views.
 constexpr bool adjoint_is_an_involution() {
   bool holds = true;
   for (Place p : kPlaces) holds = holds && adjoint(adjoint(p)) == p;
@@ -26,16 +27,21 @@ static_assert(adjoint(Dense{T, R, P}) == Dense{T, P, R});
 static_assert(adjoint(Sparse{I, E, F}) == Sparse{I, E, F});
 
 static_assert(!varies(R) && !varies(I) && !varies(P) && varies(T) && varies(F) && varies(E));
-static_assert(is_whole(R) && is_whole(I) && !is_whole(P) && !is_whole(T) && !is_whole(F) && !is_whole(E));
+static_assert(is_whole(R) && is_whole(I) && !is_whole(P) && !is_whole(T) && !is_whole(F) &&
+              !is_whole(E));
 
 // The compute axes of each view, and what they are made of.
-static_assert(dp == (dp_replicate | dp_shard) && edp == (dp_replicate | efsdp) && fsdp == (dp_shard | cp));
-static_assert(contains(dp | cp, cp) && contains(dp, dp_shard) && !contains(dp_shard, dp) && contains(tp, none));
+static_assert(dp == (dp_replicate | dp_shard) && edp == (dp_replicate | efsdp) &&
+              fsdp == (dp_shard | cp));
+static_assert(contains(dp | cp, cp) && contains(dp, dp_shard) && !contains(dp_shard, dp) &&
+              contains(tp, none));
 static_assert((dp & edp) == dp_replicate && (tp & etp) == none);
 
 // on: the letter on an axis, or the one letter on several.
-static_assert(on(Dense{T, F, R}, dp) == T && on(Dense{T, F, R}, cp) == F && on(Dense{T, F, R}, tp) == R);
-static_assert(on(Sparse{T, E, F}, edp) == T && on(Sparse{T, E, F}, ep) == E && on(Sparse{T, E, F}, etp) == F);
+static_assert(on(Dense{T, F, R}, dp) == T && on(Dense{T, F, R}, cp) == F &&
+              on(Dense{T, F, R}, tp) == R);
+static_assert(on(Sparse{T, E, F}, edp) == T && on(Sparse{T, E, F}, ep) == E &&
+              on(Sparse{T, E, F}, etp) == F);
 static_assert(on(Dense{T, T, P}, dp | cp) == T && on(Dense{P, P, P}, dp | cp | tp) == P);
 
 // with: replaces the letter on a set of axes, and nothing else.
@@ -44,7 +50,8 @@ static_assert(with(Dense{T, F, R}, dp | tp, P) == Dense{P, F, P});
 static_assert(with(Sparse{T, E, R}, none, P) == Sparse{T, E, R});
 
 static_assert(axes_with(Dense{T, T, R}, T) == (dp | cp) && axes_with(Dense{T, T, R}, R) == tp);
-static_assert(axes_with(Dense{T, T, R}, P) == none && axes_with(Sparse{E, E, E}, E) == (edp | ep | etp));
+static_assert(axes_with(Dense{T, T, R}, P) == none &&
+              axes_with(Sparse{E, E, E}, E) == (edp | ep | etp));
 
 // on, with and axes_with agree for every layout and axis.
 template <Layout L>
@@ -56,7 +63,8 @@ constexpr bool accessors_agree() {
       for (Place p : kPlaces) {
         const L changed = with(l, axis, p);
         holds = holds && on(changed, axis) == p;
-        for (Axes other : L::axes) holds = holds && (other == axis || on(changed, other) == on(l, other));
+        for (Axes other : L::axes)
+          holds = holds && (other == axis || on(changed, other) == on(l, other));
       }
     }
   });
@@ -66,14 +74,18 @@ static_assert(accessors_agree<Dense>() && accessors_agree<Sparse>());
 
 TEST(Layout, OnRefusesAxesOfTheOtherViewAndNamesTheCrossing) {
   for (Axes axis : {ep, etp, edp, pp, none, tp | ep, dp_shard, dp | efsdp})
-    EXPECT_NE(refusal([&] { on(Dense{T, T, T}, axis); }).find("cross with sparse(x) or dense(x)"), std::string::npos);
+    EXPECT_NE(refusal([&] { on(Dense{T, T, T}, axis); }).find("cross with sparse(x) or dense(x)"),
+              std::string::npos);
   for (Axes axis : {tp, cp, dp, efsdp, ep | cp})
-    EXPECT_NE(refusal([&] { on(Sparse{T, T, T}, axis); }).find("cross with sparse(x) or dense(x)"), std::string::npos);
+    EXPECT_NE(refusal([&] { on(Sparse{T, T, T}, axis); }).find("cross with sparse(x) or dense(x)"),
+              std::string::npos);
 }
 
 TEST(Layout, OnRefusesSeveralLettersAtOnce) {
-  EXPECT_NE(refusal([] { on(Dense{T, P, R}, dp | cp); }).find("move one axis at a time"), std::string::npos);
-  EXPECT_NE(refusal([] { on(Sparse{T, E, E}, edp | ep | etp); }).find("move one axis at a time"), std::string::npos);
+  EXPECT_NE(refusal([] { on(Dense{T, P, R}, dp | cp); }).find("move one axis at a time"),
+            std::string::npos);
+  EXPECT_NE(refusal([] { on(Sparse{T, E, E}, edp | ep | etp); }).find("move one axis at a time"),
+            std::string::npos);
   EXPECT_EQ(refusal([] { on(Sparse{T, E, E}, ep | etp); }), "");
 }
 

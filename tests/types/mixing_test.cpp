@@ -11,7 +11,8 @@ namespace {
 
 using enum Place;
 
-// The mixing table, a row per pair: what a + b, a * b and linear(x = a, weight = b) are. x: refused.
+// The mixing table, a row per pair: what a + b, a * b and linear(x = a, weight = b) are. x:
+// refused.
 struct Row {
   char a, b, add, mul, linear;
 };
@@ -21,23 +22,33 @@ constexpr Row kTable[] = {
     {'R', 'P', 'x', 'P', 'P'},  // P times R is P, P plus a whole value is refused
     {'R', 'T', 'T', 'T', 'x'},  // a weight is never sharded by tokens
     {'R', 'F', 'F', 'F', 'F'},  // column
-    {'R', 'E', 'E', 'E', 'E'}, {'I', 'R', 'x', 'x', 'x'}, {'I', 'I', 'I', 'I', 'I'}, {'I', 'P', 'x', 'x', 'x'},
-    {'I', 'T', 'x', 'x', 'x'}, {'I', 'F', 'x', 'x', 'x'}, {'I', 'E', 'x', 'x', 'x'}, {'P', 'R', 'x', 'P', 'P'},
-    {'P', 'I', 'x', 'x', 'x'}, {'P', 'P', 'P', 'x', 'x'}, {'P', 'T', 'x', 'x', 'x'}, {'P', 'F', 'x', 'x', 'x'},
-    {'P', 'E', 'x', 'x', 'x'}, {'T', 'R', 'T', 'T', 'T'}, {'T', 'I', 'x', 'x', 'x'}, {'T', 'P', 'x', 'x', 'x'},
+    {'R', 'E', 'E', 'E', 'E'}, {'I', 'R', 'x', 'x', 'x'},
+    {'I', 'I', 'I', 'I', 'I'}, {'I', 'P', 'x', 'x', 'x'},
+    {'I', 'T', 'x', 'x', 'x'}, {'I', 'F', 'x', 'x', 'x'},
+    {'I', 'E', 'x', 'x', 'x'}, {'P', 'R', 'x', 'P', 'P'},
+    {'P', 'I', 'x', 'x', 'x'}, {'P', 'P', 'P', 'x', 'x'},
+    {'P', 'T', 'x', 'x', 'x'}, {'P', 'F', 'x', 'x', 'x'},
+    {'P', 'E', 'x', 'x', 'x'}, {'T', 'R', 'T', 'T', 'T'},
+    {'T', 'I', 'x', 'x', 'x'}, {'T', 'P', 'x', 'x', 'x'},
     {'T', 'T', 'T', 'T', 'x'}, {'T', 'F', 'x', 'x', 'x'},  // the forgotten gather
     {'T', 'E', 'x', 'x', 'x'},                             // the forgotten all-to-all
     {'F', 'R', 'F', 'F', 'x'},                             // a slice of x times a whole weight
-    {'F', 'I', 'x', 'x', 'x'}, {'F', 'P', 'x', 'x', 'x'}, {'F', 'T', 'x', 'x', 'x'}, {'F', 'F', 'F', 'F', 'P'},  // row
-    {'F', 'E', 'x', 'x', 'x'}, {'E', 'R', 'E', 'E', 'E'}, {'E', 'I', 'x', 'x', 'x'}, {'E', 'P', 'x', 'x', 'x'},
-    {'E', 'T', 'x', 'x', 'x'}, {'E', 'F', 'x', 'x', 'x'}, {'E', 'E', 'E', 'E', 'E'},
+    {'F', 'I', 'x', 'x', 'x'}, {'F', 'P', 'x', 'x', 'x'},
+    {'F', 'T', 'x', 'x', 'x'}, {'F', 'F', 'F', 'F', 'P'},  // row
+    {'F', 'E', 'x', 'x', 'x'}, {'E', 'R', 'E', 'E', 'E'},
+    {'E', 'I', 'x', 'x', 'x'}, {'E', 'P', 'x', 'x', 'x'},
+    {'E', 'T', 'x', 'x', 'x'}, {'E', 'F', 'x', 'x', 'x'},
+    {'E', 'E', 'E', 'E', 'E'},
 };
 constexpr Op kOps[] = {Op::add, Op::mul, Op::linear};
-constexpr char entry(const Row& row, Op op) { return op == Op::add ? row.add : op == Op::mul ? row.mul : row.linear; }
+constexpr char entry(const Row& row, Op op) {
+  return op == Op::add ? row.add : op == Op::mul ? row.mul : row.linear;
+}
 
 constexpr bool table_has_every_pair_once() {
   int seen[6][6] = {};
-  for (const Row& row : kTable) ++seen[static_cast<int>(place(row.a))][static_cast<int>(place(row.b))];
+  for (const Row& row : kTable)
+    ++seen[static_cast<int>(place(row.a))][static_cast<int>(place(row.b))];
   for (const auto& line : seen)
     for (int count : line)
       if (count != 1) return false;
@@ -45,7 +56,8 @@ constexpr bool table_has_every_pair_once() {
 }
 static_assert(table_has_every_pair_once());
 
-// A refused pair is no constant expression, so it does not compile as a template argument. That can be asked.
+// A refused pair is no constant expression, so it does not compile as a template argument. That can
+// be asked.
 template <Op op, Place a, Place b>
 concept Mixes = requires { typename std::integral_constant<Place, mix(op, a, b)>; };
 
@@ -73,13 +85,15 @@ TEST(Mixing, RunTimeAgreesWithTheTableAndEveryRefusalNamesACure) {
     for (const Row& row : kTable) {
       Place result{};
       const std::string text = refusal([&] { result = mix(op, place(row.a), place(row.b)); });
-      SCOPED_TRACE(::testing::Message() << row.a << " with " << row.b << ", op " << static_cast<int>(op) << ": " << text);
+      SCOPED_TRACE(::testing::Message() << row.a << " with " << row.b << ", op "
+                                        << static_cast<int>(op) << ": " << text);
       if (entry(row, op) != 'x') {
         EXPECT_EQ(text, "");
         EXPECT_EQ(letter(result), entry(row, op));
       } else {
         bool has_cure = false;
-        for (const char* cure : {"all_gather<axis>", "all_reduce", "to_experts", "use(w)", "once<axis>", "declare it"})
+        for (const char* cure :
+             {"all_gather<axis>", "all_reduce", "to_experts", "use(w)", "once<axis>", "declare it"})
           has_cure = has_cure || text.find(cure) != std::string::npos;
         EXPECT_TRUE(has_cure);
       }
@@ -89,9 +103,12 @@ TEST(Mixing, RunTimeAgreesWithTheTableAndEveryRefusalNamesACure) {
 // The named mistakes get their own sentence.
 TEST(Mixing, NamedMistakesAreNamed) {
   const auto text = [](Op op, Place a, Place b) { return refusal([&] { mix(op, a, b); }); };
-  EXPECT_NE(text(Op::linear, T, F).find("the forgotten gather: all_gather<axis>(x)"), std::string::npos);
-  EXPECT_NE(text(Op::linear, T, E).find("the forgotten all-to-all: to_experts<axis>(x)"), std::string::npos);
-  EXPECT_NE(text(Op::linear, F, R).find("make it F (row), or all_gather<axis>(x)"), std::string::npos);
+  EXPECT_NE(text(Op::linear, T, F).find("the forgotten gather: all_gather<axis>(x)"),
+            std::string::npos);
+  EXPECT_NE(text(Op::linear, T, E).find("the forgotten all-to-all: to_experts<axis>(x)"),
+            std::string::npos);
+  EXPECT_NE(text(Op::linear, F, R).find("make it F (row), or all_gather<axis>(x)"),
+            std::string::npos);
   EXPECT_NE(text(Op::add, P, R).find("once<axis>(value)"), std::string::npos);
   EXPECT_NE(text(Op::mul, P, P).find("all_reduce<axis> one first"), std::string::npos);
   EXPECT_NE(text(Op::linear, R, I).find("use(w)"), std::string::npos);
@@ -100,12 +117,15 @@ TEST(Mixing, NamedMistakesAreNamed) {
 constexpr bool add_and_mul_commute() {
   for (const Row& row : kTable)
     for (const Row& swapped : kTable)
-      if (row.a == swapped.b && row.b == swapped.a && (row.add != swapped.add || row.mul != swapped.mul)) return false;
+      if (row.a == swapped.b && row.b == swapped.a &&
+          (row.add != swapped.add || row.mul != swapped.mul))
+        return false;
   return true;
 }
 static_assert(add_and_mul_commute());
 
-// Layouts mix axis by axis: a tensor-parallel MLP, column then row, on tokens; and experts with their hidden dimension cut.
+// Layouts mix axis by axis: a tensor-parallel MLP, column then row, on tokens; and experts with
+// their hidden dimension cut.
 static_assert(mix(Op::linear, Dense{T, T, R}, Dense{R, R, F}) == Dense{T, T, F});
 static_assert(mix(Op::linear, Dense{T, T, F}, Dense{R, R, F}) == Dense{T, T, P});
 static_assert(mix(Op::linear, Sparse{T, E, R}, Sparse{R, E, F}) == Sparse{T, E, F});
@@ -133,13 +153,15 @@ struct SumRow {
   char a, tokens, features, experts;
 };
 constexpr SumRow kSums[] = {
-    {'R', 'R', 'R', 'R'}, {'I', 'I', 'I', 'I'}, {'P', 'P', 'P', 'P'},
-    {'T', 'P', 'T', 'T'}, {'F', 'F', 'P', 'F'}, {'E', 'x', 'E', 'P'},  // rows at their experts are no longer "the tokens"
+    {'R', 'R', 'R', 'R'}, {'I', 'I', 'I', 'I'}, {'P', 'P', 'P', 'P'}, {'T', 'P', 'T', 'T'},
+    {'F', 'F', 'P', 'F'}, {'E', 'x', 'E', 'P'},  // rows at their experts are no longer "the tokens"
 };
 static_assert(std::size(kSums) == kPlaces.size());
 
 constexpr bool allowed_unary_entries_hold() {
-  const auto holds = [](auto rule, char a, char expected) { return expected == 'x' || rule(place(a)) == place(expected); };
+  const auto holds = [](auto rule, char a, char expected) {
+    return expected == 'x' || rule(place(a)) == place(expected);
+  };
   for (const UnaryRow& row : kUnary)
     if (!holds([](Place p) { return apply(Unary::linear, p); }, row.a, row.linear) ||
         !holds([](Place p) { return apply(Unary::nonlinear, p); }, row.a, row.nonlinear) ||
@@ -171,7 +193,8 @@ TEST(Unary, RunTimeAgreesWithTheTable) {
     const char* cure = row.a == 'P' ? "all_reduce<axis>" : "all_gather<axis>";
     expect_rule([](Place p) { return apply(Unary::linear, p); }, row.a, row.linear, cure);
     expect_rule([](Place p) { return apply(Unary::nonlinear, p); }, row.a, row.nonlinear, cure);
-    expect_rule([](Place p) { return apply(Unary::over_features, p); }, row.a, row.over_features, cure);
+    expect_rule([](Place p) { return apply(Unary::over_features, p); }, row.a, row.over_features,
+                cure);
   }
 }
 
@@ -184,7 +207,8 @@ TEST(Sum, RunTimeAgreesWithTheTable) {
 }
 
 static_assert(apply(Unary::nonlinear, Dense{T, R, F}) == Dense{T, R, F});
-static_assert(sum(Over::tokens, Dense{T, T, R}) == Dense{P, P, R});  // counts of a token shard: P, never R
+static_assert(sum(Over::tokens, Dense{T, T, R}) ==
+              Dense{P, P, R});  // counts of a token shard: P, never R
 static_assert(sum(Over::tokens, Dense{T, T, T}) == Dense{P, P, P});
 static_assert(sum(Over::experts, Sparse{T, E, F}) == Sparse{T, P, F});
 
@@ -196,9 +220,11 @@ TEST(Guards, LossIsPartialOrInvariantOnEveryAxis) {
     for (Place p : places(l)) fine = fine && (p == P || p == I);
     EXPECT_EQ(refusal([&] { check_loss(l); }) == "", fine) << to_string(l);
   });
-  EXPECT_NE(refusal([] { check_loss(Dense{P, P, R}); }).find("all_reduce<axis, I>"), std::string::npos);
+  EXPECT_NE(refusal([] { check_loss(Dense{P, P, R}); }).find("all_reduce<axis, I>"),
+            std::string::npos);
   for (Place shard : {T, F, E})
-    EXPECT_NE(refusal([&] { check_loss(Sparse{P, shard, P}); }).find("sum<Over::tokens>"), std::string::npos);
+    EXPECT_NE(refusal([&] { check_loss(Sparse{P, shard, P}); }).find("sum<Over::tokens>"),
+              std::string::npos);
 }
 
 TEST(Guards, WholeIsReplicatedOrInvariantOnEveryAxis) {
@@ -208,8 +234,12 @@ TEST(Guards, WholeIsReplicatedOrInvariantOnEveryAxis) {
     for (Place p : places(l)) fine = fine && (p == R || p == I);
     EXPECT_EQ(refusal([&] { check_whole(l); }) == "", fine) << to_string(l);
   });
-  EXPECT_NE(refusal([] { check_whole(Dense{R, R, P}); }).find("still a partial sum (P): all_reduce<axis>"), std::string::npos);
-  EXPECT_NE(refusal([] { check_whole(Dense{R, R, T}); }).find("sum it and all_reduce<axis>"), std::string::npos);
+  EXPECT_NE(refusal([] {
+              check_whole(Dense{R, R, P});
+            }).find("still a partial sum (P): all_reduce<axis>"),
+            std::string::npos);
+  EXPECT_NE(refusal([] { check_whole(Dense{R, R, T}); }).find("sum it and all_reduce<axis>"),
+            std::string::npos);
 }
 
 }  // namespace

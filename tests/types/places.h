@@ -1,5 +1,6 @@
 #pragma once
-// What the tests of the type layer share: all placements, placements from letters, and the sentence of a refusal.
+// What the tests of the type layer share: all placements, placements from letters, and the sentence
+// of a refusal.
 
 #include <array>
 #include <string>
@@ -17,7 +18,8 @@ constexpr Place place(char letter_of_place) {
   throw "no placement has this letter";
 }
 
-/// What f() throws; empty when it throws nothing. With values known at run time a rule throws its sentence.
+/// What f() throws; empty when it throws nothing. With values known at run time a rule throws its
+/// sentence.
 std::string refusal(auto f) {
   try {
     f();

@@ -10,7 +10,8 @@ namespace {
 
 using enum Place;
 
-// Stands for a tensor: the types know nothing of torch. It can be moved and not copied, so a hidden copy would not compile.
+// Stands for a tensor: the types know nothing of torch. It can be moved and not copied, so a hidden
+// copy would not compile.
 struct Fake {
   std::unique_ptr<int> value;
 };

@@ -10,9 +10,12 @@ namespace {
 
 // B sequences of L tokens, s ranks, r one of them, i a local index.
 
-static_assert(!std::is_convertible_v<LocalToken, GlobalToken> && !std::is_convertible_v<GlobalToken, LocalToken>);
-static_assert(!std::is_constructible_v<GlobalToken, LocalToken> && !std::is_constructible_v<LocalToken, GlobalToken>);
-static_assert(!std::is_convertible_v<std::int64_t, GlobalToken> && !std::is_convertible_v<GlobalToken, std::int64_t>);
+static_assert(!std::is_convertible_v<LocalToken, GlobalToken> &&
+              !std::is_convertible_v<GlobalToken, LocalToken>);
+static_assert(!std::is_constructible_v<GlobalToken, LocalToken> &&
+              !std::is_constructible_v<LocalToken, GlobalToken>);
+static_assert(!std::is_convertible_v<std::int64_t, GlobalToken> &&
+              !std::is_convertible_v<GlobalToken, std::int64_t>);
 
 // Calls f(B, L, s) for every shape of the sweep.
 void for_each_shape(auto f) {
@@ -25,8 +28,11 @@ void for_each_shape(auto f) {
       }
 }
 
-// The formulas written out: a local index is decoded with the true length and placed with the padded stride.
-std::int64_t padded_stride(std::int64_t total, std::int64_t s) { return total / s + (total % s != 0); }
+// The formulas written out: a local index is decoded with the true length and placed with the
+// padded stride.
+std::int64_t padded_stride(std::int64_t total, std::int64_t s) {
+  return total / s + (total % s != 0);
+}
 std::int64_t true_length(std::int64_t total, std::int64_t s, std::int64_t r) {
   const std::int64_t n = padded_stride(total, s), left = total - r * n;
   return left < 0 ? 0 : left > n ? n : left;
@@ -37,10 +43,12 @@ std::int64_t global_of(std::int64_t L, std::int64_t s, std::int64_t r, std::int6
 }
 
 // The two named mistakes.
-std::int64_t batch_of_one_formula(std::int64_t B, std::int64_t L, std::int64_t s, std::int64_t r, std::int64_t i) {
+std::int64_t batch_of_one_formula(std::int64_t B, std::int64_t L, std::int64_t s, std::int64_t r,
+                                  std::int64_t i) {
   return i + r * B * true_length(L, s, r);
 }
-std::int64_t decoded_with_the_stride(std::int64_t L, std::int64_t s, std::int64_t r, std::int64_t i) {
+std::int64_t decoded_with_the_stride(std::int64_t L, std::int64_t s, std::int64_t r,
+                                     std::int64_t i) {
   const std::int64_t n = padded_stride(L, s);
   return i / n * L + r * n + i % n;
 }
@@ -109,16 +117,20 @@ TEST(SequenceShard, FollowsTheFormulas) {
   });
 }
 
-// Each mistake hides: it is right wherever its condition holds, and wrong somewhere in the smallest shapes beyond.
+// Each mistake hides: it is right wherever its condition holds, and wrong somewhere in the smallest
+// shapes beyond.
 TEST(SequenceShard, DiffersFromTheNamedMistakes) {
   for_each_shape([](std::int64_t B, std::int64_t L, std::int64_t s) {
     bool batch_of_one_wrong = false, stride_wrong = false, even_ranks_only = true;
     for (std::int64_t r = 0; r < s; ++r) {
       const SequenceShard shard(B, L, s, r);
-      even_ranks_only = even_ranks_only && (shard.length() == 0 || shard.length() == shard.pieces().stride());
+      even_ranks_only =
+          even_ranks_only && (shard.length() == 0 || shard.length() == shard.pieces().stride());
       for (std::int64_t i = 0; i < shard.num_local(); ++i) {
-        batch_of_one_wrong = batch_of_one_wrong || batch_of_one_formula(B, L, s, r, i) != shard.global({i}).value;
-        stride_wrong = stride_wrong || decoded_with_the_stride(L, s, r, i) != shard.global({i}).value;
+        batch_of_one_wrong =
+            batch_of_one_wrong || batch_of_one_formula(B, L, s, r, i) != shard.global({i}).value;
+        stride_wrong =
+            stride_wrong || decoded_with_the_stride(L, s, r, i) != shard.global({i}).value;
       }
     }
     if (L % s == 0) {
@@ -128,7 +140,8 @@ TEST(SequenceShard, DiffersFromTheNamedMistakes) {
   });
 }
 
-// A wide shard is the block of its pieces: what the tp ranks of one cp rank hold together, with the same owners, in order.
+// A wide shard is the block of its pieces: what the tp ranks of one cp rank hold together, with the
+// same owners, in order.
 TEST(SequenceShard, WideShardsAreBlocksOfPieces) {
   for (std::int64_t width = 1; width <= 4; ++width)
     for_each_shape([&](std::int64_t B, std::int64_t L, std::int64_t s) {
@@ -221,7 +234,8 @@ void expect_bad_arguments_refused() {
   };
   EXPECT_NE(text(-1, 4, 2, 0).find("batch -1"), std::string::npos);
   EXPECT_NE(text(1, -4, 2, 0).find("sequence length -4"), std::string::npos);
-  EXPECT_NE(text(-2, -4, 2, 0).find("batch -2"), std::string::npos) << "two negative sizes have a positive product";
+  EXPECT_NE(text(-2, -4, 2, 0).find("batch -2"), std::string::npos)
+      << "two negative sizes have a positive product";
   EXPECT_NE(text(1, 4, 0, 0).find("part 0 of 0"), std::string::npos);
   EXPECT_NE(text(1, 4, 2, 2).find("part 2 of 2"), std::string::npos);
   EXPECT_NE(text(1, 4, 2, 2).find("0 <= part < parts"), std::string::npos);
@@ -231,26 +245,33 @@ void expect_bad_arguments_refused() {
 
 TEST(SequenceShard, RefusesBadArguments) {
   expect_bad_arguments_refused<SequenceShard>();
-  EXPECT_NE(error_of([] { SequenceShard(1, 4, 2, 0, 0); }, ErrorKind::config).find("width 0; "), std::string::npos);
+  EXPECT_NE(error_of([] { SequenceShard(1, 4, 2, 0, 0); }, ErrorKind::config).find("width 0; "),
+            std::string::npos);
   const SequenceShard shard(2, 5, 2, 1);  // holds 2 x 2
   const auto text = [](auto f) { return error_of(f, ErrorKind::internal); };
-  EXPECT_NE(text([&] { shard.global({4}); }).find("local token 4 of a shard that holds 4"), std::string::npos);
+  EXPECT_NE(text([&] { shard.global({4}); }).find("local token 4 of a shard that holds 4"),
+            std::string::npos);
   EXPECT_NE(text([&] { shard.global({-1}); }).find("local token -1"), std::string::npos);
   EXPECT_NE(text([&] { shard.local({10}); }).find("global token 10 of 10"), std::string::npos);
   EXPECT_NE(text([&] { shard.owner({-1}); }).find("global token -1"), std::string::npos);
-  EXPECT_NE(text([&] { shard.local({7}); }).find("global token 7 belongs to part 0, not to part 1"), std::string::npos);
-  EXPECT_NE(text([&] { SequenceShard(2, 0, 3, 0).owner({0}); }).find("global token 0 of 0"), std::string::npos);
+  EXPECT_NE(text([&] { shard.local({7}); }).find("global token 7 belongs to part 0, not to part 1"),
+            std::string::npos);
+  EXPECT_NE(text([&] { SequenceShard(2, 0, 3, 0).owner({0}); }).find("global token 0 of 0"),
+            std::string::npos);
 }
 
 TEST(FlatSplit, RefusesBadArguments) {
   expect_bad_arguments_refused<FlatSplit>();
   const FlatSplit split(1, 5, 2, 1);  // holds 2
   const auto text = [](auto f) { return error_of(f, ErrorKind::internal); };
-  EXPECT_NE(text([&] { split.global({2}); }).find("local token 2 of a split that holds 2"), std::string::npos);
+  EXPECT_NE(text([&] { split.global({2}); }).find("local token 2 of a split that holds 2"),
+            std::string::npos);
   EXPECT_NE(text([&] { split.local({5}); }).find("global token 5 of 5"), std::string::npos);
-  EXPECT_NE(text([&] { split.local({0}); }).find("belongs to part 0, not to part 1"), std::string::npos);
+  EXPECT_NE(text([&] { split.local({0}); }).find("belongs to part 0, not to part 1"),
+            std::string::npos);
   EXPECT_NE(text([&] { split.sequence_of({5}); }).find("global token 5 of 5"), std::string::npos);
-  EXPECT_NE(text([&] { FlatSplit(2, 0, 3, 0).sequence_of({0}); }).find("global token 0 of 0"), std::string::npos);
+  EXPECT_NE(text([&] { FlatSplit(2, 0, 3, 0).sequence_of({0}); }).find("global token 0 of 0"),
+            std::string::npos);
 }
 
 }  // namespace

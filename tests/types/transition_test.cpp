@@ -9,7 +9,8 @@ namespace {
 
 using enum Place;
 
-// The transitions, each row with its backward step; S stands for T, F and E. Every pair that is not here is refused.
+// The transitions, each row with its backward step; S stands for T, F and E. Every pair that is not
+// here is refused.
 struct Row {
   char from, to;
   Step forward, backward;
@@ -33,7 +34,8 @@ constexpr const Row* find(Place from, Place to) {
   return nullptr;
 }
 
-// Forward and backward are what the table says, and the way back is itself in the table: closed under adjoints.
+// Forward and backward are what the table says, and the way back is itself in the table: closed
+// under adjoints.
 constexpr bool allowed_steps_hold() {
   for (Place from : kPlaces)
     for (Place to : kPlaces) {
@@ -51,7 +53,8 @@ static_assert(allowed_steps_hold());
 template <Place from, Place to>
 concept Steps = requires { typename std::integral_constant<Step, step(from, to)>; };
 
-static_assert(Steps<T, R> && Steps<I, R> && !Steps<R, I> && !Steps<R, P> && !Steps<I, P> && !Steps<T, F> && !Steps<T, E>);
+static_assert(Steps<T, R> && Steps<I, R> && !Steps<R, I> && !Steps<R, P> && !Steps<I, P> &&
+              !Steps<T, F> && !Steps<T, E>);
 
 TEST(Step, EveryOtherPairIsRefused) {
   int allowed = 0;
@@ -80,7 +83,8 @@ constexpr Transition kBoth = transition(Dense{P, P, T}, dp | cp, I, Step::all_re
 static_assert(kBoth.forward == Step::all_reduce && kBoth.backward == Step::identity);
 
 TEST(Transition, TakesExactlyTheStepThatItsNamePromises) {
-  const Step steps[] = {Step::identity, Step::all_gather, Step::reduce_scatter, Step::all_reduce, Step::keep, Step::pad};
+  const Step steps[] = {Step::identity,   Step::all_gather, Step::reduce_scatter,
+                        Step::all_reduce, Step::keep,       Step::pad};
   for (Step want : steps)
     for (Place from : kPlaces)
       for (Place to : kPlaces) {
@@ -92,8 +96,11 @@ TEST(Transition, TakesExactlyTheStepThatItsNamePromises) {
 }
 
 TEST(Transition, RefusalsNameTheCure) {
-  const auto text = [](Place from, Place to, Step want) { return refusal([&] { transition(Dense{T, T, from}, tp, to, want); }); };
-  EXPECT_NE(text(P, R, Step::all_gather).find("all_reduce or reduce_scatter<axis> instead"), std::string::npos);
+  const auto text = [](Place from, Place to, Step want) {
+    return refusal([&] { transition(Dense{T, T, from}, tp, to, want); });
+  };
+  EXPECT_NE(text(P, R, Step::all_gather).find("all_reduce or reduce_scatter<axis> instead"),
+            std::string::npos);
   EXPECT_NE(text(R, R, Step::all_gather).find("nothing to gather"), std::string::npos);
   EXPECT_NE(text(T, R, Step::all_reduce).find("as_term<axis>(x)"), std::string::npos);
   EXPECT_NE(text(R, T, Step::reduce_scatter).find("as_term<axis>(x)"), std::string::npos);
@@ -103,14 +110,17 @@ TEST(Transition, RefusalsNameTheCure) {
   EXPECT_NE(text(P, P, Step::all_reduce), "");
 }
 
-// The crossing: (a, a, b) and (a, b, b) are the same tensor, there and back, and so are their gradients.
+// The crossing: (a, a, b) and (a, b, b) are the same tensor, there and back, and so are their
+// gradients.
 constexpr bool crossing_is_an_involution_and_keeps_adjoints() {
   for (Place a : kPlaces)
     for (Place b : kPlaces) {
       const Dense dense{a, a, b};
       const Sparse sparse{a, b, b};
       if (cross(dense) != sparse || cross(sparse) != dense) return false;
-      if (cross(adjoint(dense)) != adjoint(sparse) || all_equal(dense) != (a == b) || all_equal(sparse) != (a == b)) return false;
+      if (cross(adjoint(dense)) != adjoint(sparse) || all_equal(dense) != (a == b) ||
+          all_equal(sparse) != (a == b))
+        return false;
     }
   return true;
 }

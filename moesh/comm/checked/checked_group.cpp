@@ -56,9 +56,11 @@ class CheckedGroup final : public Group {
     const at::Tensor all = gather({static_cast<std::int64_t>(hash)}, x.device());
     const auto* p = all.const_data_ptr<std::int64_t>();
     for (int r = 1; r < size(); ++r)
-      MOESH_CHECK(p[r] == p[0], ErrorKind::comm, "'", what, "' is promised to be the same on every rank of group '", name(),
-                  "' (R or I), and rank ", members()[static_cast<size_t>(r)], " holds another value than rank ", members()[0],
-                  " (checked before operation ", sequence_,
+      MOESH_CHECK(p[r] == p[0], ErrorKind::comm, "'", what,
+                  "' is promised to be the same on every rank of group '", name(),
+                  "' (R or I), and rank ", members()[static_cast<size_t>(r)],
+                  " holds another value than rank ", members()[0], " (checked before operation ",
+                  sequence_,
                   "). A reduction before it was left out, or the ranks started from other values.");
   }
 
@@ -73,12 +75,14 @@ class CheckedGroup final : public Group {
     compare(Call::of(Collective::all_gather, sequence_++, x).with(rows), x.device());
     return forward(inner_->start_all_gather(x, rows));
   }
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override {
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                          ReduceOp op) override {
     const TracePause quiet;
     compare(Call::of(Collective::reduce_scatter, sequence_++, x, op).with(rows), x.device());
     return forward(inner_->start_reduce_scatter(x, rows, op));
   }
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override {
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send,
+                                      const Rows& recv) override {
     const TracePause quiet;
     const Call call = Call::of(Collective::all_to_all, sequence_++, x);
     compare(call, x.device());
@@ -97,13 +101,16 @@ class CheckedGroup final : public Group {
     compare(call, control_device());
     inner_->barrier();
   }
-  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
+  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
+                                  const std::string& name) override {
     const TracePause quiet;
     auto group = inner_->split(members.empty() ? -1 : index, rank, name);
     return group && group->size() > 1 ? checked(group) : group;
   }
 
-  static std::unique_ptr<Work> forward(Handle handle) { return std::make_unique<InnerWork>(std::move(handle)); }
+  static std::unique_ptr<Work> forward(Handle handle) {
+    return std::make_unique<InnerWork>(std::move(handle));
+  }
 
   // [size, words]: the words of every rank, on the host.
   at::Tensor gather(const std::vector<std::int64_t>& words, const at::Device& device) {
@@ -123,7 +130,8 @@ class CheckedGroup final : public Group {
   }
 
   // What rank i sends to rank j must be what j expects from i.
-  void compare_counts(const Call& call, const Rows& send, const Rows& recv, const at::Device& device) {
+  void compare_counts(const Call& call, const Rows& send, const Rows& recv,
+                      const at::Device& device) {
     std::vector<std::int64_t> words(send);
     words.insert(words.end(), recv.begin(), recv.end());
     const at::Tensor all = gather(words, device);
@@ -132,8 +140,9 @@ class CheckedGroup final : public Group {
     for (int i = 0; i < n; ++i)
       for (int j = 0; j < n; ++j) {
         const auto sent = p[i * 2 * n + j], expected = p[j * 2 * n + n + i];
-        MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ", call.sequence, " of group '",
-                    name(), "', rank ", members()[static_cast<size_t>(i)], " sends ", sent, " rows to rank ",
+        MOESH_CHECK(sent == expected, ErrorKind::comm, "in ", call.describe(), ", operation ",
+                    call.sequence, " of group '", name(), "', rank ",
+                    members()[static_cast<size_t>(i)], " sends ", sent, " rows to rank ",
                     members()[static_cast<size_t>(j)], ", which expects ", expected);
       }
   }

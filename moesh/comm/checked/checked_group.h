@@ -1,6 +1,7 @@
 #pragma once
-// A group that trusts no one: before each collective the ranks compare what they are about to do, and values that are
-// promised to be the same on every rank (R and I) are compared by hash. So starting an operation waits for the other ranks.
+// A group that trusts no one: before each collective the ranks compare what they are about to do,
+// and values that are promised to be the same on every rank (R and I) are compared by hash. So
+// starting an operation waits for the other ranks.
 
 #include <memory>
 

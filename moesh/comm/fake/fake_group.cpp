@@ -20,7 +20,9 @@ class Ready final : public Work {
   at::Tensor value_;
 };
 
-std::int64_t sum(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+std::int64_t sum(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
 
 class FakeGroup final : public Group {
  public:
@@ -41,12 +43,14 @@ class FakeGroup final : public Group {
     repeats[0] = size();
     return std::make_unique<Ready>(x.repeat(repeats));
   }
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp) override {
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                          ReduceOp) override {
     const auto own = rows[static_cast<size_t>(rank())];
     send(Collective::reduce_scatter, row_bytes(x) * (sum(rows) - own));
     return with_rows(x, own);
   }
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& to, const Rows& from) override {
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& to,
+                                      const Rows& from) override {
     send(Collective::all_to_all, row_bytes(x) * (sum(to) - to[static_cast<size_t>(rank())]));
     return with_rows(x, sum(from));
   }
@@ -56,11 +60,14 @@ class FakeGroup final : public Group {
   }
   void do_barrier() override { send(Collective::barrier, 0); }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
-    throw Error(ErrorKind::internal, "a fake group was asked to split: the other ranks cannot say where they go");
+    throw Error(ErrorKind::internal,
+                "a fake group was asked to split: the other ranks cannot say where they go");
   }
 
   static std::int64_t bytes(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()); }
-  static std::int64_t row_bytes(const at::Tensor& x) { return x.size(0) == 0 ? 0 : bytes(x) / x.size(0); }
+  static std::int64_t row_bytes(const at::Tensor& x) {
+    return x.size(0) == 0 ? 0 : bytes(x) / x.size(0);
+  }
   void send(Collective op, std::int64_t num_bytes) {
     auto& entry = ledger_[{name(), op}];
     ++entry.num_calls, entry.num_bytes += num_bytes;
@@ -76,7 +83,8 @@ class FakeGroup final : public Group {
 
 }  // namespace
 
-std::shared_ptr<Group> fake_group(const std::string& name, int rank, const std::vector<int>& members, Ledger& ledger) {
+std::shared_ptr<Group> fake_group(const std::string& name, int rank,
+                                  const std::vector<int>& members, Ledger& ledger) {
   return std::make_shared<FakeGroup>(name, rank, members, ledger);
 }
 

@@ -24,10 +24,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr std::int64_t kPieceBytes = 16 << 20;  // MPI counts in int: a large block is several messages
-constexpr milliseconds kGrace{50};              // what was sent before bad news may still be on its way
-constexpr milliseconds kLinger{2000};           // after a fault, for the other processes to say what they have to say
-constexpr int kNewsTag = 0;                     // tags of blocks are positive
+constexpr std::int64_t kPieceBytes = 16
+                                     << 20;  // MPI counts in int: a large block is several messages
+constexpr milliseconds kGrace{50};  // what was sent before bad news may still be on its way
+constexpr milliseconds kLinger{
+    2000};                   // after a fault, for the other processes to say what they have to say
+constexpr int kNewsTag = 0;  // tags of blocks are positive
 constexpr int kWorldContext = 1;
 
 void check_mpi(int code, const char* what) {
@@ -35,15 +37,18 @@ void check_mpi(int code, const char* what) {
   char text[MPI_MAX_ERROR_STRING];
   int length = 0;
   MPI_Error_string(code, text, &length);
-  throw Error(ErrorKind::comm, detail::concat(what, " failed: ", std::string(text, static_cast<size_t>(length))));
+  throw Error(ErrorKind::comm,
+              detail::concat(what, " failed: ", std::string(text, static_cast<size_t>(length))));
 }
 
-// Between two looks: the core goes to whoever wants it, and after some of them the thread sleeps, longer and longer.
+// Between two looks: the core goes to whoever wants it, and after some of them the thread sleeps,
+// longer and longer.
 class Backoff {
  public:
   void pause() {
     if (++num_ < kYields) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(std::min(1000, 20 << std::min(6, (num_ - kYields) / 8))));
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::min(1000, 20 << std::min(6, (num_ - kYields) / 8))));
   }
 
  private:
@@ -64,16 +69,19 @@ class Requests {
     int num_done = 0;
     done_.resize(handles_.size());
     statuses_.resize(handles_.size());
-    const int code = MPI_Testsome(static_cast<int>(handles_.size()), handles_.data(), &num_done, done_.data(), statuses_.data());
+    const int code = MPI_Testsome(static_cast<int>(handles_.size()), handles_.data(), &num_done,
+                                  done_.data(), statuses_.data());
     if (code == MPI_ERR_IN_STATUS) {
-      for (int i = 0; i < num_done; ++i) check_mpi(statuses_[static_cast<size_t>(i)].MPI_ERROR, "an MPI message");
+      for (int i = 0; i < num_done; ++i)
+        check_mpi(statuses_[static_cast<size_t>(i)].MPI_ERROR, "an MPI message");
     } else {
       check_mpi(code, "MPI_Testsome");
     }
     return !active();
   }
   bool active() const {
-    return std::any_of(handles_.begin(), handles_.end(), [](MPI_Request r) { return r != MPI_REQUEST_NULL; });
+    return std::any_of(handles_.begin(), handles_.end(),
+                       [](MPI_Request r) { return r != MPI_REQUEST_NULL; });
   }
   std::vector<int> missing() const {
     std::vector<int> peers;
@@ -91,7 +99,8 @@ class Requests {
   std::vector<MPI_Status> statuses_;
 };
 
-// MPI may still write to the buffers of a request that was given up: they are never freed, and stay reachable.
+// MPI may still write to the buffers of a request that was given up: they are never freed, and stay
+// reachable.
 struct BuryIfActive {
   template <class T>
   void operator()(T* buffers) const {
@@ -105,8 +114,9 @@ struct BuryIfActive {
 template <class T>
 using Buffers = std::unique_ptr<T, BuryIfActive>;
 
-// MPI in this process: started by the first launch. It is ended at exit if the last world ended well: MPI_Finalize waits
-// for all processes, and one that exits without it makes the launcher end the job.
+// MPI in this process: started by the first launch. It is ended at exit if the last world ended
+// well: MPI_Finalize waits for all processes, and one that exits without it makes the launcher end
+// the job.
 class Process {
  public:
   static Process& instance() {
@@ -138,20 +148,22 @@ class Process {
         if (ended_well && !finalized) MPI_Finalize();
       });
     }
-    MOESH_CHECK(level >= MPI_THREAD_MULTIPLE, ErrorKind::config, "this MPI gives thread level ", level,
-                " and moesh needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
+    MOESH_CHECK(level >= MPI_THREAD_MULTIPLE, ErrorKind::config, "this MPI gives thread level ",
+                level, " and moesh needs MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
                 "): use an MPI that was built with it, and start it with it");
     check_mpi(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     check_mpi(MPI_Comm_rank(comm_, &index_), "MPI_Comm_rank");
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
     MPI_Comm machine = MPI_COMM_NULL;
-    check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine), "MPI_Comm_split_type");
+    check_mpi(MPI_Comm_split_type(comm_, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine),
+              "MPI_Comm_split_type");
     check_mpi(MPI_Comm_size(machine, &num_on_machine_), "MPI_Comm_size");
     check_mpi(MPI_Comm_free(&machine), "MPI_Comm_free");
     int* limit = nullptr;
     int found = 0;
-    check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, static_cast<void*>(&limit), &found), "MPI_Comm_get_attr");
+    check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, static_cast<void*>(&limit), &found),
+              "MPI_Comm_get_attr");
     tag_limit_ = found ? *limit : 32767;
   }
 
@@ -183,11 +195,16 @@ struct GroupInfo {
   int world_rank() const { return members[static_cast<size_t>(rank)]; }
 };
 
-// This process's side of one world. Each has a communicator of its own, so that no message of an earlier one is ever matched.
+// This process's side of one world. Each has a communicator of its own, so that no message of an
+// earlier one is ever matched.
 class MpiWorld {
  public:
   MpiWorld(Process& process, int num_ranks, milliseconds timeout)
-      : process_(process), num_ranks_(num_ranks), per_process_(num_ranks / process.size()), timeout_(timeout), roll_(num_ranks) {
+      : process_(process),
+        num_ranks_(num_ranks),
+        per_process_(num_ranks / process.size()),
+        timeout_(timeout),
+        roll_(num_ranks) {
     while ((1 << thread_bits_) < per_process_) ++thread_bits_;
     meet();
     listen_again();
@@ -201,10 +218,14 @@ class MpiWorld {
   const Roll& roll() const { return roll_; }
   int max_context() const { return process_.tag_limit() >> (2 * thread_bits_ + 5); }
 
-  // Tags: headers are even, and matched by group, threads and exchange (of those under way); blocks are odd, and the header
-  // that goes before one tells its tag: `count` blocks were sent by that thread before.
+  // Tags: headers are even, and matched by group, threads and exchange (of those under way); blocks
+  // are odd, and the header that goes before one tells its tag: `count` blocks were sent by that
+  // thread before.
   int header_tag(int context, int from, int to, const Call& call) const {
-    return ((context << 2 * thread_bits_ | threads(from, to)) << 3 | static_cast<int>(call.sequence & 7)) << 2 | call.phase << 1;
+    return ((context << 2 * thread_bits_ | threads(from, to)) << 3 |
+            static_cast<int>(call.sequence & 7))
+               << 2 |
+           call.phase << 1;
   }
   int block_tag(int from, int to, std::int64_t count) const {
     const std::int64_t limit = (std::int64_t{process_.tag_limit()} + 1) >> (2 * thread_bits_ + 1);
@@ -219,7 +240,8 @@ class MpiWorld {
       listen();
       if (requests.test()) return;
       std::vector<int> missing;
-      for (int peer : requests.missing()) missing.push_back(group.members[static_cast<size_t>(peer)]);
+      for (int peer : requests.missing())
+        missing.push_back(group.members[static_cast<size_t>(peer)]);
       const auto now = Clock::now();
       std::string why = roll_.reason(missing);
       if (why.empty()) {
@@ -248,8 +270,10 @@ class MpiWorld {
     std::lock_guard lock(sending_);
     for (int p = 0; p < process_.size(); ++p) {
       if (p == process_.index()) continue;
-      const int code = MPI_Isend(news.get(), sizeof(News), MPI_BYTE, p, kNewsTag, comm_, outbox_->requests.add(p));
-      if (code != MPI_SUCCESS) log_warn("MPI process ", p, " could not be told that rank ", rank, " has ended");
+      const int code = MPI_Isend(news.get(), sizeof(News), MPI_BYTE, p, kNewsTag, comm_,
+                                 outbox_->requests.add(p));
+      if (code != MPI_SUCCESS)
+        log_warn("MPI process ", p, " could not be told that rank ", rank, " has ended");
     }
     outbox_->news.push_back(std::move(news));
   }
@@ -268,8 +292,9 @@ class MpiWorld {
       if (waited < timeout_) continue;
       hang_up();
       throw Error(ErrorKind::comm,
-                  detail::concat("ranks ", first_rank(), " to ", first_rank() + per_process_ - 1, " have returned, and ",
-                                 name_ranks(present), " did not within ", std::chrono::duration<double>(timeout_).count(), " s"));
+                  detail::concat("ranks ", first_rank(), " to ", first_rank() + per_process_ - 1,
+                                 " have returned, and ", name_ranks(present), " did not within ",
+                                 std::chrono::duration<double>(timeout_).count(), " s"));
     }
     hang_up();
     if (const auto fault = roll_.first_exception()) std::rethrow_exception(fault);
@@ -300,7 +325,9 @@ class MpiWorld {
     const Buffers<Meeting> meeting(new Meeting);
     greet(*meeting);
     process_.unusable = true;  // if this is given up, communicators would not match any more
-    check_mpi(MPI_Comm_idup(process_.comm(), &meeting->comm, meeting->requests.add(process_.index())), "MPI_Comm_idup");
+    check_mpi(
+        MPI_Comm_idup(process_.comm(), &meeting->comm, meeting->requests.add(process_.index())),
+        "MPI_Comm_idup");
     complete(meeting->requests, "the start of a world");
     process_.unusable = false;
     comm_ = meeting->comm;
@@ -312,17 +339,21 @@ class MpiWorld {
     const int tag = static_cast<int>(process_.num_launches & 0x3fff);
     for (int p = 0; p < process_.size(); ++p) {
       if (p == process_.index()) continue;
-      check_mpi(
-          MPI_Irecv(&m.theirs[static_cast<size_t>(p)], sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(), m.requests.add(p)),
-          "MPI_Irecv");
-      check_mpi(MPI_Isend(&m.mine, sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(), m.requests.add(p)), "MPI_Isend");
+      check_mpi(MPI_Irecv(&m.theirs[static_cast<size_t>(p)], sizeof(Greeting), MPI_BYTE, p, tag,
+                          process_.comm(), m.requests.add(p)),
+                "MPI_Irecv");
+      check_mpi(MPI_Isend(&m.mine, sizeof(Greeting), MPI_BYTE, p, tag, process_.comm(),
+                          m.requests.add(p)),
+                "MPI_Isend");
     }
     complete(m.requests, "launch");
     for (int p = 0; p < process_.size(); ++p) {
       const auto& theirs = m.theirs[static_cast<size_t>(p)];
-      MOESH_CHECK(p == process_.index() || (theirs.launch == m.mine.launch && theirs.num_ranks == m.mine.num_ranks),
-                  ErrorKind::config, "MPI process ", process_.index(), " launches ", m.mine.num_ranks, " ranks as world ",
-                  m.mine.launch, ", and process ", p, " ", theirs.num_ranks, " as world ", theirs.launch,
+      MOESH_CHECK(p == process_.index() ||
+                      (theirs.launch == m.mine.launch && theirs.num_ranks == m.mine.num_ranks),
+                  ErrorKind::config, "MPI process ", process_.index(), " launches ",
+                  m.mine.num_ranks, " ranks as world ", m.mine.launch, ", and process ", p, " ",
+                  theirs.num_ranks, " as world ", theirs.launch,
                   ". All processes must make the same calls of launch.");
     }
   }
@@ -331,12 +362,14 @@ class MpiWorld {
   void complete(Requests& requests, const char* what) {
     const auto deadline = Clock::now() + timeout_;
     for (Backoff backoff; !requests.test(); backoff.pause())
-      MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(), " waited in ", what, ": of ",
-                  process_.size(), " processes ", requests.missing(), " did not come within ",
-                  std::chrono::duration<double>(timeout_).count(), " s");
+      MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(),
+                  " waited in ", what, ": of ", process_.size(), " processes ", requests.missing(),
+                  " did not come within ", std::chrono::duration<double>(timeout_).count(), " s");
   }
 
-  int threads(int from, int to) const { return from % per_process_ << thread_bits_ | to % per_process_; }
+  int threads(int from, int to) const {
+    return from % per_process_ << thread_bits_ | to % per_process_;
+  }
 
   // Takes in what other processes have said. Ranks that wait take turns.
   void listen() {
@@ -356,7 +389,9 @@ class MpiWorld {
   }
 
   void listen_again() {
-    check_mpi(MPI_Irecv(inbox_.get(), sizeof(News), MPI_BYTE, MPI_ANY_SOURCE, kNewsTag, comm_, &incoming_), "MPI_Irecv");
+    check_mpi(MPI_Irecv(inbox_.get(), sizeof(News), MPI_BYTE, MPI_ANY_SOURCE, kNewsTag, comm_,
+                        &incoming_),
+              "MPI_Irecv");
   }
 
   void hang_up() {
@@ -385,24 +420,33 @@ struct Header {
 
 // All memory that MPI reads and writes in one exchange.
 struct Transfer {
-  explicit Transfer(Post p) : post(std::move(p)), sent(post.send.size()), received(post.send.size()), landing(post.send.size()) {}
+  explicit Transfer(Post p)
+      : post(std::move(p)),
+        sent(post.send.size()),
+        received(post.send.size()),
+        landing(post.send.size()) {}
   bool active() const { return headers.active() || blocks.active() || sends.active(); }
 
   Post post;
   std::vector<Header> sent, received;
-  std::vector<Block> landing;       // where blocks arrive, in host memory
-  std::vector<at::Tensor> buffers;  // its memory, where it is not the caller's, and staged copies of what is sent
+  std::vector<Block> landing;  // where blocks arrive, in host memory
+  std::vector<at::Tensor>
+      buffers;  // its memory, where it is not the caller's, and staged copies of what is sent
   Requests headers, blocks, sends;
 };
 
-at::Tensor view(Block block, const at::TensorOptions& options) { return at::from_blob(block.data, {block.numel}, options); }
+at::Tensor view(Block block, const at::TensorOptions& options) {
+  return at::from_blob(block.data, {block.numel}, options);
+}
 
 class MpiExchange final : public Exchange {
  public:
   MpiExchange(std::shared_ptr<MpiWorld> world, std::shared_ptr<const GroupInfo> group, Post post)
-      : world_(std::move(world)), group_(std::move(group)), transfer_(new Transfer(std::move(post))) {
-    MOESH_CHECK(!world_->roll().has_left(group_->world_rank()), ErrorKind::comm, call().describe(), " on group '", group_->name,
-                "', whose world has ended");
+      : world_(std::move(world)),
+        group_(std::move(group)),
+        transfer_(new Transfer(std::move(post))) {
+    MOESH_CHECK(!world_->roll().has_left(group_->world_rank()), ErrorKind::comm, call().describe(),
+                " on group '", group_->name, "', whose world has ended");
     const auto outgoing = staged(transfer_->post.send);
     // Round the group, so that ranks do not all send to the same peer at once.
     for (int k = 1; k < size(); ++k) receive_header((group_->rank + size() - k) % size());
@@ -411,15 +455,18 @@ class MpiExchange final : public Exchange {
 
   std::vector<Block> receive() override {
     Transfer& t = *transfer_;
-    t.received[static_cast<size_t>(group_->rank)] = {call(), t.post.send[static_cast<size_t>(group_->rank)].numel, 0};
+    t.received[static_cast<size_t>(group_->rank)] = {
+        call(), t.post.send[static_cast<size_t>(group_->rank)].numel, 0};
     world_->wait(t.headers, call(), *group_, "");
     std::vector<Call> calls;
     for (const auto& h : t.received) calls.push_back(h.call);
     const std::string verdict = disagreement(calls, group_->members, group_->name);
     MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
     for (size_t j = 0; j < t.received.size(); ++j)
-      check_count(t.received[j].numel, t.post.recv[j], call(), group_->name, group_->members[j], group_->world_rank());
-    // Only now is it certain that the blocks fit: Open MPI 4 writes beyond the end of a receive that is too short.
+      check_count(t.received[j].numel, t.post.recv[j], call(), group_->name, group_->members[j],
+                  group_->world_rank());
+    // Only now is it certain that the blocks fit: Open MPI 4 writes beyond the end of a receive
+    // that is too short.
     for (int k = 1; k < size(); ++k) receive_block((group_->rank + size() - k) % size());
     world_->wait(t.blocks, call(), *group_, "");
     return on_device();
@@ -431,9 +478,12 @@ class MpiExchange final : public Exchange {
   const Call& call() const { return transfer_->post.call; }
   int size() const { return static_cast<int>(group_->members.size()); }
   bool is_staged() const { return !transfer_->post.options.device().is_cpu(); }
-  std::int64_t item_bytes() const { return static_cast<std::int64_t>(transfer_->post.options.dtype().itemsize()); }
+  std::int64_t item_bytes() const {
+    return static_cast<std::int64_t>(transfer_->post.options.dtype().itemsize());
+  }
 
-  // Blocks on an accelerator are sent from copies in host memory; a block that goes to several ranks is copied once.
+  // Blocks on an accelerator are sent from copies in host memory; a block that goes to several
+  // ranks is copied once.
   std::vector<Block> staged(const std::vector<Block>& blocks) {
     if (!is_staged()) return blocks;
     std::map<std::pair<void*, std::int64_t>, void*> copies;
@@ -442,7 +492,8 @@ class MpiExchange final : public Exchange {
       Block& b = host[static_cast<size_t>(j)];
       if (j == group_->rank || b.numel == 0) continue;
       void*& copy = copies[{b.data, b.numel}];
-      if (!copy) copy = transfer_->buffers.emplace_back(view(b, transfer_->post.options).cpu()).data_ptr();
+      if (!copy)
+        copy = transfer_->buffers.emplace_back(view(b, transfer_->post.options).cpu()).data_ptr();
       b.data = copy;
     }
     return host;
@@ -452,8 +503,8 @@ class MpiExchange final : public Exchange {
     const auto j = static_cast<size_t>(peer);
     const int from = group_->members[j];
     check_mpi(MPI_Irecv(&transfer_->received[j], sizeof(Header), MPI_BYTE, world_->process_of(from),
-                        world_->header_tag(group_->context, from, group_->world_rank(), call()), world_->comm(),
-                        transfer_->headers.add(peer)),
+                        world_->header_tag(group_->context, from, group_->world_rank(), call()),
+                        world_->comm(), transfer_->headers.add(peer)),
               "MPI_Irecv");
   }
 
@@ -464,13 +515,14 @@ class MpiExchange final : public Exchange {
     if (!is_staged() && !t.post.into.empty()) {
       t.landing[j] = t.post.into[j];
     } else if (t.post.recv[j] > 0) {
-      const auto& buffer = t.buffers.emplace_back(at::empty({t.post.recv[j]}, t.post.options.device(at::kCPU)));
+      const auto& buffer =
+          t.buffers.emplace_back(at::empty({t.post.recv[j]}, t.post.options.device(at::kCPU)));
       t.landing[j] = {buffer.data_ptr(), t.post.recv[j]};
     }
     for_pieces(t.landing[j], [&](void* data, int bytes) {
-      check_mpi(
-          MPI_Irecv(data, bytes, MPI_BYTE, process, static_cast<int>(t.received[j].tag), world_->comm(), t.blocks.add(peer)),
-          "MPI_Irecv");
+      check_mpi(MPI_Irecv(data, bytes, MPI_BYTE, process, static_cast<int>(t.received[j].tag),
+                          world_->comm(), t.blocks.add(peer)),
+                "MPI_Irecv");
     });
   }
 
@@ -481,11 +533,13 @@ class MpiExchange final : public Exchange {
     const int process = world_->process_of(to);
     const int tag = world_->block_tag(me, to, group_->of_rank->num_blocks++);
     t.sent[j] = {call(), outgoing[j].numel, tag};
-    check_mpi(MPI_Isend(&t.sent[j], sizeof(Header), MPI_BYTE, process, world_->header_tag(group_->context, me, to, call()),
-                        world_->comm(), t.sends.add(peer)),
+    check_mpi(MPI_Isend(&t.sent[j], sizeof(Header), MPI_BYTE, process,
+                        world_->header_tag(group_->context, me, to, call()), world_->comm(),
+                        t.sends.add(peer)),
               "MPI_Isend");
     for_pieces(outgoing[j], [&](void* data, int bytes) {
-      check_mpi(MPI_Isend(data, bytes, MPI_BYTE, process, tag, world_->comm(), t.sends.add(peer)), "MPI_Isend");
+      check_mpi(MPI_Isend(data, bytes, MPI_BYTE, process, tag, world_->comm(), t.sends.add(peer)),
+                "MPI_Isend");
     });
   }
 
@@ -493,7 +547,8 @@ class MpiExchange final : public Exchange {
   void for_pieces(Block block, const F& f) const {
     const std::int64_t bytes = block.numel * item_bytes();
     for (std::int64_t start = 0; start < bytes; start += kPieceBytes)
-      f(static_cast<char*>(block.data) + start, static_cast<int>(std::min(kPieceBytes, bytes - start)));
+      f(static_cast<char*>(block.data) + start,
+        static_cast<int>(std::min(kPieceBytes, bytes - start)));
   }
 
   // What came, where the caller's tensors live. The own block was never sent.
@@ -529,23 +584,30 @@ class MpiGroup final : public HostGroup {
         info_(std::make_shared<GroupInfo>(std::move(info))) {}
 
  private:
-  std::unique_ptr<Exchange> post(Post post) override { return std::make_unique<MpiExchange>(world_, info_, std::move(post)); }
+  std::unique_ptr<Exchange> post(Post post) override {
+    return std::make_unique<MpiExchange>(world_, info_, std::move(post));
+  }
 
-  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int, const std::string& name) override {
-    // The groups of one split have no common member, so one context serves them all: one that no rank of this group has
-    // used in any group.
+  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int,
+                                  const std::string& name) override {
+    // The groups of one split have no common member, so one context serves them all: one that no
+    // rank of this group has used in any group.
     const int context = highest(info_->of_rank->next_context);
-    MOESH_CHECK(context <= world_->max_context(), ErrorKind::comm, "split of group '", this->name(), "' would make group number ",
-                context, " of this world, and MPI's tags leave room for ", world_->max_context(),
+    MOESH_CHECK(context <= world_->max_context(), ErrorKind::comm, "split of group '", this->name(),
+                "' would make group number ", context,
+                " of this world, and MPI's tags leave room for ", world_->max_context(),
                 ": keep groups and use them again");
     info_->of_rank->next_context = context + 1;
     if (members.size() <= 1) return nullptr;
-    return std::make_shared<MpiGroup>(
-        world_,
-        GroupInfo{.name = name, .members = world_ranks(members), .rank = rank, .context = context, .of_rank = info_->of_rank});
+    return std::make_shared<MpiGroup>(world_, GroupInfo{.name = name,
+                                                        .members = world_ranks(members),
+                                                        .rank = rank,
+                                                        .context = context,
+                                                        .of_rank = info_->of_rank});
   }
 
-  // The largest value over the ranks. It is a part of the operation before it, the gather of colors and keys.
+  // The largest value over the ranks. It is a part of the operation before it, the gather of colors
+  // and keys.
   int highest(std::int64_t value) {
     const auto n = static_cast<size_t>(size());
     const at::Tensor mine = at::full({1}, value, at::kLong);
@@ -561,7 +623,8 @@ class MpiGroup final : public HostGroup {
                           .keep = {mine},
                           .options = mine.options()});
     std::int64_t most = value;
-    for (const auto& b : exchange->receive()) most = std::max(most, *static_cast<const std::int64_t*>(b.data));
+    for (const auto& b : exchange->receive())
+      most = std::max(most, *static_cast<const std::int64_t*>(b.data));
     exchange->close();
     return static_cast<int>(most);
   }
@@ -583,26 +646,31 @@ std::shared_ptr<Group> world_group(const std::shared_ptr<MpiWorld>& world, int r
 
 bool has_mpi() { return true; }
 
-void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f, const LaunchOptions& options) {
+void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f,
+                const LaunchOptions& options) {
   Process& process = Process::instance();
   std::unique_lock running(process.running, std::try_to_lock);
-  MOESH_CHECK(running.owns_lock(), ErrorKind::config, "launch inside launch: under MPI a process runs one world at a time");
+  MOESH_CHECK(running.owns_lock(), ErrorKind::config,
+              "launch inside launch: under MPI a process runs one world at a time");
   MOESH_CHECK(!process.unusable, ErrorKind::comm,
               "the start of an earlier world was given up half-way: start the processes again");
   const int size = process.size();
   if (num_ranks == 0) num_ranks = size;
-  MOESH_CHECK(num_ranks > 0 && num_ranks % size == 0, ErrorKind::config, "launch of ", num_ranks, " ranks on ", size,
-              " MPI processes: each process runs the same number of ranks, so use 0 (one rank a process), ", size, ", ", 2 * size,
-              ", ..., or start another number of processes");
+  MOESH_CHECK(
+      num_ranks > 0 && num_ranks % size == 0, ErrorKind::config, "launch of ", num_ranks,
+      " ranks on ", size,
+      " MPI processes: each process runs the same number of ranks, so use 0 (one rank a process), ",
+      size, ", ", 2 * size, ", ..., or start another number of processes");
   ++process.num_launches;
   process.ended_well = false;
   const auto world = std::make_shared<MpiWorld>(process, num_ranks, options.timeout);
-  run_rank_threads({.first = world->first_rank(),
-                    .count = world->per_process(),
-                    .num_on_machine = process.num_on_machine() * world->per_process(),
-                    .group = [&](int rank) { return world_group(world, rank); },
-                    .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
-                   f, options);
+  run_rank_threads(
+      {.first = world->first_rank(),
+       .count = world->per_process(),
+       .num_on_machine = process.num_on_machine() * world->per_process(),
+       .group = [&](int rank) { return world_group(world, rank); },
+       .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
+      f, options);
   world->finish();
   process.ended_well = true;
 }

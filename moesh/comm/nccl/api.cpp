@@ -12,7 +12,8 @@ namespace {
 
 constexpr const char* kName = "libnccl.so.2";
 
-// The head of ncclConfig_t as NCCL 2.14 had it. NCCL reads `size` bytes and gives what a later version added its default.
+// The head of ncclConfig_t as NCCL 2.14 had it. NCCL reads `size` bytes and gives what a later
+// version added its default.
 struct ConfigHead {
   std::size_t size = sizeof(ConfigHead);
   unsigned int magic = 0xcafebeef;
@@ -23,7 +24,8 @@ struct ConfigHead {
 template <class F>
 F* find(void* library, const char* name) {
   void* symbol = dlsym(library, name);
-  MOESH_CHECK(symbol, ErrorKind::config, "the NCCL library has no ", name, "; moesh needs NCCL 2.14 or later");
+  MOESH_CHECK(symbol, ErrorKind::config, "the NCCL library has no ", name,
+              "; moesh needs NCCL 2.14 or later");
   return reinterpret_cast<F*>(symbol);
 }
 
@@ -35,7 +37,8 @@ void bind(void* library, const char* name, std::function<F>& to) {
 std::shared_ptr<const NcclApi> table_of(void* library) {
   auto api = std::make_shared<NcclApi>();
   bind(library, "ncclGetUniqueId", api->get_unique_id);
-  auto* init = find<NcclResult(NcclComm*, int, NcclUniqueId, int, ConfigHead*)>(library, "ncclCommInitRankConfig");
+  auto* init = find<NcclResult(NcclComm*, int, NcclUniqueId, int, ConfigHead*)>(
+      library, "ncclCommInitRankConfig");
   api->comm_init_rank = [init](NcclComm* comm, int num_ranks, const NcclUniqueId& id, int rank) {
     ConfigHead config;
     return init(comm, num_ranks, id, rank, &config);
@@ -57,10 +60,12 @@ std::shared_ptr<const NcclApi> table_of(void* library) {
   return api;
 }
 
-// The copy that pip puts beside torch: .../torch/lib/libtorch_cpu.so -> .../nvidia/nccl/lib/libnccl.so.2
+// The copy that pip puts beside torch: .../torch/lib/libtorch_cpu.so ->
+// .../nvidia/nccl/lib/libnccl.so.2
 std::string path_beside_torch() {
   Dl_info info{};
-  if (!dladdr(reinterpret_cast<const void*>(&at::get_num_threads), &info) || !info.dli_fname) return kName;
+  if (!dladdr(reinterpret_cast<const void*>(&at::get_num_threads), &info) || !info.dli_fname)
+    return kName;
   const auto torch = std::filesystem::path(info.dli_fname).parent_path().parent_path();
   return torch.parent_path() / "nvidia" / "nccl" / "lib" / kName;
 }
@@ -76,8 +81,10 @@ Installed find_installed() {
   if (!library) library = dlopen(kName, RTLD_NOW | RTLD_LOCAL);
   if (!library) library = dlopen(beside.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library)
-    return {nullptr, detail::concat("no ", kName, " is loaded, none is on the loader's path, and there is none at ", beside,
-                                    "; install NCCL (pip install nvidia-nccl-cu13), or use backend host")};
+    return {nullptr,
+            detail::concat(
+                "no ", kName, " is loaded, none is on the loader's path, and there is none at ",
+                beside, "; install NCCL (pip install nvidia-nccl-cu13), or use backend host")};
   try {
     return {table_of(library), {}};
   } catch (const Error& e) {
@@ -94,7 +101,8 @@ const Installed& installed() {
 
 std::shared_ptr<const NcclApi> load_nccl(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  MOESH_CHECK(library, ErrorKind::config, "'", path, "' cannot be loaded as the NCCL library: ", dlerror());
+  MOESH_CHECK(library, ErrorKind::config, "'", path,
+              "' cannot be loaded as the NCCL library: ", dlerror());
   return table_of(library);
 }
 

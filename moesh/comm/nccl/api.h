@@ -1,6 +1,7 @@
 #pragma once
-// What moesh calls of NCCL, as a table of functions with types of its own. No header of NCCL or CUDA is needed, so this
-// compiles everywhere, and a table that is not NCCL (threads that share one device) can run the same tests.
+// What moesh calls of NCCL, as a table of functions with types of its own. No header of NCCL or
+// CUDA is needed, so this compiles everywhere, and a table that is not NCCL (threads that share one
+// device) can run the same tests.
 
 #include <c10/core/Device.h>
 
@@ -24,7 +25,14 @@ enum class NcclResult : int {
   remote_error = 6,
   in_progress = 7,
 };
-enum class NcclType : int { uint8 = 1, int32 = 2, int64 = 4, float32 = 7, float64 = 8, bfloat16 = 9 };
+enum class NcclType : int {
+  uint8 = 1,
+  int32 = 2,
+  int64 = 4,
+  float32 = 7,
+  float64 = 8,
+  bfloat16 = 9
+};
 enum class NcclReduce : int { sum = 0, max = 2, min = 3 };
 
 /// Made by one rank, passed to all: who holds the same one meets in the same communicator.
@@ -35,8 +43,9 @@ struct NcclUniqueId {
 struct NcclCommunicator;  // only NCCL looks inside
 using NcclComm = NcclCommunicator*;
 
-/// Communicators are nonblocking: a call may answer in_progress, and no other call may be made on that communicator until
-/// get_async_error answers something else. This is what lets a deadline end a call whose peers never come.
+/// Communicators are nonblocking: a call may answer in_progress, and no other call may be made on
+/// that communicator until get_async_error answers something else. This is what lets a deadline end
+/// a call whose peers never come.
 struct NcclApi {
   at::DeviceType device_type = at::kCUDA;
   bool ranks_may_share_device = false;  // NCCL wants one rank per GPU
@@ -48,11 +57,19 @@ struct NcclApi {
   std::function<NcclResult(NcclComm, NcclResult*)> get_async_error;
 
   // The count is in elements: of the input, and for reduce_scatter of the output.
-  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclReduce, NcclComm, void* stream)> all_reduce;
-  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclComm, void* stream)> all_gather;
-  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclReduce, NcclComm, void* stream)> reduce_scatter;
-  std::function<NcclResult(const void*, void*, std::size_t, NcclType, int root, NcclComm, void* stream)> broadcast;
-  std::function<NcclResult(const void*, std::size_t, NcclType, int peer, NcclComm, void* stream)> send;
+  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclReduce, NcclComm,
+                           void* stream)>
+      all_reduce;
+  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclComm, void* stream)>
+      all_gather;
+  std::function<NcclResult(const void*, void*, std::size_t, NcclType, NcclReduce, NcclComm,
+                           void* stream)>
+      reduce_scatter;
+  std::function<NcclResult(const void*, void*, std::size_t, NcclType, int root, NcclComm,
+                           void* stream)>
+      broadcast;
+  std::function<NcclResult(const void*, std::size_t, NcclType, int peer, NcclComm, void* stream)>
+      send;
   std::function<NcclResult(void*, std::size_t, NcclType, int peer, NcclComm, void* stream)> recv;
   std::function<NcclResult()> group_start, group_end;
 
@@ -63,8 +80,9 @@ struct NcclApi {
 /// The table of a libnccl.so.2 (2.14 or later) at `path`. It stays loaded.
 std::shared_ptr<const NcclApi> load_nccl(const std::string& path);
 
-/// The table of the installed library: the one that LibTorch has loaded, else the one that the loader finds by name, else
-/// the one in the folder nvidia/nccl beside torch. Throws Error (config), with the places, if there is none.
+/// The table of the installed library: the one that LibTorch has loaded, else the one that the
+/// loader finds by name, else the one in the folder nvidia/nccl beside torch. Throws Error
+/// (config), with the places, if there is none.
 std::shared_ptr<const NcclApi> installed_nccl();
 
 /// False where there is no libnccl.so.2.

@@ -34,10 +34,14 @@ NcclType type_of(const at::Tensor& x) {
 }
 
 NcclReduce reduce_of(ReduceOp op) {
-  return op == ReduceOp::sum ? NcclReduce::sum : op == ReduceOp::max ? NcclReduce::max : NcclReduce::min;
+  return op == ReduceOp::sum   ? NcclReduce::sum
+         : op == ReduceOp::max ? NcclReduce::max
+                               : NcclReduce::min;
 }
 
-std::int64_t total(const Rows& rows) { return std::accumulate(rows.begin(), rows.end(), std::int64_t{0}); }
+std::int64_t total(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
 
 bool is_even(const Rows& rows) {
   return std::all_of(rows.begin(), rows.end(), [&](auto r) { return r == rows[0]; });
@@ -64,17 +68,22 @@ at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
   return at::empty(shape, like.options());
 }
 
-// send[j] goes to rank j and recv[j] comes from it, all at once. Empty parts are left out on both sides.
-NcclResult exchange(const NcclApi& api, NcclComm comm, void* stream, NcclType type, const std::vector<Block>& send,
-                    const std::vector<Block>& recv) {
+// send[j] goes to rank j and recv[j] comes from it, all at once. Empty parts are left out on both
+// sides.
+NcclResult exchange(const NcclApi& api, NcclComm comm, void* stream, NcclType type,
+                    const std::vector<Block>& send, const std::vector<Block>& recv) {
   NcclResult result = api.group_start();
   auto keep_first_error = [&](NcclResult r) {
     if (result == NcclResult::success && r != NcclResult::in_progress) result = r;
   };
   for (size_t j = 0; j < send.size(); ++j) {
     const int peer = static_cast<int>(j);
-    if (send[j].numel) keep_first_error(api.send(send[j].data, static_cast<size_t>(send[j].numel), type, peer, comm, stream));
-    if (recv[j].numel) keep_first_error(api.recv(recv[j].data, static_cast<size_t>(recv[j].numel), type, peer, comm, stream));
+    if (send[j].numel)
+      keep_first_error(
+          api.send(send[j].data, static_cast<size_t>(send[j].numel), type, peer, comm, stream));
+    if (recv[j].numel)
+      keep_first_error(
+          api.recv(recv[j].data, static_cast<size_t>(recv[j].numel), type, peer, comm, stream));
   }
   const NcclResult end = api.group_end();
   return result == NcclResult::success ? end : result;
@@ -95,8 +104,12 @@ NcclUniqueId id_of(const at::Tensor& words) {
 
 class NcclGroup final : public Group {
  public:
-  NcclGroup(std::shared_ptr<NcclWorld> world, NcclComm comm, std::shared_ptr<const NcclGroupInfo> info, int rank)
-      : Group(info->name, rank, info->members), world_(std::move(world)), comm_(comm), info_(std::move(info)) {}
+  NcclGroup(std::shared_ptr<NcclWorld> world, NcclComm comm,
+            std::shared_ptr<const NcclGroupInfo> info, int rank)
+      : Group(info->name, rank, info->members),
+        world_(std::move(world)),
+        comm_(comm),
+        info_(std::move(info)) {}
 
   at::Device control_device() const override { return world_->device(); }
   NcclWorld& world() { return *world_; }
@@ -104,15 +117,19 @@ class NcclGroup final : public Group {
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override;
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override;
-  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) override;
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) override;
+  std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                          ReduceOp op) override;
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& send,
+                                      const Rows& recv) override;
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
-  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override;
+  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
+                                  const std::string& name) override;
 
   // Checks where x lives, and counts the operation.
   Call call(Collective op, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
-  std::unique_ptr<Work> start(const Call& call, const at::Tensor& x, const at::Tensor& out, const NcclWorld::Issue& issue);
+  std::unique_ptr<Work> start(const Call& call, const at::Tensor& x, const at::Tensor& out,
+                              const NcclWorld::Issue& issue);
 
   std::shared_ptr<NcclWorld> world_;
   NcclComm comm_;
@@ -136,8 +153,9 @@ class NcclWork final : public Work {
 };
 
 Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int root) {
-  MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(), "': the tensor is on ",
-              x.device(), ", and this NCCL group works on ", world_->device(),
+  MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(),
+              "': the tensor is on ", x.device(), ", and this NCCL group works on ",
+              world_->device(),
               "; move it there (x.to(group.control_device())), or use backend host");
   return Call::of(op, sequence_++, x, reduce, root);
 }
@@ -145,7 +163,8 @@ Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int ro
 std::unique_ptr<Work> NcclGroup::start(const Call& call, const at::Tensor& x, const at::Tensor& out,
                                        const NcclWorld::Issue& issue) {
   // Detached: what is kept is memory, not a graph.
-  return std::make_unique<NcclWork>(world_, world_->enqueue(comm_, call, info_, {x.detach(), out}, issue), out);
+  return std::make_unique<NcclWork>(
+      world_, world_->enqueue(comm_, call, info_, {x.detach(), out}, issue), out);
 }
 
 std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {
@@ -153,8 +172,8 @@ std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   const at::Tensor out = at::empty_like(x);
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (x.numel() == 0) return NcclResult::success;
-    return api.all_reduce(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), reduce_of(op), comm,
-                          stream);
+    return api.all_reduce(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()),
+                          type_of(x), reduce_of(op), comm, stream);
   });
 }
 
@@ -164,19 +183,23 @@ std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& 
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (out.numel() == 0) return NcclResult::success;
     if (is_even(rows))
-      return api.all_gather(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), comm, stream);
-    return exchange(api, comm, stream, type_of(x), std::vector<Block>(rows.size(), whole(x)), parts(out, rows));
+      return api.all_gather(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()),
+                            type_of(x), comm, stream);
+    return exchange(api, comm, stream, type_of(x), std::vector<Block>(rows.size(), whole(x)),
+                    parts(out, rows));
   });
 }
 
-std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows, ReduceOp op) {
+std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
+                                                   ReduceOp op) {
   const Call c = call(Collective::reduce_scatter, x, op);
   const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
   if (is_even(rows)) {
     return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
       if (out.numel() == 0) return NcclResult::success;
-      return api.reduce_scatter(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(out.numel()), type_of(x), reduce_of(op),
-                                comm, stream);
+      return api.reduce_scatter(x.const_data_ptr(), out.data_ptr(),
+                                static_cast<size_t>(out.numel()), type_of(x), reduce_of(op), comm,
+                                stream);
     });
   }
   // NCCL has no uneven one: every rank's share comes here and is summed in rank order.
@@ -191,7 +214,8 @@ std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Ro
   return std::make_unique<NcclWork>(world_, std::move(ticket), out);
 }
 
-std::unique_ptr<Work> NcclGroup::do_all_to_all(const at::Tensor& x, const Rows& send, const Rows& recv) {
+std::unique_ptr<Work> NcclGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
+                                               const Rows& recv) {
   const Call c = call(Collective::all_to_all, x);
   const at::Tensor out = empty_rows(x, total(recv));
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
@@ -204,7 +228,8 @@ std::unique_ptr<Work> NcclGroup::do_broadcast(const at::Tensor& x, int root) {
   const at::Tensor out = at::empty_like(x);
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (x.numel() == 0) return NcclResult::success;
-    return api.broadcast(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()), type_of(x), root, comm, stream);
+    return api.broadcast(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()),
+                         type_of(x), root, comm, stream);
   });
 }
 
@@ -212,13 +237,16 @@ void NcclGroup::do_barrier() {
   Call c;
   c.sequence = sequence_++;
   const at::Tensor one = at::ones({1}, at::TensorOptions(at::kInt).device(world_->device()));
-  const auto ticket = world_->enqueue(comm_, c, info_, {one}, [&](const NcclApi& api, NcclComm comm, void* stream) {
-    return api.all_reduce(one.const_data_ptr(), one.data_ptr(), 1, NcclType::int32, NcclReduce::max, comm, stream);
-  });
+  const auto ticket =
+      world_->enqueue(comm_, c, info_, {one}, [&](const NcclApi& api, NcclComm comm, void* stream) {
+        return api.all_reduce(one.const_data_ptr(), one.data_ptr(), 1, NcclType::int32,
+                              NcclReduce::max, comm, stream);
+      });
   world_->finish(*ticket);
 }
 
-std::shared_ptr<Group> NcclGroup::do_split(const std::vector<int>& members, int rank, int /*index*/, const std::string& name) {
+std::shared_ptr<Group> NcclGroup::do_split(const std::vector<int>& members, int rank, int /*index*/,
+                                           const std::string& name) {
   // The first member of each new group makes its id, and one all_gather brings all ids to everyone.
   const TracePause quiet;
   const bool makes_id = rank == 0 && members.size() > 1;
@@ -237,8 +265,9 @@ NcclWorld& world_of(Group& group) {
   return nccl->world();
 }
 
-// A number for the GPU which this process calls `device`: the machine (its name and boot), and the entry of
-// CUDA_VISIBLE_DEVICES, by which processes of one machine give different GPUs the same index.
+// A number for the GPU which this process calls `device`: the machine (its name and boot), and the
+// entry of CUDA_VISIBLE_DEVICES, by which processes of one machine give different GPUs the same
+// index.
 std::int64_t gpu_key(at::Device device) {
   char host[256] = {};
   gethostname(host, sizeof(host) - 1);
@@ -248,15 +277,18 @@ std::int64_t gpu_key(at::Device device) {
   if (const char* visible = std::getenv("CUDA_VISIBLE_DEVICES")) {
     std::istringstream list(visible);
     for (int i = 0; i <= device.index(); ++i)
-      if (!std::getline(list, entry, ',')) entry = detail::concat("?", static_cast<int>(device.index()));
+      if (!std::getline(list, entry, ','))
+        entry = detail::concat("?", static_cast<int>(device.index()));
   }
-  return static_cast<std::int64_t>(std::hash<std::string>{}(detail::concat(host, '/', boot, '/', entry)));
+  return static_cast<std::int64_t>(
+      std::hash<std::string>{}(detail::concat(host, '/', boot, '/', entry)));
 }
 
 }  // namespace
 
 void NcclOptions::validate() const {
-  MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(), " ms; it must be positive");
+  MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(),
+              " ms; it must be positive");
 }
 
 std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device) {
@@ -273,22 +305,27 @@ std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device) {
 std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const NcclOptions& options) {
   options.validate();
   const auto api = options.api ? options.api : installed_nccl();
-  MOESH_CHECK(device.type() == api->device_type, ErrorKind::config, "an NCCL world on device ", device, "; it takes a ",
-              c10::DeviceTypeName(api->device_type, true), " device");
+  MOESH_CHECK(device.type() == api->device_type, ErrorKind::config, "an NCCL world on device ",
+              device, "; it takes a ", c10::DeviceTypeName(api->device_type, true), " device");
   device = existing_device(device);
   if (!api->ranks_may_share_device) {
     const auto sharing = ranks_that_share_a_gpu(bootstrap, device);
-    MOESH_CHECK(sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing, " of group '",
-                bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ", device,
-                "); let them share it through the host backend (ranks that are threads), or start one rank per GPU");
+    MOESH_CHECK(
+        sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing,
+        " of group '", bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ",
+        device,
+        "); let them share it through the host backend (ranks that are threads), or start one rank per GPU");
   }
 
   const int rank = bootstrap.rank();
-  auto world = std::make_shared<NcclWorld>(api, device, bootstrap.members()[static_cast<size_t>(rank)], options.timeout,
-                                           options.block_host);
-  const at::Tensor mine = words_of(rank == 0 ? world->new_id() : NcclUniqueId{}, bootstrap.control_device());
+  auto world =
+      std::make_shared<NcclWorld>(api, device, bootstrap.members()[static_cast<size_t>(rank)],
+                                  options.timeout, options.block_host);
+  const at::Tensor mine =
+      words_of(rank == 0 ? world->new_id() : NcclUniqueId{}, bootstrap.control_device());
   const NcclUniqueId id = id_of(bootstrap.broadcast(mine, 0));
-  auto info = std::make_shared<const NcclGroupInfo>(NcclGroupInfo{bootstrap.name(), bootstrap.members()});
+  auto info =
+      std::make_shared<const NcclGroupInfo>(NcclGroupInfo{bootstrap.name(), bootstrap.members()});
   NcclComm comm = world->join(id, rank, info);
   return std::make_shared<NcclGroup>(std::move(world), comm, std::move(info), rank);
 }

@@ -1,7 +1,8 @@
 #pragma once
-// Groups of GPUs, through NCCL: one rank per GPU, collectives on a stream of their own. `wait` orders streams and does not block
-// the host, so a failure shows at the next call of any group of the world, not in the value. Sums are NCCL's: the same bits
-// on every rank, but not those of threads and mpi, and where a maximum or minimum meets NaN, NCCL decides.
+// Groups of GPUs, through NCCL: one rank per GPU, collectives on a stream of their own. `wait`
+// orders streams and does not block the host, so a failure shows at the next call of any group of
+// the world, not in the value. Sums are NCCL's: the same bits on every rank, but not those of
+// threads and mpi, and where a maximum or minimum meets NaN, NCCL decides.
 
 #include <chrono>
 #include <memory>
@@ -13,25 +14,29 @@
 namespace moesh::comm {
 
 struct NcclOptions {
-  std::chrono::milliseconds timeout{300'000};  // of every operation, and of the start and the end of a group
-  bool block_host = false;             // `wait` also blocks the host, and so throws what went wrong in that very operation
+  std::chrono::milliseconds timeout{
+      300'000};  // of every operation, and of the start and the end of a group
+  bool block_host =
+      false;  // `wait` also blocks the host, and so throws what went wrong in that very operation
   std::shared_ptr<const NcclApi> api;  // empty: the installed library
 
   void validate() const;
 };
 
 /// The ranks of `bootstrap` as an NCCL world. Every rank of it calls this, with its own GPU.
-std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const NcclOptions& options = {});
+std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device,
+                                  const NcclOptions& options = {});
 
-/// Ranks of `group` that are on the same GPU as a lower one; every rank calls it and gets the same list. Empty: NCCL will do.
+/// Ranks of `group` that are on the same GPU as a lower one; every rank calls it and gets the same
+/// list. Empty: NCCL will do.
 std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device);
 
-/// Ends the world of an NCCL group in good order: every rank calls it, and waits for the others. When the last group of a world
-/// is dropped, this happens by itself.
+/// Ends the world of an NCCL group in good order: every rank calls it, and waits for the others.
+/// When the last group of a world is dropped, this happens by itself.
 void close_nccl(Group& group);
 
-/// Ends the world of an NCCL group on this rank: what is under way is aborted, and every later call throws `reason`. Any
-/// thread may call it.
+/// Ends the world of an NCCL group on this rank: what is under way is aborted, and every later call
+/// throws `reason`. Any thread may call it.
 void stop_nccl(Group& group, const std::string& reason);
 
 }  // namespace moesh::comm

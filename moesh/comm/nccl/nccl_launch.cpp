@@ -22,7 +22,8 @@ std::string text_of(const std::exception_ptr& fault) {
   }
 }
 
-// The worlds of the ranks which are threads of this process: a fault in one of them reaches the others at once.
+// The worlds of the ranks which are threads of this process: a fault in one of them reaches the
+// others at once.
 class LocalWorlds {
  public:
   void add(const std::shared_ptr<Group>& world) {
@@ -59,8 +60,10 @@ bool should_try_nccl(int num_ranks, const LaunchOptions& options) {
          (num_ranks == 0 || num_ranks == num_processes) && has_nccl();
 }
 
-std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions options, std::shared_ptr<const NcclApi> api) {
-  return [f = std::move(f), options, api = std::move(api), local = std::make_shared<LocalWorlds>()](Group& host) {
+std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions options,
+                                    std::shared_ptr<const NcclApi> api) {
+  return [f = std::move(f), options, api = std::move(api),
+          local = std::make_shared<LocalWorlds>()](Group& host) {
     // Ranks that are threads of this process take one GPU each.
     const int place = num_launched_processes() > 0 ? local_process() : host.rank();
     const at::Device device = device_for(options.device, place);
@@ -71,7 +74,8 @@ std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions
       return f(*checked(std::shared_ptr<Group>(std::shared_ptr<Group>(), &host)));
     }
     // The `checked` group reads what it gathers: there a fault must show at once.
-    const auto world = nccl_world(host, device, {.timeout = options.timeout, .block_host = options.checked, .api = api});
+    const auto world = nccl_world(
+        host, device, {.timeout = options.timeout, .block_host = options.checked, .api = api});
     local->add(world);
     try {
       f(options.checked ? *checked(world) : *world);

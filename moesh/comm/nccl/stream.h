@@ -1,5 +1,6 @@
 #pragma once
-// The queue on which collectives run beside the computation, and points in it. Device-generic: c10 streams and events.
+// The queue on which collectives run beside the computation, and points in it. Device-generic: c10
+// streams and events.
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -15,7 +16,8 @@ class Mark {
   virtual ~Mark() = default;
   /// The work before it has ended. Any thread may ask.
   virtual bool done() const = 0;
-  /// What the caller queues from now on (and what the stream that was current at the mark queues) starts after it.
+  /// What the caller queues from now on (and what the stream that was current at the mark queues)
+  /// starts after it.
   virtual void hold_current() = 0;
 };
 
@@ -49,7 +51,8 @@ class DeviceStream : public CommStream {
 
 std::unique_ptr<CommStream> device_stream(at::Device device);
 
-/// The device with its index: that of the current device where none is given. Throws Error (device) where there is no such one.
+/// The device with its index: that of the current device where none is given. Throws Error (device)
+/// where there is no such one.
 at::Device existing_device(at::Device device);
 
 }  // namespace moesh::comm

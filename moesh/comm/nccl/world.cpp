@@ -25,13 +25,14 @@ void pause(int num_asked) {
 }
 
 std::string describe(const NcclTicket& ticket) {
-  return detail::concat(ticket.call.describe(), ", operation ", ticket.call.sequence, " of group '", ticket.group->name, "'");
+  return detail::concat(ticket.call.describe(), ", operation ", ticket.call.sequence, " of group '",
+                        ticket.group->name, "'");
 }
 
 }  // namespace
 
-NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank, std::chrono::milliseconds timeout,
-                     bool block_host)
+NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank,
+                     std::chrono::milliseconds timeout, bool block_host)
     : api_(std::move(api)),
       device_(device),
       rank_(rank),
@@ -64,7 +65,8 @@ NcclWorld::~NcclWorld() {
   watchdog_.join();
 }
 
-// The watchdog takes the tickets out, and stops what is late. After that NCCL's kernels give up within moments.
+// The watchdog takes the tickets out, and stops what is late. After that NCCL's kernels give up
+// within moments.
 void NcclWorld::drain() {
   std::unique_lock lock(state_);
   while (!changed_.wait_for(lock, 5s, [&] { return tickets_.empty(); }))
@@ -82,7 +84,8 @@ void NcclWorld::close() {
     {
       std::lock_guard lock(state_);
       if (members_.empty()) {
-        if (fault_.empty()) fault_ = "this NCCL world has ended; its groups cannot be used after that";
+        if (fault_.empty())
+          fault_ = "this NCCL world has ended; its groups cannot be used after that";
         return;
       }
       member = members_.front();
@@ -100,17 +103,20 @@ void NcclWorld::close() {
 NcclUniqueId NcclWorld::new_id() {
   NcclUniqueId id{};
   const NcclResult result = api_->get_unique_id(&id);
-  MOESH_CHECK(result == NcclResult::success, ErrorKind::comm, "rank ", rank_, " got no NCCL id: ", error_text(result, nullptr));
+  MOESH_CHECK(result == NcclResult::success, ErrorKind::comm, "rank ", rank_,
+              " got no NCCL id: ", error_text(result, nullptr));
   return id;
 }
 
-NcclComm NcclWorld::join(const NcclUniqueId& id, int rank, std::shared_ptr<const NcclGroupInfo> group) {
+NcclComm NcclWorld::join(const NcclUniqueId& id, int rank,
+                         std::shared_ptr<const NcclGroupInfo> group) {
   throw_if_stopped();
   const c10::DeviceGuard guard(device_);
   const auto deadline = Clock::now() + timeout_;
   std::unique_lock calls(calls_);
   NcclComm comm = nullptr;
-  const NcclResult result = api_->comm_init_rank(&comm, static_cast<int>(group->members.size()), id, rank);
+  const NcclResult result =
+      api_->comm_init_rank(&comm, static_cast<int>(group->members.size()), id, rank);
   if (comm) {
     std::unique_lock lock(state_);
     if (fault_.empty())
@@ -119,11 +125,13 @@ NcclComm NcclWorld::join(const NcclUniqueId& id, int rank, std::shared_ptr<const
       api_->comm_abort(comm);
   }
   throw_if_stopped();
-  settle(calls, {comm, group}, result, deadline, [&] { return detail::concat("the start of group '", group->name, "'"); });
+  settle(calls, {comm, group}, result, deadline,
+         [&] { return detail::concat("the start of group '", group->name, "'"); });
   return comm;
 }
 
-std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call, std::shared_ptr<const NcclGroupInfo> group,
+std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call,
+                                               std::shared_ptr<const NcclGroupInfo> group,
                                                std::vector<at::Tensor> keep, const Issue& issue,
                                                const std::function<void()>& after) {
   auto ticket = std::make_shared<NcclTicket>();
@@ -134,7 +142,8 @@ std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call, 
     throw_if_stopped();
     stream_->follow_current();
     NcclResult result = issue(*api_, comm, stream_->handle());
-    settle(calls, {comm, ticket->group}, result, ticket->deadline, [&] { return describe(*ticket); });
+    settle(calls, {comm, ticket->group}, result, ticket->deadline,
+           [&] { return describe(*ticket); });
     if (after) stream_->run(after);
     ticket->mark = stream_->mark();
   }
@@ -163,7 +172,8 @@ void NcclWorld::finish(const NcclTicket& ticket) {
   throw_if_stopped();
   const NcclResult state = state_of(ticket.comm);
   if (state == NcclResult::success) return;
-  const std::string text = detail::concat("rank ", rank_, ", in ", describe(ticket), ": ", error_text(state, ticket.comm));
+  const std::string text = detail::concat("rank ", rank_, ", in ", describe(ticket), ": ",
+                                          error_text(state, ticket.comm));
   calls.unlock();
   stop(text);
   throw_if_stopped();
@@ -178,8 +188,8 @@ void NcclWorld::stop(const std::string& reason) {
     members.swap(members_);
   }
   changed_.notify_all();
-  // A rank that queues behind a stuck kernel can itself be stuck in a call, with the lock, until the kernel is aborted:
-  // after a second NCCL is aborted without it.
+  // A rank that queues behind a stuck kernel can itself be stuck in a call, with the lock, until
+  // the kernel is aborted: after a second NCCL is aborted without it.
   std::unique_lock calls(calls_, std::try_to_lock);
   for (int i = 0; i < 1000 && !calls; ++i) {
     std::this_thread::sleep_for(1ms);
@@ -194,14 +204,16 @@ void NcclWorld::throw_if_stopped() const {
 }
 
 std::string NcclWorld::late(const std::string& what, const NcclGroupInfo& group) const {
-  return detail::concat("rank ", rank_, " waited in ", what, ": it was not done within ",
-                        std::chrono::duration<double>(timeout_).count(), " s. One of the ranks ", group.members,
-                        " did not come, or called something else (NCCL cannot tell; `checked` groups can).");
+  return detail::concat(
+      "rank ", rank_, " waited in ", what, ": it was not done within ",
+      std::chrono::duration<double>(timeout_).count(), " s. One of the ranks ", group.members,
+      " did not come, or called something else (NCCL cannot tell; `checked` groups can).");
 }
 
 std::string NcclWorld::error_text(NcclResult result, NcclComm comm) const {
   const char* last = comm ? api_->last_error(comm) : nullptr;
-  return detail::concat("NCCL answered ", static_cast<int>(result), " (", api_->error_string(result), ")",
+  return detail::concat("NCCL answered ", static_cast<int>(result), " (",
+                        api_->error_string(result), ")",
                         last && *last ? detail::concat(": ", last) : "");
 }
 
@@ -212,9 +224,10 @@ NcclResult NcclWorld::state_of(NcclComm comm) const {
   return result == NcclResult::success ? state : result;
 }
 
-// Waits until the communicator takes calls again. The lock is free between two questions, so that `stop` gets through.
-void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result, Clock::time_point deadline,
-                       const What& what) {
+// Waits until the communicator takes calls again. The lock is free between two questions, so that
+// `stop` gets through.
+void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result,
+                       Clock::time_point deadline, const What& what) {
   for (int asked = 0; result == NcclResult::in_progress; ++asked) {
     if (Clock::now() >= deadline) {
       calls.unlock();
@@ -228,7 +241,8 @@ void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member
     result = state_of(member.comm);
   }
   if (result == NcclResult::success) return;
-  const std::string text = detail::concat("rank ", rank_, ", in ", what(), ": ", error_text(result, member.comm));
+  const std::string text =
+      detail::concat("rank ", rank_, ", in ", what(), ": ", error_text(result, member.comm));
   calls.unlock();
   stop(text);
   throw_if_stopped();
@@ -256,12 +270,14 @@ void NcclWorld::look() {
     first = tickets_.front();
   }
   std::string fault;
-  if (std::unique_lock calls(calls_, std::try_to_lock); calls) {  // a rank that is in a call sees its errors itself
+  if (std::unique_lock calls(calls_, std::try_to_lock);
+      calls) {  // a rank that is in a call sees its errors itself
     std::lock_guard lock(state_);
     for (const auto& [comm, group] : members_) {
       const NcclResult state = state_of(comm);
       if (state == NcclResult::success || state == NcclResult::in_progress) continue;
-      fault = detail::concat("rank ", rank_, ", in ", describe(*first), " or after it: ", error_text(state, comm));
+      fault = detail::concat("rank ", rank_, ", in ", describe(*first),
+                             " or after it: ", error_text(state, comm));
       break;
     }
   }

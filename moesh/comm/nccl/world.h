@@ -1,5 +1,6 @@
 #pragma once
-// What the NCCL groups of one rank share: the communicators, the stream they run on, and the watchdog that ends what is late.
+// What the NCCL groups of one rank share: the communicators, the stream they run on, and the
+// watchdog that ends what is late.
 
 #include <ATen/core/Tensor.h>
 
@@ -34,16 +35,18 @@ struct NcclTicket {
   std::chrono::steady_clock::time_point deadline;
 };
 
-/// One rank's side of a world. All collectives run on one stream, in the order of the calls: two communicators on two streams
-/// of one GPU can wait for each other for ever. The first fault (a late operation, an error of NCCL, `stop`) aborts all
-/// communicators, and every later call throws its text.
+/// One rank's side of a world. All collectives run on one stream, in the order of the calls: two
+/// communicators on two streams of one GPU can wait for each other for ever. The first fault (a
+/// late operation, an error of NCCL, `stop`) aborts all communicators, and every later call throws
+/// its text.
 class NcclWorld {
  public:
   using Clock = std::chrono::steady_clock;
   /// Makes the calls of one collective on a stream.
   using Issue = std::function<NcclResult(const NcclApi& api, NcclComm comm, void* stream)>;
 
-  NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank, std::chrono::milliseconds timeout, bool block_host);
+  NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int rank,
+            std::chrono::milliseconds timeout, bool block_host);
   /// Closes, unless an exception is on its way: then it stops.
   ~NcclWorld();
   NcclWorld(const NcclWorld&) = delete;
@@ -52,19 +55,22 @@ class NcclWorld {
   at::Device device() const { return device_; }
 
   NcclUniqueId new_id();
-  /// A new communicator; returns when all members of the group have come. `rank` is the place among them. It lives as long as the
-  /// world.
+  /// A new communicator; returns when all members of the group have come. `rank` is the place among
+  /// them. It lives as long as the world.
   NcclComm join(const NcclUniqueId& id, int rank, std::shared_ptr<const NcclGroupInfo> group);
 
   /// Queues a collective behind what the current stream holds, and `after` behind it.
-  std::shared_ptr<NcclTicket> enqueue(NcclComm comm, const Call& call, std::shared_ptr<const NcclGroupInfo> group,
-                                      std::vector<at::Tensor> keep, const Issue& issue, const std::function<void()>& after = {});
+  std::shared_ptr<NcclTicket> enqueue(NcclComm comm, const Call& call,
+                                      std::shared_ptr<const NcclGroupInfo> group,
+                                      std::vector<at::Tensor> keep, const Issue& issue,
+                                      const std::function<void()>& after = {});
   /// The current stream waits for it; the host does not, unless the world was made with block_host.
   void wait(NcclTicket& ticket);
   /// The host waits for it.
   void finish(const NcclTicket& ticket);
 
-  /// Gives the communicators back in good order, which takes all ranks: each waits for its peers, within the timeout.
+  /// Gives the communicators back in good order, which takes all ranks: each waits for its peers,
+  /// within the timeout.
   void close();
   /// Records `reason` as the fault, if it is the first, and aborts. Any thread may call it.
   void stop(const std::string& reason);
@@ -79,8 +85,8 @@ class NcclWorld {
 
   std::string late(const std::string& what, const NcclGroupInfo& group) const;
   std::string error_text(NcclResult result, NcclComm comm) const;
-  void settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result, Clock::time_point deadline,
-              const What& what);
+  void settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result,
+              Clock::time_point deadline, const What& what);
   NcclResult state_of(NcclComm comm) const;
   void drain();
   void watch();

@@ -44,7 +44,8 @@ using Flag = std::atomic<bool> Slot::Entry::*;
 // What the ranks of one group share: the exchanges under way.
 class ThreadGroupState {
  public:
-  ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name, std::vector<int> members)
+  ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name,
+                   std::vector<int> members)
       : world_(world), key_(std::move(key)), name_(std::move(name)), members_(std::move(members)) {}
 
   const std::string& key() const { return key_; }
@@ -59,7 +60,8 @@ class ThreadGroupState {
     return slot;
   }
 
-  // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes the posts.
+  // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes
+  // the posts.
   std::vector<Block> collect(int rank, const Slot& slot) {
     const auto me = static_cast<size_t>(rank);
     const Post& mine = slot.entries[me].post;
@@ -71,9 +73,10 @@ class ThreadGroupState {
     for (size_t j = 0; j < members_.size(); ++j) {
       const Post& theirs = slot.entries[j].post;
       check_count(theirs.send[me].numel, mine.recv[j], mine.call, name_, members_[j], members_[me]);
-      MOESH_CHECK(theirs.options.device() == mine.options.device(), ErrorKind::comm, "in ", mine.call.describe(), ", operation ",
-                  mine.call.sequence, " of group '", name_, "', rank ", members_[j], " has its tensor on ",
-                  theirs.options.device(), " and rank ", members_[me], " on ", mine.options.device(),
+      MOESH_CHECK(theirs.options.device() == mine.options.device(), ErrorKind::comm, "in ",
+                  mine.call.describe(), ", operation ", mine.call.sequence, " of group '", name_,
+                  "', rank ", members_[j], " has its tensor on ", theirs.options.device(),
+                  " and rank ", members_[me], " on ", mine.options.device(),
                   ". Ranks that are threads share one device.");
       blocks.push_back(theirs.send[me]);
     }
@@ -89,7 +92,8 @@ class ThreadGroupState {
     }
     if (!mine.post.wait_for_readers) return;
     wait_for(slot, slot.num_closed, &Slot::Entry::closed, rank, "the end of ");
-    mine.post.keep.clear();  // a peer may hold the slot a little longer, and the memory is wanted for the next result
+    mine.post.keep.clear();  // a peer may hold the slot a little longer, and the memory is wanted
+                             // for the next result
   }
 
   void wake() {
@@ -114,7 +118,8 @@ class ThreadGroupState {
     return slots_.emplace_back(std::make_shared<Slot>(call.sequence, call.phase, members_.size()));
   }
 
-  void wait_for(const Slot& slot, const std::atomic<size_t>& num, Flag flag, int rank, const char* where) {
+  void wait_for(const Slot& slot, const std::atomic<size_t>& num, Flag flag, int rank,
+                const char* where) {
     const auto done = [&] { return num.load(std::memory_order_acquire) == members_.size(); };
     for (int i = 0; i < kYieldsBeforeBlocking; ++i) {
       if (done()) return;
@@ -122,13 +127,15 @@ class ThreadGroupState {
     }
     const Call& call = slot.entries[static_cast<size_t>(rank)].post.call;
     const auto world = world_.lock();
-    MOESH_CHECK(world, ErrorKind::comm, call.describe(), " on group '", name_, "', whose world has ended");
+    MOESH_CHECK(world, ErrorKind::comm, call.describe(), " on group '", name_,
+                "', whose world has ended");
     const auto deadline = Clock::now() + world->timeout();
     std::unique_lock lock(mutex_);
     while (!done()) {
       const auto missing = missing_in(slot, flag);
       std::string why = missing.empty() ? "" : world->roll().reason(missing);
-      if (why.empty() && !missing.empty() && Clock::now() >= deadline) why = too_late(missing, world->timeout());
+      if (why.empty() && !missing.empty() && Clock::now() >= deadline)
+        why = too_late(missing, world->timeout());
       // One that came and then left may have done both since the first look.
       if (!why.empty() && missing_in(slot, flag) == missing)
         give_up(members_[static_cast<size_t>(rank)], where, call, name_, why);
@@ -185,14 +192,20 @@ class ThreadExchange final : public Exchange {
 class ThreadGroup final : public HostGroup {
  public:
   ThreadGroup(std::shared_ptr<ThreadWorld> world, std::shared_ptr<ThreadGroupState> state, int rank)
-      : HostGroup(state->name(), rank, state->members()), world_(std::move(world)), state_(std::move(state)) {}
+      : HostGroup(state->name(), rank, state->members()),
+        world_(std::move(world)),
+        state_(std::move(state)) {}
 
  private:
-  std::unique_ptr<Exchange> post(Post post) override { return std::make_unique<ThreadExchange>(state_, rank(), std::move(post)); }
-  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index, const std::string& name) override {
+  std::unique_ptr<Exchange> post(Post post) override {
+    return std::make_unique<ThreadExchange>(state_, rank(), std::move(post));
+  }
+  std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
+                                  const std::string& name) override {
     const std::string key = detail::concat(state_->key(), "/", num_splits_++, ".", index);
     if (members.size() <= 1) return nullptr;
-    return std::make_shared<ThreadGroup>(world_, world_->state(key, name, world_ranks(members)), rank);
+    return std::make_shared<ThreadGroup>(world_, world_->state(key, name, world_ranks(members)),
+                                         rank);
   }
 
   std::shared_ptr<ThreadWorld> world_;
@@ -206,7 +219,8 @@ ThreadWorld::ThreadWorld(int num_ranks, std::chrono::milliseconds timeout)
     : num_ranks_(num_ranks), timeout_(timeout), roll_(num_ranks) {}
 
 std::shared_ptr<ThreadWorld> ThreadWorld::create(int num_ranks, std::chrono::milliseconds timeout) {
-  MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "a world of ", num_ranks, " ranks; it takes 1 or more");
+  MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "a world of ", num_ranks,
+              " ranks; it takes 1 or more");
   return std::shared_ptr<ThreadWorld>(new ThreadWorld(num_ranks, timeout));
 }
 
@@ -216,7 +230,8 @@ std::shared_ptr<Group> ThreadWorld::group(int rank) {
   return std::make_shared<ThreadGroup>(shared_from_this(), state("world", "world", members), rank);
 }
 
-std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key, const std::string& name,
+std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key,
+                                                     const std::string& name,
                                                      const std::vector<int>& members) {
   std::lock_guard lock(mutex_);
   auto& state = states_[key];

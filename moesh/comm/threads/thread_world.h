@@ -1,6 +1,7 @@
 #pragma once
-// A world whose ranks are threads of this process. Ranks read each other's memory: an exchange publishes pointers, and
-// each rank copies or sums straight from its peers. A wait offers its core to the other threads a few times and then blocks.
+// A world whose ranks are threads of this process. Ranks read each other's memory: an exchange
+// publishes pointers, and each rank copies or sums straight from its peers. A wait offers its core
+// to the other threads a few times and then blocks.
 
 #include <chrono>
 #include <map>
@@ -23,14 +24,16 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   /// The world group as `rank` sees it.
   std::shared_ptr<Group> group(int rank);
 
-  /// Rank threads report their end: `fault` is what they threw, if they did. The first fault wakes every rank.
+  /// Rank threads report their end: `fault` is what they threw, if they did. The first fault wakes
+  /// every rank.
   void leave(int rank, std::exception_ptr fault);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
   const Roll& roll() const { return roll_; }
 
   /// What the ranks of one group share; `key` tells it from the others of this world.
-  std::shared_ptr<ThreadGroupState> state(const std::string& key, const std::string& name, const std::vector<int>& members);
+  std::shared_ptr<ThreadGroupState> state(const std::string& key, const std::string& name,
+                                          const std::vector<int>& members);
 
  private:
   ThreadWorld(int num_ranks, std::chrono::milliseconds timeout);

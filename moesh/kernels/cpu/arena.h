@@ -37,7 +37,9 @@ class Scratch {
  public:
   Scratch(std::int64_t workers, std::int64_t bytes)
       : bytes_(space<char>(bytes)), memory_(at::empty({workers * bytes_}, at::kByte)) {}
-  Arena arena(std::int64_t worker) const { return {static_cast<char*>(memory_.data_ptr()) + worker * bytes_, bytes_}; }
+  Arena arena(std::int64_t worker) const {
+    return {static_cast<char*>(memory_.data_ptr()) + worker * bytes_, bytes_};
+  }
 
  private:
   std::int64_t bytes_;

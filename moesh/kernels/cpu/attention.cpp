@@ -1,10 +1,12 @@
-// Attention on the CPU. A task is one key head of one sequence, with all query heads that share it: its keys and values are
-// packed once, as the right operands of the library's microkernels, and no two tasks add to the same gradient.
-// Queries go through in blocks of 64. The scores of a block, [64, keys that it sees], stay in the cache of one core:
+// Attention on the CPU. A task is one key head of one sequence, with all query heads that share it:
+// its keys and values are packed once, as the right operands of the library's microkernels, and no
+// two tasks add to the same gradient. Queries go through in blocks of 64. The scores of a block,
+// [64, keys that it sees], stay in the cache of one core:
 //   forward   s = q k';  p = softmax(s);  y = p v
 //   backward  s = q k';  dp = dy v';  p, ds;  dv += p' dy;  dk += ds' q;  dq = ds k
-// Keys are in panels of 64 too, and a block begins and ends with whole panels; what a query does not see has p = 0.
-// B batch, L queries, S keys, h query heads, g key heads, d width of queries and keys, v width of values
+// Keys are in panels of 64 too, and a block begins and ends with whole panels; what a query does
+// not see has p = 0. B batch, L queries, S keys, h query heads, g key heads, d width of queries and
+// keys, v width of values
 
 #include "moesh/kernels/attention.h"
 
@@ -32,14 +34,21 @@ struct HeadView {
   int64_t batch_stride, row_stride, head_stride;
 
   explicit HeadView(const at::Tensor& x)
-      : data(static_cast<T*>(x.data_ptr())), batch_stride(x.stride(0)), row_stride(x.stride(1)), head_stride(x.stride(2)) {}
+      : data(static_cast<T*>(x.data_ptr())),
+        batch_stride(x.stride(0)),
+        row_stride(x.stride(1)),
+        head_stride(x.stride(2)) {}
   T* row(int64_t batch, int64_t head, int64_t i) const {
     return data + batch * batch_stride + head * head_stride + i * row_stride;
   }
-  RowView<T> rows(int64_t batch, int64_t head, int64_t i = 0) const { return {row(batch, head, i), row_stride, nullptr}; }
+  RowView<T> rows(int64_t batch, int64_t head, int64_t i = 0) const {
+    return {row(batch, head, i), row_stride, nullptr};
+  }
 };
 
-at::Tensor side_by_side(const at::Tensor& x) { return x.size(3) > 1 && x.stride(3) != 1 ? x.contiguous() : x; }
+at::Tensor side_by_side(const at::Tensor& x) {
+  return x.size(3) > 1 && x.stride(3) != 1 ? x.contiguous() : x;
+}
 
 struct Sizes {
   int64_t batch, queries, keys, heads, key_heads, d, v;
@@ -54,7 +63,9 @@ struct Sizes {
         v(in.v_BSgv.size(3)) {}
   int64_t num_tasks() const { return queries > 0 ? batch * key_heads : 0; }
   int64_t padded_keys() const { return whole_panels(keys); }
-  int64_t score_stride() const { return padded_keys() + 16; }  // not a power of two: its rows would share few sets of the cache
+  int64_t score_stride() const {
+    return padded_keys() + 16;
+  }  // not a power of two: its rows would share few sets of the cache
 };
 
 // Queries [first, first + rows), and the panels of keys [begin, end) that one of them sees.
@@ -70,7 +81,8 @@ struct QueryBlock {
       if (c.chunk > 0) from = std::max(from, position / c.chunk * c.chunk);
       return from;
     };
-    begin = sees_from(c.start + first) / kPanel * kPanel, end = whole_panels(c.start + first + rows);
+    begin = sees_from(c.start + first) / kPanel * kPanel,
+    end = whole_panels(c.start + first + rows);
     for (int64_t r = 0; r < rows; ++r) {
       row_begin[static_cast<size_t>(r)] = sees_from(c.start + first + r) - begin;
       row_end[static_cast<size_t>(r)] = c.start + first + r + 1 - begin;
@@ -87,14 +99,15 @@ class KeysAsColumns {
   KeysAsColumns(RowView<T> x, int64_t keys, int64_t width, Arena& arena)
       : width_(width), memory_(arena.take<T>(size(keys, width))) {
     for (int64_t j = 0; j < keys; j += kPanel)
-      simd_ops<T>().pack_transposed(x.row(j), nullptr, x.stride, std::min(kPanel, keys - j), width, wants_pairs<T>(),
-                                    memory_ + j * padded<T>(width));
+      simd_ops<T>().pack_transposed(x.row(j), nullptr, x.stride, std::min(kPanel, keys - j), width,
+                                    wants_pairs<T>(), memory_ + j * padded<T>(width));
   }
   /// s [rows, columns] = a [rows, w] times the keys of the block.
-  void multiply(const QueryBlock& block, int64_t keys, const T* a, int64_t lda, Accumulate<T>* s, int64_t ld) const {
+  void multiply(const QueryBlock& block, int64_t keys, const T* a, int64_t lda, Accumulate<T>* s,
+                int64_t ld) const {
     for (int64_t j = block.begin; j < block.end; j += kPanel)
-      gemm<T>(block.rows, std::min(kPanel, keys - j), padded<T>(width_), a, lda, memory_ + j * padded<T>(width_), kPanel,
-              s + (j - block.begin), ld, false);
+      gemm<T>(block.rows, std::min(kPanel, keys - j), padded<T>(width_), a, lda,
+              memory_ + j * padded<T>(width_), kPanel, s + (j - block.begin), ld, false);
   }
 
  private:
@@ -102,7 +115,8 @@ class KeysAsColumns {
   T* memory_;
 };
 
-// [n, w] as a right operand whose inner rows are the n: a panel for every 64 of the w columns, zeros up to `depth`.
+// [n, w] as a right operand whose inner rows are the n: a panel for every 64 of the w columns,
+// zeros up to `depth`.
 template <class T>
 class RowsAsDepth {
  public:
@@ -111,13 +125,16 @@ class RowsAsDepth {
       : depth_(depth), width_(width), memory_(arena.take<T>(size(depth, width))) {}
   void pack(RowView<T> x, int64_t n) const {
     for (int64_t c = 0; c < width_; c += kPanel)
-      simd_ops<T>().pack(x.from(0, c), nullptr, n, depth_, std::min(kPanel, width_ - c), wants_pairs<T>(), memory_ + c * depth_);
+      simd_ops<T>().pack(x.from(0, c), nullptr, n, depth_, std::min(kPanel, width_ - c),
+                         wants_pairs<T>(), memory_ + c * depth_);
   }
   int64_t panel(int64_t column) const { return std::min(kPanel, width_ - column); }
-  /// c [m, panel(column)] (+)= a [m, k] times inner rows [from, from + k), columns from `column` on.
-  void multiply(int64_t m, int64_t from, int64_t k, const T* a, int64_t lda, int64_t column, Accumulate<T>* c, int64_t ldc,
-                bool add) const {
-    multiply_long<T>(m, panel(column), k, a, lda, memory_ + column * depth_ + from * kPanel, kPanel, c, ldc, add);
+  /// c [m, panel(column)] (+)= a [m, k] times inner rows [from, from + k), columns from `column`
+  /// on.
+  void multiply(int64_t m, int64_t from, int64_t k, const T* a, int64_t lda, int64_t column,
+                Accumulate<T>* c, int64_t ldc, bool add) const {
+    multiply_long<T>(m, panel(column), k, a, lda, memory_ + column * depth_ + from * kPanel, kPanel,
+                     c, ldc, add);
   }
 
  private:
@@ -127,7 +144,8 @@ class RowsAsDepth {
 
 // c, rounded, into the rows of a result.
 template <class T>
-void put_block(const Accumulate<T>* c, int64_t ld, int64_t rows, int64_t columns, T* to, int64_t stride) {
+void put_block(const Accumulate<T>* c, int64_t ld, int64_t rows, int64_t columns, T* to,
+               int64_t stride) {
   simd_ops<T>().put_rows(c, ld, rows, columns, nullptr, nullptr, to, stride);
 }
 
@@ -138,14 +156,18 @@ AttentionOutput forward(const AttentionConfig& config, const AttentionInput& in)
   const auto wide = sizeof(A) == 8 ? at::kDouble : at::kFloat;
   const at::Tensor y = at::empty({n.batch, n.queries, n.heads, n.v}, in.q_BLhd.options());
   const at::Tensor lse = at::empty({n.batch, n.heads, n.queries}, in.q_BLhd.options().dtype(wide));
-  const at::Tensor q_holder = side_by_side(in.q_BLhd), k_holder = side_by_side(in.k_BSgd), v_holder = side_by_side(in.v_BSgv);
+  const at::Tensor q_holder = side_by_side(in.q_BLhd), k_holder = side_by_side(in.k_BSgd),
+                   v_holder = side_by_side(in.v_BSgv);
   const HeadView<T> q(q_holder), k(k_holder), v(v_holder), out(y);
   const A* sinks = in.sinks_h.defined() ? static_cast<const A*>(in.sinks_h.data_ptr()) : nullptr;
   A* lse_data = static_cast<A*>(lse.data_ptr());
-  const int64_t ld = n.score_stride(), per_key = n.key_heads ? n.heads / n.key_heads : 0, workers = num_workers(n.num_tasks());
+  const int64_t ld = n.score_stride(), per_key = n.key_heads ? n.heads / n.key_heads : 0,
+                workers = num_workers(n.num_tasks());
   const Scratch scratch(workers, space<T>(KeysAsColumns<T>::size(n.keys, n.d)) +
-                                     space<T>(RowsAsDepth<T>::size(n.padded_keys(), n.v)) + space<A>(kQueries * ld) +
-                                     space<T>(kQueries * ld) + space<A>(kQueries * kPanel) + space<T>(kQueries * padded<T>(n.d)));
+                                     space<T>(RowsAsDepth<T>::size(n.padded_keys(), n.v)) +
+                                     space<A>(kQueries * ld) + space<T>(kQueries * ld) +
+                                     space<A>(kQueries * kPanel) +
+                                     space<T>(kQueries * padded<T>(n.d)));
   run_tasks(n.num_tasks(), workers, [&](int64_t task, int64_t worker) {
     const int64_t b = task / n.key_heads, g = task % n.key_heads;
     Arena arena = scratch.arena(worker);
@@ -173,8 +195,10 @@ AttentionOutput forward(const AttentionConfig& config, const AttentionInput& in)
                                .p = p,
                                .lse = lse_data + (b * n.heads + h) * n.queries + i});
         for (int64_t column = 0; column < n.v; column += kPanel) {
-          values.multiply(block.rows, block.begin, block.columns(), p, ld, column, c, kPanel, false);
-          put_block(c, kPanel, block.rows, values.panel(column), out.row(b, h, i) + column, out.row_stride);
+          values.multiply(block.rows, block.begin, block.columns(), p, ld, column, c, kPanel,
+                          false);
+          put_block(c, kPanel, block.rows, values.panel(column), out.row(b, h, i) + column,
+                    out.row_stride);
         }
       }
     }
@@ -184,8 +208,8 @@ AttentionOutput forward(const AttentionConfig& config, const AttentionInput& in)
 }
 
 template <class T>
-AttentionGradients backward(const AttentionConfig& config, const AttentionInput& in, const at::Tensor& lse,
-                            const at::Tensor& dy) {
+AttentionGradients backward(const AttentionConfig& config, const AttentionInput& in,
+                            const at::Tensor& lse, const at::Tensor& dy) {
   using A = Accumulate<T>;
   const Sizes n(in);
   const auto options = in.q_BLhd.options();
@@ -196,28 +220,35 @@ AttentionGradients backward(const AttentionConfig& config, const AttentionInput&
                          .sinks_h = {}};
   if (n.num_tasks() == 0) out.k_BSgd.zero_(), out.v_BSgv.zero_();
   // The sinks' parts by sequence, added in order at the end.
-  const at::Tensor sink_parts = has_sinks ? at::zeros({n.batch, n.heads}, in.sinks_h.options()) : at::Tensor();
-  const at::Tensor q_holder = side_by_side(in.q_BLhd), k_holder = side_by_side(in.k_BSgd), v_holder = side_by_side(in.v_BSgv),
-                   dy_holder = side_by_side(dy);
+  const at::Tensor sink_parts =
+      has_sinks ? at::zeros({n.batch, n.heads}, in.sinks_h.options()) : at::Tensor();
+  const at::Tensor q_holder = side_by_side(in.q_BLhd), k_holder = side_by_side(in.k_BSgd),
+                   v_holder = side_by_side(in.v_BSgv), dy_holder = side_by_side(dy);
   const HeadView<T> q(q_holder), k(k_holder), v(v_holder), g_y(dy_holder);
   const HeadView<T> dq(out.q_BLhd), dk(out.k_BSgd), dv(out.v_BSgv);
   const A* sinks = has_sinks ? static_cast<const A*>(in.sinks_h.data_ptr()) : nullptr;
   A* d_sinks = has_sinks ? static_cast<A*>(sink_parts.data_ptr()) : nullptr;
   const A* lse_data = static_cast<const A*>(lse.data_ptr());
-  const int64_t ld = n.score_stride(), per_key = n.key_heads ? n.heads / n.key_heads : 0, workers = num_workers(n.num_tasks());
+  const int64_t ld = n.score_stride(), per_key = n.key_heads ? n.heads / n.key_heads : 0,
+                workers = num_workers(n.num_tasks());
   const int64_t all = n.padded_keys();
-  const Scratch scratch(workers, space<T>(KeysAsColumns<T>::size(n.keys, n.d)) + space<T>(KeysAsColumns<T>::size(n.keys, n.v)) +
-                                     space<T>(RowsAsDepth<T>::size(all, n.d)) + space<T>(RowsAsDepth<T>::size(kQueries, n.d)) +
-                                     space<T>(RowsAsDepth<T>::size(kQueries, n.v)) + space<A>(all * n.d) + space<A>(all * n.v) +
-                                     2 * space<A>(kQueries * ld) + 2 * space<T>(kQueries * ld) + space<T>(all * kQueries) +
-                                     space<A>(kQueries * kPanel) + space<A>(kQueries) + space<T>(kQueries * padded<T>(n.d)) +
-                                     space<T>(kQueries * padded<T>(n.v)));
+  const Scratch scratch(
+      workers, space<T>(KeysAsColumns<T>::size(n.keys, n.d)) +
+                   space<T>(KeysAsColumns<T>::size(n.keys, n.v)) +
+                   space<T>(RowsAsDepth<T>::size(all, n.d)) +
+                   space<T>(RowsAsDepth<T>::size(kQueries, n.d)) +
+                   space<T>(RowsAsDepth<T>::size(kQueries, n.v)) + space<A>(all * n.d) +
+                   space<A>(all * n.v) + 2 * space<A>(kQueries * ld) + 2 * space<T>(kQueries * ld) +
+                   space<T>(all * kQueries) + space<A>(kQueries * kPanel) + space<A>(kQueries) +
+                   space<T>(kQueries * padded<T>(n.d)) + space<T>(kQueries * padded<T>(n.v)));
   run_tasks(n.num_tasks(), workers, [&](int64_t task, int64_t worker) {
     const int64_t b = task / n.key_heads, g = task % n.key_heads;
     const auto& ops = simd_ops<T>();
     Arena arena = scratch.arena(worker);
-    const KeysAsColumns<T> keys(k.rows(b, g), n.keys, n.d, arena), values(v.rows(b, g), n.keys, n.v, arena);
-    const RowsAsDepth<T> key_rows(all, n.d, arena), queries(kQueries, n.d, arena), outputs(kQueries, n.v, arena);
+    const KeysAsColumns<T> keys(k.rows(b, g), n.keys, n.d, arena),
+        values(v.rows(b, g), n.keys, n.v, arena);
+    const RowsAsDepth<T> key_rows(all, n.d, arena), queries(kQueries, n.d, arena),
+        outputs(kQueries, n.v, arena);
     key_rows.pack(k.rows(b, g), n.keys);
     A* sum_k = arena.take<A>(all * n.d);
     A* sum_v = arena.take<A>(all * n.v);
@@ -227,7 +258,8 @@ AttentionGradients backward(const AttentionConfig& config, const AttentionInput&
     T *p = arena.take<T>(kQueries * ld), *ds = arena.take<T>(kQueries * ld);
     T* turned = arena.take<T>(all * kQueries);
     A *c = arena.take<A>(kQueries * kPanel), *delta = arena.take<A>(kQueries);
-    T *left_q = arena.take<T>(kQueries * padded<T>(n.d)), *left_y = arena.take<T>(kQueries * padded<T>(n.v));
+    T *left_q = arena.take<T>(kQueries * padded<T>(n.d)),
+      *left_y = arena.take<T>(kQueries * padded<T>(n.v));
     for (int64_t h = g * per_key; h < (g + 1) * per_key; ++h) {
       for (int64_t i = 0; i < n.queries; i += kQueries) {
         const QueryBlock block(config, n, i);
@@ -250,19 +282,23 @@ AttentionGradients backward(const AttentionConfig& config, const AttentionInput&
                               .ds = ds,
                               .delta = delta});
         if (has_sinks)
-          for (int64_t r = 0; r < block.rows; ++r) d_sinks[b * n.heads + h] -= std::exp(sinks[h] - lse_block[r]) * delta[r];
+          for (int64_t r = 0; r < block.rows; ++r)
+            d_sinks[b * n.heads + h] -= std::exp(sinks[h] - lse_block[r]) * delta[r];
         // dv += p' dy and dk += ds' q, over the queries of the block.
-        const auto add_products = [&](const T* from, const RowsAsDepth<T>& right, RowView<T> rows, int64_t width, A* sums) {
+        const auto add_products = [&](const T* from, const RowsAsDepth<T>& right, RowView<T> rows,
+                                      int64_t width, A* sums) {
           ops.transpose({from, ld, nullptr}, block.rows, columns, turned, kQueries, kQueries);
           right.pack(rows, block.rows);
           for (int64_t column = 0; column < width; column += kPanel)
-            right.multiply(columns, 0, kQueries, turned, kQueries, column, sums + block.begin * width + column, width, true);
+            right.multiply(columns, 0, kQueries, turned, kQueries, column,
+                           sums + block.begin * width + column, width, true);
         };
         add_products(p, outputs, g_y.rows(b, h, i), n.v, sum_v);
         add_products(ds, queries, q.rows(b, h, i), n.d, sum_k);
         for (int64_t column = 0; column < n.d; column += kPanel) {
           key_rows.multiply(block.rows, block.begin, columns, ds, ld, column, c, kPanel, false);
-          put_block(c, kPanel, block.rows, key_rows.panel(column), dq.row(b, h, i) + column, dq.row_stride);
+          put_block(c, kPanel, block.rows, key_rows.panel(column), dq.row(b, h, i) + column,
+                    dq.row_stride);
         }
       }
     }
@@ -277,12 +313,14 @@ AttentionGradients backward(const AttentionConfig& config, const AttentionInput&
 }  // namespace
 
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input) {
-  return for_dtype(input.q_BLhd.scalar_type(), [&](auto t) { return forward<decltype(t)>(config, input); });
+  return for_dtype(input.q_BLhd.scalar_type(),
+                   [&](auto t) { return forward<decltype(t)>(config, input); });
 }
 
-AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input, const at::Tensor& lse_BhL,
-                                      const at::Tensor& dy_BLhv) {
-  return for_dtype(input.q_BLhd.scalar_type(), [&](auto t) { return backward<decltype(t)>(config, input, lse_BhL, dy_BLhv); });
+AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
+                                      const at::Tensor& lse_BhL, const at::Tensor& dy_BLhv) {
+  return for_dtype(input.q_BLhd.scalar_type(),
+                   [&](auto t) { return backward<decltype(t)>(config, input, lse_BhL, dy_BLhv); });
 }
 
 }  // namespace moesh::kernels::cpu

@@ -9,10 +9,12 @@
 
 namespace moesh::kernels::cpu {
 
-constexpr int64_t kChunkTokens = 2048;  // their float32 sums of one panel are half of a second-level cache
+constexpr int64_t kChunkTokens =
+    2048;  // their float32 sums of one panel are half of a second-level cache
 
-/// out[t] = sum over the terms and over the rows of token t: a w. Tasks (token chunk, panel of D), each owning its rectangle.
-/// Groups come one after another; the terms hold the rows of the current one.
+/// out[t] = sum over the terms and over the rows of token t: a w. Tasks (token chunk, panel of D),
+/// each owning its rectangle. Groups come one after another; the terms hold the rows of the current
+/// one.
 template <class T, int kTerms>
 class Combine {
   using A = Accumulate<T>;
@@ -58,9 +60,10 @@ class Combine {
     if (!job_.indexed) {
       const int64_t r0 = group.begin + begin, r1 = std::min(r0 + chunk_, group.end);
       for (int64_t e = group.expert_begin; e < group.expert_end; ++e) {
-        each_block(e, std::max(r0, job_.first[e]), std::min(r1, job_.first[e + 1]), group, c0, n, panels, c,
-                   [&](int64_t r, int64_t m, const A* scores, const A* bias) {
-                     simd_ops<T>().put_rows(c, kPanel, m, n, scores, bias, out_ + r * job_.D + c0, job_.D);
+        each_block(e, std::max(r0, job_.first[e]), std::min(r1, job_.first[e + 1]), group, c0, n,
+                   panels, c, [&](int64_t r, int64_t m, const A* scores, const A* bias) {
+                     simd_ops<T>().put_rows(c, kPanel, m, n, scores, bias, out_ + r * job_.D + c0,
+                                            job_.D);
                    });
       }
       return;
@@ -81,25 +84,29 @@ class Combine {
       const int64_t* to = std::lower_bound(from, last, t1);
       each_block(e, from - job_.token, to - job_.token, group, c0, n, panels, c,
                  [&](int64_t r, int64_t m, const A* scores, const A* bias) {
-                   simd_ops<T>().add_rows(c, kPanel, m, n, job_.token + r, t0, scores, bias, sums, ld);
+                   simd_ops<T>().add_rows(c, kPanel, m, n, job_.token + r, t0, scores, bias, sums,
+                                          ld);
                  });
     }
     if constexpr (!kInPlace) {
       if (&group == &job_.groups.back())
-        simd_ops<T>().put_rows(sums, ld, t1 - t0, n, nullptr, nullptr, out_ + t0 * job_.D + c0, job_.D);
+        simd_ops<T>().put_rows(sums, ld, t1 - t0, n, nullptr, nullptr, out_ + t0 * job_.D + c0,
+                               job_.D);
     }
   }
 
  private:
-  /// Multiplies rows [begin, end) of an expert into c, block by block, and calls f(first row, rows, scores, bias) for each.
+  /// Multiplies rows [begin, end) of an expert into c, block by block, and calls f(first row, rows,
+  /// scores, bias) for each.
   template <class F>
-  void each_block(int64_t e, int64_t begin, int64_t end, const Group& group, int64_t c0, int64_t n, std::vector<Panel<T>>& panels,
-                  A* c, const F& f) const {
+  void each_block(int64_t e, int64_t begin, int64_t end, const Group& group, int64_t c0, int64_t n,
+                  std::vector<Panel<T>>& panels, A* c, const F& f) const {
     for (int64_t r = begin; r < end; r += kBlockRows) {
       const int64_t m = std::min(kBlockRows, end - r);
       for (int i = 0; i < kTerms; ++i) {
         const Term& term = terms_[i];
-        multiply<T>(m, n, c0, term.a + (r - group.begin) * term.lda, term.lda, term.right, panels[i], e, c, kPanel, i > 0);
+        multiply<T>(m, n, c0, term.a + (r - group.begin) * term.lda, term.lda, term.right,
+                    panels[i], e, c, kPanel, i > 0);
       }
       f(r, m, scores_ ? scores_ + r : nullptr, bias_ ? bias_ + e * job_.D + c0 : nullptr);
     }

@@ -1,16 +1,18 @@
-// Grouped SwiGLU on the CPU. Every GEMM is made of small ones: a block of rows (gathered, if rows are indices into tokens) times
-// a panel of 64 columns of a weight, packed as the library's microkernels want it. Both live in the caches of one core.
+// Grouped SwiGLU on the CPU. Every GEMM is made of small ones: a block of rows (gathered, if rows
+// are indices into tokens) times a panel of 64 columns of a weight, packed as the library's
+// microkernels want it. Both live in the caches of one core.
 //
-// Experts go through in groups, so that what lies between two GEMMs stays in the cache and is never as large as [R, F]:
+// Experts go through in groups, so that what lies between two GEMMs stays in the cache and is never
+// as large as [R, F]:
 //   forward   1  (expert, row block)       g, u = x w1', x w3';  h = act(g, u)
-//             2  (token chunk, D panel)    y += h w2'                               experts in order
+//             2  (token chunk, D panel)    y += h w2'              experts in order
 //   backward  1  (expert, row block)       dh = dy w2;  dg, du, h, d(score), parts of d(bias)
 //             2  (expert, tile)            dw2 = dy' h;  dw1 = dg' x;  dw3 = du' x
-//                (token chunk, D panel)    dx += dg w1 + du w3                      experts in order
-// A task of the last kind owns a rectangle of the output and visits all experts of the group: rows of one expert are sorted by
-// token, so those of a chunk of tokens are one range. So K rows meet in one token without a scatter, a lock or an [R, D]
-// tensor, and in an order which depends on nothing but the routing.
-// T tokens, D model, F ffn, e local experts, K top-k, R rows at their experts
+//                (token chunk, D panel)    dx += dg w1 + du w3     experts in order
+// A task of the last kind owns a rectangle of the output and visits all experts of the group: rows
+// of one expert are sorted by token, so those of a chunk of tokens are one range. So K rows meet in
+// one token without a scatter, a lock or an [R, D] tensor, and in an order which depends on nothing
+// but the routing. T tokens, D model, F ffn, e local experts, K top-k, R rows at their experts
 
 #include "moesh/kernels/experts.h"
 
@@ -37,7 +39,9 @@ bool is_resident(const void* p) {
 #if defined(__linux__)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   unsigned char state = 0;
-  return mincore(reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(p) / page * page), page, &state) == 0 && (state & 1);
+  return mincore(reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(p) / page * page), page,
+                 &state) == 0 &&
+         (state & 1);
 #else
   return false;
 #endif
@@ -46,13 +50,15 @@ bool is_resident(const void* p) {
 namespace {
 
 template <class T>
-ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input) {
+ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                      const ExpertsInput& input) {
   using A = Accumulate<T>;
   const Job<T> job(config, weights, input);
   const auto& ops = simd_ops<T>();
   const int64_t F = job.F, D = job.D;
-  ExpertsOutput out{at::empty_like(input.x),
-                    {input, at::empty({job.R, F}, input.x.options()), at::empty({job.R, F}, input.x.options())}};
+  ExpertsOutput out{
+      at::empty_like(input.x),
+      {input, at::empty({job.R, F}, input.x.options()), at::empty({job.R, F}, input.x.options())}};
   T* gate = data<T>(out.saved.gate_RF);
   T* up = data<T>(out.saved.up_RF);
   const at::Tensor h_holder = at::empty({job.most_group_rows(), job.Fp}, input.x.options());
@@ -61,8 +67,10 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
   const RowView<T> x = job.rows(input.x);
   const Right<T> w1{job.w1, F, D, true}, w3{job.w3, F, D, true};
   const int64_t most = job.most_block_rows();
-  const int64_t bytes = space<T>(most * padded<T>(D)) + 2 * space<T>(Panel<T>::size(D)) + space<A>(2 * most * kPanel);
-  const Combine<T, 1> down(job, {{{h, job.Fp, Right<T>{job.w2, D, F, true}}}}, job.b2, job.post, data<T>(out.y));
+  const int64_t bytes =
+      space<T>(most * padded<T>(D)) + 2 * space<T>(Panel<T>::size(D)) + space<A>(2 * most * kPanel);
+  const Combine<T, 1> down(job, {{{h, job.Fp, Right<T>{job.w2, D, F, true}}}}, job.b2, job.post,
+                           data<T>(out.y));
   const int64_t workers = job.workers(std::max(job.num_blocks(), down.num_tasks()));
   const Scratch scratch(workers, std::max(bytes, down.scratch_bytes()));
 
@@ -116,8 +124,8 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
 }
 
 template <class T>
-ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsSaved& saved,
-                          const at::Tensor& dy) {
+ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                          const ExpertsSaved& saved, const at::Tensor& dy) {
   using A = Accumulate<T>;
   const Job<T> job(config, weights, saved.input);
   const auto& ops = simd_ops<T>();
@@ -138,23 +146,30 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
   const Right<T> w2{job.w2, D, F, false};
   const int64_t most = job.most_block_rows();
   const bool biases = weights.b1_eF.defined() || weights.b3_eF.defined();
-  const at::Tensor bias_parts = biases ? at::zeros({job.num_blocks(), 2, F}, job.b1_holder.options()) : at::Tensor();
+  const at::Tensor bias_parts =
+      biases ? at::zeros({job.num_blocks(), 2, F}, job.b1_holder.options()) : at::Tensor();
   A* d_scores = data<A>(out.scores_R);
 
-  const int64_t bytes = space<T>(most * padded<T>(D)) + space<T>(Panel<T>::size(D)) + space<A>(most * kPanel);
-  const WeightGradients<T> gradients(
-      job, x, dy_rows, dg, du, h,
-      {data<T>(out.weights.w1_eFD), data<T>(out.weights.w3_eFD), data<T>(out.weights.w2_eDF), data<T>(out.weights.b2_eD)});
-  const Combine<T, 2> to_x(job, {{{dg, job.Fp, Right<T>{job.w1, F, D, false}}, {du, job.Fp, Right<T>{job.w3, F, D, false}}}},
-                           nullptr, nullptr, data<T>(out.x));
+  const int64_t bytes =
+      space<T>(most * padded<T>(D)) + space<T>(Panel<T>::size(D)) + space<A>(most * kPanel);
+  const WeightGradients<T> gradients(job, x, dy_rows, dg, du, h,
+                                     {data<T>(out.weights.w1_eFD), data<T>(out.weights.w3_eFD),
+                                      data<T>(out.weights.w2_eDF), data<T>(out.weights.b2_eD)});
+  const Combine<T, 2> to_x(
+      job,
+      {{{dg, job.Fp, Right<T>{job.w1, F, D, false}}, {du, job.Fp, Right<T>{job.w3, F, D, false}}}},
+      nullptr, nullptr, data<T>(out.x));
   int64_t num_tasks = job.num_blocks();
-  for (const Group& group : job.groups) num_tasks = std::max(num_tasks, gradients.num_tasks(group) + to_x.num_tasks());
+  for (const Group& group : job.groups)
+    num_tasks = std::max(num_tasks, gradients.num_tasks(group) + to_x.num_tasks());
   const int64_t workers = job.workers(num_tasks);
-  const Scratch scratch(workers, std::max({bytes, gradients.scratch_bytes(), to_x.scratch_bytes()}));
+  const Scratch scratch(workers,
+                        std::max({bytes, gradients.scratch_bytes(), to_x.scratch_bytes()}));
 
   const auto through_activation = [&](int64_t block_index, const Group& group, Arena arena) {
     const Block& block = job.blocks[block_index];
-    const int64_t m = block.rows(), r0 = block.begin, e = block.expert, at0 = (r0 - group.begin) * job.Fp;
+    const int64_t m = block.rows(), r0 = block.begin, e = block.expert,
+                  at0 = (r0 - group.begin) * job.Fp;
     const auto a = left_operand(dy_rows.from(r0, 0), m, D, arena.take<T>(most * padded<T>(D)));
     Panel<T> panel(w2, Walk::columns, arena);
     A* c = arena.take<A>(most * kPanel);
@@ -183,7 +198,8 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
                              .db1 = parts ? parts + f0 : nullptr,
                              .db3 = parts ? parts + F + f0 : nullptr});
     }
-    if (job.b2 && job.post) ops.dot_rows({a.data, a.ld, nullptr}, m, D, job.b2 + e * D, d_scores + r0);
+    if (job.b2 && job.post)
+      ops.dot_rows({a.data, a.ld, nullptr}, m, D, job.b2 + e * D, d_scores + r0);
     if (job.Fp > F) {
       for (int64_t r = 0; r < m; ++r) {
         for (T* part : {dg, du, h}) part[at0 + r * job.Fp + F] = T{};
@@ -195,13 +211,14 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
       through_activation(group.block_begin + task, group, scratch.arena(worker));
       gemm_done();
     });
-    run_tasks(to_x.num_tasks() + gradients.num_tasks(group), workers, [&](int64_t task, int64_t worker) {
-      if (task < to_x.num_tasks())
-        to_x.run(task, group, scratch.arena(worker));  // the larger tasks first
-      else
-        gradients.run(task - to_x.num_tasks(), group, scratch.arena(worker));
-      gemm_done();
-    });
+    run_tasks(to_x.num_tasks() + gradients.num_tasks(group), workers,
+              [&](int64_t task, int64_t worker) {
+                if (task < to_x.num_tasks())
+                  to_x.run(task, group, scratch.arena(worker));  // the larger tasks first
+                else
+                  gradients.run(task - to_x.num_tasks(), group, scratch.arena(worker));
+                gemm_done();
+              });
   }
 
   if (biases) {  // a few numbers: summed here, in the order of the blocks
@@ -222,13 +239,16 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
 
 }  // namespace
 
-ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input) {
-  return for_dtype(input.x.scalar_type(), [&](auto t) { return forward<decltype(t)>(config, weights, input); });
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input) {
+  return for_dtype(input.x.scalar_type(),
+                   [&](auto t) { return forward<decltype(t)>(config, weights, input); });
 }
 
-ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsSaved& saved,
-                                  const at::Tensor& dy) {
-  return for_dtype(dy.scalar_type(), [&](auto t) { return backward<decltype(t)>(config, weights, saved, dy); });
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsSaved& saved, const at::Tensor& dy) {
+  return for_dtype(dy.scalar_type(),
+                   [&](auto t) { return backward<decltype(t)>(config, weights, saved, dy); });
 }
 
 }  // namespace moesh::kernels::cpu

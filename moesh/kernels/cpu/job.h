@@ -15,8 +15,8 @@
 namespace moesh::kernels::cpu {
 
 constexpr int64_t kBlockRows = 256;  // rows of a block: packing a panel is then 1 % of using it
-constexpr int64_t kGroupBytes =
-    1 << 22;  // what lies between two GEMMs for a group of experts: a small part of a last-level cache
+constexpr int64_t kGroupBytes = 1 << 22;  // what lies between two GEMMs for a group of experts: a
+                                          // small part of a last-level cache
 
 constexpr int64_t kSmallWork = 1 << 20;  // operations: ten microseconds of one core
 
@@ -26,7 +26,8 @@ struct Block {
   int64_t rows() const { return end - begin; }
 };
 
-/// Experts [expert_begin, expert_end), which hold rows [begin, end) in blocks [block_begin, block_end).
+/// Experts [expert_begin, expert_end), which hold rows [begin, end) in blocks [block_begin,
+/// block_end).
 struct Group {
   int64_t expert_begin, expert_end, begin, end, block_begin, block_end;
   int64_t rows() const { return end - begin; }
@@ -42,7 +43,8 @@ T* data(const at::Tensor& t) {
 template <class T>
 struct Job {
   using A = Accumulate<T>;
-  int64_t num_experts, F, D, R, num_tokens, Fp;  // Fp: stride of [R, F] tensors that are left operands
+  int64_t num_experts, F, D, R, num_tokens,
+      Fp;  // Fp: stride of [R, F] tensors that are left operands
   bool clamped;
   const T *w1, *w3, *w2;
   at::Tensor b1_holder, b3_holder, b2_holder, scores_holder;
@@ -67,20 +69,22 @@ struct Job {
     scores_holder = in.scores_R;
     pre = config.scores == ScoreSide::before ? data<A>(scores_holder) : nullptr;
     post = config.scores == ScoreSide::after ? data<A>(scores_holder) : nullptr;
-    indexed = in.token_R.defined(), token = data<int64_t>(in.token_R);  // the pointer of an empty tensor is null
+    indexed = in.token_R.defined(),
+    token = data<int64_t>(in.token_R);  // the pointer of an empty tensor is null
     const int64_t* counts = data<int64_t>(in.counts_e);
     first.assign(1, 0);
     groups.assign(1, {});
     const int64_t row_bytes = 3 * std::max<int64_t>(1, Fp) * static_cast<int64_t>(sizeof(T));
-    const int64_t group_rows =
-        std::min(std::max(kGroupBytes / row_bytes, 4 * at::get_num_threads() * kBlockRows), divide_up(R, 2));
+    const int64_t group_rows = std::min(
+        std::max(kGroupBytes / row_bytes, 4 * at::get_num_threads() * kBlockRows), divide_up(R, 2));
     for (int64_t e = 0; e < num_experts; ++e) {
       if (groups.back().rows() > 0 && groups.back().rows() + counts[e] > group_rows) {
         const int64_t block = static_cast<int64_t>(blocks.size());
         groups.push_back({e, e, first[e], first[e], block, block});
       }
       first.push_back(first.back() + counts[e]);
-      const int64_t parts = divide_up(counts[e], kBlockRows), rows = parts ? divide_up(counts[e], parts) : 0;
+      const int64_t parts = divide_up(counts[e], kBlockRows),
+                    rows = parts ? divide_up(counts[e], parts) : 0;
       for (int64_t begin = first[e]; begin < first[e + 1]; begin += rows) {
         blocks.push_back({e, begin, std::min(begin + rows, first[e + 1])});
       }
@@ -103,7 +107,9 @@ struct Job {
     return most;
   }
   /// Workers for so many tasks: one if all the work is less than what waking another costs.
-  int64_t workers(int64_t num_tasks) const { return 6 * R * F * D < kSmallWork ? 1 : num_workers(num_tasks); }
+  int64_t workers(int64_t num_tasks) const {
+    return 6 * R * F * D < kSmallWork ? 1 : num_workers(num_tasks);
+  }
   int64_t num_blocks() const { return static_cast<int64_t>(blocks.size()); }
   RowView<T> rows(const at::Tensor& x) const { return {data<T>(x), D, token}; }
 
@@ -111,10 +117,11 @@ struct Job {
   void check_tokens() const {
     for (int64_t e = 0; e < num_experts; ++e) {
       for (int64_t r = first[e]; r < first[e + 1]; ++r) {
-        MOESH_CHECK(token[r] >= 0 && token[r] < num_tokens, ErrorKind::data, "token_R[", r, "] is ", token[r],
-                    ", outside of the ", num_tokens, " tokens of x; pass token_R and x of the same routing");
-        MOESH_CHECK(r == first[e] || token[r] >= token[r - 1], ErrorKind::data, "token_R[", r, "] is ", token[r], " after ",
-                    token[r - 1], " within expert ", e,
+        MOESH_CHECK(token[r] >= 0 && token[r] < num_tokens, ErrorKind::data, "token_R[", r, "] is ",
+                    token[r], ", outside of the ", num_tokens,
+                    " tokens of x; pass token_R and x of the same routing");
+        MOESH_CHECK(r == first[e] || token[r] >= token[r - 1], ErrorKind::data, "token_R[", r,
+                    "] is ", token[r], " after ", token[r - 1], " within expert ", e,
                     "; the rows of an expert are sorted by token, as sort_by_expert leaves them");
       }
     }

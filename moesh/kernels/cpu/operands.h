@@ -42,13 +42,15 @@ int64_t padded(int64_t k) {
   return wants_pairs<T>() ? k + k % 2 : k;
 }
 
-/// The inner dimension of a product over n rows, which may be any number: rounded up so that the library sees few different ones.
+/// The inner dimension of a product over n rows, which may be any number: rounded up so that the
+/// library sees few different ones.
 template <class T>
 int64_t rounded_depth(int64_t n) {
   return n <= 64 ? padded<T>(n) : divide_up(n, 8) * 8;
 }
 
-/// A weight [e, rows, columns] as the right operand: itself (inner dimension is its rows), or transposed.
+/// A weight [e, rows, columns] as the right operand: itself (inner dimension is its rows), or
+/// transposed.
 template <class T>
 struct Right {
   const T* data;
@@ -57,7 +59,8 @@ struct Right {
   int64_t depth() const { return transposed ? columns : rows; }
 };
 
-/// In which order panels are asked for: all columns of one expert, or the same columns of one expert after another.
+/// In which order panels are asked for: all columns of one expert, or the same columns of one
+/// expert after another.
 enum class Walk { columns, experts };
 
 /// Packs panels of a Right, and remembers the last one.
@@ -75,11 +78,15 @@ class Panel {
   /// Inner rows [k0, k0 + k), columns [c0, c0 + n) of the weight of `expert`.
   Operand get(int64_t expert, int64_t k0, int64_t k, int64_t c0, int64_t n) {
     const int64_t size = right_.rows * right_.columns;
-    const T* w = right_.data + expert * size + (right_.transposed ? c0 * right_.columns + k0 : k0 * right_.columns + c0);
+    const T* w = right_.data + expert * size +
+                 (right_.transposed ? c0 * right_.columns + k0 : k0 * right_.columns + c0);
     const bool pairs = wants_pairs<T>();
-    if (!right_.transposed && !pairs) return {w, right_.columns};  // a copy would cost more than it saves
+    if (!right_.transposed && !pairs)
+      return {w, right_.columns};  // a copy would cost more than it saves
     if (expert != expert_ || k0 != k0_ || c0 != c0_) {
-      const T* next = w + (walk_ == Walk::experts ? size : right_.transposed ? n * right_.columns : n);
+      const T* next = w + (walk_ == Walk::experts ? size
+                           : right_.transposed    ? n * right_.columns
+                                                  : n);
       if (right_.transposed)
         simd_ops<T>().pack_transposed(w, next, right_.columns, n, k, pairs, memory_);
       else
@@ -98,8 +105,8 @@ class Panel {
 
 /// c [m, n] (+)= a [m, depth] times columns [c0, c0 + n) of the expert's weight.
 template <class T>
-void multiply(int64_t m, int64_t n, int64_t c0, const T* a, int64_t lda, const Right<T>& right, Panel<T>& panel, int64_t expert,
-              Accumulate<T>* c, int64_t ldc, bool add) {
+void multiply(int64_t m, int64_t n, int64_t c0, const T* a, int64_t lda, const Right<T>& right,
+              Panel<T>& panel, int64_t expert, Accumulate<T>* c, int64_t ldc, bool add) {
   if (right.depth() == 0 && !add) {  // a rank that has none of the F: its products are zero
     for (int64_t r = 0; r < m; ++r) std::fill_n(c + r * ldc, n, Accumulate<T>(0));
   }
@@ -112,15 +119,16 @@ void multiply(int64_t m, int64_t n, int64_t c0, const T* a, int64_t lda, const R
 
 /// c [m, n] (+)= a [m, k] b [k, n] for a long k.
 template <class T>
-void multiply_long(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b, int64_t ldb, Accumulate<T>* c,
-                   int64_t ldc, bool add) {
+void multiply_long(int64_t m, int64_t n, int64_t k, const T* a, int64_t lda, const T* b,
+                   int64_t ldb, Accumulate<T>* c, int64_t ldc, bool add) {
   constexpr int64_t kPiece = 256;
   for (int64_t k0 = 0; k0 < k; k0 += kPiece) {
     gemm<T>(m, n, std::min(kPiece, k - k0), a + k0, lda, b + k0 * ldb, ldb, c, ldc, add || k0 > 0);
   }
 }
 
-/// The rows as a left operand: in place if they can be, else gathered into `scratch` (stride padded(columns)).
+/// The rows as a left operand: in place if they can be, else gathered into `scratch` (stride
+/// padded(columns)).
 template <class T>
 typename Panel<T>::Operand left_operand(RowView<T> rows, int64_t m, int64_t columns, T* scratch) {
   const int64_t ld = padded<T>(columns);

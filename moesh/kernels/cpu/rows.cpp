@@ -22,8 +22,8 @@ std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) 
 void check_index(const char* name, const at::Tensor& index, std::int64_t num_rows) {
   const auto* p = index.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < index.numel(); ++i) {
-    MOESH_CHECK(p[i] >= -1 && p[i] < num_rows, ErrorKind::data, name, " holds ", p[i], " at ", i, "; there are ", num_rows,
-                " rows (-1 means none)");
+    MOESH_CHECK(p[i] >= -1 && p[i] < num_rows, ErrorKind::data, name, " holds ", p[i], " at ", i,
+                "; there are ", num_rows, " rows (-1 means none)");
   }
 }
 
@@ -34,10 +34,13 @@ void combine_typed(const at::Tensor& rows, const at::Tensor& inverse_TK, at::Ten
   const auto* inverse = inverse_TK.const_data_ptr<std::int64_t>();
   auto* to = static_cast<T*>(out.mutable_data_ptr());
   const auto& ops = simd_ops<T>();
-  const std::int64_t row_bytes = std::max<std::int64_t>(1, k * columns * static_cast<std::int64_t>(sizeof(T)));
-  run_ranges(inverse_TK.size(0), std::max<std::int64_t>(1, kGrainBytes / row_bytes), [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t t = begin; t < end; ++t) ops.combine(from, columns, inverse + t * k, k, columns, to + t * columns);
-  });
+  const std::int64_t row_bytes =
+      std::max<std::int64_t>(1, k * columns * static_cast<std::int64_t>(sizeof(T)));
+  run_ranges(inverse_TK.size(0), std::max<std::int64_t>(1, kGrainBytes / row_bytes),
+             [&](std::int64_t begin, std::int64_t end) {
+               for (std::int64_t t = begin; t < end; ++t)
+                 ops.combine(from, columns, inverse + t * k, k, columns, to + t * columns);
+             });
 }
 
 }  // namespace
@@ -49,7 +52,8 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto* index = index_R.const_data_ptr<std::int64_t>();
-  run_ranges(index_R.numel(), std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes)),
+  run_ranges(index_R.numel(),
+             std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes)),
              [&](std::int64_t begin, std::int64_t end) {
                for (std::int64_t i = begin; i < end; ++i) {
                  if (index[i] >= 0)

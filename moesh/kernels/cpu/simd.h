@@ -1,12 +1,14 @@
 #pragma once
-// The loops around the GEMMs: packing of operands, activations, row sums. They see raw pointers and no torch, and are
-// compiled once for each instruction set (simd_*.cpp); `simd_ops<T>()` gives the best table that this processor can run.
+// The loops around the GEMMs: packing of operands, activations, row sums. They see raw pointers and
+// no torch, and are compiled once for each instruction set (simd_*.cpp); `simd_ops<T>()` gives the
+// best table that this processor can run.
 
 #include <cstdint>
 
 namespace moesh::kernels::cpu {
 
-/// The bits of a bfloat16. (c10::BFloat16 has inline functions, which must not be compiled with flags of one instruction set.)
+/// The bits of a bfloat16. (c10::BFloat16 has inline functions, which must not be compiled with
+/// flags of one instruction set.)
 struct Bf16 {
   std::uint16_t bits;
 };
@@ -33,14 +35,17 @@ struct RowView {
   const std::int64_t* index = nullptr;
 
   // Always inlined: see simd_impl.h.
-  [[gnu::always_inline]] const T* row(std::int64_t r) const { return data + (index ? index[r] : r) * stride; }
+  [[gnu::always_inline]] const T* row(std::int64_t r) const {
+    return data + (index ? index[r] : r) * stride;
+  }
   [[gnu::always_inline]] RowView from(std::int64_t r, std::int64_t column) const {
-    return index ? RowView{data + column, stride, index + r} : RowView{data + r * stride + column, stride, nullptr};
+    return index ? RowView{data + column, stride, index + r}
+                 : RowView{data + r * stride + column, stride, nullptr};
   }
 };
 
-/// One block of rows of one expert and some of its F columns. g, u: GEMM outputs.  g' = pre * g + b1,  u' = pre * u + b3,
-/// h = post * act(g', u').
+/// One block of rows of one expert and some of its F columns. g, u: GEMM outputs.  g' = pre * g +
+/// b1,  u' = pre * u + b3, h = post * act(g', u').
 template <class T>
 struct Activate {
   using A = Accumulate<T>;
@@ -57,7 +62,8 @@ struct Activate {
   std::int64_t ld_h;
 };
 
-/// The same block in backward. dh: gradient of h. Leaves pre * dg', pre * du', h; adds to d_pre or d_post, db1, db3.
+/// The same block in backward. dh: gradient of h. Leaves pre * dg', pre * du', h; adds to d_pre or
+/// d_post, db1, db3.
 template <class T>
 struct ActivateBackward {
   using A = Accumulate<T>;
@@ -82,8 +88,9 @@ struct ActivateBackward {
   A* db3;
 };
 
-/// Scores of a block of queries. Row r: p[j] = exp(scale * s[j] - lse) for j in [begin[r], end[r]), which is not empty, and 0
-/// elsewhere in [0, columns). Overwrites s. Rows have room up to the next multiple of 16.
+/// Scores of a block of queries. Row r: p[j] = exp(scale * s[j] - lse) for j in [begin[r], end[r]),
+/// which is not empty, and 0 elsewhere in [0, columns). Overwrites s. Rows have room up to the next
+/// multiple of 16.
 template <class T>
 struct Softmax {
   using A = Accumulate<T>;
@@ -97,7 +104,8 @@ struct Softmax {
   A* lse;  // [rows]
 };
 
-/// The same in backward: p again from s and lse, and ds = scale * p * (dp - delta), delta = sum of p * dp. Overwrites s and dp.
+/// The same in backward: p again from s and lse, and ds = scale * p * (dp - delta), delta = sum of
+/// p * dp. Overwrites s and dp.
 template <class T>
 struct SoftmaxBackward {
   using A = Accumulate<T>;
@@ -116,35 +124,41 @@ template <class T>
 struct SimdOps {
   using A = Accumulate<T>;
   /// out[c][r] = x[r][c], stride ld; zeros where r is in [rows, depth).
-  void (*transpose)(RowView<T> x, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld, std::int64_t depth);
-  /// B panel [depth, n], n <= kPanelColumns, whose row r is x[r] for r < k and zeros above; stride kPanelColumns. `pairs` (depth
-  /// is then even): rows 2i and 2i+1 interleaved. `next` (may be null): what the caller will pack after this; it is fetched
-  /// ahead.
-  void (*pack)(RowView<T> x, const T* next, std::int64_t k, std::int64_t depth, std::int64_t n, bool pairs, T* out);
-  /// B panel [k, n] whose column j is w[j], of stride `stride`. `pairs`: k is rounded up, with zeros.
-  void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n, std::int64_t k, bool pairs, T* out);
+  void (*transpose)(RowView<T> x, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld,
+                    std::int64_t depth);
+  /// B panel [depth, n], n <= kPanelColumns, whose row r is x[r] for r < k and zeros above; stride
+  /// kPanelColumns. `pairs` (depth is then even): rows 2i and 2i+1 interleaved. `next` (may be
+  /// null): what the caller will pack after this; it is fetched ahead.
+  void (*pack)(RowView<T> x, const T* next, std::int64_t k, std::int64_t depth, std::int64_t n,
+               bool pairs, T* out);
+  /// B panel [k, n] whose column j is w[j], of stride `stride`. `pairs`: k is rounded up, with
+  /// zeros.
+  void (*pack_transposed)(const T* w, const T* next, std::int64_t stride, std::int64_t n,
+                          std::int64_t k, bool pairs, T* out);
   void (*activate)(const Activate<T>&);
   void (*activate_backward)(const ActivateBackward<T>&);
   void (*softmax)(const Softmax<T>&);
   void (*softmax_backward)(const SoftmaxBackward<T>&);
   /// acc[index[r] - first] += c[r] + scale[r] * bias; scale null: 1, bias null: 0.
-  void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const std::int64_t* index,
-                   std::int64_t first, const A* scale, const A* bias, A* acc, std::int64_t ld_acc);
+  void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
+                   const std::int64_t* index, std::int64_t first, const A* scale, const A* bias,
+                   A* acc, std::int64_t ld_acc);
   /// out[r] = c[r] + scale[r] * bias, rounded.
-  void (*put_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, const A* scale, const A* bias, T* out,
-                   std::int64_t ld_out);
+  void (*put_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
+                   const A* scale, const A* bias, T* out, std::int64_t ld_out);
   /// out[r] = c[r], rounded, for results that no one reads soon.
-  void (*stream_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns, T* out, std::int64_t ld_out);
+  void (*stream_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
+                      T* out, std::int64_t ld_out);
   /// out[j] = sum over k of rows[positions[k]][j], -1 is left out.
-  void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k, std::int64_t columns,
-                  T* out);
+  void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k,
+                  std::int64_t columns, T* out);
   /// out[j] += sum over rows of scale[r] * x[r][j]; scale null: 1.
   void (*sum_rows)(RowView<T> x, std::int64_t rows, std::int64_t columns, const A* scale, A* out);
   /// out[r] += <x[r], v>.
   void (*dot_rows)(RowView<T> x, std::int64_t rows, std::int64_t columns, const A* v, A* out);
   /// c (+)= a b: only for float64, which the library's small-matrix kernels do not serve.
-  void (*gemm)(std::int64_t m, std::int64_t n, std::int64_t k, const T* a, std::int64_t lda, const T* b, std::int64_t ldb, A* c,
-               std::int64_t ldc, bool add);
+  void (*gemm)(std::int64_t m, std::int64_t n, std::int64_t k, const T* a, std::int64_t lda,
+               const T* b, std::int64_t ldb, A* c, std::int64_t ldc, bool add);
 };
 
 /// What one instruction set offers.

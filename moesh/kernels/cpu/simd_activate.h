@@ -8,16 +8,20 @@ namespace moesh::kernels::cpu {
 namespace {
 
 inline double exp_of(double x) { return __builtin_exp(x); }
-// Cody-Waite reduction and the polynomial of Cephes: within 2 ulp, and clamped so that the result is a normal number.
+// Cody-Waite reduction and the polynomial of Cephes: within 2 ulp, and clamped so that the result
+// is a normal number.
 inline Floats exp_of(Floats x) {
 #if defined(MOESH_AVX512)  // a NaN in the second operand stays
-  x = __builtin_bit_cast(Floats, _mm512_min_ps(_mm512_set1_ps(88.0f), __builtin_bit_cast(__m512, x)));
-  x = __builtin_bit_cast(Floats, _mm512_max_ps(_mm512_set1_ps(-87.0f), __builtin_bit_cast(__m512, x)));
+  x = __builtin_bit_cast(Floats,
+                         _mm512_min_ps(_mm512_set1_ps(88.0f), __builtin_bit_cast(__m512, x)));
+  x = __builtin_bit_cast(Floats,
+                         _mm512_max_ps(_mm512_set1_ps(-87.0f), __builtin_bit_cast(__m512, x)));
 #else
   x = x > 88.0f ? Floats{} + 88.0f : x;
   x = x < -87.0f ? Floats{} - 87.0f : x;
 #endif
-  const Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
+  const Floats shifted =
+      x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer ends up in the low bits
   const Floats n = shifted - 12582912.0f;
   const Floats r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
@@ -26,7 +30,8 @@ inline Floats exp_of(Floats x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   const Floats e = p * (r * r) + (r + 1.0f);
-  return __builtin_bit_cast(Floats, __builtin_bit_cast(Words, e) + (__builtin_bit_cast(Words, shifted) << 23));
+  return __builtin_bit_cast(
+      Floats, __builtin_bit_cast(Words, e) + (__builtin_bit_cast(Words, shifted) << 23));
 }
 
 template <class V>
@@ -48,14 +53,16 @@ inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
     const V uc = low > limit ? limit : low;
     const V alpha = splat<V>(1.702);
     const V s = sigmoid(alpha * gc), swish = gc * s;
-    return {(uc + 1) * swish, g > limit ? zero : (uc + 1) * (s + alpha * swish * (1 - s)), uc == u ? swish : zero};
+    return {(uc + 1) * swish, g > limit ? zero : (uc + 1) * (s + alpha * swish * (1 - s)),
+            uc == u ? swish : zero};
   } else {
     const V s = sigmoid(g), silu = g * s;
     return {silu * u, u * (s + silu * (1 - s)), silu};
   }
 }
 
-// What a loop reads is copied to locals first: the compiler cannot know that its stores leave the argument struct alone.
+// What a loop reads is copied to locals first: the compiler cannot know that its stores leave the
+// argument struct alone.
 template <bool kClamped, class T>
 void activate_rows(const Activate<T>& a) {
   using A = Accumulate<T>;
@@ -66,7 +73,11 @@ void activate_rows(const Activate<T>& a) {
     const A *g = a.g + r * a.ld_gu, *u = a.u + r * a.ld_gu;
     T* h = a.h + r * a.ld_h;
     for_lanes<A>(columns, [&](int64_t j, int64_t n) {
-      put(h + j, post * hidden<kClamped>(pre * load(g + j, n) + load(b1 + j, n), pre * load(u + j, n) + load(b3 + j, n)).h, n);
+      put(h + j,
+          post * hidden<kClamped>(pre * load(g + j, n) + load(b1 + j, n),
+                                  pre * load(u + j, n) + load(b3 + j, n))
+                     .h,
+          n);
     });
   }
 }
@@ -122,7 +133,8 @@ void activate_backward_rows(const ActivateBackward<T>& a) {
 template <class T>
 void activate_backward(const ActivateBackward<T>& a) {
   const bool plain = !a.db1 && !a.pre;
-  if (a.clamped) return plain ? activate_backward_rows<true, true>(a) : activate_backward_rows<true, false>(a);
+  if (a.clamped)
+    return plain ? activate_backward_rows<true, true>(a) : activate_backward_rows<true, false>(a);
   return plain ? activate_backward_rows<false, true>(a) : activate_backward_rows<false, false>(a);
 }
 

@@ -8,44 +8,52 @@ namespace moesh::kernels::cpu {
 namespace {
 
 template <class A>
-void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int64_t* index, int64_t first, const A* scale,
-              const A* bias, A* acc, int64_t ld_acc) {
+void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int64_t* index,
+              int64_t first, const A* scale, const A* bias, A* acc, int64_t ld_acc) {
   for (int64_t r = 0; r < rows; ++r) {
     if (r + kSumsAhead < rows) {
       const A* next = acc + (index[r + kSumsAhead] - first) * ld_acc;
-      for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(A))) __builtin_prefetch(next + j, 1);
+      for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(A)))
+        __builtin_prefetch(next + j, 1);
     }
     const A* from = c + r * ld_c;
     A* to = acc + (index[r] - first) * ld_acc;
     if (bias) {
       const A s = scale ? scale[r] : A(1);
-      for_lanes<A>(columns,
-                   [&](int64_t j, int64_t n) { put(to + j, load(to + j, n) + (load(from + j, n) + s * load(bias + j, n)), n); });
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+        put(to + j, load(to + j, n) + (load(from + j, n) + s * load(bias + j, n)), n);
+      });
     } else {
-      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(to + j, n) + load(from + j, n), n); });
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+        put(to + j, load(to + j, n) + load(from + j, n), n);
+      });
     }
   }
 }
 
 template <class T>
-void put_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns, const Accumulate<T>* scale,
-              const Accumulate<T>* bias, T* out, int64_t ld_out) {
+void put_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns,
+              const Accumulate<T>* scale, const Accumulate<T>* bias, T* out, int64_t ld_out) {
   using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
     const A* from = c + r * ld_c;
     T* to = out + r * ld_out;
     if (bias) {
       const A s = scale ? scale[r] : A(1);
-      for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(from + j, n) + s * load(bias + j, n), n); });
+      for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+        put(to + j, load(from + j, n) + s * load(bias + j, n), n);
+      });
     } else {
       for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(to + j, load(from + j, n), n); });
     }
   }
 }
 
-// Past the caches: a line that is written whole need not be read first. The result is the same as put_rows.
+// Past the caches: a line that is written whole need not be read first. The result is the same as
+// put_rows.
 template <class T>
-void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns, T* out, int64_t ld_out) {
+void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t columns, T* out,
+                 int64_t ld_out) {
 #if defined(MOESH_AVX512)
   if constexpr (sizeof(T) <= 4) {
     constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -54,7 +62,8 @@ void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t col
         for (int64_t j = 0; j < columns; j += kLine) {
           T line[kLine];
           for (int64_t i = 0; i < kLine; i += kLanes) put(line + i, load(c + r * ld_c + j + i));
-          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + r * ld_out + j), _mm512_loadu_si512(line));
+          _mm512_stream_si512(reinterpret_cast<__m512i*>(out + r * ld_out + j),
+                              _mm512_loadu_si512(line));
         }
       }
       _mm_sfence();
@@ -66,7 +75,8 @@ void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t col
 }
 
 template <class T>
-void combine(const T* rows, int64_t stride, const int64_t* positions, int64_t k, int64_t columns, T* out) {
+void combine(const T* rows, int64_t stride, const int64_t* positions, int64_t k, int64_t columns,
+             T* out) {
   using A = Accumulate<T>;
   for_lanes<A>(columns, [&](int64_t j, int64_t n) {
     typename LanesOf<A>::Vector sum{};
@@ -78,17 +88,21 @@ void combine(const T* rows, int64_t stride, const int64_t* positions, int64_t k,
 }
 
 template <class T>
-void sum_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* scale, Accumulate<T>* out) {
+void sum_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* scale,
+              Accumulate<T>* out) {
   using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
     const A s = scale ? scale[r] : A(1);
     const T* row = x.row(r);
-    for_lanes<A>(columns, [&](int64_t j, int64_t n) { put(out + j, load(out + j, n) + s * load(row + j, n), n); });
+    for_lanes<A>(columns, [&](int64_t j, int64_t n) {
+      put(out + j, load(out + j, n) + s * load(row + j, n), n);
+    });
   }
 }
 
 template <class T>
-void dot_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* v, Accumulate<T>* out) {
+void dot_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* v,
+              Accumulate<T>* out) {
   using A = Accumulate<T>;
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x.row(r);
@@ -98,8 +112,8 @@ void dot_rows(RowView<T> x, int64_t rows, int64_t columns, const Accumulate<T>* 
   }
 }
 
-void gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const double* b, int64_t ldb, double* c, int64_t ldc,
-          bool add) {
+void gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const double* b,
+          int64_t ldb, double* c, int64_t ldc, bool add) {
   constexpr int64_t kRows = 4, kColumns = 16;
   for (int64_t i = 0; i < m; i += kRows) {
     const int64_t rows = m - i < kRows ? m - i : kRows;
@@ -109,13 +123,15 @@ void gemm(int64_t m, int64_t n, int64_t k, const double* a, int64_t lda, const d
       if (rows == kRows && columns == kColumns) {
         for (int64_t p = 0; p < k; ++p) {
           for (int64_t x = 0; x < kRows; ++x) {
-            for (int64_t y = 0; y < kColumns; ++y) acc[x][y] += a[(i + x) * lda + p] * b[p * ldb + j + y];
+            for (int64_t y = 0; y < kColumns; ++y)
+              acc[x][y] += a[(i + x) * lda + p] * b[p * ldb + j + y];
           }
         }
       } else {
         for (int64_t p = 0; p < k; ++p) {
           for (int64_t x = 0; x < rows; ++x) {
-            for (int64_t y = 0; y < columns; ++y) acc[x][y] += a[(i + x) * lda + p] * b[p * ldb + j + y];
+            for (int64_t y = 0; y < columns; ++y)
+              acc[x][y] += a[(i + x) * lda + p] * b[p * ldb + j + y];
           }
         }
       }

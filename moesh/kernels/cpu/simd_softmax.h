@@ -85,7 +85,8 @@ void softmax_backward(const SoftmaxBackward<T>& a) {
       sums += e * load(dp + j);
     }
     const A delta = sum_of(sums);
-    for (int64_t j = all.begin; j < all.end; j += n) put(ds + j, load(s + j) * (load(dp + j) - delta) * scale);
+    for (int64_t j = all.begin; j < all.end; j += n)
+      put(ds + j, load(s + j) * (load(dp + j) - delta) * scale);
     zero_outside(p, begin, end, a.columns);
     zero_outside(ds, begin, end, a.columns);
     a.delta[r] = delta;

@@ -56,7 +56,9 @@ inline Words widen(Halves x) {
   return __builtin_convertvector(x, Words);
 #endif
 }
-inline Floats load(const Bf16* x) { return __builtin_bit_cast(Floats, widen(load_bytes<Halves>(x)) << 16); }
+inline Floats load(const Bf16* x) {
+  return __builtin_bit_cast(Floats, widen(load_bytes<Halves>(x)) << 16);
+}
 
 inline void put(double* out, double x) { *out = x; }
 inline void put(float* out, Floats x) { __builtin_memcpy(out, &x, sizeof(x)); }
@@ -74,7 +76,8 @@ inline void put(Bf16* out, Floats x) {  // round to nearest even; a NaN stays on
 
 inline double reciprocal(double x) { return 1 / x; }
 inline Floats reciprocal(Floats x) {
-#if defined(MOESH_AVX512)  // 14 bits and a Newton step, where a division takes as long as a whole exponential
+#if defined(MOESH_AVX512)  // 14 bits and a Newton step, where a division takes as long as a whole
+                           // exponential
   const Floats r = __builtin_bit_cast(Floats, _mm512_rcp14_ps(__builtin_bit_cast(__m512, x)));
   return r * (2.0f - x * r);
 #else
@@ -111,7 +114,8 @@ inline __attribute__((always_inline)) void for_lanes(int64_t columns, const F& f
   if (j < columns) f(j, columns - j);
 }
 
-/// n of the lanes from memory, zeros in the others. (No call to memcpy here: it would spill every vector around it.)
+/// n of the lanes from memory, zeros in the others. (No call to memcpy here: it would spill every
+/// vector around it.)
 template <class T>
 inline __attribute__((always_inline)) auto load(const T* from, int64_t n) {
   constexpr int64_t count = LanesOf<Accumulate<T>>::kCount;

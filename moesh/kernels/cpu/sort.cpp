@@ -18,12 +18,13 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   auto* counts = out.counts_e.mutable_data_ptr<std::int64_t>();
   std::fill_n(counts, range.count, 0);
   for (std::int64_t i = 0; i < num_routed; ++i) {
-    MOESH_CHECK(expert[i] >= 0 && expert[i] < num_experts, ErrorKind::data, "token ", i / k, " chose expert ", expert[i], " of ",
-                num_experts, " (choice ", i % k, ")");
+    MOESH_CHECK(expert[i] >= 0 && expert[i] < num_experts, ErrorKind::data, "token ", i / k,
+                " chose expert ", expert[i], " of ", num_experts, " (choice ", i % k, ")");
     const std::int64_t local = expert[i] - range.first;
     if (local >= 0 && local < range.count) ++counts[local];
   }
-  std::vector<std::int64_t> next(static_cast<size_t>(range.count));  // where the next row of each expert goes
+  std::vector<std::int64_t> next(
+      static_cast<size_t>(range.count));  // where the next row of each expert goes
   std::int64_t num_rows = 0;
   for (std::int64_t e = 0; e < range.count; ++e) next[e] = num_rows, num_rows += counts[e];
   out.order_R = at::empty({num_rows}, experts_TK.options());

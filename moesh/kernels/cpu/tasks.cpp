@@ -16,7 +16,8 @@ void on_workers(std::int64_t num_workers, c10::function_ref<void(std::int64_t)> 
   std::atomic<std::int64_t> next{0};
   iterator.for_each(
       [&](char**, const std::int64_t*, std::int64_t size, std::int64_t count) {
-        for (std::int64_t i = 0; i < size * count; ++i) f(next.fetch_add(1, std::memory_order_relaxed));
+        for (std::int64_t i = 0; i < size * count; ++i)
+          f(next.fetch_add(1, std::memory_order_relaxed));
       },
       /*grain_size=*/1);
 }

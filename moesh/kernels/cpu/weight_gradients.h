@@ -25,39 +25,49 @@ class WeightGradients {
     T* b2;            // [e, D] or null
   };
   /// dg, du, h: rows of the current group.
-  WeightGradients(const Job<T>& job, RowView<T> x, RowView<T> dy, const T* dg, const T* du, const T* h, Result result)
+  WeightGradients(const Job<T>& job, RowView<T> x, RowView<T> dy, const T* dg, const T* du,
+                  const T* h, Result result)
       : job_(job), x_(x), dy_(dy), dg_(dg), du_(du), h_(h), result_(result) {
-    tile_ = std::clamp(kTileElements / std::max<int64_t>(1, job.most_rows()) / 16 * 16, int64_t{16}, kTile);
+    tile_ = std::clamp(kTileElements / std::max<int64_t>(1, job.most_rows()) / 16 * 16, int64_t{16},
+                       kTile);
     up_tiles_ = divide_up(job.F, tile_), down_tiles_ = divide_up(job.D, 2 * tile_);
-    // Large gradients leave the cache anyway: write past it. Not so on fresh pages, whose lines the kernel zeroes in the cache.
+    // Large gradients leave the cache anyway: write past it. Not so on fresh pages, whose lines the
+    // kernel zeroes in the cache.
     const int64_t bytes = job.num_experts * job.F * job.D * static_cast<int64_t>(sizeof(T));
-    stream_ = bytes >= kStreamBytes && is_resident(result.w1 + bytes / static_cast<int64_t>(sizeof(T)) / 2);
+    stream_ = bytes >= kStreamBytes &&
+              is_resident(result.w1 + bytes / static_cast<int64_t>(sizeof(T)) / 2);
   }
 
-  int64_t num_tasks(const Group& group) const { return (group.expert_end - group.expert_begin) * (up_tiles_ + down_tiles_); }
+  int64_t num_tasks(const Group& group) const {
+    return (group.expert_end - group.expert_begin) * (up_tiles_ + down_tiles_);
+  }
   int64_t scratch_bytes() const {
     const int64_t most = job_.most_rows();
-    return space<T>(2 * tile_ * stride(most)) + space<T>(std::min(rounded_depth<T>(most), kDepth<T>) * kPanel) +
+    return space<T>(2 * tile_ * stride(most)) +
+           space<T>(std::min(rounded_depth<T>(most), kDepth<T>) * kPanel) +
            space<A>(2 * tile_ * kPanel) + space<A>(2 * tile_);
   }
 
   void run(int64_t task, const Group& group, Arena arena) const {
     const int64_t D = job_.D, F = job_.F, e = group.expert_begin + task / (up_tiles_ + down_tiles_),
                   tile = task % (up_tiles_ + down_tiles_);
-    const int64_t r0 = job_.first[e], n = job_.rows_of(e), at = (r0 - group.begin) * job_.Fp, ld = stride(n);
+    const int64_t r0 = job_.first[e], n = job_.rows_of(e), at = (r0 - group.begin) * job_.Fp,
+                  ld = stride(n);
     T* a = arena.take<T>(2 * tile_ * ld);
     const auto& ops = simd_ops<T>();
     if (tile < up_tiles_) {
       const int64_t row = tile * tile_, rows = std::min(tile_, F - row);
       ops.transpose({dg_ + at + row, job_.Fp, nullptr}, n, rows, a, ld, rounded_depth<T>(n));
-      ops.transpose({du_ + at + row, job_.Fp, nullptr}, n, rows, a + rows * ld, ld, rounded_depth<T>(n));
+      ops.transpose({du_ + at + row, job_.Fp, nullptr}, n, rows, a + rows * ld, ld,
+                    rounded_depth<T>(n));
       products<2>(n, {a, a + rows * ld}, rows, x_.from(r0, 0), D,
                   {result_.w1 + (e * F + row) * D, result_.w3 + (e * F + row) * D}, arena);
       return;
     }
     const int64_t row = (tile - up_tiles_) * 2 * tile_, rows = std::min(2 * tile_, D - row);
     ops.transpose(dy_.from(r0, row), n, rows, a, ld, rounded_depth<T>(n));
-    products<1>(n, {a}, rows, {h_ + at, job_.Fp, nullptr}, F, {result_.w2 + (e * D + row) * F}, arena);
+    products<1>(n, {a}, rows, {h_ + at, job_.Fp, nullptr}, F, {result_.w2 + (e * D + row) * F},
+                arena);
     if (result_.b2) {
       A* sums = arena.take<A>(2 * tile_);
       std::fill_n(sums, rows, A(0));
@@ -67,7 +77,8 @@ class WeightGradients {
   }
 
  private:
-  // Of a transposed operand: whole lines, and not a power of two, which would put all its rows into a few sets of the cache.
+  // Of a transposed operand: whole lines, and not a power of two, which would put all its rows into
+  // a few sets of the cache.
   static int64_t stride(int64_t n) {
     constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(T));
     return (divide_up(rounded_depth<T>(n), line) | 1) * line;
@@ -75,8 +86,8 @@ class WeightGradients {
 
   // out[i] [m, columns] = a[i] [m, n] b [n, columns]; zeros if n is 0.
   template <int kCount>
-  void products(int64_t n, std::array<const T*, kCount> a, int64_t m, RowView<T> b, int64_t columns, std::array<T*, kCount> out,
-                Arena& arena) const {
+  void products(int64_t n, std::array<const T*, kCount> a, int64_t m, RowView<T> b, int64_t columns,
+                std::array<T*, kCount> out, Arena& arena) const {
     if (n == 0) {
       for (T* o : out) std::fill_n(o, m * columns, T{});
       return;
@@ -103,7 +114,8 @@ class WeightGradients {
         if (stream_)
           ops.stream_rows(c + i * m * kPanel, kPanel, m, width, out[i] + c0, columns);
         else
-          ops.put_rows(c + i * m * kPanel, kPanel, m, width, nullptr, nullptr, out[i] + c0, columns);
+          ops.put_rows(c + i * m * kPanel, kPanel, m, width, nullptr, nullptr, out[i] + c0,
+                       columns);
       }
     }
   }

@@ -1,5 +1,6 @@
-// Grouped SwiGLU with LibTorch ops: one grouped GEMM for all experts where the library has one (bfloat16), else one GEMM each.
-// T tokens, D model, F ffn, e local experts, K top-k, R rows at their experts
+// Grouped SwiGLU with LibTorch ops: one grouped GEMM for all experts where the library has one
+// (bfloat16), else one GEMM each. T tokens, D model, F ffn, e local experts, K top-k, R rows at
+// their experts
 
 #include "moesh/kernels/experts.h"
 
@@ -27,7 +28,8 @@ class Groups {
   Groups(const ExpertsWeights& w, const at::Tensor& counts_e) : counts_e_(counts_e) {
     const at::Tensor& w1 = w.w1_eFD;
     // The grouped GEMM wants rows of a multiple of 16 bytes.
-    grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 && w1.size(2) % 8 == 0;
+    grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 &&
+               w1.size(2) % 8 == 0;
     if (grouped_) ends_e_ = counts_e.cumsum(0).to(at::kInt).to(w1.device());
     const auto* count = counts_e.const_data_ptr<std::int64_t>();
     counts_.assign(count, count + counts_e.numel());
@@ -48,7 +50,8 @@ class Groups {
   /// For each expert a' b over its rows; zeros, written here, for experts without rows.
   at::Tensor outer(const at::Tensor& a_RA, const at::Tensor& b_RB) const {
     const std::int64_t num_experts = static_cast<std::int64_t>(counts_.size());
-    if (a_RA.size(0) == 0) return at::zeros({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
+    if (a_RA.size(0) == 0)
+      return at::zeros({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
     at::Tensor out;
     if (grouped_) {
       out = at::_grouped_mm(a_RA.t(), b_RB, ends_e_);
@@ -67,8 +70,11 @@ class Groups {
 
   /// The sum over each expert's rows.
   at::Tensor sums(const at::Tensor& rows_RA) const {
-    at::Tensor out = at::zeros({static_cast<std::int64_t>(counts_.size()), rows_RA.size(1)}, rows_RA.options());
-    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) { out[e].copy_(rows_RA.narrow(0, begin, count).sum(0)); });
+    at::Tensor out =
+        at::zeros({static_cast<std::int64_t>(counts_.size()), rows_RA.size(1)}, rows_RA.options());
+    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
+      out[e].copy_(rows_RA.narrow(0, begin, count).sum(0));
+    });
     return out;
   }
 
@@ -91,11 +97,14 @@ class Groups {
   bool grouped_;
 };
 
-at::ScalarType wide(const at::Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+at::ScalarType wide(const at::Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 /// The pre-activations as the activation sees them.
-at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config, const at::Tensor& scores_R,
-                               const at::Tensor& bias_eF, const Groups& groups) {
+at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config,
+                               const at::Tensor& scores_R, const at::Tensor& bias_eF,
+                               const Groups& groups) {
   at::Tensor out = g_RF.to(wide(g_RF));
   if (config.scores == ScoreSide::before) out = out * scores_R.unsqueeze(1);
   if (bias_eF.defined()) out = out + groups.per_row(bias_eF, out.scalar_type());
@@ -134,7 +143,8 @@ at::Tensor combined(const ExpertsInput& in, const at::Tensor& rows) {
 
 }  // namespace
 
-ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input) {
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input) {
   const Groups groups(weights, input.counts_e);
   ExpertsOutput out{{}, {input, {}, {}}};
   {
@@ -142,9 +152,12 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
     out.saved.gate_RF = groups.rows_times(rows_RD, weights.w1_eFD.transpose(1, 2));
     out.saved.up_RF = groups.rows_times(rows_RD, weights.w3_eFD.transpose(1, 2));
   }
-  at::Tensor h = hidden(config.activation, with_score_and_bias(out.saved.gate_RF, config, input.scores_R, weights.b1_eF, groups),
-                        with_score_and_bias(out.saved.up_RF, config, input.scores_R, weights.b3_eF, groups), false)
-                     .h;
+  at::Tensor h =
+      hidden(config.activation,
+             with_score_and_bias(out.saved.gate_RF, config, input.scores_R, weights.b1_eF, groups),
+             with_score_and_bias(out.saved.up_RF, config, input.scores_R, weights.b3_eF, groups),
+             false)
+          .h;
   if (config.scores == ScoreSide::after) h.mul_(input.scores_R.unsqueeze(1));
   at::Tensor y_RD = groups.rows_times(h.to(input.x.scalar_type()), weights.w2_eDF.transpose(1, 2));
   if (weights.b2_eD.defined()) {
@@ -156,8 +169,8 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
   return out;
 }
 
-ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsSaved& saved,
-                                  const at::Tensor& dy) {
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsSaved& saved, const at::Tensor& dy) {
   const ExpertsInput& in = saved.input;
   const Groups groups(weights, in.counts_e);
   const auto dtype = in.x.scalar_type();
@@ -167,11 +180,14 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
 
   const at::Tensor dy_RD = gathered(in, dy);
   at::Tensor dh = groups.rows_times(dy_RD, weights.w2_eDF).to(wide(dy));
-  Hidden v = hidden(config.activation, with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
-                    with_score_and_bias(saved.up_RF, config, in.scores_R, weights.b3_eF, groups), true);
+  Hidden v =
+      hidden(config.activation,
+             with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
+             with_score_and_bias(saved.up_RF, config, in.scores_R, weights.b3_eF, groups), true);
   if (after) {
     out.scores_R = (dh * v.h).sum(1);
-    if (weights.b2_eD.defined()) out.scores_R.add_((dy_RD.to(wide(dy)) * groups.per_row(weights.b2_eD, wide(dy))).sum(1));
+    if (weights.b2_eD.defined())
+      out.scores_R.add_((dy_RD.to(wide(dy)) * groups.per_row(weights.b2_eD, wide(dy))).sum(1));
     dh.mul_(scores_R1), v.h.mul_(scores_R1);
   }
   out.weights.w2_eDF = groups.outer(dy_RD, v.h.to(dtype));
@@ -190,7 +206,8 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   const at::Tensor rows_RD = gathered(in, in.x);
   out.weights.w1_eFD = groups.outer(dg, rows_RD);
   out.weights.w3_eFD = groups.outer(du, rows_RD);
-  out.x = combined(in, groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD)));
+  out.x = combined(
+      in, groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD)));
   return out;
 }
 

@@ -22,14 +22,16 @@ namespace {
 
 std::atomic<at::DeviceType> modelled{at::kCPU};
 
-/// Gives no memory and counts what was asked for. The size of a block is kept where its memory would be.
+/// Gives no memory and counts what was asked for. The size of a block is kept where its memory
+/// would be.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t n) override {
     const auto bytes = (static_cast<std::int64_t>(n) + rounding - 1) / rounding * rounding;
     live += bytes;
     peak = std::max(peak, live);
-    return {nullptr, bytes == 0 ? nullptr : new std::int64_t(bytes), &release, c10::Device(c10::kMeta)};
+    return {nullptr, bytes == 0 ? nullptr : new std::int64_t(bytes), &release,
+            c10::Device(c10::kMeta)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void*, const void*, size_t) const override {}
@@ -48,14 +50,19 @@ CountingAllocator& counting_allocator() {
   return allocator;
 }
 
-// What the host reads from meta: zeros. Checks of values (is a label wrong, is a score NaN) then find nothing.
-at::Scalar read_scalar(const at::Tensor& x) { return at::isFloatingType(x.scalar_type()) ? at::Scalar(0.0) : at::Scalar(0); }
+// What the host reads from meta: zeros. Checks of values (is a label wrong, is a score NaN) then
+// find nothing.
+at::Scalar read_scalar(const at::Tensor& x) {
+  return at::isFloatingType(x.scalar_type()) ? at::Scalar(0.0) : at::Scalar(0);
+}
 
-at::Tensor to_copy(const at::Tensor& x, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                   std::optional<at::Device> device, std::optional<bool> pin, bool non_blocking,
+at::Tensor to_copy(const at::Tensor& x, std::optional<at::ScalarType> dtype,
+                   std::optional<at::Layout> layout, std::optional<at::Device> device,
+                   std::optional<bool> pin, bool non_blocking,
                    std::optional<at::MemoryFormat> format) {
   if (device.value_or(x.device()).is_meta())
-    return at::compositeexplicitautograd::_to_copy(x, dtype, layout, device, pin, non_blocking, format);
+    return at::compositeexplicitautograd::_to_copy(x, dtype, layout, device, pin, non_blocking,
+                                                   format);
   return at::zeros(x.sizes(), at::TensorOptions(*device).dtype(dtype.value_or(x.scalar_type())));
 }
 
@@ -65,19 +72,21 @@ at::Tensor index_select(const at::Tensor& x, std::int64_t dim, const at::Tensor&
   return at::empty(shape, x.options());
 }
 
-at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& /*indices*/, std::int64_t num_weights,
-                                    std::int64_t /*padding_index*/, bool /*scale_by_frequency*/) {
+at::Tensor embedding_dense_backward(const at::Tensor& grad, const at::Tensor& /*indices*/,
+                                    std::int64_t num_weights, std::int64_t /*padding_index*/,
+                                    bool /*scale_by_frequency*/) {
   return at::empty({num_weights, grad.size(-1)}, grad.options());
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bag(const at::Tensor& weight, const at::Tensor& indices,
-                                                                         const at::Tensor& offsets, bool, std::int64_t, bool,
-                                                                         const std::optional<at::Tensor>&, bool, std::int64_t) {
-  return {at::empty({offsets.size(0), weight.size(1)}, weight.options()), at::empty_like(indices), at::empty_like(offsets),
-          at::empty_like(offsets)};
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bag(
+    const at::Tensor& weight, const at::Tensor& indices, const at::Tensor& offsets, bool,
+    std::int64_t, bool, const std::optional<at::Tensor>&, bool, std::int64_t) {
+  return {at::empty({offsets.size(0), weight.size(1)}, weight.options()), at::empty_like(indices),
+          at::empty_like(offsets), at::empty_like(offsets)};
 }
 
-at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weights*/, std::int64_t min_length) {
+at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weights*/,
+                    std::int64_t min_length) {
   return at::empty({min_length}, x.options());
 }
 
@@ -88,32 +97,43 @@ at::Tensor absolute(const at::Tensor& x) { return at::empty_like(x); }
 at::Tensor logical_pair(const at::Tensor& a, const at::Tensor& b) {
   return at::empty(at::infer_size(a.sizes(), b.sizes()), a.options().dtype(at::kBool));
 }
-at::Tensor logical_one(const at::Tensor& x) { return at::empty(x.sizes(), x.options().dtype(at::kBool)); }
+at::Tensor logical_one(const at::Tensor& x) {
+  return at::empty(x.sizes(), x.options().dtype(at::kBool));
+}
 
-at::Tensor& masked_fill(at::Tensor& x, const at::Tensor& /*mask*/, const at::Scalar& /*value*/) { return x; }
+at::Tensor& masked_fill(at::Tensor& x, const at::Tensor& /*mask*/, const at::Scalar& /*value*/) {
+  return x;
+}
 
 // [R, A] by [e, A, B] in groups of rows -> [R, B]; [A, R] by [R, B] in groups of R -> [e, A, B].
-at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& ends,
-                      const std::optional<at::Tensor>& /*bias*/, std::optional<at::ScalarType> dtype) {
+at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b,
+                      const std::optional<at::Tensor>& ends,
+                      const std::optional<at::Tensor>& /*bias*/,
+                      std::optional<at::ScalarType> dtype) {
   const auto options = a.options().dtype(dtype.value_or(a.scalar_type()));
   if (b.dim() == 3) return at::empty({a.size(0), b.size(2)}, options);
   return at::empty({ends->size(0), a.size(0), b.size(1)}, options);
 }
 
-void adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, double, double, double,
-           double, double, bool, bool, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {}
+void adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+           at::TensorList, double, double, double, double, double, bool, bool,
+           const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {}
 
 // Fused attention: the output as the queries lie, and one number for each query.
-std::tuple<at::Tensor, at::Tensor> sdpa(const at::Tensor& q, const at::Tensor& /*k*/, const at::Tensor& /*v*/, double, bool,
-                                        const std::optional<at::Tensor>& /*mask*/, std::optional<double>) {
-  return {at::empty_like(q), at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
+std::tuple<at::Tensor, at::Tensor> sdpa(const at::Tensor& q, const at::Tensor& /*k*/,
+                                        const at::Tensor& /*v*/, double, bool,
+                                        const std::optional<at::Tensor>& /*mask*/,
+                                        std::optional<double>) {
+  return {at::empty_like(q),
+          at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(const at::Tensor& /*dy*/, const at::Tensor& q, const at::Tensor& k,
-                                                             const at::Tensor& v, const at::Tensor& /*y*/,
-                                                             const at::Tensor& /*lse*/, double, bool,
-                                                             const std::optional<at::Tensor>& /*mask*/, std::optional<double>) {
-  const at::Tensor sums = at::empty(q.sizes(), q.options().dtype(at::kFloat));  // of d(q), in the kernels of CUDA
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(
+    const at::Tensor& /*dy*/, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& /*y*/, const at::Tensor& /*lse*/, double, bool,
+    const std::optional<at::Tensor>& /*mask*/, std::optional<double>) {
+  const at::Tensor sums =
+      at::empty(q.sizes(), q.options().dtype(at::kFloat));  // of d(q), in the kernels of CUDA
   return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
 }
 
@@ -122,7 +142,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(const at::Tensor& /
 at::DeviceType modelled_device() { return modelled; }
 
 struct DryRun::Parts {
-  Parts() { MOESH_CHECK(!is_there.exchange(true), "two dry runs at once; meta has one allocator and one set of operations"); }
+  Parts() {
+    MOESH_CHECK(!is_there.exchange(true),
+                "two dry runs at once; meta has one allocator and one set of operations");
+  }
   ~Parts() { is_there = false; }
 
   static inline std::atomic<bool> is_there{false};
@@ -152,9 +175,11 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(sdpa_backward));
   modelled = device;
   CountingAllocator::live = CountingAllocator::peak = 0;
-  CountingAllocator::rounding = device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
+  CountingAllocator::rounding =
+      device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
   c10::SetAllocator(c10::kMeta, &counting_allocator(), /*priority=*/1);
-  at::set_num_threads(1);  // what is left on the host is small, and threads that wait for it cost more than it
+  at::set_num_threads(
+      1);  // what is left on the host is small, and threads that wait for it cost more than it
 }
 
 DryRun::~DryRun() {

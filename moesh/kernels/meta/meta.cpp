@@ -18,12 +18,15 @@ at::Tensor with_rows(const at::Tensor& like, std::int64_t rows) {
 
 at::Tensor like(const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; }
 
-// What the kernels of the CPU hold while they run, besides their results and a few hundred kilobytes for each thread: between
-// two GEMMs `width` numbers for each row of a group of experts (at most half of the rows, and a few thousand), and in bfloat16
-// the sums of the tokens' outputs, in float32.
-std::vector<at::Tensor> between_gemms(const ExpertsInput& in, std::int64_t num_rows, std::int64_t width) {
+// What the kernels of the CPU hold while they run, besides their results and a few hundred
+// kilobytes for each thread: between two GEMMs `width` numbers for each row of a group of experts
+// (at most half of the rows, and a few thousand), and in bfloat16 the sums of the tokens' outputs,
+// in float32.
+std::vector<at::Tensor> between_gemms(const ExpertsInput& in, std::int64_t num_rows,
+                                      std::int64_t width) {
   constexpr std::int64_t kMostRows = 8192;
-  std::vector<at::Tensor> held{at::empty({std::min(num_rows / 2, kMostRows), width}, in.x.options())};
+  std::vector<at::Tensor> held{
+      at::empty({std::min(num_rows / 2, kMostRows), width}, in.x.options())};
   if (in.token_R.defined() && in.x.scalar_type() == at::kBFloat16)
     held.push_back(at::empty(in.x.sizes(), in.x.options().dtype(at::kFloat)));
   return held;
@@ -33,7 +36,8 @@ std::vector<at::Tensor> between_gemms(const ExpertsInput& in, std::int64_t num_r
 
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   const std::int64_t num_tokens = scores_TE.size(0);
-  return {at::empty({num_tokens, k}, scores_TE.options()), at::empty({num_tokens, k}, scores_TE.options().dtype(at::kLong))};
+  return {at::empty({num_tokens, k}, scores_TE.options()),
+          at::empty({num_tokens, k}, scores_TE.options().dtype(at::kLong))};
 }
 
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
@@ -43,7 +47,8 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   out.counts_e = at::empty({range.count}, at::kLong);
   std::int64_t num_rows = 0;
   for (std::int64_t e = 0; e < range.count; ++e) {
-    const std::int64_t count = num_routed / num_experts + (range.first + e < num_routed % num_experts);
+    const std::int64_t count =
+        num_routed / num_experts + (range.first + e < num_routed % num_experts);
     out.counts_e.mutable_data_ptr<std::int64_t>()[e] = count;
     num_rows += count;
   }
@@ -52,24 +57,28 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   return out;
 }
 
-at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) { return with_rows(x, index_R.numel()); }
+at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
+  return with_rows(x, index_R.numel());
+}
 
 at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
   return with_rows(rows_RD, inverse_TK.size(0));
 }
 
-ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsInput& input) {
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input) {
   // LibTorch ops alone: their temporaries are those of the accelerator.
   if (modelled_device() != at::kCPU) return cuda::experts_forward(config, weights, input);
-  const std::int64_t num_rows = input.token_R.defined() ? input.token_R.size(0) : input.x.size(0), F = weights.w1_eFD.size(1);
+  const std::int64_t num_rows = input.token_R.defined() ? input.token_R.size(0) : input.x.size(0),
+                     F = weights.w1_eFD.size(1);
   const auto hidden = [&] { return at::empty({num_rows, F}, input.x.options()); };
   ExpertsOutput out{at::empty_like(input.x), {input, hidden(), hidden()}};
   const auto held = between_gemms(input, num_rows, F);
   return out;
 }
 
-ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights, const ExpertsSaved& saved,
-                                  const at::Tensor& dy) {
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsSaved& saved, const at::Tensor& dy) {
   if (modelled_device() != at::kCPU) return cuda::experts_backward(config, weights, saved, dy);
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);

@@ -21,7 +21,8 @@ size_t argmax(const std::vector<double>& values) {
   return best;
 }
 
-/// The k largest, one after another. Chosen ones are taken out by a flag, so that -inf can be chosen too.
+/// The k largest, one after another. Chosen ones are taken out by a flag, so that -inf can be
+/// chosen too.
 std::vector<std::int64_t> largest(const std::vector<double>& values, std::int64_t k) {
   std::vector<std::int64_t> out;
   std::vector<bool> taken(values.size());
@@ -49,7 +50,8 @@ void mask_groups(std::vector<double>& scores, std::int64_t num_groups, std::int6
   }
   const auto kept = largest(group_scores, top_groups);
   for (size_t e = 0; e < scores.size(); ++e) {
-    if (std::find(kept.begin(), kept.end(), static_cast<std::int64_t>(e / size)) == kept.end()) scores[e] = kMasked;
+    if (std::find(kept.begin(), kept.end(), static_cast<std::int64_t>(e / size)) == kept.end())
+      scores[e] = kMasked;
   }
 }
 
@@ -57,7 +59,8 @@ void mask_groups(std::vector<double>& scores, std::int64_t num_groups, std::int6
 
 Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at::Tensor& bias_E) {
   const std::int64_t num_tokens = logits_TE.size(0), num_experts = logits_TE.size(1);
-  MOESH_CHECK(config.num_groups == 1 || (num_experts % config.num_groups == 0 && num_experts / config.num_groups >= 2),
+  MOESH_CHECK(config.num_groups == 1 ||
+                  (num_experts % config.num_groups == 0 && num_experts / config.num_groups >= 2),
               ErrorKind::config, num_experts, " experts in ", config.num_groups,
               " groups; groups are equal and hold two experts or more");
   Routing out{at::empty({num_tokens, config.top_k}, at::kLong), {}};
@@ -69,7 +72,8 @@ Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at:
     if (config.score == ScoreFunction::softmax) scores = at::softmax(logits, 0);
     std::vector<double> choice;
     for (std::int64_t e = 0; e < num_experts; ++e) {
-      choice.push_back(scores[e].item<double>() + (bias_E.defined() ? bias_E[e].item<double>() : 0));
+      choice.push_back(scores[e].item<double>() +
+                       (bias_E.defined() ? bias_E[e].item<double>() : 0));
     }
     if (config.num_groups > 1) mask_groups(choice, config.num_groups, config.top_groups);
     const auto chosen = largest(choice, config.top_k);
@@ -83,11 +87,13 @@ Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at:
     if (config.normalise) weights_K = weights_K / (weights_K.sum() + config.epsilon);
     weights.push_back(weights_K * config.scale);
   }
-  out.weights_TK = weights.empty() ? at::zeros({0, config.top_k}, logits_TE.options()) : at::stack(weights);
+  out.weights_TK =
+      weights.empty() ? at::zeros({0, config.top_k}, logits_TE.options()) : at::stack(weights);
   return out;
 }
 
-at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights, const at::Tensor& x_TD, const Routing& routing) {
+at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights,
+                   const at::Tensor& x_TD, const Routing& routing) {
   const auto plus = [](const at::Tensor& y, const at::Tensor& bias_eX, std::int64_t e) {
     return bias_eX.defined() ? y + bias_eX[e] : y;
   };
@@ -116,14 +122,18 @@ at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights, c
   return y_TD.empty() ? at::zeros_like(x_TD) : at::stack(y_TD);
 }
 
-at::Tensor moe(const RouterConfig& router, const ExpertsConfig& config, const MoeParameters& parameters, const at::Tensor& x_TD) {
+at::Tensor moe(const RouterConfig& router, const ExpertsConfig& config,
+               const MoeParameters& parameters, const at::Tensor& x_TD) {
   std::vector<at::Tensor> logits;
   for (std::int64_t t = 0; t < x_TD.size(0); ++t) {
     const at::Tensor one = at::mv(parameters.gate_ED, x_TD[t]);
     logits.push_back(parameters.gate_bias_E.defined() ? one + parameters.gate_bias_E : one);
   }
-  const at::Tensor logits_TE = logits.empty() ? at::zeros({0, parameters.gate_ED.size(0)}, x_TD.options()) : at::stack(logits);
-  return experts(config, parameters.experts, x_TD, route(router, logits_TE, parameters.expert_bias_E));
+  const at::Tensor logits_TE = logits.empty()
+                                   ? at::zeros({0, parameters.gate_ED.size(0)}, x_TD.options())
+                                   : at::stack(logits);
+  return experts(config, parameters.experts, x_TD,
+                 route(router, logits_TE, parameters.expert_bias_E));
 }
 
 }  // namespace moesh::kernels::ref

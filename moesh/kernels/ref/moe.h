@@ -1,8 +1,8 @@
 #pragma once
-// The MoE layer on one rank, written from the formula: a loop over tokens and their experts, one vector at a time. Slow and
-// obvious; it shares no code with the fast path. Only plain ATen ops are used, so that gradients come from LibTorch's
-// autograd when inputs require them. Meant for float64.
-// T tokens, D model, F ffn, E experts, K top-k
+// The MoE layer on one rank, written from the formula: a loop over tokens and their experts, one
+// vector at a time. Slow and obvious; it shares no code with the fast path. Only plain ATen ops are
+// used, so that gradients come from LibTorch's autograd when inputs require them. Meant for
+// float64. T tokens, D model, F ffn, E experts, K top-k
 
 #include <ATen/core/Tensor.h>
 
@@ -16,7 +16,8 @@ struct RouterConfig {
   ScoreFunction score = ScoreFunction::sigmoid;
   std::int64_t top_k = 1;
   std::int64_t num_groups = 1;  // node-limited routing: experts in equal groups,
-  std::int64_t top_groups = 1;  // of which a token may use so many, by the sum of the two best experts of each
+  std::int64_t top_groups =
+      1;  // of which a token may use so many, by the sum of the two best experts of each
   bool normalise = false;
   double epsilon = 0;
   double scale = 1;
@@ -31,7 +32,8 @@ struct Routing {
 Routing route(const RouterConfig& config, const at::Tensor& logits_TE, const at::Tensor& bias_E);
 
 /// sum over k of expert[t, k] of x[t], with the weight on the side that `config` names.
-at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights, const at::Tensor& x_TD, const Routing& routing);
+at::Tensor experts(const ExpertsConfig& config, const ExpertsWeights& weights,
+                   const at::Tensor& x_TD, const Routing& routing);
 
 struct MoeParameters {
   at::Tensor gate_ED;
@@ -41,6 +43,7 @@ struct MoeParameters {
 };
 
 /// Router and experts. Shared experts are a plain MLP beside it, and not part of this.
-at::Tensor moe(const RouterConfig& router, const ExpertsConfig& config, const MoeParameters& parameters, const at::Tensor& x_TD);
+at::Tensor moe(const RouterConfig& router, const ExpertsConfig& config,
+               const MoeParameters& parameters, const at::Tensor& x_TD);
 
 }  // namespace moesh::kernels::ref
