@@ -1,0 +1,96 @@
+#pragma once
+// The kernels of the MoE layer for Hopper (compute capability 9.0), as plain functions: device
+// pointers and sizes, no torch, no CUDA header. Everything runs on `stream`, nothing waits for the
+// device, nothing is allocated. bf16 tensors are void*, row-major, 16-byte aligned, without gaps.
+// Same bits every time, and a row's result does not depend on the rows around it.
+// T tokens, D model, F ffn, E experts, K top-k, R rows at their experts, sorted by expert
+//
+//   forward   route, sort, expand (x), up, down, combine (y)
+//   backward  expand (dy), dh, dw2, score_gradient, bias_gradients, dx, combine (dx), expand (x), dw13,
+//             route_backward
+// One buffer [R, D] is enough for all of x, y, dy and dx at their experts, in this order.
+
+#include <cstdint>
+
+namespace moesh::kernels::cuda {
+
+/// A sentence that says what went wrong; null: nothing did.
+using Error = const char*;
+using Stream = void*;
+
+/// Whether the kernels run on the current device: null, or why not.
+Error check_device();
+
+// ---- experts ----
+
+/// What the kernels of one set of experts share.
+struct Experts {
+  std::int64_t num_rows;        // R: rows that the buffers hold; those in use end at ends_E[E - 1]
+  std::int64_t model;           // D, a multiple of 8
+  std::int64_t ffn;             // F, a multiple of 8
+  std::int64_t num_experts;     // E, at most 512
+  const std::int32_t* ends_E;   // end of each expert's rows
+  const float* score_R;         // null: no scores
+  bool score_before = false;    // the score multiplies the input of an expert, not its output
+  bool clamped = false;         // GPT-OSS's activation
+  const void* w1_EFD;           // gate
+  const void* w3_EFD;           // up
+  const void* w2_EDF;           // down
+  const void* b1_EF = nullptr;  // biases; null: none. Not both b1, b3 and score_before
+  const void* b3_EF = nullptr;
+  const void* b2_ED = nullptr;
+};
+
+/// gate = W1 x, up = W3 x, and the hidden state with its score.
+Error up(const Experts&, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF, Stream);
+/// y = W2 act (+ b2).
+Error down(const Experts&, const void* act_RF, void* y_RD, Stream);
+
+/// The number of floats per row that dh writes to d_score_terms.
+constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 256; }
+/// Reads gate and up, and writes d_gate and d_up over them. act as `up` made it is made again.
+/// d_score_terms [num_score_terms, R], or null.
+Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
+         float* d_score_terms, Stream);
+/// dx of each row.
+Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
+/// Zeros for experts without rows.
+Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
+           void* dw1_EFD, void* dw3_EFD, Stream);
+Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, Stream);
+
+/// Sums the terms of dh in order, and adds b2's.
+Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,
+                     float* d_score_R, Stream);
+/// Sums over the rows of each expert; null: not wanted.
+Error bias_gradients(const Experts&, const void* dy_RD, const void* d_gate_RF, const void* d_up_RF,
+                     void* db1_EF, void* db3_EF, void* db2_ED, Stream);
+
+// ---- rows ----
+
+/// rows[inverse[t, k]] = x[t] for all k. -1: no row. `width` is a multiple of 8.
+Error expand(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD,
+             std::int64_t num_tokens, std::int64_t top_k, std::int64_t width, Stream);
+/// out[t] = addend[t] (null: 0) + the sum over k of rows[inverse[t, k]], in order, in float32. -1:
+/// no row. `width` is a multiple of 8.
+Error combine(const void* rows_RD, const std::int32_t* inverse_TK, const void* addend_TD,
+              void* out_TD, std::int64_t num_tokens, std::int64_t top_k, std::int64_t width,
+              Stream);
+
+struct Sort {
+  const std::int32_t* experts_TK;
+  const float* weight_TK;  // null: score_R is not wanted
+  std::int64_t num_tokens, top_k;
+  std::int64_t first_expert, num_experts;  // those that take part; at most 512
+  std::int32_t* workspace;                 // sort_workspace numbers
+  std::int32_t* ends_E;                    // of the experts that take part
+  std::int32_t* order_R;                   // row -> t * K + k; null: not wanted
+  std::int32_t* token_R;                   // row -> t
+  std::int32_t* inverse_TK;                // -1: that expert does not take part
+  float* score_R;
+};
+std::int64_t sort_workspace(const Sort&);
+/// A stable counting sort of the choices by expert.
+Error sort(const Sort&, Stream);
+
+}  // namespace moesh::kernels::cuda
