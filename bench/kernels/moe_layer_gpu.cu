@@ -125,6 +125,7 @@ double dense(double seconds) {
 
 void run_shape(int shape, int routing, double seconds, bool kernels) {
   LayerConfig c = kShapes[shape];
+  c.router = c.forced = true;
   DeviceLayer l(c, 40 + shape);
   const char* names[] = {"random", "zipf", "one expert empty"};
   choose_experts<<<static_cast<unsigned>((c.tokens + 127) / 128), 128>>>(c, routing,
@@ -148,6 +149,14 @@ void run_shape(int shape, int routing, double seconds, bool kernels) {
     const double td = static_cast<double>(c.tokens * c.model),
                  w = static_cast<double>(c.experts * c.model * c.ffn);
     const double each = seconds / 4;
+    const double gate_flops = 2.0 * static_cast<double>(c.tokens * c.model * c.experts);
+    line("route", gate_flops, 2 * td, measure(each, [&] {
+           l.router.forward(l.x.get(), l.routed_TK.get(), l.weight_TK.get(), nullptr);
+         }));
+    line("d_route", 2 * gate_flops, 4 * td, measure(each, [&] {
+           l.router.backward(l.x.get(), l.experts_TK.get(), l.d_score.get(), l.inverse.get(), false,
+                             nullptr);
+         }));
     line("sort", 0, 20 * rows,
          measure(each, [&] { MOESH_RUN(sort(l.sort_arguments(), nullptr)); }));
     line("expand", 0, 2 * (rd + td), measure(each, [&] { l.at_experts(l.x, nullptr); }));

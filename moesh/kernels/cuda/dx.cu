@@ -9,11 +9,13 @@ Error dx(const Experts& e, const void* d_gate_RF, const void* d_up_RF, void* dx_
   GroupedParams& p = l.params;
   p.width = static_cast<int>(e.model);
   p.depth = static_cast<int>(e.ffn);
-  p.num_parts = 2;
+  p.num_parts = d_up_RF ? 2 : 1;
   p.a[0] = l.map(d_gate_RF, e.ffn, e.num_rows, 1, kTileK, kTileM);
-  p.a[1] = l.map(d_up_RF, e.ffn, e.num_rows, 1, kTileK, kTileM);
   p.b[0] = l.map(e.w1_EFD, e.model, e.ffn, e.num_experts, 64, kTileK);
-  p.b[1] = l.map(e.w3_EFD, e.model, e.ffn, e.num_experts, 64, kTileK);
+  if (d_up_RF) {
+    p.a[1] = l.map(d_up_RF, e.ffn, e.num_rows, 1, kTileK, kTileM);
+    p.b[1] = l.map(e.w3_EFD, e.model, e.ffn, e.num_experts, 64, kTileK);
+  }
   p.out[0] = l.map(dx_RD, e.model, e.num_rows, 1, 64, kSlab);
   p.elementwise.rows_RD = static_cast<bf16*>(dx_RD);
   return l.launch<Gemm::dx>(stream);

@@ -52,7 +52,7 @@ constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 
 /// d_score_terms [num_score_terms, R], or null.
 Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream);
-/// dx of each row.
+/// dx of each row; d_up null: of W1 alone.
 Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
 /// Zeros for experts without rows.
 Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
@@ -92,5 +92,54 @@ struct Sort {
 std::int64_t sort_workspace(const Sort&);
 /// A stable counting sort of the choices by expert.
 Error sort(const Sort&, Stream);
+
+// ---- router ----
+
+enum class Scoring { sigmoid, softmax, softmax_chosen };
+
+struct Router {
+  std::int64_t num_tokens, model;  // T, D (a multiple of 8)
+  std::int64_t num_experts;        // E, at most 256
+  std::int64_t top_k;              // at most 16
+  Scoring scoring = Scoring::sigmoid;
+  bool choose_on_logits = false;                // of sigmoid
+  std::int64_t num_groups = 1, top_groups = 1;  // at most 32; of at least two experts
+  bool normalize = false;
+  float epsilon = 0.f, scale = 1.f;
+  const float* gate_bias_E = nullptr;    // added to the logits; null: none
+  const float* expert_bias_E = nullptr;  // added to what the choice is made on; null: none
+};
+
+/// Experts in a multiple of 8, as the terms of the gate have them.
+constexpr std::int64_t padded_experts(std::int64_t num_experts) {
+  return (num_experts + 7) / 8 * 8;
+}
+/// The float32 gate as a sum of three bf16 terms, [4, padded_experts, D]: low, middle, high, high.
+/// (Backward reads the last three.)
+Error split_gate(const Router&, const float* gate_ED, void* terms, Stream);
+
+/// Logits (exact to float32 rounding), the K experts with the largest scores, largest first and the
+/// lowest expert of equals, and their weights. bad_token becomes the smallest of itself and the
+/// tokens with a NaN: the caller sets it to INT32_MAX before, and looks at it when it next waits
+/// anyway.
+Error route(const Router&, const void* x_TD, const void* terms, float* logits_TE,
+            std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream);
+
+struct RouteGradients {
+  const void* x_TD;
+  const void* terms;  // of split_gate
+  const float* logits_TE;
+  const std::int32_t* experts_TK;
+  const float* d_weights;  // [T, K]; or of rows, [R]
+  const std::int32_t*
+      inverse_TK;            // where in [R] the choice is, -1: nowhere; null: d_weights is [T, K]
+  const float* d_logits_TE;  // what losses add; null: nothing
+  void* workspace;           // route_workspace bytes
+  float* d_gate_ED;
+  float* d_gate_bias_E;  // null: not wanted
+  void* dx_TD;           // bf16; an addend of combine
+};
+std::int64_t route_workspace(const Router&);
+Error route_backward(const Router&, const RouteGradients&, Stream);
 
 }  // namespace moesh::kernels::cuda
