@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/train/commands.h"
+#include "moesh/cli/commands.h"
 
 int main(int argc, char** argv) {
   try {
-    return moesh::train::run_command(std::vector<std::string>(argv + 1, argv + argc));
+    return moesh::cli::run_command(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const moesh::Error& e) {
     std::fprintf(stderr, "moesh: %s error: %s\n", to_string(e.kind()), e.what());
     return 2;

@@ -17,10 +17,16 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/config/options.h"
 #include "moesh/models/disk.h"
-#include "moesh/train/options.h"
 
 namespace moesh::train {
+
+using config::Degree;
+using config::degrees;
+using config::find_option;
+using config::Option;
+using config::options;
 namespace {
 
 using checkpoint::Part;

@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "moesh/checkpoint/save.h"
+#include "moesh/config/config.h"
 #include "moesh/models/model.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/train/config.h"
-#include "moesh/train/model_setup.h"
+#include "moesh/train/build.h"
 
 namespace moesh::train {
 

@@ -13,13 +13,13 @@
 #include <fstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
 #include "moesh/optim/schedule.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/step.h"
-#include "moesh/train/text.h"
 
 namespace moesh::train {
 namespace {

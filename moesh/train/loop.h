@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "moesh/train/config.h"
-#include "moesh/train/model_setup.h"
+#include "moesh/config/config.h"
+#include "moesh/train/build.h"
 
 namespace moesh::train {
 

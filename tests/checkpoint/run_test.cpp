@@ -19,7 +19,7 @@ path step(const path& folder, std::int64_t n) { return folder / checkpoint::step
 
 struct Case {
   std::string mesh;
-  train::Args options;
+  cli::Args options;
 };
 
 // The run that was never stopped, and the one that goes on from its fourth step: 20 further losses,
@@ -27,8 +27,8 @@ struct Case {
 void expect_bit_identical_resume(const Case& c) {
   SCOPED_TRACE(c.mesh);
   const TemporaryFolder folder;
-  train::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
-                      "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
+  cli::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
+                    "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
   options.insert(options.end(), c.options.begin(), c.options.end());
   const auto whole = run(folder.path() / "whole", c.mesh, options);
   ASSERT_EQ(whole.losses.size(), 24u);
@@ -94,8 +94,8 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
   for (const std::string& name : models::model_names()) {
     SCOPED_TRACE(name);
     const TemporaryFolder folder;
-    const train::Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
-    train::Args options = model;
+    const cli::Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
+    cli::Args options = model;
     options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
     run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
     const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1",
@@ -201,7 +201,7 @@ std::string all_lines() {
 TEST(Damage, TrainingSaysSoAndTakesTheOneBefore) {
   const TemporaryFolder folder;
   const path runs = folder.path() / "c";
-  const train::Args options{"--steps=8", "--checkpoint.interval=2"};
+  const cli::Args options{"--steps=8", "--checkpoint.interval=2"};
   const auto whole = run(runs, "tp=2,ep=2", options);
   const auto end = contents(step(runs, 8));
   flip(step(runs, 8) / "model-00001-of-00001.safetensors", 50'000, 3);
@@ -327,8 +327,8 @@ TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=2,ep=2", {"--steps=3"});
   const auto from = step(folder.path() / "c", 3);
-  const train::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
-                            "--training.seed=5"};
+  const cli::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
+                          "--training.seed=5"};
   const auto summary = run(folder.path() / "d", "dp_shard=2", options);
   const auto fresh = run(folder.path() / "e", "dp_shard=2", {"--steps=1", "--training.seed=5"});
   EXPECT_EQ(summary.first_step, 0);

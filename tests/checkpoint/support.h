@@ -11,9 +11,9 @@
 #include <string>
 
 #include "moesh/checkpoint/folder.h"
+#include "moesh/cli/arguments.h"
 #include "moesh/comm/launch.h"
 #include "moesh/optim/adamw.h"
-#include "moesh/train/arguments.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/loop.h"
 
@@ -66,26 +66,26 @@ inline void expect_same_contents(const std::filesystem::path& a, const std::file
 }
 
 /// The configuration of a run that saves into `folder`.
-inline train::Loaded run_config(const std::filesystem::path& folder, const std::string& mesh,
-                                train::Args more = {}) {
+inline cli::Loaded run_config(const std::filesystem::path& folder, const std::string& mesh,
+                              cli::Args more = {}) {
   more.insert(more.begin(),
               {"--checkpoint.enable", "--checkpoint.folder", folder.string(), "--mesh", mesh,
                "--metrics.folder", (folder.parent_path() / "metrics").string(),
                "--data.sequence_length=8", "--data.batch_size=2", "--metrics.log_freq=1000"});
-  auto loaded = train::load(more);
-  train::validate(loaded.config, 0, loaded.model.facts());
+  auto loaded = cli::load(more);
+  config::validate(loaded.config, 0, loaded.model.facts());
   return loaded;
 }
 
 inline train::RunSummary run(const std::filesystem::path& folder, const std::string& mesh,
-                             const train::Args& more) {
+                             const cli::Args& more) {
   const auto l = run_config(folder, mesh, more);
   return train::train(l.config, l.model);
 }
 
 /// Loads the newest checkpoint of `from` on a mesh, and saves it into `to`.
 inline void pass_on(const std::filesystem::path& from, const std::filesystem::path& to,
-                    const std::string& mesh, const train::Args& more = {}) {
+                    const std::string& mesh, const cli::Args& more = {}) {
   const auto in = run_config(from, mesh, more), out = run_config(to, mesh, more);
   comm::launch(mesh_shape(in.config).num_ranks(), [&](comm::Group& world) {
     const Mesh m(world, mesh_shape(in.config));

@@ -2,11 +2,12 @@
 // rank: loss, logits, every gradient, counts, parameters after two steps.
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "moesh/models/registry.h"
 #include "moesh/spmd/spmd.h"
-#include "moesh/train/verify.h"
+#include "moesh/verify/verify.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {
@@ -66,7 +67,7 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
                                       {.tp = 4, .ep = 2, .etp = 2},
                                       {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 4, .etp = 2},
                                       {.dp_replicate = 2, .cp = 2, .tp = 2, .ep = 4}};
-  train::VerifyCase c;
+  verify::VerifyCase c;
   c.model = variants()[GetParam()].config;
   c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 7;
   c.sequence = 7, c.accumulation = 1;
@@ -75,8 +76,8 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
     // Every other mesh takes the other ways.
     c.sequence_parallel = ++number % 2 == 0;
     c.recompute = number % 3 == 0, c.reshard = number % 3 == 1;
-    const auto reference = train::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
-    const auto report = train::verify(c, reference, mesh, test_options());
+    const auto reference = verify::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
+    const auto report = verify::verify(c, reference, mesh, test_options());
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }
 }

@@ -1,0 +1,304 @@
+#include "moesh/config/config.h"
+
+#include "moesh/config/options.h"
+#include "moesh/models/registry.h"
+#include "tests/support.h"
+
+namespace moesh::config {
+namespace {
+
+TEST(Config, TheCommandLineGoesOverTheFileAndTheFileOverDefaults) {
+  const TemporaryFile file("run.toml",
+                           "[training]\nsteps = 7\nseed = 8\n\n[optimizer]\nlr = 0.5\n");
+  const Config config =
+      load_config({"--training.steps=9", "--config", file.path(), "--data.batch_size", "3"});
+  EXPECT_EQ(config.training.steps, 9);
+  EXPECT_EQ(config.training.seed, 8);
+  EXPECT_EQ(config.optimizer.lr, 0.5);
+  EXPECT_EQ(config.data.batch_size, 3);
+  EXPECT_EQ(config.data.sequence_length, Config{}.data.sequence_length);
+  EXPECT_EQ(config.origin("training.steps"), "command line");
+  EXPECT_EQ(config.origin("training.seed"), file.path() + ":3");
+  EXPECT_EQ(config.origin("optimizer.lr"), file.path() + ":6");
+  EXPECT_EQ(config.origin("data.sequence_length"), "default");
+}
+
+TEST(Config, WithoutArgumentsItIsTheDefaultsAndTheyAreValid) {
+  const Config config = load_config({});
+  for (const Option& o : options()) {
+    EXPECT_EQ(o.get(config), o.initial()) << o.name;
+    EXPECT_EQ(config.origin(o.name), "default");
+  }
+  EXPECT_NO_THROW(validate(config, 0));
+  EXPECT_NO_THROW(validate(config, 1));
+}
+
+TEST(Config, IsAnAggregate) {
+  const Config config{.training = {.steps = 3}, .data = {.batch_size = 1}};
+  EXPECT_NO_THROW(validate(config, 1));
+  EXPECT_EQ(config.origin("training.steps"), "set by the program");
+  EXPECT_EQ(config.origin("training.seed"), "default");
+  expect_parts(error_of([] { validate({.training = {.steps = 0}}, 1); }, ErrorKind::config),
+               {"training.steps is 0 (set by the program)"});
+}
+
+TEST(Config, EveryOptionIsReadFromTheCommandLineInBothForms) {
+  for (const Option& o : options()) {
+    Value changed = o.initial();
+    if (auto* flag = std::get_if<bool>(&changed)) *flag = !*flag;
+    if (auto* whole = std::get_if<std::int64_t>(&changed)) *whole += 1;
+    if (auto* real = std::get_if<double>(&changed)) *real += 0.25;
+    if (auto* text = std::get_if<std::string>(&changed)) *text += "_changed";
+    const auto* text = std::get_if<std::string>(&changed);
+    const std::string written = text ? *text : formats::to_toml(changed);
+    EXPECT_EQ(o.get(load_config({"--" + o.name + "=" + written})), changed) << o.name;
+    EXPECT_EQ(o.get(load_config({"--" + o.name, written})), changed) << o.name;
+    // It changes this option and no other.
+    const Config config = load_config({"--" + o.name, written});
+    for (const Option& other : options())
+      if (other.name != o.name)
+        EXPECT_EQ(other.get(config), other.initial()) << o.name << " changes " << other.name;
+  }
+}
+
+TEST(Config, FlagsNegativeNumbersAndTheLastOfTwo) {
+  EXPECT_TRUE(load_config({"--debug.checked"}).debug.checked);
+  EXPECT_TRUE(load_config({"--debug.checked", "--steps", "3"}).debug.checked);
+  EXPECT_FALSE(load_config({"--debug.checked", "false"}).debug.checked);
+  EXPECT_EQ(load_config({"--optimizer.lr", "-1"}).optimizer.lr,
+            -1);  // judged by validate, with all other values
+  EXPECT_EQ(load_config({"--steps=3", "--training.steps=4"}).training.steps, 4);
+  EXPECT_EQ(load_config({"--metrics.folder="}).metrics.folder, "");
+  EXPECT_EQ(load_config({"--metrics.folder=a=b"}).metrics.folder, "a=b");
+}
+
+TEST(Config, ShortForms) {
+  const Config config = load_config(
+      {"--model", "deepseek_v3:debug", "--device=cuda", "--dtype", "bfloat16", "--steps=5"});
+  EXPECT_EQ(config.model.name, "deepseek_v3");
+  EXPECT_EQ(config.model.size, "debug");
+  EXPECT_EQ(config.training.device, "cuda");
+  EXPECT_EQ(config.training.dtype, "bfloat16");
+  EXPECT_EQ(config.training.steps, 5);
+  EXPECT_EQ(load_config({"--model=deepseek_v3"}).model.size, "tiny");
+  expect_parts(
+      error_of([] { check_option(load_config({"--model=deepseek_v3:huge"}), "model.size"); },
+               ErrorKind::config),
+      {"model.size is \"huge\" (command line)", "tiny, debug, 16b or 671b"});
+  expect_parts(error_of([] { check_option(load_config({"--model=gpt_oss:16b"}), "model.size"); },
+                        ErrorKind::config),
+               {"model.size is \"16b\" (command line)", "tiny, debug, 20b or 120b"});
+  expect_parts(error_of([] { check_option(load_config({"--model=gpt:20b"}), "model.size"); },
+                        ErrorKind::config),
+               {"model.name is \"gpt\" (command line)",
+                "deepseek_v3, qwen3_moe, mixtral, llama4 or gpt_oss"});
+}
+
+TEST(Config, MeshIsShortForAllDegrees) {
+  const MeshShape expected =
+      MeshShape{.dp_replicate = 3, .dp_shard = 2, .cp = 2, .tp = 4, .ep = 8, .etp = 2}.validated();
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "dp_replicate=3,dp_shard=2,cp=2,tp=4,ep=8,etp=2"})),
+            expected);
+  // What is not named is 1, also where the file says something else: the mesh is the whole mesh.
+  const TemporaryFile file("run.toml", "[parallelism]\ncontext_parallel_degree = 4\n");
+  const Config config = load_config({"--config", file.path(), "--mesh=tp=2,dp_shard=2"});
+  EXPECT_EQ(mesh_shape(config), (MeshShape{.dp_shard = 2, .tp = 2}.validated()));
+  EXPECT_EQ(config.origin("parallelism.context_parallel_degree"), "command line, --mesh");
+  EXPECT_EQ(
+      mesh_shape(load_config({"--mesh", "tp=2", "--parallelism.tensor_parallel_degree=4"})).tp, 4);
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "dp_shard=2 tp=2"})),
+            mesh_shape(config));  // as MeshShape::describe writes it
+
+  const auto error = [](const std::string& mesh) {
+    return error_of([&] { validate(load_config({"--mesh", mesh}), 0); }, ErrorKind::config);
+  };
+  expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
+                                     "dp_replicate, dp_shard, cp, tp, ep, etp"});
+  expect_parts(error("tp"), {"'tp' has no size"});
+  expect_parts(error("tp=two"),
+               {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
+  expect_parts(error("tp=0"),
+               {"parallelism.tensor_parallel_degree is 0 (command line, --mesh)", "1 or more"});
+  expect_parts(error("tp=2,ep=4"),
+               {"parallelism.expert_parallel_degree is 4 (command line, --mesh)"});
+}
+
+TEST(Config, UnknownKeysNameTheNearest) {
+  const auto in_file = [](const std::string& text, const std::vector<std::string>& parts) {
+    const TemporaryFile file("run.toml", text);
+    const std::string error =
+        error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config);
+    expect_parts(error, parts);
+    expect_parts(error, {file.path() + ":"});
+  };
+  in_file("[training]\nsteps = 1\nseeed = 2\n",
+          {":3: unknown key training.seeed", "nearest known key is training.seed"});
+  in_file("[trainig]\nsteps = 1\n",
+          {":2: unknown key trainig.steps", "nearest known key is training.steps"});
+  in_file("[training]\nbatch_size = 1\n",
+          {":2: unknown key training.batch_size", "nearest known key is data.batch_size"});
+  in_file("steps = 1\n", {":1: unknown key steps", "nearest known key is training.steps"});
+  in_file("[parallelism]\ntensor_paralel_degree = 2\n",
+          {"nearest known key is parallelism.tensor_parallel_degree"});
+  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "nearest known key is optimizer.lr"});
+  in_file("[training]\nsteps = \n", {":2: "});
+
+  const auto on_line = [](const std::vector<std::string>& args,
+                          const std::vector<std::string>& parts) {
+    expect_parts(error_of([&] { load_config(args); }, ErrorKind::config), parts);
+  };
+  on_line({"--training.stepz=4"}, {"unknown option --training.stepz (command line)",
+                                   "nearest known option is --training.steps"});
+  on_line({"--training.stepz"}, {"unknown option --training.stepz"});
+  on_line({"--meshes", "tp=2"}, {"unknown option --meshes", "nearest known option is --mesh"});
+  on_line({"--dtipe=float32"}, {"nearest known option is --dtype"});
+  on_line({"training.steps=4"}, {"'training.steps=4'", "--section.key=value"});
+  on_line({"--"}, {"'--'"});
+  on_line({"--training.steps"},
+          {"--training.steps (command line) has no value", "an integer, 1 or more"});
+  on_line({"--training.steps", "--debug.checked"},
+          {"--training.steps (command line) has no value"});
+  on_line({"--config"}, {"--config (command line) has no value"});
+  on_line({"--config="}, {"--config (command line) has no value"});
+  on_line({"--mesh"}, {"--mesh (command line) has no value"});
+  on_line({"--config", "a.toml", "--config=b.toml"}, {"--config b.toml", "a.toml"});
+  on_line({"--config", "no_such_file.toml"}, {"no_such_file.toml", "No such file"});
+}
+
+// A model's own configuration, as the trainer sees it.
+struct Sizes {
+  std::int64_t dim = 32, num_layers = 3;
+  double scale = 2.5;
+  bool normalize = true;
+  std::string rope = "yarn";
+  ModelKeys keys() {
+    return {{"dim", &dim, "width"},
+            {"num_layers", &num_layers, "blocks"},
+            {"scale", &scale},
+            {"normalize", &normalize},
+            {"rope", &rope}};
+  }
+};
+
+TEST(Config, ModelKeysGoToTheModel) {
+  const TemporaryFile file("run.toml",
+                           "[model]\nsize = \"debug\"\ndim = 64\nscale = 3\nrope = \"none\"\n");
+  Config config =
+      load_config({"--config", file.path(), "--model.dim=128", "--model.normalize=false"});
+  Sizes sizes;
+  const ModelKeys keys = sizes.keys();
+  EXPECT_EQ(error_of([&] { validate(config, 0); }, ErrorKind::internal)
+                    .find("apply_model_keys was not called") != std::string::npos,
+            true);
+  apply_model_keys(config, keys);
+  EXPECT_EQ(sizes.dim, 128);
+  EXPECT_EQ(sizes.num_layers, 3);
+  EXPECT_EQ(sizes.scale, 3.0);
+  EXPECT_FALSE(sizes.normalize);
+  EXPECT_EQ(sizes.rope, "none");
+  EXPECT_NO_THROW(validate(config, 0));
+  EXPECT_EQ(describe_option(config, "model.dim", keys), "model.dim is 128 (command line)");
+  EXPECT_EQ(describe_option(config, "model.scale", keys),
+            "model.scale is 3.0 (" + file.path() + ":4)");
+  EXPECT_EQ(describe_option(config, "model.num_layers", keys),
+            "model.num_layers is 3 (deepseek_v3:debug)");
+
+  const auto error = [&](const std::string& argument) {
+    Config c = load_config({argument});
+    return error_of([&] { apply_model_keys(c, keys); }, ErrorKind::config);
+  };
+  expect_parts(error("--model.num_layer=4"),
+               {"--model.num_layer (command line)", "--model.num_layers"});
+  expect_parts(error("--model.nane=x"), {"--model.name"});
+  expect_parts(error("--model.steps=4"), {"--training.steps"});
+  expect_parts(error("--model.dim=wide"), {"model.dim is wide (command line)", "an integer"});
+  const TemporaryFile typo("typo.toml", "[model]\n\nnum_layer = 4\n");
+  Config from_file = load_config({"--config", typo.path()});
+  expect_parts(error_of([&] { apply_model_keys(from_file, keys); }, ErrorKind::config),
+               {typo.path() + ":3: unknown key model.num_layer", "model.num_layers"});
+}
+
+TEST(Config, WhatIsPrintedReadsBackTheSame) {
+  const TemporaryFile file(
+      "my \"run\".toml",
+      "[data]\npath = \"C:\\\\text \\\"a\\\" # b\"\n[optimizer]\nlr = 3e-4\neps = 1e-12\n[model]\ndim = 7\n");
+  Config config = load_config({"--config", file.path(), "--mesh", "dp_shard=2,tp=2,ep=4",
+                               "--debug.checked", "--model.scale=0.1"});
+  Sizes sizes;
+  apply_model_keys(config, sizes.keys());
+  const std::string printed = print_config(config, sizes.keys());
+  expect_parts(printed,
+               {"[training]\nsteps = 100 ", "# default\n", "lr = 3e-4 ",
+                "# " + file.path() + ":4\n", "checked = true ", "# command line\n",
+                "# command line, --mesh\n", "num_layers = 3 ", "# deepseek_v3:tiny\n", "dim = 7 "});
+
+  const TemporaryFile again("again.toml", printed);
+  Config copy = load_config({"--config", again.path()});
+  Sizes copied;
+  apply_model_keys(copy, copied.keys());
+  for (const Option& o : options()) {
+    EXPECT_EQ(o.get(copy), o.get(config)) << o.name;
+    EXPECT_TRUE(copy.origin(o.name).starts_with(again.path() + ":"))
+        << o.name;  // every option is there
+  }
+  EXPECT_EQ(copied.dim, 7);
+  EXPECT_EQ(copied.scale, 0.1);
+  EXPECT_EQ(copied.num_layers, 3);
+  // Again printed it differs in the comments alone.
+  const auto without_comments = [](const std::string& text) {
+    std::string out;
+    for (const auto& entry : formats::parse_toml(text, "printed"))
+      out += entry.key + "=" + formats::to_toml(entry.value) + "\n";
+    return out;
+  };
+  EXPECT_EQ(without_comments(print_config(copy, copied.keys())), without_comments(printed));
+}
+
+TEST(Config, HelpNamesEveryOption) {
+  Sizes sizes;
+  const std::string help = help_text(sizes.keys());
+  std::string section;
+  for (const Option& o : options()) {
+    expect_parts(help, {"--" + o.name + "=" + formats::to_toml(o.initial()), o.help});
+    EXPECT_FALSE(o.help.empty()) << o.name;
+    for (const std::string& choice : o.rule.choices) expect_parts(help, {choice});
+    if (o.section() != section) expect_parts(help, {"\n[" + o.section() + "]\n"});
+    section = o.section();
+  }
+  for (const Degree& d : degrees()) expect_parts(help, {d.axis});
+  for (const ShortForm& f : short_forms()) expect_parts(help, {"--" + f.name, f.option});
+  expect_parts(help,
+               {"--config FILE", "--mesh ", "--model NAME:SIZE", "--model.num_layers=3", "blocks"});
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) expect_parts(help, {name + ": ", size});
+  for (std::size_t begin = 0; begin < help.size();) {
+    const std::size_t end = std::min(help.find('\n', begin), help.size());
+    EXPECT_LE(end - begin, 130u) << help.substr(begin, end - begin);
+    begin = end + 1;
+  }
+}
+
+TEST(Config, ConvertsToTheTermsOfOtherFolders) {
+  const Config config = load_config(
+      {"--dtype=bfloat16", "--mesh=dp_replicate=2,dp_shard=3,tp=2", "--data.batch_size=4",
+       "--training.gradient_accumulation_steps=5", "--data.seed=6", "--data.path=a.txt",
+       "--parallelism.moe_dispatcher=all_gather", "--data.sequence_length=17"});
+  EXPECT_EQ(scalar_type(config), at::kBFloat16);
+  EXPECT_EQ(scalar_type(Config{}), at::kFloat);
+  EXPECT_EQ(scalar_type(Config{.training = {.dtype = "float64"}}), at::kDouble);
+  EXPECT_THROW(scalar_type(Config{.training = {.dtype = "int8"}}), Error);
+  EXPECT_EQ(dispatcher(config), nn::Dispatcher::all_gather);
+  EXPECT_EQ(dispatcher(Config{}), nn::Dispatcher::automatic);
+  EXPECT_THROW(dispatcher(Config{.parallelism = {.moe_dispatcher = "pigeon"}}), Error);
+  const auto order = sample_order(config);
+  EXPECT_EQ(order.num_per_step(), 2 * 3 * 4 * 5);
+  EXPECT_EQ(order.first(1, 2, 3), 120 + (2 * 6 + 3) * 4);
+  const auto options = dataset_options(config, 300);
+  EXPECT_EQ(options.path, "a.txt");
+  EXPECT_EQ(options.sequence_length, 17);
+  EXPECT_EQ(options.vocab_size, 300);
+  EXPECT_EQ(options.seed, 6u);
+}
+
+}  // namespace
+}  // namespace moesh::config
