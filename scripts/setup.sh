@@ -55,7 +55,7 @@ install_packages() {
     if apt-cache show "$p" >/dev/null 2>&1; then
       wanted+=("$p")
     elif ! is_optional "$p"; then
-      echo "setup: no package '$p' here; moesh needs Debian 12, Ubuntu 22.04 or later" >&2
+      echo "setup: no package '$p' here; moesh needs Debian 12 or later" >&2
       return 1
     fi
   done
