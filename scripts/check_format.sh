@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fails when a tracked source is not as clang-format-19 would write it; `make format` mends that.
+# Fails when a tracked source is not as clang-format-19 would write it; `make format` fixes that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

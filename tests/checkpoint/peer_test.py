@@ -155,7 +155,7 @@ def what_does_not_fit_is_named(tmp):
     says("1 unexpected: model.extra.weight", **{"model.extra.weight": torch.zeros(3)})
     says(f"1 of another shape: {norm} [33] (it should be [32])", **{norm: torch.zeros(33)})
     says("F8_E4M3", "float8", norm, **{norm: original[norm].to(torch.float8_e4m3fn)})
-    # The layer that predicts a second token, and a buffer of old versions, are passed over.
+    # The layer that predicts a second token, and a buffer of old versions, are ignored.
     says(**{"model.layers.3.eh_proj.weight": torch.zeros(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
     same(original, tensors(tmp / "never"), "without the second token")
 

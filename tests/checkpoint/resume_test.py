@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs of the command that are cut off and gone on with: resume_test.py CASE MOESH [MPIRUN ...]. A case is a function below."""
+"""Runs of the command that are interrupted and resumed: resume_test.py CASE MOESH [MPIRUN ...]. A case is a function below."""
 
 import json
 import os

@@ -72,7 +72,7 @@ def headers():
     yield "", 0
     yield "[]", 0
     yield "null", 0
-    yield " {}", 0, False  # the text of the format wants '{' first
+    yield " {}", 0, False  # the format requires '{' first
     yield "{},", 0
     yield '{"__metadata__":{}}', 0
     yield '{"__metadata__":null}', 0
