@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Measures the groups: ranks that are threads against memcpy, then worlds of MPI processes against MPI's own collectives,
-# then all of them next to each other.
+# Measures the groups: ranks that are threads against memcpy, then worlds of MPI processes against
+# MPI's own collectives, then all of them next to each other.
 #   BIN=build/bin   the folder of the programs
 #   RUNS=1          how often everything is run; the last table has the best times, so that more runs mean less noise
 set -euo pipefail
