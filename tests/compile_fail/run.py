@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles one section of a file of mistakes which must fail in the right way.
+"""Compiles one section of a file of mistakes and wants it to fail in the right way.
 
 A file holds sections; the #else branch, where there is one, is the cure, and belongs to the control:
 
@@ -66,8 +66,7 @@ def complaint_about(commands, source, case):
         return f"the control does not compile:\n{output}" if code != 0 else None
     if case not in expected:
         return f"{source.name} has no section FAIL_{case}: configure again"
-    # The compiler stops at the first error, which takes a tenth of a second, or goes on, if the
-    # text is in a note to the error.
+    # The compiler stops at the first error, which takes a tenth of a second, or goes on, if the text is in a note to the error.
     for options in (["-Wfatal-errors"], []):
         code, output = compiler_says(commands, source, [f"-DFAIL_{case}", *options])
         if code == 0:
