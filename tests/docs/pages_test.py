@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The pages: 100 columns besides tables and output, and no link to a file that is not there.
+"""The pages: 100 columns besides tables and output, no link to a file that is not there, and in
+docs/walk.md no file twice.
 
 pages_test.py ROOT           every page of the tree
 pages_test.py --self-test    long lines and dead links in a made-up page are found
@@ -11,6 +12,7 @@ import sys
 import tempfile
 
 MAX_COLUMNS = 100
+STOP = re.compile(r"^- `([\w/.]+)`", re.M)
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)(?:#[^)]*)?\)")
 
 
@@ -28,10 +30,25 @@ def complaints_of(page):
                 yield f"{number}: there is no {target}"
 
 
+def complaints_of_walk(root, text):
+    """A line of the walk is a file, which is there and is listed once."""
+    files = STOP.findall(text)
+    for name in sorted(set(files)):
+        if not (root / name).is_file():
+            yield f"there is no {name}"
+        if files.count(name) > 1:
+            yield f"{name} is listed {files.count(name)} times"
+
+
 def check(root):
     folders = ["", "docs", "moesh", "tests", "bench", "configs", "examples", "python"]
     pages = [page for folder in folders for page in sorted((root / folder).glob("*.md"))]
-    return [f"{p.relative_to(root)}:{c}" for p in pages for c in complaints_of(p)], len(pages)
+    complaints = [f"{p.relative_to(root)}:{c}" for p in pages for c in complaints_of(p)]
+    walk = root / "docs" / "walk.md"
+    if walk.exists():
+        text = walk.read_text(encoding="utf-8")
+        complaints += [f"docs/walk.md: {c}" for c in complaints_of_walk(root, text)]
+    return complaints, len(pages)
 
 
 def self_test():
@@ -52,7 +69,10 @@ def self_test():
             complaints, num_pages = check(pathlib.Path(folder))
         found = "\n".join(complaints)
         assert num_pages == 1 and (expected in found if expected else not found), (text, found)
-    print(f"self-test: {len(cases)} cases are judged right")
+    walk = list(complaints_of_walk(pathlib.Path(__file__).parent,
+                                   "- `pages_test.py`: a\n- `pages_test.py`: b\n- `x.py`: c\n"))
+    assert walk == ["pages_test.py is listed 2 times", "there is no x.py"], walk
+    print(f"self-test: {len(cases) + 1} cases are judged right")
 
 
 def main():

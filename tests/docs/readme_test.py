@@ -26,14 +26,16 @@ def text_of(root, name):
 
 
 def example_region(root):
-    found = re.findall(r"^// \[readme\]\n(.*?)^// \[/readme\]$", text_of(root, EXAMPLE), re.M | re.S)
+    text = text_of(root, EXAMPLE)
+    found = re.findall(r"^// \[readme\]\n(.*?)^// \[/readme\]$", text, re.M | re.S)
     assert len(found) == 1, f"{EXAMPLE} has {len(found)} regions from [readme] to [/readme]"
     return found[0]
 
 
-def fenced(root, language, number=0):
-    """The blocks of README between ```language and ```."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text_of(root, "README.md"), re.M | re.S)[number]
+def fenced(root, language):
+    """The first block of README between ```language and ```."""
+    text = text_of(root, "README.md")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)[0]
 
 
 def code(root):
