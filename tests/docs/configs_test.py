@@ -40,8 +40,18 @@ def main(moesh, file):
     if not file.endswith("_tiny.toml"):
         return
     with tempfile.TemporaryDirectory() as folder:
-        run(moesh, "train", "--config", file, "--steps", "2", "--lr_scheduler.warmup_steps=1",
-            "--metrics.log_freq=1", "--metrics.folder", folder)
+        run(
+            moesh,
+            "train",
+            "--config",
+            file,
+            "--steps",
+            "2",
+            "--lr_scheduler.warmup_steps=1",
+            "--metrics.log_freq=1",
+            "--metrics.folder",
+            folder,
+        )
         lines = (pathlib.Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == 2 and all(1 < loss < 10 for loss in losses), f"losses: {losses}"

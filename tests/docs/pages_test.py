@@ -69,8 +69,12 @@ def self_test():
             complaints, num_pages = check(pathlib.Path(folder))
         found = "\n".join(complaints)
         assert num_pages == 1 and (expected in found if expected else not found), (text, found)
-    walk = list(complaints_of_walk(pathlib.Path(__file__).parent,
-                                   "- `pages_test.py`: a\n- `pages_test.py`: b\n- `x.py`: c\n"))
+    walk = list(
+        complaints_of_walk(
+            pathlib.Path(__file__).parent,
+            "- `pages_test.py`: a\n- `pages_test.py`: b\n- `x.py`: c\n",
+        )
+    )
     assert walk == ["pages_test.py is listed 2 times", "there is no x.py"], walk
     print(f"self-test: {len(cases) + 1} cases are judged right")
 

@@ -52,8 +52,11 @@ def output(root, program):
 
 
 def message(root, commands):
-    entry = next(e for e in json.loads(pathlib.Path(commands).read_text(encoding="utf-8"))
-                 if e["file"].endswith(EXAMPLE))
+    entry = next(
+        e
+        for e in json.loads(pathlib.Path(commands).read_text(encoding="utf-8"))
+        if e["file"].endswith(EXAMPLE)
+    )
     source = text_of(root, EXAMPLE)
     assert source.count(GATHERED) == 1, f"{EXAMPLE} has no line with {GATHERED}"
     words = shlex.split(entry["command"])
@@ -62,8 +65,13 @@ def message(root, commands):
         for what, compiles in ((source, True), (source.replace(GATHERED, FORGOTTEN), False)):
             path = pathlib.Path(folder) / "mlp.cpp"
             path.write_text(what, encoding="utf-8")
-            run = subprocess.run([*words, "-fsyntax-only", str(path)], cwd=entry["directory"],
-                                 env={**os.environ, "LC_ALL": "C"}, capture_output=True, text=True)
+            run = subprocess.run(
+                [*words, "-fsyntax-only", str(path)],
+                cwd=entry["directory"],
+                env={**os.environ, "LC_ALL": "C"},
+                capture_output=True,
+                text=True,
+            )
             assert (run.returncode == 0) == compiles, f"exit code {run.returncode}:\n{run.stderr}"
     said = run.stderr.replace("moesh::", "")
     for line in map(str.strip, fenced(root, "text").splitlines()):
