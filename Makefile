@@ -42,8 +42,11 @@ test:
 	$(CTEST) --test-dir build
 
 # The command, the GPU tests and the GPU benchmarks, against an installed CUDA build of torch.
-gpu: MOESH_TORCH_DIR ?= $(shell python3 -c 'import torch; print(torch.__path__[0])')
+FIND_TORCH = import importlib.util as u; print(*u.find_spec("torch").submodule_search_locations)
+gpu: MOESH_TORCH_DIR ?= $(shell python3 -c '$(FIND_TORCH)' 2> /dev/null)
 gpu:
+	@[ -e "$(MOESH_TORCH_DIR)/lib/libtorch_cuda.so" ] || { echo "make gpu: '$(MOESH_TORCH_DIR)' is" \
+	  "not the folder of a CUDA build of torch; pass MOESH_TORCH_DIR=/path/to/torch" >&2; exit 1; }
 	@cmake --preset cuda $(OPTIONS) > /dev/null
 	@cmake --build build-cuda -j $(JOBS) --target gpu
 	@echo "programs: build-cuda/bin; tests: ctest --test-dir build-cuda -L gpu"

@@ -179,7 +179,8 @@ def compare_headers(program, folder):
     assert len(lines) == len(cases), f"{len(lines)} answers to {len(cases)} files"
     wrong = [f"{header[:200]} with {size} bytes: the reference "
              f"{'takes' if theirs else 'refuses'} it; moesh: {line}"
-             for line, (header, size, theirs, wanted) in zip(lines, cases) if (line == "taken") != wanted]  # fmt: skip
+             for line, (header, size, theirs, wanted) in zip(lines, cases)
+             if (line == "taken") != wanted]  # fmt: skip
     if wrong:
         sys.exit("\n".join(wrong))
     taken = sum(case[2] for case in cases)
