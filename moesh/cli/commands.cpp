@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/train/loop.h"
 
@@ -43,6 +44,7 @@ const char* kUsage =
     "                   --check          compare every byte with its checksum; exit code 0 only if all is well\n"
     "  print-config   the effective values, and where each came from\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
+    "  --version      the version of moesh and of the LibTorch that it was built with\n"
     "\n"
     "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps, --dtype, --device, --max-minutes.\n"
     "\n"
@@ -118,6 +120,10 @@ int run_command(const Args& all) {
     Loaded l = load(rest);  // --model names the one whose keys are shown
     std::printf("%s\n%s", kUsage, help_text(l.model.keys()).c_str());
     return all.empty() ? 2 : 0;
+  }
+  if (all[0] == "--version") {
+    std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
+    return 0;
   }
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
   if (all[0] == "train") return run_train(rest), 0;

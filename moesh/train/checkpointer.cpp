@@ -296,7 +296,7 @@ void load_weights(const std::filesystem::path& folder, const formats::ModelOnDis
 
 Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   const at::NoGradGuard no_grad;
-  const formats::Manifest manifest = checkpoint::read_whole_manifest(folder);
+  const formats::Manifest manifest = checkpoint::read_intact_manifest(folder);
   const auto optimizer = manifest.extra.find(kOptimizer);
   MOESH_CHECK(
       optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name,

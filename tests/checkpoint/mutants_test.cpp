@@ -23,7 +23,7 @@ train::RunSummary six_steps(const path& folder) {
               "--moe.load_balance_coeff=0.05"});
 }
 
-// A run that goes on from its third step is the run that was never stopped.
+// A run that resumes from its third step is the run that was never stopped.
 bool resume_is_identical(const path& folder) {
   const auto whole = six_steps(folder / "whole");
   std::filesystem::create_directories(folder / "again");

@@ -1,4 +1,4 @@
-// Runs that are saved, cut off and gone on with.
+// Runs that are saved, interrupted and resumed.
 #include <sys/fsuid.h>
 #include <sys/resource.h>
 
@@ -22,7 +22,7 @@ struct Case {
   cli::Args options;
 };
 
-// The run that was never stopped, and the one that goes on from its fourth step: 20 further losses,
+// The run that was never stopped, and the one that resumes from its fourth step: 20 further losses,
 // and every file at the end.
 void expect_bit_identical_resume(const Case& c) {
   SCOPED_TRACE(c.mesh);
