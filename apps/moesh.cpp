@@ -1,17 +1,16 @@
-// The command `moesh`: thin. Everything it does lives in moesh/train.
+// The command `moesh`: thin. What it does is in moesh/cli.
 
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <string>
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/train/commands.h"
+#include "moesh/cli/commands.h"
 
 int main(int argc, char** argv) {
   try {
-    return moesh::train::run_command(std::vector<std::string>(argv + 1, argv + argc));
+    return moesh::cli::run_command(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const moesh::Error& e) {
     std::fprintf(stderr, "moesh: %s error: %s\n", to_string(e.kind()), e.what());
     return 2;

@@ -1,7 +1,5 @@
 #pragma once
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <array>

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 
+BELOW_TRAIN = ["types", "formats", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
 # Folder -> the folders which it may include, besides itself and base (errors, checks, logging: for everyone).
 MAY_INCLUDE = {
     "base": [],
@@ -23,8 +24,12 @@ MAY_INCLUDE = {
     "optim": ["spmd", "formats"],
     "data": ["spmd", "formats"],
     "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
-    "train": ["types", "formats", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"],
-    "apps": ["train"],
+    "config": ["formats", "comm", "nn", "models", "optim", "data"],  # their names and keys
+    "train": ["config", *BELOW_TRAIN],
+    "verify": ["train", "config", *BELOW_TRAIN],
+    "estimate": ["train", "config", *BELOW_TRAIN],
+    "cli": ["verify", "estimate", "train", "config", *BELOW_TRAIN],
+    "apps": ["cli"],
 }
 TORCH = ("ATen/", "c10/", "torch/")
 # Folder -> how external includes that it must not have begin.
@@ -90,7 +95,7 @@ def self_test():
         ("moesh/kernels/cpu/a.cpp", "#include <ATen/core/Tensor.h>", ""),
         ("moesh/base/a.h", "#include <vector>", ""),
         ("moesh/base/a.h", '// #include "moesh/types/place.h"', ""),
-        ("apps/main.cpp", '#include "moesh/train/loop.h"', ""),
+        ("apps/main.cpp", '#include "moesh/cli/commands.h"', ""),
         ("moesh/comm/a.h", '#include "moesh/spmd/tensor.h"', "comm may not include moesh/spmd/tensor.h"),
         ("moesh/base/a.h", '#include "moesh/types/place.h"', "base may not include"),
         ("moesh/kernels/ref/a.cpp", '  #  include "moesh/comm/group.h"', "kernels may not include"),

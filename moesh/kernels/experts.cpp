@@ -3,9 +3,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/cuda/cuda.h"
 #include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
@@ -98,7 +98,7 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
   const auto in = checked(config, w, input);
   if (input.x.is_meta()) return meta::experts_forward(config, w, in);
   return input.x.is_cpu() ? cpu::experts_forward(config, w, in)
-                          : cuda::experts_forward(config, w, in);
+                          : aten::experts_forward(config, w, in);
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
@@ -117,7 +117,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   const ExpertsSaved kept{in, saved.gate_RF.contiguous(), saved.up_RF.contiguous()};
   if (x.is_meta()) return meta::experts_backward(config, w, kept, dy.contiguous());
   return x.is_cpu() ? cpu::experts_backward(config, w, kept, dy.contiguous())
-                    : cuda::experts_backward(config, w, kept, dy.contiguous());
+                    : aten::experts_backward(config, w, kept, dy.contiguous());
 }
 
 }  // namespace moesh::kernels

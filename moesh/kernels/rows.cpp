@@ -2,9 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/cuda/cuda.h"
 #include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
@@ -17,7 +17,7 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   const at::NoGradGuard no_grad;
   if (x.is_meta()) return meta::gather_rows(x.contiguous(), index_R);
   return x.is_cpu() ? cpu::gather_rows(x.contiguous(), index_R.contiguous())
-                    : cuda::gather_rows(x.contiguous(), index_R.contiguous());
+                    : aten::gather_rows(x.contiguous(), index_R.contiguous());
 }
 
 at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
@@ -30,7 +30,7 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
   const at::NoGradGuard no_grad;
   const at::Tensor rows = rows_RD.contiguous(), inverse = inverse_TK.contiguous();
   if (rows.is_meta()) return meta::combine_rows(rows, inverse);
-  return rows.is_cpu() ? cpu::combine_rows(rows, inverse) : cuda::combine_rows(rows, inverse);
+  return rows.is_cpu() ? cpu::combine_rows(rows, inverse) : aten::combine_rows(rows, inverse);
 }
 
 }  // namespace moesh::kernels

@@ -4,9 +4,9 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/cuda/cuda.h"
 #include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
@@ -22,7 +22,7 @@ Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, Ex
   const at::Tensor experts = experts_TK.contiguous();
   if (experts.is_meta()) return meta::sort_by_expert(experts, num_experts, range);
   return experts.is_cpu() ? cpu::sort_by_expert(experts, num_experts, range)
-                          : cuda::sort_by_expert(experts, num_experts, range);
+                          : aten::sort_by_expert(experts, num_experts, range);
 }
 
 Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device device) {

@@ -2,9 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/cuda/cuda.h"
 #include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels {
@@ -19,7 +19,7 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   const at::NoGradGuard no_grad;
   const at::Tensor scores = scores_TE.contiguous();
   if (scores.is_meta()) return meta::top_k(scores, k);
-  return scores.is_cpu() ? cpu::top_k(scores, k) : cuda::top_k(scores, k);
+  return scores.is_cpu() ? cpu::top_k(scores, k) : aten::top_k(scores, k);
 }
 
 }  // namespace moesh::kernels

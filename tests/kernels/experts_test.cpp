@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/ref/moe.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/sort.h"
@@ -162,7 +162,7 @@ void check(const Case& c, at::ScalarType dtype) {
   const Result want = reference(p);
   const Poison poison;
   expect_same(run(p, p.values), want, tolerance(dtype), "");
-  expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want,
+  expect_same(run(p, p.values, aten::experts_forward, aten::experts_backward), want,
               tolerance(dtype), "libtorch");
 }
 
@@ -254,7 +254,7 @@ TEST(Experts, SizesBeyondOneBlock) {
       const Result want = plain_ops(p);
       const Poison poison;
       expect_same(run(p, p.values), want, tolerance(dtype), "");
-      expect_same(run(p, p.values, cuda::experts_forward, cuda::experts_backward), want,
+      expect_same(run(p, p.values, aten::experts_forward, aten::experts_backward), want,
                   tolerance(dtype), "libtorch");
     }
   }

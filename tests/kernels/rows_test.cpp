@@ -1,7 +1,7 @@
 #include "moesh/kernels/rows.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/sort.h"
 #include "tests/kernels/support.h"
 
@@ -14,7 +14,7 @@ struct Version {
   at::Tensor (*combine)(const at::Tensor&, const at::Tensor&);
 };
 const Version kVersions[] = {{"public", gather_rows, combine_rows},
-                             {"libtorch", cuda::gather_rows, cuda::combine_rows}};
+                             {"libtorch", aten::gather_rows, aten::combine_rows}};
 
 // Every token chooses k different experts.
 at::Tensor choices(std::int64_t num_tokens, std::int64_t k, std::int64_t num_experts) {

@@ -1,7 +1,7 @@
 #include "moesh/kernels/sort.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/rows.h"
 #include "tests/kernels/support.h"
 
@@ -18,7 +18,7 @@ at::Tensor random_experts(std::int64_t num_tokens, std::int64_t k, std::int64_t 
 
 // The public version for the test device, and the LibTorch one on it.
 using Sort = Sorted (*)(const at::Tensor&, std::int64_t, ExpertRange);
-constexpr Sort kVersions[] = {sort_by_expert, cuda::sort_by_expert};
+constexpr Sort kVersions[] = {sort_by_expert, aten::sort_by_expert};
 
 TEST(SortByExpert, IsTheStableSort) {
   for (const Sort sort : kVersions) {

@@ -1,19 +1,20 @@
 #include "moesh/nn/moe.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/kernels/ref/moe.h"
 #include "moesh/spmd/spmd.h"
-#include "moesh/train/layer_parity.h"
+#include "moesh/verify/layer_parity.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {
 namespace {
 
 using enum Place;
-using train::LayerCase;
+using verify::LayerCase;
 
 const std::vector<MeshShape> kMeshes{{.tp = 2},
                                      {.tp = 2, .ep = 2},
@@ -37,7 +38,7 @@ LayerCase small_case() {
 // On every mesh, with both dispatchers and with sequence parallelism on and off.
 void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes = kMeshes) {
   for (const auto& shape : meshes) {
-    const auto reference = train::run_reference(base, shape.dp_replicate * shape.dp_shard);
+    const auto reference = verify::run_reference(base, shape.dp_replicate * shape.dp_shard);
     std::vector<LayerCase> cases;
     for (auto dispatcher : {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather})
       for (bool sp : {true, false}) {
@@ -45,7 +46,7 @@ void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes =
         cases.back().layer.dispatcher = dispatcher;
         cases.back().sequence_parallel = sp;
       }
-    const auto reports = train::compare_layer(
+    const auto reports = verify::compare_layer(
         cases, {&reference, &reference, &reference, &reference}, shape, test_options());
     for (size_t i = 0; i < cases.size(); ++i)
       EXPECT_TRUE(reports[i].holds()) << reports[i].describe(cases[i], shape);

@@ -8,16 +8,16 @@
 #include <filesystem>
 
 #include "moesh/base/mutant.h"
-#include "moesh/train/compare.h"
-#include "moesh/train/dump.h"
-#include "moesh/train/layer_parity.h"
-#include "moesh/train/verify.h"
-#include "tests/spmd/device.h"
+#include "moesh/verify/compare.h"
+#include "moesh/verify/dump.h"
+#include "moesh/verify/layer_parity.h"
+#include "moesh/verify/verify.h"
+#include "tests/train/device.h"
 
 namespace moesh {
 namespace {
 
-using train::LayerCase;
+using verify::LayerCase;
 
 struct Mutant {
   std::string name;
@@ -109,12 +109,12 @@ TEST_P(Mutants, AreFound) {
   auto options = test_options();
   options.timeout = std::chrono::seconds(5);
   current_mutant() = "";
-  const auto reference = train::run_reference(c, mutant.mesh.dp_replicate * mutant.mesh.dp_shard);
-  const auto healthy = train::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
+  const auto reference = verify::run_reference(c, mutant.mesh.dp_replicate * mutant.mesh.dp_shard);
+  const auto healthy = verify::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
   ASSERT_TRUE(healthy.holds()) << healthy.describe(c, mutant.mesh);
 
   current_mutant() = mutant.name;
-  const auto report = train::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
+  const auto report = verify::compare_layer({c}, {&reference}, mutant.mesh, options)[0];
   current_mutant() = "";
   const std::string text = report.describe(c, mutant.mesh);
   ASSERT_FALSE(report.holds()) << "nobody noticed: " << text;
@@ -152,18 +152,23 @@ INSTANTIATE_TEST_SUITE_P(
         std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
     [](const auto& info) { return std::get<0>(info.param); });
 
+// One step of a small model on a mesh.
+verify::VerifyCase small_case(const MeshShape& mesh, const config::Settings& more = {}) {
+  config::Settings settings = verify::verify_defaults(1);
+  for (const auto& s : {config::mesh_settings(mesh, "test"), test_settings(), more})
+    settings.insert(settings.end(), s.begin(), s.end());
+  return {config::merged(settings), 1};
+}
+
 TEST_P(TrainerMutants, AreFound) {
   const auto& [name, mesh, first] = GetParam();
-  train::VerifyCase c;
-  c.model = models::DeepseekV3Config::named("tiny");
-  c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 3;
-  c.sequence = 7, c.steps = 1, c.accumulation = 1, c.max_norm = 0.01;
+  const auto c = small_case(mesh, {{"training.max_norm", 0.01, {"test"}}});
   current_mutant() = "";
-  const auto reference = train::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
-  const auto healthy = train::verify(c, reference, mesh, test_options());
+  const auto reference = verify::run_reference(c);
+  const auto healthy = verify::verify(c, reference);
   ASSERT_TRUE(healthy.holds()) << healthy.describe(mesh);
   current_mutant() = name;
-  const auto report = train::verify(c, reference, mesh, test_options());
+  const auto report = verify::verify(c, reference);
   current_mutant() = "";
   ASSERT_FALSE(report.holds()) << "nobody noticed " << name;
   ASSERT_FALSE(report.mismatches.empty()) << report.error;
@@ -172,20 +177,16 @@ TEST_P(TrainerMutants, AreFound) {
 
 // Someone who has two files of gradients, and no verify: compare finds the tensor and the factor.
 TEST(CompareMutants, TheFactorIsInTheFiles) {
-  train::VerifyCase c;
-  c.model = models::DeepseekV3Config::named("tiny");
-  c.options.dtype = at::kDouble, c.options.device = test_device();
-  c.sequence = 7, c.steps = 1, c.accumulation = 1;
-  const auto reference = train::run_reference(c, 4);
+  const auto reference = verify::run_reference(small_case({.dp_shard = 4}));
   const auto folder =
       std::filesystem::path(testing::TempDir()) / ("moesh_gradients_" + std::to_string(getpid()));
   std::filesystem::create_directories(folder);
   const auto gradients = [&](const MeshShape& mesh, const std::string& name) {
-    train::NamedTensors values, only;
-    train::verify(c, reference, mesh, test_options(), &values);
+    verify::NamedTensors values, only;
+    verify::verify(small_case(mesh), reference, &values);
     for (const auto& t : values.tensors)
       if (t.first.starts_with("d(")) only.tensors.push_back(t);
-    train::write_tensors((folder / name).string(), only);
+    verify::write_tensors((folder / name).string(), only);
     return (folder / name).string();
   };
   current_mutant() = "expert_gradient_averaged_over_ep";
@@ -194,14 +195,14 @@ TEST(CompareMutants, TheFactorIsInTheFiles) {
   current_mutant() = "";
   const auto healthy = gradients({.dp_shard = 4, .ep = 4}, "healthy.safetensors");
   const auto one_rank = gradients({.dp_shard = 4}, "one.safetensors");
-  EXPECT_TRUE(train::compare(healthy, one_rank).same());
-  const auto found = train::compare(a, b);  // a quarter and a half
+  EXPECT_TRUE(verify::compare(healthy, one_rank).same());
+  const auto found = verify::compare(a, b);  // a quarter and a half
   ASSERT_FALSE(found.same());
   EXPECT_EQ(found.first_difference()->name, "d(model.layers.1.mlp.experts.w1)");
   EXPECT_NEAR(found.first_difference()->factor, 0.5, 1e-9);
   EXPECT_NE(found.first_difference()->diagnosis().find("a is 1/2 of b"), std::string::npos);
   for (const auto& t : found.tensors)
-    EXPECT_EQ(t.state == train::ComparedTensor::State::differs,
+    EXPECT_EQ(t.state == verify::ComparedTensor::State::differs,
               t.name.find(".experts.w") != std::string::npos)
         << t.name;
   std::filesystem::remove_all(folder);

@@ -1,5 +1,6 @@
 #include "moesh/nn/router.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"

@@ -5,8 +5,8 @@
 namespace moesh::sweep {
 namespace {
 
-using train::LayerCase;
-using train::LayerResult;
+using verify::LayerCase;
+using verify::LayerResult;
 
 constexpr int kNumOptions = static_cast<int>(std::size(Choice::kLevels));
 
@@ -139,10 +139,10 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
     const auto key = reference_key(cases.back(), num_dp);
     auto found = cache.find(key);
     if (found == cache.end())
-      found = cache.emplace(key, train::run_reference(cases.back(), num_dp)).first;
+      found = cache.emplace(key, verify::run_reference(cases.back(), num_dp)).first;
     references.push_back(&found->second);
   }
-  const auto reports = train::compare_layer(cases, references, shape, options);
+  const auto reports = verify::compare_layer(cases, references, shape, options);
   ++totals.num_meshes;
   for (size_t i = 0; i < reports.size(); ++i) {
     ++totals.num_cases;

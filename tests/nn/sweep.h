@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/train/layer_parity.h"
+#include "moesh/verify/layer_parity.h"
 
 namespace moesh::sweep {
 
@@ -27,8 +27,8 @@ int num_choices();
 
 /// The case for a mesh: E = 2 ep (at least 4), F = 2 etp (2 etp + 1 in one variant), L even, odd,
 /// or smaller than tp.
-train::LayerCase make_case(const Choice& choice, const MeshShape& shape, at::ScalarType dtype,
-                           at::Device device);
+verify::LayerCase make_case(const Choice& choice, const MeshShape& shape, at::ScalarType dtype,
+                            at::Device device);
 
 struct Totals {
   int num_meshes = 0, num_cases = 0, num_failed = 0;

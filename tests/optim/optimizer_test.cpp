@@ -1,5 +1,6 @@
 #include "moesh/optim/optimizer.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>

@@ -1,5 +1,6 @@
 #include "moesh/spmd/param.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"

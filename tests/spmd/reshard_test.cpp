@@ -1,5 +1,6 @@
 #include "moesh/spmd/reshard.h"
 
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "moesh/spmd/spmd.h"

@@ -10,7 +10,7 @@
 #include "moesh/base/random.h"
 #include "moesh/models/registry.h"
 #include "moesh/spmd/spmd.h"
-#include "moesh/train/model_setup.h"
+#include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::train {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "moesh/kernels/cuda/cuda.h"
+#include "moesh/kernels/aten/aten.h"
 
 namespace moesh::kernels::meta {
 namespace {
@@ -68,7 +68,7 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
   // LibTorch ops alone: their temporaries are those of the accelerator.
-  if (modelled_device() != at::kCPU) return cuda::experts_forward(config, weights, input);
+  if (modelled_device() != at::kCPU) return aten::experts_forward(config, weights, input);
   const std::int64_t num_rows = input.token_R.defined() ? input.token_R.size(0) : input.x.size(0),
                      F = weights.w1_eFD.size(1);
   const auto hidden = [&] { return at::empty({num_rows, F}, input.x.options()); };
@@ -79,7 +79,7 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   const ExpertsSaved& saved, const at::Tensor& dy) {
-  if (modelled_device() != at::kCPU) return cuda::experts_backward(config, weights, saved, dy);
+  if (modelled_device() != at::kCPU) return aten::experts_backward(config, weights, saved, dy);
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
   out.weights = {like(weights.w1_eFD), like(weights.w3_eFD), like(weights.w2_eDF),

@@ -1,0 +1,155 @@
+#include "moesh/cli/commands.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <numeric>
+
+#include "moesh/base/error.h"
+#include "moesh/base/version.h"
+#include "moesh/cli/arguments.h"
+#include "moesh/config/merge.h"
+#include "moesh/train/loop.h"
+
+namespace moesh::cli {
+
+using namespace config;
+using namespace train;
+namespace {
+
+const char* kUsage =
+    "usage: moesh COMMAND [OPTIONS]\n"
+    "\n"
+    "  train          train a model; ranks are threads of this process, or MPI's under mpirun, srun\n"
+    "  verify         prove that a mesh computes what one rank computes; exit code 0 only if\n"
+    "                 everything agrees\n"
+    "                   --steps N        optimizer steps to compare (default 2)\n"
+    "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
+    "                   --json FILE      the result as JSON\n"
+    "                   --dump FOLDER    what was compared, as FOLDER/mesh.safetensors and\n"
+    "                                    FOLDER/one_rank.safetensors\n"
+    "                   --golden FILE    instead: what transformers computed (tools/record_golden.py)\n"
+    "                                    for the checkpoint of --checkpoint.initial_load=FOLDER\n"
+    "  compare A B    two safetensors files, or folders of them, of any framework, name by name;\n"
+    "                 B is the reference\n"
+    "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
+    "                   --rename P=R     the name in B of what A calls P (a regular expression); may\n"
+    "                                    be given several times\n"
+    "                   --all            print every tensor, not only those that differ\n"
+    "  estimate       parameters, memory of a rank and bytes that it sends in a step, without\n"
+    "                 running it; takes train's options\n"
+    "                   --search N       the best meshes of N ranks that fit, those that send the\n"
+    "                                    fewest bytes a token first; degrees that are set stay as\n"
+    "                                    they are\n"
+    "                   --memory SIZE    what a rank has, as in 80GiB\n"
+    "                   --json FILE      the result as JSON\n"
+    "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that\n"
+    "                 very mesh (this is `make run`)\n"
+    "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
+    "                   --layout per_expert|stacked   how routed experts are laid out\n"
+    "                   --dtype float32|bfloat16|...  of the weights\n"
+    "  inspect FOLDER what is in a checkpoint, or in any folder of a model\n"
+    "                   --check          compare every byte with its checksum; exit code 0 only if\n"
+    "                                    all is well\n"
+    "  print-config   the effective values, and where each came from\n"
+    "  help           this text and every option; with --model NAME:SIZE those of that model\n"
+    "  --version      the version of moesh and of the LibTorch that it was built with\n"
+    "\n"
+    "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps,\n"
+    "--dtype, --device, --max-minutes.\n"
+    "\n"
+    "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
+    "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
+
+RunSummary run_train(const Args& args) {
+  const Config config = load_config(args);
+  // Under a launcher the ranks are spread over the processes.
+  const int processes = comm::num_launched_processes();
+  if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
+  const RunSummary s = train::train(config);
+  if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
+    if (s.first_step > 0)
+      std::printf("nothing to do: the checkpoint is of step %lld\n",
+                  static_cast<long long>(s.first_step));
+    return s;
+  }
+  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done",
+              static_cast<long long>(s.first_step + s.num_steps), s.losses.back());
+  if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
+  std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds,
+              s.step_seconds);
+  if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
+  return s;
+}
+
+// Enough of a model to learn the synthetic language, small enough for eight ranks on a laptop.
+const Args kDemoModel = {"--model=deepseek_v3:tiny", "--model.dim=64", "--model.moe_ffn=32",
+                         "--mesh=dp_shard=2,cp=2,tp=2,ep=2,etp=2"};
+const Args kDemoTraining = {"--steps=300",
+                            "--data.batch_size=8",
+                            "--data.sequence_length=64",
+                            "--optimizer.lr=1e-2",
+                            "--lr_scheduler.warmup_steps=20",
+                            "--metrics.log_freq=50"};
+
+Args joined(Args a, const Args& b) {
+  a.insert(a.end(), b.begin(), b.end());
+  return a;
+}
+
+int run_demo(const Args& args) {
+  expect_words(args, 0, "moesh demo (it takes no options; moesh train and moesh verify do)");
+  const auto start = std::chrono::steady_clock::now();
+  std::printf("Training:\n\n");
+  const RunSummary s = run_train(joined(kDemoModel, kDemoTraining));
+  if (s.interrupted || s.losses.empty()) return 1;
+  std::printf(
+      "\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters "
+      "after two steps:\n\n");
+  std::fflush(stdout);
+  const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}));
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const auto num_last = static_cast<std::ptrdiff_t>(std::min<size_t>(20, s.losses.size()));
+  const double last = std::accumulate(s.losses.end() - num_last, s.losses.end(), 0.0) /
+                      static_cast<double>(num_last);
+  std::printf("\nSummary: loss %.3f -> %.3f (mean of the last %td of %lld steps) on 8 ranks",
+              s.losses.front(), last, num_last, static_cast<long long>(s.num_steps));
+  if (s.entropy) std::printf(" (floor %.3f)", *s.entropy);
+  std::printf("; the mesh %s what one rank computes; %.0f s in all.\n",
+              verified == 0 ? "computes" : "DOES NOT compute", seconds);
+  return verified;
+}
+
+}  // namespace
+
+int run_command(const Args& all) {
+  const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
+  if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
+    // --model names the one whose keys are shown.
+    std::printf("%s\n%s", kUsage, help_text(load_config(rest)).c_str());
+    return all.empty() ? 2 : 0;
+  }
+  if (all[0] == "--version") {
+    std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
+    return 0;
+  }
+  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
+  if (all[0] == "train") return run_train(rest), 0;
+  if (all[0] == "compare") return run_compare(rest);
+  if (all[0] == "estimate") return run_estimate(rest);
+  if (all[0] == "demo") return run_demo(rest);
+  if (all[0] == "verify") return run_verify(rest);
+  if (all[0] == "convert") return run_convert(rest);
+  if (all[0] == "inspect") return run_inspect(rest);
+  if (all[0] == "print-config") {
+    std::printf("%s", print_config(load_config(rest)).c_str());
+    return 0;
+  }
+  throw Error(ErrorKind::config,
+              "there is no command '" + all[0] +
+                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
+                  "print-config and help");
+}
+
+}  // namespace moesh::cli

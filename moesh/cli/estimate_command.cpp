@@ -1,0 +1,147 @@
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <fstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/text.h"
+#include "moesh/cli/arguments.h"
+#include "moesh/cli/commands.h"
+#include "moesh/config/merge.h"
+#include "moesh/estimate/estimate.h"
+
+namespace moesh::cli {
+
+using namespace config;
+using namespace moesh::estimate;
+namespace {
+
+constexpr size_t kMostListed = 20;
+
+// "80GiB", "80 GB", "500MiB", or bytes.
+std::int64_t parse_size(const std::string& text) {
+  const std::pair<const char*, double> units[] = {{"", 1},         {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                  {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
+                                                  {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+  double number = 0;
+  char unit[8] = "";
+  const int num_read = std::sscanf(text.c_str(), "%lf %7s", &number, unit);
+  for (const auto& [name, factor] : units)
+    if (num_read >= 1 && number > 0 && std::isfinite(number) && std::string(unit) == name)
+      return static_cast<std::int64_t>(number * factor);
+  throw Error(ErrorKind::config,
+              "--memory is '" + text + "'; it takes a size such as 80GiB, 80GB or 500MiB");
+}
+
+std::string size_text(double bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  size_t i = 0;
+  for (; std::abs(bytes) >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
+  char text[32];
+  std::snprintf(text, sizeof text, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
+  return text;
+}
+std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
+
+void print_heading(const Config& c, const Estimate& e) {
+  std::printf("%s %s: %s parameters, %s active, %s on %s\n", c.model.name.c_str(),
+              c.model.size.c_str(), with_commas(e.num_parameters).c_str(),
+              with_commas(e.num_active_parameters).c_str(), c.training.dtype.c_str(),
+              c.training.device.c_str());
+}
+
+void print(const Estimate& e) {
+  const int num_ranks = e.mesh.num_ranks();
+  const std::string ranks =
+      num_ranks == 1 ? "one rank" : detail::concat(num_ranks, " ranks (", e.mesh.describe(), ")");
+  std::printf("%s, %s tokens a step\n", ranks.c_str(), with_commas(e.num_tokens).c_str());
+  std::printf("\nmemory of a rank (the one that holds the most)\n");
+  const auto line = [](const char* name, std::int64_t bytes) {
+    std::printf("  %-14s %12s\n", name, size_text(bytes).c_str());
+  };
+  line("weights", e.state.weights);
+  line("gradients", e.state.gradients);
+  line("optimizer", e.state.optimizer);
+  line("activations", e.activations());
+  line("peak", e.peak);
+  std::printf("\nsent by a rank in a step\n");
+  for (const auto& [key, entry] : e.traffic)
+    std::printf("  %-24s %-14s %6lld calls %12s\n", key.first.c_str(), comm::to_string(key.second),
+                static_cast<long long>(entry.num_calls), size_text(entry.num_bytes).c_str());
+  std::printf("  %-24s %-14s %12s %12s\n", "total", "", "", size_text(e.moved()).c_str());
+}
+
+void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
+  if (r.best.empty()) {
+    std::printf(
+        "%d ranks: %d meshes, %d tried, and none fits into %s a rank; try more ranks, a smaller "
+        "batch, or --activation_checkpoint.mode=full\n",
+        num_ranks, r.num_meshes, r.num_tried, size_text(limit).c_str());
+    return;
+  }
+  std::printf("%d ranks: %d meshes, %d tried, the best %zu that fit into %s a rank\n", num_ranks,
+              r.num_meshes, r.num_tried, r.best.size(), size_text(limit).c_str());
+  std::printf("\n%12s %12s %14s %16s  mesh\n", "memory", "sent/step", "tokens/step",
+              "all ranks/token");
+  for (const Estimate& e : r.best)
+    std::printf("%12s %12s %14s %16s  %s\n", size_text(e.peak).c_str(),
+                size_text(e.moved()).c_str(), with_commas(e.num_tokens).c_str(),
+                size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
+}
+
+std::string to_json(const Estimate& e) {
+  std::string traffic;
+  for (const auto& [key, entry] : e.traffic)
+    traffic +=
+        detail::concat(traffic.empty() ? "" : ", ", "{\"group\": \"", key.first,
+                       "\", \"collective\": \"", comm::to_string(key.second),
+                       "\", \"calls\": ", entry.num_calls, ", \"bytes\": ", entry.num_bytes, "}");
+  return detail::concat(
+      "    {\"mesh\": \"", e.mesh.describe(), "\", \"ranks\": ", e.mesh.num_ranks(),
+      ", \"parameters\": ", e.num_parameters, ", \"active_parameters\": ", e.num_active_parameters,
+      ", \"tokens\": ", e.num_tokens, ",\n     \"weights\": ", e.state.weights,
+      ", \"gradients\": ", e.state.gradients, ", \"optimizer\": ", e.state.optimizer,
+      ", \"activations\": ", e.activations(), ", \"peak\": ", e.peak,
+      ",\n     \"sent\": ", e.moved(), ", \"traffic\": [", traffic, "]}");
+}
+
+void write_json(const std::string& path, const std::vector<Estimate>& all) {
+  std::ofstream file(path);
+  file << "{\n  \"estimates\": [\n";
+  for (size_t i = 0; i < all.size(); ++i) file << (i == 0 ? "" : ",\n") << to_json(all[i]);
+  file << "\n  ]\n}\n";
+  MOESH_CHECK(file.good(), ErrorKind::config, "--json ", path,
+              " cannot be written; choose a file that can");
+}
+
+}  // namespace
+
+int run_estimate(Args args) {
+  const auto json = take(args, "--json"), memory = take(args, "--memory");
+  const int num_ranks = take_number(args, "--search", 0);
+  const Config config = load_config(args);
+  if (num_ranks == 0) {
+    const Estimate e = estimate::estimate(config);
+    print_heading(config, e);
+    print(e);
+    const bool fits = !memory || e.peak <= parse_size(*memory);
+    if (memory)
+      std::printf("\n%s %s\n", fits ? "fits into" : "does not fit into",
+                  size_text(parse_size(*memory)).c_str());
+    if (json) write_json(*json, {e});
+    return fits ? 0 : 1;
+  }
+  MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks,
+              " needs the memory of a rank, as in --memory 80GiB");
+  const std::int64_t limit = parse_size(*memory);
+  const auto start = std::chrono::steady_clock::now();
+  const SearchResult r = search(config, num_ranks, limit, kMostListed);
+  if (!r.best.empty()) print_heading(config, r.best[0]);
+  print(r, num_ranks, limit);
+  std::printf("\n%.1f s\n",
+              std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  if (json) write_json(*json, r.best);
+  return r.best.empty() ? 1 : 0;
+}
+
+}  // namespace moesh::cli

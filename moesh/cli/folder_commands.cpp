@@ -1,0 +1,72 @@
+// The commands that work on folders of models: convert and inspect.
+
+#include <cstdio>
+
+#include "moesh/base/error.h"
+#include "moesh/checkpoint/convert.h"
+#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/load.h"
+#include "moesh/cli/arguments.h"
+#include "moesh/cli/commands.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/manifest.h"
+#include "moesh/models/disk.h"
+
+namespace moesh::cli {
+
+namespace {
+
+template <class T>
+T one_of(const std::string& option, const std::string& text,
+         const std::vector<std::pair<std::string, T>>& choices) {
+  std::string names;
+  for (const auto& [name, value] : choices) {
+    if (name == text) return value;
+    names += (names.empty() ? "" : " or ") + name;
+  }
+  throw Error(ErrorKind::config, option + " is '" + text + "'; it takes " + names);
+}
+
+}  // namespace
+
+int run_convert(Args args) {
+  checkpoint::ConvertOptions options;
+  if (const auto layout = take(args, "--layout"))
+    options.layout =
+        one_of<formats::ExpertLayout>("--layout", *layout,
+                                      {{"per_expert", formats::ExpertLayout::per_expert},
+                                       {"stacked", formats::ExpertLayout::stacked}});
+  if (const auto dtype = take(args, "--dtype"))
+    options.dtype = one_of<formats::Dtype>("--dtype", *dtype,
+                                           {{"float32", formats::Dtype::f32},
+                                            {"bfloat16", formats::Dtype::bf16},
+                                            {"float16", formats::Dtype::f16},
+                                            {"float64", formats::Dtype::f64}});
+  expect_words(args, 2, "moesh convert FROM TO [--layout per_expert|stacked] [--dtype TYPE]");
+  const std::filesystem::path from = args[0];
+  const std::string config = (from / "config.json").string();
+  const auto model = models::on_disk(models::config_of(checkpoint::read_config(from), config));
+  const auto done = checkpoint::convert(from, args[1], model, options);
+  std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", args[1].c_str(), done.num_tensors,
+              static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);
+  return 0;
+}
+
+int run_inspect(Args args) {
+  const bool check = take_flag(args, "--check");
+  expect_words(args, 1, "moesh inspect FOLDER [--check]");
+  if (check) {
+    MOESH_CHECK(std::filesystem::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
+                ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,
+                ", so there is nothing to check it against; was it written by moesh?");
+    const auto damage = checkpoint::find_damage(args[0]);
+    for (const auto& text : damage) std::printf("%s\n", text.c_str());
+    std::printf("%s: %s\n", args[0].c_str(),
+                damage.empty() ? "every byte is as it was written" : "DAMAGED");
+    return damage.empty() ? 0 : 1;
+  }
+  std::printf("%s", checkpoint::inspect(args[0]).c_str());
+  return 0;
+}
+
+}  // namespace moesh::cli

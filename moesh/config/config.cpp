@@ -1,0 +1,70 @@
+#include "moesh/config/config.h"
+
+#include "moesh/config/options.h"
+
+namespace moesh::config {
+
+Origin Config::origin(const std::string& option) const {
+  if (const auto found = origins.find(option); found != origins.end()) return found->second;
+  if (const Option* o = find_option(option)) {
+    const bool is_default = o->get(*this) == o->initial();
+    return {is_default ? "default" : "set by the program", is_default};
+  }
+  MOESH_CHECK(model_value(*this, option), "no option is called ", option);
+  return {model.name + ":" + model.size, true};
+}
+
+MeshShape mesh_shape(const Config& config) {
+  const ParallelismSection& p = config.parallelism;
+  return MeshShape{.dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
+                   .dp_shard = static_cast<int>(p.data_parallel_shard_degree),
+                   .cp = static_cast<int>(p.context_parallel_degree),
+                   .tp = static_cast<int>(p.tensor_parallel_degree),
+                   .ep = static_cast<int>(p.expert_parallel_degree),
+                   .etp = static_cast<int>(p.expert_tensor_parallel_degree)}
+      .validated();
+}
+
+at::ScalarType scalar_type(const Config& config) {
+  check_option(config, "training.dtype");
+  if (config.training.dtype == "float64") return at::kDouble;
+  return config.training.dtype == "bfloat16" ? at::kBFloat16 : at::kFloat;
+}
+
+at::Device device(const Config& config) {
+  return comm::device_for(at::Device(config.training.device), comm::local_process());
+}
+
+comm::LaunchOptions launch_options(const Config& config) {
+  return {.timeout = std::chrono::milliseconds(
+              static_cast<std::int64_t>(config.debug.timeout_seconds * 1000)),
+          .checked = config.debug.checked,
+          .device = at::Device(config.training.device)};
+}
+
+nn::Dispatcher dispatcher(const Config& config) {
+  using enum nn::Dispatcher;
+  for (nn::Dispatcher d : {automatic, local, all_to_all, all_gather})
+    if (config.parallelism.moe_dispatcher == nn::to_string(d)) return d;
+  check_option(config, "parallelism.moe_dispatcher");
+  throw Error(ErrorKind::internal, "no dispatcher is called " + config.parallelism.moe_dispatcher);
+}
+
+data::SampleOrder sample_order(const Config& config) {
+  return {.batch = config.data.batch_size,
+          .num_dp = config.parallelism.data_parallel_replicate_degree *
+                    config.parallelism.data_parallel_shard_degree,
+          .num_micro = config.training.gradient_accumulation_steps};
+}
+
+data::DatasetOptions dataset_options(const Config& config) {
+  return {.kind = config.data.kind,
+          .path = config.data.path,
+          .sequence_length = config.data.sequence_length,
+          .vocab_size = models::facts(config.model.architecture).vocab_size,
+          .seed = static_cast<std::uint64_t>(config.data.seed),
+          .shuffle = config.data.shuffle,
+          .synthetic_successors = config.data.synthetic_successors};
+}
+
+}  // namespace moesh::config

@@ -1,0 +1,161 @@
+#pragma once
+// What a run is asked to do: one closed object, from which everything that trains, verifies or
+// estimates is built. merge.h makes it of defaults, a TOML file and the command line; after that no
+// function changes the Config that it is given, and a variation is a new one. Sections and keys are
+// torchtitan's where it has them. An option is a member here and a line in options.cpp, which
+// drives reading, help, printing and range checks.
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+#include "moesh/comm/mesh.h"
+#include "moesh/data/dataset.h"
+#include "moesh/formats/toml.h"
+#include "moesh/models/registry.h"
+#include "moesh/nn/dispatch.h"
+
+namespace moesh::config {
+
+using Value = formats::TomlValue;
+
+struct ModelSection {
+  std::string name = "deepseek_v3";
+  std::string size = "tiny";
+  /// The built-in configuration of that name and size, changed by the further keys of [model].
+  models::AnyConfig architecture = models::built_in("deepseek_v3", "tiny");
+};
+
+struct TrainingSection {
+  std::int64_t steps = 100;
+  std::int64_t seed = 0;
+  std::string dtype = "float32";
+  std::string device = "cpu";
+  std::int64_t gradient_accumulation_steps = 1;
+  double max_norm = 1;
+  double max_minutes = 0;
+};
+
+struct DataSection {
+  std::string path = "";
+  std::string kind = "auto";
+  std::int64_t batch_size = 2;
+  std::int64_t sequence_length = 64;
+  std::int64_t seed = 0;
+  bool shuffle = true;
+  std::int64_t synthetic_successors = 4;
+};
+
+struct ParallelismSection {
+  std::int64_t data_parallel_replicate_degree = 1;
+  std::int64_t data_parallel_shard_degree = 1;
+  std::int64_t context_parallel_degree = 1;
+  std::int64_t tensor_parallel_degree = 1;
+  std::int64_t expert_parallel_degree = 1;
+  std::int64_t expert_tensor_parallel_degree = 1;
+  bool sequence_parallel = true;
+  bool fsdp_reshard_after_forward = true;
+  std::string moe_dispatcher = "auto";
+};
+
+struct OptimizerSection {
+  std::string name = "adamw";
+  double lr = 8e-4;
+  double beta1 = 0.9, beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  double momentum = 0.9;
+};
+
+struct LrSchedulerSection {
+  std::string kind = "cosine";
+  std::int64_t warmup_steps = 0;
+  double decay_ratio = 0.1;
+  double min_lr_factor = 0;
+};
+
+struct MoeSection {
+  double load_balance_coeff = 1e-3;
+  double switch_loss_weight = 0;
+  double sequence_loss_weight = 0;
+  double z_loss_weight = 0;
+  bool force_load_balance = false;
+};
+
+struct ActivationCheckpointSection {
+  std::string mode = "none";
+};
+
+struct CheckpointSection {
+  bool enable = false;
+  std::string folder = "outputs/checkpoints";
+  std::int64_t interval = 500;
+  bool async = false;
+  std::int64_t keep_latest_k = 10;
+  bool resume = true;
+  std::string initial_load = "";
+  std::string export_dtype = "auto";
+  std::int64_t max_shard_size = 5'000'000'000;
+};
+
+struct MetricsSection {
+  std::int64_t log_freq = 10;
+  std::string folder = "outputs";
+};
+
+struct DebugSection {
+  bool checked = false;
+  double timeout_seconds = 300;
+};
+
+/// Where a value comes from.
+struct Origin {
+  std::string text;         // "run.toml:3", "command line", "verify's default"
+  bool is_default = false;  // nobody asked for it
+};
+
+struct Config {
+  ModelSection model;
+  TrainingSection training;
+  DataSection data;
+  ParallelismSection parallelism;
+  OptimizerSection optimizer;
+  LrSchedulerSection lr_scheduler;
+  MoeSection moe;
+  ActivationCheckpointSection activation_checkpoint;
+  CheckpointSection checkpoint;
+  MetricsSection metrics;
+  DebugSection debug;
+  std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
+
+  /// Of an option: where it was set, else "default" or "set by the program". Of a model key that
+  /// was not set: "deepseek_v3:tiny".
+  Origin origin(const std::string& option) const;
+};
+
+/// Checks every rule; throws Error (config) which names the option, its value, where that came from
+/// and what would work. world_size 0: as many ranks as the mesh asks for.
+void validate(const Config& config, int world_size = 0);
+
+/// "training.steps is 0 (run.toml:3)": how every message begins. Takes model keys too.
+std::string describe_option(const Config& config, const std::string& option);
+
+/// Every option with its effective value and where it came from, as TOML: --config reads it back.
+std::string print_config(const Config& config);
+/// Every option with its default and what it takes, by section, and the keys of the model.
+std::string help_text(const Config& config = {});
+
+// The options in the terms of the folders which they configure.
+MeshShape mesh_shape(const Config& config);
+at::ScalarType scalar_type(const Config& config);
+/// Of the ranks of this process: where a machine has several GPUs, each process takes its own.
+at::Device device(const Config& config);
+comm::LaunchOptions launch_options(const Config& config);
+nn::Dispatcher dispatcher(const Config& config);
+data::SampleOrder sample_order(const Config& config);
+data::DatasetOptions dataset_options(const Config& config);
+
+}  // namespace moesh::config

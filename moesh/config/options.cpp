@@ -1,0 +1,312 @@
+#include "moesh/config/options.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "moesh/models/registry.h"
+
+namespace moesh::config {
+namespace {
+
+Rule at_least(double least) { return {.least = least}; }
+Rule above(double least) { return {.least = least, .above = true}; }
+Rule between(double least, double most) { return {.least = least, .most = most}; }
+Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
+Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+
+// The name of an option is its place in Config, so neither can be wrong alone.
+#define MOESH_OPTION(effect, section, key, ...)                                   \
+  make_option<Effect::effect, &Config::section, &decltype(Config::section)::key>( \
+      #section "." #key, __VA_ARGS__)
+
+std::vector<Option> make_options() {
+  return {
+      MOESH_OPTION(numbers, model, name, "architecture", one_of(models::model_names())),
+      MOESH_OPTION(numbers, model, size, "built-in configuration of it"),
+
+      MOESH_OPTION(numbers, training, steps, "optimizer steps", at_least(1)),
+      MOESH_OPTION(numbers, training, seed, "seed of the initial weights", at_least(0)),
+      MOESH_OPTION(numbers, training, dtype, "type of computation, not of master weights",
+                   one_of({"float64", "float32", "bfloat16"})),
+      MOESH_OPTION(speed, training, device, "where tensors are", one_of({"cpu", "cuda"})),
+      MOESH_OPTION(numbers, training, gradient_accumulation_steps,
+                   "micro-batches of an optimizer step", at_least(1)),
+      MOESH_OPTION(numbers, training, max_norm, "gradients are scaled down to this norm; 0: never",
+                   at_least(0)),
+      MOESH_OPTION(output, training, max_minutes,
+                   "the run ends after the step in which they pass; 0: never", at_least(0)),
+
+      MOESH_OPTION(numbers, data, path, "file to train on; empty: the built-in synthetic language"),
+      MOESH_OPTION(numbers, data, kind, "auto: jsonl for *.jsonl, text for other files",
+                   one_of({"auto", "synthetic", "text", "jsonl"})),
+      MOESH_OPTION(numbers, data, batch_size, "sequences of a data-parallel rank in a micro-batch",
+                   at_least(1)),
+      MOESH_OPTION(numbers, data, sequence_length, "tokens of a sequence", at_least(1)),
+      MOESH_OPTION(numbers, data, seed,
+                   "seed of the order of sequences, and of the synthetic language", at_least(0)),
+      MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
+      MOESH_OPTION(numbers, data, synthetic_successors,
+                   "tokens that may follow a token of the synthetic language", between(1, 64)),
+
+      // Each data-parallel rank brings its own batch. The other axes split the same work.
+      MOESH_OPTION(numbers, parallelism, data_parallel_replicate_degree,
+                   "dp_replicate: copies of the sharded model (HSDP)", at_least(1)),
+      MOESH_OPTION(numbers, parallelism, data_parallel_shard_degree,
+                   "dp_shard: ranks that split the storage of parameters (FSDP)", at_least(1)),
+      MOESH_OPTION(speed, parallelism, context_parallel_degree, "cp: ranks that split a sequence",
+                   at_least(1)),
+      MOESH_OPTION(speed, parallelism, tensor_parallel_degree,
+                   "tp: ranks that split heads, widths and vocabulary", at_least(1)),
+      MOESH_OPTION(speed, parallelism, expert_parallel_degree, "ep: ranks that split the experts",
+                   at_least(1)),
+      MOESH_OPTION(speed, parallelism, expert_tensor_parallel_degree,
+                   "etp: ranks that split the width of each expert", at_least(1)),
+      MOESH_OPTION(speed, parallelism, sequence_parallel,
+                   "tp ranks hold different tokens between the blocks"),
+      MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
+                   "free gathered parameters after forward, gather again in backward"),
+      MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
+                   one_of({"auto", "local", "all_to_all", "all_gather"})),
+
+      MOESH_OPTION(numbers, optimizer, name, "update rule", one_of({"adamw", "sgd"})),
+      MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
+      MOESH_OPTION(numbers, optimizer, beta1, "AdamW: decay of the mean of gradients",
+                   fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, beta2, "AdamW: decay of the mean of squares",
+                   fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, eps, "AdamW: added to the root of the mean of squares",
+                   above(0)),
+      MOESH_OPTION(numbers, optimizer, weight_decay, "decoupled decay of weights", at_least(0)),
+      MOESH_OPTION(numbers, optimizer, momentum, "SGD: decay of the mean of gradients; 0: none",
+                   fraction_below_one()),
+
+      MOESH_OPTION(numbers, lr_scheduler, kind, "how the learning rate falls after warm-up",
+                   one_of({"cosine", "linear", "wsd", "constant"})),
+      MOESH_OPTION(numbers, lr_scheduler, warmup_steps, "steps of linear growth from 0",
+                   at_least(0)),
+      MOESH_OPTION(numbers, lr_scheduler, decay_ratio,
+                   "wsd: fraction of all steps, at the end, in which the rate falls",
+                   between(0, 1)),
+      MOESH_OPTION(numbers, lr_scheduler, min_lr_factor,
+                   "the rate ends at this fraction of optimizer.lr", between(0, 1)),
+
+      MOESH_OPTION(numbers, moe, load_balance_coeff,
+                   "step of the expert bias (balance without a loss); 0: none", at_least(0)),
+      MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, z_loss_weight, "loss that keeps the router's logits small",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, force_load_balance,
+                   "for benchmarks: experts by token number, not by score"),
+
+      MOESH_OPTION(speed, activation_checkpoint, mode,
+                   "full: keep only the inputs of blocks, recompute the rest",
+                   one_of({"none", "full"})),
+
+      // A run that goes on from a checkpoint computes what it would have computed without a stop.
+      MOESH_OPTION(output, checkpoint, enable,
+                   "save, and go on from the newest checkpoint of the folder"),
+      MOESH_OPTION(output, checkpoint, folder,
+                   "of the checkpoints of the run, step-00000123 and so on"),
+      MOESH_OPTION(output, checkpoint, interval,
+                   "steps from one checkpoint to the next; the last step is always saved",
+                   at_least(1)),
+      MOESH_OPTION(speed, checkpoint, async, "copy, and write while training goes on"),
+      MOESH_OPTION(output, checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
+      MOESH_OPTION(output, checkpoint, resume,
+                   "false: begin anew; the folder must not hold checkpoints yet"),
+      MOESH_OPTION(numbers, checkpoint, initial_load,
+                   "folder of weights (Hugging Face or moesh) to begin with"),
+      MOESH_OPTION(output, checkpoint, export_dtype,
+                   "type of saved weights; auto: as the master weights",
+                   one_of({"auto", "float32", "bfloat16"})),
+      MOESH_OPTION(output, checkpoint, max_shard_size,
+                   "bytes of tensors in one file of a checkpoint", at_least(1)),
+
+      MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, folder, "where metrics are written; empty: nowhere"),
+
+      MOESH_OPTION(speed, debug, checked,
+                   "compare every collective and every replicated value over the ranks"),
+      MOESH_OPTION(speed, debug, timeout_seconds, "how long a rank waits for the others",
+                   {.least = 0, .most = 1e6, .above = true}),
+  };
+}
+#undef MOESH_OPTION
+
+// Levenshtein: letters to insert, delete or exchange.
+std::size_t edit_distance(const std::string& a, const std::string& b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0];
+    row[0] = i;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, changed});
+    }
+  }
+  return row[b.size()];
+}
+
+std::string after_last_dot(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
+// A whole text as a number; nullopt if any of it is something else.
+template <class T>
+std::optional<T> number(const std::string& text) {
+  T value{};
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+std::optional<Value> from_text(const std::string& text, const Value& like) {
+  if (std::holds_alternative<std::string>(like)) return text;
+  if (std::holds_alternative<bool>(like)) {
+    if (text == "true" || text == "false") return text == "true";
+    return std::nullopt;
+  }
+  if (std::holds_alternative<std::int64_t>(like)) {
+    if (const auto whole = number<std::int64_t>(text)) return *whole;
+    return std::nullopt;
+  }
+  if (const auto real = number<double>(text)) return *real;
+  return std::nullopt;
+}
+
+std::string plain(double bound) {
+  return bound == std::floor(bound) ? std::to_string(static_cast<std::int64_t>(bound))
+                                    : formats::to_toml(bound);
+}
+
+}  // namespace
+
+bool Rule::allows(const Value& value) const {
+  if (const auto* text = std::get_if<std::string>(&value))
+    return choices.empty() || std::find(choices.begin(), choices.end(), *text) != choices.end();
+  if (std::holds_alternative<bool>(value)) return true;
+  const auto* whole = std::get_if<std::int64_t>(&value);
+  const double x = whole ? static_cast<double>(*whole) : std::get<double>(value);
+  return std::isfinite(x) && (above ? x > least : x >= least) && (below ? x < most : x <= most);
+}
+
+std::string Rule::describe(const Value& like) const {
+  if (std::holds_alternative<bool>(like)) return "true or false";
+  if (std::holds_alternative<std::string>(like)) {
+    if (choices.empty()) return "a text";
+    std::string text = choices.front();
+    for (std::size_t i = 1; i < choices.size(); ++i)
+      text += (i + 1 < choices.size() ? ", " : " or ") + choices[i];
+    return text;
+  }
+  const std::string what = std::holds_alternative<std::int64_t>(like) ? "an integer" : "a number";
+  return std::isfinite(least) ? what + (above ? " " : ", ") + range() : what;
+}
+
+std::string Rule::range() const {
+  if (!std::isfinite(most)) return above ? "above " + plain(least) : plain(least) + " or more";
+  if (!above && !below) return plain(least) + " to " + plain(most);
+  return (above ? "above " + plain(least) : plain(least) + " or more") +
+         (below ? " and below " : ", at most ") + plain(most);
+}
+
+const std::vector<Option>& options() {
+  static const std::vector<Option> all = make_options();
+  return all;
+}
+
+const Option* find_option(const std::string& name) {
+  for (const Option& o : options())
+    if (o.name == name) return &o;
+  return nullptr;
+}
+
+std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names) {
+  std::string best;
+  std::size_t best_cost = std::string::npos;
+  for (const std::string& name : names) {
+    // The right key in a wrong section, or in none, is nearer than the right section with a wrong
+    // key.
+    const std::size_t cost = std::min(
+        edit_distance(wrong, name), edit_distance(after_last_dot(wrong), after_last_dot(name)) + 1);
+    if (cost < best_cost) {
+      best = name;
+      best_cost = cost;
+    }
+  }
+  return best;
+}
+
+Value converted(const Setting& setting, const Value& like, const Rule& rule) {
+  std::optional<Value> value;
+  if (setting.is_text)
+    value = from_text(std::get<std::string>(setting.value), like);
+  else if (setting.value.index() == like.index())
+    value = setting.value;
+  else if (std::holds_alternative<double>(like) &&
+           std::holds_alternative<std::int64_t>(setting.value))
+    value = static_cast<double>(std::get<std::int64_t>(setting.value));
+  MOESH_CHECK(
+      value.has_value(), ErrorKind::config, setting.name, " is ",
+      setting.is_text ? std::get<std::string>(setting.value) : formats::to_toml(setting.value),
+      " (", setting.origin.text, "); it takes ", rule.describe(like));
+  return *value;
+}
+
+const std::vector<Degree>& degrees() {
+  static const std::vector<Degree> all{
+      {"dp_replicate", "parallelism.data_parallel_replicate_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.dp_replicate; }},
+      {"dp_shard", "parallelism.data_parallel_shard_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.dp_shard; }},
+      {"cp", "parallelism.context_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.cp; }},
+      {"tp", "parallelism.tensor_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.tp; }},
+      {"ep", "parallelism.expert_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.ep; }},
+      {"etp", "parallelism.expert_tensor_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.etp; }}};
+  return all;
+}
+
+const std::vector<ShortForm>& short_forms() {
+  static const std::vector<ShortForm> all{{"steps", "training.steps"},
+                                          {"dtype", "training.dtype"},
+                                          {"device", "training.device"},
+                                          {"max-minutes", "training.max_minutes"}};
+  return all;
+}
+
+std::string numbers_of(const Config& config) {
+  std::string text;
+  for (const Option& o : options())
+    if (o.effect == Effect::numbers) text += o.name + "=" + formats::to_toml(o.get(config)) + "\n";
+  for (const auto& [name, value] : model_values(config))
+    text += name + "=" + formats::to_toml(value) + "\n";
+  return text;
+}
+
+Value read(const models::ModelKey& key) {
+  return std::visit([](const auto* target) -> Value { return *target; }, key.target);
+}
+
+std::vector<std::pair<std::string, Value>> model_values(const Config& config) {
+  models::AnyConfig copy = config.model.architecture;  // keys point into what they are taken of
+  std::vector<std::pair<std::string, Value>> values;
+  for (const models::ModelKey& key : models::keys(copy))
+    values.emplace_back("model." + key.name, read(key));
+  return values;
+}
+
+std::optional<Value> model_value(const Config& config, const std::string& name) {
+  for (const auto& [key, value] : model_values(config))
+    if (key == name) return value;
+  return std::nullopt;
+}
+
+}  // namespace moesh::config

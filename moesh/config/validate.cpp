@@ -1,0 +1,205 @@
+// The rules of a configuration, on its final values.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "moesh/config/config.h"
+#include "moesh/config/options.h"
+#include "moesh/models/registry.h"
+
+namespace moesh::config {
+namespace {
+
+constexpr const char* kReplicate = "parallelism.data_parallel_replicate_degree";
+constexpr const char* kShard = "parallelism.data_parallel_shard_degree";
+constexpr const char* kContext = "parallelism.context_parallel_degree";
+constexpr const char* kTensor = "parallelism.tensor_parallel_degree";
+constexpr const char* kExperts = "parallelism.expert_parallel_degree";
+constexpr const char* kExpertTensor = "parallelism.expert_tensor_parallel_degree";
+
+std::vector<std::int64_t> divisors(std::int64_t n) {
+  std::vector<std::int64_t> all;
+  for (std::int64_t d = 1; d <= n; ++d)
+    if (n % d == 0) all.push_back(d);
+  return all;
+}
+
+// Every degree that is not 1, with its origin: the reader sees which one to change.
+std::string describe_degrees(const Config& c) {
+  std::string text;
+  for (const Degree& d : degrees())
+    if (std::get<std::int64_t>(find_option(d.option)->get(c)) != 1)
+      text += (text.empty() ? "" : ", ") + describe_option(c, d.option);
+  return text.empty() ? "every degree of [parallelism] is 1" : text;
+}
+
+void check_mesh(const Config& c, int world_size) {
+  const ParallelismSection& p = c.parallelism;
+  // Before any product is taken in integers.
+  double dense_ranks = 1, expert_ranks = 1;
+  for (const Degree& d : degrees())
+    (d.axis == "ep" || d.axis == "etp" ? expert_ranks : dense_ranks) *=
+        static_cast<double>(std::get<std::int64_t>(find_option(d.option)->get(c)));
+  MOESH_CHECK(std::max(dense_ranks, expert_ranks) <= std::numeric_limits<int>::max(),
+              ErrorKind::config, describe_degrees(c), ": a mesh of ",
+              std::max(dense_ranks, expert_ranks), " ranks; choose degrees with a smaller product");
+
+  const std::int64_t dense =
+      p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
+  const std::int64_t experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree;
+  if (dense % experts != 0) {
+    // Which value to offer depends on which of the two can be fixed alone.
+    const bool keep_etp = dense % p.expert_tensor_parallel_degree == 0;
+    const std::int64_t kept = keep_etp ? p.expert_tensor_parallel_degree : 1;
+    throw Error(
+        ErrorKind::config,
+        detail::concat(describe_option(c, kExperts), ", ", describe_option(c, kExpertTensor),
+                       ": their product ", experts,
+                       " does not divide dp_shard * cp * tp = ", p.data_parallel_shard_degree,
+                       " * ", p.context_parallel_degree, " * ", p.tensor_parallel_degree, " = ",
+                       dense, ", and the experts use the same ranks; with ", kExpertTensor, " = ",
+                       kept, " set ", kExperts, " to one of ", divisors(dense / kept)));
+  }
+  const MeshShape shape = mesh_shape(c);
+  if (world_size == 0 || shape.num_ranks() == world_size) return;
+  // The shards can make up the difference where the experts still fit.
+  const std::int64_t others = shape.num_ranks() / shape.dp_shard;
+  const bool shards_can =
+      world_size % others == 0 && world_size / shape.dp_replicate % experts == 0;
+  throw Error(ErrorKind::config,
+              detail::concat(
+                  describe_degrees(c), ": a mesh of ", shape.num_ranks(), " ranks, and there are ",
+                  world_size, "; start ", shape.num_ranks(), " ranks, or ",
+                  shards_can ? detail::concat("set ", kShard, " to ", world_size / others)
+                             : detail::concat("choose degrees whose product is ", world_size)));
+}
+
+// "model.num_heads is 4 (deepseek_v3:tiny)", or where it was set by that name.
+std::string describe_fact(const Config& c, const std::string& key, std::int64_t value) {
+  return detail::concat("model.", key, " is ", value, " (", c.origin("model." + key).text, ")");
+}
+
+// `working` is a number that all values which work divide.
+void check_divides(const Config& c, const char* option, std::int64_t degree, const char* key,
+                   std::int64_t count, std::int64_t working) {
+  MOESH_CHECK(count % degree == 0, ErrorKind::config, describe_option(c, option), ", and ",
+              describe_fact(c, key, count), ", which does not divide by it; set ", option,
+              " to one of ", divisors(working));
+}
+
+void check_model(const Config& c, const models::ModelFacts& facts) {
+  MOESH_CHECK(models::name(c.model.architecture) == c.model.name, "model.name is ", c.model.name,
+              ", and the architecture is that of ", models::name(c.model.architecture),
+              "; make a Config by merged() and changed()");
+  const ParallelismSection& p = c.parallelism;
+  const std::int64_t heads = std::gcd(facts.num_heads, facts.num_kv_heads);
+  check_divides(c, kTensor, p.tensor_parallel_degree, "num_heads", facts.num_heads, heads);
+  check_divides(c, kTensor, p.tensor_parallel_degree, "num_kv_heads", facts.num_kv_heads, heads);
+  const std::int64_t ranks =
+      p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
+  check_divides(c, kExperts, p.expert_parallel_degree, "num_experts", facts.num_experts,
+                std::gcd(facts.num_experts, ranks / p.expert_tensor_parallel_degree));
+  MOESH_CHECK(facts.num_experts == 0 || facts.top_k <= facts.num_experts, ErrorKind::config,
+              describe_fact(c, "top_k", facts.top_k), ", and ",
+              describe_fact(c, "num_experts", facts.num_experts), "; set model.top_k to ",
+              facts.num_experts, " or less");
+  MOESH_CHECK(facts.max_sequence == 0 || c.data.sequence_length <= facts.max_sequence,
+              ErrorKind::config, describe_option(c, "data.sequence_length"), ", and ",
+              describe_fact(c, "max_sequence", facts.max_sequence),
+              "; set data.sequence_length to ", facts.max_sequence, " or less");
+  // Defaults are for models that have the bias; whoever asks for it in another is told.
+  MOESH_CHECK(facts.has_expert_bias || c.moe.load_balance_coeff == 0 ||
+                  c.origin("moe.load_balance_coeff").is_default,
+              ErrorKind::config, describe_option(c, "moe.load_balance_coeff"), ", and ",
+              c.model.name,
+              " has no expert bias; leave it out, and balance with moe.switch_loss_weight or "
+              "moe.sequence_loss_weight");
+}
+
+void check_data(const Config& c, const models::ModelFacts& facts) {
+  const std::string kind = data::resolved_kind(c.data.kind, c.data.path);
+  MOESH_CHECK(kind != "synthetic" || c.data.path.empty(), ErrorKind::config,
+              describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
+              "; leave out the path, or set data.kind to auto, text or jsonl");
+  MOESH_CHECK(kind == "synthetic" || !c.data.path.empty(), ErrorKind::config,
+              describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
+              "; name a file, or set data.kind to auto or synthetic");
+  if (facts.vocab_size == 0) return;
+  const std::string vocabulary = describe_fact(c, "vocab_size", facts.vocab_size);
+  if (kind == "synthetic") {
+    MOESH_CHECK(c.data.synthetic_successors <= facts.vocab_size, ErrorKind::config,
+                describe_option(c, "data.synthetic_successors"), ", and ", vocabulary,
+                "; set data.synthetic_successors to ", facts.vocab_size, " or less");
+  } else {
+    MOESH_CHECK(facts.vocab_size >= data::kNumByteTokens, ErrorKind::config,
+                describe_option(c, "data.path"), ", and a file is read as ", data::kNumByteTokens,
+                " different tokens (bytes, and one that ends a document), but ", vocabulary,
+                "; set model.vocab_size to ", data::kNumByteTokens,
+                " or more, or leave data.path empty for the synthetic language");
+  }
+}
+
+void check_schedule(const Config& c) {
+  const std::int64_t steps = c.training.steps, warmup = c.lr_scheduler.warmup_steps;
+  MOESH_CHECK(warmup <= steps, ErrorKind::config, describe_option(c, "lr_scheduler.warmup_steps"),
+              ", and ", describe_option(c, "training.steps"), "; set lr_scheduler.warmup_steps to ",
+              steps, " or less");
+  if (c.lr_scheduler.kind != "wsd") return;
+  const std::int64_t decay = std::llround(c.lr_scheduler.decay_ratio *
+                                          static_cast<double>(steps));  // as the schedule rounds
+  MOESH_CHECK(warmup + decay <= steps, ErrorKind::config,
+              describe_option(c, "lr_scheduler.decay_ratio"), ", so ", decay,
+              " steps of decay begin before the warm-up ends: ",
+              describe_option(c, "lr_scheduler.warmup_steps"), ", ",
+              describe_option(c, "training.steps"), "; set lr_scheduler.decay_ratio to ",
+              formats::to_toml(static_cast<double>(steps - warmup) / static_cast<double>(steps)),
+              " or less, or lr_scheduler.warmup_steps to ", steps - decay, " or less");
+}
+
+}  // namespace
+
+std::string describe_option(const Config& config, const std::string& option) {
+  const Option* o = find_option(option);
+  const auto value = o ? o->get(config) : model_value(config, option);
+  MOESH_CHECK(value, "no option is called ", option);
+  return detail::concat(option, " is ", formats::to_toml(*value), " (", config.origin(option).text,
+                        ")");
+}
+
+void check_option(const Config& config, const std::string& option) {
+  const std::string text = describe_option(config, option);
+  const Option& o = *find_option(option);
+  Rule rule = o.rule;
+  if (option == "model.size") {  // it depends on the model
+    check_option(config, "model.name");
+    rule.choices = models::model_sizes(config.model.name);
+  }
+  MOESH_CHECK(rule.allows(o.get(config)), ErrorKind::config, text, "; it takes ",
+              rule.describe(o.initial()));
+}
+
+void validate(const Config& config, int world_size) {
+  MOESH_CHECK(world_size >= 0, "validate: a world of ", world_size, " ranks");
+  const models::ModelFacts facts = models::facts(config.model.architecture);
+  for (const Option& o : options()) check_option(config, o.name);
+  check_mesh(config, world_size);
+  check_model(config, facts);
+  check_data(config, facts);
+  check_schedule(config);
+  MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
+              describe_option(config, "checkpoint.folder"), ", and ",
+              describe_option(config, "checkpoint.enable"),
+              "; set checkpoint.folder to where checkpoints are to be saved, such as "
+              "outputs/checkpoints");
+  MOESH_CHECK(config.parallelism.moe_dispatcher != "local" ||
+                  config.parallelism.expert_parallel_degree *
+                          config.parallelism.expert_tensor_parallel_degree ==
+                      1,
+              ErrorKind::config, describe_option(config, "parallelism.moe_dispatcher"),
+              ", and ranks split the experts: ", describe_option(config, kExperts), ", ",
+              describe_option(config, kExpertTensor),
+              "; set parallelism.moe_dispatcher to auto, all_to_all or all_gather");
+}
+
+}  // namespace moesh::config

@@ -1,0 +1,214 @@
+// Grouped SwiGLU with LibTorch ops: one grouped GEMM for all experts where the library has one
+// (bfloat16), else one GEMM each. T tokens, D model, F ffn, e local experts, K top-k, R rows at
+// their experts
+
+#include "moesh/kernels/experts.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/cumsum.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/zeros.h>
+
+#include "moesh/kernels/aten/aten.h"
+#include "moesh/kernels/rows.h"
+
+namespace moesh::kernels::aten {
+at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK);
+
+namespace {
+
+/// The rows of each expert, and GEMMs over them.
+class Groups {
+ public:
+  Groups(const ExpertsWeights& w, const at::Tensor& counts_e) : counts_e_(counts_e) {
+    const at::Tensor& w1 = w.w1_eFD;
+    // The grouped GEMM wants rows of a multiple of 16 bytes.
+    grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 &&
+               w1.size(2) % 8 == 0;
+    if (grouped_) ends_e_ = counts_e.cumsum(0).to(at::kInt).to(w1.device());
+    const auto* count = counts_e.const_data_ptr<std::int64_t>();
+    counts_.assign(count, count + counts_e.numel());
+  }
+
+  /// [R, A] times each expert's [A, B].
+  at::Tensor rows_times(const at::Tensor& rows_RA, const at::Tensor& w_eAB) const {
+    if (rows_RA.size(0) == 0) return at::empty({0, w_eAB.size(2)}, rows_RA.options());
+    if (grouped_) return at::_grouped_mm(rows_RA, w_eAB, ends_e_);
+    at::Tensor out = at::empty({rows_RA.size(0), w_eAB.size(2)}, rows_RA.options());
+    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
+      at::Tensor part = out.narrow(0, begin, count);
+      at::mm_out(part, rows_RA.narrow(0, begin, count), w_eAB[e]);
+    });
+    return out;
+  }
+
+  /// For each expert a' b over its rows; zeros, written here, for experts without rows.
+  at::Tensor outer(const at::Tensor& a_RA, const at::Tensor& b_RB) const {
+    const std::int64_t num_experts = static_cast<std::int64_t>(counts_.size());
+    if (a_RA.size(0) == 0)
+      return at::zeros({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
+    at::Tensor out;
+    if (grouped_) {
+      out = at::_grouped_mm(a_RA.t(), b_RB, ends_e_);
+    } else {
+      out = at::empty({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
+      each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
+        at::Tensor part = out[e];
+        at::mm_out(part, a_RA.narrow(0, begin, count).t(), b_RB.narrow(0, begin, count));
+      });
+    }
+    for (std::int64_t e = 0; e < num_experts; ++e) {
+      if (counts_[e] == 0) out[e].zero_();
+    }
+    return out;
+  }
+
+  /// The sum over each expert's rows.
+  at::Tensor sums(const at::Tensor& rows_RA) const {
+    at::Tensor out =
+        at::zeros({static_cast<std::int64_t>(counts_.size()), rows_RA.size(1)}, rows_RA.options());
+    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
+      out[e].copy_(rows_RA.narrow(0, begin, count).sum(0));
+    });
+    return out;
+  }
+
+  /// Each row's line of a bias, in `dtype`.
+  at::Tensor per_row(const at::Tensor& bias_eA, at::ScalarType dtype) const {
+    return bias_eA.to(dtype).index_select(0, at::repeat_interleave(counts_e_).to(bias_eA.device()));
+  }
+
+ private:
+  template <class F>
+  void each(const F& f) const {
+    std::int64_t begin = 0;
+    for (size_t e = 0; e < counts_.size(); begin += counts_[e++]) {
+      if (counts_[e] > 0) f(static_cast<std::int64_t>(e), begin, counts_[e]);
+    }
+  }
+
+  at::Tensor counts_e_, ends_e_;
+  std::vector<std::int64_t> counts_;
+  bool grouped_;
+};
+
+at::ScalarType wide(const at::Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// The pre-activations as the activation sees them.
+at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config,
+                               const at::Tensor& scores_R, const at::Tensor& bias_eF,
+                               const Groups& groups) {
+  at::Tensor out = g_RF.to(wide(g_RF));
+  if (config.scores == ScoreSide::before) out = out * scores_R.unsqueeze(1);
+  if (bias_eF.defined()) out = out + groups.per_row(bias_eF, out.scalar_type());
+  return out;
+}
+
+struct Hidden {
+  at::Tensor h, dh_dg, dh_du;  // the derivatives only if wanted
+};
+
+Hidden hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivatives) {
+  Hidden out;
+  if (activation == Activation::swiglu) {
+    const at::Tensor s = at::sigmoid(g), silu = g * s;
+    out.h = silu * u;
+    if (derivatives) out.dh_dg = (s + silu * (1 - s)).mul_(u), out.dh_du = silu;
+  } else {
+    constexpr double limit = 7, alpha = 1.702;
+    const at::Tensor gc = g.clamp_max(limit), uc = u.clamp(-limit, limit) + 1;
+    const at::Tensor s = at::sigmoid(alpha * gc), swish = gc * s;
+    out.h = swish * uc;
+    if (derivatives) {
+      out.dh_dg = (s + alpha * swish * (1 - s)).mul_(uc).masked_fill_(g > limit, 0);
+      out.dh_du = swish.masked_fill(u.abs() > limit, 0);
+    }
+  }
+  return out;
+}
+
+at::Tensor gathered(const ExpertsInput& in, const at::Tensor& x) {
+  return in.token_R.defined() ? x.index_select(0, in.token_R) : x;
+}
+at::Tensor combined(const ExpertsInput& in, const at::Tensor& rows) {
+  return in.token_R.defined() ? combine_rows(rows, in.inverse_TK) : rows;
+}
+
+}  // namespace
+
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input) {
+  const Groups groups(weights, input.counts_e);
+  ExpertsOutput out{{}, {input, {}, {}}};
+  {
+    const at::Tensor rows_RD = gathered(input, input.x);
+    out.saved.gate_RF = groups.rows_times(rows_RD, weights.w1_eFD.transpose(1, 2));
+    out.saved.up_RF = groups.rows_times(rows_RD, weights.w3_eFD.transpose(1, 2));
+  }
+  at::Tensor h =
+      hidden(config.activation,
+             with_score_and_bias(out.saved.gate_RF, config, input.scores_R, weights.b1_eF, groups),
+             with_score_and_bias(out.saved.up_RF, config, input.scores_R, weights.b3_eF, groups),
+             false)
+          .h;
+  if (config.scores == ScoreSide::after) h.mul_(input.scores_R.unsqueeze(1));
+  at::Tensor y_RD = groups.rows_times(h.to(input.x.scalar_type()), weights.w2_eDF.transpose(1, 2));
+  if (weights.b2_eD.defined()) {
+    at::Tensor bias_RD = groups.per_row(weights.b2_eD, wide(y_RD));
+    if (config.scores == ScoreSide::after) bias_RD.mul_(input.scores_R.unsqueeze(1));
+    y_RD = bias_RD.add_(y_RD).to(y_RD.scalar_type());
+  }
+  out.y = combined(input, y_RD);
+  return out;
+}
+
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsSaved& saved, const at::Tensor& dy) {
+  const ExpertsInput& in = saved.input;
+  const Groups groups(weights, in.counts_e);
+  const auto dtype = in.x.scalar_type();
+  const bool before = config.scores == ScoreSide::before, after = config.scores == ScoreSide::after;
+  const at::Tensor scores_R1 = in.scores_R.defined() ? in.scores_R.unsqueeze(1) : at::Tensor();
+  ExpertsGradients out;
+
+  const at::Tensor dy_RD = gathered(in, dy);
+  at::Tensor dh = groups.rows_times(dy_RD, weights.w2_eDF).to(wide(dy));
+  Hidden v =
+      hidden(config.activation,
+             with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
+             with_score_and_bias(saved.up_RF, config, in.scores_R, weights.b3_eF, groups), true);
+  if (after) {
+    out.scores_R = (dh * v.h).sum(1);
+    if (weights.b2_eD.defined())
+      out.scores_R.add_((dy_RD.to(wide(dy)) * groups.per_row(weights.b2_eD, wide(dy))).sum(1));
+    dh.mul_(scores_R1), v.h.mul_(scores_R1);
+  }
+  out.weights.w2_eDF = groups.outer(dy_RD, v.h.to(dtype));
+  if (weights.b2_eD.defined()) {
+    const at::Tensor wide_dy = dy_RD.to(wide(dy));
+    out.weights.b2_eD = groups.sums(after ? wide_dy * scores_R1 : wide_dy).to(dtype);
+  }
+  at::Tensor dg = v.dh_dg.mul_(dh), du = v.dh_du.mul_(dh);
+  if (weights.b1_eF.defined()) out.weights.b1_eF = groups.sums(dg).to(dtype);
+  if (weights.b3_eF.defined()) out.weights.b3_eF = groups.sums(du).to(dtype);
+  if (before) {
+    out.scores_R = (dg * saved.gate_RF).sum(1).add_((du * saved.up_RF).sum(1));
+    dg.mul_(scores_R1), du.mul_(scores_R1);
+  }
+  dg = dg.to(dtype), du = du.to(dtype);
+  const at::Tensor rows_RD = gathered(in, in.x);
+  out.weights.w1_eFD = groups.outer(dg, rows_RD);
+  out.weights.w3_eFD = groups.outer(du, rows_RD);
+  out.x = combined(
+      in, groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD)));
+  return out;
+}
+
+}  // namespace moesh::kernels::aten

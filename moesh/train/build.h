@@ -1,0 +1,42 @@
+#pragma once
+// The one path from a configuration to a step: model, optimizer, data, batches, options, learning
+// rate. Whatever trains, verifies, estimates or checks a golden file takes them from here.
+
+#include <memory>
+#include <vector>
+
+#include "moesh/config/config.h"
+#include "moesh/formats/disk.h"
+#include "moesh/models/registry.h"
+#include "moesh/optim/optimizer.h"
+#include "moesh/train/step.h"
+
+namespace moesh::train {
+
+using config::Config;
+using config::OptimizerSection;
+
+/// On the current mesh; with its initial weights, before checkpoint.initial_load.
+std::unique_ptr<models::Model> make_model(const Config& config);
+/// On another device than that of the configuration: meta has shapes alone.
+std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
+
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model,
+                                                 const OptimizerSection& options);
+
+StepOptions step_options(const Config& config);
+
+/// Of an optimizer step; steps count from 0.
+double learning_rate(const Config& config, std::int64_t step);
+
+std::unique_ptr<data::Dataset> open_dataset(const Config& config);
+
+/// The micro-batches of this dp rank in the optimizer step whose first sample of the global order
+/// is `data_position`.
+std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+                                             const Mesh& mesh, std::int64_t data_position);
+
+/// The model's names in folders.
+formats::ModelOnDisk on_disk(const Config& config);
+
+}  // namespace moesh::train

@@ -1,0 +1,220 @@
+#include "moesh/verify/compare.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <regex>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/safetensors.h"
+
+namespace moesh::verify {
+namespace {
+
+using formats::Dtype;
+using State = ComparedTensor::State;
+
+constexpr std::int64_t kChunk = 1 << 22;  // elements that are in memory at a time
+
+at::ScalarType scalar_type(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::boolean: return at::kBool;
+    case Dtype::u8: return at::kByte;
+    case Dtype::i8: return at::kChar;
+    case Dtype::i16: return at::kShort;
+    case Dtype::u16: return at::kUInt16;
+    case Dtype::i32: return at::kInt;
+    case Dtype::u32: return at::kUInt32;
+    case Dtype::i64: return at::kLong;
+    case Dtype::u64: return at::kUInt64;
+    case Dtype::f8_e4m3: return at::kFloat8_e4m3fn;
+    case Dtype::f8_e5m2: return at::kFloat8_e5m2;
+    case Dtype::f16: return at::kHalf;
+    case Dtype::bf16: return at::kBFloat16;
+    case Dtype::f32: return at::kFloat;
+    case Dtype::f64: return at::kDouble;
+    default: break;
+  }
+  throw Error(ErrorKind::data,
+              detail::concat("compare cannot read numbers of type ", formats::name_of(dtype),
+                             "; convert them to a type such as F32 first"));
+}
+
+double tolerance_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::f64: return 1e-10;
+    case Dtype::f32: return 1e-5;
+    case Dtype::f16:
+    case Dtype::bf16: return 2e-2;
+    case Dtype::f8_e4m3:
+    case Dtype::f8_e5m2: return 1e-1;
+    default: return 0;
+  }
+}
+
+// The tensors of a file, or of all files of a folder in the order of their names.
+struct Tensors {
+  struct Entry {
+    const formats::SafetensorsFile* file;
+    const formats::TensorInfo* info;
+  };
+  std::vector<std::unique_ptr<formats::SafetensorsFile>> files;
+  std::vector<Entry> order;
+  std::map<std::string, Entry> by_name;
+
+  explicit Tensors(const std::string& path) {
+    std::vector<std::filesystem::path> paths;
+    if (std::filesystem::is_directory(path)) {
+      for (const auto& e : std::filesystem::directory_iterator(path))
+        if (e.path().extension() == ".safetensors") paths.push_back(e.path());
+      std::sort(paths.begin(), paths.end());
+      MOESH_CHECK(!paths.empty(), ErrorKind::data, path,
+                  " holds no *.safetensors file; name a file or a folder that does");
+    } else {
+      paths.emplace_back(path);
+    }
+    for (const auto& p : paths) {
+      files.push_back(std::make_unique<formats::SafetensorsFile>(p));
+      for (const auto& info : files.back()->header().tensors) {
+        order.push_back({files.back().get(), &info});
+        MOESH_CHECK(by_name.emplace(info.name, order.back()).second, ErrorKind::data, path,
+                    ": two of its files hold ", info.name, "; keep one of them");
+      }
+    }
+  }
+};
+
+at::Tensor read(const Tensors::Entry& e, std::int64_t first, std::int64_t count) {
+  at::Tensor raw = at::empty({count}, scalar_type(e.info->dtype));
+  const auto width = formats::size_of(e.info->dtype);
+  e.file->read(
+      e.file->header().data_start + e.info->begin + static_cast<std::uint64_t>(first) * width,
+      {static_cast<std::byte*>(raw.data_ptr()), static_cast<std::size_t>(count) * width});
+  return raw.to(at::kDouble);
+}
+
+std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& shape) {
+  std::vector<std::int64_t> index(shape.size());
+  for (size_t d = shape.size(); d-- > 0; element /= shape[d]) index[d] = element % shape[d];
+  return index;
+}
+
+void compare_values(ComparedTensor& c, const Tensors::Entry& a, const Tensors::Entry& b) {
+  std::int64_t size = 1;
+  for (auto n : c.shape) size *= n;
+  double aa = 0, ab = 0, bb = 0, dd = 0, worst = -1;
+  for (std::int64_t first = 0; first < size; first += kChunk) {
+    const std::int64_t count = std::min(kChunk, size - first);
+    at::Tensor x = read(a, first, count), y = read(b, first, count);
+    // What is the same and not finite (a mask of -inf) is the same, and has no size.
+    const at::Tensor same = x.isfinite().logical_not().logical_and(
+        x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
+    x = x.masked_fill(same, 0), y = y.masked_fill(same, 0);
+    const at::Tensor d = x - y;
+    const auto sum = [](const at::Tensor& t) { return t.sum().item<double>(); };
+    aa += sum(x * x), ab += sum(x * y), bb += sum(y * y), dd += sum(d * d);
+    const at::Tensor off = at::nan_to_num(d.abs(), INFINITY);
+    const std::int64_t i = off.argmax().item<std::int64_t>();
+    if (const double v = off[i].item<double>(); v > worst) {
+      worst = v, c.worst_index = index_of(first + i, c.shape);
+      c.worst_a = x[i].item<double>(), c.worst_b = y[i].item<double>();
+    }
+  }
+  c.is_finite = std::isfinite(aa) && std::isfinite(bb);
+  c.norm = std::sqrt(aa), c.other_norm = std::sqrt(bb), c.error = std::sqrt(dd);
+  c.factor = bb > 0 ? ab / bb : aa > 0 ? INFINITY : 1;
+  if (aa > 0 && bb > 0) c.residue = std::sqrt(std::max(0.0, aa - ab * ab / bb) / aa);
+}
+
+}  // namespace
+
+double ComparedTensor::relative() const {
+  return other_norm > 0 ? error / other_norm : error > 0 ? INFINITY : 0;
+}
+
+std::string ComparedTensor::diagnosis() const {
+  if (state != State::differs) return "";
+  if (!is_finite) return "not finite";
+  if (norm == 0) return "a is zero: it was never computed, or its gradient never arrived";
+  if (residue > 1e-3) return "";
+  for (int n = 2; n <= 1024; ++n) {
+    if (std::abs(factor / n - 1) < 1e-3)
+      return detail::concat("a is ", n, " times b: a sum over ", n,
+                            " ranks too many, or a mean that is missing");
+    if (std::abs(factor * n - 1) < 1e-3)
+      return detail::concat("a is 1/", n, " of b: a sum over ", n,
+                            " ranks is missing, or a mean over them too many");
+  }
+  if (std::abs(factor + 1) < 1e-3) return "a is minus b";
+  return detail::concat("a is ", factor, " times b in every element");
+}
+
+bool Comparison::same() const { return first_difference() == nullptr; }
+
+const ComparedTensor* Comparison::first_difference() const {
+  for (const auto& t : tensors)
+    if (t.state != State::same) return &t;
+  return nullptr;
+}
+
+Comparison compare(const std::string& path_a, const std::string& path_b,
+                   const CompareOptions& options) {
+  const Tensors a(path_a), b(path_b);
+  std::vector<std::pair<std::regex, std::string>> renames;
+  for (const auto& [pattern, replacement] : options.renames) {
+    try {
+      renames.emplace_back(std::regex(pattern), replacement);
+    } catch (const std::regex_error& e) {
+      throw Error(ErrorKind::config,
+                  detail::concat("--rename: '", pattern, "' is not a regular expression: ", e.what()));
+    }
+  }
+  Comparison result;
+  std::map<std::string, std::string> taken;  // names of B, and which of A came for it
+  std::vector<double> tolerances;
+  double all = 0;
+  int num_compared = 0;
+  for (const auto& entry : a.order) {
+    ComparedTensor c{
+        .name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
+    for (const auto& [pattern, replacement] : renames)
+      c.other_name = std::regex_replace(c.other_name, pattern, replacement);
+    const auto [first, is_new] = taken.emplace(c.other_name, c.name);
+    MOESH_CHECK(is_new, ErrorKind::config, "--rename gives ", first->second, " and ", c.name,
+                " the same name, ", c.other_name, "; choose patterns that keep them apart");
+    double tolerance = 0;
+    if (const auto found = b.by_name.find(c.other_name); found == b.by_name.end()) {
+      c.state = State::only_in_a;
+    } else if (c.other_shape = found->second.info->shape; c.other_shape != c.shape) {
+      c.state = State::shape_differs;
+    } else {
+      compare_values(c, entry, found->second);
+      tolerance = options.tolerance.value_or(
+          std::max(tolerance_of(entry.info->dtype), tolerance_of(found->second.info->dtype)));
+      if (std::isfinite(c.other_norm)) all += c.other_norm * c.other_norm, ++num_compared;
+    }
+    tolerances.push_back(tolerance);
+    result.tensors.push_back(std::move(c));
+  }
+  // The floor is there because some tensors are exactly zero in theory and noise in practice.
+  const double floor = num_compared ? 1e-3 * std::sqrt(all / num_compared) : 0;
+  for (size_t i = 0; i < result.tensors.size(); ++i) {
+    auto& c = result.tensors[i];
+    if (c.state != State::same) continue;
+    c.allowed = tolerances[i] * std::max(c.other_norm, floor);
+    if (!c.is_finite || !(c.error <= c.allowed)) c.state = State::differs;
+  }
+  for (const auto& entry : b.order)
+    if (!taken.contains(entry.info->name))
+      result.tensors.push_back({.name = entry.info->name,
+                                .other_name = entry.info->name,
+                                .state = State::only_in_b,
+                                .other_shape = entry.info->shape});
+  return result;
+}
+
+}  // namespace moesh::verify

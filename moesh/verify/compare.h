@@ -1,0 +1,48 @@
+#pragma once
+// Two sets of tensors, of any framework, name by name: for people who debug the parallelism of
+// their own system.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace moesh::verify {
+
+struct CompareOptions {
+  /// Relative error that is allowed; without one it follows the narrower of the two dtypes: 1e-10
+  /// for float64, 1e-5 for float32, 2e-2 for 16 bits.
+  std::optional<double> tolerance = {};
+  /// (regular expression, replacement) pairs that turn a name of A into one of B, one after the
+  /// other.
+  std::vector<std::pair<std::string, std::string>> renames = {};
+};
+
+/// One name of A, or one that only B has.
+struct ComparedTensor {
+  enum class State { same, differs, shape_differs, only_in_a, only_in_b };
+  std::string name, other_name;  // in A and in B
+  State state = State::same;
+  std::vector<std::int64_t> shape, other_shape;
+  double error = 0, allowed = 0;    // |a - b|, and what the tolerance allows
+  double norm = 0, other_norm = 0;  // |a| and |b|
+  double factor = 0;                // <a, b> / <b, b>
+  double residue = 0;  // |a - factor * b| / |a|: near 0 where the factor is all that is wrong
+  std::vector<std::int64_t> worst_index;  // of the element that is furthest off
+  double worst_a = 0, worst_b = 0;
+  bool is_finite = true;
+
+  double relative() const;
+  /// What the factor says, where it says something: "a is 2 times b: ...".
+  std::string diagnosis() const;
+};
+
+struct Comparison {
+  std::vector<ComparedTensor> tensors;  // in the file order of A, then what only B has
+  bool same() const;
+  const ComparedTensor* first_difference() const;
+};
+
+/// A and B are safetensors files, or folders of them. b is the reference.
+Comparison compare(const std::string& a, const std::string& b, const CompareOptions& options = {});
+
+}  // namespace moesh::verify

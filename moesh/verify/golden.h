@@ -1,0 +1,33 @@
+#pragma once
+// What another program computed for a checkpoint (tools/record_golden.py), and what a mesh
+// computes.
+
+#include <filesystem>
+#include <string>
+
+#include "moesh/config/merge.h"
+#include "moesh/verify/verify.h"
+
+namespace moesh::verify {
+
+/// Tokens and results: loss, logits, and the gradient of every parameter by the name which it has
+/// in moesh.
+struct Golden : NamedTensors {
+  at::Tensor input_ids_BL, labels_BL;
+  /// The run that must give the same: the model of the checkpoint, the sizes of the file, and for
+  /// the rest what was asked for.
+  Config config;
+
+  /// 1e-4 in float32 and float64 (the file is float32), 2e-2 in bfloat16.
+  double tolerance() const;
+};
+
+/// `settings` name the checkpoint for which `file` was recorded, checkpoint.initial_load: gradients
+/// have its names. What they say of the model does not count.
+Golden read_golden(const std::filesystem::path& file, const config::Settings& settings);
+
+/// Loads the checkpoint on the mesh of the configuration, runs one forward and backward, and
+/// compares. Every dp rank takes as many sequences.
+VerifyReport verify_golden(const Golden& golden);
+
+}  // namespace moesh::verify

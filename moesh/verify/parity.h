@@ -1,0 +1,91 @@
+#pragma once
+// Comparing what the ranks of a mesh have with what one rank has: tensor by tensor, with the factor
+// that tells which reduction is wrong.
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moesh/comm/mesh.h"
+#include "moesh/spmd/param.h"
+
+namespace moesh::verify {
+
+/// Whole tensors by name, in forward order. Names of gradients begin with "d(".
+struct NamedTensors {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  /// The same tensors in a wider dtype, or empty: how far `tensors` are from these is rounding,
+  /// which no mesh avoids.
+  std::vector<std::pair<std::string, at::Tensor>> wide = {};
+  const at::Tensor& operator[](const std::string& name) const;
+};
+
+/// Where the first token of a rank's [B, L, ..] is in the whole.
+struct TokenOrigin {
+  std::int64_t batch, position;
+};
+
+/// What a rank has of one tensor, and where it belongs in the whole.
+struct RankTensor {
+  std::string name;
+  at::Tensor value;
+  std::function<at::Tensor(const at::Tensor& whole)> place;
+  bool exact = false;                      // counts: not one may be off
+  std::optional<TokenOrigin> tokens = {};  // of tensors that hold tokens
+  /// What |ref| is taken for at least: the size of the terms of a sum that may cancel.
+  double floor = 0;
+};
+
+/// The box of a tensor that a region names.
+at::Tensor slice(at::Tensor x, const Region& region);
+
+/// A tensor that differs.
+struct Mismatch {
+  std::string tensor;
+  double error = 0, allowed = 0;  // |delta|, and what the tolerance allows
+  std::vector<double> factors;    // <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right
+  /// Of the factors over the ranks of an axis, where it is the same all along that axis.
+  std::map<std::string, double> means;
+  int worst_rank = 0;
+  std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens
+  std::string describe(const MeshShape& mesh) const;
+};
+
+/// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all
+/// gradients| / sqrt(their number)): the floor is there because some gradients are exactly zero.
+/// Where the reference knows its own rounding, four times that is allowed too: a mesh rounds at
+/// other places than one rank.
+class Findings {
+ public:
+  Findings(int num_ranks, const NamedTensors& reference, double tolerance);
+  /// Called by every rank, from its own thread.
+  void compare(const RankTensor& tensor, int rank);
+  /// Called by every rank, after its last tensor: tells the other processes of the world, if there
+  /// are any.
+  void exchange(comm::Group& world, at::Device device);
+  /// In forward order: the first is nearest to the cause.
+  std::vector<Mismatch> mismatches(const MeshShape& shape) const;
+  /// The largest |delta| / allowed among the tensors that hold.
+  double worst_ratio() const;
+
+ private:
+  struct Finding {
+    double error = 0, allowed = 0, factor = 1, batch = -1, position = -1;
+  };
+  /// By name, in forward order.
+  std::vector<Mismatch> collect() const;
+
+  int num_ranks_;
+  const NamedTensors& reference_;
+  double tolerance_, floor_;
+  mutable std::mutex mutex_;
+  std::vector<std::string> names_;             // in the order in which every rank compares
+  std::vector<std::vector<Finding>> by_rank_;  // [rank][name]
+};
+
+}  // namespace moesh::verify

@@ -1,0 +1,266 @@
+#include "moesh/verify/verify.h"
+
+#include <ATen/ATen.h>
+
+#include <mutex>
+#include <sstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+#include "moesh/config/options.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/checkpointer.h"
+
+namespace moesh::verify {
+
+using namespace train;
+namespace {
+
+using enum Place;
+
+// Data in which more documents end than there are, by global sample: a label that would cross the
+// border does not count, so ranks have different numbers of labels.
+class WithIgnored : public data::Dataset {
+ public:
+  explicit WithIgnored(const VerifyCase& c)
+      : all_(open_dataset(c.config)),
+        random_(static_cast<std::uint64_t>(c.config.data.seed), "verify labels"),
+        fraction_(c.ignored) {}
+
+  data::Sample get(std::int64_t index) const override {
+    data::Sample sample = all_->get(index);
+    std::int64_t document = 0, before = sample.documents.front();
+    for (size_t i = 0; i < sample.documents.size(); ++i) {
+      const auto token = static_cast<std::uint64_t>(index) * sample.documents.size() + i;
+      const bool ends = sample.documents[i] != before || random_.uniform(token) < fraction_;
+      before = sample.documents[i];
+      sample.documents[i] = document += ends;
+    }
+    return sample;
+  }
+  std::int64_t sequence_length() const override { return all_->sequence_length(); }
+  std::int64_t vocab_size() const override { return all_->vocab_size(); }
+  std::string describe() const override { return all_->describe(); }
+
+ private:
+  std::unique_ptr<data::Dataset> all_;
+  Random random_;
+  double fraction_;
+};
+
+// A record for each step and MoE layer; the micro-batches of a step follow one another.
+Routing make_records(const VerifyCase& c, models::Model& model) {
+  const auto num_tokens = c.config.data.batch_size * c.config.data.sequence_length *
+                          c.config.training.gradient_accumulation_steps;
+  Routing routing;
+  for (int step = 0; step < c.steps; ++step) {
+    routing.emplace_back();
+    for (auto* router : model.routers())
+      routing.back().push_back(
+          std::make_unique<nn::RoutingRecord>(num_tokens, router->config().top_k));
+  }
+  return routing;
+}
+
+at::Tensor whole_tensor(const at::Tensor& t) { return t; }
+at::Tensor scalar(double x) { return at::full({}, x, at::kDouble); }
+
+// What a step has besides parameters: counts and losses; and of the first one logits and gradients.
+void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& model,
+                      const Gradients& g, std::int64_t step,
+                      const std::function<void(const RankTensor&)>& report) {
+  const std::string at = "step " + std::to_string(step) + " ";
+  for (size_t i = 0; i < g.counts_E.size(); ++i)
+    report({at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
+  report({at + "loss", scalar(g.loss), whole_tensor});
+  report({at + "total loss", scalar(g.total_loss), whole_tensor});
+  if (step > 0) return;
+  const std::int64_t batch = c.config.data.batch_size, first_sequence = mesh.coordinate(dp) * batch;
+  const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, first_sequence, batch); };
+  const nn::Tokens tokens(mesh, batch, c.config.data.sequence_length,
+                          c.config.parallelism.sequence_parallel);
+  const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
+  report({"logits", g.last.logits_BLV,
+          [&](const at::Tensor& t) {
+            return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                    vocab.length(mesh.coordinate(tp)));
+          },
+          false, TokenOrigin{first_sequence, tokens.block_start()}});
+  report({"d(input)", g.last.input.grad(),
+          [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
+          TokenOrigin{first_sequence, tokens.mine_start()}});
+  model.each_param([&](Stored& w, bool) {
+    report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
+}  // namespace
+
+config::Settings verify_defaults(std::int64_t steps) {
+  const config::Origin origin{"verify's default", true};
+  return {{"training.steps", std::max(steps, Config{}.training.steps), origin},
+          {"data.sequence_length", std::int64_t{7}, origin},
+          {"moe.load_balance_coeff", 0.01, origin},
+          {"moe.switch_loss_weight", 0.01, origin},
+          {"moe.sequence_loss_weight", 0.01, origin},
+          {"moe.z_loss_weight", 0.001, origin}};
+}
+
+Config one_rank(const Config& config) {
+  const config::Origin origin{"one rank"};
+  config::Settings settings = config::mesh_settings({}, origin.text);
+  settings.push_back(
+      {"data.batch_size", config.data.batch_size * sample_order(config).num_dp, origin});
+  settings.push_back({"parallelism.moe_dispatcher", std::string("local"), origin});
+  settings.push_back({"activation_checkpoint.mode", std::string("none"), origin});
+  return changed(config, settings);
+}
+
+std::unique_ptr<data::Dataset> open_data(const VerifyCase& c) {
+  return std::make_unique<WithIgnored>(c);
+}
+
+void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
+               Routing* replay, const std::function<void(const RankTensor&)>& report) {
+  const Config& config = c.config;
+  const Mesh mesh(world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto model = make_model(config);
+  load_initial_weights(config, *model, world.rank());
+  if (record) *record = make_records(c, *model);
+  const auto optimizer = make_optimizer(*model, config.optimizer);
+  StepOptions options = step_options(config);
+  options.forward.capture = true;
+  for (std::int64_t step = 0; step < c.steps; ++step) {
+    options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
+    options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    const Gradients g = accumulate_gradients(
+        *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
+        options);
+    report_gradients(c, mesh, *model, g, step, report);
+    const Update update =
+        apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
+    report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
+            whole_tensor});
+  }
+  int layer = 0;
+  for (auto* router : model->routers())
+    report({"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(),
+            whole_tensor});
+  model->each_param([&](Stored& w, bool) {
+    report({w.spec.name, raw::gather(w, w.value.detach()),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
+double VerifyCase::tolerance() const {
+  const auto dtype = scalar_type(config);
+  return dtype == at::kDouble ? 1e-9 : dtype == at::kFloat ? 1e-4 : 2e-2;
+}
+
+std::string VerifyReport::describe(const MeshShape& mesh) const {
+  if (holds()) return mesh.describe() + ": holds";
+  std::ostringstream os;
+  os << mesh.describe() << ": ";
+  if (!error.empty()) os << "threw: " << error;
+  size_t shown = 0;
+  for (const auto& m : mismatches) {
+    if (++shown > 6) {
+      os << "\n  and " << mismatches.size() - 6 << " more";
+      break;
+    }
+    os << "\n  " << m.describe(mesh);
+  }
+  return os.str();
+}
+
+VerifyReference run_reference(const VerifyCase& c) {
+  VerifyCase whole{one_rank(c.config), c.steps, c.ignored};
+  VerifyReference result;
+  const auto world = comm::solo_group();
+  const auto data = open_data(whole);
+  const auto keep = [](auto& tensors) {
+    return
+        [&tensors](const RankTensor& t) { tensors.emplace_back(t.name, t.value.detach().clone()); };
+  };
+  run_steps(whole, *data, *world, &result.routing, nullptr, keep(result.tensors));
+  if (c.config.training.dtype == "bfloat16") {  // what its rounding alone does
+    whole.config =
+        changed(whole.config, {{"training.dtype", std::string("float32"), {"one rank"}}});
+    run_steps(whole, *data, *world, nullptr, &result.routing, keep(result.wide));
+  }
+  return result;
+}
+
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, NamedTensors* values) {
+  MOESH_CHECK(!values || comm::num_launched_processes() == 0, ErrorKind::config,
+              "the tensors of a mesh can be put together in one process only; run without mpirun "
+              "or srun");
+  if (values)
+    for (const auto& [name, value] : reference.tensors)
+      values->tensors.emplace_back(name, at::zeros_like(value));
+  std::mutex put_together;
+  VerifyReport report;
+  const MeshShape shape = mesh_shape(c.config);
+  const auto data = open_data(c);
+  Findings findings(shape.num_ranks(), reference, c.tolerance());
+  auto& routing = const_cast<VerifyReference&>(reference).routing;
+  for (const auto& step : routing)
+    for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
+  try {
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          if (world.rank() == 0) report.is_first = true;
+          run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr,
+                    [&](const RankTensor& t) {
+                      findings.compare(t, world.rank());
+                      if (!values) return;
+                      const std::lock_guard lock(put_together);
+                      t.place((*values)[t.name]).copy_(t.value.detach());
+                    });
+          findings.exchange(world, device(c.config));
+        },
+        launch_options(c.config));
+  } catch (const std::exception& e) {
+    report.error = e.what();
+  }
+  if (report.error.empty()) report.mismatches = findings.mismatches(shape);
+  report.worst_ratio = findings.worst_ratio();
+  if (c.replays())
+    for (const auto& step : routing)
+      for (const auto& r : step) {
+        report.num_flipped += r->num_flipped;
+        report.largest_margin = std::max<double>(report.largest_margin, r->largest_margin);
+      }
+  return report;
+}
+
+Config fitted(const Config& config, const MeshShape& shape) {
+  models::AnyConfig model = config.model.architecture;
+  const auto fit = [](std::int64_t value, std::int64_t divisor) {
+    return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
+  };
+  std::visit(
+      [&](auto& m) {
+        m.num_heads = fit(m.num_heads, shape.tp);
+        if constexpr (requires { m.num_kv_heads; }) {
+          m.num_kv_heads = fit(m.num_kv_heads, shape.tp);
+          m.num_heads = fit(m.num_heads, m.num_kv_heads);
+        }
+        if constexpr (requires { m.num_groups; }) {
+          m.num_experts = fit(m.num_experts, shape.ep);
+          if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2)
+            m.num_groups = m.top_groups = 1;
+          m.top_k = std::min(m.top_k, m.num_experts / m.num_groups * m.top_groups);
+        } else {
+          m.num_experts = fit(m.num_experts, shape.ep);
+          m.top_k = std::min(m.top_k, m.num_experts);
+        }
+      },
+      model);
+  return changed(config, config::mesh_settings(shape, "--sweep"), model);
+}
+
+}  // namespace moesh::verify

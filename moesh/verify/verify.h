@@ -1,0 +1,73 @@
+#pragma once
+// The proof that a mesh computes what one device computes: the first optimizer steps of a run, on
+// the mesh of its configuration and on one rank, everything compared.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "moesh/config/merge.h"
+#include "moesh/train/build.h"
+#include "moesh/verify/parity.h"
+
+namespace moesh::verify {
+
+using config::Config;
+
+struct VerifyCase {
+  Config config;
+  std::int64_t steps = 2;  // optimizer steps to compare, the first of the run
+  double ignored = 0.1;    // fraction of labels that do not count, besides what the data ignores
+
+  double tolerance() const;
+  /// In narrow dtypes near ties would flip: the mesh takes the routing of the reference.
+  bool replays() const { return config.training.dtype != "float64"; }
+};
+
+/// Where a proof wants other values than a training run, for `steps` steps: few tokens, and an odd
+/// number of them; auxiliary losses and an expert bias that count.
+config::Settings verify_defaults(std::int64_t steps);
+
+/// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
+Config one_rank(const Config& config);
+
+/// On a mesh, with heads and experts that it divides, for sweeps: as they are where they fit.
+Config fitted(const Config& config, const MeshShape& shape);
+
+/// By step and MoE layer.
+using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
+
+struct VerifyReference : NamedTensors {
+  Routing routing;
+};
+
+struct VerifyReport {
+  std::vector<Mismatch> mismatches;
+  std::string error;
+  bool is_first = false;  // this process holds rank 0: it prints for all
+  std::int64_t num_flipped = 0;
+  double largest_margin = 0;
+  double worst_ratio = 0;  // the largest |delta| / allowed
+  bool holds() const { return mismatches.empty() && error.empty(); }
+  /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
+  /// rank.
+  std::string describe(const MeshShape& mesh) const;
+};
+
+/// The run's data, with further labels that do not count.
+std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);
+
+/// What each rank does, on the mesh of the configuration: `report` gets what it has of each tensor.
+/// One rank may record its routing.
+void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
+               Routing* replay, const std::function<void(const RankTensor&)>& report);
+
+/// The case on one_rank(c.config).
+VerifyReference run_reference(const VerifyCase& c);
+
+/// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be
+/// threads of this process.
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference,
+                    NamedTensors* values = nullptr);
+
+}  // namespace moesh::verify

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Runs of the command itself: runs_test.py CASE MOESH [MPIRUN ...]. A case is a function below."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+import compare_runs  # noqa: E402
+
+TINY = ["--model", "deepseek_v3:tiny", "--dtype", "float64", "--metrics.log_freq", "1"]
+
+
+def train(command, folder, *options):
+    run = subprocess.run([*command, "train", *TINY, "--metrics.folder", str(folder), *options], capture_output=True, text=True,
+                         timeout=240)
+    assert run.returncode == 0, f"{command} {options}: exit code {run.returncode}\n{run.stdout}{run.stderr}"
+    return run.stdout
+
+
+def same_losses(reference, other, what):
+    a, b = compare_runs.read(reference), compare_runs.read(other)
+    assert len(a) == len(b) > 0, f"{what}: {len(a)} and {len(b)} steps"
+    for x, y in zip(a, b):
+        assert (x["loss"], x["grad_norm"]) == (y["loss"], y["grad_norm"]), f"{what}: {x} is not {y}"
+
+
+def mpi_gives_the_bits_of_threads(tmp, moesh, *mpirun):
+    """The same program on processes: bit-equal losses and gradient norms in fp64."""
+    for ranks, mesh in ((4, "dp_shard=2,tp=2,ep=2"), (8, "dp_shard=2,cp=2,tp=2,ep=2,etp=2")):
+        options = ["--mesh", mesh, "--steps", "8", "--data.sequence_length", "13"]
+        train([moesh], tmp / f"threads{ranks}", *options)
+        train([*mpirun, "-n", str(ranks), moesh], tmp / f"mpi{ranks}", *options)
+        same_losses(tmp / f"threads{ranks}", tmp / f"mpi{ranks}", mesh)
+
+
+def runs_repeat(tmp, moesh):
+    """The same run twice has the same bits, whatever the timing."""
+    for name in ("a", "b"):
+        train([moesh], tmp / name, "--mesh", "dp_shard=2,tp=2,ep=4", "--steps", "6")
+    same_losses(tmp / "a", tmp / "b", "two runs")
+
+
+def odd_lengths_train(tmp, moesh):
+    """13 tokens over cp 2 x tp 2, and 3 tokens over tp 4, follow one rank."""
+    for length, mesh, dp in ((13, "cp=2,tp=2,ep=2", 1), (3, "dp_shard=2,tp=4,ep=4", 2)):
+        options = ["--steps", "5", "--data.sequence_length", str(length)]
+        train([moesh], tmp / f"one{length}", *options, "--data.batch_size", str(3 * dp))
+        train([moesh], tmp / f"mesh{length}", *options, "--data.batch_size", "3", "--mesh", mesh)
+        loss, norm = compare_runs.compare(compare_runs.read(tmp / f"one{length}"), compare_runs.read(tmp / f"mesh{length}"))
+        assert loss < 1e-9 and norm < 1e-9, f"{mesh}, {length} tokens: loss {loss}, gradient norm {norm}"
+
+
+def micro_batches_add_up(tmp, moesh):
+    """Two micro-batches of two sequences are one of four, with documents of different lengths and so labels that do not count."""
+    text = tmp / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": "moesh " * (i % 5 + 1)}) + "\n" for i in range(200)))
+    options = ["--steps", "5", "--data.path", str(text), "--data.sequence_length", "11", "--model.vocab_size", "260"]
+    train([moesh], tmp / "one", *options, "--data.batch_size", "4")
+    train([moesh], tmp / "two", *options, "--data.batch_size", "2", "--training.gradient_accumulation_steps", "2")
+    loss, norm = compare_runs.compare(compare_runs.read(tmp / "one"), compare_runs.read(tmp / "two"))
+    assert loss < 1e-12 and norm < 1e-9, f"loss {loss}, gradient norm {norm}"
+
+
+def fails(command, *texts):
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2, f"{command}: exit code {run.returncode}\n{run.stdout}{run.stderr}"
+    for text in texts:
+        assert text in run.stderr, f"{command}: no '{text}' in\n{run.stderr}"
+
+
+def bad_values_name_the_option(tmp, moesh):
+    """Through the command, as a user meets them."""
+    for command in ("train", "verify", "print-config"):
+        fails([moesh, command, "--mesh", "tp=2,ep=3"], "parallelism.expert_parallel_degree is 3 (command line, --mesh)")
+        fails([moesh, command, "--mesh", "tp=3"], "num_heads", "parallelism.tensor_parallel_degree is 3")
+        fails([moesh, command, "--mesh", "tp=2,tp=4"], "the axis tp has two sizes")
+        fails([moesh, command, "--data.batch_size=0"], "data.batch_size is 0 (command line)")
+        for key, value in (("num_layers", "1000000000000"), ("v_dim", "0"), ("num_heads", "0"), ("kv_lora_rank", "-3"),
+                           ("vocab_size", "-1"), ("num_experts", "-8"), ("norm_eps", "-1"), ("routed_scale", "nan")):
+            fails([moesh, command, f"--model.{key}={value}"], f"model.{key} is ", "(command line); it takes ")
+    fails([moesh, "verify", "--sweep", "2", "--data.sequence_length=-5"], "data.sequence_length is -5")
+    fails([moesh, "verify", "--sweep", "2", "--optimizer.name=bar"], "optimizer.name")
+    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
+    fails([moesh, "verify", "--json", "--dtype", "float64"], "--json needs a value")
+    fails([moesh, "demo", "--steps", "3"], "takes no options")
+
+
+def nothing_is_written_nowhere(tmp, moesh):
+    """An empty metrics.folder is nowhere."""
+    run = subprocess.run([moesh, "train", *TINY, "--steps", "1", "--metrics.folder="], cwd=tmp, capture_output=True, text=True,
+                         timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert list(tmp.iterdir()) == [], list(tmp.iterdir())
+
+
+def mpi_verifies(tmp, moesh, *mpirun):
+    """Every process has some of the findings, and one prints."""
+    command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", "dp_shard=2,tp=2,ep=2", "--dtype", "float64"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
+    run = subprocess.run([*mpirun, "-n", "2", moesh, "train", *TINY, "--mesh", "tp=1", "--steps", "1"], capture_output=True, text=True,
+                         timeout=120)
+    assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
+
+
+def interrupt_ends_after_the_step(tmp, moesh):
+    """SIGINT: the step is finished and written down, the summary is printed, the exit code is 0."""
+    metrics = tmp / "run" / "metrics.jsonl"
+    run = subprocess.Popen([moesh, "train", *TINY, "--steps", "1000000", "--mesh", "tp=2,ep=2", "--metrics.folder", str(tmp / "run")],
+                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.time() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert time.time() < deadline and run.poll() is None, "the run did not get to its third step"
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert run.returncode == 0, f"exit code {run.returncode}\n{out}{err}"
+    assert steps == list(range(1, len(steps) + 1)), steps
+    assert f"stopped after {len(steps)} steps" in out, out[-500:]
+
+
+def main():
+    case, moesh, rest = sys.argv[1], os.path.abspath(sys.argv[2]), sys.argv[3:]
+    with tempfile.TemporaryDirectory() as tmp:
+        globals()[case](pathlib.Path(tmp), moesh, *rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+// Every rule, from a file and from the command line: the message names the option, its value, where
+// it came from, and a value that works, and that value does work.
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "moesh/config/options.h"
+#include "tests/support.h"
+
+namespace moesh::config {
+namespace {
+
+using Values = std::vector<std::pair<std::string, Value>>;
+
+struct Case {
+  Values values;                   // what is asked for
+  std::vector<std::string> texts;  // parts of the message
+  Values cure;                     // what the message says would work
+  Values given = {};               // what else is set, always on the command line
+  int world_size = 0;
+};
+
+std::string plain(const Value& value) {
+  const auto* text = std::get_if<std::string>(&value);
+  return text ? *text : formats::to_toml(value);
+}
+
+// A TOML file with these values, and the line of each.
+struct Written {
+  std::string text;
+  std::map<std::string, int> lines;
+  explicit Written(const Values& values) {
+    std::map<std::string, Values> sections;
+    for (const auto& [name, value] : values)
+      sections[name.substr(0, name.find('.'))].emplace_back(name, value);
+    int line = 0;
+    for (const auto& [section, of_section] : sections) {
+      text += "[" + section + "]\n", ++line;
+      for (const auto& [name, value] : of_section) {
+        text += name.substr(name.find('.') + 1) + " = " + formats::to_toml(value) + "\n";
+        lines[name] = ++line;
+      }
+    }
+  }
+};
+
+std::vector<std::string> arguments(const Values& values) {
+  std::vector<std::string> args;
+  for (const auto& [name, value] : values) args.push_back("--" + name + "=" + plain(value));
+  return args;
+}
+
+void check(std::vector<std::string> args, const Case& c) {
+  const auto given = arguments(c.given);
+  args.insert(args.end(), given.begin(), given.end());
+  validate(load_config(args), c.world_size);
+}
+
+void expect_case(const Case& c) {
+  const std::string named = c.values.front().first;
+  SCOPED_TRACE(named + " = " + plain(c.values.front().second));
+  const std::string says = named + " is " + formats::to_toml(c.values.front().second);
+
+  const Written written(c.values);
+  const TemporaryFile file("run.toml", written.text);
+  std::vector<std::string> parts = c.texts;
+  parts.push_back(says + " (" + file.path() + ":" + std::to_string(written.lines.at(named)) + ")");
+  expect_parts(error_of([&] { check({"--config", file.path()}, c); }, ErrorKind::config), parts);
+
+  parts.back() = says + " (command line)";
+  expect_parts(error_of([&] { check(arguments(c.values), c); }, ErrorKind::config), parts);
+
+  // The cure on the command line overrides a bad file, and a good file does not hide what the
+  // command line brings.
+  std::vector<std::string> args = arguments(c.cure);
+  args.insert(args.begin(), {"--config", file.path()});
+  EXPECT_NO_THROW(check(args, c));
+  const bool all_overridden = std::all_of(c.cure.begin(), c.cure.end(), [&](const auto& cure) {
+    return written.lines.contains(cure.first);
+  });
+  if (!all_overridden) return;
+  const TemporaryFile good("good.toml", Written(c.cure).text);
+  args = arguments(c.values);
+  args.insert(args.begin(), {"--config", good.path()});
+  expect_parts(error_of([&] { check(args, c); }, ErrorKind::config), parts);
+}
+
+// Values that the range or the choices of an option exclude.
+std::vector<Value> excluded(const Option& o) {
+  const Value initial = o.initial();
+  const Rule& rule = o.rule;
+  if (std::holds_alternative<std::string>(initial))
+    return rule.choices.empty() ? std::vector<Value>{} : std::vector<Value>{std::string("other")};
+  std::vector<Value> values;
+  if (std::holds_alternative<std::int64_t>(initial)) {
+    values.emplace_back(static_cast<std::int64_t>(rule.least) - 1);
+    if (std::isfinite(rule.most)) values.emplace_back(static_cast<std::int64_t>(rule.most) + 1);
+  }
+  if (std::holds_alternative<double>(initial)) {
+    values.emplace_back(rule.above ? rule.least : rule.least - 0.5);
+    if (std::isfinite(rule.most)) values.emplace_back(rule.below ? rule.most : rule.most + 0.5);
+    for (double x : {std::nan(""), HUGE_VAL, -HUGE_VAL}) values.emplace_back(x);
+  }
+  return values;
+}
+
+TEST(ConfigRules, TheRangeOfEveryOption) {
+  int num_values = 0;
+  for (const Option& o : options())
+    for (const Value& value : excluded(o)) {
+      expect_case({.values = {{o.name, value}},
+                   .texts = {"it takes " + o.rule.describe(o.initial())},
+                   .cure = {{o.name, o.initial()}}});
+      ++num_values;
+    }
+  EXPECT_GT(num_values, 60);
+}
+
+TEST(ConfigRules, EveryNumberHasARange) {
+  for (const Option& o : options()) {
+    const Value initial = o.initial();
+    const bool is_number =
+        std::holds_alternative<double>(initial) || std::holds_alternative<std::int64_t>(initial);
+    EXPECT_EQ(std::isfinite(o.rule.least), is_number) << o.name;
+    EXPECT_TRUE(o.rule.allows(initial)) << o.name;
+    for (const std::string& choice : o.rule.choices) EXPECT_TRUE(o.rule.allows(choice)) << o.name;
+  }
+}
+
+TEST(ConfigRules, AValueOfTheWrongType) {
+  for (const Option& o : options()) {
+    if (std::holds_alternative<std::string>(o.initial())) {
+      const TemporaryFile file(
+          "run.toml",
+          Written({{o.name, std::int64_t{5}}}).text);  // on the command line 5 is a text
+      expect_parts(
+          error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config),
+          {o.name + " is 5 (" + file.path() + ":2)", "it takes " + o.rule.describe(o.initial())});
+      continue;
+    }
+    const TemporaryFile file("run.toml", Written({{o.name, std::string("three")}}).text);
+    expect_parts(error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config),
+                 {o.name + " is \"three\" (" + file.path() + ":2)",
+                  "it takes " + o.rule.describe(o.initial())});
+    for (const std::string text : {"three", "", "1x", "--"})
+      expect_parts(
+          error_of([&] { load_config({"--" + o.name + "=" + text}); }, ErrorKind::config),
+          {o.name + " is " + text + " (command line)", "it takes " + o.rule.describe(o.initial())});
+  }
+  expect_parts(error_of([] { load_config({"--training.steps=1.5"}); }, ErrorKind::config),
+               {"training.steps is 1.5", "an integer"});
+  expect_parts(
+      error_of([] { load_config({"--training.steps=99999999999999999999"}); }, ErrorKind::config),
+      {"an integer"});
+  const TemporaryFile file("run.toml", "[optimizer]\nlr = 1\n");
+  EXPECT_EQ(load_config({"--config", file.path()}).optimizer.lr, 1.0);  // an integer is a number
+}
+
+std::int64_t n(std::int64_t value) { return value; }
+
+TEST(ConfigRules, TheMeshAndTheWorld) {
+  const std::string p = "parallelism.", tp = p + "tensor_parallel_degree",
+                    ep = p + "expert_parallel_degree", etp = p + "expert_tensor_parallel_degree",
+                    shard = p + "data_parallel_shard_degree", cp = p + "context_parallel_degree",
+                    replicate = p + "data_parallel_replicate_degree";
+  expect_case({.values = {{ep, n(3)}, {tp, n(2)}, {shard, n(2)}},
+               .texts = {"does not divide dp_shard * cp * tp = 2 * 1 * 2 = 4",
+                         "set " + ep + " to one of [1, 2, 4]"},
+               .cure = {{ep, n(4)}}});
+  expect_case({.values = {{etp, n(4)}, {ep, n(2)}, {tp, n(4)}},
+               .texts = {"with " + etp + " = 4 set " + ep + " to one of [1]"},
+               .cure = {{ep, n(1)}}});
+  expect_case({.values = {{etp, n(3)}, {cp, n(2)}},
+               .texts = {"with " + etp + " = 1 set " + ep + " to one of [1, 2]"},
+               .cure = {{etp, n(1)}, {ep, n(2)}}});
+  // Replicas do not split experts.
+  expect_case({.values = {{ep, n(2)}, {replicate, n(2)}},
+               .texts = {"to one of [1]"},
+               .cure = {{ep, n(1)}}});
+  expect_case(
+      {.values = {{tp, n(2)}, {cp, n(2)}},
+       .texts = {"a mesh of 4 ranks, and there are 8", "start 4 ranks", "set " + shard + " to 2"},
+       .cure = {{shard, n(2)}},
+       .world_size = 8});
+  // Four shards would make 4 ranks, but eight ranks split the experts.
+  expect_case({.values = {{shard, n(8)}, {ep, n(8)}},
+               .texts = {"there are 4", "whose product is 4"},
+               .cure = {{shard, n(4)}, {ep, n(4)}},
+               .world_size = 4});
+  expect_case({.values = {{tp, n(4)}},
+               .texts = {"there are 6", "whose product is 6"},
+               .cure = {{tp, n(3)}, {shard, n(2)}},
+               .given = {{"model.num_heads", n(12)}},
+               .world_size = 6});
+  expect_case({.values = {{shard, n(1) << 62}, {tp, n(1) << 62}},
+               .texts = {"smaller product"},
+               .cure = {{shard, n(1)}, {tp, n(1)}}});
+  expect_case({.values = {{ep, n(1) << 62}, {etp, n(1) << 62}},
+               .texts = {"smaller product"},
+               .cure = {{ep, n(1)}, {etp, n(1)}}});
+  expect_parts(error_of([] { validate({}, 2); }, ErrorKind::config),
+               {"every degree of [parallelism] is 1", "a mesh of 1 rank"});
+  expect_parts(error_of([] { validate({}, 2); }, ErrorKind::config),
+               {"data_parallel_shard_degree to 2"});
+}
+
+TEST(ConfigRules, TheModel) {
+  const std::string tp = "parallelism.tensor_parallel_degree",
+                    ep = "parallelism.expert_parallel_degree";
+  expect_case({.values = {{tp, n(4)}},
+               .texts = {"model.num_heads is 6 (command line)", "to one of [1, 2, 3, 6]"},
+               .cure = {{tp, n(3)}},
+               .given = {{"model.num_heads", n(6)}}});
+  expect_case({.values = {{tp, n(4)}},
+               .texts = {"model.num_kv_heads is 2", "to one of [1, 2]"},
+               .cure = {{tp, n(2)}},
+               .given = {{"model.name", std::string("qwen3_moe")}, {"model.num_kv_heads", n(2)}}});
+  expect_case(
+      {.values = {{ep, n(4)}, {tp, n(4)}},
+       .texts = {"model.num_experts is 6", "to one of [1, 2]"},  // 3 and 6 do not divide the ranks
+       .cure = {{ep, n(2)}},
+       .given = {{"model.num_experts", n(6)}}});
+  expect_case({.values = {{"data.sequence_length", n(129)}},
+               .texts = {"model.max_sequence is 128", "to 128 or less"},
+               .cure = {{"data.sequence_length", n(128)}},
+               .given = {{"model.max_sequence", n(128)}}});
+  expect_case({.values = {{"data.synthetic_successors", n(6)}},
+               .texts = {"model.vocab_size is 5", "to 5 or less"},
+               .cure = {{"data.synthetic_successors", n(5)}},
+               .given = {{"model.vocab_size", n(5)}}});
+  expect_case({.values = {{"data.path", std::string("corpus.txt")}},
+               .texts = {"257 different tokens", "model.vocab_size is 96 (deepseek_v3:tiny)",
+                         "model.vocab_size to 257 or more", "leave data.path empty"},
+               .cure = {{"data.path", std::string()}}});
+  expect_case({.values = {{"moe.load_balance_coeff", 0.01}},
+               .texts = {"has no expert bias", "moe.switch_loss_weight"},
+               .cure = {{"moe.load_balance_coeff", 0.0}},
+               .given = {{"model.name", std::string("mixtral")}}});
+  expect_case(
+      {.values = {{"parallelism.moe_dispatcher", std::string("local")}, {ep, n(2)}, {tp, n(2)}},
+       .texts = {"auto, all_to_all or all_gather", ep + " is 2"},
+       .cure = {{"parallelism.moe_dispatcher", std::string("all_to_all")}}});
+  expect_case({.values = {{"checkpoint.folder", std::string()}, {"checkpoint.enable", true}},
+               .texts = {"checkpoint.enable is true", "set checkpoint.folder to"},
+               .cure = {{"checkpoint.folder", std::string("checkpoints")}}});
+}
+
+// What [model] sets is named where it was set, from both sides.
+TEST(ConfigRules, FactsThatModelKeysHaveSet) {
+  const TemporaryFile file("run.toml", "[model]\ntop_k = 9\n");
+  for (const std::vector<std::string>& args :
+       {std::vector<std::string>{"--config", file.path()}, {"--model.top_k=9"}}) {
+    expect_parts(
+        error_of([&] { load_config(args); }, ErrorKind::config),
+        {"model.top_k is 9 (" + (args.size() == 2 ? file.path() + ":2" : "command line") + ")",
+         "model.num_experts is 8 (deepseek_v3:tiny)", "model.top_k to 8 or less"});
+  }
+}
+
+TEST(ConfigRules, DataAndSchedule) {
+  expect_case({.values = {{"data.kind", std::string("text")}},
+               .texts = {"data.path is \"\" (default)", "name a file"},
+               .cure = {{"data.kind", std::string("auto")}}});
+  expect_case({.values = {{"data.kind", std::string("jsonl")}},
+               .texts = {"name a file"},
+               .cure = {{"data.path", std::string("a.jsonl")}},
+               .given = {{"model.vocab_size", n(257)}}});
+  expect_case(
+      {.values = {{"data.kind", std::string("synthetic")}, {"data.path", std::string("a.txt")}},
+       .texts = {"data.path is \"a.txt\"", "leave out the path"},
+       .cure = {{"data.kind", std::string("auto")}},
+       .given = {{"model.vocab_size", n(257)}}});
+  expect_case({.values = {{"lr_scheduler.warmup_steps", n(11)}, {"training.steps", n(10)}},
+               .texts = {"training.steps is 10", "warmup_steps to 10 or less"},
+               .cure = {{"lr_scheduler.warmup_steps", n(10)}}});
+  expect_case({.values = {{"lr_scheduler.decay_ratio", 0.9},
+                          {"lr_scheduler.kind", std::string("wsd")},
+                          {"lr_scheduler.warmup_steps", n(2)},
+                          {"training.steps", n(10)}},
+               .texts = {"decay_ratio to 0.8 or less", "warmup_steps to 1 or less"},
+               .cure = {{"lr_scheduler.decay_ratio", 0.8}}});
+}
+
+}  // namespace
+}  // namespace moesh::config

@@ -1,0 +1,336 @@
+#include "moesh/config/config.h"
+
+#include "moesh/config/options.h"
+#include "moesh/models/registry.h"
+#include "tests/config/other_value.h"
+#include "tests/support.h"
+
+namespace moesh::config {
+namespace {
+
+TEST(Config, TheCommandLineOverridesTheFileAndTheFileTheDefaults) {
+  const TemporaryFile file("run.toml",
+                           "[training]\nsteps = 7\nseed = 8\n\n[optimizer]\nlr = 0.5\n");
+  const Config config =
+      load_config({"--training.steps=9", "--config", file.path(), "--data.batch_size", "3"});
+  EXPECT_EQ(config.training.steps, 9);
+  EXPECT_EQ(config.training.seed, 8);
+  EXPECT_EQ(config.optimizer.lr, 0.5);
+  EXPECT_EQ(config.data.batch_size, 3);
+  EXPECT_EQ(config.data.sequence_length, Config{}.data.sequence_length);
+  EXPECT_EQ(config.origin("training.steps").text, "command line");
+  EXPECT_EQ(config.origin("training.seed").text, file.path() + ":3");
+  EXPECT_EQ(config.origin("optimizer.lr").text, file.path() + ":6");
+  EXPECT_EQ(config.origin("data.sequence_length").text, "default");
+}
+
+TEST(Config, WithoutArgumentsItIsTheDefaultsAndTheyAreValid) {
+  const Config config = load_config({});
+  for (const Option& o : options()) {
+    EXPECT_EQ(o.get(config), o.initial()) << o.name;
+    EXPECT_EQ(config.origin(o.name).text, "default");
+  }
+  EXPECT_NO_THROW(validate(config));
+  EXPECT_NO_THROW(validate(config, 1));
+}
+
+TEST(Config, IsAnAggregate) {
+  const Config config{.training = {.steps = 3}, .data = {.batch_size = 1}};
+  EXPECT_NO_THROW(validate(config, 1));
+  EXPECT_EQ(config.origin("training.steps").text, "set by the program");
+  EXPECT_EQ(config.origin("training.seed").text, "default");
+  expect_parts(error_of([] { validate({.training = {.steps = 0}}, 1); }, ErrorKind::config),
+               {"training.steps is 0 (set by the program)"});
+}
+
+TEST(Config, EveryOptionIsReadFromTheCommandLineInBothForms) {
+  for (const Option& o : options()) {
+    const auto [value, needs] = other_value(o);
+    const auto with = [&](std::vector<std::string> more) {
+      more.insert(more.begin(), needs.begin(), needs.end());
+      return load_config(more);
+    };
+    const Config before = with({}), config = with({"--" + o.name + "=" + value});
+    EXPECT_NE(o.get(config), o.get(before)) << o.name;
+    EXPECT_EQ(o.get(with({"--" + o.name, value})), o.get(config)) << o.name;
+    // It changes this option and no other.
+    for (const Option& other : options())
+      if (other.name != o.name) {
+        EXPECT_EQ(other.get(config), other.get(before)) << o.name << " changes " << other.name;
+      }
+  }
+}
+
+TEST(Config, DefaultsOfACommandAreBelowTheFile) {
+  const Settings defaults{{"training.seed", std::int64_t{4}, {"verify's default", true}},
+                          {"training.steps", std::int64_t{5}, {"verify's default", true}},
+                          {"moe.load_balance_coeff", 0.5, {"verify's default", true}}};
+  const TemporaryFile file("run.toml", "[training]\nsteps = 7\n");
+  const Config config = load_config({"--config", file.path()}, defaults);
+  EXPECT_EQ(config.training.seed, 4);
+  EXPECT_EQ(config.origin("training.seed").text, "verify's default");
+  EXPECT_EQ(config.training.steps, 7);
+  // Nobody asked for it, so a model without an expert bias does not refuse it.
+  EXPECT_EQ(load_config({"--model=mixtral"}, defaults).moe.load_balance_coeff, 0.5);
+  EXPECT_THROW(load_config({"--model=mixtral", "--moe.load_balance_coeff=0.5"}), Error);
+}
+
+TEST(Config, AVariationIsANewOne) {
+  const Config config = load_config({"--model=mixtral", "--model.dim=64", "--steps=3"});
+  const Config other = changed(config, {{"training.steps", std::int64_t{4}, {"test"}},
+                                        {"model.moe_ffn", std::int64_t{16}, {"test"}}});
+  EXPECT_EQ(config.training.steps, 3);
+  EXPECT_EQ(other.training.steps, 4);
+  EXPECT_EQ(describe_option(other, "training.steps"), "training.steps is 4 (test)");
+  EXPECT_EQ(describe_option(other, "model.dim"), "model.dim is 64 (command line)");
+  EXPECT_EQ(describe_option(other, "model.moe_ffn"), "model.moe_ffn is 16 (test)");
+  EXPECT_EQ(describe_option(config, "model.moe_ffn"), "model.moe_ffn is 24 (mixtral:tiny)");
+  expect_parts(
+      error_of([&] { changed(config, mesh_settings({.tp = 3}, "test")); }, ErrorKind::config),
+      {"parallelism.tensor_parallel_degree is 3 (test)", "model.num_heads is 8"});
+  // Another model begins with its own sizes.
+  const Config another = changed(other, {{"model.name", std::string("llama4"), {"test"}}});
+  EXPECT_EQ(describe_option(another, "model.dim"), "model.dim is 32 (llama4:tiny)");
+}
+
+TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
+  auto model = models::GptOssConfig::named("tiny");
+  model.num_heads = 12, model.num_kv_heads = 6;
+  const Config config = merged(mesh_settings({.tp = 3}, "test"), model);
+  EXPECT_EQ(config.model.name, "gpt_oss");
+  EXPECT_EQ(model_value(config, "model.num_heads"), Value{std::int64_t{12}});
+  EXPECT_THROW(merged(mesh_settings({.tp = 4}, "test"), model), Error);
+}
+
+TEST(Config, NumbersAreWhatTheTableSaysAndTheKeysOfTheModel) {
+  const std::string before = numbers_of({});
+  EXPECT_NE(before, numbers_of(load_config({"--model.dim=64"})));
+  for (const Option& o : options()) {
+    const auto [value, needs] = other_value(o);
+    std::vector<std::string> args = needs;
+    const std::string without = numbers_of(load_config(args));
+    args.push_back("--" + o.name + "=" + value);
+    EXPECT_EQ(numbers_of(load_config(args)) != without, o.effect == Effect::numbers) << o.name;
+  }
+}
+
+TEST(Config, FlagsNegativeNumbersAndTheLastOfTwo) {
+  EXPECT_TRUE(load_config({"--debug.checked"}).debug.checked);
+  EXPECT_TRUE(load_config({"--debug.checked", "--steps", "3"}).debug.checked);
+  EXPECT_FALSE(load_config({"--debug.checked", "false"}).debug.checked);
+  expect_parts(error_of([] { load_config({"--optimizer.lr", "-1"}); }, ErrorKind::config),
+               {"optimizer.lr is -1.0 (command line)", "above 0"});
+  EXPECT_EQ(load_config({"--steps=3", "--training.steps=4"}).training.steps, 4);
+  EXPECT_EQ(load_config({"--metrics.folder="}).metrics.folder, "");
+  EXPECT_EQ(load_config({"--metrics.folder=a=b"}).metrics.folder, "a=b");
+}
+
+TEST(Config, ShortForms) {
+  const Config config = load_config(
+      {"--model", "deepseek_v3:debug", "--device=cuda", "--dtype", "bfloat16", "--steps=5"});
+  EXPECT_EQ(config.model.name, "deepseek_v3");
+  EXPECT_EQ(config.model.size, "debug");
+  EXPECT_EQ(config.training.device, "cuda");
+  EXPECT_EQ(config.training.dtype, "bfloat16");
+  EXPECT_EQ(config.training.steps, 5);
+  EXPECT_EQ(load_config({"--model=deepseek_v3"}).model.size, "tiny");
+  expect_parts(error_of([] { load_config({"--model=deepseek_v3:huge"}); }, ErrorKind::config),
+               {"model.size is \"huge\" (command line)", "tiny, debug, 16b or 671b"});
+  expect_parts(error_of([] { load_config({"--model=gpt_oss:16b"}); }, ErrorKind::config),
+               {"model.size is \"16b\" (command line)", "tiny, debug, 20b or 120b"});
+  expect_parts(error_of([] { load_config({"--model=gpt:20b"}); }, ErrorKind::config),
+               {"model.name is \"gpt\" (command line)",
+                "deepseek_v3, qwen3_moe, mixtral, llama4 or gpt_oss"});
+}
+
+TEST(Config, MeshIsShortForAllDegrees) {
+  const MeshShape expected =
+      MeshShape{.dp_replicate = 3, .dp_shard = 2, .cp = 2, .tp = 4, .ep = 8, .etp = 2}.validated();
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "dp_replicate=3,dp_shard=2,cp=2,tp=4,ep=8,etp=2"})),
+            expected);
+  // What is not named is 1, also where the file says something else: the mesh is the whole mesh.
+  const TemporaryFile file("run.toml", "[parallelism]\ncontext_parallel_degree = 4\n");
+  const Config config = load_config({"--config", file.path(), "--mesh=tp=2,dp_shard=2"});
+  EXPECT_EQ(mesh_shape(config), (MeshShape{.dp_shard = 2, .tp = 2}.validated()));
+  EXPECT_EQ(config.origin("parallelism.context_parallel_degree").text, "command line, --mesh");
+  EXPECT_EQ(
+      mesh_shape(load_config({"--mesh", "tp=2", "--parallelism.tensor_parallel_degree=4"})).tp, 4);
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "dp_shard=2 tp=2"})),
+            mesh_shape(config));  // as MeshShape::describe writes it
+
+  const auto error = [](const std::string& mesh) {
+    return error_of([&] { load_config({"--mesh", mesh}); }, ErrorKind::config);
+  };
+  expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
+                                     "dp_replicate, dp_shard, cp, tp, ep, etp"});
+  expect_parts(error("tp"), {"'tp' has no size"});
+  expect_parts(error("tp=two"),
+               {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
+  expect_parts(error("tp=0"),
+               {"parallelism.tensor_parallel_degree is 0 (command line, --mesh)", "1 or more"});
+  expect_parts(error("tp=2,ep=4"),
+               {"parallelism.expert_parallel_degree is 4 (command line, --mesh)"});
+}
+
+TEST(Config, UnknownKeysNameTheNearest) {
+  const auto in_file = [](const std::string& text, const std::vector<std::string>& parts) {
+    const TemporaryFile file("run.toml", text);
+    const std::string error =
+        error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config);
+    expect_parts(error, parts);
+    expect_parts(error, {file.path() + ":"});
+  };
+  in_file("[training]\nsteps = 1\nseeed = 2\n",
+          {":3: unknown key training.seeed", "nearest known key is training.seed"});
+  in_file("[trainig]\nsteps = 1\n",
+          {":2: unknown key trainig.steps", "nearest known key is training.steps"});
+  in_file("[training]\nbatch_size = 1\n",
+          {":2: unknown key training.batch_size", "nearest known key is data.batch_size"});
+  in_file("steps = 1\n", {":1: unknown key steps", "nearest known key is training.steps"});
+  in_file("[parallelism]\ntensor_paralel_degree = 2\n",
+          {"nearest known key is parallelism.tensor_parallel_degree"});
+  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "nearest known key is optimizer.lr"});
+  in_file("[training]\nsteps = \n", {":2: "});
+
+  const auto on_line = [](const std::vector<std::string>& args,
+                          const std::vector<std::string>& parts) {
+    expect_parts(error_of([&] { load_config(args); }, ErrorKind::config), parts);
+  };
+  on_line({"--training.stepz=4"}, {"unknown option --training.stepz (command line)",
+                                   "nearest known option is --training.steps"});
+  on_line({"--training.stepz"}, {"unknown option --training.stepz"});
+  on_line({"--meshes", "tp=2"}, {"unknown option --meshes", "nearest known option is --mesh"});
+  on_line({"--dtipe=float32"}, {"nearest known option is --dtype"});
+  on_line({"training.steps=4"}, {"'training.steps=4'", "--section.key=value"});
+  on_line({"--"}, {"'--'"});
+  on_line({"--training.steps"},
+          {"--training.steps (command line) has no value", "an integer, 1 or more"});
+  on_line({"--training.steps", "--debug.checked"},
+          {"--training.steps (command line) has no value"});
+  on_line({"--config"}, {"--config (command line) has no value"});
+  on_line({"--config="}, {"--config (command line) has no value"});
+  on_line({"--mesh"}, {"--mesh (command line) has no value"});
+  on_line({"--config", "a.toml", "--config=b.toml"}, {"--config b.toml", "a.toml"});
+  on_line({"--config", "no_such_file.toml"}, {"no_such_file.toml", "No such file"});
+}
+
+TEST(Config, ModelKeysGoToTheModel) {
+  const TemporaryFile file("run.toml", "[model]\nsize = \"debug\"\ndim = 64\nrouted_scale = 3\n");
+  const Config config =
+      load_config({"--config", file.path(), "--model.dim=128", "--model.tie_embeddings"});
+  const auto& model = std::get<models::DeepseekV3Config>(config.model.architecture);
+  const auto debug = models::DeepseekV3Config::named("debug");
+  EXPECT_EQ(model.dim, 128);
+  EXPECT_EQ(model.num_layers, debug.num_layers);
+  EXPECT_EQ(model.routed_scale, 3.0);
+  EXPECT_TRUE(model.tie_embeddings);
+  EXPECT_EQ(describe_option(config, "model.dim"), "model.dim is 128 (command line)");
+  EXPECT_EQ(describe_option(config, "model.routed_scale"),
+            "model.routed_scale is 3.0 (" + file.path() + ":4)");
+  EXPECT_EQ(describe_option(config, "model.num_layers"),
+            "model.num_layers is 6 (deepseek_v3:debug)");
+
+  const auto error = [&](const std::string& argument) {
+    return error_of([&] { load_config({argument}); }, ErrorKind::config);
+  };
+  expect_parts(error("--model.num_layer=4"),
+               {"--model.num_layer (command line)", "--model.num_layers"});
+  expect_parts(error("--model.nane=x"), {"--model.name"});
+  expect_parts(error("--model.steps=4"), {"--training.steps"});
+  expect_parts(error("--model.dim=wide"), {"model.dim is wide (command line)", "an integer"});
+  const TemporaryFile typo("typo.toml", "[model]\n\nnum_layer = 4\n");
+  expect_parts(error_of([&] { load_config({"--config", typo.path()}); }, ErrorKind::config),
+               {typo.path() + ":3: unknown key model.num_layer", "model.num_layers"});
+}
+
+TEST(Config, WhatIsPrintedReadsBackTheSame) {
+  const TemporaryFile file(
+      "my \"run\".toml",
+      "[data]\npath = \"C:\\\\text \\\"a\\\" # b\"\n[optimizer]\nlr = 3e-4\neps = "
+      "1e-12\n[model]\ndim = 7\nvocab_size = 300\n");
+  const Config config = load_config({"--config", file.path(), "--mesh", "dp_shard=2,tp=2,ep=4",
+                                     "--debug.checked", "--model.routed_scale=0.1"});
+  const std::string printed = print_config(config);
+  expect_parts(printed,
+               {"[training]\nsteps = 100 ", "# default\n", "lr = 3e-4 ",
+                "# " + file.path() + ":4\n", "checked = true ", "# command line\n",
+                "# command line, --mesh\n", "num_layers = 3 ", "# deepseek_v3:tiny\n", "dim = 7 "});
+
+  const TemporaryFile again("again.toml", printed);
+  const Config copy = load_config({"--config", again.path()});
+  for (const Option& o : options()) {
+    EXPECT_EQ(o.get(copy), o.get(config)) << o.name;
+    EXPECT_TRUE(copy.origin(o.name).text.starts_with(again.path() + ":"))
+        << o.name;  // every option is there
+  }
+  EXPECT_EQ(model_values(copy), model_values(config));
+  EXPECT_EQ(model_value(copy, "model.dim"), Value{std::int64_t{7}});
+  // Again printed it differs in the comments alone.
+  const auto without_comments = [](const std::string& text) {
+    std::string out;
+    for (const auto& entry : formats::parse_toml(text, "printed"))
+      out += entry.key + "=" + formats::to_toml(entry.value) + "\n";
+    return out;
+  };
+  EXPECT_EQ(without_comments(print_config(copy)), without_comments(printed));
+}
+
+// The words of a text, however its lines are broken.
+std::string words(const std::string& text) {
+  std::string out;
+  for (const char c : text)
+    if (c != ' ' && c != '\n')
+      out += c;
+    else if (!out.empty() && out.back() != ' ')
+      out += ' ';
+  return out;
+}
+
+TEST(Config, HelpNamesEveryOption) {
+  const std::string help = help_text(), in_words = words(help);
+  std::string section;
+  for (const Option& o : options()) {
+    expect_parts(help, {"--" + o.name + "=" + formats::to_toml(o.initial())});
+    expect_parts(in_words, {o.help});
+    EXPECT_FALSE(o.help.empty()) << o.name;
+    for (const std::string& choice : o.rule.choices) expect_parts(help, {choice});
+    if (o.section() != section) expect_parts(help, {"\n[" + o.section() + "]\n"});
+    section = o.section();
+  }
+  for (const Degree& d : degrees()) expect_parts(help, {d.axis});
+  for (const ShortForm& f : short_forms()) expect_parts(help, {"--" + f.name, f.option});
+  expect_parts(help, {"--config FILE", "--mesh ", "--model NAME:SIZE", "--model.num_layers=3"});
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) expect_parts(in_words, {name + ": ", size});
+  for (std::size_t begin = 0; begin < help.size();) {
+    const std::size_t end = std::min(help.find('\n', begin), help.size());
+    EXPECT_LE(end - begin, 100u) << help.substr(begin, end - begin);
+    begin = end + 1;
+  }
+}
+
+TEST(Config, ConvertsToTheTermsOfOtherFolders) {
+  const Config config =
+      load_config({"--dtype=bfloat16", "--mesh=dp_replicate=2,dp_shard=3,tp=2",
+                   "--data.batch_size=4", "--training.gradient_accumulation_steps=5",
+                   "--data.seed=6", "--data.path=a.txt", "--model.vocab_size=300",
+                   "--parallelism.moe_dispatcher=all_gather", "--data.sequence_length=17"});
+  EXPECT_EQ(scalar_type(config), at::kBFloat16);
+  EXPECT_EQ(scalar_type(Config{}), at::kFloat);
+  EXPECT_EQ(scalar_type(Config{.training = {.dtype = "float64"}}), at::kDouble);
+  EXPECT_THROW(scalar_type(Config{.training = {.dtype = "int8"}}), Error);
+  EXPECT_EQ(dispatcher(config), nn::Dispatcher::all_gather);
+  EXPECT_EQ(dispatcher(Config{}), nn::Dispatcher::automatic);
+  EXPECT_THROW(dispatcher(Config{.parallelism = {.moe_dispatcher = "pigeon"}}), Error);
+  const auto order = sample_order(config);
+  EXPECT_EQ(order.num_per_step(), 2 * 3 * 4 * 5);
+  EXPECT_EQ(order.first(1, 2, 3), 120 + (2 * 6 + 3) * 4);
+  const auto options = dataset_options(config);
+  EXPECT_EQ(options.path, "a.txt");
+  EXPECT_EQ(options.sequence_length, 17);
+  EXPECT_EQ(options.vocab_size, 300);
+  EXPECT_EQ(options.seed, 6u);
+}
+
+}  // namespace
+}  // namespace moesh::config

@@ -1,0 +1,263 @@
+// A dry run against real runs on the CPU: every tensor that is allocated, and every collective that
+// is called.
+
+#include "moesh/estimate/estimate.h"
+
+#include <ATen/ATen.h>
+
+#include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
+#include "tests/counting_allocator.h"
+#include "tests/support.h"
+
+namespace moesh::estimate {
+
+using namespace train;
+namespace {
+
+const bool is_counting = (CountingAllocator::install(), true);
+
+using Args = std::vector<std::string>;
+
+Config load(Args args, const Args& more = {}) {
+  args.insert(args.end(), more.begin(), more.end());
+  return config::load_config(args);
+}
+
+struct Real {
+  std::int64_t num_parameters = 0;
+  StateMemory state;                    // of rank 0
+  std::int64_t peak = 0;                // of the process
+  std::vector<comm::TraceEntry> trace;  // of rank 0
+};
+
+// One training step with random tokens.
+Real run(const Config& c) {
+  Real real;
+  const auto ranks = mesh_shape(c).num_ranks();
+  comm::launch(
+      ranks,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, mesh_shape(c));
+        const MeshScope scope(mesh);
+        const auto model = make_model(c);
+        const auto optimizer = make_optimizer(*model, c.optimizer);
+        const at::Tensor ids = at::arange(c.data.batch_size * c.data.sequence_length, at::kLong)
+                                   .remainder(models::facts(c.model.architecture).vocab_size)
+                                   .reshape({c.data.batch_size, c.data.sequence_length});
+        world.barrier();
+        if (world.rank() == 0) CountingAllocator::reset_peak();
+        world.barrier();
+        const comm::Trace trace;
+        {
+          std::vector<models::MicroBatch> batches;
+          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i)
+            batches.push_back({.input_ids_BL = ids, .labels_BL = ids});
+          const Gradients g = accumulate_gradients(*model, std::move(batches), step_options(c));
+          if (world.rank() == 0) {
+            model->each_param([&](Stored& w, bool) {
+              real.state.gradients += static_cast<std::int64_t>(w.value.grad().nbytes());
+            });
+          }
+          apply_gradients(*model, *optimizer, g, 1e-3, step_options(c));
+        }
+        if (world.rank() == 0) {
+          real.trace = trace.entries();
+          model->each_param([&](Stored& w, bool) {
+            real.state.weights += static_cast<std::int64_t>(w.value.nbytes());
+          });
+          for (const auto& s : optimizer->state())
+            real.state.optimizer += static_cast<std::int64_t>(s.value.nbytes());
+        }
+        world.barrier();
+        if (world.rank() == 0) real.peak = CountingAllocator::peak;
+        world.barrier();  // nobody frees before it was read
+        if (ranks == 1)
+          model->each_param([&](Stored& w, bool) { real.num_parameters += w.value.numel(); });
+      },
+      launch_options(c));
+  return real;
+}
+
+TEST(Estimate, CountsTheParametersOfEveryModel) {
+  for (const auto& name : models::model_names()) {
+    const Config c = load({"--model=" + name + ":tiny"});
+    const Estimate e = estimate(c);
+    EXPECT_EQ(e.num_parameters, run(c).num_parameters) << name;
+    EXPECT_LT(e.num_active_parameters, e.num_parameters) << name;
+  }
+}
+
+// Weights, gradients and moments are those of real tensors, to the byte, and every collective has
+// the group, the place in the order and the bytes of the real one. Balance is forced, so that rows
+// spread evenly in the real run too.
+class OnMeshes : public testing::TestWithParam<const char*> {};
+TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
+  for (const auto& name : models::model_names()) {
+    for (const Args& options :
+         {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
+          Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
+      const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
+                             "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
+                            options);
+      SCOPED_TRACE(name + " " + (options.empty() ? "" : options[0]));
+      const Real real = run(c);
+      const comm::Trace trace;
+      const Estimate e = estimate(c);
+      EXPECT_EQ(e.state.weights, real.state.weights);
+      EXPECT_EQ(e.state.gradients, real.state.gradients);
+      EXPECT_EQ(e.state.optimizer, real.state.optimizer);
+      ASSERT_EQ(trace.entries().size(), real.trace.size());
+      for (size_t i = 0; i < real.trace.size(); ++i) {
+        EXPECT_EQ(trace.entries()[i].group, real.trace[i].group) << i;
+        EXPECT_EQ(trace.entries()[i].op, real.trace[i].op) << i;
+        EXPECT_EQ(trace.entries()[i].bytes, real.trace[i].bytes)
+            << i << ": " << to_string(real.trace[i].op);
+      }
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Meshes, OnMeshes,
+                         testing::Values("tp=2,ep=2", "dp_shard=2,tp=2,ep=2,etp=2", "cp=2",
+                                         "dp_shard=4,ep=4", "dp_replicate=2,tp=2,etp=2"));
+
+// The peak of live tensors of the whole process. Ranks do the same work at nearly the same time.
+void expect_peak(const Args& args) {
+  const Config c = load(args);
+  const double measured = static_cast<double>(run(c).peak);
+  const Estimate e = estimate(c);
+  const double expected = static_cast<double>(e.peak) * e.mesh.num_ranks();
+  EXPECT_NEAR(expected / measured, 1, 0.1)
+      << expected / 0x1p20 << " MiB estimated, " << measured / 0x1p20 << " MiB measured";
+  std::printf("estimated %.1f MiB, measured %.1f MiB: %.3f\n", expected / 0x1p20, measured / 0x1p20,
+              expected / measured);
+}
+const Args kDebug = {"--model=deepseek_v3:debug", "--dtype=bfloat16", "--data.sequence_length=256",
+                     "--data.batch_size=4"};
+Args debug(const Args& more) {
+  Args all = kDebug;
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
+TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
+TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+TEST(EstimatedPeak, FsdpTpEp) { expect_peak(debug({"--mesh=dp_shard=2,tp=2,ep=2"})); }
+TEST(EstimatedPeak, Accumulation) {
+  expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2"}));
+}
+TEST(EstimatedPeak, GroupedQueries) {
+  expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
+               "--data.batch_size=4"});
+}
+
+TEST(Estimate, SendsWhatRingsSend) {
+  comm::Ledger ledger;
+  const auto group = comm::fake_group("tp", 1, {0, 1, 2, 3}, ledger);
+  const at::Tensor x =
+      at::empty({8, 2}, at::TensorOptions(at::kMeta).dtype(at::kFloat));  // 64 bytes
+  EXPECT_EQ(group->all_gather(x).size(0), 32);
+  EXPECT_EQ(group->reduce_scatter(x, {1, 5, 1, 1}).size(0), 5);
+  EXPECT_EQ(group->all_to_all(x, {2, 3, 2, 1}, {0, 3, 9, 1}).size(0), 13);
+  EXPECT_EQ(group->all_reduce(x).sizes(), x.sizes());
+  const auto sent = [&](comm::Collective op) { return ledger[{"tp", op}].num_bytes; };
+  EXPECT_EQ(sent(comm::Collective::all_gather), 3 * 64);
+  EXPECT_EQ(sent(comm::Collective::reduce_scatter), 3 * 8);
+  EXPECT_EQ(sent(comm::Collective::all_to_all), 5 * 8);
+  EXPECT_EQ(sent(comm::Collective::all_reduce), 2 * 48);
+}
+
+TEST(Estimate, AnswersForThousandsOfRanks) {
+  const Config c = load({"--model=deepseek_v3:671b", "--mesh=dp_shard=256,tp=8,ep=64",
+                         "--dtype=bfloat16", "--device=cuda", "--data.sequence_length=4096",
+                         "--data.batch_size=1", "--activation_checkpoint.mode=full"});
+  const std::int64_t live = CountingAllocator::live;
+  CountingAllocator::reset_peak();
+  const Estimate e = estimate(c);
+  EXPECT_NEAR(static_cast<double>(e.num_parameters), 671e9, 1e9);
+  EXPECT_NEAR(static_cast<double>(e.num_active_parameters), 37e9, 2e9);
+  // All parameters are cut over all ranks: 16 bytes each, besides what does not divide and what tp
+  // does not cut.
+  EXPECT_NEAR(static_cast<double>(e.state.total()), 16.0 * 671e9 / 2048, 0.1 * 16.0 * 671e9 / 2048);
+  EXPECT_LT(CountingAllocator::peak - live, 1 << 28) << "the estimate itself takes memory";
+}
+
+// Whatever operation of LibTorch a model, an option or the other device needs, meta has it.
+TEST(Estimate, RunsWithEveryModelAndOption) {
+  const std::vector<Args> variants = {
+      {"--dtype=float32"},
+      {"--dtype=bfloat16", "--mesh=cp=2,ep=2"},
+      {"--dtype=float64", "--optimizer.name=sgd", "--moe.z_loss_weight=0.1",
+       "--moe.sequence_loss_weight=0.1", "--moe.switch_loss_weight=0.1"},
+      {"--dtype=bfloat16", "--mesh=dp_shard=2,tp=2,ep=4", "--parallelism.moe_dispatcher=all_gather",
+       "--parallelism.sequence_parallel=false"},
+      {"--dtype=bfloat16", "--mesh=tp=4,ep=2,etp=2", "--parallelism.moe_dispatcher=all_to_all",
+       "--data.sequence_length=7", "--data.batch_size=3", "--moe.force_load_balance",
+       "--activation_checkpoint.mode=full"}};
+  for (const auto& name : models::model_names())
+    for (const char* device : {"cpu", "cuda"})
+      for (const Args& variant : variants) {
+        const Config c =
+            load({"--model=" + name + ":tiny", std::string("--device=") + device}, variant);
+        Estimate e;
+        ASSERT_NO_THROW(e = estimate(c)) << name << " on " << device << " " << variant.back();
+        EXPECT_GT(e.activations(), 0);
+      }
+}
+
+// Outside of a dry run meta is LibTorch's own again: reading from it is an error, not a zero.
+TEST(Estimate, LeavesMetaAsItWas) {
+  const Config c = load({});
+  const Estimate first = estimate(c), second = estimate(c);
+  EXPECT_EQ(first.peak, second.peak);
+  const at::Tensor x = at::empty({}, at::kMeta);
+  EXPECT_ANY_THROW(x.item<float>());
+  EXPECT_ANY_THROW(x.cpu());
+}
+
+constexpr std::int64_t kPlenty = std::int64_t{1} << 40;
+
+TEST(Search, KeepsWhatFitsAndSortsByBytes) {
+  const Config c = load({"--model=gpt_oss:tiny"});
+  const SearchResult all = search(c, 8, kPlenty, 1000);
+  EXPECT_EQ(all.num_meshes, static_cast<int>(all_mesh_shapes(8).size()));
+  ASSERT_GT(all.best.size(), 50u);
+  for (size_t i = 1; i < all.best.size(); ++i)
+    EXPECT_LE(all.best[i - 1].moved_per_token(), all.best[i].moved_per_token());
+  std::int64_t least = all.best[0].peak;
+  for (const auto& e : all.best) least = std::min(least, e.peak);
+  const SearchResult some = search(c, 8, least, 1000);
+  ASSERT_GE(some.best.size(), 1u);
+  for (const auto& e : some.best) EXPECT_EQ(e.peak, least);
+  EXPECT_TRUE(search(c, 8, 1000, 1000).best.empty());
+}
+
+TEST(Search, LosesNoneOfTheBest) {
+  for (const auto& name : models::model_names()) {
+    const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=32"});
+    const SearchResult all = search(c, 8, kPlenty, 1000), few = search(c, 8, kPlenty, 5);
+    ASSERT_EQ(few.best.size(), 5u) << name;
+    for (size_t i = 0; i < few.best.size(); ++i)
+      EXPECT_EQ(few.best[i].moved(), all.best[i].moved()) << name;
+    EXPECT_LT(few.num_tried, all.num_tried) << name;
+  }
+}
+
+TEST(Search, LeavesOutWhatDoesNotDivideAndKeepsWhatIsSet) {
+  const Config c = load({"--model=deepseek_v3:tiny"});  // 8 heads, 8 experts
+  for (const auto& e : search(c, 3, kPlenty, 1000).best) {
+    EXPECT_EQ(e.mesh.tp, 1);
+    EXPECT_EQ(e.mesh.ep, 1);
+  }
+  const Config set = load({"--model=deepseek_v3:tiny", "--mesh=tp=2,ep=2"});
+  const SearchResult r = search(set, 4, kPlenty, 1000);
+  EXPECT_GT(r.best.size(), 1u);
+  for (const auto& e : r.best) {
+    EXPECT_EQ(e.mesh.tp, 2);
+    EXPECT_EQ(e.mesh.ep, 2);
+  }
+}
+
+}  // namespace
+}  // namespace moesh::estimate
