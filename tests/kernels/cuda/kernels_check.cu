@@ -511,7 +511,7 @@ void check_router(const std::string& title, const Router& config, bool biases, b
                                      return sum;
                                    }),
                          {T * E}),
-             2e-6);
+             1e-5);  // the tensor cores cut off where float32 would round
   const auto logits = router.logits.host(), bias = router.expert_bias.host(), d = d_weights.host();
   const auto loss = router.d_logits.host();
   const auto got = experts.host();
@@ -713,7 +713,7 @@ void check_nan_stays() {
 }
 
 int run() {
-  MOESH_RUN(check_device());
+  MOESH_RUN(check_device(0));
   std::int64_t hard = 0;
   for (int n : kHardCounts) hard += n;
   const auto num_hard = static_cast<std::int64_t>(kHardCounts.size());
