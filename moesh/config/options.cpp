@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "moesh/models/registry.h"
+#include "moesh/optim/registry.h"
 
 namespace moesh::config {
 namespace {
@@ -77,7 +78,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of({"auto", "local", "all_to_all", "all_gather"})),
 
-      MOESH_OPTION(optimizer, name, "update rule", one_of({"adamw", "sgd"})),
+      MOESH_OPTION(optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(optimizer, lr, "learning rate after warm-up", above(0)),
       MOESH_OPTION(optimizer, beta1, "AdamW: decay of the mean of gradients", fraction_below_one()),
       MOESH_OPTION(optimizer, beta2, "AdamW: decay of the mean of squares", fraction_below_one()),

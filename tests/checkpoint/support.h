@@ -93,7 +93,7 @@ inline void pass_on(const std::filesystem::path& from, const std::filesystem::pa
     const auto model = make_model(in.model, in.config);
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
-    optim::AdamW optimizer(params);
+    optim::Optimizer optimizer(params, std::make_shared<optim::AdamW>());
     const auto position =
         train::Checkpointer(in.config, in.model, world, *model, optimizer).start();
     train::Checkpointer(out.config, out.model, world, *model, optimizer).finish(position);
