@@ -28,6 +28,7 @@ JsonValue parse_json(std::string_view, const std::string& name, const JsonLimits
 }
 
 std::string to_json(const JsonValue&) { refuse("write JSON"); }
+std::string to_json_line(const JsonValue&) { refuse("write JSON"); }
 
 std::string json_quoted(std::string_view) { refuse("write JSON"); }
 
