@@ -12,7 +12,7 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/mesh.h"
-#include "moesh/data/dataset.h"
+#include "moesh/data/registry.h"
 #include "moesh/formats/toml.h"
 #include "moesh/models/config.h"
 #include "moesh/nn/dispatch.h"

@@ -48,8 +48,7 @@ std::vector<Option> make_options() {
                    "the run ends after the step in which they pass; 0: never", at_least(0)),
 
       MOESH_OPTION(data, path, "file to train on; empty: the built-in synthetic language"),
-      MOESH_OPTION(data, kind, "auto: jsonl for *.jsonl, text for other files",
-                   one_of({"auto", "synthetic", "text", "jsonl"})),
+      MOESH_OPTION(data, kind, data::dataset_help(), one_of(data::dataset_choices())),
       MOESH_OPTION(data, batch_size, "sequences of a data-parallel rank in a micro-batch",
                    at_least(1)),
       MOESH_OPTION(data, sequence_length, "tokens of a sequence", at_least(1)),
