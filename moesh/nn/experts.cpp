@@ -8,6 +8,7 @@
 #include "moesh/kernels/rows.h"
 #include "moesh/nn/rows.h"
 #include "moesh/spmd/attach.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/once.h"
 
 namespace moesh::nn {
@@ -81,12 +82,11 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
   const auto spec = [&](const char* part, std::vector<std::int64_t> shape,
                         std::vector<std::pair<Axes, std::int64_t>> cuts) {
-    const bool is_bf16 = dtype == at::kBFloat16;
     return ParamSpec{.name = name + "." + part,
                      .shape = std::move(shape),
                      .cuts = std::move(cuts),
                      .storage_dim = storage_dim,
-                     .dtype = is_bf16 ? at::kFloat : dtype,
+                     .dtype = wide_dtype(dtype),
                      .compute = dtype,
                      .device = device};
   };

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
 namespace {
@@ -79,8 +80,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
     q = each_head(normal, q), k = each_head(normal, k);
   }
   if (config_.growth != 0) {
-    const auto wide =
-        at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+    const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
     const at::Tensor position =
         at::arange(tokens.block_start(), tokens.block_start() + tokens.block_length(), wide);
     const at::Tensor factor =
