@@ -66,7 +66,7 @@ PerToken by_all_to_all(const Experts& experts, const PerToken& x_ND, const Route
   const auto num_experts = experts.config().num_experts;
   const auto sorted = kernels::sort_by_expert(route.experts_NK, num_experts);
   if (MOESH_MUTANT(rank_without_tokens_leaves) && local(x_ND).size(0) == 0) return x_ND;
-  const Plan plan = make_plan(sorted.counts_e);
+  const Plan plan = make_plan(kernels::counts_of(sorted.ends_e));
 
   const auto rows =
       assume<Dense{T, T, T}>(spread_rows(local(x_ND), sorted.token_R, sorted.inverse_TK));

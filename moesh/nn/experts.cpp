@@ -21,7 +21,8 @@ using MaybeTensor = std::optional<at::Tensor>;
 
 struct Plan : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
-  at::Tensor counts_e;  // on the host
+  at::Tensor ends_e;
+  std::uint32_t saved_version = 0;
 };
 
 // Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
@@ -40,7 +41,8 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
                                           b3.value_or(at::Tensor()),
                                           b2.value_or(at::Tensor())};
     auto out = kernels::experts_forward(plan->config, weights,
-                                        {x, plan->counts_e, scores_R, token_R, inverse});
+                                        {x, plan->ends_e, scores_R, token_R, inverse});
+    plan->saved_version = out.saved.version;
     context->saved_data["plan"] = c10::IValue::make_capsule(plan);
     context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
                                 w1, w3, w2, weights.b1_eF, weights.b3_eF, weights.b2_eD});
@@ -52,8 +54,10 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
         c10::static_intrusive_pointer_cast<Plan>(context->saved_data["plan"].toCapsule());
     const auto s = context->get_saved_variables();
     const kernels::ExpertsWeights weights{s[6], s[7], s[8], s[9], s[10], s[11]};
-    const kernels::ExpertsSaved saved{{s[0], plan->counts_e, s[1], s[2], s[3]}, s[4], s[5]};
-    auto g = kernels::experts_backward(plan->config, weights, saved, grads[0].contiguous());
+    auto g = kernels::experts_backward(
+        plan->config, weights,
+        {{s[0], plan->ends_e, s[1], s[2], s[3]}, s[4], s[5], plan->saved_version},
+        grads[0].contiguous());
     const auto& w = g.weights;
     return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
             w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
@@ -99,7 +103,7 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), init);
 }
 
-at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e,
+at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& ends_e,
                         const at::Tensor& token_R, const at::Tensor& inverse) const {
   auto plan = c10::make_intrusive<Plan>();
   auto side = config_.scores;
@@ -107,7 +111,7 @@ at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const a
     side =
         side == kernels::ScoreSide::after ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   plan->config = {.activation = config_.activation, .scores = side};
-  plan->counts_e = counts_e;
+  plan->ends_e = ends_e;
   MaybeTensor b1, b3, b2;
   if (b1_) {
     b1 = local(use(*b1_)), b3 = local(use(*b3_));
@@ -123,7 +127,7 @@ Tensor<Sparse{T, E, P}> Experts::rows(const Tensor<Sparse{T, E, R}>& rows_RD,
                                       const kernels::Reordered& order) const {
   const at::Tensor sorted = permute_rows(local(scores_R), order.index_R, order.inverse_R);
   return assume<Sparse{T, E, P}>(
-      run(local(rows_RD), sorted, order.totals_e, order.index_R, order.inverse_R.unsqueeze(1)));
+      run(local(rows_RD), sorted, order.ends_e, order.index_R, order.inverse_R.unsqueeze(1)));
 }
 
 Tensor<Sparse{T, P, P}> Experts::share(const Tensor<Sparse{T, R, R}>& x_ND,
@@ -136,7 +140,7 @@ Tensor<Sparse{T, P, P}> Experts::share(const Tensor<Sparse{T, R, R}>& x_ND,
   const at::Tensor scores_R =
       permute_rows(local(scores_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten());
   return assume<Sparse{T, P, P}>(
-      run(local(x_ND), scores_R, sorted.counts_e.cpu(), sorted.token_R, sorted.inverse_TK));
+      run(local(x_ND), scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
 }
 
 }  // namespace moesh::nn

@@ -54,7 +54,7 @@ class Experts {
   }
 
  private:
-  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e,
+  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& ends_e,
                  const at::Tensor& token_R, const at::Tensor& inverse) const;
 
   ExpertsConfig config_;
