@@ -45,7 +45,7 @@ Norm grad_norm(const ParamList& params) {
     Axes replicas = params[i].stored->replicas;
     if (MOESH_MUTANT(norm_counts_tp_replicas)) replicas = replicas & dp_replicate;
     if (mesh.coordinate(replicas) != 0)
-      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all shall see
+      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all must see
     mine = mine.defined() ? mine.add_(sum) : sum;
   }
   const auto stage = all_reduce < dp | cp | tp, I > (assume<Dense{P, P, P}>(mine));
