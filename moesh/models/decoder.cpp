@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/nn/recompute.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/vocabulary.h"
@@ -217,21 +216,9 @@ class Decoder final : public Model {
                              const Tokens& tokens) const {
     const auto logits =
         declare<Dense{T, T, F}>([](const at::Tensor& t) { return t.flatten(0, 1); }, logits_BLV);
-    at::Tensor labels = tokens.my_block(batch.labels_BL).flatten();
-    if (MOESH_MUTANT(
-            labels_shifted_after_the_cut)) {  // the next token of this block, unknown at its end
-      const at::Tensor block = tokens.my_block(batch.input_ids_BL);
-      labels = at::cat({block.narrow(1, std::min<std::int64_t>(1, block.size(1)),
-                                     std::max<std::int64_t>(0, block.size(1) - 1)),
-                        at::full({block.size(0), std::min<std::int64_t>(1, block.size(1))}, -100,
-                                 block.options())},
-                       1)
-                   .flatten();
-    }
+    const at::Tensor labels = tokens.my_block(batch.labels_BL).flatten();
     const auto per_token = nn::cross_entropy(logits, labels, config_.vocab);
-    double divisor = static_cast<double>(batch.num_step_tokens);
-    if (MOESH_MUTANT(loss_averaged_per_rank))
-      divisor = std::max(1.0, labels.ne(-100).sum().item<double>());
+    const auto divisor = static_cast<double>(batch.num_step_tokens);
     return once<tp>(scale(sum_all(per_token), 1.0 / divisor));
   }
 

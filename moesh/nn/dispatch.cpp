@@ -5,7 +5,6 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/nn/rows.h"
 #include "moesh/spmd/all_gather.h"
 #include "moesh/spmd/all_to_all.h"
@@ -49,23 +48,10 @@ Plan make_plan(const at::Tensor& counts_E) {
                            .contiguous()};
 }
 
-// A mistake to switch on: a gather over etp whose backward keeps this rank's slice.
-Tensor<Sparse{T, E, R}> without_reduction(const Tensor<Sparse{T, E, T}>& x, const Along& parts) {
-  return assume<Sparse{T, E, R}>(raw::move(local(x), etp, T, I, parts, "all_gather"));
-}
-
-at::Tensor to_its_token(const at::Tensor& inverse_NK) {
-  if (MOESH_MUTANT(combined_in_arrival_order))
-    return at::arange(inverse_NK.numel(), inverse_NK.options()).reshape(inverse_NK.sizes());
-  if (MOESH_MUTANT(row_returned_to_the_next_token)) return inverse_NK.roll(1, 0);
-  return inverse_NK;
-}
-
 PerToken by_all_to_all(const Experts& experts, const PerToken& x_ND, const Route& route,
                        const std::function<void()>& meanwhile) {
   const auto num_experts = experts.config().num_experts;
   const auto sorted = kernels::sort_by_expert(route.experts_NK, num_experts);
-  if (MOESH_MUTANT(rank_without_tokens_leaves) && local(x_ND).size(0) == 0) return x_ND;
   const Plan plan = make_plan(sorted.counts_e);
 
   const auto rows =
@@ -78,19 +64,14 @@ PerToken by_all_to_all(const Experts& experts, const PerToken& x_ND, const Route
   const Along parts{.dim = 0, .sizes = plan.parts};
   // T,E,R: what a rank of etp finds for d(rows) and d(scores) is a partial sum, which the adjoint
   // of the gather takes.
-  auto rows_RD = all_gather<etp>(moving_rows.wait(), parts);
-  auto scores_R = all_gather<etp>(moving_scores.wait(), parts);
-  if (MOESH_MUTANT(x_gradient_not_reduced_with_ep_off))
-    rows_RD = without_reduction(moving_rows.wait(), parts);
-  if (MOESH_MUTANT(score_gradient_not_reduced_over_etp))
-    scores_R = without_reduction(moving_scores.wait(), parts);
+  const auto rows_RD = all_gather<etp>(moving_rows.wait(), parts);
+  const auto scores_R = all_gather<etp>(moving_scores.wait(), parts);
 
   const auto order = kernels::rank_major_to_expert_major(plan.counts_se, local(x_ND).device());
   const auto y_RD =
       reduce_scatter<etp>(experts.rows(rows_RD, scores_R, order), parts);  // T,E,P -> T,E,T
   const auto home = dense(to_owners<ep>(y_RD, plan.recv, plan.send));
-  return assume<Dense{T, T, T}>(
-      combine_rows(local(home), sorted.token_R, to_its_token(sorted.inverse_TK)));
+  return assume<Dense{T, T, T}>(combine_rows(local(home), sorted.token_R, sorted.inverse_TK));
 }
 
 PerToken by_all_gather(const Experts& experts, const PerToken& x_ND, const Route& route,

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/nn/rows.h"
 #include "moesh/spmd/attach.h"
@@ -102,17 +101,13 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
 at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& counts_e,
                         const at::Tensor& token_R, const at::Tensor& inverse) const {
   auto plan = c10::make_intrusive<Plan>();
-  auto side = config_.scores;
-  if (MOESH_MUTANT(scores_on_the_wrong_side))
-    side =
-        side == kernels::ScoreSide::after ? kernels::ScoreSide::before : kernels::ScoreSide::after;
-  plan->config = {.activation = config_.activation, .scores = side};
+  plan->config = {.activation = config_.activation, .scores = config_.scores};
   plan->counts_e = counts_e;
   MaybeTensor b1, b3, b2;
   if (b1_) {
     b1 = local(use(*b1_)), b3 = local(use(*b3_));
     // The output is a partial sum over etp: its bias counts on one rank.
-    b2 = MOESH_MUTANT(bias_on_every_rank) ? local(use(*b2_)) : local(once<etp>(use(*b2_)));
+    b2 = local(once<etp>(use(*b2_)));
   }
   return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1,
                                 b3, b2, token_R, inverse, plan);

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/spmd/all_gather.h"
 #include "moesh/spmd/all_reduce.h"
 #include "moesh/spmd/cross.h"
@@ -113,10 +112,8 @@ Moe::Invariant Moe::operator()(const Tensor<Dense{T, T, I}>& x_BLD, const Tokens
   const auto routed = dispatch(dispatcher_, experts_, mine, route, tokens, [&] {
     if (shared_) shared = (*shared_)(enter<tp>(x));
   });
-  auto y =
+  const auto y =
       shared ? all_reduce<tp, I>(*shared + pad<tp>(routed, rows)) : all_gather<tp, I>(routed, rows);
-  if (MOESH_MUTANT(extra_all_reduce_at_the_boundary))
-    y = assume<Dense{T, T, I}>(raw::move(local(y), tp, I, R, {0}, "enter"));
   return {unflatten(y, local(x_BLD)), std::move(route)};
 }
 

@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/kernels/topk.h"
 #include "moesh/spmd/all_reduce.h"
 #include "moesh/spmd/as_term.h"
@@ -129,12 +128,7 @@ at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor&
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
   at::Tensor choice = (on_logits ? logits_NE : scores_NE).detach() + expert_bias_E_;
   if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
-  at::Tensor experts;
-  if (MOESH_MUTANT(last_index_wins_ties)) {
-    experts = config_.num_experts - 1 - kernels::top_k(choice.flip(-1), config_.top_k).experts_TK;
-  } else {
-    experts = kernels::top_k(choice, config_.top_k).experts_TK;
-  }
+  at::Tensor experts = kernels::top_k(choice, config_.top_k).experts_TK;
   if (config_.forced_balance) experts = balanced_choice(tokens, config_, experts.device());
   if (options.replay) {
     const at::Tensor replayed =
@@ -169,25 +163,18 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
                            : scores.gather(1, route.experts_NK);
   if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
   if (config_.scale != 1) weights = weights * config_.scale;
-  route.weights_NK = assume<kPerToken>(MOESH_MUTANT(detached_scores) ? weights.detach() : weights);
+  route.weights_NK = assume<kPerToken>(weights);
 
-  at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {},
-                                   config_.num_experts);
-  if (MOESH_MUTANT(padding_row_counted)) counts[0] += config_.top_k * tokens.num_padding();
-  route.counts_E = assume<kPerToken>(counts);
-  if (options.pass == Pass::training || MOESH_MUTANT(counted_in_evaluation))
-    pending_counts_E_ += route.counts_E.local();
+  route.counts_E = assume<kPerToken>(at::bincount(
+      valid_rows(route.experts_NK, options.valid_N).flatten(), {}, config_.num_experts));
+  if (options.pass == Pass::training) pending_counts_E_ += route.counts_E.local();
   return route;
 }
 
 void Router::update_bias(double coeff) {
   if (!config_.balance_bias) return clear_counts();
   const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
-  at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
-  if (MOESH_MUTANT(bias_counts_without_cp))
-    total_E =
-        whole(all_reduce < dp |
-              tp > (assume<Dense{P, I, P}>(pending_counts_E_)));  // a layout that is not true, too
+  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   const at::Tensor sign =
       (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;

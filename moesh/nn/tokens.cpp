@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include "moesh/base/mutant.h"
-
 namespace moesh::nn {
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel)
@@ -63,12 +61,6 @@ Along Tokens::over_tp() const {
 GlobalToken Tokens::global(LocalToken t) const {
   const SequenceShard held = shard(rank_);
   const std::int64_t before = mesh_.coordinate(dp) * batch_ * sequence_;
-  if (MOESH_MUTANT(b1_index_formula) && sequence_parallel_)  // right for B = 1 and even shards only
-    return {before + t.value + mesh_.coordinate(cp | tp) * held.num_local()};
-  if (MOESH_MUTANT(padded_stride_decode) && sequence_parallel_) {
-    const std::int64_t n = held.pieces().stride();
-    return {before + t.value / n * sequence_ + held.start() + t.value % n};
-  }
   return {before + held.global(LocalToken{flat_start(rank_) + t.value}).value};
 }
 

@@ -27,9 +27,6 @@ class Tokens {
   /// Tokens which this rank works on inside the layer: T on every axis.
   std::int64_t num_local() const { return num_local(rank_); }
   std::int64_t num_local(int rank) const;
-  /// How many fewer than the longest piece: rows that a padded layout would add here. None of them
-  /// exists.
-  std::int64_t num_padding() const { return batch_ * shard(rank_).pieces().stride() - num_local(); }
   /// All tokens of the micro-batch, over dp, cp and tp.
   std::int64_t num_global() const { return num_dp_ * batch_ * sequence_; }
   /// num_local of each rank of a group.

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/types/token.h"
 
@@ -75,8 +74,7 @@ Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
   const at::Tensor picked =
       size > 0 ? x.gather(1, column).squeeze(1) * mine.to(wide) : at::zeros({n}, x.options());
   // One message for both sums: [N, 2].
-  at::Tensor sums = at::stack({e_NV.sum(1), picked}, 1);
-  if (!MOESH_MUTANT(vocabulary_loss_without_its_reduction)) sums = group->all_reduce(sums);
+  const at::Tensor sums = group->all_reduce(at::stack({e_NV.sum(1), picked}, 1));
   const at::Tensor loss = (sums.select(1, 0).log() + max_N - sums.select(1, 1)) * valid.to(wide);
   const at::Tensor scale_N = sums.select(1, 0).reciprocal();
   const at::Tensor out =
