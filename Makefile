@@ -1,47 +1,76 @@
-# Everything a user needs: make run, make test. Both set up what is missing and build first.
-#   JOBS=4 make build                    how many compilers at once (default: the cores)
-#   FUZZ_RUNS=1000000 make fuzz          inputs of each fuzz target (default: ten million)
-#   MOESH_TORCH_DIR=/path/to/torch ...   an installed torch (2.11 or later) instead of the one in .venv
+# Everything a user needs: make run, make test. Both install and build what they need first.
+#   JOBS=4 make build                      how many compilers at once (default: the cores)
+#   FUZZ_RUNS=1000000 make fuzz            inputs of each fuzz target (default: ten million)
+#   MOESH_TORCH_DIR=/path/to/torch ...     an installed torch (2.11 or later), not the one in .venv
+#   MOESH_THIRD_PARTY=/path/to/prefix ...  where include/ has libraries that have no package here
 
 JOBS ?= $(shell nproc)
-TORCH = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR))
+OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
+  $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup build run test asan tsan sanitize fuzz verify bench-comm bench-moe bench-checkpoint format lint clean
+.PHONY: all setup program build run test gpu asan tsan sanitize fuzz verify \
+  bench-comm bench-moe bench-checkpoint format lint clean
 
 all: build
 
 setup:
-	@scripts/setup.sh
+	@scripts/setup.sh tests
+
+# The command moesh alone: needs neither the tests nor what they need. A build that is already
+# configured keeps its settings.
+program:
+	@scripts/setup.sh program
+	@if [ -e build/build.ninja ]; then cmake $(OPTIONS) build > /dev/null; \
+	  else cmake --preset release -DMOESH_TESTS=none $(OPTIONS) > /dev/null; fi
+	@cmake --build build -j $(JOBS) --target moesh
 
 build: setup
-	@cmake --preset release $(TORCH) > /dev/null
+	@cmake --preset release $(OPTIONS) > /dev/null
 	@cmake --build build -j $(JOBS)
 
 # Train a small DeepSeek-V3 on eight ranks of one process, then verify that very mesh.
-run: build
+run: program
 	@build/bin/moesh demo
 
-test: build
+test:
+	@echo "make test: installs what tests need, builds every program (about 12 minutes on two cores,"
+	@echo "  seconds when nothing changed), then runs every test (about 10 minutes on two cores)."
+	@echo "  Less: make build && ctest --test-dir build -L unit"
+	@echo "  (labels: unit, dist, mpi, gpu, compile_fail, fuzz)"
+	@$(MAKE) --no-print-directory build
 	$(CTEST) --test-dir build
+
+# The command, the GPU tests and the GPU benchmarks, against an installed CUDA build of torch.
+FIND_TORCH = import importlib.util as u; print(*u.find_spec("torch").submodule_search_locations)
+gpu: MOESH_TORCH_DIR ?= $(shell python3 -c '$(FIND_TORCH)' 2> /dev/null)
+gpu:
+	@[ -e "$(MOESH_TORCH_DIR)/lib/libtorch_cuda.so" ] || { echo "make gpu: '$(MOESH_TORCH_DIR)' is" \
+	  "not the folder of a CUDA build of torch; pass MOESH_TORCH_DIR=/path/to/torch" >&2; exit 1; }
+	@cmake --preset cuda $(OPTIONS) > /dev/null
+	@cmake --build build-cuda -j $(JOBS) --target gpu
+	@echo "programs: build-cuda/bin; tests: ctest --test-dir build-cuda -L gpu"
 
 # The comm and spmd tests under AddressSanitizer + UBSan, and under ThreadSanitizer.
 asan: setup
-	@cmake --preset dev $(TORCH) > /dev/null
+	@cmake --preset dev $(OPTIONS) > /dev/null
 	cmake --build build-asan -j $(JOBS)
 	ASAN_OPTIONS=detect_leaks=0 $(CTEST) --test-dir build-asan -L 'unit|dist'
 
 tsan: setup
-	@cmake --preset tsan $(TORCH) > /dev/null
+	@cmake --preset tsan $(OPTIONS) > /dev/null
 	cmake --build build-tsan -j $(JOBS)
-	TSAN_OPTIONS="suppressions=$(CURDIR)/cmake/tsan.supp" $(CTEST) --test-dir build-tsan -L 'unit|dist'
+	TSAN_OPTIONS="suppressions=$(CURDIR)/cmake/tsan.supp" \
+	  $(CTEST) --test-dir build-tsan -L 'unit|dist'
 
 sanitize: asan tsan
 
-# Every parser of files that others wrote, from its seeds. make test runs a hundred thousand of each.
+# Every parser of files that others wrote, from its seeds. make test gives each a hundred thousand
+# inputs.
 FUZZ_RUNS ?= 10000000
 fuzz: build
-	for target in safetensors index config manifest; do tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
+	for target in safetensors index config manifest; do \
+	  tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, against one rank.
 verify: build
@@ -59,10 +88,10 @@ bench-checkpoint: build
 	build/bin/bench_checkpoint build
 
 format:
-	git ls-files '*.h' '*.cpp' | xargs clang-format-19 -i
+	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format-19 -i
 
 lint: build
 	git ls-files 'moesh/*.cpp' | xargs clang-tidy-19 -p build --quiet
 
 clean:
-	rm -rf build build-asan build-tsan
+	rm -rf build build-asan build-tsan build-cuda

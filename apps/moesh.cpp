@@ -1,7 +1,6 @@
-// The command `moesh`: thin. Everything it does lives in moesh/train.
+// The command `moesh`: thin. What it does is in moesh/cli.
 
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <string>
 #include <vector>

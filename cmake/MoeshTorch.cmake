@@ -1,13 +1,16 @@
-# Imports LibTorch from an installed torch package without its own CMake package, which fails where pip gave a CUDA build
-# and the machine has no CUDA toolkit. Input: MOESH_TORCH_DIR, the package's folder (…/site-packages/torch).
-# Output: target moesh::torch, MOESH_TORCH_VERSION, MOESH_TORCH_CUDA.
+# Imports LibTorch from an installed torch package without its own CMake package, which fails where
+# pip gave a CUDA build and the machine has no CUDA toolkit. Input: MOESH_TORCH_DIR, the package's
+# folder (…/site-packages/torch). Output: target moesh::torch, MOESH_TORCH_VERSION,
+# MOESH_TORCH_CUDA.
 
 if(TARGET moesh::torch)
   return()
 endif()
 
-if(NOT EXISTS "${MOESH_TORCH_DIR}/include/ATen/core/Tensor.h" OR NOT EXISTS "${MOESH_TORCH_DIR}/lib/libtorch_cpu.so")
-  message(FATAL_ERROR "MOESH_TORCH_DIR is '${MOESH_TORCH_DIR}', which is not the folder of a torch package (it has no "
+if(NOT EXISTS "${MOESH_TORCH_DIR}/include/ATen/core/Tensor.h" OR NOT EXISTS
+  "${MOESH_TORCH_DIR}/lib/libtorch_cpu.so")
+  message(FATAL_ERROR
+    "MOESH_TORCH_DIR is '${MOESH_TORCH_DIR}', which is not the folder of a torch package (it has no "
     "include/ATen or lib/libtorch_cpu.so). Pass -DMOESH_TORCH_DIR=$(python3 -c 'import torch; print(torch.__path__[0])').")
 endif()
 
@@ -21,19 +24,23 @@ set(_major "${CMAKE_MATCH_1}")
 string(REGEX MATCH "TORCH_VERSION_MINOR ([0-9]+)" _ "${_lines}")
 set(MOESH_TORCH_VERSION "${_major}.${CMAKE_MATCH_1}")
 if(MOESH_TORCH_VERSION VERSION_LESS 2.11)
-  message(FATAL_ERROR "torch ${MOESH_TORCH_VERSION} in ${MOESH_TORCH_DIR} is too old: moesh needs 2.11 or later. Set "
+  message(FATAL_ERROR
+    "torch ${MOESH_TORCH_VERSION} in ${MOESH_TORCH_DIR} is too old: moesh needs 2.11 or later. Set "
     "MOESH_TORCH_DIR to a newer one, or unset it and run scripts/setup.sh.")
 endif()
 
 add_library(moesh::torch INTERFACE IMPORTED)
 set_target_properties(moesh::torch PROPERTIES
-  INTERFACE_INCLUDE_DIRECTORIES "${MOESH_TORCH_DIR}/include;${MOESH_TORCH_DIR}/include/torch/csrc/api/include")
-set(_libraries "${MOESH_TORCH_DIR}/lib/libtorch.so" "${MOESH_TORCH_DIR}/lib/libtorch_cpu.so" "${MOESH_TORCH_DIR}/lib/libc10.so")
+  INTERFACE_INCLUDE_DIRECTORIES
+  "${MOESH_TORCH_DIR}/include;${MOESH_TORCH_DIR}/include/torch/csrc/api/include")
+set(_libraries "${MOESH_TORCH_DIR}/lib/libtorch.so" "${MOESH_TORCH_DIR}/lib/libtorch_cpu.so"
+  "${MOESH_TORCH_DIR}/lib/libc10.so")
 set(MOESH_TORCH_CUDA OFF)
 if(EXISTS "${MOESH_TORCH_DIR}/lib/libtorch_cuda.so")
   set(MOESH_TORCH_CUDA ON)
   # Nothing refers to it by name, but it registers the CUDA kernels: it must be loaded.
-  list(APPEND _libraries "-Wl,--no-as-needed,${MOESH_TORCH_DIR}/lib/libtorch_cuda.so,${MOESH_TORCH_DIR}/lib/libc10_cuda.so,--as-needed")
+  list(APPEND _libraries
+    "-Wl,--no-as-needed,${MOESH_TORCH_DIR}/lib/libtorch_cuda.so,${MOESH_TORCH_DIR}/lib/libc10_cuda.so,--as-needed")
 endif()
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_LIBRARIES "${_libraries}")
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_OPTIONS

@@ -18,11 +18,13 @@ using Shards = Tensor<Dense{T, T, T}>;        // every rank holds its own tokens
 using Column = Param<Dense{I, I, Place::F}>;  // every rank holds its own features
 
 // Leave out the all_gather, or the reduce_scatter, and this does not compile.
+// [readme]
 Shards mlp(const Shards& x_BLD, const Column& w1_FD, const Column& w2_DF) {
   const Along sequence{.dim = 1, .total = L};
   auto h_BLF = silu(linear(all_gather<tp>(x_BLD, sequence), use(w1_FD)));  // T -> R, column: F
   return reduce_scatter<tp>(linear(h_BLF, use(w2_DF)), sequence);          // row: P -> T
 }
+// [/readme]
 
 struct Result {
   at::Tensor loss, dx, dw1, dw2;

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Measures the groups: ranks that are threads against memcpy, then worlds of MPI processes against MPI's own collectives,
-# then all of them next to each other.
+# Measures the groups: ranks that are threads against memcpy, then worlds of MPI processes against
+# MPI's own collectives, then all of them next to each other.
 #   BIN=build/bin   the folder of the programs
-#   RUNS=1          how often everything is run; the last table has the best times, so that more runs mean less noise
+#   RUNS=1          how often everything is run; the last table has the best times, so that more
+#                   runs mean less noise
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=${BIN:-build/bin}
@@ -29,12 +30,15 @@ awk '
     if ($1 == "threads" && !(key in seen)) { seen[key]; order[++n] = key } }
   function ratio(a, b) { return a && b ? sprintf("%.2f", a / b) : "-" }
   END {
-    printf "%-11s %5s %12s %10s %10s %10s %10s %16s %13s\n", "collective", "ranks", "a rank", "threads", "memcpy", "MPI",
+    printf "%-11s %5s %12s %10s %10s %10s %10s %16s %13s\n", "collective", "ranks",
+           "a rank", "threads", "memcpy", "MPI",
            "moesh mpi", "memcpy / threads", "MPI / threads"
     for (i = 1; i <= n; ++i) {
       k = order[i]; split(k, part, SUBSEP)
-      printf "%-11s %5d %8d KiB %10.1f %10.1f %10.1f %10.1f %16s %13s\n", part[1], part[2], part[3] / 1024, best[k, "threads"],
-             best[k, "memcpy"], best[k, "MPI"], best[k, "moesh-mpi"], ratio(best[k, "memcpy"], best[k, "threads"]),
+      printf "%-11s %5d %8d KiB %10.1f %10.1f %10.1f %10.1f %16s %13s\n", part[1], part[2],
+             part[3] / 1024, best[k, "threads"],
+             best[k, "memcpy"], best[k, "MPI"], best[k, "moesh-mpi"],
+             ratio(best[k, "memcpy"], best[k, "threads"]),
              ratio(best[k, "MPI"], best[k, "threads"])
     }
   }' "$record"

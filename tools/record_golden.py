@@ -2,10 +2,11 @@
 """Records what transformers computes for a checkpoint, for `moesh verify --golden`.
 
 record_golden.py FOLDER OUT                          random tokens
-record_golden.py FOLDER OUT --tokens FILE            input_ids, and labels if there are any, of a safetensors file
+record_golden.py FOLDER OUT --tokens FILE            input_ids, and labels if any, of safetensors
 
-FOLDER is a Hugging Face checkpoint (config.json and safetensors). OUT becomes one safetensors file, all in float32:
-    input_ids [B, L], labels [B, L]   int64; a label is the target of its own position, -100 is ignored
+FOLDER is a Hugging Face checkpoint (config.json and safetensors). OUT becomes one safetensors file,
+all in float32:
+    input_ids [B, L], labels [B, L]   int64; a label is the target of its position, -100: none
     logits [B, L, V], loss []         the mean over the positions that count
     grad.<name>                       of every parameter, under its name on disk in FOLDER
 """
@@ -48,8 +49,12 @@ def given_tokens(path):
 
 
 def gradients_by_name_on_disk(model, on_disk):
-    """transformers stacks experts when it loads them; here they get back the names and shapes which they have in the folder."""
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    """transformers stacks experts when it loads them; here they get back the names and shapes that
+    they have in the folder."""
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     stacked = {name: g for name, g in gradients.items() if name not in on_disk}
     found = {name: g for name, g in gradients.items() if name in on_disk}
     found.update({name: g for name, g in revert_weight_conversion(model, stacked).items()})
@@ -67,32 +72,47 @@ def gradients_by_name_on_disk(model, on_disk):
 def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1):
     """Writes the file, and returns a line that says what it holds."""
     # The plain implementations: every other one is a faster way to the same numbers, or nearly.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     model.eval()
-    ids, labels = given_tokens(tokens) if tokens else random_tokens(model.config.vocab_size, batch, length, seed, ignored)
+    ids, labels = (
+        given_tokens(tokens)
+        if tokens
+        else random_tokens(model.config.vocab_size, batch, length, seed, ignored)
+    )
 
     logits = model(input_ids=ids, use_cache=False).logits.float()
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+    )
     loss.backward()
 
     tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
     for name, gradient in gradients_by_name_on_disk(model, names_on_disk(folder)).items():
         tensors["grad." + name] = gradient.detach().contiguous().clone()
     save_file(tensors, out)
-    return f"{out}: {ids.shape[0]} x {ids.shape[1]} tokens, loss {loss.item():.6f}, {len(tensors) - 4} gradients"
+    size = f"{ids.shape[0]} x {ids.shape[1]} tokens"
+    return f"{out}: {size}, loss {loss.item():.6f}, {len(tensors) - 4} gradients"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--tokens", type=pathlib.Path, help="safetensors file with input_ids and perhaps labels")
+    parser.add_argument(
+        "--tokens", type=pathlib.Path, help="safetensors file with input_ids and perhaps labels"
+    )
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=13)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ignored", type=float, default=0.1, help="fraction of random labels that are -100")
+    parser.add_argument(
+        "--ignored", type=float, default=0.1, help="fraction of random labels that are -100"
+    )
     print(record(**vars(parser.parse_args())))
 
 

@@ -28,8 +28,8 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Matrices [rows, 2048] of 16 MiB: half of them cut by rows, as FSDP does, and half by columns, as
-// tensor parallelism does. A third are weights, two thirds the state of AdamW.
+// Matrices [rows, 2048] of 16 MiB: half of them split by rows, as FSDP does, and half by columns,
+// as tensor parallelism does. A third are weights, two thirds the state of AdamW.
 struct Problem {
   std::int64_t num_matrices;
   int num_ranks;
@@ -44,7 +44,7 @@ std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int ra
     const std::size_t dim = by_rows ? 0 : 1;
     region.length[dim] = kWidth / num_ranks;
     region.start[dim] = rank * region.length[dim];
-    // Element (r, c) of matrix i has a value of its own.
+    // Element (r, c) of matrix i has its own value.
     at::Tensor value = at::empty(region.length, at::kFloat);
     if (filled) {
       const at::Tensor r =

@@ -10,7 +10,7 @@ namespace moesh {
 
 enum class LogLevel { debug, info, warn, error, off };
 
-/// The rank which this thread speaks for; -1 (no rank) prints no rank.
+/// The rank of this thread, which its log lines show; -1: none is shown.
 void set_log_rank(int rank);
 int log_rank();
 

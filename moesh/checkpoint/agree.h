@@ -1,5 +1,5 @@
 #pragma once
-// What one rank could not do, none has done.
+// What one rank fails to do counts as done by none.
 
 #include <functional>
 #include <string>

@@ -38,7 +38,7 @@ std::string changed_config(const std::string& text, const ConvertOptions& option
   return formats::to_json(json);
 }
 
-// What goes over as it is: small files such as a tokenizer, but not those that describe the
+// What is copied as it is: small files such as a tokenizer, but not those that describe the
 // weights.
 bool is_copied(const std::filesystem::directory_entry& entry) {
   const std::string name = entry.path().filename().string(),

@@ -19,7 +19,7 @@ struct Converted {
   std::uint64_t num_bytes = 0;
 };
 
-/// `to` must not be there yet; it gets its name when it is whole. Other files of the folder (a
+/// `to` must not exist yet; it gets its name when it is complete. Other files of the folder (a
 /// tokenizer) are copied.
 Converted convert(const std::filesystem::path& from, const std::filesystem::path& to,
                   const formats::ModelOnDisk& model, const ConvertOptions& options);

@@ -28,13 +28,13 @@ class OutputFile {
   int descriptor_;
 };
 
-/// A small file, whole and on the disk.
+/// Writes a small file, which is on the disk when this returns.
 void write_file(const std::filesystem::path& path, std::string_view bytes);
-/// Makes the names in a folder last.
+/// Returns when the names in a folder are on the disk.
 void sync_folder(const std::filesystem::path& path);
 void make_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
-/// Both are there, and change names in one step; false where the file system cannot do that.
+/// Both exist, and swap names in one step; false where the file system cannot do that.
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
 
 }  // namespace moesh::checkpoint

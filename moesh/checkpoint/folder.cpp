@@ -42,7 +42,7 @@ std::vector<std::int64_t> saved_steps(const std::filesystem::path& folder) {
   return steps;
 }
 
-formats::Manifest read_whole_manifest(const std::filesystem::path& checkpoint) {
+formats::Manifest read_intact_manifest(const std::filesystem::path& checkpoint) {
   formats::Manifest manifest = formats::read_manifest(checkpoint.string());
   for (const auto& file : manifest.files) {
     std::error_code missing;
@@ -55,9 +55,9 @@ formats::Manifest read_whole_manifest(const std::filesystem::path& checkpoint) {
   return manifest;
 }
 
-bool is_whole(const std::filesystem::path& checkpoint) {
+bool is_intact(const std::filesystem::path& checkpoint) {
   try {
-    read_whole_manifest(checkpoint);
+    read_intact_manifest(checkpoint);
     return true;
   } catch (const Error&) {
     return false;
@@ -75,9 +75,9 @@ void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_
   MOESH_FAIL_POINT(before_the_purge);
   std::vector<std::int64_t> whole;
   for (const std::int64_t step : saved_steps(folder))
-    if (step <= newest && is_whole(folder / step_name(step))) whole.push_back(step);
+    if (step <= newest && is_intact(folder / step_name(step))) whole.push_back(step);
   for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < whole.size(); ++i) {
-    // Without a manifest it is no checkpoint any more: what is half removed cannot be taken for
+    // Without a manifest it is not a checkpoint any more: what is half removed cannot be taken for
     // whole.
     std::filesystem::remove(folder / step_name(whole[i]) / formats::kManifestFile);
     MOESH_FAIL_POINT(half_of_the_purge);

@@ -56,7 +56,7 @@ std::string describe_tensors(const TensorFolder& folder) {
 
 std::string inspect(const std::filesystem::path& folder) {
   MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
-              "' is no folder");
+              "' is not a folder");
   std::string text = folder.string() + "\n";
   const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
   formats::Manifest manifest;

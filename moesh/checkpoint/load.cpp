@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t kKeptBlocks =
     4;  // tensors are read in the order of the file: older blocks do not come back
 constexpr std::int64_t kSlabBytes =
-    256 << 10;  // what is copied at once: small, so that most of them lie in one block
+    256 << 10;  // what is copied at once: small, so that most are within one block
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
@@ -56,12 +56,12 @@ Differences compare(const TensorFolder& folder, const formats::DiskTable& table)
   return d;
 }
 
-// One read: a piece of a part, and where it lies.
+// One read: what a part and a tensor on disk have in common, and where it is.
 struct Job {
   const Part* part;
   const formats::DiskTensor* tensor;
   const formats::Source* source;
-  Piece piece;
+  Overlap overlap;
   TensorFolder::Found found;
 };
 
@@ -69,7 +69,7 @@ struct Job {
 // inside of them, holes included.
 void read_box(const Job& job, const at::Tensor& target) {
   const Sizes& view = job.tensor->view;
-  const Region& box = job.piece.view;
+  const Region& box = job.overlap.view;
   const auto dtype = torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
   MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()),
               ErrorKind::data, "tensor '", job.found.info->name, "' is of type ",
@@ -78,34 +78,34 @@ void read_box(const Job& job, const at::Tensor& target) {
   const auto element = static_cast<std::int64_t>(formats::size_of(job.found.info->dtype));
   Sizes strides(view.size(), 1);
   for (std::size_t d = view.size(); d-- > 1;) strides[d - 1] = strides[d] * view[d];
-  std::size_t cut =
-      0;  // the dimension that is cut into slabs; those before it are gone through one by one
-  while (cut + 1 < view.size() && strides[cut] * element > kSlabBytes) ++cut;
-  const std::int64_t step = std::max<std::int64_t>(1, kSlabBytes / (strides[cut] * element));
+  std::size_t split = 0;  // the dimension that is split into slabs; loops go over those before it
+  while (split + 1 < view.size() && strides[split] * element > kSlabBytes) ++split;
+  const std::int64_t step = std::max<std::int64_t>(1, kSlabBytes / (strides[split] * element));
 
   const std::uint64_t begin = job.found.file->file().header().data_start + job.found.info->begin;
-  const auto from_cut = static_cast<std::ptrdiff_t>(cut);
+  const auto from_split = static_cast<std::ptrdiff_t>(split);
   const std::int64_t num_outer =
-      num_elements(Sizes(box.length.begin(), box.length.begin() + from_cut));
-  const Sizes slab_strides(strides.begin() + from_cut, strides.end());
-  Sizes slab_size(box.length.begin() + from_cut, box.length.end());
+      num_elements(Sizes(box.length.begin(), box.length.begin() + from_split));
+  const Sizes slab_strides(strides.begin() + from_split, strides.end());
+  Sizes slab_size(box.length.begin() + from_split, box.length.end());
   std::vector<std::byte> buffer;
   for (std::int64_t outer = 0; outer < num_outer; ++outer) {
     at::Tensor to = target;
     std::int64_t first = 0, rest = outer, inside = num_outer;
-    for (std::size_t d = 0; d < cut; ++d) {
+    for (std::size_t d = 0; d < split; ++d) {
       inside /= box.length[d];
       to = to.select(0, rest / inside);
       first += (box.start[d] + rest / inside) * strides[d];
       rest %= inside;
     }
-    for (std::size_t d = cut; d < view.size(); ++d) first += box.start[d] * strides[d];
-    for (std::int64_t at = 0; at < box.length[cut]; at += step) {
-      slab_size[0] = std::min(step, box.length[cut] - at);
+    for (std::size_t d = split; d < view.size(); ++d) first += box.start[d] * strides[d];
+    for (std::int64_t at = 0; at < box.length[split]; at += step) {
+      slab_size[0] = std::min(step, box.length[split] - at);
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
         length += (slab_size[d] - 1) * slab_strides[d];
-      const auto offset = begin + static_cast<std::uint64_t>((first + at * strides[cut]) * element);
+      const auto offset =
+          begin + static_cast<std::uint64_t>((first + at * strides[split]) * element);
       const std::byte* bytes =
           job.found.file->bytes(offset, static_cast<std::size_t>(length * element),
                                 static_cast<std::size_t>(element), buffer);
@@ -223,7 +223,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   }
   MOESH_CHECK(std::filesystem::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
               "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
-              ": it is no folder of a model in safetensors");
+              ": it is not a folder of a model in safetensors");
   return TensorFolder(folder, {kSingleFile}, known);
 }
 
@@ -267,22 +267,22 @@ formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::Mod
 
 Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder) {
   for (const auto& tensor : table.tensors)
-    for (const auto& source : tensor.sources) places_[source.param].push_back({&tensor, &source});
+    for (const auto& source : tensor.sources) entries_[source.param].push_back({&tensor, &source});
 }
 
-TensorFolder::Found Loader::found(const Place& place) const {
-  const auto found = folder_.tensors().find(place.tensor->name);
+TensorFolder::Found Loader::found(const TableEntry& entry) const {
+  const auto found = folder_.tensors().find(entry.tensor->name);
   MOESH_CHECK(found != folder_.tensors().end(), ErrorKind::data, "'", folder_.path().string(),
-              "' has no tensor '", place.tensor->name, "'");
+              "' has no tensor '", entry.tensor->name, "'");
   const auto& shape = found->second.info->shape;
-  MOESH_CHECK(shape == place.tensor->shape, ErrorKind::data, "'", folder_.path().string(),
-              "': tensor '", found->first, "' has shape ", shape, ", and ", place.tensor->shape,
+  MOESH_CHECK(shape == entry.tensor->shape, ErrorKind::data, "'", folder_.path().string(),
+              "': tensor '", found->first, "' has shape ", shape, ", and ", entry.tensor->shape,
               " is needed");
   return found->second;
 }
 
 formats::Dtype Loader::dtype_of(const std::string& param) const {
-  return found(places_.at(param).front()).info->dtype;
+  return found(entries_.at(param).front()).info->dtype;
 }
 
 void Loader::load(const std::vector<Part>& parts) const {
@@ -293,11 +293,11 @@ void Loader::load(const std::vector<Part>& parts) const {
   std::vector<Job> jobs;
   for (const auto& part : on_host) {
     std::int64_t filled = 0;
-    if (const auto places = places_.find(part.name); places != places_.end())
-      for (const auto& place : places->second)
-        if (const auto piece = piece_in(*place.tensor, *place.source, part.region)) {
-          jobs.push_back({&part, place.tensor, place.source, *piece, found(place)});
-          filled += num_elements(piece->param.length);
+    if (const auto entries = entries_.find(part.name); entries != entries_.end())
+      for (const auto& entry : entries->second)
+        if (const auto overlap = overlap_with(*entry.tensor, *entry.source, part.region)) {
+          jobs.push_back({&part, entry.tensor, entry.source, *overlap, found(entry)});
+          filled += num_elements(overlap->param.length);
         }
     MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
                 filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
@@ -306,7 +306,7 @@ void Loader::load(const std::vector<Part>& parts) const {
     return std::tie(a.found.file->file().path(), a.found.info->begin) <
            std::tie(b.found.file->file().path(), b.found.info->begin);
   });
-  for (const auto& job : jobs) read_box(job, in_view_order(*job.part, *job.source, job.piece));
+  for (const auto& job : jobs) read_box(job, in_view_order(*job.part, *job.source, job.overlap));
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }

@@ -23,8 +23,8 @@ class BlockFile {
 
   const formats::SafetensorsFile& file() const { return file_; }
   void read(std::uint64_t offset, std::span<std::byte> to);
-  /// The same where they are in memory, or, if they lie in two blocks or not at a multiple of
-  /// `alignment`, in `buffer`. They stay until the next call.
+  /// The same where they are in memory, or, if they span two blocks or do not begin at a multiple
+  /// of `alignment`, in `buffer`. They stay until the next call.
   const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment,
                          std::vector<std::byte>& buffer);
 
@@ -94,14 +94,14 @@ class Loader {
   formats::Dtype dtype_of(const std::string& param) const;
 
  private:
-  struct Place {
+  struct TableEntry {
     const formats::DiskTensor* tensor;
     const formats::Source* source;
   };
-  TensorFolder::Found found(const Place& place) const;
+  TensorFolder::Found found(const TableEntry& entry) const;
 
   const TensorFolder& folder_;
-  std::map<std::string, std::vector<Place>> places_;  // by parameter
+  std::map<std::string, std::vector<TableEntry>> entries_;  // by parameter
 };
 
 }  // namespace moesh::checkpoint

@@ -76,33 +76,33 @@ at::ScalarType torch_dtype(formats::Dtype dtype, const std::string& what) {
   }
 }
 
-std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source,
-                              const Region& region) {
+std::optional<Overlap> overlap_with(const formats::DiskTensor& tensor,
+                                    const formats::Source& source, const Region& region) {
   MOESH_CHECK(source.dims.size() == region.start.size(), ErrorKind::internal, "disk table: '",
               source.param, "' has ", region.start.size(), " dimensions, and the table of tensor '",
               tensor.name, "' gives it ", source.dims.size());
-  Piece piece{.param = region,
-              .view = {Sizes(tensor.view.size(), 0), Sizes(tensor.view.size(), 1)}};
-  for (const auto& [dim, index] : source.fixed) piece.view.start[dim] = index;
+  Overlap overlap{.param = region,
+                  .view = {Sizes(tensor.view.size(), 0), Sizes(tensor.view.size(), 1)}};
+  for (const auto& [dim, index] : source.fixed) overlap.view.start[dim] = index;
   for (std::size_t p = 0; p < source.dims.size(); ++p) {
     const auto v = source.dims[p];
     const std::int64_t first = std::max(region.start[p], source.offset[p]);
     const std::int64_t last =
         std::min(region.start[p] + region.length[p], source.offset[p] + tensor.view[v]);
     if (first >= last) return std::nullopt;
-    piece.param.start[p] = first, piece.param.length[p] = last - first;
-    piece.view.start[v] = first - source.offset[p], piece.view.length[v] = last - first;
+    overlap.param.start[p] = first, overlap.param.length[p] = last - first;
+    overlap.view.start[v] = first - source.offset[p], overlap.view.length[v] = last - first;
   }
-  return piece;
+  return overlap;
 }
 
-at::Tensor in_view_order(const Part& part, const formats::Source& source, const Piece& piece) {
+at::Tensor in_view_order(const Part& part, const formats::Source& source, const Overlap& overlap) {
   at::Tensor t = part.value;
   std::vector<std::int64_t> order(source.dims.size());
   std::iota(order.begin(), order.end(), 0);
   for (std::size_t p = 0; p < order.size(); ++p)
-    t = t.narrow(static_cast<std::int64_t>(p), piece.param.start[p] - part.region.start[p],
-                 piece.param.length[p]);
+    t = t.narrow(static_cast<std::int64_t>(p), overlap.param.start[p] - part.region.start[p],
+                 overlap.param.length[p]);
   std::sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
     return source.dims[static_cast<std::size_t>(a)] < source.dims[static_cast<std::size_t>(b)];
   });

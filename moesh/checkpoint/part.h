@@ -1,6 +1,5 @@
 #pragma once
-// A rank's part of a tensor that is to be saved or loaded, and where it lies in the tensors on
-// disk.
+// A rank's part of a tensor that is to be saved or loaded, and where it is in the tensors on disk.
 
 #include <functional>
 #include <optional>
@@ -24,10 +23,10 @@ struct Part {
 };
 
 /// The part of a parameter that this rank of the current mesh stores, or of an optimizer's state
-/// that is cut like it.
+/// that is split like it.
 Part part_of(const Stored& w);
 Part part_of(const Stored& w, const std::string& name, const at::Tensor& value);
-/// Something that every rank has whole. Rank 0 writes it.
+/// Something that every rank has all of. Rank 0 writes it.
 Part replicated_part(const std::string& name, const at::Tensor& value, int rank);
 
 std::int64_t num_elements(const Sizes& sizes);
@@ -37,18 +36,18 @@ formats::Dtype disk_dtype(at::ScalarType dtype);
 /// tensor.
 at::ScalarType torch_dtype(formats::Dtype dtype, const std::string& what);
 
-/// A box that a parameter and a tensor on disk share.
-struct Piece {
+/// The box that a parameter and a tensor on disk have in common.
+struct Overlap {
   Region param;  // in the whole parameter
   Region view;   // in the view of the tensor
 };
-/// What of `region` of the source's parameter lies in the tensor; nothing if it does not.
-std::optional<Piece> piece_in(const formats::DiskTensor& tensor, const formats::Source& source,
-                              const Region& region);
+/// What of `region` of the source's parameter is in the tensor; nothing if none of it is.
+std::optional<Overlap> overlap_with(const formats::DiskTensor& tensor,
+                                    const formats::Source& source, const Region& region);
 
-/// The piece of a part, its dimensions in the order of the view: [piece.view.length], memory shared
-/// with `part.value`.
-at::Tensor in_view_order(const Part& part, const formats::Source& source, const Piece& piece);
+/// The values of an overlap, their dimensions in the order of the view: [overlap.view.length], a
+/// view into `part.value`.
+at::Tensor in_view_order(const Part& part, const formats::Source& source, const Overlap& overlap);
 
 /// f(first element in the view, first element in the box, number of elements) for each run of
 /// elements of the box that are neighbours in the view.

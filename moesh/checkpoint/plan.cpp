@@ -25,8 +25,8 @@ std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsBy
     MOESH_CHECK(found != parts.end(), "tensor '", tensor.name, "' is made of '", source.param,
                 "', which nobody has");
     if (!found->second->owned) continue;
-    if (const auto piece = piece_in(tensor, source, found->second->region))
-      boxes.push_back({piece->view, in_view_order(*found->second, source, *piece)});
+    if (const auto overlap = overlap_with(tensor, source, found->second->region))
+      boxes.push_back({overlap->view, in_view_order(*found->second, source, *overlap)});
   }
   return merged(std::move(boxes));
 }

@@ -107,7 +107,7 @@ class Saver {
     MOESH_FAIL_POINT(tensors_written);
   }
 
-  // The ranks share the blocks of all files: what was written is read back, whoever wrote it.
+  // The blocks of all files are divided among the ranks, and read back, whoever wrote them.
   void hash_blocks() {
     hashes_.clear();
     std::vector<std::byte> buffer(formats::kBlockBytes);
@@ -179,7 +179,7 @@ class Saver {
     remove_temporary(options_.folder);
   }
 
-  // The new one is whole: what goes wrong from here on is no reason to stop.
+  // The new one is intact: what goes wrong from here on is not a reason to stop.
   void purge_others() const {
     try {
       purge(options_.folder, snapshot_.manifest.step, options_.keep_latest);

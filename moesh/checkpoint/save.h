@@ -1,6 +1,6 @@
 #pragma once
 // Saving: all ranks write into a temporary folder, and when everything is on the disk the folder
-// gets its name. At any moment, and after any crash, a folder called step-N is whole or is
+// gets its name. At any moment, and after any crash, a folder called step-N is intact or is
 // recognised as not.
 
 #include <filesystem>
@@ -25,7 +25,7 @@ struct Snapshot {
 struct SaveOptions {
   std::filesystem::path folder;  // of all checkpoints of the run
   std::uint64_t max_shard_size = 5'000'000'000;
-  std::int64_t keep_latest = 0;  // older ones are removed when the new one is whole; 0: none is
+  std::int64_t keep_latest = 0;  // older ones are removed when the new one is intact; 0: none is
 };
 
 /// Every rank of the group calls it. If any rank fails, all throw, and what was there before is as

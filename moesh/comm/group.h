@@ -46,7 +46,7 @@ class [[nodiscard]] Handle {
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
   explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
   Handle(Handle&&) = default;
-  Handle& operator=(Handle&&) = delete;  // it would drop what is under way
+  Handle& operator=(Handle&&) = delete;  // it would drop what is in progress
   ~Handle();
 
   /// Blocks until the result is there; throws Error (comm) when a rank left, fell out of step or is

@@ -26,27 +26,27 @@ std::int64_t row_numel(const at::Tensor& x) {
   return n;
 }
 
-Block part(const at::Tensor& x, std::int64_t start, std::int64_t numel) {
+Span part(const at::Tensor& x, std::int64_t start, std::int64_t numel) {
   auto* base = static_cast<std::byte*>(x.data_ptr());
   return {base ? base + start * static_cast<std::int64_t>(x.element_size()) : nullptr, numel};
 }
 
 // Consecutive parts of x, one a rank.
-std::vector<Block> parts(const at::Tensor& x, const Rows& rows, std::int64_t inner) {
-  std::vector<Block> blocks;
-  blocks.reserve(rows.size());
+std::vector<Span> parts(const at::Tensor& x, const Rows& rows, std::int64_t inner) {
+  std::vector<Span> spans;
+  spans.reserve(rows.size());
   std::int64_t start = 0;
   for (auto r : rows) {
-    blocks.push_back(part(x, start, r * inner));
+    spans.push_back(part(x, start, r * inner));
     start += r * inner;
   }
-  return blocks;
+  return spans;
 }
 
-std::vector<std::int64_t> sizes(const std::vector<Block>& blocks) {
+std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
   std::vector<std::int64_t> n;
-  n.reserve(blocks.size());
-  for (const auto& b : blocks) n.push_back(b.numel);
+  n.reserve(spans.size());
+  for (const auto& b : spans) n.push_back(b.numel);
   return n;
 }
 
@@ -64,8 +64,8 @@ at::Tensor for_peers(const at::Tensor& x) {
   return own;
 }
 
-// Own block first, then round the group: ranks do not all read the same peer at once.
-void copy_all(const std::vector<Block>& into, const std::vector<Block>& from, int rank,
+// Own span first, then round the group: ranks do not all read the same peer at once.
+void copy_all(const std::vector<Span>& into, const std::vector<Span>& from, int rank,
               const at::TensorOptions& options) {
   for (size_t k = 0; k < from.size(); ++k) {
     const size_t j = (static_cast<size_t>(rank) + k) % from.size();
@@ -73,10 +73,10 @@ void copy_all(const std::vector<Block>& into, const std::vector<Block>& from, in
   }
 }
 
-// all_gather, all_to_all, broadcast: each block that comes has its place in the result.
+// all_gather, all_to_all, broadcast: each span that comes has its place in the result.
 class CopyWork final : public Work {
  public:
-  CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Block> into, int rank)
+  CopyWork(std::unique_ptr<Exchange> exchange, at::Tensor out, std::vector<Span> into, int rank)
       : exchange_(std::move(exchange)), out_(std::move(out)), into_(std::move(into)), rank_(rank) {}
   at::Tensor wait() override {
     copy_all(into_, exchange_->receive(), rank_, out_.options());
@@ -87,11 +87,11 @@ class CopyWork final : public Work {
  private:
   std::unique_ptr<Exchange> exchange_;
   at::Tensor out_;
-  std::vector<Block> into_;
+  std::vector<Span> into_;
   int rank_;
 };
 
-// reduce_scatter and the small all_reduce: the blocks that come are summed.
+// reduce_scatter and the small all_reduce: the spans that come are summed.
 class FoldWork final : public Work {
  public:
   FoldWork(std::unique_ptr<Exchange> exchange, at::Tensor out, ReduceOp op)
@@ -134,7 +134,7 @@ class AllReduceWork final : public Work {
     exchange_->close();
     call_.phase = 1;
     auto gather = group_.post({.call = call_,
-                               .send = std::vector<Block>(into_.size(), mine),
+                               .send = std::vector<Span>(into_.size(), mine),
                                .recv = sizes(into_),
                                .into = into_,
                                .keep = {out_},
@@ -149,7 +149,7 @@ class AllReduceWork final : public Work {
   Call call_;
   at::Tensor out_;
   ReduceOp op_;
-  std::vector<Block> into_;
+  std::vector<Span> into_;
   std::unique_ptr<Exchange> exchange_;
 };
 
@@ -234,7 +234,7 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   const auto n = static_cast<size_t>(size());
   const at::Tensor mine = for_peers(x);
   auto exchange = post({.call = call,
-                        .send = std::vector<Block>(n, part(mine, 0, x.numel())),
+                        .send = std::vector<Span>(n, part(mine, 0, x.numel())),
                         .recv = std::vector<std::int64_t>(n, x.numel()),
                         .into = {},
                         .keep = {mine},
@@ -249,7 +249,7 @@ std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& 
   const at::Tensor mine = for_peers(x);
   auto into = parts(out, rows, row_numel(x));
   auto exchange = post({.call = call,
-                        .send = std::vector<Block>(rows.size(), part(mine, 0, x.numel())),
+                        .send = std::vector<Span>(rows.size(), part(mine, 0, x.numel())),
                         .recv = sizes(into),
                         .into = into,
                         .keep = {mine, out},
@@ -295,16 +295,16 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const bool is_root = rank() == root;
   const at::Tensor out = empty_result(x.sizes(), x.options());
   const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
-  std::vector<Block> into(n);
+  std::vector<Span> into(n);
   into[static_cast<size_t>(root)] = part(out, 0, out.numel());
-  auto exchange = post(
-      {.call = call,
-       .send = is_root ? std::vector<Block>(n, part(mine, 0, x.numel())) : std::vector<Block>(n),
-       .recv = sizes(into),
-       .into = into,
-       .keep = {mine, out},
-       .options = x.options(),
-       .wait_for_readers = is_root && !is_small(x)});
+  auto exchange =
+      post({.call = call,
+            .send = is_root ? std::vector<Span>(n, part(mine, 0, x.numel())) : std::vector<Span>(n),
+            .recv = sizes(into),
+            .into = into,
+            .keep = {mine, out},
+            .options = x.options(),
+            .wait_for_readers = is_root && !is_small(x)});
   return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 
@@ -314,7 +314,7 @@ void HostGroup::do_barrier() {
   call.dtype = static_cast<std::int8_t>(at::kByte);
   const auto n = static_cast<size_t>(size());
   auto exchange = post({.call = call,
-                        .send = std::vector<Block>(n),
+                        .send = std::vector<Span>(n),
                         .recv = std::vector<std::int64_t>(n, 0),
                         .into = {},
                         .keep = {},

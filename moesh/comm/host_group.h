@@ -1,5 +1,5 @@
 #pragma once
-// What threads and mpi share: every collective is one or two exchanges of blocks between all ranks,
+// What threads and mpi share: every collective is one or two exchanges of spans between all ranks,
 // and reductions sum in rank order, so that results have the same bits on both backends, in every
 // run.
 
@@ -41,7 +41,7 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
                          const std::string& group);
 
 /// Contiguous elements of a call's dtype and device.
-struct Block {
+struct Span {
   void* data = nullptr;
   std::int64_t numel = 0;
 };
@@ -51,21 +51,21 @@ struct Block {
 /// memory leaves the copy to the caller.
 struct Post {
   Call call;
-  std::vector<Block> send;
+  std::vector<Span> send;
   std::vector<std::int64_t> recv;
-  std::vector<Block> into;
-  std::vector<at::Tensor> keep;  // owners of the memory behind the blocks
+  std::vector<Span> into;
+  std::vector<at::Tensor> keep;  // owners of the memory behind the spans
   at::TensorOptions options;
   bool wait_for_readers = true;  // false: nobody writes what is sent after `close`, so peers may
                                  // still be reading it then
 };
 
-/// An exchange under way.
+/// An exchange in progress.
 class Exchange {
  public:
   virtual ~Exchange() = default;
   /// Blocks until every rank has posted; element j is what rank j sent here. Valid until `close`.
-  virtual std::vector<Block> receive() = 0;
+  virtual std::vector<Span> receive() = 0;
   /// This rank has read what it received. Blocks until every rank has read what this rank sent, if
   /// the post says so.
   virtual void close() = 0;
@@ -95,12 +95,11 @@ class HostGroup : public Group {
   std::int64_t sequence_ = 0;
 };
 
-/// out[i] = blocks[0][i] op blocks[1][i] op ...: in this order, bfloat16 in float32 and rounded
+/// out[i] = spans[0][i] op spans[1][i] op ...: in this order, bfloat16 in float32 and rounded
 /// once. NaN wins.
-void fold(ReduceOp op, const std::vector<Block>& blocks, Block out,
-          const at::TensorOptions& options);
+void fold(ReduceOp op, const std::vector<Span>& spans, Span out, const at::TensorOptions& options);
 
-/// Copies a block on its device.
-void copy(Block to, Block from, const at::TensorOptions& options);
+/// Copies a span on its device.
+void copy(Span to, Span from, const at::TensorOptions& options);
 
 }  // namespace moesh::comm

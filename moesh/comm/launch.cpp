@@ -63,7 +63,7 @@ void use_device(at::Device device) {
 
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks) {
   set_log_rank(rank);
-  // Ranks that share a GPU would otherwise share its one backward thread, and the first collective
+  // Ranks on one GPU would also have its one backward thread in common, and the first collective
   // in backward would hang.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   const int cores = static_cast<int>(std::thread::hardware_concurrency());

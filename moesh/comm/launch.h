@@ -15,9 +15,9 @@
 namespace moesh::comm {
 
 enum class Backend : std::uint8_t {
-  automatic,  // nccl under mpirun or srun where every rank is a process with a GPU of its own, else
+  automatic,  // nccl under mpirun or srun where every rank is a process with its own GPU, else
               // host
-  host,       // threads, and MPI between processes: ranks may share a GPU
+  host,       // threads, and MPI between processes: several ranks may use one GPU
   nccl,       // one GPU a rank
 };
 
@@ -61,7 +61,7 @@ void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_r
 /// The ranks of a world that live in this process.
 struct LocalRanks {
   int first = 0, count = 1;
-  int num_on_machine = 1;                                   // they share its cores
+  int num_on_machine = 1;                                   // on which its cores are divided
   std::function<std::shared_ptr<Group>(int rank)> group;    // the world as a rank sees it
   std::function<void(int rank, std::exception_ptr)> leave;  // told when it returned (null) or threw
 };

@@ -56,7 +56,7 @@ std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds 
 [[noreturn]] void give_up(int rank, const char* where, const Call& call, const std::string& group,
                           const std::string& why);
 
-/// Throws unless the block which `from` sends has the `expected` elements. Both are world ranks.
+/// Throws unless the span which `from` sends has the `expected` elements. Both are world ranks.
 void check_count(std::int64_t sent, std::int64_t expected, const Call& call,
                  const std::string& group, int from, int to);
 

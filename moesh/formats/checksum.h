@@ -1,6 +1,6 @@
 #pragma once
-// Checksums of blocks: XXH3-64, one for every 4 MiB of a file, so that who reads a part checks that
-// part alone.
+// Checksums of blocks: XXH3-64, one for every 4 MiB of a file, so that reading part of a file
+// checks that part alone.
 
 #include <cstddef>
 #include <cstdint>
@@ -17,17 +17,14 @@ constexpr std::uint64_t num_blocks(std::uint64_t size) {
   return size / kBlockBytes + (size % kBlockBytes != 0);
 }
 
-/// Whether this build has checksums; without xxHash hash_block throws and says so.
-bool has_checksums();
-
 std::uint64_t hash_block(std::span<const std::byte> block);
 inline std::uint64_t hash_block(std::string_view bytes) {
   return hash_block(std::as_bytes(std::span(bytes)));
 }
 
-/// Sixteen digits, a to f small.
+/// Sixteen hexadecimal digits, lower case.
 std::string checksum_text(std::uint64_t checksum);
-/// Nothing but such a text is taken.
+/// Accepts only such a text.
 std::uint64_t parse_checksum(std::string_view text);
 
 }  // namespace moesh::formats

@@ -60,7 +60,7 @@ enum class ExpertLayout { per_expert, stacked };
 inline constexpr ExpertLayout kExpertLayouts[] = {ExpertLayout::per_expert, ExpertLayout::stacked};
 const char* to_string(ExpertLayout layout);
 
-/// What is known of a model that lies in a folder, or is to be put into one.
+/// What is known of a model in a folder, or of one that is to be saved in one.
 struct ModelOnDisk {
   std::string model_type;  // as config.json calls it
   std::function<DiskTable(ExpertLayout)> table;

@@ -1,7 +1,6 @@
 #pragma once
 // JSON texts that others wrote (config.json, indexes, headers), as values. Strict: a key that comes
-// twice is refused, and so are deep nesting and bytes that are not UTF-8. Built on nlohmann/json
-// where it was found, see has_json() in json_lines.h.
+// twice is refused, and so are deep nesting and bytes that are not UTF-8.
 
 #include <cstddef>
 #include <cstdint>
@@ -28,8 +27,8 @@ struct JsonValue {
   bool operator==(const JsonValue&) const = default;
 
   bool is_null() const { return std::holds_alternative<std::nullptr_t>(value); }
-  /// The value under a key; null where this is no object or has no such key. Looks at one key after
-  /// the other.
+  /// The value under a key; null where this is not an object or has no such key. Compares
+  /// one key after the other.
   const JsonValue* find(std::string_view key) const;
 
   /// The value as what it must be, or an Error (data) which calls it `what`.

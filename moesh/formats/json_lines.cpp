@@ -7,8 +7,6 @@
 
 namespace moesh::formats {
 
-bool has_json() { return true; }
-
 void each_json_text(std::istream& lines, const std::string& name, const std::string& key,
                     const std::function<void(const std::string& text)>& f) {
   std::string line;

@@ -1,6 +1,5 @@
 #pragma once
-// JSONL: one JSON object a line, such as {"text": "..."}. Built on nlohmann/json where it was
-// found, see has_json().
+// JSONL: one JSON object a line, such as {"text": "..."}.
 
 #include <functional>
 #include <istream>
@@ -8,10 +7,7 @@
 
 namespace moesh::formats {
 
-/// Whether this build reads JSON; without nlohmann/json every call below throws and says so.
-bool has_json();
-
-/// Calls `f` with the text under `key` of every line, in order; blank lines are passed over. Errors
+/// Calls `f` with the text under `key` of every line, in order; blank lines are skipped. Errors
 /// (data) begin with "name:line:".
 void each_json_text(std::istream& lines, const std::string& name, const std::string& key,
                     const std::function<void(const std::string& text)>& f);

@@ -7,8 +7,8 @@
 namespace moesh::formats {
 
 /// "[json.exception.parse_error.101] parse error at line 1, column 9: ..." without what every
-/// reader would skip. The text may quote what was read: it is cut, and bytes that do not print
-/// become '?'.
+/// reader would skip. The text may quote what was read: it is shortened, and bytes that do not
+/// print become '?'.
 inline std::string json_reason(const std::exception& e) {
   constexpr std::size_t kLongest = 300;
   std::string text = e.what();

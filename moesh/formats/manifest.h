@@ -1,7 +1,7 @@
 #pragma once
-// moesh.json, the manifest of a checkpoint: what it is, and size and checksums of every file in its
-// folder but itself. It is written last; its first line is a checksum of the rest, so that no byte
-// of a checkpoint changes unseen.
+// moesh.json, the manifest of a checkpoint: what it is, and size and checksums of every other file
+// in its folder. It is written last; its first line is a checksum of the rest, so that no byte of a
+// checkpoint changes unnoticed.
 
 #include <cstddef>
 #include <cstdint>
@@ -41,7 +41,7 @@ struct Manifest {
 };
 
 std::string write_manifest(const Manifest& manifest);
-/// `name` is what errors (data) call the text. A file that is listed twice, or lies outside of the
+/// `name` is what errors (data) call the text. A file that is listed twice, or is outside of the
 /// folder, is refused.
 Manifest parse_manifest(std::string_view text, const std::string& name);
 /// Of a checkpoint's folder.
@@ -50,7 +50,7 @@ Manifest read_manifest(const std::string& folder);
 /// Size and checksums of a file as it is on disk: `name` in `folder`.
 ManifestFile hash_file(const std::string& folder, const std::string& name);
 /// Throws an Error (data) that names file and bytes, unless `bytes` are block number `index` of the
-/// file, whole and unchanged.
+/// file, complete and unchanged.
 void check_block(const ManifestFile& file, std::uint64_t index, std::span<const std::byte> bytes);
 /// The same for the whole file on disk: its size, and every block.
 void check_file(const std::string& folder, const ManifestFile& file);

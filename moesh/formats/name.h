@@ -7,12 +7,12 @@
 
 namespace moesh::formats {
 
-/// In quotes for an error text: what does not print becomes \xNN (a name must not write to the
-/// terminal), a long one is cut.
+/// In quotes for an error text: what does not print becomes \xNN (a name must not control the
+/// terminal), a long one is shortened.
 std::string shown(std::string_view name);
 
 /// Throws an Error (data) unless this names a file in its own folder: not empty, no '/' nor '\', no
-/// control character, no '.' in front. So no file can point out of the folder that it lies in.
+/// control character, no '.' in front. So no file can be outside of the folder that names it.
 void check_file_name(std::string_view name);
 /// The same for a file that may lie in one folder below: "optimizer/x.safetensors".
 void check_file_path(std::string_view path);

@@ -39,8 +39,6 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
 
 }  // namespace
 
-bool has_toml() { return true; }
-
 std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name) {
   std::vector<TomlEntry> entries;
   try {

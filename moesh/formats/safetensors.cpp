@@ -75,7 +75,7 @@ auto of_tensor(std::string_view name, F f) {
   }
 }
 
-// Further keys are passed over, as the reference does.
+// Further keys are skipped, as in the reference.
 TensorInfo parse_tensor(const std::string& name, const JsonValue& json) {
   TensorInfo tensor{.name = name};
   tensor.dtype = dtype_named(json.at("dtype", "its entry").as_text("dtype"));
@@ -184,7 +184,7 @@ SafetensorsHeader parse_safetensors(std::string_view bytes, std::uint64_t file_s
               " bytes, and the header has ", length);
   const std::string_view text = bytes.substr(kLengthBytes, length);
   MOESH_CHECK(text.starts_with('{'), ErrorKind::data,
-              "its header does not begin with '{': this is no safetensors file");
+              "its header does not begin with '{': this is not a safetensors file");
 
   const JsonValue json = parse_json(text, "its header");
   SafetensorsHeader header{.data_start = kLengthBytes + length};
@@ -221,9 +221,9 @@ std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
   }
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
-  MOESH_CHECK(twice == names.end(), ErrorKind::data, "cannot write tensor ", shown(*twice),
-              *twice == kMetadata ? ": the format keeps this name for itself"
-                                  : ": there are two of this name");
+  MOESH_CHECK(
+      twice == names.end(), ErrorKind::data, "cannot write tensor ", shown(*twice),
+      *twice == kMetadata ? ": the format reserves this name" : ": there are two of this name");
   std::stable_sort(in_file.begin(), in_file.end(), [](const TensorInfo* a, const TensorInfo* b) {
     return row_of(a->dtype).bits > row_of(b->dtype).bits;
   });

@@ -69,8 +69,8 @@ SafetensorsHeader parse_safetensors(std::string_view bytes, std::uint64_t file_s
 
 /// The length and the header for these tensors, padded so that the data is aligned to 8 bytes.
 /// `begin` and `end` are filled in here. Tensors of larger elements come first in the file,
-/// otherwise in the order given (which `tensors` keeps): so every tensor is aligned to its element,
-/// which torch wants of a file that it maps.
+/// then in the order given (which `tensors` keeps): so every tensor is aligned to its element, as
+/// torch requires of a file that it maps.
 std::string write_safetensors_header(std::vector<TensorInfo>& tensors,
                                      const std::map<std::string, std::string>& metadata);
 

@@ -24,7 +24,7 @@ struct SafetensorsIndex {
 };
 
 /// Files are names, not paths: an index cannot make anyone read outside of its folder. Further keys
-/// are passed over.
+/// are skipped.
 SafetensorsIndex parse_safetensors_index(std::string_view text, const std::string& name);
 SafetensorsIndex read_safetensors_index(const std::string& path);
 

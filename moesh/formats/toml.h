@@ -1,5 +1,5 @@
 #pragma once
-// TOML files as a flat list of values. Built on toml++ where it was found, see has_toml().
+// TOML files as a flat list of values.
 
 #include <cstdint>
 #include <string>
@@ -18,9 +18,6 @@ struct TomlEntry {
   int line = 0;
   bool operator==(const TomlEntry&) const = default;
 };
-
-/// Whether this build reads TOML; without toml++ every call of parse_toml throws and says so.
-bool has_toml();
 
 /// Every value of a text, in the order of its lines. `name` is what errors (config) call it:
 /// "run.toml:3: ...".

@@ -5,8 +5,6 @@
 
 namespace moesh::formats {
 
-bool has_checksums() { return true; }
-
 std::uint64_t hash_block(std::span<const std::byte> block) {
   return XXH3_64bits(block.data(), block.size());
 }

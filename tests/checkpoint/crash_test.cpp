@@ -1,4 +1,4 @@
-// The process is killed at every named point of a save; after each, a whole checkpoint is there,
+// The process is killed at every named point of a save; after each, an intact checkpoint is there,
 // and the next save works. This program runs itself: crash_test --save FOLDER STEP GENERATION KEEP.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -76,9 +76,9 @@ int newest_generation(const path& folder) {
   const auto steps = saved_steps(folder);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const path checkpoint = folder / step_name(*step);
-    if (!is_whole(checkpoint)) continue;
+    if (!is_intact(checkpoint)) continue;
     EXPECT_TRUE(find_damage(checkpoint).empty());
-    const auto manifest = read_whole_manifest(checkpoint);
+    const auto manifest = read_intact_manifest(checkpoint);
     double generation = -1;
     for (const char* prefix : {"model", "optimizer/"}) {
       const auto source = TensorFolder::of_checkpoint(checkpoint, manifest, prefix);
@@ -119,7 +119,7 @@ TEST(Crash, AWholeCheckpointSurvivesAtEveryPoint) {
     EXPECT_EQ(newest_generation(folder), 4);
     for (const auto& entry : std::filesystem::directory_iterator(folder))
       EXPECT_TRUE(entry.path().filename().string().starts_with("step-")) << entry.path();
-    EXPECT_TRUE(is_whole(folder / step_name(3)));
+    EXPECT_TRUE(is_intact(folder / step_name(3)));
   }
   EXPECT_TRUE(seen_old && seen_new);
   for (const auto& used : {folder, base}) std::filesystem::remove_all(used);

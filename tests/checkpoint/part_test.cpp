@@ -1,4 +1,4 @@
-// Boxes of parameters and where they lie on disk, against one element at a time.
+// Boxes of parameters and where they are on disk, against one element at a time.
 #include "moesh/checkpoint/part.h"
 
 #include <ATen/ATen.h>

@@ -36,7 +36,7 @@ bool is_float(at::ScalarType t) {
 }
 bool is_defined(ReduceOp op, at::ScalarType t) { return op != ReduceOp::sum || t != at::kBool; }
 
-// Element `index` of what rank `rank` holds. Sevenths are no binary fractions: a sum in another
+// Element `index` of what rank `rank` holds. Sevenths are not binary fractions: a sum in another
 // order has other bits.
 double value(int rank, std::int64_t index, int salt) {
   return static_cast<double>((rank * 7919 + index * 104729 + salt * 1299709) % 1999 - 999) / 7.0;
@@ -371,7 +371,7 @@ void inputs_need_not_be_contiguous(Group& g, const Setup& s) {
   }
 }
 
-// Several operations of several kinds and sizes are under way at once.
+// Several operations of several kinds and sizes are in progress at once.
 void handles_wait_later(Group& g, const Setup& s) {
   const int n = g.size();
   const auto me = static_cast<size_t>(g.rank());
@@ -387,7 +387,7 @@ void handles_wait_later(Group& g, const Setup& s) {
     handles.push_back(g.start_all_to_all(wide[me].to(s.device), {}, {}));
     handles.push_back(g.start_broadcast(large[me].to(s.device), n - 1));
     handles.push_back(g.start_all_reduce(large[me].to(s.device), ReduceOp::min));
-    // A finished operation in between does not disturb those under way.
+    // A finished operation in between does not disturb those in progress.
     check_all_reduce(g, s, at::kDouble, ReduceOp::sum, {11}, round);
 
     std::vector<at::Tensor> ys;
@@ -577,7 +577,7 @@ void splits(Group& g, const Setup& s) {
   check_group(*half, s, of_half, "half");
   const auto pairs = g.split(me / 2, 0, "pairs");
   check_group(*pairs, s, where([&](int r) { return r / 2 == me / 2; }), "pairs");
-  // Operations of several groups under way at once.
+  // Operations of several groups in progress at once.
   auto a = pairs->start_all_gather(at::full({2}, me, at::kLong).to(s.device));
   auto b = parity->start_all_reduce(host(at::kFloat, {9001}, parity->rank(), 6).to(s.device));
   auto c = g.start_all_gather(at::full({1}, me, at::kLong).to(s.device));

@@ -1,7 +1,8 @@
 """Runs comm_mpi_faults under mpirun and judges what the processes logged and how the job ended.
 
-    mpi_faults.py MPIRUN PROGRAM FAULT|recover NUM_PROCESSES NUM_RANKS
+mpi_faults.py MPIRUN PROGRAM FAULT|recover NUM_PROCESSES NUM_RANKS
 """
+
 import os
 import re
 import subprocess
@@ -15,7 +16,9 @@ num_processes, num_ranks = map(int, sys.argv[4:6])
 with tempfile.TemporaryDirectory() as folder:
     log_file = os.path.join(folder, "log")
     begin = time.monotonic()
-    done = subprocess.run([mpirun, "-n", str(num_processes), program, fault, str(num_ranks), log_file], timeout=120)
+    done = subprocess.run(
+        [mpirun, "-n", str(num_processes), program, fault, str(num_ranks), log_file], timeout=120
+    )
     seconds = time.monotonic() - begin
     with open(log_file) as file:
         log = file.read()
@@ -41,7 +44,10 @@ if fault == "recover":
     expect(done.returncode == 0, "the job recovered, and ends with an error")
     expect(len(threw) >= 9, f"only {len(threw)} faults were tried")
     for name in threw:
-        expect(log.count(f"launch in {name} threw: ") == num_processes, f"launch did not throw in every process in {name}")
+        expect(
+            log.count(f"launch in {name} threw: ") == num_processes,
+            f"launch did not throw in every process in {name}",
+        )
     expect(log.count("recovered") == num_ranks * len(threw), "not every rank came back")
 else:
     expect(done.returncode != 0, "the job ends without an error")

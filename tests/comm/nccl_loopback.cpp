@@ -431,7 +431,7 @@ class Table : public std::enable_shared_from_this<Table> {
     return at::TensorOptions(dtype_of(type)).device(device);
   }
 
-  static Block block(const void* data, std::int64_t start, std::int64_t count, NcclType type) {
+  static Span span(const void* data, std::int64_t start, std::int64_t count, NcclType type) {
     const auto bytes = start * static_cast<std::int64_t>(c10::elementSize(dtype_of(type)));
     return {const_cast<std::byte*>(static_cast<const std::byte*>(data)) + bytes, count};
   }
@@ -474,7 +474,7 @@ class Table : public std::enable_shared_from_this<Table> {
     if (++m.num_gone == n) q.meetings.erase(number);
     lock.unlock();
     if (reduced.defined()) {
-      copy(block(op.out, 0, op.count, op.type), {reduced.data_ptr(), op.count}, reduced.options());
+      copy(span(op.out, 0, op.count, op.type), {reduced.data_ptr(), op.count}, reduced.options());
       finish_copies();
     }
     return failure;
@@ -488,19 +488,19 @@ class Table : public std::enable_shared_from_this<Table> {
                             : op.reduce == NcclReduce::max ? ReduceOp::max
                                                            : ReduceOp::min;
     const bool scatters = op.kind == Kind::reduce_scatter;
-    std::vector<Block> blocks;
+    std::vector<Span> spans;
     for (const auto& other : ops)
-      blocks.push_back(block(other->in, scatters ? rank * op.count : 0, op.count, op.type));
+      spans.push_back(span(other->in, scatters ? rank * op.count : 0, op.count, op.type));
     if (op.kind == Kind::all_reduce || scatters) {
       at::Tensor reduced = at::empty({op.count}, opts);
-      fold(reduce, blocks, {reduced.data_ptr(), op.count}, opts);
+      fold(reduce, spans, {reduced.data_ptr(), op.count}, opts);
       return reduced;
     }
     if (op.kind == Kind::broadcast) {
-      copy(block(op.out, 0, op.count, op.type), blocks[static_cast<size_t>(op.peer)], opts);
+      copy(span(op.out, 0, op.count, op.type), spans[static_cast<size_t>(op.peer)], opts);
     } else {
-      for (size_t j = 0; j < blocks.size(); ++j)
-        copy(block(op.out, static_cast<std::int64_t>(j) * op.count, op.count, op.type), blocks[j],
+      for (size_t j = 0; j < spans.size(); ++j)
+        copy(span(op.out, static_cast<std::int64_t>(j) * op.count, op.count, op.type), spans[j],
              opts);
     }
     return {};
@@ -534,7 +534,7 @@ class Table : public std::enable_shared_from_this<Table> {
                    detail::concat("rank ", op.peer, " sends ", mail->op.count,
                                   " elements and rank ", comm.rank, " expects ", op.count)};
       } else {
-        copy(block(op.out, 0, op.count, op.type), block(mail->op.in, 0, op.count, op.type),
+        copy(span(op.out, 0, op.count, op.type), span(mail->op.in, 0, op.count, op.type),
              options(op.type));
         finish_copies();
       }

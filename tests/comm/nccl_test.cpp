@@ -453,8 +453,8 @@ TEST(NcclLaunch, RanksThatShareADeviceKeepTheHostWorld) {
 
 TEST(NcclLaunch, NcclIsTriedWhereItCanServe) {
   EXPECT_TRUE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::nccl}));
-  EXPECT_FALSE(should_try_nccl(
-      2, {.device = at::kCUDA}));  // no launcher: ranks are threads that share a GPU
+  EXPECT_FALSE(
+      should_try_nccl(2, {.device = at::kCUDA}));  // no launcher: ranks are threads on one GPU
   EXPECT_FALSE(should_try_nccl(2, {}));
   setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
   EXPECT_EQ(should_try_nccl(2, {.device = at::kCUDA}), has_nccl());

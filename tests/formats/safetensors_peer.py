@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Compares moesh with the Python package safetensors, the reference.
 
-safetensors_peer.py PROGRAM copies   each opens what the other wrote, tensor by tensor, in every dtype
-safetensors_peer.py PROGRAM headers  what the reference takes or refuses, moesh takes or refuses, but for what is listed
+safetensors_peer.py PROGRAM copies   each opens what the other wrote, tensor by tensor, every dtype
+safetensors_peer.py PROGRAM headers  what the reference takes or refuses, moesh takes or refuses,
+                                     but for what is listed
 """
 
 import json
@@ -16,9 +17,9 @@ import safetensors.torch
 import torch
 
 DTYPES = [
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32,
+    torch.int64, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
 ]  # fmt: skip
 SHAPES = [(), (1,), (3,), (5, 7), (2, 0, 3), (1, 1, 1, 2), (0,)]
 
@@ -32,11 +33,19 @@ def random_tensor(dtype, shape):
 
 def same(a, b):
     """Bit by bit: NaN equals itself."""
-    return a.dtype == b.dtype and a.shape == b.shape and bytes(a.reshape(-1).view(torch.uint8)) == bytes(b.reshape(-1).view(torch.uint8))
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bytes(a.reshape(-1).view(torch.uint8)) == bytes(b.reshape(-1).view(torch.uint8))
+    )
 
 
 def compare_copies(program, folder):
-    tensors = {f"{dtype}.{list(shape)}.ü\n": random_tensor(dtype, shape) for dtype in DTYPES for shape in SHAPES}
+    tensors = {
+        f"{dtype}.{list(shape)}.ü\n": random_tensor(dtype, shape)
+        for dtype in DTYPES
+        for shape in SHAPES
+    }
     metadata = {"format": "pt", 'a "quoted" key': "grün\u0000\n"}
     safetensors.torch.save_file(tensors, folder / "theirs", metadata=metadata)
     subprocess.run([program, "copy", folder / "theirs", folder / "ours"], check=True)
@@ -48,7 +57,10 @@ def compare_copies(program, folder):
     safetensors.torch.save_file({}, folder / "theirs")
     subprocess.run([program, "copy", folder / "theirs", folder / "ours"], check=True)
     assert safetensors.torch.load_file(folder / "ours") == {}
-    print(f"safetensors {safetensors.__version__}: {len(tensors)} tensors of {len(DTYPES)} dtypes come back the same")
+    print(
+        f"safetensors {safetensors.__version__}: {len(tensors)} tensors of {len(DTYPES)} dtypes "
+        "come back the same"
+    )
 
 
 def entry(dtype="U8", shape=(4,), offsets=(0, 4), **more):
@@ -72,7 +84,7 @@ def headers():
     yield "", 0
     yield "[]", 0
     yield "null", 0
-    yield " {}", 0, False  # the text of the format wants '{' first
+    yield " {}", 0, False  # the format requires '{' first
     yield "{},", 0
     yield '{"__metadata__":{}}', 0
     yield '{"__metadata__":null}', 0
@@ -121,8 +133,9 @@ def headers():
     yield tensors(4, a={"dtype": "U8", "shape": [4]})
     yield tensors(4, a=None)
     yield tensors(4, a=7)
-    for dtype, size in [("BOOL", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("F16", 2), ("BF16", 2), ("F32", 4), ("F64", 8),
-                        ("I8", 1), ("I16", 2), ("U16", 2), ("I32", 4), ("U32", 4), ("I64", 8), ("U64", 8), ("C64", 8)]:  # fmt: skip
+    for dtype, size in [("BOOL", 1), ("F8_E4M3", 1), ("F8_E5M2", 1), ("F8_E8M0", 1), ("F16", 2),
+                        ("BF16", 2), ("F32", 4), ("F64", 8), ("I8", 1), ("I16", 2), ("U16", 2),
+                        ("I32", 4), ("U32", 4), ("I64", 8), ("U64", 8), ("C64", 8)]:  # fmt: skip
         yield tensors(6 * size, a=entry(dtype=dtype, shape=[2, 3], offsets=[0, 6 * size]))
         yield tensors(6 * size + 1, a=entry(dtype=dtype, shape=[2, 3], offsets=[0, 6 * size + 1]))
     for dtype, size in [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)]:
@@ -139,7 +152,7 @@ def headers():
     yield b'{"\xc3\xbc":%s}' % one.encode(), 4
     yield '{"\\ud800":%s}' % one, 4
     yield '{"a\tb":%s}' % one, 4
-    yield '\ufeff{}', 0
+    yield "\ufeff{}", 0
 
 
 def compare_headers(program, folder):
@@ -156,16 +169,26 @@ def compare_headers(program, folder):
         files[-1].write_bytes(bytes_)
         cases.append((header, size, theirs, ours[0] if ours else theirs))
         if ours and ours[0] == theirs:
-            sys.exit(f"{header[:200]} with {size} bytes is listed as a difference, and the reference does the same")
-    lines = subprocess.run([program, "check", *files], check=True, capture_output=True, encoding="utf-8").stdout.splitlines()
+            sys.exit(
+                f"{header[:200]} with {size} bytes is listed as a difference, and the reference "
+                "does the same"
+            )
+    lines = subprocess.run(
+        [program, "check", *files], check=True, capture_output=True, encoding="utf-8"
+    ).stdout.splitlines()
     assert len(lines) == len(cases), f"{len(lines)} answers to {len(cases)} files"
-    wrong = [f"{header[:200]} with {size} bytes: the reference {'takes' if theirs else 'refuses'} it; moesh: {line}"
-             for line, (header, size, theirs, wanted) in zip(lines, cases) if (line == "taken") != wanted]  # fmt: skip
+    wrong = [f"{header[:200]} with {size} bytes: the reference "
+             f"{'takes' if theirs else 'refuses'} it; moesh: {line}"
+             for line, (header, size, theirs, wanted) in zip(lines, cases)
+             if (line == "taken") != wanted]  # fmt: skip
     if wrong:
         sys.exit("\n".join(wrong))
     taken = sum(case[2] for case in cases)
     different = sum(case[2] != case[3] for case in cases)
-    print(f"safetensors {safetensors.__version__}: {taken} headers taken and {len(cases) - taken} refused by both, but for {different} listed")
+    print(
+        f"safetensors {safetensors.__version__}: {taken} headers taken and {len(cases) - taken} "
+        f"refused by both, but for {different} listed"
+    )
 
 
 def main():

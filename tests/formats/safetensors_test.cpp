@@ -56,7 +56,7 @@ TEST(Safetensors, TakesWhatIsOddAndLegal) {
   EXPECT_EQ(parse(file(R"({"":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"more":[{}]}})", 1))
                 .tensors.size(),
             1u);
-  // Empty tensors lie anywhere between the others, and the keys come in any order.
+  // Empty tensors are anywhere between the others, and the keys come in any order.
   const std::string empty = entry("F32", "[0,5]", "[4,4]");
   const auto header =
       parse(file(R"({"z":)" + empty + R"(,"d":)" + entry("I8", "[1]", "[4,5]") + R"(,"a":)" +
@@ -218,7 +218,7 @@ TEST(Safetensors, RefusesToWriteWhatItWouldNotRead) {
     return error_of([&] { write_safetensors_header(tensors, {}); }, ErrorKind::data);
   };
   expect_parts(refused({{.name = "a"}, {.name = "a"}}), {"\"a\"", "two of this name"});
-  expect_parts(refused({{.name = "__metadata__"}}), {"__metadata__", "keeps this name"});
+  expect_parts(refused({{.name = "__metadata__"}}), {"__metadata__", "reserves this name"});
   expect_parts(refused({{.name = "a", .shape = {-1}}}), {"tensor \"a\"", "negative"});
   expect_parts(refused({{.name = "\xff"}}), {"not UTF-8"});
   expect_parts(refused({{.name = std::string(100'000'001, 'a')}}),

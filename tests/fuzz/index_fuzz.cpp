@@ -10,7 +10,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const auto index = unless_refused([&] { return parse_safetensors_index(text, "index"); });
   if (!index) return 0;
   for (const std::string& file : index->files()) {
-    must(file.find_first_of("/\\") == std::string::npos, "a file is no path");
+    must(file.find_first_of("/\\") == std::string::npos, "a file is not a path");
     must(!file.empty() && file.front() != '.' && file.find('\0') == std::string::npos,
          "a file has a name");
   }

@@ -14,7 +14,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (const ManifestFile& file : manifest->files) {
     must(file.name.front() != '/' && file.name.find("..") != 0 &&
              file.name.find("/.") == std::string::npos,
-         "a file lies in the folder");
+         "a file is in the folder");
     must(file.blocks.size() == num_blocks(file.size), "every block has its checksum");
     must(manifest->find(file.name) == &file, "a file is found by its name");
   }

@@ -25,11 +25,11 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr std::int64_t kPieceBytes = 16
-                                     << 20;  // MPI counts in int: a large block is several messages
+                                     << 20;  // MPI counts in int: a large span is several messages
 constexpr milliseconds kGrace{50};  // what was sent before bad news may still be on its way
 constexpr milliseconds kLinger{
     2000};                   // after a fault, for the other processes to say what they have to say
-constexpr int kNewsTag = 0;  // tags of blocks are positive
+constexpr int kNewsTag = 0;  // tags of spans are positive
 constexpr int kWorldContext = 1;
 
 void check_mpi(int code, const char* what) {
@@ -56,14 +56,14 @@ class Backoff {
   int num_ = 0;
 };
 
-// Requests under way, and the peer of each.
+// Requests in progress, and the peer of each.
 class Requests {
  public:
   MPI_Request* add(int peer) {
     peers_.push_back(peer);
     return &handles_.emplace_back(MPI_REQUEST_NULL);
   }
-  // Lets MPI work; true when nothing is under way any more.
+  // Lets MPI work; true when nothing is in progress any more.
   bool test() {
     if (handles_.empty()) return true;
     int num_done = 0;
@@ -130,7 +130,7 @@ class Process {
   int num_on_machine() const { return num_on_machine_; }
   int tag_limit() const { return tag_limit_; }
 
-  std::mutex running;  // held by the launch under way
+  std::mutex running;  // held by the launch in progress
   std::int64_t num_launches = 0;
   bool unusable = false;                       // a world's start was given up half-way
   static inline std::atomic<bool> ended_well;  // the last world
@@ -218,9 +218,9 @@ class MpiWorld {
   const Roll& roll() const { return roll_; }
   int max_context() const { return process_.tag_limit() >> (2 * thread_bits_ + 5); }
 
-  // Tags: headers are even, and matched by group, threads and exchange (of those under way); blocks
-  // are odd, and the header that goes before one tells its tag: `count` blocks were sent by that
-  // thread before.
+  // Tags: headers are even, and matched by group, threads and exchange (of those in progress);
+  // spans are odd, and the header that goes before one tells its tag: `count` spans were sent by
+  // that thread before.
   int header_tag(int context, int from, int to, const Call& call) const {
     return ((context << 2 * thread_bits_ | threads(from, to)) << 3 |
             static_cast<int>(call.sequence & 7))
@@ -411,7 +411,7 @@ class MpiWorld {
   MPI_Request incoming_ = MPI_REQUEST_NULL;
 };
 
-// What goes before each block.
+// What goes before each span.
 struct Header {
   Call call;
   std::int64_t numel = 0;
@@ -425,18 +425,18 @@ struct Transfer {
         sent(post.send.size()),
         received(post.send.size()),
         landing(post.send.size()) {}
-  bool active() const { return headers.active() || blocks.active() || sends.active(); }
+  bool active() const { return headers.active() || spans.active() || sends.active(); }
 
   Post post;
   std::vector<Header> sent, received;
-  std::vector<Block> landing;  // where blocks arrive, in host memory
+  std::vector<Span> landing;  // where spans arrive, in host memory
   std::vector<at::Tensor>
       buffers;  // its memory, where it is not the caller's, and staged copies of what is sent
-  Requests headers, blocks, sends;
+  Requests headers, spans, sends;
 };
 
-at::Tensor view(Block block, const at::TensorOptions& options) {
-  return at::from_blob(block.data, {block.numel}, options);
+at::Tensor view(Span span, const at::TensorOptions& options) {
+  return at::from_blob(span.data, {span.numel}, options);
 }
 
 class MpiExchange final : public Exchange {
@@ -453,7 +453,7 @@ class MpiExchange final : public Exchange {
     for (int k = 1; k < size(); ++k) send((group_->rank + k) % size(), outgoing);
   }
 
-  std::vector<Block> receive() override {
+  std::vector<Span> receive() override {
     Transfer& t = *transfer_;
     t.received[static_cast<size_t>(group_->rank)] = {
         call(), t.post.send[static_cast<size_t>(group_->rank)].numel, 0};
@@ -465,10 +465,10 @@ class MpiExchange final : public Exchange {
     for (size_t j = 0; j < t.received.size(); ++j)
       check_count(t.received[j].numel, t.post.recv[j], call(), group_->name, group_->members[j],
                   group_->world_rank());
-    // Only now is it certain that the blocks fit: Open MPI 4 writes beyond the end of a receive
+    // Only now is it certain that the spans fit: Open MPI 4 writes beyond the end of a receive
     // that is too short.
     for (int k = 1; k < size(); ++k) receive_block((group_->rank + size() - k) % size());
-    world_->wait(t.blocks, call(), *group_, "");
+    world_->wait(t.spans, call(), *group_, "");
     return on_device();
   }
 
@@ -482,14 +482,14 @@ class MpiExchange final : public Exchange {
     return static_cast<std::int64_t>(transfer_->post.options.dtype().itemsize());
   }
 
-  // Blocks on an accelerator are sent from copies in host memory; a block that goes to several
+  // Spans on an accelerator are sent from copies in host memory; a span that goes to several
   // ranks is copied once.
-  std::vector<Block> staged(const std::vector<Block>& blocks) {
-    if (!is_staged()) return blocks;
+  std::vector<Span> staged(const std::vector<Span>& spans) {
+    if (!is_staged()) return spans;
     std::map<std::pair<void*, std::int64_t>, void*> copies;
-    std::vector<Block> host = blocks;
+    std::vector<Span> host = spans;
     for (int j = 0; j < size(); ++j) {
-      Block& b = host[static_cast<size_t>(j)];
+      Span& b = host[static_cast<size_t>(j)];
       if (j == group_->rank || b.numel == 0) continue;
       void*& copy = copies[{b.data, b.numel}];
       if (!copy)
@@ -521,12 +521,12 @@ class MpiExchange final : public Exchange {
     }
     for_pieces(t.landing[j], [&](void* data, int bytes) {
       check_mpi(MPI_Irecv(data, bytes, MPI_BYTE, process, static_cast<int>(t.received[j].tag),
-                          world_->comm(), t.blocks.add(peer)),
+                          world_->comm(), t.spans.add(peer)),
                 "MPI_Irecv");
     });
   }
 
-  void send(int peer, const std::vector<Block>& outgoing) {
+  void send(int peer, const std::vector<Span>& outgoing) {
     Transfer& t = *transfer_;
     const auto j = static_cast<size_t>(peer);
     const int me = group_->world_rank(), to = group_->members[j];
@@ -544,31 +544,31 @@ class MpiExchange final : public Exchange {
   }
 
   template <class F>
-  void for_pieces(Block block, const F& f) const {
-    const std::int64_t bytes = block.numel * item_bytes();
+  void for_pieces(Span span, const F& f) const {
+    const std::int64_t bytes = span.numel * item_bytes();
     for (std::int64_t start = 0; start < bytes; start += kPieceBytes)
-      f(static_cast<char*>(block.data) + start,
+      f(static_cast<char*>(span.data) + start,
         static_cast<int>(std::min(kPieceBytes, bytes - start)));
   }
 
-  // What came, where the caller's tensors live. The own block was never sent.
-  std::vector<Block> on_device() {
+  // What came, where the caller's tensors live. The own span was never sent.
+  std::vector<Span> on_device() {
     Transfer& t = *transfer_;
-    std::vector<Block> blocks = t.landing;
-    blocks[static_cast<size_t>(group_->rank)] = t.post.send[static_cast<size_t>(group_->rank)];
-    if (!is_staged()) return blocks;
+    std::vector<Span> spans = t.landing;
+    spans[static_cast<size_t>(group_->rank)] = t.post.send[static_cast<size_t>(group_->rank)];
+    if (!is_staged()) return spans;
     for (int j = 0; j < size(); ++j) {
       const auto i = static_cast<size_t>(j);
-      if (j == group_->rank || blocks[i].numel == 0) continue;
+      if (j == group_->rank || spans[i].numel == 0) continue;
       const at::Tensor host = view(t.landing[i], t.post.options.device(at::kCPU));
       if (t.post.into.empty()) {
-        blocks[i].data = t.buffers.emplace_back(host.to(t.post.options.device())).data_ptr();
+        spans[i].data = t.buffers.emplace_back(host.to(t.post.options.device())).data_ptr();
       } else {
         view(t.post.into[i], t.post.options).copy_(host);
-        blocks[i].data = t.post.into[i].data;
+        spans[i].data = t.post.into[i].data;
       }
     }
-    return blocks;
+    return spans;
   }
 
   std::shared_ptr<MpiWorld> world_;
@@ -617,7 +617,7 @@ class MpiGroup final : public HostGroup {
     call.phase = 1;
     call.dtype = static_cast<std::int8_t>(at::kLong);
     auto exchange = post({.call = call,
-                          .send = std::vector<Block>(n, Block{mine.data_ptr(), 1}),
+                          .send = std::vector<Span>(n, Span{mine.data_ptr(), 1}),
                           .recv = std::vector<std::int64_t>(n, 1),
                           .into = {},
                           .keep = {mine},

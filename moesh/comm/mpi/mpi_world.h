@@ -11,8 +11,8 @@ namespace moesh::comm {
 /// False where moesh was built without MPI.
 bool has_mpi();
 
-/// Runs f on this process's share of num_ranks ranks (0: one a process). The same call is made by
-/// every process.
+/// Runs f on those of num_ranks ranks that belong to this process (0: one a process). The same call
+/// is made by every process.
 void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f,
                 const LaunchOptions& options);
 

@@ -47,19 +47,19 @@ bool is_even(const Rows& rows) {
   return std::all_of(rows.begin(), rows.end(), [&](auto r) { return r == rows[0]; });
 }
 
-Block whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
+Span whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
 
 // Consecutive parts of x, one a rank.
-std::vector<Block> parts(const at::Tensor& x, const Rows& rows) {
+std::vector<Span> parts(const at::Tensor& x, const Rows& rows) {
   std::int64_t inner = 1;
   for (std::int64_t d = 1; d < x.dim(); ++d) inner *= x.size(d);
   auto* next = static_cast<std::byte*>(x.data_ptr());
-  std::vector<Block> blocks;
+  std::vector<Span> spans;
   for (auto r : rows) {
-    blocks.push_back({next, r * inner});
+    spans.push_back({next, r * inner});
     if (next) next += r * inner * static_cast<std::int64_t>(x.element_size());
   }
-  return blocks;
+  return spans;
 }
 
 at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
@@ -71,7 +71,7 @@ at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
 // send[j] goes to rank j and recv[j] comes from it, all at once. Empty parts are left out on both
 // sides.
 NcclResult exchange(const NcclApi& api, NcclComm comm, void* stream, NcclType type,
-                    const std::vector<Block>& send, const std::vector<Block>& recv) {
+                    const std::vector<Span>& send, const std::vector<Span>& recv) {
   NcclResult result = api.group_start();
   auto keep_first_error = [&](NcclResult r) {
     if (result == NcclResult::success && r != NcclResult::in_progress) result = r;
@@ -185,7 +185,7 @@ std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& 
     if (is_even(rows))
       return api.all_gather(x.const_data_ptr(), out.data_ptr(), static_cast<size_t>(x.numel()),
                             type_of(x), comm, stream);
-    return exchange(api, comm, stream, type_of(x), std::vector<Block>(rows.size(), whole(x)),
+    return exchange(api, comm, stream, type_of(x), std::vector<Span>(rows.size(), whole(x)),
                     parts(out, rows));
   });
 }
@@ -202,15 +202,15 @@ std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Ro
                                 stream);
     });
   }
-  // NCCL has no uneven one: every rank's share comes here and is summed in rank order.
-  const at::Tensor shares = at::empty({size(), out.numel()}, x.options());
-  const auto blocks = parts(shares, Rows(rows.size(), 1));
+  // NCCL has no uneven one: the term of every rank comes here, and they are summed in rank order.
+  const at::Tensor terms = at::empty({size(), out.numel()}, x.options());
+  const auto spans = parts(terms, Rows(rows.size(), 1));
   auto ticket = world_->enqueue(
-      comm_, c, info_, {x.detach(), out, shares},
+      comm_, c, info_, {x.detach(), out, terms},
       [&](const NcclApi& api, NcclComm comm, void* stream) {
-        return exchange(api, comm, stream, type_of(x), parts(x, rows), blocks);
+        return exchange(api, comm, stream, type_of(x), parts(x, rows), spans);
       },
-      [op, blocks, to = whole(out), options = x.options()] { fold(op, blocks, to, options); });
+      [op, spans, to = whole(out), options = x.options()] { fold(op, spans, to, options); });
   return std::make_unique<NcclWork>(world_, std::move(ticket), out);
 }
 
@@ -314,7 +314,7 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const Ncc
         sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing,
         " of group '", bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ",
         device,
-        "); let them share it through the host backend (ranks that are threads), or start one rank per GPU");
+        "); use the host backend (ranks that are threads), which lets them share it, or start one rank per GPU");
   }
 
   const int rank = bootstrap.rank();

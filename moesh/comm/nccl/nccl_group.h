@@ -35,8 +35,8 @@ std::vector<int> ranks_that_share_a_gpu(Group& group, at::Device device);
 /// When the last group of a world is dropped, this happens by itself.
 void close_nccl(Group& group);
 
-/// Ends the world of an NCCL group on this rank: what is under way is aborted, and every later call
-/// throws `reason`. Any thread may call it.
+/// Ends the world of an NCCL group on this rank: what is in progress is aborted, and every later
+/// call throws `reason`. Any thread may call it.
 void stop_nccl(Group& group, const std::string& reason);
 
 }  // namespace moesh::comm

@@ -25,7 +25,7 @@ struct NcclGroupInfo {
   std::vector<int> members;  // world ranks
 };
 
-/// A collective under way.
+/// A collective in progress.
 struct NcclTicket {
   NcclComm comm = nullptr;
   Call call;
@@ -104,7 +104,7 @@ class NcclWorld {
   mutable std::mutex state_;
   std::condition_variable changed_;
   std::vector<Member> members_;
-  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // under way, in the order of the stream
+  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // in progress, in the order of the stream
   std::string fault_;
   bool ending_ = false;
   std::thread watchdog_;

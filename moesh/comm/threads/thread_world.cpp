@@ -41,7 +41,7 @@ using Flag = std::atomic<bool> Slot::Entry::*;
 
 }  // namespace
 
-// What the ranks of one group share: the exchanges under way.
+// What the ranks of one group share: the exchanges in progress.
 class ThreadGroupState {
  public:
   ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name,
@@ -62,14 +62,14 @@ class ThreadGroupState {
 
   // Blocks until all have posted, and returns what each sent to `rank`. From then on nobody changes
   // the posts.
-  std::vector<Block> collect(int rank, const Slot& slot) {
+  std::vector<Span> collect(int rank, const Slot& slot) {
     const auto me = static_cast<size_t>(rank);
     const Post& mine = slot.entries[me].post;
     wait_for(slot, slot.num_posted, &Slot::Entry::posted, rank, "");
     for (const auto& e : slot.entries)
       if (!e.post.call.agrees_with(mine.call)) throw_disagreement(slot);
-    std::vector<Block> blocks;
-    blocks.reserve(members_.size());
+    std::vector<Span> spans;
+    spans.reserve(members_.size());
     for (size_t j = 0; j < members_.size(); ++j) {
       const Post& theirs = slot.entries[j].post;
       check_count(theirs.send[me].numel, mine.recv[j], mine.call, name_, members_[j], members_[me]);
@@ -78,9 +78,9 @@ class ThreadGroupState {
                   "', rank ", members_[j], " has its tensor on ", theirs.options.device(),
                   " and rank ", members_[me], " on ", mine.options.device(),
                   ". Ranks that are threads share one device.");
-      blocks.push_back(theirs.send[me]);
+      spans.push_back(theirs.send[me]);
     }
-    return blocks;
+    return spans;
   }
 
   // This rank has read everything. Blocks until the others have, where the post says so.
@@ -164,7 +164,7 @@ class ThreadGroupState {
   std::mutex mutex_;
   std::condition_variable changed_;
   int num_blocked_ = 0;
-  std::vector<std::shared_ptr<Slot>> slots_;  // few: those under way
+  std::vector<std::shared_ptr<Slot>> slots_;  // few: those in progress
 };
 
 namespace {
@@ -176,7 +176,7 @@ class ThreadExchange final : public Exchange {
     synchronize(device_);
     slot_ = state_->publish(rank_, std::move(post));
   }
-  std::vector<Block> receive() override { return state_->collect(rank_, *slot_); }
+  std::vector<Span> receive() override { return state_->collect(rank_, *slot_); }
   void close() override {
     synchronize(device_);
     state_->close(rank_, *slot_);
