@@ -35,12 +35,15 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
                 " is outside of the vocabulary of ", vocab,
                 "; the data and the model must use the same tokenizer");
   }
-  if (size == 0)
-    return assume<Dense{T, T, P}>(
-        at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight));
-  const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
-  const at::Tensor rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
-  return assume<Dense{T, T, P}>(rows * mine.unsqueeze(-1).to(rows.scalar_type()));
+  at::Tensor rows;
+  if (size == 0) {  // zeros that still depend on the weight
+    rows = at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight);
+  } else {
+    const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
+    rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
+    rows = rows * mine.unsqueeze(-1).to(rows.scalar_type());
+  }
+  return assume<Dense{T, T, P}>(rows);
 }
 
 Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,

@@ -25,7 +25,7 @@ import shlex
 import subprocess
 import sys
 
-SECTION = re.compile(r"^#if defined\(FAIL_(\w+)\)  // expect: (\S.*)$")
+SECTION = re.compile(r"^#if defined\(FAIL_(\w+)\)(?:  // expect: (\S.*))?$")
 EXPECT = re.compile(r"^// expect: (\S.*)$")
 
 
@@ -35,7 +35,8 @@ def sections(source):
     for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), 1):
         if match := SECTION.match(line):
             current = found.setdefault(match[1], [])
-            current.append(match[2])
+            if match[2]:
+                current.append(match[2])
         elif line.startswith(("#else", "#endif")):
             current = None
         elif (match := EXPECT.match(line)) and current is not None:
@@ -64,6 +65,8 @@ def complaint_about(commands, source, case):
     if case is None:
         code, output = compiler_says(commands, source, [])
         return f"the control does not compile:\n{output}" if code != 0 else None
+    if not expected.get(case, True):
+        return f"FAIL_{case} of {source.name} expects no text: what must the compiler say?"
     if case not in expected:
         return f"{source.name} has no section FAIL_{case}: configure again"
     # The compiler stops at the first error, which takes a tenth of a second, or goes on, if the text is in a note to the error.
