@@ -28,7 +28,8 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& factor);
 
 // Parameters enter work.
 
-#if defined(FAIL_parameter_not_entered)  // expect: a parameter enters through use(w)
+#if defined(FAIL_parameter_not_entered)
+// expect: a parameter enters through use(w)
 auto column(const Full& x, const Weight& w) { return linear(x, value(w)); }
 #else
 auto column(const Full& x, const Weight& w) { return linear(x, use(w)); }
@@ -64,13 +65,15 @@ auto enter_once(const Residual& x) { return enter<tp>(x); }
 
 // Partial sums.
 
-#if defined(FAIL_partial_plus_replicated)  // expect: add once<axis>(value)
+#if defined(FAIL_partial_plus_replicated)
+// expect: add once<axis>(value)
 auto add_whole(const Sum& a, const Full& b) { return a + b; }
 #else
 auto add_whole(const Sum& a, const Full& b) { return all_reduce<tp>(a) + b; }
 #endif
 
-#if defined(FAIL_bias_added_before_the_reduction)  // expect: counts it once per rank
+#if defined(FAIL_bias_added_before_the_reduction)
+// expect: counts it once per rank
 // expect: add once<axis>(value)
 auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) {
   return linear(x, use(w)) + use(bias);
@@ -81,7 +84,8 @@ auto row_with_bias(const Columns& x, const Weight& w, const NormWeight& bias) {
 }
 #endif
 
-#if defined(FAIL_partial_plus_shard)  // expect: pad<axis>(shard)
+#if defined(FAIL_partial_plus_shard)
+// expect: pad<axis>(shard)
 auto shared_plus_routed(const Sum& shared, const Shards& routed) { return shared + routed; }
 #else
 auto shared_plus_routed(const Sum& shared, const Shards& routed) {
@@ -89,7 +93,8 @@ auto shared_plus_routed(const Sum& shared, const Shards& routed) {
 }
 #endif
 
-#if defined(FAIL_partial_times_partial)  // expect: all_reduce<axis> one first
+#if defined(FAIL_partial_times_partial)
+// expect: all_reduce<axis> one first
 auto balance_loss(const Pending& counts, const Pending& scores) { return counts * scores; }
 #else
 auto balance_loss(const Pending& counts, const Pending& scores) {
@@ -104,19 +109,22 @@ auto gated(const Sum& y, const Shards& gate) { return y * gate; }
 auto gated(const Sum& y, const Shards& gate) { return reduce_scatter<tp>(y, {.dim = 0}) * gate; }
 #endif
 
-#if defined(FAIL_nonlinear_on_partial)  // expect: all_reduce<axis> or reduce_scatter<axis> first
+#if defined(FAIL_nonlinear_on_partial)
+// expect: all_reduce<axis> or reduce_scatter<axis> first
 auto activate(const Columns& x, const Weight& w) { return silu(linear(x, use(w))); }
 #else
 auto activate(const Columns& x, const Weight& w) { return silu(all_reduce<tp>(linear(x, use(w)))); }
 #endif
 
-#if defined(FAIL_partial_plus_scalar)  // expect: a nonlinear function of a partial sum (P)
+#if defined(FAIL_partial_plus_scalar)
+// expect: a nonlinear function of a partial sum (P)
 auto shift(const Sum& x) { return map_rows(plus_epsilon, x); }
 #else
 auto shift(const Sum& x) { return map_rows(plus_epsilon, all_reduce<tp>(x)); }
 #endif
 
-#if defined(FAIL_softmax_of_partial)  // expect: all_reduce<axis> or reduce_scatter<axis> first
+#if defined(FAIL_softmax_of_partial)
+// expect: all_reduce<axis> or reduce_scatter<axis> first
 auto probabilities(const Sum& logits) { return map_rows(softmax, logits); }
 #else
 auto probabilities(const Sum& logits) { return map_rows(softmax, all_reduce<tp>(logits)); }
@@ -129,7 +137,8 @@ auto gather_sum(const Sum& x) { return all_gather<tp>(x, {.dim = 0}); }
 auto gather_sum(const Sum& x) { return all_reduce<tp>(x); }
 #endif
 
-#if defined(FAIL_all_gather_of_whole)  // expect: nothing to gather
+#if defined(FAIL_all_gather_of_whole)
+// expect: nothing to gather
 auto gather_twice(const Shards& x) {
   return all_gather<tp>(all_gather<tp>(x, {.dim = 0}), {.dim = 0});
 }
@@ -144,19 +153,22 @@ auto total(const Tensor<Dense{R, R, T}>& counts) { return all_reduce<tp>(counts)
 auto total(const Tensor<Dense{R, R, T}>& counts) { return all_reduce<tp>(as_term<tp>(counts)); }
 #endif
 
-#if defined(FAIL_reduced_twice)  // expect: a reduction of something that is not a partial sum (P)
+#if defined(FAIL_reduced_twice)
+// expect: a reduction of something that is not a partial sum (P)
 auto reduce_twice(const Sum& x) { return all_reduce<tp>(all_reduce<tp>(x)); }
 #else
 auto reduce_once(const Sum& x) { return all_reduce<tp>(x); }
 #endif
 
-#if defined(FAIL_as_term_of_replicated)  // expect: a whole value becomes a term by once<axis>(x)
+#if defined(FAIL_as_term_of_replicated)
+// expect: a whole value becomes a term by once<axis>(x)
 auto term(const Full& x) { return as_term<tp>(x); }
 #else
 auto term(const Full& x) { return once<tp>(x); }
 #endif
 
-#if defined(FAIL_missing_reduce_scatter_at_exit)  // expect: Dense{Place::T, Place::T, Place::P}
+#if defined(FAIL_missing_reduce_scatter_at_exit)
+// expect: Dense{Place::T, Place::T, Place::P}
 // expect: Dense{Place::T, Place::T, Place::T}
 Shards mlp(const Shards& x, const Weight& w1, const Weight& w2) {
   return linear(silu(linear(all_gather<tp>(x, {.dim = 0}), use(w1))), use(w2));
@@ -170,7 +182,8 @@ Shards mlp(const Shards& x, const Weight& w1, const Weight& w2) {
 
 // What varies must be the same thing.
 
-#if defined(FAIL_forgotten_gather)  // expect: the forgotten gather: all_gather<axis>(x) first
+#if defined(FAIL_forgotten_gather)
+// expect: the forgotten gather: all_gather<axis>(x) first
 auto project(const Shards& x, const Weight& w) { return linear(x, use(w)); }
 #else
 auto project(const Shards& x, const Weight& w) {
@@ -205,7 +218,8 @@ auto mixed(const Shards& x, const Columns& y) {
 }
 #endif
 
-#if defined(FAIL_to_experts_of_replicated)  // expect: to_experts takes token rows (T)
+#if defined(FAIL_to_experts_of_replicated)
+// expect: to_experts takes token rows (T)
 auto dispatch(const Tensor<Sparse{T, R, T}>& rows, const Splits& send, const Splits& recv) {
   return to_experts<ep>(rows, send, recv);
 }
@@ -233,7 +247,8 @@ auto norm(const Columns& x, const NormWeight& w) {
 }
 #endif
 
-#if defined(FAIL_row_function_of_rows_and_experts)  // expect: different things vary over the ranks
+#if defined(FAIL_row_function_of_rows_and_experts)
+// expect: different things vary over the ranks
 auto weigh(const Tensor<Sparse{T, E, R}>& rows, const Rows& scores) {
   return map_heads(multiply, rows, scores);
 }
@@ -243,7 +258,8 @@ auto weigh(const ExpertRows& rows, const ExpertRows& scores) {
 }
 #endif
 
-#if defined(FAIL_recompute_changes_the_layout)  // expect: Dense{Place::T, Place::T, Place::P}
+#if defined(FAIL_recompute_changes_the_layout)
+// expect: Dense{Place::T, Place::T, Place::P}
 Shards again(const Shards& x, const Weight& w1, const Weight& w2) {
   return std::get<0>(recompute(
       [&](const Shards& in, bool) {
@@ -270,7 +286,8 @@ auto combine(const Shards& shared, const Rows& routed) { return shared + routed;
 auto combine(const Shards& shared, const Rows& routed) { return shared + dense(routed); }
 #endif
 
-#if defined(FAIL_axis_of_the_other_view)  // expect: not an axis of this view
+#if defined(FAIL_axis_of_the_other_view)
+// expect: not an axis of this view
 auto reduce_experts(const Sum& x) { return all_reduce<etp>(x); }
 #else
 auto reduce_experts(const Sum& x) { return all_reduce<tp>(x); }
@@ -292,7 +309,8 @@ auto to_dense(const Tensor<Sparse{T, E, P}>& rows, const Splits& send, const Spl
 }
 #endif
 
-#if defined(FAIL_different_letters_at_once)  // expect: move one axis at a time
+#if defined(FAIL_different_letters_at_once)
+// expect: move one axis at a time
 auto gather_all(const Tensor<Dense{T, R, F}>& x) {
   return all_gather<kSequenceAxes>(x, {.dim = 0});
 }
@@ -304,13 +322,15 @@ auto gather_all(const Tensor<Dense{T, T, T}>& x) {
 
 // Losses, norms and logs.
 
-#if defined(FAIL_backward_of_replicated_loss)  // expect: keep the sum P, or all_reduce<axis, I>
+#if defined(FAIL_backward_of_replicated_loss)
+// expect: keep the sum P, or all_reduce<axis, I>
 void train(const Pending& loss) { backward(all_reduce<kTokenAxes>(loss)); }
 #else
 void train(const Pending& loss) { backward(all_reduce<kTokenAxes, I>(loss)); }
 #endif
 
-#if defined(FAIL_backward_of_token_losses)  // expect: sum over tokens first (sum<Over::tokens>)
+#if defined(FAIL_backward_of_token_losses)
+// expect: sum over tokens first (sum<Over::tokens>)
 void train_on_tokens(const Shards& losses) { backward(losses); }
 #else
 void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses, {0})); }
@@ -380,19 +400,22 @@ double clip_shard(const std::vector<at::Tensor>& gradients, const Tensor<Dense{I
 
 // One way in, one way out.
 
-#if defined(FAIL_typed_tensor_as_plain_one)  // expect: local(x) is the way out
+#if defined(FAIL_typed_tensor_as_plain_one)
+// expect: local(x) is the way out
 at::Tensor out(const Full& x) { return x; }
 #else
 at::Tensor out(const Full& x) { return local(x); }
 #endif
 
-#if defined(FAIL_typed_tensor_given_to_a_plain_function)  // expect: local(x) is the way out
+#if defined(FAIL_typed_tensor_given_to_a_plain_function)
+// expect: local(x) is the way out
 at::Tensor plain(const Full& x) { return at::relu(x); }
 #else
 at::Tensor plain(const Full& x) { return at::relu(local(x)); }
 #endif
 
-#if defined(FAIL_plain_tensor_as_typed_one)  // expect: Dense{Place::T, Place::T, Place::R}
+#if defined(FAIL_plain_tensor_as_typed_one)
+// expect: Dense{Place::T, Place::T, Place::R}
 Full in(const at::Tensor& x) { return x; }
 #else
 Full in(const at::Tensor& x) { return assume<Dense{T, T, R}>(x); }
