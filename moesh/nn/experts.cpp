@@ -5,6 +5,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/nn/rows.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -19,7 +20,8 @@ using MaybeTensor = std::optional<at::Tensor>;
 // What backward has to know besides tensors.
 struct Call : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
-  at::Tensor counts_e;  // on the host
+  at::Tensor ends_e;
+  std::uint32_t saved_version = 0;
 };
 
 // Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
@@ -38,7 +40,8 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
                                           b3.value_or(at::Tensor()),
                                           b2.value_or(at::Tensor())};
     auto out = kernels::experts_forward(call->config, weights,
-                                        {x, call->counts_e, scores_R, token_R, inverse});
+                                        {x, call->ends_e, scores_R, token_R, inverse});
+    call->saved_version = out.saved.version;
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
                                 w1, w3, w2, weights.b1_eF, weights.b3_eF, weights.b2_eD});
@@ -50,8 +53,10 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
         c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
     const auto s = context->get_saved_variables();
     const kernels::ExpertsWeights weights{s[6], s[7], s[8], s[9], s[10], s[11]};
-    const kernels::ExpertsSaved saved{{s[0], call->counts_e, s[1], s[2], s[3]}, s[4], s[5]};
-    auto g = kernels::experts_backward(call->config, weights, saved, grads[0].contiguous());
+    auto g = kernels::experts_backward(
+        call->config, weights,
+        {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], call->saved_version},
+        grads[0].contiguous());
     const auto& w = g.weights;
     return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
             w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
@@ -80,12 +85,11 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
   const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
   const auto spec = [&](const char* part, std::vector<std::int64_t> shape,
                         std::vector<std::pair<Axes, std::int64_t>> cuts) {
-    const bool is_bf16 = dtype == at::kBFloat16;
     return ParamSpec{.name = name + "." + part,
                      .shape = std::move(shape),
                      .cuts = std::move(cuts),
                      .storage_dim = storage_dim,
-                     .dtype = is_bf16 ? at::kFloat : dtype,
+                     .dtype = wide_dtype(dtype),
                      .compute = dtype,
                      .device = device};
   };
@@ -99,11 +103,11 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
 }
 
 template <auto L>
-auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& counts_e,
+auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
   auto call = c10::make_intrusive<Call>();
   call->config = {.activation = config_.activation, .scores = config_.scores};
-  call->counts_e = counts_e;
+  call->ends_e = ends_e;
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
   MaybeTensor b1, b3, b2;
   if (b1_) {
@@ -122,7 +126,7 @@ Tensor<Sparse{T, E, P}> Experts::apply_to_rows(const Tensor<Sparse{T, E, R}>& ro
                                                const Tensor<Sparse{T, E, R}>& scores_R,
                                                const kernels::Reordered& order) const {
   const auto sorted = permute_rows(scores_R, order.index_R, order.inverse_R);
-  return run(rows_RD, sorted, order.totals_e, order.index_R, order.inverse_R.unsqueeze(1));
+  return run(rows_RD, sorted, order.ends_e, order.index_R, order.inverse_R.unsqueeze(1));
 }
 
 Tensor<Sparse{T, P, P}> Experts::apply_to_tokens(const Tensor<Sparse{T, R, R}>& x_ND,
@@ -135,7 +139,7 @@ Tensor<Sparse{T, P, P}> Experts::apply_to_tokens(const Tensor<Sparse{T, R, R}>& 
   const auto scores_R =
       permute_rows(flatten(scores_NK, 0, 1), sorted.order_R, sorted.inverse_TK.flatten());
   // T,E,P: the kernel has summed the rows of each token over this rank's experts.
-  return as_term<ep>(run(x_ND, scores_R, sorted.counts_e.cpu(), sorted.token_R, sorted.inverse_TK));
+  return as_term<ep>(run(x_ND, scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
 }
 
 }  // namespace moesh::nn

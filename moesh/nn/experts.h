@@ -55,7 +55,7 @@ class Experts {
 
  private:
   template <auto L>
-  auto run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& counts_e,
+  auto run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
            const at::Tensor& token_R, const at::Tensor& inverse) const;
 
   RoutedExpertsConfig config_;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
 
@@ -68,8 +69,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
     q = map_heads(normal, q), k = map_heads(normal, k);
   }
   if (config_.growth != 0) {
-    const auto wide =
-        at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+    const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
     const at::Tensor position =
         at::arange(tokens.span_start(), tokens.span_start() + tokens.span_length(), wide);
     const at::Tensor factor =

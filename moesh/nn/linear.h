@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/transitions.h"
@@ -19,13 +20,12 @@ struct ModuleOptions {
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
 
-  at::ScalarType master() const { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
     return {.name = name,
             .shape = std::move(shape),
             .cuts = std::move(cuts),
-            .dtype = master(),
+            .dtype = wide_dtype(dtype),
             .compute = dtype,
             .device = device};
   }

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
@@ -17,7 +18,7 @@ class RmsNorm {
           at::Device device)
       : weight_({.name = name + ".weight",
                  .shape = {dim},
-                 .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+                 .dtype = wide_dtype(dtype),
                  .device = device},
                 {.kind = Init::Kind::ones}),
         eps_(eps) {}

@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/topk.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
@@ -17,13 +18,9 @@ namespace {
 
 using enum Place;
 
-at::ScalarType gate_dtype(at::ScalarType run) {
-  return run == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run,
                     at::Device device) {
-  return {.name = name, .shape = std::move(shape), .dtype = gate_dtype(run), .device = device};
+  return {.name = name, .shape = std::move(shape), .dtype = wide_dtype(run), .device = device};
 }
 
 // Only experts of the best groups stay: the others get -inf.
@@ -89,7 +86,7 @@ Router::Router(const RouterConfig& config, const std::string& name, std::int64_t
   gate_ = Param<Dense{I, I, I}>(gate_spec(name + ".weight", {experts, dim}, dtype, device), init);
   if (config.gate_bias)
     gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
-  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(gate_dtype(dtype)));
+  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(wide_dtype(dtype)));
   pending_counts_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(at::kLong));
 }
 

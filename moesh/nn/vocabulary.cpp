@@ -4,6 +4,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/spmd/attach.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
@@ -20,7 +21,7 @@ Embedding::Embedding(const std::string& name, std::int64_t vocab, std::int64_t d
     : weight_({.name = name + ".weight",
                .shape = {vocab, dim},
                .cuts = {{tp, 0}},
-               .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+               .dtype = wide_dtype(dtype),
                .compute = dtype,
                .device = device},
               init) {}
@@ -53,7 +54,7 @@ Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
   const Pieces cut{vocab, mesh.size(tp)};
   const std::int64_t start = cut.start(mesh.coordinate(tp)), size = cut.length(mesh.coordinate(tp));
   const at::Tensor& logits = local(logits_NV);
-  const auto wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = wide_dtype(logits.scalar_type());
   const at::Tensor x = logits.detach().to(wide);
   MOESH_CHECK(x.dim() == 2 && x.size(1) == size && labels_N.numel() == x.size(0),
               ErrorKind::internal, "cross_entropy: logits ", x.sizes(), ", labels ",

@@ -13,6 +13,8 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 
+#include "moesh/spmd/dtype.h"
+
 namespace moesh::raw {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w) { return at::linear(x, w); }
@@ -23,7 +25,7 @@ at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps) {
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = wide_dtype(x.scalar_type());
   const at::Tensor y = x.to(wide);
   const at::Tensor normal = y * at::rsqrt(at::mean(at::square(y), {-1}, /*keepdim=*/true) + eps);
   return (w.defined() ? normal * w.to(wide) : normal).to(x.scalar_type());

@@ -128,7 +128,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   const auto model = make_model(config);
   load_initial_weights(config, *model, world.rank());
   if (record) *record = make_records(c, *model);
-  const auto optimizer = make_optimizer(*model, config.optimizer);
+  const auto optimizer = make_optimizer(*model, config);
   StepOptions options = step_options(config);
   VerifyProbe probe;
   options.forward.probe = &probe;

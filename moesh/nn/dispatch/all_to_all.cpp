@@ -53,7 +53,7 @@ class AllToAll final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
     const auto sorted =
         kernels::sort_by_expert(local(in.route.experts_NK), in.experts.config().num_experts);
-    const Traffic traffic = count_traffic(sorted.counts_e);
+    const Traffic traffic = count_traffic(kernels::counts_of(sorted.ends_e));
     const auto rows = spread_rows(in.x_ND, sorted.token_R, sorted.inverse_TK);
     const auto scores = permute_rows(flatten(in.route.weights_NK, 0, 1), sorted.order_R,
                                      sorted.inverse_TK.flatten());
