@@ -7,7 +7,6 @@
 #include <numbers>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
@@ -86,8 +85,7 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   if (device.is_meta())
     return {at::empty({length, c.dim / 2}, options),
             at::empty({length, c.dim / 2}, options)};  // shapes alone
-  const std::int64_t first = MOESH_MUTANT(positions_begin_at_zero) ? 0 : start;
-  const at::Tensor positions = at::arange(first, first + length, at::kDouble);
+  const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
   if (c.factor > 1 && c.scaling == RopeScaling::yarn) {

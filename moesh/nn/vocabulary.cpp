@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
@@ -37,12 +36,15 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
                 " is outside of the vocabulary of ", vocab,
                 "; the data and the model must use the same tokenizer");
   }
-  if (size == 0)
-    return assume<Dense{T, T, P}>(
-        at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight));
-  const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
-  const at::Tensor rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
-  return assume<Dense{T, T, P}>(rows * mine.unsqueeze(-1).to(rows.scalar_type()));
+  at::Tensor rows;
+  if (size == 0) {  // zeros that still depend on the weight
+    rows = at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight);
+  } else {
+    const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
+    rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
+    rows = rows * mine.unsqueeze(-1).to(rows.scalar_type());
+  }
+  return assume<Dense{T, T, P}>(rows);
 }
 
 Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
@@ -76,8 +78,7 @@ Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
   const at::Tensor picked =
       size > 0 ? x.gather(1, column).squeeze(1) * mine.to(wide) : at::zeros({n}, x.options());
   // One message for both sums: [N, 2].
-  at::Tensor sums = at::stack({e_NV.sum(1), picked}, 1);
-  if (!MOESH_MUTANT(vocabulary_loss_without_its_reduction)) sums = group->all_reduce(sums);
+  const at::Tensor sums = group->all_reduce(at::stack({e_NV.sum(1), picked}, 1));
   const at::Tensor loss = (sums.select(1, 0).log() + max_N - sums.select(1, 1)) * valid.to(wide);
   const at::Tensor scale_N = sums.select(1, 0).reciprocal();
   const at::Tensor out =

@@ -13,7 +13,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/mutant.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
@@ -59,10 +58,8 @@ std::vector<Part> weight_parts(models::Model& model, int rank) {
   std::vector<Part> parts;
   model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
   for (auto* router : model.routers()) {
-    at::Tensor bias = router->expert_bias();
-    if (MOESH_MUTANT(expert_bias_not_saved)) bias = at::zeros_like(bias);
-    parts.push_back(
-        checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), bias, rank));
+    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()),
+                                                router->expert_bias(), rank));
   }
   return parts;
 }
@@ -337,9 +334,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   std::int64_t num_steps = 0;
   std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
-  if (!MOESH_MUTANT(optimizer_steps_forgotten)) optimizer_.set_num_steps(num_steps);
-  return {.step = manifest.step,
-          .data_position = MOESH_MUTANT(data_begins_anew) ? 0 : manifest.data_position};
+  optimizer_.set_num_steps(num_steps);
+  return {.step = manifest.step, .data_position = manifest.data_position};
 }
 
 }  // namespace moesh::train

@@ -1,10 +1,10 @@
-#include "moesh/nn/recompute.h"
+#include "moesh/spmd/recompute.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-namespace moesh::nn {
+namespace moesh::raw {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -64,4 +64,4 @@ std::vector<at::Tensor> recompute(
   return results;
 }
 
-}  // namespace moesh::nn
+}  // namespace moesh::raw
