@@ -1,0 +1,218 @@
+// The MoE layer on one Hopper GPU, forward and backward, kernel by kernel and as a whole.
+// usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings: random, zipf,
+// empty]
+//   burst   runs 3 to 8 after a rest, at the boost clock
+//   steady  the second half of a time without pause, at the power limit: training lives there
+// TFLOP/s of 18 R D F for the layer, whatever is executed. Dense: 8192^3 through cuBLAS in the same
+// run, where libcublas.so.13 can be loaded.
+// T tokens, D model, F ffn, E experts, K top-k, R rows at their experts
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <string>
+
+#include "tests/kernels/cuda/device_layer.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+
+const LayerConfig kShapes[4] = {
+    {.tokens = 16384, .model = 2048, .ffn = 1408, .experts = 64, .top_k = 6},
+    {.tokens = 8192, .model = 4096, .ffn = 1536, .experts = 128, .top_k = 8},
+    {.tokens = 32768, .model = 2048, .ffn = 768, .experts = 128, .top_k = 8},
+    {.tokens = 16384, .model = 7168, .ffn = 2048, .experts = 32, .top_k = 8},
+};
+
+/// The K largest of log(prior) + Gumbel noise: draws without putting back.
+__global__ void choose_experts(LayerConfig c, int routing, std::int32_t* experts_TK,
+                               std::uint64_t seed) {
+  const std::int64_t t = blockIdx.x * 128ll + threadIdx.x;
+  if (t >= c.tokens) return;
+  float best[16];
+  int chosen[16];
+  const int top_k = static_cast<int>(c.top_k);
+  for (int k = 0; k < top_k; ++k) best[k] = -INFINITY, chosen[k] = 0;
+  for (int e = 0; e < c.experts; ++e) {
+    const float uniform =
+        (static_cast<float>(mix(seed + t * c.experts + e) >> 40) + 0.5f) * 0x1p-24f;
+    float value = -logf(-logf(uniform));
+    if (routing == 1) value -= logf(static_cast<float>(e + 1));
+    if (routing == 2 && e == 1) value = -1e30f;
+    int place = top_k;
+    while (place > 0 && value > best[place - 1]) --place;
+    if (place == top_k) continue;
+    for (int k = top_k - 1; k > place; --k) best[k] = best[k - 1], chosen[k] = chosen[k - 1];
+    best[place] = value, chosen[place] = e;
+  }
+  for (int k = 0; k < top_k; ++k) experts_TK[t * top_k + k] = chosen[k];
+}
+
+struct Times {
+  double burst, steady;
+};
+
+double median(std::vector<float> v) {
+  std::sort(v.begin(), v.end());
+  return v.empty() ? NAN : v[v.size() / 2];
+}
+
+/// `prepare` is run before each run, and not timed.
+Times measure(
+    double seconds, const std::function<void()>& run,
+    const std::function<void()>& prepare = [] {}) {
+  cudaEvent_t begin, end;
+  MOESH_RUN(cudaEventCreate(&begin));
+  MOESH_RUN(cudaEventCreate(&end));
+  MOESH_RUN(cudaDeviceSynchronize());
+  usleep(400000);
+  std::vector<float> all;
+  for (double sum = 0; sum < seconds * 1e3 || all.size() < 10;) {
+    float ms;
+    prepare();
+    MOESH_RUN(cudaEventRecord(begin));
+    run();
+    MOESH_RUN(cudaEventRecord(end));
+    MOESH_RUN(cudaEventSynchronize(end));
+    MOESH_RUN(cudaEventElapsedTime(&ms, begin, end));
+    all.push_back(ms), sum += ms;
+  }
+  cudaEventDestroy(begin), cudaEventDestroy(end);
+  return {median({all.begin() + 2, all.begin() + 8}),
+          median({all.begin() + all.size() / 2, all.end()})};
+}
+
+/// C = A B' of bf16 through cuBLAS, if it is there.
+class Dense {
+ public:
+  Dense() {
+    void* library = dlopen("libcublas.so.13", RTLD_NOW);
+    if (!library) return;
+    const auto create = reinterpret_cast<int (*)(void**)>(dlsym(library, "cublasCreate_v2"));
+    if (create && create(&handle_) == 0)
+      gemm_ = reinterpret_cast<Gemm>(dlsym(library, "cublasGemmEx"));
+  }
+  explicit operator bool() const { return gemm_; }
+  void operator()(const bf16* a, const bf16* b, bf16* c, int n) const {
+    const float one = 1, zero = 0;
+    constexpr int kTransposed = 1, kBf16 = 14, kFloat = 68;
+    gemm_(handle_, kTransposed, 0, n, n, n, &one, b, kBf16, n, a, kBf16, n, &zero, c, kBf16, n,
+          kFloat, -1);
+  }
+
+ private:
+  using Gemm = int (*)(void*, int, int, int, int, int, const void*, const void*, int, int,
+                       const void*, int, int, const void*, void*, int, int, int, int);
+  void* handle_ = nullptr;
+  Gemm gemm_ = nullptr;
+};
+
+double dense(double seconds) {
+  static const Dense gemm;
+  if (!gemm) return 0;
+  constexpr int kN = 8192;
+  const Buffer<bf16> a(kN * kN), b(kN * kN), c(kN * kN);
+  fill(a, 1.f, 1), fill(b, 1.f, 2);
+  const Times t = measure(seconds, [&] { gemm(a.get(), b.get(), c.get(), kN); });
+  const double flops = 2.0 * kN * kN * kN;
+  std::printf("dense 8192^3          burst %4.0f  steady %4.0f TFLOP/s\n", flops / t.burst * 1e-9,
+              flops / t.steady * 1e-9);
+  return flops / t.steady * 1e-9;
+}
+
+void run_shape(int shape, int routing, double seconds, bool kernels) {
+  LayerConfig c = kShapes[shape];
+  c.router = c.forced = true;
+  DeviceLayer l(c, 40 + shape);
+  const char* names[] = {"random", "zipf", "one expert empty"};
+  choose_experts<<<static_cast<unsigned>((c.tokens + 127) / 128), 128>>>(c, routing,
+                                                                         l.experts_TK.get(), 99);
+  const double rows = static_cast<double>(l.rows),
+               product = 2.0 * rows * static_cast<double>(c.model) * static_cast<double>(c.ffn);
+  l.forward(nullptr), l.backward(nullptr);
+  MOESH_RUN(cudaDeviceSynchronize());
+  const Experts e = l.experts();
+  std::printf("s%d T %ld D %ld F %ld E %ld K %ld, %s\n", shape + 1, c.tokens, c.model, c.ffn,
+              c.experts, c.top_k, names[routing]);
+  auto line = [&](const char* name, double flops, double bytes, const Times& t) {
+    std::printf(
+        "  %-9s burst %8.3f ms %5.0f TFLOP/s %5.2f TB/s   steady %8.3f ms %5.0f TFLOP/s %5.2f TB/s\n",
+        name, t.burst, flops / t.burst * 1e-9, bytes / t.burst * 1e-9, t.steady,
+        flops / t.steady * 1e-9, bytes / t.steady * 1e-9);
+    std::fflush(stdout);
+  };
+  if (kernels) {
+    const double rf = rows * static_cast<double>(c.ffn), rd = rows * static_cast<double>(c.model);
+    const double td = static_cast<double>(c.tokens * c.model),
+                 w = static_cast<double>(c.experts * c.model * c.ffn);
+    const double each = seconds / 4;
+    const double gate_flops = 2.0 * static_cast<double>(c.tokens * c.model * c.experts);
+    line("route", gate_flops, 2 * td, measure(each, [&] {
+           l.router.forward(l.x.get(), l.routed_TK.get(), l.weight_TK.get(), nullptr);
+         }));
+    line("d_route", 2 * gate_flops, 4 * td, measure(each, [&] {
+           l.router.backward(l.x.get(), l.experts_TK.get(), l.d_score.get(), l.inverse.get(), false,
+                             nullptr);
+         }));
+    line("sort", 0, 20 * rows,
+         measure(each, [&] { MOESH_RUN(sort(l.sort_arguments(), nullptr)); }));
+    line("expand", 0, 2 * (rd + td), measure(each, [&] { l.at_experts(l.x, nullptr); }));
+    line("up", 2 * product, 2 * td + 4 * w + 6 * rf, measure(each, [&] {
+           MOESH_RUN(up(e, l.rows_.get(), l.gate.get(), l.up_.get(), l.act.get(), nullptr));
+         }));
+    line("down", product, 2 * rf + 2 * w + 2 * rd,
+         measure(each, [&] { MOESH_RUN(down(e, l.act.get(), l.y_R.get(), nullptr)); }));
+    line("combine", 0, 2 * (rd + td), measure(each, [&] {
+           MOESH_RUN(combine(l.y_R.get(), l.inverse.get(), nullptr, l.y.get(), c.tokens, c.top_k,
+                             c.model, nullptr));
+         }));
+    // dh writes over what it reads: run again on its own gradients, it would soon time zeros.
+    const Buffer<bf16> gate(l.gate.size()), up_(l.up_.size());
+    auto copy = [](const Buffer<bf16>& to, const Buffer<bf16>& from) {
+      MOESH_RUN(cudaMemcpyAsync(to.get(), from.get(), to.bytes(), cudaMemcpyDeviceToDevice));
+    };
+    copy(gate, l.gate), copy(up_, l.up_);
+    auto restore = [&] { copy(l.gate, gate), copy(l.up_, up_); };
+    auto time_dh = [&] {
+      MOESH_RUN(dh(e, l.rows_.get(), l.gate.get(), l.up_.get(), l.act.get(), l.d_score_terms.get(),
+                   nullptr));
+    };
+    line("dh", product, 2 * td + 2 * w + 10 * rf, measure(2 * each, time_dh, restore));
+    line("scores", 0, 4 * rows * static_cast<double>(num_score_terms(c.ffn)), measure(each, [&] {
+           MOESH_RUN(
+               score_gradient(e, l.rows_.get(), l.d_score_terms.get(), l.d_score.get(), nullptr));
+         }));
+    line("dx", 2 * product, 4 * rf + 4 * w + 2 * rd, measure(each, [&] {
+           MOESH_RUN(dx(e, l.gate.get(), l.up_.get(), l.dx_R.get(), nullptr));
+         }));
+    line("dw13", 2 * product, 2 * td + 4 * rf + 4 * w, measure(each, [&] {
+           MOESH_RUN(dw13(e, l.rows_.get(), l.gate.get(), l.up_.get(), l.dw1.get(), l.dw3.get(),
+                          nullptr));
+         }));
+    line("dw2", product, 2 * td + 2 * rf + 2 * w, measure(each, [&] {
+           MOESH_RUN(dw2(e, l.rows_.get(), l.act.get(), l.dw2_.get(), nullptr));
+         }));
+  }
+  line("forward", 3 * product, 0, measure(seconds, [&] { l.forward(nullptr); }));
+  line("layer", 9 * product, 0, measure(seconds, [&] { l.forward(nullptr), l.backward(nullptr); }));
+}
+
+}  // namespace
+}  // namespace moesh::kernels::cuda
+
+int main(int argc, char** argv) {
+  using namespace moesh::kernels::cuda;
+  const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
+  const std::string shapes = argc > 2 ? argv[2] : "1234", routings = argc > 3 ? argv[3] : "random";
+  check(check_device(), "device");
+  dense(seconds);
+  for (const char shape : shapes) {
+    if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, true);
+    if (routings.find("zipf") != std::string::npos) run_shape(shape - '1', 1, seconds, false);
+    if (routings.find("empty") != std::string::npos) run_shape(shape - '1', 2, seconds, false);
+  }
+  dense(seconds);
+}

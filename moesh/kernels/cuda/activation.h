@@ -1,0 +1,248 @@
+#pragma once
+// What follows the GEMMs elementwise. One warp takes a slab of 64 rows from shared memory, eight
+// columns per lane and row, and writes 16 bytes at a time: 128 bytes of a row by eight lanes.
+//   swiglu          h = silu(g) u
+//   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) g sigmoid(1.702 g)
+//   g = gate + b1, u = up + b3, act = s h, y = act W2' + s b2; score before: g = s gate + b1 ...
+// gate and up are rounded to bf16 before the activation sees them, here and in backward: the
+// gradient is that of the function computed. D model, F ffn, E experts, R rows at their experts
+
+#include "moesh/kernels/cuda/ptx.h"
+#include "moesh/kernels/cuda/tiles.h"
+
+namespace moesh::kernels::cuda {
+
+using ptx::bf16;
+
+struct Elementwise {
+  const float* score_R;  // null: none
+  bool before;           // the score multiplies the input of the expert, not its output
+  bool clamped;          // the activation
+  const bf16* bias[2];   // up, dh: b1, b3 [E, F]; down: b2 [E, D]; null: none
+  bf16* gate_RF;         // dh: d_gate is written over it
+  bf16* up_RF;           // likewise
+  bf16* act_RF;
+  bf16* rows_RD;     // down, dx
+  float* d_score;    // dh: [tiles of 256 columns, R], terms of d(score)
+  int64_t num_rows;  // R
+};
+
+/// A warp group's part of a tile of results.
+struct Slab {
+  int expert, first_row, num_rows, first_column, width, column_tile;
+};
+
+inline constexpr int kFinishers = 3;  // warps that share the rows of a slab, four at a time
+/// The first row of a lane; its next ones are kRowStep further.
+inline constexpr int kRowStep = 4 * kFinishers;
+__device__ __forceinline__ int first_row_of(int slab, int finisher, int lane) {
+  return (finisher + 2 * slab) % kFinishers * 4 + lane / 8;  // 16 fours in a slab: 1 past 15
+}
+
+inline constexpr int kResultBlock = 2 * kSlab * 128;  // from 64 columns of a slab to the next 64
+
+__device__ __forceinline__ void unpack(uint4 packed, float (&v)[8]) {
+  const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    v[2 * i] = ptx::low_half(words[i]), v[2 * i + 1] = ptx::high_half(words[i]);
+}
+__device__ __forceinline__ uint4 packed(const float (&v)[8]) {
+  return {ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]), ptx::pack(v[4], v[5]),
+          ptx::pack(v[6], v[7])};
+}
+__device__ __forceinline__ uint4 load16(const bf16* from) {
+  return *reinterpret_cast<const uint4*>(from);
+}
+__device__ __forceinline__ void store16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
+
+/// The scores of a slab, spread over a warp.
+struct Scores {
+  float low = 1.f, high = 1.f;  // of rows lane and lane + 32
+
+  __device__ Scores(const float* score_R, const Slab& s, int lane) {
+    if (!score_R) return;
+    if (lane < s.num_rows) low = score_R[s.first_row + lane];
+    if (lane + 32 < s.num_rows) high = score_R[s.first_row + lane + 32];
+  }
+  __device__ float of(int row) const {
+    const float a = __shfl_sync(~0u, low, row % 32), b = __shfl_sync(~0u, high, row % 32);
+    return row < 32 ? a : b;
+  }
+};
+
+struct Hidden {
+  float h, dh_dg, dh_du;
+};
+__device__ __forceinline__ Hidden swiglu(float g, float u) {
+  const float sigma = ptx::sigmoid(g), silu = g * sigma;
+  return {silu * u, u * sigma * (1.f + g - silu), silu};
+}
+__device__ __forceinline__ Hidden clamped_swiglu(float g, float u) {
+  constexpr float kLimit = 7.f, kAlpha = 1.702f;
+  const float gc = g > kLimit ? kLimit : g;  // not fminf: a NaN stays one
+  const float uc = (u > kLimit ? kLimit : u < -kLimit ? -kLimit : u) + 1.f;
+  const float sigma = ptx::sigmoid(kAlpha * gc), swish = gc * sigma;
+  return {swish * uc, g > kLimit ? 0.f : (sigma + kAlpha * swish * (1.f - sigma)) * uc,
+          fabsf(u) > kLimit ? 0.f : swish};
+}
+
+/// One row's gate and up on their way to the hidden state. kPlain: SwiGLU without biases, no score
+/// before it; all else is decided at run time.
+template <bool kPlain>
+struct RowActivation {
+  float before = 1.f, after = 1.f;
+  float b1[8], b3[8];
+  bool clamped = false, score_before = false;
+
+  __device__ RowActivation(const Elementwise& e, const Slab& s, float score, int column) {
+    if constexpr (kPlain) {
+      after = score;
+    } else {
+      clamped = e.clamped, score_before = e.before;
+      (e.before ? before : after) = score;
+      const int64_t at = static_cast<int64_t>(s.expert) * s.width + column;
+      unpack(e.bias[0] ? load16(e.bias[0] + at) : uint4{}, b1);
+      unpack(e.bias[1] ? load16(e.bias[1] + at) : uint4{}, b3);
+    }
+  }
+  __device__ __forceinline__ Hidden operator()(int i, float gate, float up) const {
+    if constexpr (kPlain) return swiglu(gate, up);
+    const float g = before * gate + b1[i], u = before * up + b3[i];
+    return clamped ? clamped_swiglu(g, u) : swiglu(g, u);
+  }
+};
+
+/// up: act from gate (blocks 0, 1 of the results) and up (2, 3), and these where TMA does not store
+/// them.
+template <bool kPlain>
+__device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, uint32_t results,
+                                          int lane, int first_row, bool store_inputs) {
+  const Scores scores(e.score_R, s, lane);
+  const int chunk = lane % 8;
+#pragma unroll 2
+  for (int row = first_row; row < first_row + kSlab; row += kRowStep) {
+    const float score = scores.of(row);
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const int column = s.first_column + block * 64 + chunk * 8;
+      if (row >= s.num_rows || column >= s.width) continue;
+      const int64_t at = static_cast<int64_t>(s.first_row + row) * s.width + column;
+      const uint32_t from = results + block * kResultBlock + swizzled(row, chunk);
+      const uint4 gates = ptx::load_shared16(from);
+      const uint4 ups = ptx::load_shared16(from + 2 * kResultBlock);
+      if (store_inputs) store16(e.gate_RF + at, gates), store16(e.up_RF + at, ups);
+      const RowActivation<kPlain> activation(e, s, score, column);
+      float gate[8], up[8], act[8];
+      unpack(gates, gate), unpack(ups, up);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) act[i] = activation.after * activation(i, gate[i], up[i]).h;
+      store16(e.act_RF + at, packed(act));
+    }
+  }
+}
+
+/// dh: the results are P = dy W2, the gradient of h but for the score. With dA = s P:
+/// d_gate = dA dh/dg and d_up = dA dh/du over gate and up, act = s h once more, d_score = <h, P>;
+/// or, with the score before, <dg, gate> + <du, up>, and these times s.
+template <bool kPlain>
+class FinishDh {
+ public:
+  /// Starts to load the first rows of gate and up: nothing of the results is needed for that.
+  __device__ __forceinline__ FinishDh(const Elementwise& e, const Slab& s, int lane, int first_row)
+      : e_(e), s_(s), scores_(e.score_R, s, lane), chunk_(lane % 8), row_(first_row) {
+#pragma unroll
+    for (int block = 0; block < 4; ++block) load(block, row_);
+  }
+
+  __device__ __forceinline__ void operator()(uint32_t results) {
+#pragma unroll 1
+    for (int end = row_ + kSlab; row_ < end; row_ += kRowStep) {
+      const float score = scores_.of(row_);
+      float dot = 0.f;
+#pragma unroll
+      for (int block = 0; block < 4; ++block) dot += finish(block, score, results);
+#pragma unroll
+      for (int distance = 1; distance < 8; distance *= 2)
+        dot += __shfl_xor_sync(~0u, dot, distance);
+      if (e_.d_score && chunk_ == 0 && row_ < s_.num_rows)
+        e_.d_score[s_.column_tile * e_.num_rows + s_.first_row + row_] = dot;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int column(int block) const {
+    return s_.first_column + block * 64 + chunk_ * 8;
+  }
+  /// Without a condition, which would make the compiler wait for the value: what does not exist is
+  /// read from where something does.
+  __device__ __forceinline__ void load(int block, int row) {
+    const int64_t at = static_cast<int64_t>(s_.first_row + min(row, s_.num_rows - 1)) * s_.width +
+                       min(column(block), s_.width - 8);
+    gates_[block] = load16(e_.gate_RF + at), ups_[block] = load16(e_.up_RF + at);
+  }
+  /// 8 columns of a row; returns their part of d_score.
+  __device__ __forceinline__ float finish(int block, float score, uint32_t results) {
+    float p[8], gate[8], up[8], act[8];
+    unpack(ptx::load_shared16(results + block * kResultBlock + swizzled(row_ % kSlab, chunk_)), p);
+    unpack(gates_[block], gate), unpack(ups_[block], up);
+    load(block, row_ + kRowStep);
+    if (row_ >= s_.num_rows || column(block) >= s_.width) return 0.f;
+    const RowActivation<kPlain> activation(e_, s_, score, column(block));
+    float dot = 0.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const Hidden v = activation(i, gate[i], up[i]);
+      const float d = activation.after * p[i], dg = d * v.dh_dg, du = d * v.dh_du;
+      act[i] = activation.after * v.h;
+      if constexpr (kPlain) {
+        dot += v.h * p[i];
+        gate[i] = dg, up[i] = du;
+      } else {
+        dot += activation.score_before ? dg * gate[i] + du * up[i] : v.h * p[i];
+        gate[i] = activation.before * dg, up[i] = activation.before * du;
+      }
+    }
+    const int64_t at = static_cast<int64_t>(s_.first_row + row_) * s_.width + column(block);
+    store16(e_.gate_RF + at, packed(gate));
+    store16(e_.up_RF + at, packed(up));
+    store16(e_.act_RF + at, packed(act));
+    return dot;
+  }
+
+  const Elementwise& e_;
+  const Slab& s_;
+  const Scores scores_;
+  const int chunk_;
+  int row_;
+  uint4 gates_[4],
+      ups_[4];  // of the next row, by blocks of 64 columns: loaded well before their use
+};
+
+/// down and dx: rows of a slab that is not whole, or to which a bias is to be added.
+__device__ __forceinline__ void finish_rows(const Elementwise& e, const Slab& s, uint32_t results,
+                                            int lane, int first_row) {
+  const Scores scores(e.before ? nullptr : e.score_R, s, lane);
+  const int chunk = lane % 8;
+#pragma unroll 1
+  for (int row = first_row; row < first_row + kSlab; row += kRowStep) {
+    const float score = scores.of(row);
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      const int column = s.first_column + block * 64 + chunk * 8;
+      if (row >= s.num_rows || column >= s.width) continue;
+      uint4 value = ptx::load_shared16(results + block * kResultBlock + swizzled(row, chunk));
+      if (e.bias[0]) {
+        float y[8], bias[8];
+        unpack(value, y);
+        unpack(load16(e.bias[0] + static_cast<int64_t>(s.expert) * s.width + column), bias);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] += score * bias[i];
+        value = packed(y);
+      }
+      store16(e.rows_RD + static_cast<int64_t>(s.first_row + row) * s.width + column, value);
+    }
+  }
+}
+
+}  // namespace moesh::kernels::cuda

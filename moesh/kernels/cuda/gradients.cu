@@ -1,0 +1,132 @@
+// The gradients of scores and biases: sums in a fixed order.
+// T tokens, D model, F ffn, E experts, R rows at their experts
+
+#include "moesh/kernels/cuda/activation.h"
+#include "moesh/kernels/cuda/host.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct ScoreParams {
+  const float* terms;  // [num_terms, R]
+  const int* ends_E;
+  const bf16* dy_RD;
+  const bf16* b2_ED;  // null: no bias
+  float* d_score_R;
+  int64_t num_rows;
+  int num_terms, num_experts, model;
+};
+
+/// One warp per row: the terms of dh in order, and <dy, b2>.
+__global__ void __launch_bounds__(kThreads) sum_score_terms(const ScoreParams p) {
+  const int row = (blockIdx.x * kThreads + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  if (row >= p.ends_E[p.num_experts - 1]) return;
+  int low = -1, high = p.num_experts - 1;  // ends[low] <= row < ends[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (p.ends_E[middle] <= row ? low : high) = middle;
+  }
+  const bf16* dy = p.dy_RD + static_cast<int64_t>(row) * p.model;
+  const bf16* bias = p.b2_ED + static_cast<int64_t>(high) * p.model;
+  float dot = 0.f;
+  for (int column = lane * 8; column < p.model; column += 256) {
+    float a[8], b[8];
+    unpack(load16(dy + column), a), unpack(load16(bias + column), b);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) dot += a[i] * b[i];
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) dot += __shfl_xor_sync(~0u, dot, distance);
+  for (int i = 0; i < p.num_terms; ++i) dot += p.terms[i * p.num_rows + row];
+  if (lane == 0) p.d_score_R[row] = dot;
+}
+
+/// The same without a bias: one thread per row.
+__global__ void __launch_bounds__(kThreads) sum_plain_score_terms(const ScoreParams p) {
+  const int row = blockIdx.x * kThreads + threadIdx.x;
+  if (row >= p.ends_E[p.num_experts - 1]) return;
+  float sum = 0.f;
+  for (int i = 0; i < p.num_terms; ++i) sum += p.terms[i * p.num_rows + row];
+  p.d_score_R[row] = sum;
+}
+
+struct ColumnParams {
+  const bf16* rows;
+  const int* ends_E;
+  const float* score_R;  // null: not weighted
+  bf16* out;             // [E, width]
+  int width;
+};
+
+/// out[e] = the sum of an expert's rows. A block has 256 columns of one expert: 32 lanes of 8
+/// columns, 8 warps which take every eighth row.
+__global__ void __launch_bounds__(kThreads) sum_columns(const ColumnParams p) {
+  __shared__ float sums[8][256];
+  const int expert = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = blockIdx.x * 256 + lane * 8;
+  const int first = expert > 0 ? p.ends_E[expert - 1] : 0, last = p.ends_E[expert];
+  float sum[8] = {};
+  if (column < p.width) {
+#pragma unroll 4
+    for (int row = first + warp; row < last; row += 8) {
+      const float factor = p.score_R ? p.score_R[row] : 1.f;
+      float v[8];
+      unpack(load16(p.rows + static_cast<int64_t>(row) * p.width + column), v);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum[i] += factor * v[i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[warp][lane * 8 + i] = sum[i];
+  __syncthreads();
+  const int mine = blockIdx.x * 256 + threadIdx.x;
+  if (mine >= p.width) return;
+  float total = 0.f;
+  for (int i = 0; i < 8; ++i) total += sums[i][threadIdx.x];
+  p.out[static_cast<int64_t>(expert) * p.width + mine] = __float2bfloat16(total);
+}
+
+}  // namespace
+
+Error score_gradient(const Experts& e, const void* dy_RD, const float* d_score_terms,
+                     float* d_score_R, Stream stream) {
+  if (e.num_rows == 0) return nullptr;
+  const bool biased = e.b2_ED && !e.score_before;
+  const ScoreParams p{d_score_terms,
+                      e.ends_E,
+                      static_cast<const bf16*>(dy_RD),
+                      biased ? static_cast<const bf16*>(e.b2_ED) : nullptr,
+                      d_score_R,
+                      e.num_rows,
+                      static_cast<int>(num_score_terms(e.ffn)),
+                      static_cast<int>(e.num_experts),
+                      static_cast<int>(e.model)};
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const int per_block = biased ? kThreads / 32 : kThreads;
+  const auto num_blocks = static_cast<unsigned>((e.num_rows + per_block - 1) / per_block);
+  if (biased)
+    sum_score_terms<<<num_blocks, kThreads, 0, queue>>>(p);
+  else
+    sum_plain_score_terms<<<num_blocks, kThreads, 0, queue>>>(p);
+  return text_of(cudaGetLastError());
+}
+
+Error bias_gradients(const Experts& e, const void* dy_RD, const void* d_gate_RF,
+                     const void* d_up_RF, void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
+  const auto sum = [&](const void* rows, const float* score_R, void* out, std::int64_t width) {
+    if (!out) return;
+    const ColumnParams p{static_cast<const bf16*>(rows), e.ends_E, score_R, static_cast<bf16*>(out),
+                         static_cast<int>(width)};
+    const dim3 grid(static_cast<unsigned>((width + 255) / 256),
+                    static_cast<unsigned>(e.num_experts));
+    sum_columns<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  };
+  sum(d_gate_RF, nullptr, db1_EF, e.ffn);
+  sum(d_up_RF, nullptr, db3_EF, e.ffn);
+  sum(dy_RD, e.score_before ? nullptr : e.score_R, db2_ED, e.model);
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,51 @@
+#pragma once
+// Launches a kernel of grouped.h.
+
+#include "moesh/kernels/cuda/grouped.h"
+#include "moesh/kernels/cuda/host.h"
+
+namespace moesh::kernels::cuda {
+
+/// The tensors of one GEMM as TMA sees them; the first error is kept.
+class GroupedLaunch {
+ public:
+  explicit GroupedLaunch(const Experts& e) {
+    if (e.model % 8 != 0 || e.ffn % 8 != 0 || e.model <= 0 || e.ffn <= 0)
+      error_ = "model and ffn are to be multiples of 8";
+    if (e.num_experts < 1 || e.num_experts > kMaxExperts) error_ = "experts are to be 1 to 512";
+    if (e.num_rows > 0x7fffffff) error_ = "rows are to be fewer than 2^31";
+    params.ends_E = e.ends_E;
+    params.num_experts = static_cast<int>(e.num_experts);
+    params.height = static_cast<int>(e.model);
+    params.num_parts = 1;
+    params.elementwise.score_R = e.score_R;
+    params.elementwise.before = e.score_before;
+    params.elementwise.clamped = e.clamped;
+    params.elementwise.num_rows = e.num_rows;
+  }
+
+  CUtensorMap map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
+                  int box_y) {
+    return error_ ? CUtensorMap{} : tensor_map(base, x, y, z, box_x, box_y, error_);
+  }
+
+  template <Gemm kGemm, bool kPlain = true>
+  Error launch(Stream stream) {
+    static Prepared prepared;
+    const auto kernel = grouped::kernel<kGemm, kPlain>;
+    constexpr int kBytes = sizeof(grouped::Shared);
+    static_assert(kBytes <= 227 * 1024);
+    int num_blocks = 0;
+    if (!error_) error_ = prepared(kernel, grouped::kThreads, kBytes, 2, num_blocks);
+    if (error_) return error_;
+    kernel<<<num_blocks, grouped::kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(params);
+    return text_of(cudaGetLastError());
+  }
+
+  GroupedParams params = {};
+
+ private:
+  Error error_ = nullptr;
+};
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,46 @@
+#include "moesh/kernels/cuda/host.h"
+
+namespace moesh::kernels::cuda {
+
+CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
+                       int box_y, Error& error) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {  // a function of the driver: not linked, but asked for
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const auto status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                         cudaEnableDefault, &result);
+    return status == cudaSuccess ? reinterpret_cast<Encode>(found) : nullptr;
+  }();
+  CUtensorMap map = {};
+  if (!encode) {
+    error = "the driver has no cuTensorMapEncodeTiled";
+    return map;
+  }
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(x), static_cast<cuuint64_t>(y),
+                               static_cast<cuuint64_t>(z)};
+  const cuuint64_t strides[2] = {sizes[0] * 2, sizes[0] * sizes[1] * 2};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(box_x), static_cast<cuuint32_t>(box_y), 1};
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(base), sizes, strides,
+             box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    error = "a tensor map was refused: sizes are to be multiples of 8, addresses of 16 bytes";
+  return map;
+}
+
+Error check_device() {
+  int device = 0, major = 0, minor = 0;
+  if (Error error = text_of(cudaGetDevice(&device))) return error;
+  if (Error error =
+          text_of(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)))
+    return error;
+  if (Error error =
+          text_of(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)))
+    return error;
+  return major == 9 && minor == 0 ? nullptr : "the device is not of compute capability 9.0";
+}
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,145 @@
+#pragma once
+// The kernels of the MoE layer for Hopper (compute capability 9.0), as plain functions: device
+// pointers and sizes, no torch, no CUDA header. Everything runs on `stream`, nothing waits for the
+// device, nothing is allocated. bf16 tensors are void*, row-major, 16-byte aligned, without gaps.
+// Same bits every time, and a row's result does not depend on the rows around it.
+// T tokens, D model, F ffn, E experts, K top-k, R rows at their experts, sorted by expert
+//
+//   forward   route, sort, expand (x), up, down, combine (y)
+//   backward  expand (dy), dh, dw2, score_gradient, bias_gradients, dx, combine (dx), expand (x), dw13,
+//             route_backward
+// One buffer [R, D] is enough for all of x, y, dy and dx at their experts, in this order.
+
+#include <cstdint>
+
+namespace moesh::kernels::cuda {
+
+/// A sentence that says what went wrong; null: nothing did.
+using Error = const char*;
+using Stream = void*;
+
+/// Whether the kernels run on the current device: null, or why not.
+Error check_device();
+
+// ---- experts ----
+
+/// What the kernels of one set of experts share.
+struct Experts {
+  std::int64_t num_rows;        // R: rows that the buffers hold; those in use end at ends_E[E - 1]
+  std::int64_t model;           // D, a multiple of 8
+  std::int64_t ffn;             // F, a multiple of 8
+  std::int64_t num_experts;     // E, at most 512
+  const std::int32_t* ends_E;   // end of each expert's rows
+  const float* score_R;         // null: no scores
+  bool score_before = false;    // the score multiplies the input of an expert, not its output
+  bool clamped = false;         // GPT-OSS's activation
+  const void* w1_EFD;           // gate
+  const void* w3_EFD;           // up
+  const void* w2_EDF;           // down
+  const void* b1_EF = nullptr;  // biases; null: none. Not both b1, b3 and score_before
+  const void* b3_EF = nullptr;
+  const void* b2_ED = nullptr;
+};
+
+/// gate = W1 x, up = W3 x, and the hidden state with its score.
+Error up(const Experts&, const void* x_RD, void* gate_RF, void* up_RF, void* act_RF, Stream);
+/// y = W2 act (+ b2).
+Error down(const Experts&, const void* act_RF, void* y_RD, Stream);
+
+/// The number of floats per row that dh writes to d_score_terms.
+constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 256; }
+/// Reads gate and up, and writes d_gate and d_up over them. act as `up` made it is made again.
+/// d_score_terms [num_score_terms, R], or null.
+Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
+         float* d_score_terms, Stream);
+/// dx of each row; d_up null: of W1 alone.
+Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
+/// Zeros for experts without rows.
+Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
+           void* dw1_EFD, void* dw3_EFD, Stream);
+Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, Stream);
+
+/// Sums the terms of dh in order, and adds b2's.
+Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,
+                     float* d_score_R, Stream);
+/// Sums over the rows of each expert; null: not wanted.
+Error bias_gradients(const Experts&, const void* dy_RD, const void* d_gate_RF, const void* d_up_RF,
+                     void* db1_EF, void* db3_EF, void* db2_ED, Stream);
+
+// ---- rows ----
+
+/// rows[inverse[t, k]] = x[t] for all k. -1: no row. `width` is a multiple of 8.
+Error expand(const void* x_TD, const std::int32_t* inverse_TK, void* rows_RD,
+             std::int64_t num_tokens, std::int64_t top_k, std::int64_t width, Stream);
+/// out[t] = addend[t] (null: 0) + the sum over k of rows[inverse[t, k]], in order, in float32. -1:
+/// no row. `width` is a multiple of 8.
+Error combine(const void* rows_RD, const std::int32_t* inverse_TK, const void* addend_TD,
+              void* out_TD, std::int64_t num_tokens, std::int64_t top_k, std::int64_t width,
+              Stream);
+
+struct Sort {
+  const std::int32_t* experts_TK;
+  const float* weight_TK;  // null: score_R is not wanted
+  std::int64_t num_tokens, top_k;
+  std::int64_t first_expert, num_experts;  // those that take part; at most 512
+  std::int32_t* workspace;                 // sort_workspace numbers
+  std::int32_t* ends_E;                    // of the experts that take part
+  std::int32_t* order_R;                   // row -> t * K + k; null: not wanted
+  std::int32_t* token_R;                   // row -> t
+  std::int32_t* inverse_TK;                // -1: that expert does not take part
+  float* score_R;
+};
+std::int64_t sort_workspace(const Sort&);
+/// A stable counting sort of the choices by expert.
+Error sort(const Sort&, Stream);
+
+// ---- router ----
+
+enum class Scoring { sigmoid, softmax, softmax_chosen };
+
+struct Router {
+  std::int64_t num_tokens, model;  // T, D (a multiple of 8)
+  std::int64_t num_experts;        // E, at most 256
+  std::int64_t top_k;              // at most 16
+  Scoring scoring = Scoring::sigmoid;
+  bool choose_on_logits = false;                // of sigmoid
+  std::int64_t num_groups = 1, top_groups = 1;  // at most 32; of at least two experts
+  bool normalize = false;
+  float epsilon = 0.f, scale = 1.f;
+  const float* gate_bias_E = nullptr;    // added to the logits; null: none
+  const float* expert_bias_E = nullptr;  // added to what the choice is made on; null: none
+};
+
+/// Experts in a multiple of 8, as the terms of the gate have them.
+constexpr std::int64_t padded_experts(std::int64_t num_experts) {
+  return (num_experts + 7) / 8 * 8;
+}
+/// The float32 gate as a sum of three bf16 terms, [4, padded_experts, D]: low, middle, high, high.
+/// (Backward reads the last three.)
+Error split_gate(const Router&, const float* gate_ED, void* terms, Stream);
+
+/// Logits (exact to float32 rounding), the K experts with the largest scores, largest first and the
+/// lowest expert of equals, and their weights. bad_token becomes the smallest of itself and the
+/// tokens with a NaN: the caller sets it to INT32_MAX before, and looks at it when it next waits
+/// anyway.
+Error route(const Router&, const void* x_TD, const void* terms, float* logits_TE,
+            std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream);
+
+struct RouteGradients {
+  const void* x_TD;
+  const void* terms;  // of split_gate
+  const float* logits_TE;
+  const std::int32_t* experts_TK;
+  const float* d_weights;  // [T, K]; or of rows, [R]
+  const std::int32_t*
+      inverse_TK;            // where in [R] the choice is, -1: nowhere; null: d_weights is [T, K]
+  const float* d_logits_TE;  // what losses add; null: nothing
+  void* workspace;           // route_workspace bytes
+  float* d_gate_ED;
+  float* d_gate_bias_E;  // null: not wanted
+  void* dx_TD;           // bf16; an addend of combine
+};
+std::int64_t route_workspace(const Router&);
+Error route_backward(const Router&, const RouteGradients&, Stream);
+
+}  // namespace moesh::kernels::cuda

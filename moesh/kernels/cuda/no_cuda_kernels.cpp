@@ -1,0 +1,41 @@
+// Stands in for the kernels where moesh was built without a CUDA compiler.
+#include "moesh/kernels/cuda/launch.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+constexpr Error kNone = "moesh was built without a CUDA compiler";
+}
+
+Error check_device() { return kNone; }
+Error up(const Experts&, const void*, void*, void*, void*, Stream) { return kNone; }
+Error down(const Experts&, const void*, void*, Stream) { return kNone; }
+Error dh(const Experts&, const void*, void*, void*, void*, float*, Stream) { return kNone; }
+Error dx(const Experts&, const void*, const void*, void*, Stream) { return kNone; }
+Error dw13(const Experts&, const void*, const void*, const void*, void*, void*, Stream) {
+  return kNone;
+}
+Error dw2(const Experts&, const void*, const void*, void*, Stream) { return kNone; }
+Error score_gradient(const Experts&, const void*, const float*, float*, Stream) { return kNone; }
+Error bias_gradients(const Experts&, const void*, const void*, const void*, void*, void*, void*,
+                     Stream) {
+  return kNone;
+}
+Error expand(const void*, const std::int32_t*, void*, std::int64_t, std::int64_t, std::int64_t,
+             Stream) {
+  return kNone;
+}
+Error combine(const void*, const std::int32_t*, const void*, void*, std::int64_t, std::int64_t,
+              std::int64_t, Stream) {
+  return kNone;
+}
+std::int64_t sort_workspace(const Sort&) { return 0; }
+Error sort(const Sort&, Stream) { return kNone; }
+Error split_gate(const Router&, const float*, void*, Stream) { return kNone; }
+Error route(const Router&, const void*, const void*, float*, std::int32_t*, float*, std::int32_t*,
+            Stream) {
+  return kNone;
+}
+std::int64_t route_workspace(const Router&) { return 0; }
+Error route_backward(const Router&, const RouteGradients&, Stream) { return kNone; }
+
+}  // namespace moesh::kernels::cuda
