@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/cli/arguments.h"
+#include "moesh/kernels/memory.h"
 #include "moesh/train/loop.h"
 
 namespace moesh::cli {
@@ -56,6 +57,7 @@ RunSummary run_train(const Args& args) {
   const int processes = comm::num_launched_processes();
   if (processes > 0 && mesh_shape(l.config).num_ranks() % processes != 0)
     validate(l.config, processes, l.model.facts());
+  if (l.config.training.device == "cpu") kernels::keep_freed_memory();
   const RunSummary s = train::train(l.config, l.model);
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)
