@@ -43,7 +43,7 @@ std::filesystem::path checkpoint_of(const config::Settings& settings,
 }
 
 // The file has one micro-batch, and its loss is cross-entropy alone.
-Config golden_config(config::Settings settings, const models::AnyConfig& model,
+Config golden_config(config::Settings settings, const config::GivenModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
   const auto num_sequences = input_ids_BL.size(0), length = input_ids_BL.size(1);
   const config::Origin origin{file.string()};
@@ -93,8 +93,8 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
 
 Golden read_golden(const std::filesystem::path& file, const config::Settings& settings) {
   const auto folder = checkpoint_of(settings, file);
-  const auto model =
-      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
+  const std::string described = (folder / "config.json").string();
+  const auto model = models::config_of(checkpoint::read_config(folder), described);
   const auto source = checkpoint::TensorFolder::of_file(file);
   Golden golden;
   golden.input_ids_BL = read_tensor(source, "input_ids"),
@@ -103,7 +103,7 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& se
       golden.input_ids_BL.dim() == 2 && golden.labels_BL.sizes() == golden.input_ids_BL.sizes(),
       ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
       " and labels ", golden.labels_BL.sizes(), "; both are [batch, length]");
-  golden.config = golden_config(settings, model, file, golden.input_ids_BL);
+  golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
   read_gradients(source, folder, model, golden.tensors);

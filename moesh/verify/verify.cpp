@@ -260,7 +260,8 @@ Config fitted(const Config& config, const MeshShape& shape) {
         }
       },
       model);
-  return changed(config, config::mesh_settings(shape, "--sweep"), model);
+  return changed(config, config::mesh_settings(shape, "--sweep"),
+                 config::GivenModel{model, "--sweep"});
 }
 
 }  // namespace moesh::verify

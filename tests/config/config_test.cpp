@@ -99,10 +99,11 @@ TEST(Config, AVariationIsANewOne) {
 TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
   auto model = models::GptOssConfig::named("tiny");
   model.num_heads = 12, model.num_kv_heads = 6;
-  const Config config = merged(mesh_settings({.tp = 3}, "test"), model);
+  const Config config = merged(mesh_settings({.tp = 3}, "test"), GivenModel{model, "a file"});
   EXPECT_EQ(config.model.name, "gpt_oss");
   EXPECT_EQ(model_value(config, "model.num_heads"), Value{std::int64_t{12}});
-  EXPECT_THROW(merged(mesh_settings({.tp = 4}, "test"), model), Error);
+  EXPECT_EQ(describe_option(config, "model.num_heads"), "model.num_heads is 12 (a file)");
+  EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), GivenModel{model, "a file"}), Error);
 }
 
 TEST(Config, NumbersAreWhatTheTableSaysAndTheKeysOfTheModel) {
