@@ -9,9 +9,6 @@
 
 namespace moesh::cli {
 
-using namespace config;
-using namespace train;
-
 std::optional<std::string> take(Args& args, const std::string& name) {
   for (size_t i = 0; i < args.size(); ++i) {
     if (args[i].starts_with(name + "=")) {
@@ -21,7 +18,7 @@ std::optional<std::string> take(Args& args, const std::string& name) {
     }
     if (args[i] != name) continue;
     MOESH_CHECK(i + 1 < args.size() && !args[i + 1].starts_with("--"), ErrorKind::config, name,
-                " wants a value, as in ", name, "=...");
+                " needs a value, as in ", name, "=...");
     const std::string value = args[i + 1];
     args.erase(args.begin() + static_cast<std::ptrdiff_t>(i),
                args.begin() + static_cast<std::ptrdiff_t>(i) + 2);
@@ -30,9 +27,9 @@ std::optional<std::string> take(Args& args, const std::string& name) {
   return std::nullopt;
 }
 
-int take_number(Args& args, const std::string& name, int otherwise) {
+int take_number(Args& args, const std::string& name, int initial) {
   const auto text = take(args, name);
-  if (!text) return otherwise;
+  if (!text) return initial;
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
   MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= 1,
@@ -40,9 +37,9 @@ int take_number(Args& args, const std::string& name, int otherwise) {
   return value;
 }
 
-double take_real(Args& args, const std::string& name, double otherwise) {
+double take_real(Args& args, const std::string& name, double initial) {
   const auto text = take(args, name);
-  if (!text) return otherwise;
+  if (!text) return initial;
   double value = 0;
   char rest = 0;
   MOESH_CHECK(
@@ -64,13 +61,7 @@ void expect_words(const Args& args, size_t count, const std::string& usage) {
     MOESH_CHECK(!a.starts_with("--"), ErrorKind::config, "there is no option '", a,
                 "' here; usage: ", usage);
   MOESH_CHECK(args.size() == count, ErrorKind::config, args.size(), " words where ", count,
-              " are wanted; usage: ", usage);
-}
-
-Loaded load(const Args& args) {
-  Loaded loaded{load_config(args), {}};
-  loaded.model = model_setup(loaded.config);
-  return loaded;
+              " are needed; usage: ", usage);
 }
 
 }  // namespace moesh::cli

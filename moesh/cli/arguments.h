@@ -5,31 +5,18 @@
 #include <string>
 #include <vector>
 
-#include "moesh/config/config.h"
-#include "moesh/train/build.h"
-
 namespace moesh::cli {
-
-using config::Config;
-using train::ModelSetup;
 
 using Args = std::vector<std::string>;
 
 /// Takes `--name VALUE` or `--name=VALUE` out of the arguments; the first, if there are several.
 std::optional<std::string> take(Args& args, const std::string& name);
-/// A whole number, 1 or more.
-int take_number(Args& args, const std::string& name, int otherwise);
-double take_real(Args& args, const std::string& name, double otherwise);
+/// A whole number, 1 or more; `initial` where it is not given.
+int take_number(Args& args, const std::string& name, int initial);
+double take_real(Args& args, const std::string& name, double initial);
 /// Takes `--name` out, and says whether it was there.
 bool take_flag(Args& args, const std::string& name);
-/// What is left are `count` words; throws with `usage` otherwise.
+/// What is left must be `count` words; throws Error (config) with `usage` if it is not.
 void expect_words(const Args& args, size_t count, const std::string& usage);
-
-/// The configuration that the remaining arguments ask for, with its model.
-struct Loaded {
-  Config config;
-  ModelSetup model;
-};
-Loaded load(const Args& args);
 
 }  // namespace moesh::cli

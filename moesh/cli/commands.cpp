@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/cli/arguments.h"
+#include "moesh/config/merge.h"
 #include "moesh/train/loop.h"
 
 namespace moesh::cli {
@@ -18,45 +19,52 @@ namespace {
 const char* kUsage =
     "usage: moesh COMMAND [OPTIONS]\n"
     "\n"
-    "  train          train a model; ranks are threads of this process, or MPI's under mpirun and srun\n"
-    "  verify         prove that a mesh computes what one rank computes; exit code 0 only if everything agrees\n"
+    "  train          train a model; ranks are threads of this process, or MPI's under mpirun, srun\n"
+    "  verify         prove that a mesh computes what one rank computes; exit code 0 only if\n"
+    "                 everything agrees\n"
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one\n"
     "                   --json FILE      the result as JSON\n"
-    "                   --dump FOLDER    what was compared, as FOLDER/mesh.safetensors and FOLDER/one_rank.safetensors\n"
-    "                   --golden FILE    instead: what transformers computed (tools/record_golden.py) for the checkpoint of\n"
-    "                                    --checkpoint.initial_load=FOLDER\n"
-    "  compare A B    two safetensors files, or folders of them, of any framework, name by name; B is the reference\n"
+    "                   --dump FOLDER    what was compared, as FOLDER/mesh.safetensors and\n"
+    "                                    FOLDER/one_rank.safetensors\n"
+    "                   --golden FILE    instead: what transformers computed (tools/record_golden.py)\n"
+    "                                    for the checkpoint of --checkpoint.initial_load=FOLDER\n"
+    "  compare A B    two safetensors files, or folders of them, of any framework, name by name;\n"
+    "                 B is the reference\n"
     "                   --tolerance X    relative error that is allowed (default: by dtype)\n"
-    "                   --rename P=R     the name in B of what A calls P (a regular expression); may be given several times\n"
+    "                   --rename P=R     the name in B of what A calls P (a regular expression); may\n"
+    "                                    be given several times\n"
     "                   --all            print every tensor, not only those that differ\n"
-    "  estimate       parameters, memory of a rank and bytes that it sends in a step, without running it; takes train's options\n"
-    "                   --search N       the best meshes of N ranks that fit, those that send the fewest bytes a token first;\n"
-    "                                    degrees that are set stay as they are\n"
+    "  estimate       parameters, memory of a rank and bytes that it sends in a step, without\n"
+    "                 running it; takes train's options\n"
+    "                   --search N       the best meshes of N ranks that fit, those that send the\n"
+    "                                    fewest bytes a token first; degrees that are set stay as\n"
+    "                                    they are\n"
     "                   --memory SIZE    what a rank has, as in 80GiB\n"
     "                   --json FILE      the result as JSON\n"
-    "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that very mesh (this is `make run`)\n"
+    "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that\n"
+    "                 very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
     "                   --layout per_expert|stacked   how routed experts are laid out\n"
     "                   --dtype float32|bfloat16|...  of the weights\n"
     "  inspect FOLDER what is in a checkpoint, or in any folder of a model\n"
-    "                   --check          compare every byte with its checksum; exit code 0 only if all is well\n"
+    "                   --check          compare every byte with its checksum; exit code 0 only if\n"
+    "                                    all is well\n"
     "  print-config   the effective values, and where each came from\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "\n"
-    "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps, --dtype, --device, --max-minutes.\n"
+    "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps,\n"
+    "--dtype, --device, --max-minutes.\n"
     "\n"
     "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
     "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
 
 RunSummary run_train(const Args& args) {
-  Loaded l = load(args);
-  validate(l.config, 0, l.model.facts());
-  // Under a launcher the ranks are shared out among the processes.
+  const Config config = load_config(args);
+  // Under a launcher the ranks are spread over the processes.
   const int processes = comm::num_launched_processes();
-  if (processes > 0 && mesh_shape(l.config).num_ranks() % processes != 0)
-    validate(l.config, processes, l.model.facts());
-  const RunSummary s = train::train(l.config, l.model);
+  if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
+  const RunSummary s = train::train(config);
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)
       std::printf("nothing to do: the checkpoint is of step %lld\n",
@@ -94,7 +102,8 @@ int run_demo(const Args& args) {
   const RunSummary s = run_train(joined(kDemoModel, kDemoTraining));
   if (s.interrupted || s.losses.empty()) return 1;
   std::printf(
-      "\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters after two steps:\n\n");
+      "\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters "
+      "after two steps:\n\n");
   std::fflush(stdout);
   const int verified = run_verify(joined(kDemoModel, {"--dtype=float64"}));
   const double seconds =
@@ -115,8 +124,8 @@ int run_demo(const Args& args) {
 int run_command(const Args& all) {
   const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
   if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
-    Loaded l = load(rest);  // --model names the one whose keys are shown
-    std::printf("%s\n%s", kUsage, help_text(l.model.keys()).c_str());
+    // --model names the one whose keys are shown.
+    std::printf("%s\n%s", kUsage, help_text(load_config(rest)).c_str());
     return all.empty() ? 2 : 0;
   }
   if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
@@ -128,15 +137,13 @@ int run_command(const Args& all) {
   if (all[0] == "convert") return run_convert(rest);
   if (all[0] == "inspect") return run_inspect(rest);
   if (all[0] == "print-config") {
-    Loaded l = load(rest);
-    validate(l.config, 0, l.model.facts());
-    std::printf("%s", print_config(l.config, l.model.keys()).c_str());
+    std::printf("%s", print_config(load_config(rest)).c_str());
     return 0;
   }
-  throw Error(
-      ErrorKind::config,
-      "there is no command '" + all[0] +
-          "'; the commands are train, verify, compare, estimate, demo, convert, inspect, print-config and help");
+  throw Error(ErrorKind::config,
+              "there is no command '" + all[0] +
+                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
+                  "print-config and help");
 }
 
 }  // namespace moesh::cli

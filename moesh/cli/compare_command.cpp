@@ -7,8 +7,6 @@
 
 namespace moesh::cli {
 
-using namespace config;
-using namespace train;
 using namespace moesh::verify;
 namespace {
 

@@ -7,12 +7,12 @@
 #include "moesh/base/text.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 
 namespace moesh::cli {
 
 using namespace config;
-using namespace train;
 using namespace moesh::estimate;
 namespace {
 
@@ -74,8 +74,8 @@ void print(const Estimate& e) {
 void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
   if (r.best.empty()) {
     std::printf(
-        "%d ranks: %d meshes, %d tried, and none fits into %s a rank; try more ranks, a smaller batch, or "
-        "--activation_checkpoint.mode=full\n",
+        "%d ranks: %d meshes, %d tried, and none fits into %s a rank; try more ranks, a smaller "
+        "batch, or --activation_checkpoint.mode=full\n",
         num_ranks, r.num_meshes, r.num_tried, size_text(limit).c_str());
     return;
   }
@@ -119,11 +119,10 @@ void write_json(const std::string& path, const std::vector<Estimate>& all) {
 int run_estimate(Args args) {
   const auto json = take(args, "--json"), memory = take(args, "--memory");
   const int num_ranks = take_number(args, "--search", 0);
-  const Loaded l = load(args);
+  const Config config = load_config(args);
   if (num_ranks == 0) {
-    validate(l.config, 0, l.model.facts());
-    const Estimate e = estimate::estimate(l.config, l.model);
-    print_heading(l.config, e);
+    const Estimate e = estimate::estimate(config);
+    print_heading(config, e);
     print(e);
     const bool fits = !memory || e.peak <= parse_size(*memory);
     if (memory)
@@ -135,12 +134,9 @@ int run_estimate(Args args) {
   MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks,
               " needs the memory of a rank, as in --memory 80GiB");
   const std::int64_t limit = parse_size(*memory);
-  Config one_rank = l.config;  // what is wrong on one rank is wrong on every mesh
-  one_rank.parallelism = {.sequence_parallel = l.config.parallelism.sequence_parallel};
-  validate(one_rank, 0, l.model.facts());
   const auto start = std::chrono::steady_clock::now();
-  const SearchResult r = search(l.config, l.model, num_ranks, limit, kMostListed);
-  if (!r.best.empty()) print_heading(l.config, r.best[0]);
+  const SearchResult r = search(config, num_ranks, limit, kMostListed);
+  if (!r.best.empty()) print_heading(config, r.best[0]);
   print(r, num_ranks, limit);
   std::printf("\n%.1f s\n",
               std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());

@@ -14,8 +14,6 @@
 
 namespace moesh::cli {
 
-using namespace config;
-using namespace train;
 namespace {
 
 template <class T>

@@ -1,6 +1,7 @@
 #pragma once
-// What a run is asked to do. Defaults, then a TOML file (--config), then the command line
-// (--section.key=value), then one validate() over the merged result. Sections and keys are
+// What a run is asked to do: one closed object, from which everything that trains, verifies or
+// estimates is built. merge.h makes it of defaults, a TOML file and the command line; after that no
+// function changes the Config that it is given, and a variation is a new one. Sections and keys are
 // torchtitan's where it has them. An option is a member here and a line in options.cpp, which
 // drives reading, help, printing and range checks.
 
@@ -14,26 +15,18 @@
 #include "moesh/comm/mesh.h"
 #include "moesh/data/dataset.h"
 #include "moesh/formats/toml.h"
-#include "moesh/models/config.h"
+#include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 
 namespace moesh::config {
 
 using Value = formats::TomlValue;
 
-/// A value that was asked for, and where: "run.toml:3", "command line".
-struct Setting {
-  std::string name;  // "training.steps"
-  Value value;
-  std::string origin;
-  bool is_text = false;  // from the command line: to be read as whatever the option takes
-};
-
 struct ModelSection {
   std::string name = "deepseek_v3";
   std::string size = "tiny";
-  std::vector<Setting> overrides =
-      {};  // further keys of [model]; the model knows them: see apply_model_keys
+  /// The built-in configuration of that name and size, changed by the further keys of [model].
+  models::AnyConfig architecture = models::built_in("deepseek_v3", "tiny");
 };
 
 struct TrainingSection {
@@ -118,6 +111,12 @@ struct DebugSection {
   double timeout_seconds = 300;
 };
 
+/// Where a value comes from.
+struct Origin {
+  std::string text;         // "run.toml:3", "command line", "verify's default"
+  bool is_default = false;  // nobody asked for it
+};
+
 struct Config {
   ModelSection model;
   TrainingSection training;
@@ -130,44 +129,24 @@ struct Config {
   CheckpointSection checkpoint;
   MetricsSection metrics;
   DebugSection debug;
-  std::map<std::string, std::string> origins =
-      {};  // by option, where a file or the command line set it
+  std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
-  /// "run.toml:3", "command line", "default", "set by the program", or for a key of the model
-  /// itself "deepseek_v3:tiny".
-  std::string origin(const std::string& option) const;
+  /// Of an option: where it was set, else "default" or "set by the program". Of a model key that
+  /// was not set: "deepseek_v3:tiny".
+  Origin origin(const std::string& option) const;
 };
 
-/// Reads options: --config FILE, --section.key=value (or --section.key value, or --section.key for
-/// true), and the short forms
-/// --mesh, --model, --steps, --dtype, --device, --max-minutes. Unknown ones and values of the wrong
-/// type throw Error (config), which names where they stand and the nearest known option.
-Config load_config(const std::vector<std::string>& args);
+/// Checks every rule; throws Error (config) which names the option, its value, where that came from
+/// and what would work. world_size 0: as many ranks as the mesh asks for.
+void validate(const Config& config, int world_size = 0);
 
-using models::ModelFacts;
-using models::ModelKey;
-using models::ModelKeys;
-
-/// Writes the further keys of [model] where `keys` points. Unknown ones and wrong types are errors
-/// as in load_config. The targets hold the built-in configuration that model.name and model.size
-/// stand for, so call check_option on those two first.
-void apply_model_keys(Config& config, const ModelKeys& keys);
-
-/// Checks every rule on the final values; throws Error (config) which names the option, its value,
-/// where that came from and what would work. world_size 0: as many ranks as the mesh asks for.
-void validate(const Config& config, int world_size, const ModelFacts& facts = {});
-/// The rule of a single option: its range, or the texts that it takes.
-void check_option(const Config& config, const std::string& option);
-
-/// "training.steps is 0 (run.toml:3)": how every message begins. For rules that only a model knows.
-/// Takes model keys too.
-std::string describe_option(const Config& config, const std::string& option,
-                            const ModelKeys& keys = {});
+/// "training.steps is 0 (run.toml:3)": how every message begins. Takes model keys too.
+std::string describe_option(const Config& config, const std::string& option);
 
 /// Every option with its effective value and where it came from, as TOML: --config reads it back.
-std::string print_config(const Config& config, const ModelKeys& keys = {});
-/// Every option with its default and what it takes, by section.
-std::string help_text(const ModelKeys& keys = {});
+std::string print_config(const Config& config);
+/// Every option with its default and what it takes, by section, and the keys of the model.
+std::string help_text(const Config& config = {});
 
 // The options in the terms of the folders which they configure.
 MeshShape mesh_shape(const Config& config);
@@ -177,7 +156,6 @@ at::Device device(const Config& config);
 comm::LaunchOptions launch_options(const Config& config);
 nn::Dispatcher dispatcher(const Config& config);
 data::SampleOrder sample_order(const Config& config);
-/// For the model's vocabulary.
-data::DatasetOptions dataset_options(const Config& config, std::int64_t vocab_size);
+data::DatasetOptions dataset_options(const Config& config);
 
 }  // namespace moesh::config

@@ -9,16 +9,6 @@
 namespace moesh::config {
 namespace {
 
-template <auto Section, auto Member>
-Option option(std::string name, std::string help, Rule rule = {}) {
-  using T = std::remove_cvref_t<decltype((Config{}.*Section).*Member)>;
-  return {.name = std::move(name),
-          .help = std::move(help),
-          .rule = std::move(rule),
-          .get = [](const Config& c) -> Value { return (c.*Section).*Member; },
-          .set = [](Config& c, const Value& value) { (c.*Section).*Member = std::get<T>(value); }};
-}
-
 Rule at_least(double least) { return {.least = least}; }
 Rule above(double least) { return {.least = least, .above = true}; }
 Rule between(double least, double most) { return {.least = least, .most = most}; }
@@ -26,109 +16,122 @@ Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
 Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
 // The name of an option is its place in Config, so neither can be wrong alone.
-#define MOESH_OPTION(section, key, ...) \
-  option<&Config::section, &decltype(Config::section)::key>(#section "." #key, __VA_ARGS__)
+#define MOESH_OPTION(effect, section, key, ...)                                   \
+  make_option<Effect::effect, &Config::section, &decltype(Config::section)::key>( \
+      #section "." #key, __VA_ARGS__)
 
 std::vector<Option> make_options() {
   return {
-      MOESH_OPTION(model, name, "architecture", one_of(models::model_names())),
-      MOESH_OPTION(model, size, "built-in configuration of it"),
+      MOESH_OPTION(numbers, model, name, "architecture", one_of(models::model_names())),
+      MOESH_OPTION(numbers, model, size, "built-in configuration of it"),
 
-      MOESH_OPTION(training, steps, "optimizer steps", at_least(1)),
-      MOESH_OPTION(training, seed, "seed of the initial weights", at_least(0)),
-      MOESH_OPTION(training, dtype, "type of computation, not of master weights",
+      MOESH_OPTION(numbers, training, steps, "optimizer steps", at_least(1)),
+      MOESH_OPTION(numbers, training, seed, "seed of the initial weights", at_least(0)),
+      MOESH_OPTION(numbers, training, dtype, "type of computation, not of master weights",
                    one_of({"float64", "float32", "bfloat16"})),
-      MOESH_OPTION(training, device, "where tensors live", one_of({"cpu", "cuda"})),
-      MOESH_OPTION(training, gradient_accumulation_steps, "micro-batches of an optimizer step",
-                   at_least(1)),
-      MOESH_OPTION(training, max_norm, "gradients are scaled down to this norm; 0: never",
+      MOESH_OPTION(speed, training, device, "where tensors are", one_of({"cpu", "cuda"})),
+      MOESH_OPTION(numbers, training, gradient_accumulation_steps,
+                   "micro-batches of an optimizer step", at_least(1)),
+      MOESH_OPTION(numbers, training, max_norm, "gradients are scaled down to this norm; 0: never",
                    at_least(0)),
-      MOESH_OPTION(training, max_minutes,
+      MOESH_OPTION(output, training, max_minutes,
                    "the run ends after the step in which they pass; 0: never", at_least(0)),
 
-      MOESH_OPTION(data, path, "file to train on; empty: the built-in synthetic language"),
-      MOESH_OPTION(data, kind, "auto: jsonl for *.jsonl, text for other files",
+      MOESH_OPTION(numbers, data, path, "file to train on; empty: the built-in synthetic language"),
+      MOESH_OPTION(numbers, data, kind, "auto: jsonl for *.jsonl, text for other files",
                    one_of({"auto", "synthetic", "text", "jsonl"})),
-      MOESH_OPTION(data, batch_size, "sequences of a data-parallel rank in a micro-batch",
+      MOESH_OPTION(numbers, data, batch_size, "sequences of a data-parallel rank in a micro-batch",
                    at_least(1)),
-      MOESH_OPTION(data, sequence_length, "tokens of a sequence", at_least(1)),
-      MOESH_OPTION(data, seed, "seed of the order of sequences, and of the synthetic language",
-                   at_least(0)),
-      MOESH_OPTION(data, shuffle, "sequences of a file in another random order each epoch"),
-      MOESH_OPTION(data, synthetic_successors,
+      MOESH_OPTION(numbers, data, sequence_length, "tokens of a sequence", at_least(1)),
+      MOESH_OPTION(numbers, data, seed,
+                   "seed of the order of sequences, and of the synthetic language", at_least(0)),
+      MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
+      MOESH_OPTION(numbers, data, synthetic_successors,
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
 
-      MOESH_OPTION(parallelism, data_parallel_replicate_degree,
+      // Each data-parallel rank brings its own batch. The other axes split the same work.
+      MOESH_OPTION(numbers, parallelism, data_parallel_replicate_degree,
                    "dp_replicate: copies of the sharded model (HSDP)", at_least(1)),
-      MOESH_OPTION(parallelism, data_parallel_shard_degree,
-                   "dp_shard: ranks that share the storage of parameters (FSDP)", at_least(1)),
-      MOESH_OPTION(parallelism, context_parallel_degree, "cp: ranks that share a sequence",
+      MOESH_OPTION(numbers, parallelism, data_parallel_shard_degree,
+                   "dp_shard: ranks that split the storage of parameters (FSDP)", at_least(1)),
+      MOESH_OPTION(speed, parallelism, context_parallel_degree, "cp: ranks that split a sequence",
                    at_least(1)),
-      MOESH_OPTION(parallelism, tensor_parallel_degree,
-                   "tp: ranks that share heads, widths and vocabulary", at_least(1)),
-      MOESH_OPTION(parallelism, expert_parallel_degree, "ep: ranks that share the experts",
+      MOESH_OPTION(speed, parallelism, tensor_parallel_degree,
+                   "tp: ranks that split heads, widths and vocabulary", at_least(1)),
+      MOESH_OPTION(speed, parallelism, expert_parallel_degree, "ep: ranks that split the experts",
                    at_least(1)),
-      MOESH_OPTION(parallelism, expert_tensor_parallel_degree,
-                   "etp: ranks that share the width of each expert", at_least(1)),
-      MOESH_OPTION(parallelism, sequence_parallel,
+      MOESH_OPTION(speed, parallelism, expert_tensor_parallel_degree,
+                   "etp: ranks that split the width of each expert", at_least(1)),
+      MOESH_OPTION(speed, parallelism, sequence_parallel,
                    "tp ranks hold different tokens between the blocks"),
-      MOESH_OPTION(parallelism, fsdp_reshard_after_forward,
+      MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
-      MOESH_OPTION(parallelism, moe_dispatcher, "how tokens reach experts",
+      MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of({"auto", "local", "all_to_all", "all_gather"})),
 
-      MOESH_OPTION(optimizer, name, "update rule", one_of({"adamw", "sgd"})),
-      MOESH_OPTION(optimizer, lr, "learning rate after warm-up", above(0)),
-      MOESH_OPTION(optimizer, beta1, "AdamW: decay of the mean of gradients", fraction_below_one()),
-      MOESH_OPTION(optimizer, beta2, "AdamW: decay of the mean of squares", fraction_below_one()),
-      MOESH_OPTION(optimizer, eps, "AdamW: added to the root of the mean of squares", above(0)),
-      MOESH_OPTION(optimizer, weight_decay, "decoupled decay of weights", at_least(0)),
-      MOESH_OPTION(optimizer, momentum, "SGD: decay of the mean of gradients; 0: none",
+      MOESH_OPTION(numbers, optimizer, name, "update rule", one_of({"adamw", "sgd"})),
+      MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
+      MOESH_OPTION(numbers, optimizer, beta1, "AdamW: decay of the mean of gradients",
+                   fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, beta2, "AdamW: decay of the mean of squares",
+                   fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, eps, "AdamW: added to the root of the mean of squares",
+                   above(0)),
+      MOESH_OPTION(numbers, optimizer, weight_decay, "decoupled decay of weights", at_least(0)),
+      MOESH_OPTION(numbers, optimizer, momentum, "SGD: decay of the mean of gradients; 0: none",
                    fraction_below_one()),
 
-      MOESH_OPTION(lr_scheduler, kind, "how the learning rate falls after warm-up",
+      MOESH_OPTION(numbers, lr_scheduler, kind, "how the learning rate falls after warm-up",
                    one_of({"cosine", "linear", "wsd", "constant"})),
-      MOESH_OPTION(lr_scheduler, warmup_steps, "steps of linear growth from 0", at_least(0)),
-      MOESH_OPTION(lr_scheduler, decay_ratio,
-                   "wsd: part of all steps in which the rate falls, at the end", between(0, 1)),
-      MOESH_OPTION(lr_scheduler, min_lr_factor, "the rate ends at this part of optimizer.lr",
-                   between(0, 1)),
-
-      MOESH_OPTION(moe, load_balance_coeff,
-                   "step of the expert bias (balance without a loss); 0: none", at_least(0)),
-      MOESH_OPTION(moe, switch_loss_weight, "balance loss over the global micro-batch",
+      MOESH_OPTION(numbers, lr_scheduler, warmup_steps, "steps of linear growth from 0",
                    at_least(0)),
-      MOESH_OPTION(moe, sequence_loss_weight, "balance loss within each sequence", at_least(0)),
-      MOESH_OPTION(moe, z_loss_weight, "loss that keeps the router's logits small", at_least(0)),
-      MOESH_OPTION(moe, force_load_balance,
+      MOESH_OPTION(numbers, lr_scheduler, decay_ratio,
+                   "wsd: fraction of all steps, at the end, in which the rate falls",
+                   between(0, 1)),
+      MOESH_OPTION(numbers, lr_scheduler, min_lr_factor,
+                   "the rate ends at this fraction of optimizer.lr", between(0, 1)),
+
+      MOESH_OPTION(numbers, moe, load_balance_coeff,
+                   "step of the expert bias (balance without a loss); 0: none", at_least(0)),
+      MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, z_loss_weight, "loss that keeps the router's logits small",
+                   at_least(0)),
+      MOESH_OPTION(numbers, moe, force_load_balance,
                    "for benchmarks: experts by token number, not by score"),
 
-      MOESH_OPTION(activation_checkpoint, mode,
+      MOESH_OPTION(speed, activation_checkpoint, mode,
                    "full: keep only the inputs of blocks, recompute the rest",
                    one_of({"none", "full"})),
 
-      MOESH_OPTION(checkpoint, enable, "save, and go on from the newest checkpoint of the folder"),
-      MOESH_OPTION(checkpoint, folder, "of the checkpoints of the run, step-00000123 and so on"),
-      MOESH_OPTION(checkpoint, interval,
+      // A run that goes on from a checkpoint computes what it would have computed without a stop.
+      MOESH_OPTION(output, checkpoint, enable,
+                   "save, and go on from the newest checkpoint of the folder"),
+      MOESH_OPTION(output, checkpoint, folder,
+                   "of the checkpoints of the run, step-00000123 and so on"),
+      MOESH_OPTION(output, checkpoint, interval,
                    "steps from one checkpoint to the next; the last step is always saved",
                    at_least(1)),
-      MOESH_OPTION(checkpoint, async, "copy, and write while training goes on"),
-      MOESH_OPTION(checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
-      MOESH_OPTION(checkpoint, resume,
+      MOESH_OPTION(speed, checkpoint, async, "copy, and write while training goes on"),
+      MOESH_OPTION(output, checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
+      MOESH_OPTION(output, checkpoint, resume,
                    "false: begin anew; the folder must not hold checkpoints yet"),
-      MOESH_OPTION(checkpoint, initial_load,
+      MOESH_OPTION(numbers, checkpoint, initial_load,
                    "folder of weights (Hugging Face or moesh) to begin with"),
-      MOESH_OPTION(checkpoint, export_dtype, "type of saved weights; auto: as the master weights",
+      MOESH_OPTION(output, checkpoint, export_dtype,
+                   "type of saved weights; auto: as the master weights",
                    one_of({"auto", "float32", "bfloat16"})),
-      MOESH_OPTION(checkpoint, max_shard_size, "bytes of tensors in one file of a checkpoint",
-                   at_least(1)),
+      MOESH_OPTION(output, checkpoint, max_shard_size,
+                   "bytes of tensors in one file of a checkpoint", at_least(1)),
 
-      MOESH_OPTION(metrics, log_freq, "steps from one log line to the next", at_least(1)),
-      MOESH_OPTION(metrics, folder, "where metrics are written; empty: nowhere"),
+      MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, folder, "where metrics are written; empty: nowhere"),
 
-      MOESH_OPTION(debug, checked,
+      MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
-      MOESH_OPTION(debug, timeout_seconds, "how long a rank waits for the others",
+      MOESH_OPTION(speed, debug, timeout_seconds, "how long a rank waits for the others",
                    {.least = 0, .most = 1e6, .above = true}),
   };
 }
@@ -150,7 +153,7 @@ std::size_t edit_distance(const std::string& a, const std::string& b) {
   return row[b.size()];
 }
 
-std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+std::string after_last_dot(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
 // A whole text as a number; nullopt if any of it is something else.
 template <class T>
@@ -228,8 +231,8 @@ std::string nearest_name(const std::string& wrong, const std::vector<std::string
   for (const std::string& name : names) {
     // The right key in a wrong section, or in none, is nearer than the right section with a wrong
     // key.
-    const std::size_t cost =
-        std::min(edit_distance(wrong, name), edit_distance(last_part(wrong), last_part(name)) + 1);
+    const std::size_t cost = std::min(
+        edit_distance(wrong, name), edit_distance(after_last_dot(wrong), after_last_dot(name)) + 1);
     if (cost < best_cost) {
       best = name;
       best_cost = cost;
@@ -250,18 +253,24 @@ Value converted(const Setting& setting, const Value& like, const Rule& rule) {
   MOESH_CHECK(
       value.has_value(), ErrorKind::config, setting.name, " is ",
       setting.is_text ? std::get<std::string>(setting.value) : formats::to_toml(setting.value),
-      " (", setting.origin, "); it takes ", rule.describe(like));
+      " (", setting.origin.text, "); it takes ", rule.describe(like));
   return *value;
 }
 
 const std::vector<Degree>& degrees() {
   static const std::vector<Degree> all{
-      {"dp_replicate", "parallelism.data_parallel_replicate_degree"},
-      {"dp_shard", "parallelism.data_parallel_shard_degree"},
-      {"cp", "parallelism.context_parallel_degree"},
-      {"tp", "parallelism.tensor_parallel_degree"},
-      {"ep", "parallelism.expert_parallel_degree"},
-      {"etp", "parallelism.expert_tensor_parallel_degree"}};
+      {"dp_replicate", "parallelism.data_parallel_replicate_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.dp_replicate; }},
+      {"dp_shard", "parallelism.data_parallel_shard_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.dp_shard; }},
+      {"cp", "parallelism.context_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.cp; }},
+      {"tp", "parallelism.tensor_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.tp; }},
+      {"ep", "parallelism.expert_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.ep; }},
+      {"etp", "parallelism.expert_tensor_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.etp; }}};
   return all;
 }
 
@@ -273,8 +282,31 @@ const std::vector<ShortForm>& short_forms() {
   return all;
 }
 
-Value read(const ModelKey& key) {
+std::string numbers_of(const Config& config) {
+  std::string text;
+  for (const Option& o : options())
+    if (o.effect == Effect::numbers) text += o.name + "=" + formats::to_toml(o.get(config)) + "\n";
+  for (const auto& [name, value] : model_values(config))
+    text += name + "=" + formats::to_toml(value) + "\n";
+  return text;
+}
+
+Value read(const models::ModelKey& key) {
   return std::visit([](const auto* target) -> Value { return *target; }, key.target);
+}
+
+std::vector<std::pair<std::string, Value>> model_values(const Config& config) {
+  models::AnyConfig copy = config.model.architecture;  // keys point into what they are taken of
+  std::vector<std::pair<std::string, Value>> values;
+  for (const models::ModelKey& key : models::keys(copy))
+    values.emplace_back("model." + key.name, read(key));
+  return values;
+}
+
+std::optional<Value> model_value(const Config& config, const std::string& name) {
+  for (const auto& [key, value] : model_values(config))
+    if (key == name) return value;
+  return std::nullopt;
 }
 
 }  // namespace moesh::config

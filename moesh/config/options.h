@@ -1,5 +1,6 @@
 #pragma once
-// The table of all options. One line in options.cpp is one option: name, member, help, rule.
+// The table of all options. One line in options.cpp is one option: effect, name and member, help,
+// rule.
 
 #include <limits>
 #include <optional>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "moesh/config/config.h"
+#include "moesh/config/merge.h"
 
 namespace moesh::config {
 
@@ -24,7 +26,15 @@ struct Rule {
   std::string range() const;
 };
 
+/// What another value of an option changes. Keys of the model change numbers, all of them.
+enum class Effect : std::uint8_t {
+  numbers,  // what a step computes: `verify` must run with it, and tests/verify sees that it does
+  speed,    // how it is computed: time, memory, messages; the numbers but for their rounding stay
+  output    // which steps are run, logged or saved, and where
+};
+
 struct Option {
+  Effect effect;
   std::string name;
   std::string help;
   Rule rule;
@@ -36,13 +46,31 @@ struct Option {
   Value initial() const { return get(Config{}); }
 };
 
+/// The option of a member of Config, with its effect, which has no default.
+template <Effect effect, auto Section, auto Member>
+Option make_option(std::string name, std::string help, Rule rule = {}) {
+  using T = std::remove_cvref_t<decltype((Config{}.*Section).*Member)>;
+  return {.effect = effect,
+          .name = std::move(name),
+          .help = std::move(help),
+          .rule = std::move(rule),
+          .get = [](const Config& c) -> Value { return (c.*Section).*Member; },
+          .set = [](Config& c, const Value& value) { (c.*Section).*Member = std::get<T>(value); }};
+}
+
 /// In the order of the sections of Config.
 const std::vector<Option>& options();
 /// Null if there is none.
 const Option* find_option(const std::string& name);
+/// The rule of a single option on its value: its range, or the texts that it takes.
+void check_option(const Config& config, const std::string& option);
+
+/// The values of all that changes numbers, options and keys of the model, as text: two runs with
+/// the same text compute the same.
+std::string numbers_of(const Config& config);
 
 /// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or
-/// the key stands in another section.
+/// the key is in another section.
 std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.
@@ -51,6 +79,7 @@ Value converted(const Setting& setting, const Value& like, const Rule& rule = {}
 /// --mesh dp_shard=2,tp=2 names degrees by their axes.
 struct Degree {
   std::string axis, option;
+  std::int64_t (*size)(const MeshShape& shape);
 };
 const std::vector<Degree>& degrees();
 
@@ -60,6 +89,10 @@ struct ShortForm {
 };
 const std::vector<ShortForm>& short_forms();
 
-Value read(const ModelKey& key);
+Value read(const models::ModelKey& key);
+/// The keys of the model, "model.dim", with their values.
+std::vector<std::pair<std::string, Value>> model_values(const Config& config);
+/// Nothing where the model has no such key.
+std::optional<Value> model_value(const Config& config, const std::string& name);
 
 }  // namespace moesh::config

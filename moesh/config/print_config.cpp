@@ -13,16 +13,27 @@ struct Line {
   std::string left, right;
 };
 
-// Two columns; a left side that is too long gets a line of its own where `wrap` asks for it.
-std::string columns(const std::vector<Line>& lines, std::size_t width, const std::string& between,
-                    bool wrap) {
+constexpr std::size_t kLeft = 48, kLineWidth = 100;
+
+std::string pad(const std::string& text) {
+  return text + std::string(kLeft - std::min(kLeft, text.size()), ' ');
+}
+
+// Two columns. The right one is broken between words where the line would be too long, and a left
+// side that is too long gets a line of its own.
+std::string help_columns(const std::vector<Line>& lines) {
   std::string text;
   for (const Line& line : lines) {
-    const bool too_long = line.left.size() > width;
-    text += line.left;
-    if (too_long && wrap) text += "\n" + std::string(width, ' ');
-    if (!too_long) text += std::string(width - line.left.size(), ' ');
-    text += between + line.right + "\n";
+    const bool too_long = line.left.size() > kLeft;
+    text += too_long ? line.left + "\n" + pad("") : pad(line.left);
+    std::string rest = "  " + line.right;
+    while (kLeft + rest.size() > kLineWidth) {
+      const std::size_t cut = rest.rfind(' ', kLineWidth - kLeft);
+      if (cut == std::string::npos || cut < 4) break;  // one long word
+      text += rest.substr(0, cut) + "\n" + pad("");
+      rest = "    " + rest.substr(cut + 1);
+    }
+    text += rest + "\n";
   }
   return text;
 }
@@ -48,28 +59,25 @@ void each_section(F f) {
 
 }  // namespace
 
-std::string print_config(const Config& config, const ModelKeys& keys) {
+std::string print_config(const Config& config) {
   std::string text;
   each_section([&](const std::string& section, const std::vector<Option>& of_section) {
-    std::vector<Line> lines;
-    for (const Option& o : of_section)
-      lines.push_back(
-          {o.key() + " = " + formats::to_toml(o.get(config)), in_one_line(config.origin(o.name))});
-    if (section == "model") {
-      for (const ModelKey& key : keys)
-        lines.push_back({key.name + " = " + formats::to_toml(read(key)),
-                         in_one_line(config.origin("model." + key.name))});
-    }
-    text += (text.empty() ? "[" : "\n[") + section + "]\n" + columns(lines, 48, " # ", false);
+    std::vector<std::pair<std::string, Value>> values;
+    for (const Option& o : of_section) values.emplace_back(o.name, o.get(config));
+    if (section == "model")
+      for (auto& key : model_values(config)) values.push_back(std::move(key));
+    text += (text.empty() ? "[" : "\n[") + section + "]\n";
+    for (const auto& [name, value] : values)
+      text += pad(name.substr(section.size() + 1) + " = " + formats::to_toml(value)) + " # " +
+              in_one_line(config.origin(name).text) + "\n";
   });
   return text;
 }
 
-std::string help_text(const ModelKeys& keys) {
-  constexpr std::size_t kWidth = 48;
+std::string help_text(const Config& config) {
   std::string text =
-      "Options go into a TOML file, key = value below [section], or on the command line, --section.key=value, which goes over\n"
-      "the file. Shown are the defaults.\n\n";
+      "Options go into a TOML file, key = value below [section], or on the command line,\n"
+      "--section.key=value, which overrides the file. Shown are the defaults.\n\n";
   std::string axes;
   for (const Degree& d : degrees()) axes += (axes.empty() ? "" : ", ") + d.axis;
   std::vector<Line> lines{
@@ -78,7 +86,7 @@ std::string help_text(const ModelKeys& keys) {
       {"  --mesh dp_shard=2,tp=2,ep=4", "the whole mesh: " + axes + "; others are 1"}};
   for (const ShortForm& f : short_forms())
     lines.push_back({"  --" + f.name + " VALUE", "short for " + f.option});
-  text += columns(lines, kWidth, "  ", true);
+  text += help_columns(lines);
 
   each_section([&](const std::string& section, const std::vector<Option>& of_section) {
     lines.clear();
@@ -97,13 +105,11 @@ std::string help_text(const ModelKeys& keys) {
           sizes += (sizes.empty() ? "" : ", ") + size;
         lines.push_back({"", "  " + name + ": " + sizes});
       }
-      for (const ModelKey& key : keys)
+      models::AnyConfig copy = config.model.architecture;
+      for (const models::ModelKey& key : models::keys(copy))
         lines.push_back({"  --model." + key.name + "=" + formats::to_toml(read(key)), key.help});
-      if (keys.empty())
-        lines.push_back(
-            {"  --model.KEY=VALUE", "any size of the model itself; print-config lists them"});
     }
-    text += "\n[" + section + "]\n" + columns(lines, kWidth, "  ", true);
+    text += "\n[" + section + "]\n" + help_columns(lines);
   });
   return text;
 }

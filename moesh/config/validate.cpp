@@ -49,7 +49,7 @@ void check_mesh(const Config& c, int world_size) {
       p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
   const std::int64_t experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree;
   if (dense % experts != 0) {
-    // Which value to offer depends on which of the two can be mended alone.
+    // Which value to offer depends on which of the two can be fixed alone.
     const bool keep_etp = dense % p.expert_tensor_parallel_degree == 0;
     const std::int64_t kept = keep_etp ? p.expert_tensor_parallel_degree : 1;
     throw Error(
@@ -77,7 +77,7 @@ void check_mesh(const Config& c, int world_size) {
 
 // "model.num_heads is 4 (deepseek_v3:tiny)", or where it was set by that name.
 std::string describe_fact(const Config& c, const std::string& key, std::int64_t value) {
-  return detail::concat("model.", key, " is ", value, " (", c.origin("model." + key), ")");
+  return detail::concat("model.", key, " is ", value, " (", c.origin("model." + key).text, ")");
 }
 
 // `working` is a number that all values which work divide.
@@ -88,7 +88,10 @@ void check_divides(const Config& c, const char* option, std::int64_t degree, con
               " to one of ", divisors(working));
 }
 
-void check_model(const Config& c, const ModelFacts& facts) {
+void check_model(const Config& c, const models::ModelFacts& facts) {
+  MOESH_CHECK(models::name(c.model.architecture) == c.model.name, "model.name is ", c.model.name,
+              ", and the architecture is that of ", models::name(c.model.architecture),
+              "; make a Config by merged() and changed()");
   const ParallelismSection& p = c.parallelism;
   const std::int64_t heads = std::gcd(facts.num_heads, facts.num_kv_heads);
   check_divides(c, kTensor, p.tensor_parallel_degree, "num_heads", facts.num_heads, heads);
@@ -105,15 +108,16 @@ void check_model(const Config& c, const ModelFacts& facts) {
               ErrorKind::config, describe_option(c, "data.sequence_length"), ", and ",
               describe_fact(c, "max_sequence", facts.max_sequence),
               "; set data.sequence_length to ", facts.max_sequence, " or less");
-  // The default is for models that have the bias; whoever asks for it in another is told.
-  MOESH_CHECK(
-      facts.has_expert_bias || c.moe.load_balance_coeff == 0 ||
-          c.origin("moe.load_balance_coeff") == "default",
-      ErrorKind::config, describe_option(c, "moe.load_balance_coeff"), ", and ", c.model.name,
-      " has no expert bias; leave it out, and balance with moe.switch_loss_weight or moe.sequence_loss_weight");
+  // Defaults are for models that have the bias; whoever asks for it in another is told.
+  MOESH_CHECK(facts.has_expert_bias || c.moe.load_balance_coeff == 0 ||
+                  c.origin("moe.load_balance_coeff").is_default,
+              ErrorKind::config, describe_option(c, "moe.load_balance_coeff"), ", and ",
+              c.model.name,
+              " has no expert bias; leave it out, and balance with moe.switch_loss_weight or "
+              "moe.sequence_loss_weight");
 }
 
-void check_data(const Config& c, const ModelFacts& facts) {
+void check_data(const Config& c, const models::ModelFacts& facts) {
   const std::string kind = data::resolved_kind(c.data.kind, c.data.path);
   MOESH_CHECK(kind != "synthetic" || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
@@ -155,16 +159,12 @@ void check_schedule(const Config& c) {
 
 }  // namespace
 
-std::string describe_option(const Config& config, const std::string& option,
-                            const ModelKeys& keys) {
-  const auto say = [&](const Value& value) {
-    return detail::concat(option, " is ", formats::to_toml(value), " (", config.origin(option),
-                          ")");
-  };
-  if (const Option* o = find_option(option)) return say(o->get(config));
-  for (const ModelKey& key : keys)
-    if (option == "model." + key.name) return say(read(key));
-  throw Error(ErrorKind::internal, "no option is called " + option);
+std::string describe_option(const Config& config, const std::string& option) {
+  const Option* o = find_option(option);
+  const auto value = o ? o->get(config) : model_value(config, option);
+  MOESH_CHECK(value, "no option is called ", option);
+  return detail::concat(option, " is ", formats::to_toml(*value), " (", config.origin(option).text,
+                        ")");
 }
 
 void check_option(const Config& config, const std::string& option) {
@@ -179,27 +179,25 @@ void check_option(const Config& config, const std::string& option) {
               rule.describe(o.initial()));
 }
 
-void validate(const Config& config, int world_size, const ModelFacts& facts) {
+void validate(const Config& config, int world_size) {
   MOESH_CHECK(world_size >= 0, "validate: a world of ", world_size, " ranks");
+  const models::ModelFacts facts = models::facts(config.model.architecture);
   for (const Option& o : options()) check_option(config, o.name);
-  for (const Setting& s : config.model.overrides)
-    MOESH_CHECK(config.origins.contains(s.name), "validate: apply_model_keys was not called, and ",
-                s.name, " is set (", s.origin, ")");
   check_mesh(config, world_size);
   check_model(config, facts);
   check_data(config, facts);
   check_schedule(config);
-  MOESH_CHECK(
-      !config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
-      describe_option(config, "checkpoint.folder"), ", and ",
-      describe_option(config, "checkpoint.enable"),
-      "; set checkpoint.folder to where checkpoints are to be saved, such as outputs/checkpoints");
+  MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
+              describe_option(config, "checkpoint.folder"), ", and ",
+              describe_option(config, "checkpoint.enable"),
+              "; set checkpoint.folder to where checkpoints are to be saved, such as "
+              "outputs/checkpoints");
   MOESH_CHECK(config.parallelism.moe_dispatcher != "local" ||
                   config.parallelism.expert_parallel_degree *
                           config.parallelism.expert_tensor_parallel_degree ==
                       1,
               ErrorKind::config, describe_option(config, "parallelism.moe_dispatcher"),
-              ", and experts are shared: ", describe_option(config, kExperts), ", ",
+              ", and ranks split the experts: ", describe_option(config, kExperts), ", ",
               describe_option(config, kExpertTensor),
               "; set parallelism.moe_dispatcher to auto, all_to_all or all_gather");
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/config/merge.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/train/step.h"
 
@@ -16,7 +17,7 @@ namespace {
 // One rank of the mesh on the device meta, with the run's model and optimizer.
 class DryRank {
  public:
-  DryRank(const Config& config, const ModelSetup& setup)
+  explicit DryRank(const Config& config)
       : config_(config),
         memory_(at::Device(config.training.device).type()),
         mesh_(mesh_shape(config), /*rank=*/0,
@@ -24,7 +25,7 @@ class DryRank {
                 return comm::fake_group(name, rank, members, traffic_);
               }),
         scope_(mesh_),
-        model_(models::make_model(setup.config, options(config))),
+        model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
         optimizer_(make_optimizer(*model_, config.optimizer)) {}
 
   StateMemory state() const {
@@ -54,7 +55,7 @@ class DryRank {
       Gradients gradients = accumulate_gradients(*model_, std::move(batches), options);
       gradients.num_tokens =
           e.num_tokens;  // meta counted none, and a step without tokens is skipped
-      apply_gradients(*model_, *optimizer_, gradients, /*lr=*/0, options);
+      apply_gradients(*model_, *optimizer_, gradients, learning_rate(config_, 0), options);
     }
     e.peak = memory_.peak();
     e.traffic = traffic_;
@@ -62,12 +63,6 @@ class DryRank {
   }
 
  private:
-  static models::ModelOptions options(Config config) {
-    config.training.device = "cpu";  // the real one may not be on this machine
-    models::ModelOptions o = model_options(config);
-    o.device = at::kMeta;
-    return o;
-  }
   static std::int64_t bytes(const at::Tensor& t) { return static_cast<std::int64_t>(t.nbytes()); }
 
   const Config& config_;
@@ -79,15 +74,6 @@ class DryRank {
   std::unique_ptr<optim::Optimizer> optimizer_;
 };
 
-Config on_mesh(Config config, const MeshShape& shape) {
-  auto& p = config.parallelism;
-  p.data_parallel_replicate_degree = shape.dp_replicate,
-  p.data_parallel_shard_degree = shape.dp_shard;
-  p.context_parallel_degree = shape.cp, p.tensor_parallel_degree = shape.tp;
-  p.expert_parallel_degree = shape.ep, p.expert_tensor_parallel_degree = shape.etp;
-  return config;
-}
-
 // Whether every degree that the configuration asks for is that of the mesh; 1 asks for nothing.
 bool keeps_degrees(const Config& config, const MeshShape& shape) {
   const MeshShape asked = mesh_shape(config);
@@ -98,12 +84,10 @@ bool keeps_degrees(const Config& config, const MeshShape& shape) {
 }
 
 // Nothing where heads or experts do not divide by the mesh, or its state is over the limit.
-std::optional<Estimate> try_mesh(const Config& config, const ModelSetup& setup,
-                                 const MeshShape& shape, std::optional<std::int64_t> limit) {
-  const Config c = on_mesh(config, shape);
+std::optional<Estimate> try_mesh(const Config& config, const MeshShape& shape,
+                                 std::optional<std::int64_t> limit) {
   try {
-    validate(c, shape.num_ranks(), setup.facts());
-    return estimate(c, setup, limit);
+    return estimate(changed(config, config::mesh_settings(shape, "--search")), limit);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::config) throw;
     return std::nullopt;
@@ -147,19 +131,15 @@ double Estimate::moved_per_token() const {
   return static_cast<double>(moved()) * mesh.num_ranks() / static_cast<double>(num_tokens);
 }
 
-std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup,
-                                 std::optional<std::int64_t> limit) {
-  DryRank rank(config, setup);
+std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit) {
+  DryRank rank(config);
   if (limit && rank.state().total() > *limit) return std::nullopt;
   return rank.step();
 }
 
-Estimate estimate(const Config& config, const ModelSetup& setup) {
-  return *estimate(config, setup, std::nullopt);
-}
+Estimate estimate(const Config& config) { return *estimate(config, std::nullopt); }
 
-SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks,
-                    std::int64_t limit, size_t most) {
+SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most) {
   SearchResult result;
   std::vector<Family> families;
   for (const auto& shape : all_mesh_shapes(num_ranks)) {
@@ -172,7 +152,7 @@ SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks
   std::erase_if(families, [&](Family& f) {
     MeshShape whole_experts = f.shapes[0];
     whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
-    const auto e = try_mesh(config, setup, whole_experts, std::nullopt);
+    const auto e = try_mesh(config, whole_experts, std::nullopt);
     if (e) f.bound = dense_bound(*e);
     return !e;  // heads do not divide by tp, whatever the experts do
   });
@@ -184,7 +164,7 @@ SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks
     if (best.size() == most && f.bound > best.back().moved_per_token()) break;
     for (const auto& shape : f.shapes) {
       ++result.num_tried;
-      auto e = try_mesh(config, setup, shape, limit);
+      auto e = try_mesh(config, shape, limit);
       if (!e || e->peak > limit) continue;
       const auto place =
           std::upper_bound(best.begin(), best.end(), *e, [](const Estimate& a, const Estimate& b) {

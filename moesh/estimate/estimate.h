@@ -15,7 +15,6 @@
 namespace moesh::estimate {
 
 using config::Config;
-using train::ModelSetup;
 
 /// Bytes that a rank holds through the whole run. It is rank 0: where something does not divide,
 /// the first ranks have more.
@@ -42,9 +41,8 @@ struct Estimate {
 
 /// On the mesh, the options and the device of the configuration, which this machine need not have.
 /// With a limit: nothing where the state of a rank alone is larger.
-std::optional<Estimate> estimate(const Config& config, const ModelSetup& setup,
-                                 std::optional<std::int64_t> limit);
-Estimate estimate(const Config& config, const ModelSetup& setup);
+std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit);
+Estimate estimate(const Config& config);
 
 struct SearchResult {
   std::vector<Estimate> best;  // those that send the fewest bytes a token first
@@ -55,7 +53,6 @@ struct SearchResult {
 /// Of the meshes of num_ranks ranks on which a rank needs no more than `limit` bytes, the `most`
 /// that send the fewest bytes a token. Degrees of the configuration that are not 1 stay as they
 /// are.
-SearchResult search(const Config& config, const ModelSetup& setup, int num_ranks,
-                    std::int64_t limit, size_t most);
+SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most);
 
 }  // namespace moesh::estimate

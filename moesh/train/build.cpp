@@ -2,29 +2,39 @@
 
 #include "moesh/models/disk.h"
 #include "moesh/optim/adamw.h"
+#include "moesh/optim/schedule.h"
 #include "moesh/optim/sgd.h"
 
 namespace moesh::train {
+namespace {
 
-ModelSetup model_setup(Config& config) {
-  check_option(config, "model.size");
-  ModelSetup setup{models::built_in(config.model.name, config.model.size)};
-  apply_model_keys(config, setup.keys());
-  return setup;
+optim::Schedule schedule(const Config& config) {
+  using Kind = optim::ScheduleConfig::Kind;
+  const auto& s = config.lr_scheduler;
+  const Kind kind = s.kind == "cosine"   ? Kind::cosine
+                    : s.kind == "linear" ? Kind::linear
+                    : s.kind == "wsd"    ? Kind::wsd
+                                         : Kind::constant;
+  return optim::Schedule({.kind = kind,
+                          .num_steps = config.training.steps,
+                          .warmup_steps = s.warmup_steps,
+                          .decay_ratio = s.decay_ratio,
+                          .min_lr_factor = s.min_lr_factor});
 }
 
-models::ModelOptions model_options(const Config& config) {
-  return {.dtype = scalar_type(config),
-          .device = device(config),
-          .seed = static_cast<std::uint64_t>(config.training.seed),
-          .dispatcher = dispatcher(config),
-          .forced_balance = config.moe.force_load_balance};
+}  // namespace
+
+std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
+  return models::make_model(config.model.architecture,
+                            {.dtype = scalar_type(config),
+                             .device = device,
+                             .seed = static_cast<std::uint64_t>(config.training.seed),
+                             .dispatcher = dispatcher(config),
+                             .forced_balance = config.moe.force_load_balance});
 }
 
-formats::ModelOnDisk on_disk(const ModelSetup& setup) { return models::on_disk(setup.config); }
-
-std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config) {
-  return models::make_model(setup.config, model_options(config));
+std::unique_ptr<models::Model> make_model(const Config& config) {
+  return make_model(config, device(config));
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& o) {
@@ -50,6 +60,31 @@ StepOptions step_options(const Config& config) {
                                    config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};
   return options;
+}
+
+double learning_rate(const Config& config, std::int64_t step) {
+  return config.optimizer.lr * schedule(config).factor(step);
+}
+
+std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
+  return data::open_dataset(dataset_options(config));
+}
+
+std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+                                             const Mesh& mesh, std::int64_t data_position) {
+  const auto order = sample_order(config);
+  std::vector<models::MicroBatch> batches;
+  for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
+    const auto b = data::make_batch(
+        dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
+    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)),
+                       .labels_BL = b.labels_BL.to(device(config))});
+  }
+  return batches;
+}
+
+formats::ModelOnDisk on_disk(const Config& config) {
+  return models::on_disk(config.model.architecture);
 }
 
 }  // namespace moesh::train

@@ -1,7 +1,9 @@
 #pragma once
-// From a configuration to a model, its optimizer and its step.
+// The one path from a configuration to a step: model, optimizer, data, batches, options, learning
+// rate. Whatever trains, verifies, estimates or checks a golden file takes them from here.
 
 #include <memory>
+#include <vector>
 
 #include "moesh/config/config.h"
 #include "moesh/formats/disk.h"
@@ -12,33 +14,29 @@
 namespace moesh::train {
 
 using config::Config;
-using config::ModelFacts;
-using config::ModelKeys;
 using config::OptimizerSection;
 
-/// The built-in configuration that model.name and model.size stand for, changed by the further keys
-/// of [model].
-struct ModelSetup {
-  models::AnyConfig config;
-
-  /// What [model] may set; points into this object.
-  ModelKeys keys() { return models::keys(config); }
-  ModelFacts facts() const { return models::facts(config); }
-};
-
-ModelSetup model_setup(Config& config);
-
-/// On the current mesh.
-std::unique_ptr<models::Model> make_model(const ModelSetup& setup, const Config& config);
+/// On the current mesh; with its initial weights, before checkpoint.initial_load.
+std::unique_ptr<models::Model> make_model(const Config& config);
+/// On another device than that of the configuration: meta has shapes alone.
+std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model,
                                                  const OptimizerSection& options);
 
-models::ModelOptions model_options(const Config& config);
-
 StepOptions step_options(const Config& config);
 
+/// Of an optimizer step; steps count from 0.
+double learning_rate(const Config& config, std::int64_t step);
+
+std::unique_ptr<data::Dataset> open_dataset(const Config& config);
+
+/// The micro-batches of this dp rank in the optimizer step whose first sample of the global order
+/// is `data_position`.
+std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+                                             const Mesh& mesh, std::int64_t data_position);
+
 /// The model's names in folders.
-formats::ModelOnDisk on_disk(const ModelSetup& setup);
+formats::ModelOnDisk on_disk(const Config& config);
 
 }  // namespace moesh::train

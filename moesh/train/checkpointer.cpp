@@ -96,15 +96,40 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   return text;
 }
 
+// The folder must hold the model that the run has.
+void check_model(const std::filesystem::path& folder, const Config& config) {
+  const auto theirs = models::on_disk(models::config_of(checkpoint::read_config(folder),
+                                                        (folder / "config.json").string()))
+                          .config_json(Dtype::f32);
+  const auto ours = on_disk(config).config_json(Dtype::f32);
+  const auto theirs_json = formats::parse_json(theirs, "config.json"),
+             ours_json = formats::parse_json(ours, "config.json");
+  const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
+  MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
+              "; set the keys of [model] to what is there, or choose another folder");
+}
+
+void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
+                  int rank) {
+  check_model(folder, config);
+  const auto source = checkpoint::TensorFolder::weights(folder);
+  const auto names = on_disk(config);
+  const auto table = names.table(checkpoint::find_layout(source, names));
+  std::set<std::string> known;
+  for (const auto& t : table.tensors)
+    for (const auto& s : t.sources) known.insert(s.param);
+  std::vector<Part> parts;
+  for (const auto& part : weight_parts(model, rank))
+    if (known.contains(part.name)) parts.push_back(part);
+  checkpoint::Loader(source, table).load(parts);
+}
+
 }  // namespace
 
-Checkpointer::Checkpointer(const Config& config, ModelSetup setup, comm::Group& world,
-                           models::Model& model, optim::Optimizer& optimizer)
-    : config_(config),
-      setup_(std::move(setup)),
-      world_(world),
-      model_(model),
-      optimizer_(optimizer) {
+Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
+                           optim::Optimizer& optimizer)
+    : config_(config), world_(world), model_(model), optimizer_(optimizer) {
   const auto& c = config.checkpoint;
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
@@ -117,7 +142,7 @@ Checkpointer::~Checkpointer() {
 }
 
 checkpoint::TensorSet Checkpointer::weights() {
-  checkpoint::TensorSet set{.prefix = "model", .tensors = on_disk(setup_).table(kLayout).tensors};
+  checkpoint::TensorSet set{.prefix = "model", .tensors = on_disk(config_).table(kLayout).tensors};
   set.parts = weight_parts(model_, world_.rank());
   const auto& wanted = config_.checkpoint.export_dtype;
   const auto parts = checkpoint::by_name(set.parts);
@@ -158,8 +183,8 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   checkpoint::Snapshot s;
   s.sets.push_back(weights());
   s.sets.push_back(state(s.sets[0]));
-  s.texts["config.json"] = on_disk(setup_).config_json(s.sets[0].tensors.front().dtype.value());
-  s.texts["run.toml"] = print_config(config_, setup_.keys());
+  s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
+  s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
                 .model = config_.model.name,
                 .size = config_.model.size,
@@ -175,26 +200,26 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
 void Checkpointer::save(const Position& position, bool in_background) {
   wait();
   const auto start = Clock::now();
-  const bool speaks = world_.rank() == 0;
+  const bool is_first = world_.rank() == 0;
   checkpoint::Snapshot now = snapshot(position);
   last_saved_ = position.step;
   if (!in_background) {
     const auto path = checkpoint::save(now, options_, world_);
-    if (speaks) log_info("saved ", path.string(), " in ", seconds_since(start), " s");
+    if (is_first) log_info("saved ", path.string(), " in ", seconds_since(start), " s");
     return;
   }
-  background_ = std::thread([this, start, speaks, copy = checkpoint::copied(now)] {
+  background_ = std::thread([this, start, is_first, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
     comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
-      if (speaks)
+      if (is_first)
         log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
     } catch (const std::exception& e) {
       fault_ = detail::concat("step ", copy.manifest.step, " was not saved: ", e.what());
     }
   });
-  if (speaks)
+  if (is_first)
     log_info("copied step ", position.step, " for saving in ", seconds_since(start), " s");
 }
 
@@ -218,11 +243,11 @@ void Checkpointer::finish(const Position& position) {
 
 Position Checkpointer::start() {
   const auto& c = config_.checkpoint;
-  const bool speaks = world_.rank() == 0;
+  const bool is_first = world_.rank() == 0;
   if (c.enable && !c.resume) {
     // Later steps of another run would be the newest for whoever goes on from here.
     const auto others = checkpoint::text_of_first(
-        world_, speaks && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
+        world_, is_first && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
     MOESH_CHECK(others.empty(), ErrorKind::config,
                 "checkpoint.resume is false, and checkpoint.folder '", options_.folder.string(),
                 "' holds checkpoints of another run; choose another folder, or move them away");
@@ -230,7 +255,7 @@ Position Checkpointer::start() {
   if (c.enable && c.resume) {
     // Rank 0 looks, so that all ranks try the same ones.
     std::string found;
-    if (speaks)
+    if (is_first)
       for (const auto step : checkpoint::saved_steps(options_.folder))
         found += detail::concat(step, " ");
     std::istringstream stream(checkpoint::text_of_first(world_, found));
@@ -243,11 +268,11 @@ Position Checkpointer::start() {
         Position position;
         checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
         last_saved_ = position.step;
-        if (speaks) log_info("going on from ", folder.string());
+        if (is_first) log_info("going on from ", folder.string());
         return position;
       } catch (const Error& e) {
         if (e.kind() != ErrorKind::data) throw;
-        if (speaks) log_warn("checkpoint ", folder.string(), " is not whole: ", e.what());
+        if (is_first) log_warn("checkpoint ", folder.string(), " is not whole: ", e.what());
         faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", e.what());
       }
     }
@@ -256,42 +281,15 @@ Position Checkpointer::start() {
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
   if (!c.initial_load.empty()) {
-    checkpoint::together(world_, [&] { load_weights(c.initial_load); });
-    if (speaks) log_info("beginning with the weights of ", c.initial_load);
+    checkpoint::together(world_, [&] { load_initial_weights(config_, model_, world_.rank()); });
+    if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
 }
 
-void Checkpointer::check_model(const std::string& config_json,
-                               const std::filesystem::path& folder) const {
-  const auto theirs =
-      models::on_disk(models::config_of(config_json, (folder / "config.json").string()))
-          .config_json(Dtype::f32);
-  const auto ours = on_disk(setup_).config_json(Dtype::f32);
-  const auto theirs_json = formats::parse_json(theirs, "config.json"),
-             ours_json = formats::parse_json(ours, "config.json");
-  const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
-  MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
-              "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
-              "; set the keys of [model] to what is there, or choose another folder");
-}
-
-void Checkpointer::load_weights(const std::filesystem::path& folder) {
-  check_model(checkpoint::read_config(folder), folder);
-  train::load_weights(folder, on_disk(setup_), model_, world_.rank());
-}
-
-void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk,
-                  models::Model& model, int rank) {
-  const auto source = checkpoint::TensorFolder::weights(folder);
-  const auto table = on_disk.table(checkpoint::find_layout(source, on_disk));
-  std::set<std::string> known;
-  for (const auto& t : table.tensors)
-    for (const auto& s : t.sources) known.insert(s.param);
-  std::vector<Part> parts;
-  for (const auto& part : weight_parts(model, rank))
-    if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts);
+void load_initial_weights(const Config& config, models::Model& model, int rank) {
+  if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
+    load_weights(folder, config, model, rank);
 }
 
 Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
@@ -305,7 +303,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
       optimizer->second,
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
-  load_weights(folder);
+  load_weights(folder, config_, model_, world_.rank());
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;

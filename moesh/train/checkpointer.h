@@ -22,15 +22,16 @@ struct Position {
   std::int64_t data_position = 0;  // samples taken from the global order
 };
 
-/// Fills what this rank has of the parameters, and the expert biases, from a folder that moesh or
-/// others wrote.
-void load_weights(const std::filesystem::path& folder, const formats::ModelOnDisk& on_disk,
-                  models::Model& model, int rank);
+/// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
+/// a folder that moesh or others wrote; nothing where that is empty. Throws Error (config) when the
+/// folder holds another model.
+void load_initial_weights(const Config& config, models::Model& model, int rank);
 
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:
-  Checkpointer(const Config& config, ModelSetup setup, comm::Group& world, models::Model& model,
+  /// `config` outlives it.
+  Checkpointer(const Config& config, comm::Group& world, models::Model& model,
                optim::Optimizer& optimizer);
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
@@ -39,14 +40,14 @@ class Checkpointer {
   /// Loads the newest checkpoint of the run that is whole, or initial weights, or nothing. One that
   /// turns out to be damaged is reported, and the one before it is taken.
   Position start();
-  /// Saves if it is time to. A failure of an asynchronous save is reported at the next one, and
+  /// Saves where one is due. A failure of an asynchronous save is reported at the next one, and
   /// training goes on.
   void after_step(const Position& position);
-  /// Saves what is not saved yet, and returns when it is.
+  /// Saves what is not saved yet, and returns when that is done.
   void finish(const Position& position);
 
  private:
-  /// The weights of the model, and all else that a run goes on from.
+  /// The weights of the model, and everything else that a run resumes from.
   checkpoint::TensorSet weights();
   checkpoint::TensorSet state(const checkpoint::TensorSet& weights);
   checkpoint::Snapshot snapshot(const Position& position);
@@ -54,11 +55,8 @@ class Checkpointer {
   void wait();
 
   Position load_checkpoint(const std::filesystem::path& folder);
-  void load_weights(const std::filesystem::path& folder);
-  void check_model(const std::string& config_json, const std::filesystem::path& folder) const;
 
   const Config& config_;
-  ModelSetup setup_;
   comm::Group& world_;
   models::Model& model_;
   optim::Optimizer& optimizer_;
@@ -68,7 +66,7 @@ class Checkpointer {
   // those of training.
   std::shared_ptr<comm::Group> background_group_;
   std::thread background_;
-  std::string fault_;  // of the save that ended
+  std::string fault_;  // of the last save in the background
 };
 
 }  // namespace moesh::train

@@ -15,7 +15,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
-#include "moesh/optim/schedule.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -43,20 +42,6 @@ class SignalScope {
     for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
   }
 };
-
-optim::Schedule make_schedule(const Config& config) {
-  using Kind = optim::ScheduleConfig::Kind;
-  const auto& s = config.lr_scheduler;
-  const Kind kind = s.kind == "cosine"   ? Kind::cosine
-                    : s.kind == "linear" ? Kind::linear
-                    : s.kind == "wsd"    ? Kind::wsd
-                                         : Kind::constant;
-  return optim::Schedule({.kind = kind,
-                          .num_steps = config.training.steps,
-                          .warmup_steps = s.warmup_steps,
-                          .decay_ratio = s.decay_ratio,
-                          .min_lr_factor = s.min_lr_factor});
-}
 
 // The load of the experts over all MoE layers: how far the busiest is above the mean, and how many
 // have nothing to do.
@@ -161,20 +146,6 @@ class Reporter {
   std::ofstream file_;
 };
 
-std::vector<models::MicroBatch> batches_of(const Config& config, const data::Dataset& dataset,
-                                           const Mesh& mesh, std::int64_t data_position) {
-  const auto order = sample_order(config);
-  std::vector<models::MicroBatch> batches;
-  for (std::int64_t micro = 0; micro < config.training.gradient_accumulation_steps; ++micro) {
-    const auto b =
-        data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)),
-                         config.data.batch_size);
-    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)),
-                       .labels_BL = b.labels_BL.to(device(config))});
-  }
-  return batches;
-}
-
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
 // another.
 bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
@@ -185,15 +156,14 @@ bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point sta
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
-void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
-              const data::Dataset& dataset, Clock::time_point start, RunSummary& summary) {
+void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
+              Clock::time_point start, RunSummary& summary) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
-  const auto model = make_model(setup, config);
+  const auto model = make_model(config);
   const auto optimizer = make_optimizer(*model, config.optimizer);
-  const auto schedule = make_schedule(config);
   const StepOptions options = step_options(config);
-  Checkpointer checkpointer(config, setup, world, *model, *optimizer);
+  Checkpointer checkpointer(config, world, *model, *optimizer);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
@@ -213,8 +183,8 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
   auto last = start;
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
     const Gradients g = accumulate_gradients(
-        *model, batches_of(config, dataset, mesh, position.data_position), options);
-    const double lr = config.optimizer.lr * schedule.factor(step);
+        *model, step_batches(config, dataset, mesh, position.data_position), options);
+    const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
     position = {.step = step + 1,
                 .data_position = position.data_position + sample_order(config).num_per_step()};
@@ -246,15 +216,15 @@ void run_rank(comm::Group& world, const Config& config, const ModelSetup& setup,
 
 }  // namespace
 
-RunSummary train(const Config& config, const ModelSetup& setup) {
+RunSummary train(const Config& config) {
   const auto start = Clock::now();
   RunSummary summary;
-  const auto dataset = data::open_dataset(dataset_options(config, setup.facts().vocab_size));
+  const auto dataset = open_dataset(config);
   summary.entropy = dataset->entropy();
   const SignalScope signals;
   comm::launch(
       mesh_shape(config).num_ranks(),
-      [&](comm::Group& world) { run_rank(world, config, setup, *dataset, start, summary); },
+      [&](comm::Group& world) { run_rank(world, config, *dataset, start, summary); },
       launch_options(config));
   return summary;
 }

@@ -25,6 +25,6 @@ struct RunSummary {
 /// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are
 /// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
 /// which is saved where checkpoints are.
-RunSummary train(const Config& config, const ModelSetup& setup);
+RunSummary train(const Config& config);
 
 }  // namespace moesh::train

@@ -26,8 +26,8 @@ struct Gradients {
 
 struct Update {
   double grad_norm = 0;
-  bool skipped = false;  // a gradient was not finite, or there was no valid token: nothing has
-                         // moved, on any rank
+  /// A gradient was not finite, or there was no valid token: nothing has moved, on any rank.
+  bool skipped = false;
 };
 
 /// Forward and backward of every micro-batch. The valid tokens of the step are counted over all

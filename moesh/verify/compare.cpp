@@ -170,7 +170,7 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
       renames.emplace_back(std::regex(pattern), replacement);
     } catch (const std::regex_error& e) {
       throw Error(ErrorKind::config,
-                  detail::concat("--rename: '", pattern, "' is no regular expression: ", e.what()));
+                  detail::concat("--rename: '", pattern, "' is not a regular expression: ", e.what()));
     }
   }
   Comparison result;

@@ -6,6 +6,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/config/options.h"
 #include "moesh/models/disk.h"
 #include "moesh/spmd/one_rank.h"
 #include "moesh/spmd/spmd.h"
@@ -28,26 +29,47 @@ at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& 
   return t;
 }
 
-}  // namespace
+// The last of the settings decides, as in a merge.
+std::filesystem::path checkpoint_of(const config::Settings& settings,
+                                    const std::filesystem::path& file) {
+  std::string folder;
+  for (const auto& s : settings)
+    if (s.name == "checkpoint.initial_load")
+      folder = std::get<std::string>(converted(s, std::string()));
+  MOESH_CHECK(!folder.empty(), ErrorKind::config, "--golden ", file.string(),
+              " needs the checkpoint for which it was recorded: add "
+              "--checkpoint.initial_load=FOLDER");
+  return folder;
+}
 
-Golden read_golden(const std::filesystem::path& file, const std::filesystem::path& folder,
-                   const models::AnyConfig& config) {
-  const auto source = checkpoint::TensorFolder::of_file(file);
+// The file has one micro-batch, and its loss is cross-entropy alone.
+Config golden_config(config::Settings settings, const config::GivenModel& model,
+                     const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
+  const auto num_sequences = input_ids_BL.size(0), length = input_ids_BL.size(1);
+  const config::Origin origin{file.string()};
+  std::erase_if(settings, [](const auto& s) { return s.name.starts_with("model."); });
+  settings.push_back({"data.sequence_length", length, origin});
+  settings.push_back({"training.gradient_accumulation_steps", std::int64_t{1}, origin});
+  for (const char* weight :
+       {"moe.switch_loss_weight", "moe.sequence_loss_weight", "moe.z_loss_weight"})
+    settings.push_back({weight, 0.0, origin});
+  const Config config = merged(settings, model);
+  const auto num_dp = sample_order(config).num_dp;
+  MOESH_CHECK(num_sequences % num_dp == 0, ErrorKind::config, "the golden file has ", num_sequences,
+              " sequences, which do not divide over dp_replicate * dp_shard = ", num_dp,
+              " ranks; choose another mesh, or record more sequences");
+  return changed(config, {{"data.batch_size", num_sequences / num_dp, origin}});
+}
+
+using NamedList = std::vector<std::pair<std::string, at::Tensor>>;
+
+void read_gradients(const checkpoint::TensorFolder& source, const std::filesystem::path& folder,
+                    const models::AnyConfig& model, NamedList& to) {
   const std::set<std::string> others{"input_ids", "labels", "logits", "loss"};
-  Golden golden;
-  golden.input_ids_BL = read_tensor(source, "input_ids"),
-  golden.labels_BL = read_tensor(source, "labels");
-  MOESH_CHECK(
-      golden.input_ids_BL.dim() == 2 && golden.labels_BL.sizes() == golden.input_ids_BL.sizes(),
-      ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
-      " and labels ", golden.labels_BL.sizes(), "; both are [batch, length]");
-  golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
-                    {"logits", read_tensor(source, "logits")}};
-
   // The gradients lie as the weights do; an expert bias has none.
-  const auto model = models::on_disk(config);
+  const auto names = models::on_disk(model);
   auto table =
-      model.table(checkpoint::find_layout(checkpoint::TensorFolder::weights(folder), model));
+      names.table(checkpoint::find_layout(checkpoint::TensorFolder::weights(folder), names));
   std::erase_if(table.tensors,
                 [](const auto& t) { return t.name.ends_with(".e_score_correction_bias"); });
   for (auto& t : table.tensors) t.name = "grad." + t.name;
@@ -55,7 +77,7 @@ Golden read_golden(const std::filesystem::path& file, const std::filesystem::pat
   checkpoint::check_names(source, table);
   std::vector<checkpoint::Part> parts;
   const OneRankScope scope;
-  models::make_model(config, {.device = at::kMeta})->each_param([&](Stored& w, bool) {
+  models::make_model(model, {.device = at::kMeta})->each_param([&](Stored& w, bool) {
     const auto& shape = w.spec.shape;
     parts.push_back({.name = w.spec.name,
                      .shape = shape,
@@ -64,42 +86,56 @@ Golden read_golden(const std::filesystem::path& file, const std::filesystem::pat
                      .value = at::empty(shape, at::kFloat)});
   });
   checkpoint::Loader(source, table).load(parts);
-  for (const auto& p : parts) golden.tensors.emplace_back("d(" + p.name + ")", p.value);
+  for (const auto& p : parts) to.emplace_back("d(" + p.name + ")", p.value);
+}
+
+}  // namespace
+
+Golden read_golden(const std::filesystem::path& file, const config::Settings& settings) {
+  const auto folder = checkpoint_of(settings, file);
+  const std::string described = (folder / "config.json").string();
+  const auto model = models::config_of(checkpoint::read_config(folder), described);
+  const auto source = checkpoint::TensorFolder::of_file(file);
+  Golden golden;
+  golden.input_ids_BL = read_tensor(source, "input_ids"),
+  golden.labels_BL = read_tensor(source, "labels");
+  MOESH_CHECK(
+      golden.input_ids_BL.dim() == 2 && golden.labels_BL.sizes() == golden.input_ids_BL.sizes(),
+      ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
+      " and labels ", golden.labels_BL.sizes(), "; both are [batch, length]");
+  golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
+  golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
+                    {"logits", read_tensor(source, "logits")}};
+  read_gradients(source, folder, model, golden.tensors);
   return golden;
 }
 
-VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& folder,
-                           const ModelSetup& setup, const Config& config) {
+VerifyReport verify_golden(const Golden& golden) {
+  const Config& config = golden.config;
   const MeshShape shape = mesh_shape(config);
-  const int num_dp = shape.dp_replicate * shape.dp_shard;
-  const auto num_sequences = golden.input_ids_BL.size(0), length = golden.input_ids_BL.size(1);
-  MOESH_CHECK(num_sequences % num_dp == 0, ErrorKind::config, "the golden file has ", num_sequences,
-              " sequences, which do not divide over dp_replicate * dp_shard = ", num_dp,
-              " ranks; choose another mesh, or record more sequences");
-  const std::int64_t batch = num_sequences / num_dp, vocab = setup.facts().vocab_size;
+  const std::int64_t batch = config.data.batch_size,
+                     vocab = models::facts(config.model.architecture).vocab_size;
   VerifyReport report;
-  Findings findings(shape.num_ranks(), golden, golden_tolerance(config));
+  Findings findings(shape.num_ranks(), golden, golden.tolerance());
   const auto run = [&](comm::Group& world) {
     if (world.rank() == 0) report.is_first = true;
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
-    const auto model = make_model(setup, config);
-    load_weights(folder, on_disk(setup), *model, world.rank());
+    const auto model = make_model(config);
+    load_initial_weights(config, *model, world.rank());
     const auto of_dp = [&](const at::Tensor& t) {
       return t.narrow(0, mesh.coordinate(dp) * batch, batch);
     };
-    StepOptions options;
-    options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                       .recompute = config.activation_checkpoint.mode == "full",
-                       .reshard = config.parallelism.fsdp_reshard_after_forward,
-                       .capture = true};
+    StepOptions options = step_options(config);
+    options.forward.capture = true;
     const Gradients g =
         accumulate_gradients(*model,
                              {{.input_ids_BL = of_dp(golden.input_ids_BL).to(device(config)),
                                .labels_BL = of_dp(golden.labels_BL).to(device(config))}},
                              options);
-    const auto compare = [&](const Part& part) { findings.compare(part, world.rank()); };
-    const nn::Tokens tokens(mesh, batch, length, options.forward.sequence_parallel);
+    const auto compare = [&](const RankTensor& t) { findings.compare(t, world.rank()); };
+    const nn::Tokens tokens(mesh, batch, config.data.sequence_length,
+                            options.forward.sequence_parallel);
     const Pieces words{vocab, mesh.size(tp)};
     compare({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
     compare({"logits", g.last.logits_BLV.cpu(),
@@ -112,7 +148,7 @@ VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& fo
       compare({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
     });
-    findings.share(world, device(config));
+    findings.exchange(world, device(config));
   };
   try {
     comm::launch(shape.num_ranks(), run, launch_options(config));
@@ -124,8 +160,6 @@ VerifyReport verify_golden(const Golden& golden, const std::filesystem::path& fo
   return report;
 }
 
-double golden_tolerance(const Config& config) {
-  return scalar_type(config) == at::kBFloat16 ? 2e-2 : 1e-4;
-}
+double Golden::tolerance() const { return config.training.dtype == "bfloat16" ? 2e-2 : 1e-4; }
 
 }  // namespace moesh::verify

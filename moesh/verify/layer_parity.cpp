@@ -35,16 +35,16 @@ SequenceShard shard_of(const LayerCase& c, const Mesh& mesh) {
   return SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
 }
 
-// This rank's part of [num_dp * B, L, D]: its sequences, and its piece or block of each.
-at::Tensor my_part(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
+// What this rank has of [num_dp * B, L, D]: its sequences, and its shard or block of each.
+at::Tensor mine(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
   const auto shard = shard_of(c, mesh);
   return whole.narrow(0, mesh.coordinate(dp) * c.batch, c.batch)
       .narrow(1, shard.start(), shard.length());
 }
 
 // One forward, backward and bias update, the same code on every mesh.
-std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRecord* record,
-                            nn::RoutingRecord* replay) {
+std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRecord* record,
+                                  nn::RoutingRecord* replay) {
   nn::Moe moe(c.layer);
   if (c.equal_scores) {
     const at::NoGradGuard no_grad;
@@ -54,8 +54,8 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   const std::int64_t num_sequences = c.batch * mesh.size(dp),
                      num_tokens = num_sequences * c.sequence;
   // The objective is a random linear function of the output, plus the auxiliary losses.
-  const at::Tensor x = my_part(make_data(c, num_sequences, "x"), c, mesh);
-  const at::Tensor weights = my_part(make_data(c, num_sequences, "objective"), c, mesh);
+  const at::Tensor x = mine(make_data(c, num_sequences, "x"), c, mesh);
+  const at::Tensor weights = mine(make_data(c, num_sequences, "objective"), c, mesh);
   const nn::RouteOptions options{.record = record, .replay = replay};
 
   at::Tensor leaf, y;
@@ -90,25 +90,25 @@ std::vector<Part> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRec
   backward(loss);
 
   const auto whole = [](const at::Tensor& t) { return t; };
-  const auto part = [&](const at::Tensor& t) { return my_part(t, c, mesh); };
-  std::vector<Part> parts;
+  const auto of_rank = [&](const at::Tensor& t) { return mine(t, c, mesh); };
+  std::vector<RankTensor> tensors;
   const TokenOrigin origin{mesh.coordinate(dp) * c.batch, shard_of(c, mesh).start()};
-  parts.push_back({"counts", nn::statistics(route).counts_E, whole, /*exact=*/true});
-  parts.push_back({"output", y, part, false, origin});
+  tensors.push_back({"counts", nn::statistics(route).counts_E, whole, /*exact=*/true});
+  tensors.push_back({"output", y, of_rank, false, origin});
   // A sum of outputs with random weights of size one is of the size of the output, also where it
   // happens to cancel.
   const double terms = std::sqrt(number(all_reduce < dp | cp | tp > (squares)));
-  parts.push_back(
+  tensors.push_back(
       {"loss", local(all_reduce < dp | cp | tp > (loss)).detach(), whole, false, {}, terms});
-  parts.push_back({"d(x)", leaf.grad(), part, false, origin});
+  tensors.push_back({"d(x)", leaf.grad(), of_rank, false, origin});
   moe.each_param([&](auto& w) {
-    parts.push_back(
+    tensors.push_back(
         {"d(" + w.name() + ")", local(grad(w)),
          [region = w.stored().compute](const at::Tensor& t) { return slice(t, region); }});
   });
   moe.router().update_bias(kBiasCoeff);
-  parts.push_back({"expert bias", moe.router().expert_bias(), whole});
-  return parts;
+  tensors.push_back({"expert bias", moe.router().expert_bias(), whole});
+  return tensors;
 }
 
 }  // namespace
@@ -149,8 +149,8 @@ LayerResult run_reference(const LayerCase& c, int num_dp) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  for (auto& part : run_layer(whole, mesh, result.routing.get(), nullptr))
-    result.tensors.emplace_back(part.name, part.value);
+  for (auto& t : run_layer(whole, mesh, result.routing.get(), nullptr))
+    result.tensors.emplace_back(t.name, t.value);
   return result;
 }
 
@@ -162,11 +162,11 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
   for (const auto* r : references)
     findings.push_back(std::make_unique<Findings>(
         shape.num_ranks(), *r, layer_tolerance(cases[findings.size()].layer.dtype)));
-  size_t next =
-      0;  // after a fault the world is started again with the case behind the one that failed
+  // After a fault the world is started again with the case after the one that failed.
+  size_t next = 0;
   while (next < cases.size()) {
-    std::atomic<size_t> current =
-        next;  // the case that a rank has come to last: ranks are at most one case apart
+    // The last case that a rank has begun: ranks are at most one case apart.
+    std::atomic<size_t> current = next;
     try {
       comm::launch(
           shape.num_ranks(),
@@ -177,8 +177,8 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
               for (size_t seen = current; seen < i && !current.compare_exchange_weak(seen, i);) {
               }
               nn::RoutingRecord* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
-              for (const auto& part : run_layer(cases[i], mesh, nullptr, replay))
-                findings[i]->compare(part, world.rank());
+              for (const auto& t : run_layer(cases[i], mesh, nullptr, replay))
+                findings[i]->compare(t, world.rank());
               world.barrier();
             }
           },

@@ -81,35 +81,37 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
       floor_(gradient_floor(reference)),
       by_rank_(static_cast<size_t>(num_ranks)) {}
 
-void Findings::compare(const Part& part, int rank) {
-  const at::Tensor& whole = reference_[part.name];
-  const at::Tensor expected = part.place(whole).to(at::kDouble), value = part.value.to(at::kDouble);
+void Findings::compare(const RankTensor& tensor, int rank) {
+  const at::Tensor& whole = reference_[tensor.name];
+  const at::Tensor expected = tensor.place(whole).to(at::kDouble),
+                   value = tensor.value.to(at::kDouble);
   MOESH_CHECK(value.sizes() == expected.sizes(), "parity: rank ", rank, " has ", value.sizes(),
-              " of '", part.name, "', where the reference has ", expected.sizes());
+              " of '", tensor.name, "', where the reference has ", expected.sizes());
   const at::Tensor delta = value - expected;
   const bool finite = value.numel() == 0 || at::isfinite(value).all().item<bool>();
-  const double size = std::max(size_of(whole), part.name.starts_with("d(") ? floor_ : part.floor);
+  const double size =
+      std::max(size_of(whole), tensor.name.starts_with("d(") ? floor_ : tensor.floor);
   const double square = inner_product(expected, expected);
   Finding found{.error = finite ? size_of(delta) : INFINITY,
-                .allowed = part.exact ? 0 : tolerance_ * size,
+                .allowed = tensor.exact ? 0 : tolerance_ * size,
                 .factor = square > 0 ? inner_product(value, expected) / square : 1};
   for (const auto& [name, wide] : reference_.wide)
-    if (name == part.name && !part.exact)
+    if (name == tensor.name && !tensor.exact)
       found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - wide));
-  if (part.tokens && finite && delta.numel() > 0) {
+  if (tensor.tokens && finite && delta.numel() > 0) {
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
-    found.batch = static_cast<double>(part.tokens->batch + worst / delta.size(1));
-    found.position = static_cast<double>(part.tokens->position + worst % delta.size(1));
+    found.batch = static_cast<double>(tensor.tokens->batch + worst / delta.size(1));
+    found.position = static_cast<double>(tensor.tokens->position + worst % delta.size(1));
   }
   const std::lock_guard lock(mutex_);
   auto& mine = by_rank_[static_cast<size_t>(rank)];
-  if (mine.size() == names_.size()) names_.push_back(part.name);
-  MOESH_CHECK(names_[mine.size()] == part.name, "parity: rank ", rank, " compares '", part.name,
+  if (mine.size() == names_.size()) names_.push_back(tensor.name);
+  MOESH_CHECK(names_[mine.size()] == tensor.name, "parity: rank ", rank, " compares '", tensor.name,
               "' where others compare '", names_[mine.size()], "'");
   mine.push_back(found);
 }
 
-void Findings::share(comm::Group& world, at::Device device) {
+void Findings::exchange(comm::Group& world, at::Device device) {
   constexpr std::int64_t kFields = sizeof(Finding) / sizeof(double);
   const auto rank = static_cast<size_t>(world.rank());
   at::Tensor mine;

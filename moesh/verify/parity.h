@@ -25,20 +25,20 @@ struct NamedTensors {
   const at::Tensor& operator[](const std::string& name) const;
 };
 
-/// Where the first token of a part [B, L, ..] is in the whole.
+/// Where the first token of a rank's [B, L, ..] is in the whole.
 struct TokenOrigin {
   std::int64_t batch, position;
 };
 
 /// What a rank has of one tensor, and where it belongs in the whole.
-struct Part {
+struct RankTensor {
   std::string name;
   at::Tensor value;
   std::function<at::Tensor(const at::Tensor& whole)> place;
   bool exact = false;                      // counts: not one may be off
   std::optional<TokenOrigin> tokens = {};  // of tensors that hold tokens
-  double floor =
-      0;  // what |ref| is taken for at least: the size of the terms of a sum that may cancel
+  /// What |ref| is taken for at least: the size of the terms of a sum that may cancel.
+  double floor = 0;
 };
 
 /// The box of a tensor that a region names.
@@ -48,9 +48,9 @@ at::Tensor slice(at::Tensor x, const Region& region);
 struct Mismatch {
   std::string tensor;
   double error = 0, allowed = 0;  // |delta|, and what the tolerance allows
-  std::vector<double> factors;    // <g, g_ref> / <g_ref, g_ref> on each rank's own part; 1 is right
-  std::map<std::string, double>
-      means;  // of the factors over the ranks of an axis, where it is the same all along that axis
+  std::vector<double> factors;    // <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right
+  /// Of the factors over the ranks of an axis, where it is the same all along that axis.
+  std::map<std::string, double> means;
   int worst_rank = 0;
   std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens
   std::string describe(const MeshShape& mesh) const;
@@ -64,10 +64,10 @@ class Findings {
  public:
   Findings(int num_ranks, const NamedTensors& reference, double tolerance);
   /// Called by every rank, from its own thread.
-  void compare(const Part& part, int rank);
-  /// Called by every rank, after its last part: tells the other processes of the world, if there
+  void compare(const RankTensor& tensor, int rank);
+  /// Called by every rank, after its last tensor: tells the other processes of the world, if there
   /// are any.
-  void share(comm::Group& world, at::Device device);
+  void exchange(comm::Group& world, at::Device device);
   /// In forward order: the first is nearest to the cause.
   std::vector<Mismatch> mismatches(const MeshShape& shape) const;
   /// The largest |delta| / allowed among the tensors that hold.

@@ -7,8 +7,9 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/config/options.h"
 #include "moesh/spmd/spmd.h"
-#include "moesh/train/build.h"
+#include "moesh/train/checkpointer.h"
 
 namespace moesh::verify {
 
@@ -17,114 +18,145 @@ namespace {
 
 using enum Place;
 
-// Tokens by global index: the batch is the same on every mesh. Labels are the next tokens, shifted
-// before any cut; some are ignored.
-models::MicroBatch make_batch(const VerifyCase& c, const Mesh& mesh, int step, int micro) {
-  const std::int64_t num_sequences = c.batch * mesh.size(dp), length = c.sequence + 1;
-  const auto vocab = static_cast<std::uint64_t>(models::facts(c.model).vocab_size);
-  const Random random(c.options.seed, "verify tokens"), dropped(c.options.seed, "verify labels");
-  at::Tensor ids = at::empty({c.batch, length}, at::kLong),
-             labels = at::empty({c.batch, c.sequence}, at::kLong);
-  auto id = ids.accessor<std::int64_t, 2>(), label = labels.accessor<std::int64_t, 2>();
-  for (std::int64_t b = 0; b < c.batch; ++b) {
-    const std::int64_t sample =
-        (static_cast<std::int64_t>(step) * c.accumulation + micro) * num_sequences +
-        mesh.coordinate(dp) * c.batch + b;
-    for (std::int64_t i = 0; i < length; ++i)
-      id[b][i] = static_cast<std::int64_t>(
-          random.below(static_cast<std::uint64_t>(sample * length + i), vocab));
-    for (std::int64_t i = 0; i < c.sequence; ++i) {
-      const bool is_ignored =
-          dropped.uniform(static_cast<std::uint64_t>(sample * c.sequence + i)) < c.ignored;
-      label[b][i] = is_ignored ? -100 : id[b][i + 1];
+// Data in which more documents end than there are, by global sample: a label that would cross the
+// border does not count, so ranks have different numbers of labels.
+class WithIgnored : public data::Dataset {
+ public:
+  explicit WithIgnored(const VerifyCase& c)
+      : all_(open_dataset(c.config)),
+        random_(static_cast<std::uint64_t>(c.config.data.seed), "verify labels"),
+        fraction_(c.ignored) {}
+
+  data::Sample get(std::int64_t index) const override {
+    data::Sample sample = all_->get(index);
+    std::int64_t document = 0, before = sample.documents.front();
+    for (size_t i = 0; i < sample.documents.size(); ++i) {
+      const auto token = static_cast<std::uint64_t>(index) * sample.documents.size() + i;
+      const bool ends = sample.documents[i] != before || random_.uniform(token) < fraction_;
+      before = sample.documents[i];
+      sample.documents[i] = document += ends;
     }
+    return sample;
   }
-  const auto device = c.options.device;
-  return {.input_ids_BL = ids.narrow(1, 0, c.sequence).contiguous().to(device),
-          .labels_BL = labels.to(device)};
-}
+  std::int64_t sequence_length() const override { return all_->sequence_length(); }
+  std::int64_t vocab_size() const override { return all_->vocab_size(); }
+  std::string describe() const override { return all_->describe(); }
 
-using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
+ private:
+  std::unique_ptr<data::Dataset> all_;
+  Random random_;
+  double fraction_;
+};
 
-// A record for each step and MoE layer; all micro-batches of a step stand one behind the other.
+// A record for each step and MoE layer; the micro-batches of a step follow one another.
 Routing make_records(const VerifyCase& c, models::Model& model) {
+  const auto num_tokens = c.config.data.batch_size * c.config.data.sequence_length *
+                          c.config.training.gradient_accumulation_steps;
   Routing routing;
   for (int step = 0; step < c.steps; ++step) {
     routing.emplace_back();
     for (auto* router : model.routers())
-      routing.back().push_back(std::make_unique<nn::RoutingRecord>(
-          c.batch * c.sequence * c.accumulation, router->config().top_k));
+      routing.back().push_back(
+          std::make_unique<nn::RoutingRecord>(num_tokens, router->config().top_k));
   }
   return routing;
 }
 
-// Runs the steps; `report` gets what this rank has of each tensor. The one rank of a reference
-// fills `record`.
-template <class Report>
-void run_steps(const VerifyCase& c, const Mesh& mesh, Routing* record, Routing* replay,
-               Report report) {
-  const auto model = models::make_model(c.model, c.options);
-  if (record) *record = make_records(c, *model);
-  const auto optimizer = make_optimizer(*model, c.optimizer);
-  const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
-  const auto whole_tensor = [](const at::Tensor& t) { return t; };
-  const auto of_dp = [&](const at::Tensor& t) {
-    return t.narrow(0, mesh.coordinate(dp) * c.batch, c.batch);
-  };
-  const std::int64_t first_sequence = mesh.coordinate(dp) * c.batch;
+at::Tensor whole_tensor(const at::Tensor& t) { return t; }
+at::Tensor scalar(double x) { return at::full({}, x, at::kDouble); }
 
-  StepOptions options{.max_norm = c.max_norm, .bias_coeff = c.bias_coeff};
-  options.forward = {.sequence_parallel = c.sequence_parallel,
-                     .recompute = c.recompute,
-                     .auxiliary = c.auxiliary,
-                     .reshard = c.reshard,
-                     .capture = true};
-  for (int step = 0; step < c.steps; ++step) {
-    std::vector<models::MicroBatch> batches;
-    for (int micro = 0; micro < c.accumulation; ++micro)
-      batches.push_back(make_batch(c, mesh, step, micro));
-    options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
-    options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
-    const Gradients g = accumulate_gradients(*model, batches, options);
-    const std::string at = "step " + std::to_string(step) + " ";
-    for (size_t i = 0; i < g.counts_E.size(); ++i)
-      report(
-          Part{at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
-    report(Part{at + "loss", at::full({}, g.loss, at::kDouble), whole_tensor});
-    report(Part{at + "total loss", at::full({}, g.total_loss, at::kDouble), whole_tensor});
-    if (step == 0) {
-      const Pieces vocab{models::facts(c.model).vocab_size, mesh.size(tp)};
-      report(Part{"logits", g.last.logits_BLV,
-                  [&](const at::Tensor& t) {
-                    return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
-                                                            vocab.length(mesh.coordinate(tp)));
-                  },
-                  false, TokenOrigin{first_sequence, tokens.block_start()}});
-      report(Part{"d(input)", g.last.input.grad(),
-                  [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
-                  TokenOrigin{first_sequence, tokens.mine_start()}});
-      model->each_param([&](Stored& w, bool) {
-        report(Part{"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
-                    [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
-      });
-    }
-    const Update update = apply_gradients(*model, *optimizer, g, c.lr, options);
-    report(Part{at + "gradient norm", at::full({}, update.grad_norm, at::kDouble), whole_tensor});
-  }
-  int layer = 0;
-  for (auto* router : model->routers())
-    report(Part{"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(),
-                whole_tensor});
-  model->each_param([&](Stored& w, bool) {
-    report(Part{w.spec.name, raw::gather(w, w.value.detach()),
-                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+// What a step has besides parameters: counts and losses; and of the first one logits and gradients.
+void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& model,
+                      const Gradients& g, std::int64_t step,
+                      const std::function<void(const RankTensor&)>& report) {
+  const std::string at = "step " + std::to_string(step) + " ";
+  for (size_t i = 0; i < g.counts_E.size(); ++i)
+    report({at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
+  report({at + "loss", scalar(g.loss), whole_tensor});
+  report({at + "total loss", scalar(g.total_loss), whole_tensor});
+  if (step > 0) return;
+  const std::int64_t batch = c.config.data.batch_size, first_sequence = mesh.coordinate(dp) * batch;
+  const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, first_sequence, batch); };
+  const nn::Tokens tokens(mesh, batch, c.config.data.sequence_length,
+                          c.config.parallelism.sequence_parallel);
+  const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
+  report({"logits", g.last.logits_BLV,
+          [&](const at::Tensor& t) {
+            return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                    vocab.length(mesh.coordinate(tp)));
+          },
+          false, TokenOrigin{first_sequence, tokens.block_start()}});
+  report({"d(input)", g.last.input.grad(),
+          [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
+          TokenOrigin{first_sequence, tokens.mine_start()}});
+  model.each_param([&](Stored& w, bool) {
+    report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
 }
 
 }  // namespace
 
+config::Settings verify_defaults(std::int64_t steps) {
+  const config::Origin origin{"verify's default", true};
+  return {{"training.steps", std::max(steps, Config{}.training.steps), origin},
+          {"data.sequence_length", std::int64_t{7}, origin},
+          {"moe.load_balance_coeff", 0.01, origin},
+          {"moe.switch_loss_weight", 0.01, origin},
+          {"moe.sequence_loss_weight", 0.01, origin},
+          {"moe.z_loss_weight", 0.001, origin}};
+}
+
+Config one_rank(const Config& config) {
+  const config::Origin origin{"one rank"};
+  config::Settings settings = config::mesh_settings({}, origin.text);
+  settings.push_back(
+      {"data.batch_size", config.data.batch_size * sample_order(config).num_dp, origin});
+  settings.push_back({"parallelism.moe_dispatcher", std::string("local"), origin});
+  settings.push_back({"activation_checkpoint.mode", std::string("none"), origin});
+  return changed(config, settings);
+}
+
+std::unique_ptr<data::Dataset> open_data(const VerifyCase& c) {
+  return std::make_unique<WithIgnored>(c);
+}
+
+void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
+               Routing* replay, const std::function<void(const RankTensor&)>& report) {
+  const Config& config = c.config;
+  const Mesh mesh(world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto model = make_model(config);
+  load_initial_weights(config, *model, world.rank());
+  if (record) *record = make_records(c, *model);
+  const auto optimizer = make_optimizer(*model, config.optimizer);
+  StepOptions options = step_options(config);
+  options.forward.capture = true;
+  for (std::int64_t step = 0; step < c.steps; ++step) {
+    options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
+    options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    const Gradients g = accumulate_gradients(
+        *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
+        options);
+    report_gradients(c, mesh, *model, g, step, report);
+    const Update update =
+        apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
+    report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
+            whole_tensor});
+  }
+  int layer = 0;
+  for (auto* router : model->routers())
+    report({"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(),
+            whole_tensor});
+  model->each_param([&](Stored& w, bool) {
+    report({w.spec.name, raw::gather(w, w.value.detach()),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
 double VerifyCase::tolerance() const {
-  return options.dtype == at::kDouble ? 1e-9 : options.dtype == at::kFloat ? 1e-4 : 2e-2;
+  const auto dtype = scalar_type(config);
+  return dtype == at::kDouble ? 1e-9 : dtype == at::kFloat ? 1e-4 : 2e-2;
 }
 
 std::string VerifyReport::describe(const MeshShape& mesh) const {
@@ -143,38 +175,35 @@ std::string VerifyReport::describe(const MeshShape& mesh) const {
   return os.str();
 }
 
-VerifyReference run_reference(const VerifyCase& c, int num_dp) {
-  VerifyCase whole = c;
-  whole.batch = c.batch * num_dp;
-  whole.options.dispatcher = nn::Dispatcher::local;
-  whole.recompute = false;
+VerifyReference run_reference(const VerifyCase& c) {
+  VerifyCase whole{one_rank(c.config), c.steps, c.ignored};
   VerifyReference result;
   const auto world = comm::solo_group();
-  const Mesh mesh(*world, {});
-  const MeshScope scope(mesh);
+  const auto data = open_data(whole);
   const auto keep = [](auto& tensors) {
-    return [&tensors](const Part& part) {
-      tensors.emplace_back(part.name, part.value.detach().clone());
-    };
+    return
+        [&tensors](const RankTensor& t) { tensors.emplace_back(t.name, t.value.detach().clone()); };
   };
-  run_steps(whole, mesh, &result.routing, nullptr, keep(result.tensors));
-  if (c.options.dtype == at::kBFloat16) {  // what its rounding alone does
-    whole.options.dtype = at::kFloat;
-    run_steps(whole, mesh, nullptr, &result.routing, keep(result.wide));
+  run_steps(whole, *data, *world, &result.routing, nullptr, keep(result.tensors));
+  if (c.config.training.dtype == "bfloat16") {  // what its rounding alone does
+    whole.config =
+        changed(whole.config, {{"training.dtype", std::string("float32"), {"one rank"}}});
+    run_steps(whole, *data, *world, nullptr, &result.routing, keep(result.wide));
   }
   return result;
 }
 
-VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
-                    const comm::LaunchOptions& options, NamedTensors* values) {
-  MOESH_CHECK(
-      !values || comm::num_launched_processes() == 0, ErrorKind::config,
-      "the tensors of a mesh can be put together in one process only; run without mpirun or srun");
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, NamedTensors* values) {
+  MOESH_CHECK(!values || comm::num_launched_processes() == 0, ErrorKind::config,
+              "the tensors of a mesh can be put together in one process only; run without mpirun "
+              "or srun");
   if (values)
     for (const auto& [name, value] : reference.tensors)
       values->tensors.emplace_back(name, at::zeros_like(value));
   std::mutex put_together;
   VerifyReport report;
+  const MeshShape shape = mesh_shape(c.config);
+  const auto data = open_data(c);
   Findings findings(shape.num_ranks(), reference, c.tolerance());
   auto& routing = const_cast<VerifyReference&>(reference).routing;
   for (const auto& step : routing)
@@ -184,21 +213,20 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
         shape.num_ranks(),
         [&](comm::Group& world) {
           if (world.rank() == 0) report.is_first = true;
-          const Mesh mesh(world, shape);
-          const MeshScope scope(mesh);
-          run_steps(c, mesh, nullptr, c.replays() ? &routing : nullptr, [&](const Part& part) {
-            findings.compare(part, world.rank());
-            if (!values) return;
-            const std::lock_guard lock(put_together);
-            part.place((*values)[part.name]).copy_(part.value.detach());
-          });
-          findings.share(world, c.options.device);
+          run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr,
+                    [&](const RankTensor& t) {
+                      findings.compare(t, world.rank());
+                      if (!values) return;
+                      const std::lock_guard lock(put_together);
+                      t.place((*values)[t.name]).copy_(t.value.detach());
+                    });
+          findings.exchange(world, device(c.config));
         },
-        options);
+        launch_options(c.config));
   } catch (const std::exception& e) {
     report.error = e.what();
   }
-  if (report.error.empty()) report.mismatches = findings.mismatches(shape.validated());
+  if (report.error.empty()) report.mismatches = findings.mismatches(shape);
   report.worst_ratio = findings.worst_ratio();
   if (c.replays())
     for (const auto& step : routing)
@@ -209,7 +237,8 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const
   return report;
 }
 
-VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
+Config fitted(const Config& config, const MeshShape& shape) {
+  models::AnyConfig model = config.model.architecture;
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
   };
@@ -230,8 +259,9 @@ VerifyCase fitted(VerifyCase c, const MeshShape& shape) {
           m.top_k = std::min(m.top_k, m.num_experts);
         }
       },
-      c.model);
-  return c;
+      model);
+  return changed(config, config::mesh_settings(shape, "--sweep"),
+                 config::GivenModel{model, "--sweep"});
 }
 
 }  // namespace moesh::verify

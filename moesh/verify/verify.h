@@ -1,46 +1,50 @@
 #pragma once
-// The proof that a mesh computes what one device computes: the same model, seed and data on one
-// rank and on the mesh, several optimizer steps, everything compared.
+// The proof that a mesh computes what one device computes: the first optimizer steps of a run, on
+// the mesh of its configuration and on one rank, everything compared.
 
+#include <functional>
 #include <string>
 #include <vector>
 
-#include "moesh/comm/launch.h"
-#include "moesh/config/config.h"
-#include "moesh/models/registry.h"
-#include "moesh/train/step.h"
+#include "moesh/config/merge.h"
+#include "moesh/train/build.h"
 #include "moesh/verify/parity.h"
 
 namespace moesh::verify {
 
 using config::Config;
-using config::OptimizerSection;
 
 struct VerifyCase {
-  models::AnyConfig model;
-  models::ModelOptions options;
-  std::int64_t batch = 2;  // sequences of each dp rank and micro-batch
-  std::int64_t sequence = 8;
-  int accumulation = 2, steps = 2;
-  bool sequence_parallel = true, recompute = false, reshard = false;
-  models::Auxiliary auxiliary{.switch_weight = 0.01, .sequence_weight = 0.01, .z_weight = 0.001};
-  double lr = 0.01, max_norm = 1, bias_coeff = 0.01;
-  double ignored = 0.1;  // fraction of labels that are -100
-  OptimizerSection optimizer;
+  Config config;
+  std::int64_t steps = 2;  // optimizer steps to compare, the first of the run
+  double ignored = 0.1;    // fraction of labels that do not count, besides what the data ignores
 
   double tolerance() const;
-  bool replays() const { return options.dtype != at::kDouble; }
+  /// In narrow dtypes near ties would flip: the mesh takes the routing of the reference.
+  bool replays() const { return config.training.dtype != "float64"; }
 };
 
-/// What the reference gives; `routing` is by step, micro-batch and MoE layer.
+/// Where a proof wants other values than a training run, for `steps` steps: few tokens, and an odd
+/// number of them; auxiliary losses and an expert bias that count.
+config::Settings verify_defaults(std::int64_t steps);
+
+/// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
+Config one_rank(const Config& config);
+
+/// On a mesh, with heads and experts that it divides, for sweeps: as they are where they fit.
+Config fitted(const Config& config, const MeshShape& shape);
+
+/// By step and MoE layer.
+using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
+
 struct VerifyReference : NamedTensors {
-  std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>> routing;
+  Routing routing;
 };
 
 struct VerifyReport {
   std::vector<Mismatch> mismatches;
   std::string error;
-  bool is_first = false;  // this process holds rank 0: it speaks for all
+  bool is_first = false;  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
   double worst_ratio = 0;  // the largest |delta| / allowed
@@ -50,15 +54,20 @@ struct VerifyReport {
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// On one rank, with the batch of num_dp dp ranks.
-VerifyReference run_reference(const VerifyCase& c, int num_dp);
+/// The run's data, with further labels that do not count.
+std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);
+
+/// What each rank does, on the mesh of the configuration: `report` gets what it has of each tensor.
+/// One rank may record its routing.
+void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
+               Routing* replay, const std::function<void(const RankTensor&)>& report);
+
+/// The case on one_rank(c.config).
+VerifyReference run_reference(const VerifyCase& c);
 
 /// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be
 /// threads of this process.
-VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, const MeshShape& shape,
-                    const comm::LaunchOptions& options = {}, NamedTensors* values = nullptr);
-
-/// The case with heads and experts that the mesh divides, for sweeps: as they are where they fit.
-VerifyCase fitted(VerifyCase c, const MeshShape& shape);
+VerifyReport verify(const VerifyCase& c, const VerifyReference& reference,
+                    NamedTensors* values = nullptr);
 
 }  // namespace moesh::verify

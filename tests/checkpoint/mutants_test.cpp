@@ -57,7 +57,7 @@ bool a_flipped_bit_is_noticed(const path& folder) {
 bool a_tensor_without_a_rule_is_noticed(const path& folder) {
   six_steps(folder / "c");
   auto table =
-      on_disk(run_config(folder / "c", kMesh).model).table(formats::ExpertLayout::per_expert);
+      train::on_disk(run_config(folder / "c", kMesh)).table(formats::ExpertLayout::per_expert);
   const auto source = checkpoint::TensorFolder::weights(step(folder / "c", 6));
   checkpoint::check_names(source, table);
   table.tensors.pop_back();

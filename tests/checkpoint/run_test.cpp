@@ -19,7 +19,7 @@ path step(const path& folder, std::int64_t n) { return folder / checkpoint::step
 
 struct Case {
   std::string mesh;
-  cli::Args options;
+  Args options;
 };
 
 // The run that was never stopped, and the one that goes on from its fourth step: 20 further losses,
@@ -27,7 +27,7 @@ struct Case {
 void expect_bit_identical_resume(const Case& c) {
   SCOPED_TRACE(c.mesh);
   const TemporaryFolder folder;
-  cli::Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
+  Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
                     "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
   options.insert(options.end(), c.options.begin(), c.options.end());
   const auto whole = run(folder.path() / "whole", c.mesh, options);
@@ -94,8 +94,8 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
   for (const std::string& name : models::model_names()) {
     SCOPED_TRACE(name);
     const TemporaryFolder folder;
-    const cli::Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
-    cli::Args options = model;
+    const Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
+    Args options = model;
     options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
     run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
     const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1",
@@ -201,7 +201,7 @@ std::string all_lines() {
 TEST(Damage, TrainingSaysSoAndTakesTheOneBefore) {
   const TemporaryFolder folder;
   const path runs = folder.path() / "c";
-  const cli::Args options{"--steps=8", "--checkpoint.interval=2"};
+  const Args options{"--steps=8", "--checkpoint.interval=2"};
   const auto whole = run(runs, "tp=2,ep=2", options);
   const auto end = contents(step(runs, 8));
   flip(step(runs, 8) / "model-00001-of-00001.safetensors", 50'000, 3);
@@ -274,7 +274,6 @@ TEST(ReadOnlyFolder, IsAClearError) {
   run(runs, "tp=1", {"--steps=1"});
   const auto before = contents(step(runs, 1));
   std::filesystem::permissions(runs, std::filesystem::perms(0555));
-  const auto l = run_config(runs, "tp=2");
   const auto text = error_of(
       [&] {
         comm::launch(2, [&](comm::Group& world) {
@@ -327,7 +326,7 @@ TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
   const TemporaryFolder folder;
   run(folder.path() / "c", "tp=2,ep=2", {"--steps=3"});
   const auto from = step(folder.path() / "c", 3);
-  const cli::Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
+  const Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
                           "--training.seed=5"};
   const auto summary = run(folder.path() / "d", "dp_shard=2", options);
   const auto fresh = run(folder.path() / "e", "dp_shard=2", {"--steps=1", "--training.seed=5"});

@@ -11,8 +11,8 @@
 #include <string>
 
 #include "moesh/checkpoint/folder.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
 #include "moesh/optim/adamw.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/loop.h"
@@ -65,38 +65,36 @@ inline void expect_same_contents(const std::filesystem::path& a, const std::file
   }
 }
 
+using Args = std::vector<std::string>;
+
 /// The configuration of a run that saves into `folder`.
-inline cli::Loaded run_config(const std::filesystem::path& folder, const std::string& mesh,
-                              cli::Args more = {}) {
+inline config::Config run_config(const std::filesystem::path& folder, const std::string& mesh,
+                                 Args more = {}) {
   more.insert(more.begin(),
               {"--checkpoint.enable", "--checkpoint.folder", folder.string(), "--mesh", mesh,
                "--metrics.folder", (folder.parent_path() / "metrics").string(),
                "--data.sequence_length=8", "--data.batch_size=2", "--metrics.log_freq=1000"});
-  auto loaded = cli::load(more);
-  config::validate(loaded.config, 0, loaded.model.facts());
-  return loaded;
+  return config::load_config(more);
 }
 
 inline train::RunSummary run(const std::filesystem::path& folder, const std::string& mesh,
-                             const cli::Args& more) {
-  const auto l = run_config(folder, mesh, more);
-  return train::train(l.config, l.model);
+                             const Args& more) {
+  return train::train(run_config(folder, mesh, more));
 }
 
 /// Loads the newest checkpoint of `from` on a mesh, and saves it into `to`.
 inline void pass_on(const std::filesystem::path& from, const std::filesystem::path& to,
-                    const std::string& mesh, const cli::Args& more = {}) {
+                    const std::string& mesh, const Args& more = {}) {
   const auto in = run_config(from, mesh, more), out = run_config(to, mesh, more);
-  comm::launch(mesh_shape(in.config).num_ranks(), [&](comm::Group& world) {
-    const Mesh m(world, mesh_shape(in.config));
+  comm::launch(mesh_shape(in).num_ranks(), [&](comm::Group& world) {
+    const Mesh m(world, mesh_shape(in));
     const MeshScope scope(m);
-    const auto model = make_model(in.model, in.config);
+    const auto model = train::make_model(in);
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
     optim::AdamW optimizer(params);
-    const auto position =
-        train::Checkpointer(in.config, in.model, world, *model, optimizer).start();
-    train::Checkpointer(out.config, out.model, world, *model, optimizer).finish(position);
+    const auto position = train::Checkpointer(in, world, *model, optimizer).start();
+    train::Checkpointer(out, world, *model, optimizer).finish(position);
   });
 }
 

@@ -87,7 +87,7 @@ def bad_values_name_the_option(tmp, moesh):
     fails([moesh, "verify", "--sweep", "2", "--data.sequence_length=-5"], "data.sequence_length is -5")
     fails([moesh, "verify", "--sweep", "2", "--optimizer.name=bar"], "optimizer.name")
     fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
-    fails([moesh, "verify", "--json", "--dtype", "float64"], "--json wants a value")
+    fails([moesh, "verify", "--json", "--dtype", "float64"], "--json needs a value")
     fails([moesh, "demo", "--steps", "3"], "takes no options")
 
 
@@ -100,7 +100,7 @@ def nothing_is_written_nowhere(tmp, moesh):
 
 
 def mpi_verifies(tmp, moesh, *mpirun):
-    """Every process has a part of the findings, one speaks."""
+    """Every process has some of the findings, and one prints."""
     command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", "dp_shard=2,tp=2,ep=2", "--dtype", "float64"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr

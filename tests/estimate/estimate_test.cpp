@@ -5,24 +5,23 @@
 
 #include <ATen/ATen.h>
 
-#include "moesh/cli/arguments.h"
 #include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 
 namespace moesh::estimate {
 
-using namespace cli;
 using namespace train;
 namespace {
 
 const bool is_counting = (CountingAllocator::install(), true);
 
-Loaded loaded(Args args, const Args& more = {}) {
+using Args = std::vector<std::string>;
+
+Config load(Args args, const Args& more = {}) {
   args.insert(args.end(), more.begin(), more.end());
-  Loaded l = load(args);
-  validate(l.config, 0, l.model.facts());
-  return l;
+  return config::load_config(args);
 }
 
 struct Real {
@@ -33,36 +32,34 @@ struct Real {
 };
 
 // One training step with random tokens.
-Real run(const Loaded& l) {
+Real run(const Config& c) {
   Real real;
-  const auto ranks = mesh_shape(l.config).num_ranks();
+  const auto ranks = mesh_shape(c).num_ranks();
   comm::launch(
       ranks,
       [&](comm::Group& world) {
-        const Mesh mesh(world, mesh_shape(l.config));
+        const Mesh mesh(world, mesh_shape(c));
         const MeshScope scope(mesh);
-        const auto model = make_model(l.model, l.config);
-        const auto optimizer = make_optimizer(*model, l.config.optimizer);
-        const at::Tensor ids =
-            at::arange(l.config.data.batch_size * l.config.data.sequence_length, at::kLong)
-                .remainder(l.model.facts().vocab_size)
-                .reshape({l.config.data.batch_size, l.config.data.sequence_length});
+        const auto model = make_model(c);
+        const auto optimizer = make_optimizer(*model, c.optimizer);
+        const at::Tensor ids = at::arange(c.data.batch_size * c.data.sequence_length, at::kLong)
+                                   .remainder(models::facts(c.model.architecture).vocab_size)
+                                   .reshape({c.data.batch_size, c.data.sequence_length});
         world.barrier();
         if (world.rank() == 0) CountingAllocator::reset_peak();
         world.barrier();
         const comm::Trace trace;
         {
           std::vector<models::MicroBatch> batches;
-          for (std::int64_t i = 0; i < l.config.training.gradient_accumulation_steps; ++i)
+          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i)
             batches.push_back({.input_ids_BL = ids, .labels_BL = ids});
-          const Gradients g =
-              accumulate_gradients(*model, std::move(batches), step_options(l.config));
+          const Gradients g = accumulate_gradients(*model, std::move(batches), step_options(c));
           if (world.rank() == 0) {
             model->each_param([&](Stored& w, bool) {
               real.state.gradients += static_cast<std::int64_t>(w.value.grad().nbytes());
             });
           }
-          apply_gradients(*model, *optimizer, g, 1e-3, step_options(l.config));
+          apply_gradients(*model, *optimizer, g, 1e-3, step_options(c));
         }
         if (world.rank() == 0) {
           real.trace = trace.entries();
@@ -78,15 +75,15 @@ Real run(const Loaded& l) {
         if (ranks == 1)
           model->each_param([&](Stored& w, bool) { real.num_parameters += w.value.numel(); });
       },
-      launch_options(l.config));
+      launch_options(c));
   return real;
 }
 
 TEST(Estimate, CountsTheParametersOfEveryModel) {
   for (const auto& name : models::model_names()) {
-    const Loaded l = loaded({"--model=" + name + ":tiny"});
-    const Estimate e = estimate(l.config, l.model);
-    EXPECT_EQ(e.num_parameters, run(l).num_parameters) << name;
+    const Config c = load({"--model=" + name + ":tiny"});
+    const Estimate e = estimate(c);
+    EXPECT_EQ(e.num_parameters, run(c).num_parameters) << name;
     EXPECT_LT(e.num_active_parameters, e.num_parameters) << name;
   }
 }
@@ -100,13 +97,13 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
     for (const Args& options :
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
           Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
-      const Loaded l = loaded({"--model=" + name + ":tiny", "--data.sequence_length=16",
-                               "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
-                              options);
+      const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
+                             "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
+                            options);
       SCOPED_TRACE(name + " " + (options.empty() ? "" : options[0]));
-      const Real real = run(l);
+      const Real real = run(c);
       const comm::Trace trace;
-      const Estimate e = estimate(l.config, l.model);
+      const Estimate e = estimate(c);
       EXPECT_EQ(e.state.weights, real.state.weights);
       EXPECT_EQ(e.state.gradients, real.state.gradients);
       EXPECT_EQ(e.state.optimizer, real.state.optimizer);
@@ -126,9 +123,9 @@ INSTANTIATE_TEST_SUITE_P(Meshes, OnMeshes,
 
 // The peak of live tensors of the whole process. Ranks do the same work at nearly the same time.
 void expect_peak(const Args& args) {
-  const Loaded l = loaded(args);
-  const double measured = static_cast<double>(run(l).peak);
-  const Estimate e = estimate(l.config, l.model);
+  const Config c = load(args);
+  const double measured = static_cast<double>(run(c).peak);
+  const Estimate e = estimate(c);
   const double expected = static_cast<double>(e.peak) * e.mesh.num_ranks();
   EXPECT_NEAR(expected / measured, 1, 0.1)
       << expected / 0x1p20 << " MiB estimated, " << measured / 0x1p20 << " MiB measured";
@@ -172,12 +169,12 @@ TEST(Estimate, SendsWhatRingsSend) {
 }
 
 TEST(Estimate, AnswersForThousandsOfRanks) {
-  const Loaded l = loaded({"--model=deepseek_v3:671b", "--mesh=dp_shard=256,tp=8,ep=64",
-                           "--dtype=bfloat16", "--device=cuda", "--data.sequence_length=4096",
-                           "--data.batch_size=1", "--activation_checkpoint.mode=full"});
+  const Config c = load({"--model=deepseek_v3:671b", "--mesh=dp_shard=256,tp=8,ep=64",
+                         "--dtype=bfloat16", "--device=cuda", "--data.sequence_length=4096",
+                         "--data.batch_size=1", "--activation_checkpoint.mode=full"});
   const std::int64_t live = CountingAllocator::live;
   CountingAllocator::reset_peak();
-  const Estimate e = estimate(l.config, l.model);
+  const Estimate e = estimate(c);
   EXPECT_NEAR(static_cast<double>(e.num_parameters), 671e9, 1e9);
   EXPECT_NEAR(static_cast<double>(e.num_active_parameters), 37e9, 2e9);
   // All parameters are cut over all ranks: 16 bytes each, besides what does not divide and what tp
@@ -201,19 +198,18 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
   for (const auto& name : models::model_names())
     for (const char* device : {"cpu", "cuda"})
       for (const Args& variant : variants) {
-        const Loaded l =
-            loaded({"--model=" + name + ":tiny", std::string("--device=") + device}, variant);
+        const Config c =
+            load({"--model=" + name + ":tiny", std::string("--device=") + device}, variant);
         Estimate e;
-        ASSERT_NO_THROW(e = estimate(l.config, l.model))
-            << name << " on " << device << " " << variant.back();
+        ASSERT_NO_THROW(e = estimate(c)) << name << " on " << device << " " << variant.back();
         EXPECT_GT(e.activations(), 0);
       }
 }
 
 // Outside of a dry run meta is LibTorch's own again: reading from it is an error, not a zero.
 TEST(Estimate, LeavesMetaAsItWas) {
-  const Loaded l = loaded({});
-  const Estimate first = estimate(l.config, l.model), second = estimate(l.config, l.model);
+  const Config c = load({});
+  const Estimate first = estimate(c), second = estimate(c);
   EXPECT_EQ(first.peak, second.peak);
   const at::Tensor x = at::empty({}, at::kMeta);
   EXPECT_ANY_THROW(x.item<float>());
@@ -223,25 +219,24 @@ TEST(Estimate, LeavesMetaAsItWas) {
 constexpr std::int64_t kPlenty = std::int64_t{1} << 40;
 
 TEST(Search, KeepsWhatFitsAndSortsByBytes) {
-  const Loaded l = loaded({"--model=gpt_oss:tiny"});
-  const SearchResult all = search(l.config, l.model, 8, kPlenty, 1000);
+  const Config c = load({"--model=gpt_oss:tiny"});
+  const SearchResult all = search(c, 8, kPlenty, 1000);
   EXPECT_EQ(all.num_meshes, static_cast<int>(all_mesh_shapes(8).size()));
   ASSERT_GT(all.best.size(), 50u);
   for (size_t i = 1; i < all.best.size(); ++i)
     EXPECT_LE(all.best[i - 1].moved_per_token(), all.best[i].moved_per_token());
   std::int64_t least = all.best[0].peak;
   for (const auto& e : all.best) least = std::min(least, e.peak);
-  const SearchResult some = search(l.config, l.model, 8, least, 1000);
+  const SearchResult some = search(c, 8, least, 1000);
   ASSERT_GE(some.best.size(), 1u);
   for (const auto& e : some.best) EXPECT_EQ(e.peak, least);
-  EXPECT_TRUE(search(l.config, l.model, 8, 1000, 1000).best.empty());
+  EXPECT_TRUE(search(c, 8, 1000, 1000).best.empty());
 }
 
 TEST(Search, LosesNoneOfTheBest) {
   for (const auto& name : models::model_names()) {
-    const Loaded l = loaded({"--model=" + name + ":tiny", "--data.sequence_length=32"});
-    const SearchResult all = search(l.config, l.model, 8, kPlenty, 1000),
-                       few = search(l.config, l.model, 8, kPlenty, 5);
+    const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=32"});
+    const SearchResult all = search(c, 8, kPlenty, 1000), few = search(c, 8, kPlenty, 5);
     ASSERT_EQ(few.best.size(), 5u) << name;
     for (size_t i = 0; i < few.best.size(); ++i)
       EXPECT_EQ(few.best[i].moved(), all.best[i].moved()) << name;
@@ -250,13 +245,13 @@ TEST(Search, LosesNoneOfTheBest) {
 }
 
 TEST(Search, LeavesOutWhatDoesNotDivideAndKeepsWhatIsSet) {
-  const Loaded l = loaded({"--model=deepseek_v3:tiny"});  // 8 heads, 8 experts
-  for (const auto& e : search(l.config, l.model, 3, kPlenty, 1000).best) {
+  const Config c = load({"--model=deepseek_v3:tiny"});  // 8 heads, 8 experts
+  for (const auto& e : search(c, 3, kPlenty, 1000).best) {
     EXPECT_EQ(e.mesh.tp, 1);
     EXPECT_EQ(e.mesh.ep, 1);
   }
-  const Loaded set = loaded({"--model=deepseek_v3:tiny", "--mesh=tp=2,ep=2"});
-  const SearchResult r = search(set.config, set.model, 4, kPlenty, 1000);
+  const Config set = load({"--model=deepseek_v3:tiny", "--mesh=tp=2,ep=2"});
+  const SearchResult r = search(set, 4, kPlenty, 1000);
   EXPECT_GT(r.best.size(), 1u);
   for (const auto& e : r.best) {
     EXPECT_EQ(e.mesh.tp, 2);

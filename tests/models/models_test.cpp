@@ -8,7 +8,7 @@
 #include "moesh/models/registry.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/verify/verify.h"
-#include "tests/spmd/device.h"
+#include "tests/train/device.h"
 
 namespace moesh {
 namespace {
@@ -67,17 +67,24 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
                                       {.tp = 4, .ep = 2, .etp = 2},
                                       {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 4, .etp = 2},
                                       {.dp_replicate = 2, .cp = 2, .tp = 2, .ep = 4}};
-  verify::VerifyCase c;
-  c.model = variants()[GetParam()].config;
-  c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 7;
-  c.sequence = 7, c.accumulation = 1;
+  const AnyConfig& model = variants()[GetParam()].config;
   int number = 0;
   for (const auto& mesh : meshes) {
     // Every other mesh takes the other ways.
-    c.sequence_parallel = ++number % 2 == 0;
-    c.recompute = number % 3 == 0, c.reshard = number % 3 == 1;
-    const auto reference = verify::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
-    const auto report = verify::verify(c, reference, mesh, test_options());
+    const bool sequence_parallel = ++number % 2 == 0, recompute = number % 3 == 0,
+               reshard = number % 3 == 1;
+    config::Settings settings = verify::verify_defaults(2);
+    for (const auto& more : {config::mesh_settings(mesh, "test"), test_settings()})
+      settings.insert(settings.end(), more.begin(), more.end());
+    const config::Origin test{"test"};
+    settings.push_back({"training.seed", std::int64_t{7}, test});
+    settings.push_back({"optimizer.lr", 0.01, test});
+    settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
+    settings.push_back({"parallelism.fsdp_reshard_after_forward", reshard, test});
+    settings.push_back(
+        {"activation_checkpoint.mode", std::string(recompute ? "full" : "none"), test});
+    const verify::VerifyCase c{config::merged(settings, config::GivenModel{model, "test"})};
+    const auto report = verify::verify(c, verify::run_reference(c));
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }
 }

@@ -12,7 +12,7 @@
 #include "moesh/verify/dump.h"
 #include "moesh/verify/layer_parity.h"
 #include "moesh/verify/verify.h"
-#include "tests/spmd/device.h"
+#include "tests/train/device.h"
 
 namespace moesh {
 namespace {
@@ -152,18 +152,23 @@ INSTANTIATE_TEST_SUITE_P(
         std::tuple{"norm_counts_tp_replicas", MeshShape{.tp = 2}, "step 0 gradient norm"}),
     [](const auto& info) { return std::get<0>(info.param); });
 
+// One step of a small model on a mesh.
+verify::VerifyCase small_case(const MeshShape& mesh, const config::Settings& more = {}) {
+  config::Settings settings = verify::verify_defaults(1);
+  for (const auto& s : {config::mesh_settings(mesh, "test"), test_settings(), more})
+    settings.insert(settings.end(), s.begin(), s.end());
+  return {config::merged(settings), 1};
+}
+
 TEST_P(TrainerMutants, AreFound) {
   const auto& [name, mesh, first] = GetParam();
-  verify::VerifyCase c;
-  c.model = models::DeepseekV3Config::named("tiny");
-  c.options.dtype = at::kDouble, c.options.device = test_device(), c.options.seed = 3;
-  c.sequence = 7, c.steps = 1, c.accumulation = 1, c.max_norm = 0.01;
+  const auto c = small_case(mesh, {{"training.max_norm", 0.01, {"test"}}});
   current_mutant() = "";
-  const auto reference = verify::run_reference(c, mesh.dp_replicate * mesh.dp_shard);
-  const auto healthy = verify::verify(c, reference, mesh, test_options());
+  const auto reference = verify::run_reference(c);
+  const auto healthy = verify::verify(c, reference);
   ASSERT_TRUE(healthy.holds()) << healthy.describe(mesh);
   current_mutant() = name;
-  const auto report = verify::verify(c, reference, mesh, test_options());
+  const auto report = verify::verify(c, reference);
   current_mutant() = "";
   ASSERT_FALSE(report.holds()) << "nobody noticed " << name;
   ASSERT_FALSE(report.mismatches.empty()) << report.error;
@@ -172,17 +177,13 @@ TEST_P(TrainerMutants, AreFound) {
 
 // Someone who has two files of gradients, and no verify: compare finds the tensor and the factor.
 TEST(CompareMutants, TheFactorIsInTheFiles) {
-  verify::VerifyCase c;
-  c.model = models::DeepseekV3Config::named("tiny");
-  c.options.dtype = at::kDouble, c.options.device = test_device();
-  c.sequence = 7, c.steps = 1, c.accumulation = 1;
-  const auto reference = verify::run_reference(c, 4);
+  const auto reference = verify::run_reference(small_case({.dp_shard = 4}));
   const auto folder =
       std::filesystem::path(testing::TempDir()) / ("moesh_gradients_" + std::to_string(getpid()));
   std::filesystem::create_directories(folder);
   const auto gradients = [&](const MeshShape& mesh, const std::string& name) {
     verify::NamedTensors values, only;
-    verify::verify(c, reference, mesh, test_options(), &values);
+    verify::verify(small_case(mesh), reference, &values);
     for (const auto& t : values.tensors)
       if (t.first.starts_with("d(")) only.tensors.push_back(t);
     verify::write_tensors((folder / name).string(), only);

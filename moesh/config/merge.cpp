@@ -1,0 +1,215 @@
+// Reading and merging: the command's defaults, then the file, then the command line.
+#include "moesh/config/merge.h"
+
+#include <algorithm>
+
+#include "moesh/config/options.h"
+
+namespace moesh::config {
+namespace {
+
+constexpr const char* kCommandLine = "command line";
+
+std::vector<std::string> option_names() {
+  std::vector<std::string> names;
+  for (const Option& o : options()) names.push_back(o.name);
+  return names;
+}
+
+// The model's own keys are known only when the model is.
+bool is_model_key(const std::string& name) {
+  return name.starts_with("model.") && !find_option(name);
+}
+
+bool names_model(const Setting& s) { return s.name == "model.name" || s.name == "model.size"; }
+
+[[noreturn]] void unknown(const Setting& s, std::vector<std::string> known) {
+  if (s.origin.text == kCommandLine) {
+    for (std::string& name : known) name = "--" + name;
+    throw Error(
+        ErrorKind::config,
+        detail::concat("unknown option --", s.name, " (command line); the nearest known option is ",
+                       nearest_name("--" + s.name, known), ", and --help lists all"));
+  }
+  throw Error(ErrorKind::config,
+              detail::concat(s.origin.text, ": unknown key ", s.name, "; the nearest known key is ",
+                             nearest_name(s.name, known), ", and --help lists all"));
+}
+
+// A number of [model] that no model could have.
+void check_range(const Setting& s, const models::ModelKey& key, const Value& value) {
+  const auto* whole = std::get_if<std::int64_t>(&value);
+  const auto* real = std::get_if<double>(&value);
+  if (!whole && !real) return;
+  const double number = whole ? static_cast<double>(*whole) : *real,
+               least = key.least.value_or(whole ? 1 : 0);
+  MOESH_CHECK(number >= least && number <= key.most, ErrorKind::config, s.name, " is ", number,
+              " (", s.origin.text, "); it takes ", least, " to ", key.most);
+}
+
+// "dp_shard=2,tp=2,ep=4" is the whole mesh: axes that are not named have size 1.
+Settings expand_mesh(const std::string& text) {
+  Settings settings = mesh_settings({}, "command line, --mesh");
+  std::vector<std::string> axes;
+  for (const Degree& d : degrees()) axes.push_back(d.axis);
+  for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+    end = std::min(text.find_first_of(", ", begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    if (word.empty()) continue;
+    const auto equals = word.find('=');
+    MOESH_CHECK(equals != std::string::npos, ErrorKind::config, "--mesh ", text,
+                " (command line): '", word,
+                "' has no size; write axes as in --mesh dp_shard=2,tp=2,ep=4");
+    const std::string axis = word.substr(0, equals);
+    const auto found = std::find(axes.begin(), axes.end(), axis);
+    MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text,
+                " (command line): there is no axis '", axis, "' to set; the nearest is ",
+                nearest_name(axis, axes), ", and the axes are ", axes);
+    Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
+    MOESH_CHECK(!s.is_text, ErrorKind::config, "--mesh ", text, " (command line): the axis ", axis,
+                " has two sizes; keep one of them");
+    s.value = word.substr(equals + 1);
+    s.is_text = true;
+  }
+  return settings;
+}
+
+// "deepseek_v3:tiny"; without a size the name alone.
+Settings expand_model(const std::string& text) {
+  const auto colon = text.find(':');
+  Settings settings{{"model.name", text.substr(0, colon), {kCommandLine}, true}};
+  if (colon != std::string::npos)
+    settings.push_back({"model.size", text.substr(colon + 1), {kCommandLine}, true});
+  return settings;
+}
+
+// Of an option without "=": the next word, or "true" for a flag that stands alone. `next` moves
+// over what was taken.
+std::string value_of(const std::string& arg, const std::string& name,
+                     const std::vector<std::string>& args, std::size_t& next) {
+  if (next < args.size() && !args[next].starts_with("--")) return args[next++];
+  // Unknown options are reported as such, and not for a missing value.
+  const Option* o = find_option(name);
+  const bool needs_value = o ? !std::holds_alternative<bool>(o->initial())
+                             : name == "config" || name == "mesh" || name == "model";
+  MOESH_CHECK(!needs_value, ErrorKind::config, arg, " (command line) has no value; write ", arg,
+              "=", o ? "VALUE, where it takes " : "VALUE", o ? o->rule.describe(o->initial()) : "");
+  return "true";
+}
+
+void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
+
+void apply(Config& config, const Setting& s) {
+  const Option* o = find_option(s.name);
+  if (!o) {
+    std::vector<std::string> known = option_names();
+    if (s.origin.text == kCommandLine) {
+      for (const ShortForm& f : short_forms()) known.push_back(f.name);
+      known.insert(known.end(), {"config", "mesh", "model"});
+    }
+    unknown(s, known);
+  }
+  o->set(config, converted(s, o->initial(), o->rule));
+  config.origins[o->name] = s.origin;
+}
+
+void apply_key(Config& config, const Setting& s) {
+  const models::ModelKeys keys = models::keys(config.model.architecture);
+  const auto key = std::find_if(keys.begin(), keys.end(), [&](const models::ModelKey& k) {
+    return s.name == "model." + k.name;
+  });
+  if (key == keys.end()) {
+    std::vector<std::string> known{"model.name", "model.size"};
+    for (const models::ModelKey& k : keys) known.push_back("model." + k.name);
+    for (const std::string& name : option_names())
+      if (!name.starts_with("model.")) known.push_back(name);
+    unknown(s, known);
+  }
+  const Value value = converted(s, read(*key));
+  check_range(s, *key, value);
+  std::visit(
+      [&](auto* target) { *target = std::get<std::remove_pointer_t<decltype(target)>>(value); },
+      key->target);
+  config.origins[s.name] = s.origin;
+}
+
+// The one place in which a Config changes: the copy that becomes the result.
+Config closed(Config config, const Settings& settings, const std::optional<GivenModel>& model) {
+  for (const Setting& s : settings)
+    if (!is_model_key(s.name)) apply(config, s);
+  ModelSection& m = config.model;
+  if (model) {
+    m.architecture = model->architecture, m.name = models::name(m.architecture);
+    const auto sizes = models::model_sizes(m.name);
+    if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
+  } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
+    check_option(config, "model.size");
+    m.architecture = models::built_in(m.name, m.size);
+    std::erase_if(config.origins, [](const auto& entry) { return is_model_key(entry.first); });
+  }
+  for (const Setting& s : settings)
+    if (is_model_key(s.name)) apply_key(config, s);
+  validate(config);
+  return config;
+}
+
+}  // namespace
+
+Settings read_arguments(const std::vector<std::string>& args) {
+  std::string file;
+  Settings line;
+  for (std::size_t i = 0; i < args.size();) {
+    const std::string& arg = args[i++];
+    MOESH_CHECK(arg.starts_with("--") && arg.size() > 2, ErrorKind::config, "argument '", arg,
+                "' (command line) is not an option; options are written --section.key=value, and "
+                "--help lists all");
+    const auto equals = arg.find('=');
+    std::string name = arg.substr(2, equals == std::string::npos ? equals : equals - 2);
+    for (const ShortForm& f : short_forms())
+      if (name == f.name) name = f.option;
+    const std::string value =
+        equals != std::string::npos ? arg.substr(equals + 1) : value_of(arg, name, args, i);
+    if (name == "config") {
+      MOESH_CHECK(file.empty(), ErrorKind::config, "--config ", value,
+                  " (command line): there is a --config ", file,
+                  " before it; one file is read, and options on the command line override it");
+      MOESH_CHECK(!value.empty(), ErrorKind::config,
+                  "--config (command line) has no value; name a TOML file");
+      file = value;
+    } else {
+      append(line, name == "mesh"    ? expand_mesh(value)
+                   : name == "model" ? expand_model(value)
+                                     : Settings{{name, value, {kCommandLine}, true}});
+    }
+  }
+  Settings all;
+  if (!file.empty())
+    for (const formats::TomlEntry& entry : formats::read_toml(file))
+      all.push_back({entry.key, entry.value, {detail::concat(file, ":", entry.line)}});
+  append(all, line);
+  return all;
+}
+
+Settings mesh_settings(const MeshShape& shape, const std::string& origin) {
+  Settings settings;
+  for (const Degree& d : degrees()) settings.push_back({d.option, d.size(shape), {origin}});
+  return settings;
+}
+
+Config merged(const Settings& settings, const std::optional<GivenModel>& model) {
+  return closed({}, settings, model);
+}
+
+Config changed(const Config& config, const Settings& settings,
+               const std::optional<GivenModel>& model) {
+  return closed(config, settings, model);
+}
+
+Config load_config(const std::vector<std::string>& args, const Settings& defaults) {
+  Settings settings = defaults;
+  append(settings, read_arguments(args));
+  return merged(settings);
+}
+
+}  // namespace moesh::config

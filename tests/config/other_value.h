@@ -1,0 +1,56 @@
+#pragma once
+// For every option a legal value that is not its default, and what else must be set for that value
+// to make a difference.
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "moesh/config/options.h"
+
+namespace moesh::config {
+
+/// Files that options name. A test that only reads configurations need not have them.
+struct OtherFiles {
+  std::string text = "corpus.txt", jsonl = "corpus.jsonl", weights = "weights";
+};
+
+struct OtherValue {
+  std::string value;                 // as the command line has it
+  std::vector<std::string> needs{};  // further arguments, with and without the value
+};
+
+inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
+  const std::string bytes = "--model.vocab_size=257", tp = "--parallelism.tensor_parallel_degree=2",
+                    steps = "--training.steps=4", wsd = "--lr_scheduler.kind=wsd";
+  const std::map<std::string, OtherValue> chosen{
+      {"training.steps", {"4"}},
+      {"training.max_norm", {"0.001"}},
+      {"data.path", {files.text, {bytes}}},
+      {"data.kind", {"text", {bytes, "--data.path=" + files.jsonl}}},
+      {"data.shuffle", {"false", {bytes, "--data.path=" + files.text}}},
+      {"parallelism.expert_parallel_degree", {"2", {tp}}},
+      {"parallelism.expert_tensor_parallel_degree", {"2", {tp}}},
+      {"parallelism.sequence_parallel", {"false", {tp}}},
+      {"parallelism.fsdp_reshard_after_forward",
+       {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
+      {"parallelism.moe_dispatcher", {"all_gather", {"--mesh=tp=2,ep=2"}}},
+      {"activation_checkpoint.mode", {"full", {tp}}},
+      {"optimizer.eps", {"0.1"}},
+      {"optimizer.momentum", {"0.5", {"--optimizer.name=sgd"}}},
+      {"lr_scheduler.kind", {"linear", {steps}}},
+      {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
+      {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},
+      {"checkpoint.initial_load", {files.weights}}};
+  if (const auto found = chosen.find(o.name); found != chosen.end()) return found->second;
+  const Value initial = o.initial();
+  if (const auto* flag = std::get_if<bool>(&initial)) return {*flag ? "false" : "true"};
+  if (const auto* whole = std::get_if<std::int64_t>(&initial)) return {std::to_string(*whole + 1)};
+  if (const auto* real = std::get_if<double>(&initial))
+    return {formats::to_toml(*real == 0 ? 0.5 : *real / 2)};
+  if (o.name == "model.size") return {"debug"};
+  if (o.rule.choices.empty()) return {"other"};
+  return {o.rule.choices[std::get<std::string>(initial) == o.rule.choices[0] ? 1 : 0]};
+}
+
+}  // namespace moesh::config
