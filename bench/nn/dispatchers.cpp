@@ -79,7 +79,7 @@ int main(int argc, char** argv) try {
   const bool is_cuda = argc > 1 && std::strcmp(argv[1], "cuda") == 0;
   const at::Device device(is_cuda ? "cuda:0" : "cpu");
   const Shape shape = is_cuda ? Shape{16384, 2048, 1408, 64, 6} : Shape{1024, 256, 128, 32, 4};
-  std::printf("%s, %s, T %lld, D %lld, F %lld, E %lld, K %lld; all ranks share the device\n",
+  std::printf("%s, %s, T %lld, D %lld, F %lld, E %lld, K %lld; all ranks on one device\n",
               device.str().c_str(), is_cuda ? "bfloat16" : "float32",
               static_cast<long long>(shape.tokens), static_cast<long long>(shape.dim),
               static_cast<long long>(shape.ffn), static_cast<long long>(shape.experts),

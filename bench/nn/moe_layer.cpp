@@ -95,7 +95,7 @@ Results ours(const Problem& p) {
   const ExpertsWeights weights{p.w1_EFD, p.w3_EFD, p.w2_EDF};
   const auto out = experts_forward(config, weights,
                                    {.x = p.x_TD,
-                                    .counts_e = s.counts_e.cpu(),
+                                    .ends_e = s.ends_e,
                                     .scores_R = gather_rows(p.scores_TK.flatten(), s.order_R),
                                     .token_R = s.token_R,
                                     .inverse_TK = s.inverse_TK});
@@ -290,7 +290,8 @@ class Bench {
     const double ours = median(entries[0].seconds),
                  target = std::min(1.5 / best, 0.85 * dense / s.flops());
     std::printf(
-        "%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra memory of plain ops\n\n",
+        "%-28s dense %.1f GFLOP/s; moesh is at %.0f%% of the target speed, with %.2f of the extra "
+        "memory of plain ops\n\n",
         name, dense / 1e9, 100 / (ours * target),
         static_cast<double>(entries[0].extra) /
             static_cast<double>(std::max<std::int64_t>(1, least)));
@@ -336,7 +337,8 @@ Options parse(int argc, char** argv) {
     } else {
       MOESH_CHECK(
           false, ErrorKind::config, "unknown option ", key,
-          "; there are --device, --dtype, --repeat, --profile, --threads, --clock, --memory and --shape");
+          "; there are --device, --dtype, --repeat, --profile, --threads, --clock, --memory "
+          "and --shape");
     }
   }
   if (keep) kernels::keep_freed_memory();

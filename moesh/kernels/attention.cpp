@@ -1,8 +1,7 @@
 #include "moesh/kernels/attention.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/meta/meta.h"
+#include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
 namespace {
@@ -23,7 +22,7 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
                   has_attention(q.device()),
               ErrorKind::internal, "attention: q, k and v are ", q.scalar_type(), ", ",
               k.scalar_type(), ", ", v.scalar_type(), " on ", q.device(),
-              "; the kernel takes one dtype, on the CPU");
+              "; they must be of one dtype, on a device that has a kernel");
   MOESH_CHECK(config.start >= 0 && config.start + q.size(1) <= k.size(1), ErrorKind::internal,
               "attention: queries at ", config.start, " to ", config.start + q.size(1), " and ",
               k.size(1), " keys; every query has its own key");
@@ -41,14 +40,11 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
 
 }  // namespace
 
-bool has_attention(at::Device device) {
-  return (device.is_meta() ? meta::modelled_device() : device.type()) == at::kCPU;
-}
+bool has_attention(at::Device device) { return kernels_for(device).attention_forward != nullptr; }
 
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input) {
   check(config, input);
-  if (input.q_BLhd.is_meta()) return meta::attention_forward(input);
-  return cpu::attention_forward(config, input);
+  return kernels_for(input.q_BLhd.device()).attention_forward(config, input);
 }
 
 AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
@@ -61,8 +57,7 @@ AttentionGradients attention_backward(const AttentionConfig& config, const Atten
               ErrorKind::internal, "attention: dy is ", dy_BLhv.sizes(), " of ",
               dy_BLhv.scalar_type(), ", for queries ", input.q_BLhd.sizes(), " of ",
               input.q_BLhd.scalar_type());
-  if (input.q_BLhd.is_meta()) return meta::attention_backward(input);
-  return cpu::attention_backward(config, input, lse_BhL, dy_BLhv);
+  return kernels_for(input.q_BLhd.device()).attention_backward(config, input, lse_BhL, dy_BLhv);
 }
 
 }  // namespace moesh::kernels

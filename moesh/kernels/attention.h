@@ -1,7 +1,7 @@
 #pragma once
-// Causal softmax attention on the CPU, forward and backward, by hand: nothing of size [L, S] is
-// kept. B batch, L queries, S keys, h query heads, g key heads (h is a multiple of g), d width of
-// queries and keys, v width of values
+// Causal softmax attention, forward and backward, by hand: nothing of size [L, S] is kept. B batch,
+// L queries, S keys, h query heads, g key heads (h is a multiple of g), d width of queries and
+// keys, v width of values
 
 #include <ATen/core/Tensor.h>
 

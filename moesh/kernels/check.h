@@ -1,7 +1,9 @@
 #pragma once
-// Checks that several kernels share.
+// Checks for more than one kernel.
 
 #include <ATen/core/Tensor.h>
+
+#include <vector>
 
 #include "moesh/base/error.h"
 
@@ -24,6 +26,21 @@ inline void check_same_device(const char* name, const at::Tensor& t, const char*
                               const at::Tensor& other) {
   MOESH_CHECK(t.device() == other.device(), ErrorKind::data, name, " is on ", t.device(), " and ",
               other_name, " on ", other.device(), "; move one of them");
+}
+
+/// [e + 1] first row of each expert and the end of the last, from ends_e on the host. Every access
+/// to rows rests on it, so it is checked here, where the values can be read without a wait.
+inline std::vector<std::int64_t> first_rows(const at::Tensor& ends_e, std::int64_t num_rows) {
+  const auto* ends = ends_e.const_data_ptr<std::int32_t>();
+  std::vector<std::int64_t> first(1, 0);
+  for (std::int64_t e = 0; e < ends_e.numel(); ++e) {
+    MOESH_CHECK(ends[e] >= first.back(), ErrorKind::data, "ends_e[", e, "] is ", ends[e], " after ",
+                first.back(), "; the rows of experts follow one another");
+    first.push_back(ends[e]);
+  }
+  MOESH_CHECK(first.back() == num_rows, ErrorKind::data, "ends_e ends at ", first.back(),
+              ", but there are ", num_rows, " rows");
+  return first;
 }
 
 inline bool is_kernel_dtype(at::ScalarType dtype) {

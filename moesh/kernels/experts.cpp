@@ -1,12 +1,9 @@
-// Checks the arguments and takes the version for their device.
 #include "moesh/kernels/experts.h"
 
 #include <ATen/core/grad_mode.h>
 
-#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
-#include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/meta/meta.h"
+#include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
 namespace {
@@ -40,17 +37,17 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
   const std::int64_t e = w.w1_eFD.size(0), D = w.w1_eFD.size(2);
   MOESH_CHECK(in.x.dim() == 2 && in.x.size(1) == D, ErrorKind::data, "x is ", describe(in.x),
               "; the experts take [rows, ", D, "]");
-  check_tensor("counts_e", in.counts_e, at::kLong, 1);
-  MOESH_CHECK(in.counts_e.is_cpu() && in.counts_e.size(0) == e, ErrorKind::data, "counts_e is ",
-              describe(in.counts_e), "; it holds the rows of each of the ", e,
-              " experts, on the host");
+  check_tensor("ends_e", in.ends_e, at::kInt, 1);
+  if (!in.x.is_meta()) check_same_device("ends_e", in.ends_e, "x", in.x);
+  MOESH_CHECK(in.ends_e.size(0) == e, ErrorKind::data, "ends_e is ", describe(in.ends_e),
+              "; it holds where the rows of each of the ", e, " experts end");
   MOESH_CHECK(in.token_R.defined() == in.inverse_TK.defined(), ErrorKind::data, "token_R is ",
               describe(in.token_R), " and inverse_TK ", describe(in.inverse_TK),
               "; pass both (rows are indices into tokens) or none (x holds the rows)");
   std::int64_t num_rows = in.x.size(0);
   if (in.token_R.defined()) {
-    check_tensor("token_R", in.token_R, at::kLong, 1);
-    check_tensor("inverse_TK", in.inverse_TK, at::kLong, 2);
+    check_tensor("token_R", in.token_R, at::kInt, 1);
+    check_tensor("inverse_TK", in.inverse_TK, at::kInt, 2);
     check_same_device("token_R", in.token_R, "x", in.x);
     check_same_device("inverse_TK", in.inverse_TK, "x", in.x);
     MOESH_CHECK(
@@ -60,15 +57,6 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
         " and a place for each row");
     num_rows = in.token_R.size(0);
   }
-  const at::Tensor counts = in.counts_e.contiguous();
-  const auto* count = counts.const_data_ptr<std::int64_t>();
-  std::int64_t total = 0;
-  for (std::int64_t i = 0; i < e; ++i) {
-    MOESH_CHECK(count[i] >= 0, ErrorKind::data, "counts_e[", i, "] is ", count[i]);
-    total += count[i];
-  }
-  MOESH_CHECK(total == num_rows, ErrorKind::data, "counts_e add up to ", total, ", but there are ",
-              num_rows, " rows");
   const auto score_dtype = in.x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   MOESH_CHECK(in.scores_R.defined() == (config.scores != ScoreSide::none), ErrorKind::data,
               "scores_R is ", describe(in.scores_R),
@@ -80,7 +68,13 @@ ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const
                 describe(in.scores_R), "; there are ", num_rows, " rows");
   }
   const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  return {in.x.contiguous(), counts, plain(in.scores_R), plain(in.token_R), plain(in.inverse_TK)};
+  return {in.x.contiguous(), in.ends_e.contiguous(), plain(in.scores_R), plain(in.token_R),
+          plain(in.inverse_TK)};
+}
+
+std::uint32_t version(const at::Tensor& t) {
+  // Tensors of an inference mode have none, and no backward.
+  return t.is_inference() ? 0 : t.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
 void check_x(const at::Tensor& x) {
@@ -95,29 +89,32 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
   const at::NoGradGuard no_grad;
   check_x(input.x);
   const auto w = checked(weights, input.x);
-  const auto in = checked(config, w, input);
-  if (input.x.is_meta()) return meta::experts_forward(config, w, in);
-  return input.x.is_cpu() ? cpu::experts_forward(config, w, in)
-                          : aten::experts_forward(config, w, in);
+  ExpertsOutput out = kernels_for(config, w).experts_forward(config, w, checked(config, w, input));
+  out.saved.version = version(out.saved.gate_RF);
+  return out;
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsSaved& saved, const at::Tensor& dy) {
+                                  ExpertsSaved saved, const at::Tensor& dy) {
   const at::NoGradGuard no_grad;
-  const at::Tensor& x = saved.input.x;
+  const at::Tensor x = saved.input.x;
   check_x(x);
   const auto w = checked(weights, x);
-  const auto in = checked(config, w, saved.input);
-  const std::int64_t num_rows = in.token_R.defined() ? in.token_R.size(0) : x.size(0);
+  saved.input = checked(config, w, saved.input);
+  const at::Tensor& token_R = saved.input.token_R;
+  const std::int64_t num_rows = token_R.defined() ? token_R.size(0) : x.size(0);
   MOESH_CHECK(dy.defined() && dy.sizes() == x.sizes() && dy.scalar_type() == x.scalar_type() &&
                   dy.device() == x.device(),
               ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
   check_weight("gate_RF", saved.gate_RF, x, {num_rows, w.w1_eFD.size(1)});
   check_weight("up_RF", saved.up_RF, x, {num_rows, w.w1_eFD.size(1)});
-  const ExpertsSaved kept{in, saved.gate_RF.contiguous(), saved.up_RF.contiguous()};
-  if (x.is_meta()) return meta::experts_backward(config, w, kept, dy.contiguous());
-  return x.is_cpu() ? cpu::experts_backward(config, w, kept, dy.contiguous())
-                    : aten::experts_backward(config, w, kept, dy.contiguous());
+  MOESH_CHECK(version(saved.gate_RF) == saved.version, ErrorKind::internal,
+              "a second backward of the experts: the first one consumed what forward had saved");
+  for (at::Tensor* t : {&saved.gate_RF, &saved.up_RF}) {
+    t->unsafeGetTensorImpl()->bump_version();  // also where this kernel does not write over it
+    *t = t->contiguous();
+  }
+  return kernels_for(config, w).experts_backward(config, w, std::move(saved), dy.contiguous());
 }
 
 }  // namespace moesh::kernels

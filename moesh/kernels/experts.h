@@ -23,9 +23,9 @@ struct ExpertsConfig {
 
 /// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a
 /// checkpoint interleaves them (GPT-OSS: gate = gate_up[:, 0::2], up = gate_up[:, 1::2]): both
-/// halves are then plain contiguous GEMM operands, and F can be cut over ranks. Biases are
-/// optional: an undefined tensor is no bias. Where F is cut over ranks, y is a partial sum, and b2
-/// belongs to one rank only.
+/// halves are then plain contiguous GEMM operands, and ranks can split F. Biases are optional: an
+/// undefined tensor means none. Where ranks split F, y is a partial sum, and b2 belongs to one rank
+/// only.
 struct ExpertsWeights {
   at::Tensor w1_eFD;  // gate
   at::Tensor w3_eFD;  // up
@@ -38,13 +38,14 @@ struct ExpertsWeights {
 /// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined;
 /// or x is x_TD, row r is x[token_R[r]], and the output of token t is the sum of rows
 /// inverse_TK[t][k] (-1: none): see sort_by_expert. The second form with K = 1 also undoes a
-/// permutation, such as that of rank_major_to_expert_major.
+/// permutation, such as that of rank_major_to_expert_major. All on one device, so that nothing need
+/// wait for an accelerator (on meta ends_e is on the host, where it can have values).
 struct ExpertsInput {
   at::Tensor x;           // [R, D] or [T, D], dtype of the weights
-  at::Tensor counts_e;    // int64, on the host
+  at::Tensor ends_e;      // int32: the rows of expert i end before row ends_e[i], the last at R
   at::Tensor scores_R;    // float32 (float64 with float64 weights); undefined with ScoreSide::none
-  at::Tensor token_R;     // int64
-  at::Tensor inverse_TK;  // int64
+  at::Tensor token_R;     // int32
+  at::Tensor inverse_TK;  // int32
 };
 
 /// All that backward needs besides the weights: what came in, and the pre-activations (w1 x and w3
@@ -53,6 +54,7 @@ struct ExpertsSaved {
   ExpertsInput input;
   at::Tensor gate_RF;
   at::Tensor up_RF;
+  std::uint32_t version = 0;  // of gate_RF when forward returned: backward changes it
 };
 
 struct ExpertsOutput {
@@ -73,8 +75,10 @@ struct ExpertsGradients {
                            // where there are none
 };
 
-/// dy has the shape of y.
+/// dy has the shape of y. Consumes the pre-activations: kernels may write over them. A second
+/// backward of the same forward is an Error(internal) on every device, and autograd refuses it too,
+/// as it sees that they have changed.
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsSaved& saved, const at::Tensor& dy);
+                                  ExpertsSaved saved, const at::Tensor& dy);
 
 }  // namespace moesh::kernels

@@ -16,12 +16,15 @@ struct Sorted {
   at::Tensor order_R;     // position in expert-major order -> flat index t*K + k
   at::Tensor token_R;     // position -> token t
   at::Tensor inverse_TK;  // [t, k] -> position, -1 if that expert is outside of the range
-  at::Tensor counts_e;    // rows of each expert of the range
+  at::Tensor ends_e;      // the rows of each expert of the range end before this position
 };
 
 /// Sorts the choices experts_TK (int64) by expert; equal experts keep the order of their flat
 /// index. Only experts of the range take part: with {0, E} R is T*K and inverse_TK undoes order_R.
-/// All results are int64 on the device of the input.
+/// All results are int32 on the device of the input (on meta ends_e is on the host, where it can
+/// have values). An accelerator is not waited for, unless the range is a part of the experts: then
+/// R is known to it alone. A choice that is not an expert is an Error(data) on the CPU; an
+/// accelerator stops with an assertion.
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range);
 inline Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts) {
   return sort_by_expert(experts_TK, num_experts, {0, num_experts});
@@ -31,11 +34,15 @@ struct Reordered {
   at::Tensor index_R;    // expert-major position -> rank-major row: expert_major =
                          // gather_rows(rank_major, index_R)
   at::Tensor inverse_R;  // rank-major row -> expert-major position
-  at::Tensor totals_e;   // rows of each expert, on the host
+  at::Tensor ends_e;     // the rows of each expert end before this expert-major position
 };
 
 /// Rows arrive ordered by rank, then expert; counts_re[r][e] of them (int64, on the host) from rank
-/// r for expert e. Gives the order by expert, then rank. Indices are made on `device`.
+/// r for expert e. Gives the order by expert, then rank: int32 on `device` (for meta ends_e is on
+/// the host).
 Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device device = at::kCPU);
+
+/// The number of rows of each expert, int64 on the device of ends_e.
+at::Tensor counts_of(const at::Tensor& ends_e);
 
 }  // namespace moesh::kernels

@@ -2,10 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/check.h"
-#include "moesh/kernels/cpu/cpu.h"
-#include "moesh/kernels/meta/meta.h"
+#include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
 
@@ -17,9 +15,7 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   MOESH_CHECK(k >= 1 && k <= scores_TE.size(1), ErrorKind::config, "top-k takes ", k, " of ",
               scores_TE.size(1), " experts; choose 1 to ", scores_TE.size(1));
   const at::NoGradGuard no_grad;
-  const at::Tensor scores = scores_TE.contiguous();
-  if (scores.is_meta()) return meta::top_k(scores, k);
-  return scores.is_cpu() ? cpu::top_k(scores, k) : aten::top_k(scores, k);
+  return kernels_for(scores_TE.device()).top_k(scores_TE.contiguous(), k);
 }
 
 }  // namespace moesh::kernels

@@ -7,6 +7,7 @@
 #include <numbers>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
 namespace {
@@ -80,8 +81,7 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
 
 RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length,
                      at::ScalarType dtype, at::Device device) {
-  const auto options =
-      at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  const auto options = at::TensorOptions(device).dtype(wide_dtype(dtype));
   if (device.is_meta())
     return {at::empty({length, c.dim / 2}, options),
             at::empty({length, c.dim / 2}, options)};  // shapes alone

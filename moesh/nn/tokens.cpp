@@ -14,14 +14,15 @@ Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool
 
 SequenceShard Tokens::shard(int rank) const {
   if (sequence_parallel_)
-    return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));
+    return SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes),
+                         mesh_.coordinate(rank, kSequenceAxes));
   return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp),
                        /*width=*/mesh_.size(tp));
 }
 
 std::int64_t Tokens::length() const { return shard(rank_).length(); }
 
-// Without sequence parallelism the tokens of the cp block are cut flat over tp.
+// Without sequence parallelism the tokens of the cp span are cut flat over tp.
 std::int64_t Tokens::flat_start(int rank) const {
   return sequence_parallel_
              ? 0
@@ -54,7 +55,7 @@ Along Tokens::over_tp() const {
   Along along{.dim = 1};
   for (int t = 0; t < num_tp; ++t)
     along.sizes.push_back(
-        SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
+        SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes), first + t).length());
   return along;
 }
 

@@ -7,7 +7,8 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/all_reduce.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
 namespace moesh::optim {
@@ -45,8 +46,8 @@ Norm grad_norm(const ParamList& params) {
       sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all shall see
     mine = mine.defined() ? mine.add_(sum) : sum;
   }
-  const auto stage = all_reduce < dp | cp | tp, I > (assume<Dense{P, P, P}>(mine));
-  return assume<Dense{I, I, I}>(mesh.group(pp)->all_reduce(local(stage)).sqrt());
+  const auto stage = all_reduce<kTokenAxes, I>(assume<Dense{P, P, P}>(mine));
+  return sqrt(sum_over_stages(stage));
 }
 
 bool all_finite(const Norm& norm) { return std::isfinite(number(norm)); }

@@ -64,6 +64,14 @@ std::vector<Part> weight_parts(models::Model& model, int rank) {
   return parts;
 }
 
+// A tensor of the optimizer's state to this rank: cut like its parameter, or whole on each rank
+// that has the parameter, the first of which writes it.
+Part state_part(const optim::Optimizer::State& s) {
+  if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
+  const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
+  return checkpoint::replicated_part(s.name, s.value, current_mesh().coordinate(all));
+}
+
 formats::DiskTensor as_it_is(const Part& part) {
   auto tensor = formats::whole_tensor(part.name, part.name, part.shape);
   tensor.dtype = checkpoint::disk_dtype(part.value.scalar_type());
@@ -155,8 +163,7 @@ checkpoint::TensorSet Checkpointer::weights() {
 // not with all bits.
 checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) {
   checkpoint::TensorSet set{.prefix = kStatePrefix};
-  for (const auto& s : optimizer_.state())
-    set.parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state()) set.parts.push_back(state_part(s));
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
@@ -304,8 +311,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;
-  for (const auto& s : optimizer_.state())
-    parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state()) parts.push_back(state_part(s));
   for (Part part : weight_parts(model_, world_.rank())) {
     part.name = master_name(part.name);
     if (source.tensors().contains(part.name)) parts.push_back(part);

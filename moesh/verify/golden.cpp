@@ -127,7 +127,8 @@ VerifyReport verify_golden(const Golden& golden) {
       return t.narrow(0, mesh.coordinate(dp) * batch, batch);
     };
     StepOptions options = step_options(config);
-    options.forward.capture = true;
+    VerifyProbe probe;
+    options.forward.probe = &probe;
     const Gradients g =
         accumulate_gradients(*model,
                              {{.input_ids_BL = of_dp(golden.input_ids_BL).to(device(config)),
@@ -138,12 +139,12 @@ VerifyReport verify_golden(const Golden& golden) {
                             options.forward.sequence_parallel);
     const Pieces words{vocab, mesh.size(tp)};
     compare({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
-    compare({"logits", g.last.logits_BLV.cpu(),
+    compare({"logits", probe.logits_BLV.cpu(),
              [&](const at::Tensor& t) {
-               return tokens.my_block(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
-                                                       words.length(mesh.coordinate(tp)));
+               return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
+                                                      words.length(mesh.coordinate(tp)));
              },
-             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.block_start()}});
+             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
     model->each_param([&](Stored& w, bool) {
       compare({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});

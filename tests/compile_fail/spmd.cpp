@@ -21,6 +21,11 @@ using Weight = Param<Dense{I, I, F}>;      // a linear layer cut over tp
 using NormWeight = Param<Dense{I, I, I}>;  // the same on every rank
 using Splits = std::vector<std::int64_t>;
 
+// Functions of rows, on plain tensors.
+at::Tensor plus_epsilon(const at::Tensor& x);
+at::Tensor softmax(const at::Tensor& x);
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& factor);
+
 // Parameters enter work.
 
 #if defined(FAIL_parameter_not_entered)
@@ -93,7 +98,7 @@ auto shared_plus_routed(const Sum& shared, const Shards& routed) {
 auto balance_loss(const Pending& counts, const Pending& scores) { return counts * scores; }
 #else
 auto balance_loss(const Pending& counts, const Pending& scores) {
-  return all_reduce < dp | cp | tp > (counts)*scores;
+  return all_reduce<kTokenAxes>(counts) * scores;
 }
 #endif
 
@@ -113,16 +118,16 @@ auto activate(const Columns& x, const Weight& w) { return silu(all_reduce<tp>(li
 
 #if defined(FAIL_partial_plus_scalar)
 // expect: a nonlinear function of a partial sum (P)
-auto shift(const Sum& x) { return add_scalar(x, 1e-6); }
+auto shift(const Sum& x) { return map_rows(plus_epsilon, x); }
 #else
-auto shift(const Sum& x) { return add_scalar(all_reduce<tp>(x), 1e-6); }
+auto shift(const Sum& x) { return map_rows(plus_epsilon, all_reduce<tp>(x)); }
 #endif
 
 #if defined(FAIL_softmax_of_partial)
 // expect: all_reduce<axis> or reduce_scatter<axis> first
-auto probabilities(const Sum& logits) { return softmax(logits); }
+auto probabilities(const Sum& logits) { return map_rows(softmax, logits); }
 #else
-auto probabilities(const Sum& logits) { return softmax(all_reduce<tp>(logits)); }
+auto probabilities(const Sum& logits) { return map_rows(softmax, all_reduce<tp>(logits)); }
 #endif
 
 #if defined(FAIL_all_gather_of_partial)
@@ -226,9 +231,11 @@ auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) {
 
 #if defined(FAIL_softmax_over_sharded_vocabulary)
 // expect: this rank holds a slice (F): all_gather<axis>(x) first
-auto vocabulary(const Columns& logits) { return softmax(logits); }
+auto vocabulary(const Columns& logits) { return map_rows(softmax, logits); }
 #else
-auto vocabulary(const Columns& logits) { return softmax(all_gather<tp>(logits, {.dim = 1})); }
+auto vocabulary(const Columns& logits) {
+  return map_rows(softmax, all_gather<tp>(logits, {.dim = 1}));
+}
 #endif
 
 #if defined(FAIL_norm_over_sharded_features)
@@ -237,6 +244,36 @@ auto norm(const Columns& x, const NormWeight& w) { return rms_norm(x, use(w), 1e
 #else
 auto norm(const Columns& x, const NormWeight& w) {
   return rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
+}
+#endif
+
+#if defined(FAIL_row_function_of_rows_and_experts)
+// expect: different things vary over the ranks
+auto weigh(const Tensor<Sparse{T, E, R}>& rows, const Rows& scores) {
+  return map_heads(multiply, rows, scores);
+}
+#else
+auto weigh(const ExpertRows& rows, const ExpertRows& scores) {
+  return map_heads(multiply, rows, scores);
+}
+#endif
+
+#if defined(FAIL_recompute_changes_the_layout)
+// expect: Dense{Place::T, Place::T, Place::P}
+Shards again(const Shards& x, const Weight& w1, const Weight& w2) {
+  return std::get<0>(recompute(
+      [&](const Shards& in, bool) {
+        return std::tuple(linear(linear(all_gather<tp>(in, {.dim = 0}), use(w1)), use(w2)));
+      },
+      x));
+}
+#else
+Sum again(const Shards& x, const Weight& w1, const Weight& w2) {
+  return std::get<0>(recompute(
+      [&](const Shards& in, bool) {
+        return std::tuple(linear(linear(all_gather<tp>(in, {.dim = 0}), use(w1)), use(w2)));
+      },
+      x));
 }
 #endif
 
@@ -274,18 +311,22 @@ auto to_dense(const Tensor<Sparse{T, E, P}>& rows, const Splits& send, const Spl
 
 #if defined(FAIL_different_letters_at_once)
 // expect: move one axis at a time
-auto gather_all(const Tensor<Dense{T, R, F}>& x) { return all_gather < cp | tp > (x, {.dim = 0}); }
+auto gather_all(const Tensor<Dense{T, R, F}>& x) {
+  return all_gather<kSequenceAxes>(x, {.dim = 0});
+}
 #else
-auto gather_all(const Tensor<Dense{T, T, T}>& x) { return all_gather < cp | tp > (x, {.dim = 0}); }
+auto gather_all(const Tensor<Dense{T, T, T}>& x) {
+  return all_gather<kSequenceAxes>(x, {.dim = 0});
+}
 #endif
 
 // Losses, norms and logs.
 
 #if defined(FAIL_backward_of_replicated_loss)
 // expect: keep the sum P, or all_reduce<axis, I>
-void train(const Pending& loss) { backward(all_reduce < dp | cp | tp > (loss)); }
+void train(const Pending& loss) { backward(all_reduce<kTokenAxes>(loss)); }
 #else
-void train(const Pending& loss) { backward(all_reduce < dp | cp | tp, I > (loss)); }
+void train(const Pending& loss) { backward(all_reduce<kTokenAxes, I>(loss)); }
 #endif
 
 #if defined(FAIL_backward_of_token_losses)
@@ -297,9 +338,9 @@ void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses, 
 
 #if defined(FAIL_partial_loss_logged)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
-void report(const Pending& loss) { log_number("loss", loss); }
+double report(const Pending& loss) { return number(loss); }
 #else
-void report(const Pending& loss) { log_number("loss", all_reduce < dp | cp | tp > (loss)); }
+double report(const Pending& loss) { return number(all_reduce<kTokenAxes>(loss)); }
 #endif
 
 #if defined(FAIL_partial_count_as_whole)
@@ -309,29 +350,29 @@ double load_of_first(const Shards& map) {
 }
 #else
 double load_of_first(const Shards& map) {
-  return number(select(all_reduce < dp | cp | tp > (sum<Over::tokens>(map, {0})), 0, 0));
+  return number(select(all_reduce<kTokenAxes>(sum<Over::tokens>(map, {0})), 0, 0));
 }
 #endif
 
 #if defined(FAIL_bias_counts_without_tp)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
 at::Tensor counts_for_the_bias(const Pending& counts) {
-  return whole(all_reduce < dp | cp > (counts));
+  return whole(all_reduce<cp>(all_reduce<dp>(counts)));
 }
 #else
 at::Tensor counts_for_the_bias(const Pending& counts) {
-  return whole(all_reduce < dp | cp | tp > (counts));
+  return whole(all_reduce<kTokenAxes>(counts));
 }
 #endif
 
 #if defined(FAIL_bias_counts_without_cp)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
 at::Tensor counts_of_a_long_sequence(const Pending& counts) {
-  return whole(all_reduce < dp | tp > (counts));
+  return whole(all_reduce<tp>(all_reduce<dp>(counts)));
 }
 #else
 at::Tensor counts_of_a_long_sequence(const Pending& counts) {
-  return whole(all_reduce < dp | cp | tp > (counts));
+  return whole(all_reduce<kTokenAxes>(counts));
 }
 #endif
 
@@ -342,7 +383,7 @@ double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& nor
 }
 #else
 double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) {
-  return clip(gradients, all_reduce < dp | cp | tp > (norm), 1.0);
+  return clip(gradients, all_reduce<kTokenAxes>(norm), 1.0);
 }
 #endif
 

@@ -1,5 +1,4 @@
-// Mistakes with token positions: only SequenceShard and FlatSplit turn a local one into a global
-// one.
+// Mistakes with token positions: only SequenceShard turns a local one into a global one.
 #include "moesh/types/token.h"
 
 namespace moesh {
@@ -20,8 +19,8 @@ std::int64_t lookup_by_number(std::int64_t i, std::int64_t rank, std::int64_t nu
   return expert_of(i + rank * num_local);
 }
 #else
-std::int64_t lookup_by_number(const FlatSplit& split, std::int64_t i) {
-  return expert_of(split.global({i}));
+std::int64_t lookup_by_number(const SequenceShard& shard, std::int64_t i) {
+  return expert_of(shard.global({i}));
 }
 #endif
 

@@ -1,7 +1,10 @@
 #include "moesh/config/config.h"
 
+#include <set>
+
 #include "moesh/config/options.h"
 #include "moesh/models/registry.h"
+#include "moesh/optim/registry.h"
 #include "tests/config/other_value.h"
 #include "tests/support.h"
 
@@ -307,6 +310,22 @@ TEST(Config, HelpNamesEveryOption) {
     EXPECT_LE(end - begin, 100u) << help.substr(begin, end - begin);
     begin = end + 1;
   }
+}
+
+// Every key of a rule is a number in [optimizer], and every other number there is read by a rule.
+TEST(Config, OptimizerHasTheKeysOfTheRules) {
+  std::set<std::string> keys{"name", "lr"};
+  for (const auto& kind : optim::rule_kinds())
+    for (const auto& key : kind.keys) {
+      keys.insert(key);
+      const Option* o = find_option("optimizer." + key);
+      ASSERT_NE(o, nullptr) << kind.name << " reads " << key;
+      EXPECT_TRUE(std::holds_alternative<double>(o->initial())) << key;
+    }
+  for (const Option& o : options())
+    if (o.section() == "optimizer") EXPECT_TRUE(keys.contains(o.key())) << o.name;
+  EXPECT_EQ(find_option("optimizer.name")->rule.choices, optim::rule_names());
+  EXPECT_EQ(find_option("data.kind")->rule.choices, data::dataset_choices());
 }
 
 TEST(Config, ConvertsToTheTermsOfOtherFolders) {

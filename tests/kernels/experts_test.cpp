@@ -6,10 +6,10 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/ref/moe.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/sort.h"
+#include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {
@@ -83,14 +83,14 @@ struct Result {
 };
 
 using Forward = ExpertsOutput (*)(const ExpertsConfig&, const ExpertsWeights&, const ExpertsInput&);
-using Backward = ExpertsGradients (*)(const ExpertsConfig&, const ExpertsWeights&,
-                                      const ExpertsSaved&, const at::Tensor&);
+using Backward = ExpertsGradients (*)(const ExpertsConfig&, const ExpertsWeights&, ExpertsSaved,
+                                      const at::Tensor&);
 
 Result run(const Problem& p, const Values& values, Forward forward = experts_forward,
            Backward backward = experts_backward) {
   const Case& c = p.c;
   const Sorted s = sort_by_expert(p.experts_TK, c.E);
-  ExpertsInput in{.x = values[0], .counts_e = s.counts_e.cpu()};
+  ExpertsInput in{.x = values[0], .ends_e = s.ends_e};
   if (values[1].defined()) in.scores_R = gather_rows(values[1].flatten(), s.order_R);
   if (c.indexed)
     in.token_R = s.token_R, in.inverse_TK = s.inverse_TK;
@@ -162,8 +162,8 @@ void check(const Case& c, at::ScalarType dtype) {
   const Result want = reference(p);
   const Poison poison;
   expect_same(run(p, p.values), want, tolerance(dtype), "");
-  expect_same(run(p, p.values, aten::experts_forward, aten::experts_backward), want,
-              tolerance(dtype), "libtorch");
+  expect_same(run(p, p.values, aten_kernels().experts_forward, aten_kernels().experts_backward),
+              want, tolerance(dtype), "libtorch");
 }
 
 const at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16};
@@ -200,8 +200,11 @@ TEST(Experts, EveryRemainder) {
 TEST(Experts, UnevenLoads) {
   for (auto dtype : kDtypes) {
     for (bool indexed : {false, true}) {
-      for (auto load : {Load::one, Load::even})
+      for (auto load : {Load::one, Load::even}) {
         check({9, 6, 5, 8, 2, with(ScoreSide::after), true, indexed, load}, dtype);
+        // Sizes that LibTorch's grouped GEMM takes.
+        check({9, 8, 16, 8, 2, with(ScoreSide::before), true, indexed, load}, dtype);
+      }
       check({0, 6, 5, 3, 2, with(ScoreSide::after), true, indexed}, dtype);
       check({1, 6, 5, 3, 1, with(ScoreSide::after), true, indexed}, dtype);
       check({6, 6, 5, 3, 3, with(ScoreSide::after), true, indexed}, dtype);  // K = E
@@ -254,8 +257,8 @@ TEST(Experts, SizesBeyondOneBlock) {
       const Result want = plain_ops(p);
       const Poison poison;
       expect_same(run(p, p.values), want, tolerance(dtype), "");
-      expect_same(run(p, p.values, aten::experts_forward, aten::experts_backward), want,
-                  tolerance(dtype), "libtorch");
+      expect_same(run(p, p.values, aten_kernels().experts_forward, aten_kernels().experts_backward),
+                  want, tolerance(dtype), "libtorch");
     }
   }
 }
@@ -327,8 +330,8 @@ TEST(Experts, RangesAddUpToTheWhole) {
         *t = t->narrow(0, range.first, range.count);
       const auto out =
           experts_forward(p.c.config, w,
-                          {p.values[0], s.counts_e.cpu(),
-                           gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK});
+                          {p.values[0], s.ends_e, gather_rows(p.values[1].flatten(), s.order_R),
+                           s.token_R, s.inverse_TK});
       const auto g = experts_backward(p.c.config, w, out.saved, p.dy_TD);
       const at::Tensor part = gather_rows(g.scores_R, s.inverse_TK.flatten()).view_as(p.values[1]);
       y = y.defined() ? y + out.y : out.y;
@@ -350,17 +353,17 @@ TEST(Experts, PermutedRowsComeBackInTheirPlace) {
   const at::Tensor scores_R = normal({12}, "row scores", at::kFloat);
   const auto fused = experts_forward(
       p.c.config, w,
-      {p.values[0], order.totals_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
+      {p.values[0], order.ends_e, scores_R, order.index_R, order.inverse_R.unsqueeze(1)});
   const auto plain = experts_forward(
-      p.c.config, w, {gather_rows(p.values[0], order.index_R), order.totals_e, scores_R});
+      p.c.config, w, {gather_rows(p.values[0], order.index_R), order.ends_e, scores_R});
   expect_close(fused.y, gather_rows(plain.y, order.inverse_R), 1e-6, "y");
 }
 
 TEST(Experts, SavedStateIsTheInputAndThePreActivations) {
   const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after), true}, at::kBFloat16);
   const Sorted s = sort_by_expert(p.experts_TK, 3);
-  const ExpertsInput in{p.values[0], s.counts_e.cpu(),
-                        gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
+  const ExpertsInput in{p.values[0], s.ends_e, gather_rows(p.values[1].flatten(), s.order_R),
+                        s.token_R, s.inverse_TK};
   const auto saved = experts_forward(p.c.config, Problem::weights(p.values), in).saved;
   EXPECT_EQ(saved.input.x.data_ptr(), in.x.data_ptr());
   EXPECT_EQ(saved.input.scores_R.data_ptr(), in.scores_R.data_ptr());
@@ -415,8 +418,8 @@ TEST(Experts, PoisonIsOn) {
 TEST(Experts, WrongArgumentsAreNamed) {
   const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after), true}, at::kFloat);
   const Sorted s = sort_by_expert(p.experts_TK, 3);
-  const ExpertsInput good{p.values[0], s.counts_e.cpu(),
-                          gather_rows(p.values[1].flatten(), s.order_R), s.token_R, s.inverse_TK};
+  const ExpertsInput good{p.values[0], s.ends_e, gather_rows(p.values[1].flatten(), s.order_R),
+                          s.token_R, s.inverse_TK};
   const ExpertsWeights weights = Problem::weights(p.values);
   const auto message = [&](const ExpertsConfig& config, const ExpertsWeights& w,
                            const ExpertsInput& in) -> std::string {
@@ -433,13 +436,15 @@ TEST(Experts, WrongArgumentsAreNamed) {
   };
   EXPECT_EQ(message(p.c.config, weights, good), "nothing was thrown");
   ExpertsInput in = good;
-  in.counts_e = good.counts_e + 1;
-  expect_named(message(p.c.config, weights, in), "counts_e add up to 19, but there are 16 rows");
+  in.ends_e = good.ends_e.to(at::kLong);
+  expect_named(message(p.c.config, weights, in), "ends_e is Long [3]");
+  in.ends_e = good.ends_e.narrow(0, 0, 2);
+  expect_named(message(p.c.config, weights, in), "ends_e is Int [2]");
   in = good, in.scores_R = at::Tensor();
   expect_named(message(p.c.config, weights, in), "scores_R is undefined");
   expect_named(message(with(ScoreSide::none), weights, good), "scores_R is Float [16]");
   in = good, in.inverse_TK = at::Tensor();
-  expect_named(message(p.c.config, weights, in), "token_R is Long [16]");
+  expect_named(message(p.c.config, weights, in), "token_R is Int [16]");
   in = good, in.x = good.x.to(at::kDouble);
   expect_named(message(p.c.config, weights, in), "w1_eFD is Float [3, 4, 6]");
   in = good, in.x = good.x.to(at::kHalf);
@@ -454,16 +459,55 @@ TEST(Experts, WrongArgumentsAreNamed) {
   EXPECT_THROW(experts_backward(p.c.config, weights, saved, p.dy_TD.narrow(0, 0, 3)), Error);
 }
 
+TEST(Experts, WrongEndsAreRefusedOnTheCpu) {  // a device is not asked: the host would wait
+  const at::Tensor w = at::zeros({2, 2, 2});
+  const auto message = [&](std::vector<std::int64_t> ends) -> std::string {
+    try {
+      experts_forward({.scores = ScoreSide::none}, {w, w, w},
+                      {at::zeros({3, 2}), at::tensor(ends, at::kInt)});
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "nothing was thrown";
+  };
+  EXPECT_EQ(message({1, 3}), "nothing was thrown");
+  EXPECT_EQ(message({1, 2}), "ends_e ends at 2, but there are 3 rows");
+  EXPECT_EQ(message({4, 3}), "ends_e[1] is 3 after 4; the rows of experts follow one another");
+  EXPECT_EQ(message({-1, 3}), "ends_e[0] is -1 after 0; the rows of experts follow one another");
+}
+
+// Kernels may write over what forward saved: whoever comes second must not read it.
+TEST(Experts, ASecondBackwardIsRefused) {
+  const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after)}, at::kFloat);
+  const Sorted s = sort_by_expert(p.experts_TK, 3);
+  const ExpertsWeights weights = Problem::weights(p.values);
+  const auto saved =
+      experts_forward(p.c.config, weights,
+                      {p.values[0], s.ends_e, gather_rows(p.values[1].flatten(), s.order_R),
+                       s.token_R, s.inverse_TK})
+          .saved;
+  const std::int64_t gate = saved.gate_RF._version(), up = saved.up_RF._version();
+  experts_backward(p.c.config, weights, saved, p.dy_TD);
+  EXPECT_GT(saved.gate_RF._version(), gate);  // which is what autograd looks at
+  EXPECT_GT(saved.up_RF._version(), up);
+  try {
+    experts_backward(p.c.config, weights, saved, p.dy_TD);
+    FAIL() << "nothing was thrown";
+  } catch (const Error& e) {
+    EXPECT_EQ(std::string(e.what()).find("a second backward of the experts"), 0u) << e.what();
+  }
+}
+
 TEST(Experts, RowsOutOfOrderAreRefusedOnTheCpu) {
   const at::Tensor w = at::zeros({1, 2, 2});
   const auto rows = [&](std::vector<std::int64_t> tokens) {
-    const at::Tensor token_R = at::tensor(tokens, at::kLong);
+    const at::Tensor token_R = at::tensor(tokens, at::kInt);
     experts_forward({.scores = ScoreSide::none}, {w, w, w},
                     {at::zeros({2, 2}),
-                     at::tensor({token_R.numel()}, at::kLong),
+                     at::tensor({token_R.numel()}, at::kInt),
                      {},
                      token_R,
-                     at::tensor({0, 1}, at::kLong).view({2, 1})});
+                     at::tensor({0, 1}, at::kInt).view({2, 1})});
   };
   EXPECT_NO_THROW(rows({0, 1}));
   EXPECT_THROW(rows({1, 0}), Error);

@@ -71,9 +71,10 @@ using Types = testing::Types<double, float, Bf16>;
 TYPED_TEST_SUITE(Simd, Types);
 
 // Rows in another order, as tokens are.
-std::vector<std::int64_t> shuffled(std::int64_t n) {
-  std::vector<std::int64_t> index;
-  for (std::int64_t i = 0; i < n; ++i) index.push_back((i * 5 + 3) % (n + 2));
+std::vector<std::int32_t> shuffled(std::int64_t n) {
+  std::vector<std::int32_t> index;
+  for (std::int64_t i = 0; i < n; ++i)
+    index.push_back(static_cast<std::int32_t>((i * 5 + 3) % (n + 2)));
   return index;
 }
 
@@ -85,7 +86,7 @@ TYPED_TEST(Simd, TransposesRowsAndPads) {
         const std::int64_t stride = columns + 3, depth = rows + 2, ld = depth + 5;
         const auto x = numbers<T>((rows + 2) * stride, "x");
         const auto index = shuffled(rows);
-        for (const std::int64_t* by : {static_cast<const std::int64_t*>(nullptr), index.data()}) {
+        for (const std::int32_t* by : {static_cast<const std::int32_t*>(nullptr), index.data()}) {
           std::vector<T> out(columns * ld, make<T>(9));
           const RowView<T> view{x.data(), stride, by};
           ops.transpose(view, rows, columns, out.data(), ld, depth);
@@ -268,7 +269,7 @@ TYPED_TEST(Simd, SumsRows) {
       std::vector<A> sums(columns, 2), dots(rows, 2);
       ops.sum_rows(view, rows, columns, scale.data(), sums.data());
       ops.dot_rows(view, rows, columns, v.data(), dots.data());
-      const std::vector<std::int64_t> positions{2, -1, 0, 2};
+      const std::vector<std::int32_t> positions{2, -1, 0, 2};
       std::vector<T> combined(columns);
       ops.combine(x.data(), stride, positions.data(), 4, columns, combined.data());
       for (std::int64_t j = 0; j < columns; ++j) {

@@ -1,8 +1,8 @@
 #include "moesh/kernels/sort.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/aten/aten.h"
 #include "moesh/kernels/rows.h"
+#include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {
@@ -18,7 +18,12 @@ at::Tensor random_experts(std::int64_t num_tokens, std::int64_t k, std::int64_t 
 
 // The public version for the test device, and the LibTorch one on it.
 using Sort = Sorted (*)(const at::Tensor&, std::int64_t, ExpertRange);
-constexpr Sort kVersions[] = {sort_by_expert, aten::sort_by_expert};
+const Sort kVersions[] = {sort_by_expert, aten_kernels().sort_by_expert};
+using Reorder = Reordered (*)(const at::Tensor&, at::Device);
+const Reorder kReorderVersions[] = {rank_major_to_expert_major,
+                                    aten_kernels().rank_major_to_expert_major};
+
+at::Tensor counted(const Sorted& s) { return counts_of(s.ends_e); }
 
 TEST(SortByExpert, IsTheStableSort) {
   for (const Sort sort : kVersions) {
@@ -30,9 +35,11 @@ TEST(SortByExpert, IsTheStableSort) {
           const Sorted s = sort(experts, num_experts, {0, num_experts});
           const at::Tensor order =
               at::argsort(experts.flatten(), /*stable=*/true, /*dim=*/0, /*descending=*/false);
-          expect_equal(s.order_R, order, "order");
-          expect_equal(s.token_R, order.div(k, "floor"), "token");
-          expect_equal(s.counts_e, at::bincount(experts.flatten(), {}, num_experts), "counts");
+          expect_equal(s.order_R, order.to(at::kInt), "order");
+          expect_equal(s.token_R, order.div(k, "floor").to(at::kInt), "token");
+          const at::Tensor counts = at::bincount(experts.flatten(), {}, num_experts);
+          expect_equal(s.ends_e, counts.cumsum(0).to(at::kInt), "ends");
+          expect_equal(counts_of(s.ends_e), counts, "counts");
         }
       }
     }
@@ -47,7 +54,7 @@ TEST(SortByExpert, InverseUndoesTheOrder) {
                  at::arange(150, s.order_R.options()), "inverse after order");
     expect_equal(s.order_R.index_select(0, s.inverse_TK.flatten()),
                  at::arange(150, s.order_R.options()), "order after inverse");
-    EXPECT_EQ(s.counts_e.sum().item<std::int64_t>(), 150);
+    EXPECT_EQ(counted(s).sum().item<std::int64_t>(), 150);
   }
 }
 
@@ -60,9 +67,9 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
       const Poison poison;
       const Sorted part = sort(experts, 9, range);
       const std::int64_t skipped =
-          all.counts_e.narrow(0, 0, range.first).sum().item<std::int64_t>();
-      expect_equal(part.counts_e, all.counts_e.narrow(0, range.first, range.count), "counts");
-      const std::int64_t num_rows = part.counts_e.sum().item<std::int64_t>();
+          counted(all).narrow(0, 0, range.first).sum().item<std::int64_t>();
+      expect_equal(counted(part), counted(all).narrow(0, range.first, range.count), "counts");
+      const std::int64_t num_rows = counted(part).sum().item<std::int64_t>();
       expect_equal(part.order_R, all.order_R.narrow(0, skipped, num_rows), "order");
       expect_equal(part.token_R, all.token_R.narrow(0, skipped, num_rows), "token");
       const at::Tensor shifted = all.inverse_TK - skipped;
@@ -74,15 +81,15 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
   }
 }
 
-TEST(SortByExpert, NamesAWrongChoice) {
+TEST(SortByExpert, NamesAWrongChoiceOnTheCpu) {  // a device asserts by itself
   for (const Sort sort : kVersions) {
     try {
-      sort(longs({0, 1, 2, 4}).view({2, 2}), 4, {0, 4});
+      sort(at::tensor({0, 1, 2, 4}, at::kLong).view({2, 2}), 4, {0, 4});
       FAIL() << "nothing was thrown";
     } catch (const Error& e) {
       EXPECT_STREQ(e.what(), "token 1 chose expert 4 of 4 (choice 1)");
     }
-    EXPECT_THROW(sort(longs({-1}).view({1, 1}), 4, {0, 4}), Error);
+    EXPECT_THROW(sort(at::tensor({-1}, at::kLong).view({1, 1}), 4, {0, 4}), Error);
   }
   EXPECT_THROW(sort_by_expert(longs({0}).view({1, 1}), 4, {2, 3}), Error);
   EXPECT_THROW(sort_by_expert(longs({0}), 4), Error);
@@ -90,14 +97,14 @@ TEST(SortByExpert, NamesAWrongChoice) {
 }
 
 TEST(RankMajorToExpertMajor, WorkedExamples) {
-  const Reordered a =
-      rank_major_to_expert_major(at::tensor({2, 3, 1, 4}, at::kLong).view({2, 2}), test_device());
-  expect_equal(a.index_R, longs({0, 1, 5, 2, 3, 4, 6, 7, 8, 9}), "index");
-  expect_equal(a.totals_e, at::tensor({3, 7}, at::kLong), "totals");
-  const Reordered b =
-      rank_major_to_expert_major(at::tensor({0, 3, 2, 0}, at::kLong).view({2, 2}), test_device());
-  expect_equal(b.index_R, longs({3, 4, 0, 1, 2}), "index");
-  expect_equal(b.totals_e, at::tensor({2, 3}, at::kLong), "totals");
+  for (const Reorder reorder : kReorderVersions) {
+    const Reordered a = reorder(at::tensor({2, 3, 1, 4}, at::kLong).view({2, 2}), test_device());
+    expect_equal(a.index_R, ints({0, 1, 5, 2, 3, 4, 6, 7, 8, 9}), "index");
+    expect_equal(a.ends_e, ints({3, 10}), "ends");
+    const Reordered b = reorder(at::tensor({0, 3, 2, 0}, at::kLong).view({2, 2}), test_device());
+    expect_equal(b.index_R, ints({3, 4, 0, 1, 2}), "index");
+    expect_equal(b.ends_e, ints({2, 5}), "ends");
+  }
 }
 
 TEST(RankMajorToExpertMajor, IsAPermutationSortedByExpertThenRank) {
@@ -113,14 +120,16 @@ TEST(RankMajorToExpertMajor, IsAPermutationSortedByExpertThenRank) {
         expert_of.insert(expert_of.end(), count, i % num_experts);
         rank_of.insert(rank_of.end(), count, i / num_experts);
       }
-      const Reordered r = rank_major_to_expert_major(counts, test_device());
-      expect_equal(r.totals_e, counts.sum(0), "totals");
       const auto num_rows = static_cast<std::int64_t>(expert_of.size());
-      expect_equal(gather_rows(r.index_R, r.inverse_R), at::arange(num_rows, r.index_R.options()),
-                   "inverse");
       const at::Tensor key = longs(expert_of) * num_ranks + longs(rank_of);
-      expect_equal(gather_rows(key, r.index_R), std::get<0>(key.sort()), "sorted keys");
-      expect_equal(r.index_R, at::argsort(key, /*stable=*/true, 0, false), "stable");
+      for (const Reorder reorder : kReorderVersions) {
+        const Reordered r = reorder(counts, test_device());
+        expect_equal(counts_of(r.ends_e), counts.sum(0), "counts");
+        expect_equal(gather_rows(r.index_R, r.inverse_R), at::arange(num_rows, r.index_R.options()),
+                     "inverse");
+        expect_equal(gather_rows(key, r.index_R), std::get<0>(key.sort()), "sorted keys");
+        expect_equal(r.index_R, at::argsort(key, /*stable=*/true, 0, false).to(at::kInt), "stable");
+      }
     }
   }
   EXPECT_THROW(rank_major_to_expert_major(at::tensor({1, -2}, at::kLong).view({1, 2})), Error);

@@ -1,5 +1,5 @@
 #pragma once
-// What the kernel tests share: the device (MOESH_TEST_DEVICE, cpu unless set), random tensors,
+// For all kernel tests: the device (MOESH_TEST_DEVICE, cpu unless set), random tensors,
 // comparison, poison.
 
 #include <ATen/ATen.h>
@@ -63,6 +63,11 @@ inline void expect_close(const at::Tensor& got, const at::Tensor& want, double t
 inline void expect_equal(const at::Tensor& got, const at::Tensor& want, const std::string& what) {
   ASSERT_TRUE(got.defined() && want.defined()) << what;
   EXPECT_TRUE(at::equal(got.cpu(), want.cpu())) << what << "\n" << got << "\n" << want;
+}
+
+/// Indices of rows.
+inline at::Tensor ints(std::vector<std::int64_t> values) {
+  return at::tensor(values, at::kInt).to(test_device());
 }
 
 inline at::Tensor longs(std::vector<std::int64_t> values) {

@@ -1,7 +1,7 @@
 #include "moesh/kernels/topk.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/aten/aten.h"
+#include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {
@@ -51,7 +51,7 @@ TEST(TopK, NanNamesTheToken) {
     EXPECT_EQ(e.kind(), ErrorKind::data);
     EXPECT_NE(std::string(e.what()).find("token 217 "), std::string::npos) << e.what();
   }
-  EXPECT_THROW(aten::top_k(scores, 2), Error);
+  EXPECT_THROW(aten_kernels().top_k(scores, 2), Error);
 }
 
 TEST(TopK, RefusesWhatItCannotDo) {
@@ -64,7 +64,7 @@ TEST(TopK, RefusesWhatItCannotDo) {
 
 TEST(TopK, LibtorchVersionAgrees) {
   const at::Tensor scores = at::floor(normal({50, 16}, "scores", at::kFloat, 2));
-  const TopK a = top_k(scores, 6), b = aten::top_k(scores, 6);
+  const TopK a = top_k(scores, 6), b = aten_kernels().top_k(scores, 6);
   expect_equal(a.values_TK, b.values_TK, "values");
   expect_equal(a.experts_TK, b.experts_TK, "experts");
 }

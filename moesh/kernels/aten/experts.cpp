@@ -1,100 +1,95 @@
 // Grouped SwiGLU with LibTorch ops: one grouped GEMM for all experts where the library has one
-// (bfloat16), else one GEMM each. T tokens, D model, F ffn, e local experts, K top-k, R rows at
-// their experts
+// (bfloat16), which reads the ends on the device; else one GEMM each, which waits for them.
+// T tokens, D model, F ffn, e local experts, K top-k, R rows at their experts
 
 #include "moesh/kernels/experts.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_grouped_mm.h>
-#include <ATen/ops/addcmul.h>
-#include <ATen/ops/cumsum.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/segment_reduce.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 
-#include "moesh/kernels/aten/aten.h"
-#include "moesh/kernels/rows.h"
+#include "moesh/kernels/check.h"
+#include "moesh/kernels/table.h"
 
 namespace moesh::kernels::aten {
-at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK);
-
 namespace {
 
 /// The rows of each expert, and GEMMs over them.
-class Groups {
+class RowsByExpert {
  public:
-  Groups(const ExpertsWeights& w, const at::Tensor& counts_e) : counts_e_(counts_e) {
+  RowsByExpert(const ExpertsWeights& w, const ExpertsInput& in)
+      : ends_e_(in.ends_e), num_rows_(in.token_R.defined() ? in.token_R.size(0) : in.x.size(0)) {
     const at::Tensor& w1 = w.w1_eFD;
     // The grouped GEMM wants rows of a multiple of 16 bytes.
     grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 &&
                w1.size(2) % 8 == 0;
-    if (grouped_) ends_e_ = counts_e.cumsum(0).to(at::kInt).to(w1.device());
-    const auto* count = counts_e.const_data_ptr<std::int64_t>();
-    counts_.assign(count, count + counts_e.numel());
+    // One GEMM for each expert takes its number of rows from the host: a wait for the device.
+    if (!grouped_) first_ = first_rows(ends_e_.cpu(), num_rows_);
   }
 
   /// [R, A] times each expert's [A, B].
   at::Tensor rows_times(const at::Tensor& rows_RA, const at::Tensor& w_eAB) const {
-    if (rows_RA.size(0) == 0) return at::empty({0, w_eAB.size(2)}, rows_RA.options());
+    if (num_rows_ == 0) return at::empty({0, w_eAB.size(2)}, rows_RA.options());
     if (grouped_) return at::_grouped_mm(rows_RA, w_eAB, ends_e_);
-    at::Tensor out = at::empty({rows_RA.size(0), w_eAB.size(2)}, rows_RA.options());
-    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
-      at::Tensor part = out.narrow(0, begin, count);
-      at::mm_out(part, rows_RA.narrow(0, begin, count), w_eAB[e]);
-    });
+    at::Tensor out = at::empty({num_rows_, w_eAB.size(2)}, rows_RA.options());
+    for (std::int64_t e = 0; e < num_experts(); ++e) {
+      if (rows_of(e) == 0) continue;
+      at::Tensor part = narrow(out, e);
+      at::mm_out(part, narrow(rows_RA, e), w_eAB[e]);
+    }
     return out;
   }
 
-  /// For each expert a' b over its rows; zeros, written here, for experts without rows.
+  /// For each expert a' b over its rows: zeros for experts without rows (the grouped GEMM writes
+  /// them as well).
   at::Tensor outer(const at::Tensor& a_RA, const at::Tensor& b_RB) const {
-    const std::int64_t num_experts = static_cast<std::int64_t>(counts_.size());
-    if (a_RA.size(0) == 0)
-      return at::zeros({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
-    at::Tensor out;
-    if (grouped_) {
-      out = at::_grouped_mm(a_RA.t(), b_RB, ends_e_);
-    } else {
-      out = at::empty({num_experts, a_RA.size(1), b_RB.size(1)}, a_RA.options());
-      each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
-        at::Tensor part = out[e];
-        at::mm_out(part, a_RA.narrow(0, begin, count).t(), b_RB.narrow(0, begin, count));
-      });
-    }
-    for (std::int64_t e = 0; e < num_experts; ++e) {
-      if (counts_[e] == 0) out[e].zero_();
+    if (num_rows_ == 0)
+      return at::zeros({num_experts(), a_RA.size(1), b_RB.size(1)}, a_RA.options());
+    if (grouped_) return at::_grouped_mm(a_RA.t(), b_RB, ends_e_);
+    at::Tensor out = at::empty({num_experts(), a_RA.size(1), b_RB.size(1)}, a_RA.options());
+    for (std::int64_t e = 0; e < num_experts(); ++e) {
+      at::Tensor part = out[e];
+      if (rows_of(e) == 0)
+        part.zero_();
+      else
+        at::mm_out(part, narrow(a_RA, e).t(), narrow(b_RB, e));
     }
     return out;
   }
 
   /// The sum over each expert's rows.
   at::Tensor sums(const at::Tensor& rows_RA) const {
-    at::Tensor out =
-        at::zeros({static_cast<std::int64_t>(counts_.size()), rows_RA.size(1)}, rows_RA.options());
-    each([&](std::int64_t e, std::int64_t begin, std::int64_t count) {
-      out[e].copy_(rows_RA.narrow(0, begin, count).sum(0));
-    });
-    return out;
+    if (rows_RA.numel() == 0) return at::zeros({num_experts(), rows_RA.size(1)}, rows_RA.options());
+    return at::segment_reduce(rows_RA, "sum", {}, {}, at::constant_pad_nd(ends_e_, {1, 0}, 0),
+                              /*axis=*/0, /*unsafe=*/true);
   }
 
   /// Each row's line of a bias, in `dtype`.
   at::Tensor per_row(const at::Tensor& bias_eA, at::ScalarType dtype) const {
-    return bias_eA.to(dtype).index_select(0, at::repeat_interleave(counts_e_).to(bias_eA.device()));
+    const at::Tensor rows_R = at::arange(num_rows_, bias_eA.options().dtype(at::kInt));
+    const at::Tensor expert_R =
+        at::searchsorted(ends_e_, rows_R, /*out_int32=*/true, /*right=*/true);
+    return bias_eA.to(dtype).index_select(0, expert_R);
   }
 
  private:
-  template <class F>
-  void each(const F& f) const {
-    std::int64_t begin = 0;
-    for (size_t e = 0; e < counts_.size(); begin += counts_[e++]) {
-      if (counts_[e] > 0) f(static_cast<std::int64_t>(e), begin, counts_[e]);
-    }
+  std::int64_t num_experts() const { return ends_e_.size(0); }
+  std::int64_t rows_of(std::int64_t e) const { return first_[e + 1] - first_[e]; }
+  at::Tensor narrow(const at::Tensor& rows, std::int64_t e) const {
+    return rows.narrow(0, first_[e], rows_of(e));
   }
 
-  at::Tensor counts_e_, ends_e_;
-  std::vector<std::int64_t> counts_;
+  at::Tensor ends_e_;
+  std::int64_t num_rows_;
   bool grouped_;
+  std::vector<std::int64_t> first_;  // only where GEMMs are not grouped
 };
 
 at::ScalarType wide(const at::Tensor& t) {
@@ -104,7 +99,7 @@ at::ScalarType wide(const at::Tensor& t) {
 /// The pre-activations as the activation sees them.
 at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config,
                                const at::Tensor& scores_R, const at::Tensor& bias_eF,
-                               const Groups& groups) {
+                               const RowsByExpert& groups) {
   at::Tensor out = g_RF.to(wide(g_RF));
   if (config.scores == ScoreSide::before) out = out * scores_R.unsqueeze(1);
   if (bias_eF.defined()) out = out + groups.per_row(bias_eF, out.scalar_type());
@@ -138,14 +133,14 @@ at::Tensor gathered(const ExpertsInput& in, const at::Tensor& x) {
   return in.token_R.defined() ? x.index_select(0, in.token_R) : x;
 }
 at::Tensor combined(const ExpertsInput& in, const at::Tensor& rows) {
-  return in.token_R.defined() ? combine_rows(rows, in.inverse_TK) : rows;
+  return in.token_R.defined() ? aten_kernels().combine_rows(rows, in.inverse_TK) : rows;
 }
 
 }  // namespace
 
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
-  const Groups groups(weights, input.counts_e);
+  const RowsByExpert groups(weights, input);
   ExpertsOutput out{{}, {input, {}, {}}};
   {
     const at::Tensor rows_RD = gathered(input, input.x);
@@ -170,9 +165,9 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsSaved& saved, const at::Tensor& dy) {
+                                  ExpertsSaved saved, const at::Tensor& dy) {
   const ExpertsInput& in = saved.input;
-  const Groups groups(weights, in.counts_e);
+  const RowsByExpert groups(weights, in);
   const auto dtype = in.x.scalar_type();
   const bool before = config.scores == ScoreSide::before, after = config.scores == ScoreSide::after;
   const at::Tensor scores_R1 = in.scores_R.defined() ? in.scores_R.unsqueeze(1) : at::Tensor();

@@ -1,24 +1,26 @@
 // Top-k, sorting and moving of rows with LibTorch ops.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/_embedding_bag_forward_only.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/logical_or.h>
 #include <ATen/ops/nonzero.h>
+#include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sort.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/aten/aten.h"
+#include "moesh/kernels/sort.h"
+#include "moesh/kernels/topk.h"
 
 namespace moesh::kernels::aten {
 
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
+  // A wait for the device: the error names the token, and a NaN must not reach the weights.
   const at::Tensor bad_T = at::isnan(scores_TE).any(1);
   if (scores_TE.size(0) > 0 && bad_T.any().item<bool>()) {
     MOESH_CHECK(
@@ -32,35 +34,68 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   return {values.narrow(1, 0, k).contiguous(), experts.narrow(1, 0, k).contiguous()};
 }
 
+namespace {
+
+void check_choices(const at::Tensor& flat_N, std::int64_t num_experts, std::int64_t k) {
+  const at::Tensor bad_N = at::logical_or(flat_N < 0, flat_N >= num_experts);
+  if (!flat_N.is_cpu())  // the host would wait for the answer: the device stops by itself
+    return at::_assert_async(bad_N.any().logical_not(), "a token chose an expert out of range");
+  if (!bad_N.any().item<bool>()) return;
+  const std::int64_t i = at::nonzero(bad_N)[0][0].item<std::int64_t>();
+  MOESH_CHECK(false, ErrorKind::data, "token ", i / k, " chose expert ",
+              flat_N[i].item<std::int64_t>(), " of ", num_experts, " (choice ", i % k, ")");
+}
+
+}  // namespace
+
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
-  const auto options = experts_TK.options();
-  const std::int64_t k = experts_TK.size(1);
+  const auto int32s = experts_TK.options().dtype(at::kInt);
+  const std::int64_t k = experts_TK.size(1), num_routed = experts_TK.numel();
   const at::Tensor flat_N = experts_TK.flatten(), local_N = flat_N - range.first;
+  check_choices(flat_N, num_experts, k);
   const at::Tensor outside_N = at::logical_or(local_N < 0, local_N >= range.count);
   const at::Tensor key_N =
-      local_N.masked_fill(outside_N, range.count);  // what is not ours sorts last
+      local_N.masked_fill(outside_N, range.count);  // what is not in the range sorts last
   const auto [sorted_N, order_N] =
       at::sort(key_N, /*stable=*/true, /*dim=*/0, /*descending=*/false);
-  const at::Tensor first = at::searchsorted(
-      sorted_N, at::arange(range.count + 1, options));  // [e + 1] first row of each expert
-  const at::Tensor bad = at::logical_or(flat_N < 0, flat_N >= num_experts).any().to(at::kLong);
-  const at::Tensor facts = at::stack({first[range.count], bad}).cpu();  // one wait for the device
-  if (facts[1].item<std::int64_t>()) {
-    const std::int64_t i =
-        at::nonzero(at::logical_or(flat_N < 0, flat_N >= num_experts))[0][0].item<std::int64_t>();
-    MOESH_CHECK(false, ErrorKind::data, "token ", i / k, " chose expert ",
-                flat_N[i].item<std::int64_t>(), " of ", num_experts, " (choice ", i % k, ")");
-  }
-  const std::int64_t num_rows = facts[0].item<std::int64_t>();
-  at::Tensor inverse_N = at::empty_like(flat_N);
-  inverse_N.scatter_(0, order_N, at::arange(flat_N.numel(), options));
-  if (num_rows < flat_N.numel()) inverse_N.masked_fill_(inverse_N >= num_rows, -1);
   Sorted out;
-  out.order_R = order_N.narrow(0, 0, num_rows).contiguous();
+  out.ends_e = at::searchsorted(sorted_N, at::arange(range.count, experts_TK.options()),
+                                /*out_int32=*/true, /*right=*/true);
+  std::int64_t num_rows = num_routed;
+  // The number of rows of a part of the experts is the size of all that follows: a wait.
+  if (range.count < num_experts)
+    num_rows = range.count > 0 ? out.ends_e[range.count - 1].item<std::int32_t>() : 0;
+  out.inverse_TK = at::empty(experts_TK.sizes(), int32s);
+  out.inverse_TK.view({num_routed}).scatter_(0, order_N, at::arange(num_routed, int32s));
+  if (num_rows < num_routed) out.inverse_TK.masked_fill_(out.inverse_TK >= num_rows, -1);
+  out.order_R = order_N.narrow(0, 0, num_rows).to(at::kInt);
   out.token_R = out.order_R.div(k, "floor");
-  out.inverse_TK = inverse_N.view_as(experts_TK);
-  out.counts_e = first.slice(0, 1) - first.slice(0, 0, range.count);
   return out;
+}
+
+// The host knows the counts: it makes four numbers for each (expert, rank) and sends these, and the
+// device makes the rows of them.
+Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device device) {
+  const at::Tensor counts_er = counts_re.t();
+  const auto starts = [](const at::Tensor& counts) {
+    const at::Tensor flat = counts.flatten();
+    return (flat.cumsum(0) - flat).view_as(counts);
+  };
+  const at::Tensor shift_er = starts(counts_re).t() - starts(counts_er);  // from expert-major on
+  const at::Tensor ends_e = counts_er.sum(1).cumsum(0);
+  const std::int64_t num_rows = counts_re.sum().item<std::int64_t>(), n = counts_re.numel();
+  const at::Tensor sent = at::cat({counts_er.flatten(), shift_er.flatten(), counts_re.flatten(),
+                                   shift_er.t().neg().flatten(), ends_e})
+                              .to(at::kInt)
+                              .to(device);
+  const at::Tensor rows_R = at::arange(num_rows, sent.options());
+  const auto shifted = [&](std::int64_t part) {
+    const at::Tensor counts = sent.narrow(0, part * n, n), shift = sent.narrow(0, part * n + n, n);
+    return rows_R + at::repeat_interleave(shift, counts, /*dim=*/0, /*output_size=*/num_rows);
+  };
+  return {.index_R = shifted(0),
+          .inverse_R = shifted(2),
+          .ends_e = sent.narrow(0, 4 * n, counts_re.size(1))};
 }
 
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {

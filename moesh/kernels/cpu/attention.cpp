@@ -1,4 +1,4 @@
-// Attention on the CPU. A task is one key head of one sequence, with all query heads that share it:
+// Attention on the CPU. A task is one key head of one sequence, with all query heads that use it:
 // its keys and values are packed once, as the right operands of the library's microkernels, and no
 // two tasks add to the same gradient. Queries go through in blocks of 64. The scores of a block,
 // [64, keys that it sees], stay in the cache of one core:
@@ -16,7 +16,6 @@
 #include <array>
 #include <cmath>
 
-#include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cpu/operands.h"
 #include "moesh/kernels/cpu/tasks.h"
 
@@ -63,9 +62,8 @@ struct Sizes {
         v(in.v_BSgv.size(3)) {}
   int64_t num_tasks() const { return queries > 0 ? batch * key_heads : 0; }
   int64_t padded_keys() const { return whole_panels(keys); }
-  int64_t score_stride() const {
-    return padded_keys() + 16;
-  }  // not a power of two: its rows would share few sets of the cache
+  // Not a power of two: all rows would fall into a few sets of the cache.
+  int64_t score_stride() const { return padded_keys() + 16; }
 };
 
 // Queries [first, first + rows), and the panels of keys [begin, end) that one of them sees.

@@ -9,8 +9,8 @@
 
 namespace moesh::kernels::cpu {
 
-constexpr int64_t kChunkTokens =
-    2048;  // their float32 sums of one panel are half of a second-level cache
+// Their float32 sums of one panel are half of a second-level cache.
+constexpr int64_t kChunkTokens = 2048;
 
 /// out[t] = sum over the terms and over the rows of token t: a w. Tasks (token chunk, panel of D),
 /// each owning its rectangle. Groups come one after another; the terms hold the rows of the current
@@ -30,7 +30,7 @@ class Combine {
   /// bias [e, D] is added to each row, times the row's score if there are `scores`.
   Combine(const Job<T>& job, std::array<Term, kTerms> terms, const A* bias, const A* scores, T* out)
       : job_(job), terms_(terms), bias_(bias), scores_(scores), out_(out) {
-    // Enough tasks for all threads; the sums are the same whatever the cut.
+    // Enough tasks for all threads; the sums do not depend on how they are divided.
     const int64_t wanted = 2 * at::get_num_threads();
     length_ = job.indexed ? job.num_tokens : job.most_group_rows();
     const auto num = [&] { return divide_up(length_, chunk_) * divide_up(job.D, width_); };
@@ -51,7 +51,7 @@ class Combine {
     return bytes;
   }
 
-  void run(int64_t task, const Group& group, Arena arena) const {
+  void run(int64_t task, const ExpertGroup& group, Arena arena) const {
     const int64_t c0 = task % num_panels_ * width_, n = std::min(width_, job_.D - c0);
     std::vector<Panel<T>> panels;
     for (const auto& term : terms_) panels.emplace_back(term.right, Walk::experts, arena);
@@ -79,9 +79,9 @@ class Combine {
       for (int64_t t = 0; t < t1 - t0; ++t) std::fill_n(sums + t * ld, n, A(0));
     }
     for (int64_t e = group.expert_begin; e < group.expert_end; ++e) {
-      const int64_t* last = job_.token + job_.first[e + 1];
-      const int64_t* from = std::lower_bound(job_.token + job_.first[e], last, t0);
-      const int64_t* to = std::lower_bound(from, last, t1);
+      const int32_t* last = job_.token + job_.first[e + 1];
+      const int32_t* from = std::lower_bound(job_.token + job_.first[e], last, t0);
+      const int32_t* to = std::lower_bound(from, last, t1);
       each_block(e, from - job_.token, to - job_.token, group, c0, n, panels, c,
                  [&](int64_t r, int64_t m, const A* scores, const A* bias) {
                    simd_ops<T>().add_rows(c, kPanel, m, n, job_.token + r, t0, scores, bias, sums,
@@ -99,8 +99,8 @@ class Combine {
   /// Multiplies rows [begin, end) of an expert into c, block by block, and calls f(first row, rows,
   /// scores, bias) for each.
   template <class F>
-  void each_block(int64_t e, int64_t begin, int64_t end, const Group& group, int64_t c0, int64_t n,
-                  std::vector<Panel<T>>& panels, A* c, const F& f) const {
+  void each_block(int64_t e, int64_t begin, int64_t end, const ExpertGroup& group, int64_t c0,
+                  int64_t n, std::vector<Panel<T>>& panels, A* c, const F& f) const {
     for (int64_t r = begin; r < end; r += kBlockRows) {
       const int64_t m = std::min(kBlockRows, end - r);
       for (int i = 0; i < kTerms; ++i) {

@@ -30,7 +30,6 @@
 #endif
 
 #include "moesh/kernels/cpu/combine.h"
-#include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cpu/weight_gradients.h"
 
 namespace moesh::kernels::cpu {
@@ -74,7 +73,7 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
   const int64_t workers = job.workers(std::max(job.num_blocks(), down.num_tasks()));
   const Scratch scratch(workers, std::max(bytes, down.scratch_bytes()));
 
-  const auto up_and_gate = [&](const Block& block, const Group& group, Arena arena) {
+  const auto up_and_gate = [&](const RowBlock& block, const ExpertGroup& group, Arena arena) {
     const int64_t m = block.rows(), r0 = block.begin;
     T* h_block = h + (r0 - group.begin) * job.Fp;
     const auto a = left_operand(x.from(r0, 0), m, D, arena.take<T>(most * padded<T>(D)));
@@ -110,7 +109,7 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
       for (int64_t r = 0; r < m; ++r) h_block[r * job.Fp + F] = T{};
     }
   };
-  for (const Group& group : job.groups) {
+  for (const ExpertGroup& group : job.groups) {
     run_tasks(group.num_blocks(), workers, [&](int64_t task, int64_t worker) {
       up_and_gate(job.blocks[group.block_begin + task], group, scratch.arena(worker));
       gemm_done();
@@ -160,14 +159,14 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
       {{{dg, job.Fp, Right<T>{job.w1, F, D, false}}, {du, job.Fp, Right<T>{job.w3, F, D, false}}}},
       nullptr, nullptr, data<T>(out.x));
   int64_t num_tasks = job.num_blocks();
-  for (const Group& group : job.groups)
+  for (const ExpertGroup& group : job.groups)
     num_tasks = std::max(num_tasks, gradients.num_tasks(group) + to_x.num_tasks());
   const int64_t workers = job.workers(num_tasks);
   const Scratch scratch(workers,
                         std::max({bytes, gradients.scratch_bytes(), to_x.scratch_bytes()}));
 
-  const auto through_activation = [&](int64_t block_index, const Group& group, Arena arena) {
-    const Block& block = job.blocks[block_index];
+  const auto through_activation = [&](int64_t block_index, const ExpertGroup& group, Arena arena) {
+    const RowBlock& block = job.blocks[block_index];
     const int64_t m = block.rows(), r0 = block.begin, e = block.expert,
                   at0 = (r0 - group.begin) * job.Fp;
     const auto a = left_operand(dy_rows.from(r0, 0), m, D, arena.take<T>(most * padded<T>(D)));
@@ -206,7 +205,7 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
       }
     }
   };
-  for (const Group& group : job.groups) {
+  for (const ExpertGroup& group : job.groups) {
     run_tasks(group.num_blocks(), workers, [&](int64_t task, int64_t worker) {
       through_activation(group.block_begin + task, group, scratch.arena(worker));
       gemm_done();
@@ -246,7 +245,7 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsSaved& saved, const at::Tensor& dy) {
+                                  ExpertsSaved saved, const at::Tensor& dy) {
   return for_dtype(dy.scalar_type(),
                    [&](auto t) { return backward<decltype(t)>(config, weights, saved, dy); });
 }

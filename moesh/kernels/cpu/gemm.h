@@ -12,7 +12,7 @@ bool gemm_wants_pairs();
 
 /// c [m, n] = a [m, k] b [k, n], or += if `add`; b as SimdOps::pack leaves it. Row-major, strides
 /// lda, ldb, ldc. The library makes machine code for each new size, once per thread: m may be
-/// anything (it is cut into pieces of few sizes), n and k should come from a small set.
+/// anything (it is divided into pieces of few sizes), n and k should come from a small set.
 template <class T>
 void gemm(std::int64_t m, std::int64_t n, std::int64_t k, const T* a, std::int64_t lda, const T* b,
           std::int64_t ldb, Accumulate<T>* c, std::int64_t ldc, bool add);

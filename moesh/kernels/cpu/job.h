@@ -1,5 +1,5 @@
 #pragma once
-// One call of the experts: its sizes and pointers, and how its rows are cut.
+// One call of the experts: its sizes and pointers, and how its rows are divided into blocks.
 // T tokens, D model, F ffn, e local experts, R rows at their experts
 
 #include <ATen/core/Tensor.h>
@@ -8,27 +8,28 @@
 #include <vector>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/cpu/operands.h"
 #include "moesh/kernels/cpu/tasks.h"
 #include "moesh/kernels/experts.h"
 
 namespace moesh::kernels::cpu {
 
-constexpr int64_t kBlockRows = 256;  // rows of a block: packing a panel is then 1 % of using it
-constexpr int64_t kGroupBytes = 1 << 22;  // what lies between two GEMMs for a group of experts: a
-                                          // small part of a last-level cache
-
+// Rows of a block: packing a panel is then 1 % of using it.
+constexpr int64_t kBlockRows = 256;
+// What lies between two GEMMs for a group of experts: a small part of a last-level cache.
+constexpr int64_t kGroupBytes = 1 << 22;
 constexpr int64_t kSmallWork = 1 << 20;  // operations: ten microseconds of one core
 
 /// Rows [begin, end) of one expert.
-struct Block {
+struct RowBlock {
   int64_t expert, begin, end;
   int64_t rows() const { return end - begin; }
 };
 
 /// Experts [expert_begin, expert_end), which hold rows [begin, end) in blocks [block_begin,
 /// block_end).
-struct Group {
+struct ExpertGroup {
   int64_t expert_begin, expert_end, begin, end, block_begin, block_end;
   int64_t rows() const { return end - begin; }
   int64_t num_blocks() const { return block_end - block_begin; }
@@ -43,18 +44,18 @@ T* data(const at::Tensor& t) {
 template <class T>
 struct Job {
   using A = Accumulate<T>;
-  int64_t num_experts, F, D, R, num_tokens,
-      Fp;  // Fp: stride of [R, F] tensors that are left operands
+  int64_t num_experts, F, D, R, num_tokens;
+  int64_t Fp;  // stride of [R, F] tensors that are left operands
   bool clamped;
   const T *w1, *w3, *w2;
   at::Tensor b1_holder, b3_holder, b2_holder, scores_holder;
   const A *b1, *b3, *b2;  // b1 and b3 are zeros if there are none, b2 is null
   const A *pre, *post;    // scores [R], on the side where they act
   bool indexed;           // row r is token[r]; else rows are given as they are
-  const int64_t* token;
+  const int32_t* token;
   std::vector<int64_t> first;  // [e + 1] first row of each expert
-  std::vector<Block> blocks;
-  std::vector<Group> groups;  // at least one, also if there are no experts
+  std::vector<RowBlock> blocks;
+  std::vector<ExpertGroup> groups;  // at least one, also if there are no experts
 
   Job(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
     num_experts = w.w1_eFD.size(0), F = w.w1_eFD.size(1), D = w.w1_eFD.size(2), Fp = padded<T>(F);
@@ -69,22 +70,21 @@ struct Job {
     scores_holder = in.scores_R;
     pre = config.scores == ScoreSide::before ? data<A>(scores_holder) : nullptr;
     post = config.scores == ScoreSide::after ? data<A>(scores_holder) : nullptr;
-    indexed = in.token_R.defined(),
-    token = data<int64_t>(in.token_R);  // the pointer of an empty tensor is null
-    const int64_t* counts = data<int64_t>(in.counts_e);
-    first.assign(1, 0);
+    indexed = in.token_R.defined();  // not told by the pointer: that of an empty tensor is null
+    token = data<int32_t>(in.token_R);
+    first = first_rows(in.ends_e, R);
     groups.assign(1, {});
     const int64_t row_bytes = 3 * std::max<int64_t>(1, Fp) * static_cast<int64_t>(sizeof(T));
     const int64_t group_rows = std::min(
         std::max(kGroupBytes / row_bytes, 4 * at::get_num_threads() * kBlockRows), divide_up(R, 2));
     for (int64_t e = 0; e < num_experts; ++e) {
-      if (groups.back().rows() > 0 && groups.back().rows() + counts[e] > group_rows) {
+      const int64_t count = rows_of(e);
+      if (groups.back().rows() > 0 && groups.back().rows() + count > group_rows) {
         const int64_t block = static_cast<int64_t>(blocks.size());
         groups.push_back({e, e, first[e], first[e], block, block});
       }
-      first.push_back(first.back() + counts[e]);
-      const int64_t parts = divide_up(counts[e], kBlockRows),
-                    rows = parts ? divide_up(counts[e], parts) : 0;
+      const int64_t parts = divide_up(count, kBlockRows),
+                    rows = parts ? divide_up(count, parts) : 0;
       for (int64_t begin = first[e]; begin < first[e + 1]; begin += rows) {
         blocks.push_back({e, begin, std::min(begin + rows, first[e + 1])});
       }
@@ -103,7 +103,7 @@ struct Job {
   int64_t most_block_rows() const { return std::min(kBlockRows, most_rows()); }
   int64_t most_group_rows() const {
     int64_t most = 0;
-    for (const Group& g : groups) most = std::max(most, g.rows());
+    for (const ExpertGroup& g : groups) most = std::max(most, g.rows());
     return most;
   }
   /// Workers for so many tasks: one if all the work is less than what waking another costs.

@@ -3,14 +3,13 @@
 #include <cstring>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cpu/simd.h"
 #include "moesh/kernels/cpu/tasks.h"
 
 namespace moesh::kernels::cpu {
 namespace {
 
-constexpr std::int64_t kGrainBytes = 1 << 16;  // a thread's share is worth starting it
+constexpr std::int64_t kGrainBytes = 1 << 16;  // less is not worth starting a thread for
 
 std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) {
   auto sizes = x.sizes().vec();
@@ -20,7 +19,7 @@ std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) 
 
 // All indices are checked before one of them is used.
 void check_index(const char* name, const at::Tensor& index, std::int64_t num_rows) {
-  const auto* p = index.const_data_ptr<std::int64_t>();
+  const auto* p = index.const_data_ptr<std::int32_t>();
   for (std::int64_t i = 0; i < index.numel(); ++i) {
     MOESH_CHECK(p[i] >= -1 && p[i] < num_rows, ErrorKind::data, name, " holds ", p[i], " at ", i,
                 "; there are ", num_rows, " rows (-1 means none)");
@@ -31,7 +30,7 @@ template <class T>
 void combine_typed(const at::Tensor& rows, const at::Tensor& inverse_TK, at::Tensor& out) {
   const std::int64_t columns = rows.dim() == 2 ? rows.size(1) : 1, k = inverse_TK.size(1);
   const auto* from = static_cast<const T*>(rows.const_data_ptr());
-  const auto* inverse = inverse_TK.const_data_ptr<std::int64_t>();
+  const auto* inverse = inverse_TK.const_data_ptr<std::int32_t>();
   auto* to = static_cast<T*>(out.mutable_data_ptr());
   const auto& ops = simd_ops<T>();
   const std::int64_t row_bytes =
@@ -51,7 +50,7 @@ at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
   const auto bytes = static_cast<std::int64_t>((x.dim() == 2 ? x.size(1) : 1) * x.itemsize());
   const auto* from = static_cast<const char*>(x.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
-  const auto* index = index_R.const_data_ptr<std::int64_t>();
+  const auto* index = index_R.const_data_ptr<std::int32_t>();
   run_ranges(index_R.numel(),
              std::max<std::int64_t>(1, kGrainBytes / std::max<std::int64_t>(1, bytes)),
              [&](std::int64_t begin, std::int64_t end) {

@@ -32,7 +32,7 @@ template <class T>
 struct RowView {
   const T* data = nullptr;
   std::int64_t stride = 0;
-  const std::int64_t* index = nullptr;
+  const std::int32_t* index = nullptr;
 
   // Always inlined: see simd_impl.h.
   [[gnu::always_inline]] const T* row(std::int64_t r) const {
@@ -141,7 +141,7 @@ struct SimdOps {
   void (*softmax_backward)(const SoftmaxBackward<T>&);
   /// acc[index[r] - first] += c[r] + scale[r] * bias; scale null: 1, bias null: 0.
   void (*add_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
-                   const std::int64_t* index, std::int64_t first, const A* scale, const A* bias,
+                   const std::int32_t* index, std::int64_t first, const A* scale, const A* bias,
                    A* acc, std::int64_t ld_acc);
   /// out[r] = c[r] + scale[r] * bias, rounded.
   void (*put_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
@@ -150,7 +150,7 @@ struct SimdOps {
   void (*stream_rows)(const A* c, std::int64_t ld_c, std::int64_t rows, std::int64_t columns,
                       T* out, std::int64_t ld_out);
   /// out[j] = sum over k of rows[positions[k]][j], -1 is left out.
-  void (*combine)(const T* rows, std::int64_t stride, const std::int64_t* positions, std::int64_t k,
+  void (*combine)(const T* rows, std::int64_t stride, const std::int32_t* positions, std::int64_t k,
                   std::int64_t columns, T* out);
   /// out[j] += sum over rows of scale[r] * x[r][j]; scale null: 1.
   void (*sum_rows)(RowView<T> x, std::int64_t rows, std::int64_t columns, const A* scale, A* out);

@@ -8,7 +8,7 @@ namespace moesh::kernels::cpu {
 namespace {
 
 template <class A>
-void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int64_t* index,
+void add_rows(const A* c, int64_t ld_c, int64_t rows, int64_t columns, const int32_t* index,
               int64_t first, const A* scale, const A* bias, A* acc, int64_t ld_acc) {
   for (int64_t r = 0; r < rows; ++r) {
     if (r + kSumsAhead < rows) {
@@ -75,7 +75,7 @@ void stream_rows(const Accumulate<T>* c, int64_t ld_c, int64_t rows, int64_t col
 }
 
 template <class T>
-void combine(const T* rows, int64_t stride, const int64_t* positions, int64_t k, int64_t columns,
+void combine(const T* rows, int64_t stride, const int32_t* positions, int64_t k, int64_t columns,
              T* out) {
   using A = Accumulate<T>;
   for_lanes<A>(columns, [&](int64_t j, int64_t n) {

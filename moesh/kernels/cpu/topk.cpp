@@ -3,8 +3,8 @@
 #include <atomic>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cpu/cpu.h"
 #include "moesh/kernels/cpu/tasks.h"
+#include "moesh/kernels/topk.h"
 
 namespace moesh::kernels::cpu {
 namespace {

@@ -38,7 +38,7 @@ class WeightGradients {
               is_resident(result.w1 + bytes / static_cast<int64_t>(sizeof(T)) / 2);
   }
 
-  int64_t num_tasks(const Group& group) const {
+  int64_t num_tasks(const ExpertGroup& group) const {
     return (group.expert_end - group.expert_begin) * (up_tiles_ + down_tiles_);
   }
   int64_t scratch_bytes() const {
@@ -48,7 +48,7 @@ class WeightGradients {
            space<A>(2 * tile_ * kPanel) + space<A>(2 * tile_);
   }
 
-  void run(int64_t task, const Group& group, Arena arena) const {
+  void run(int64_t task, const ExpertGroup& group, Arena arena) const {
     const int64_t D = job_.D, F = job_.F, e = group.expert_begin + task / (up_tiles_ + down_tiles_),
                   tile = task % (up_tiles_ + down_tiles_);
     const int64_t r0 = job_.first[e], n = job_.rows_of(e), at = (r0 - group.begin) * job_.Fp,

@@ -15,7 +15,6 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/meta/meta.h"
 
 namespace moesh::kernels::meta {
 namespace {
@@ -105,6 +104,19 @@ at::Tensor& masked_fill(at::Tensor& x, const at::Tensor& /*mask*/, const at::Sca
   return x;
 }
 
+at::Tensor searchsorted(const at::Tensor& /*sorted*/, const at::Tensor& x, bool int32, bool,
+                        std::optional<c10::string_view>, const std::optional<at::Tensor>&) {
+  return at::empty(x.sizes(), x.options().dtype(int32 ? at::kInt : at::kLong));
+}
+
+// Sums of rows, in segments from one offset to the next.
+at::Tensor segment_reduce(const at::Tensor& rows, c10::string_view,
+                          const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                          const std::optional<at::Tensor>& offsets, std::int64_t, bool,
+                          const std::optional<at::Scalar>&) {
+  return at::empty({offsets->size(0) - 1, rows.size(1)}, rows.options());
+}
+
 // [R, A] by [e, A, B] in groups of rows -> [R, B]; [A, R] by [R, B] in groups of R -> [e, A, B].
 at::Tensor grouped_mm(const at::Tensor& a, const at::Tensor& b,
                       const std::optional<at::Tensor>& ends,
@@ -132,8 +144,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(
     const at::Tensor& /*dy*/, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& /*y*/, const at::Tensor& /*lse*/, double, bool,
     const std::optional<at::Tensor>& /*mask*/, std::optional<double>) {
-  const at::Tensor sums =
-      at::empty(q.sizes(), q.options().dtype(at::kFloat));  // of d(q), in the kernels of CUDA
+  // The kernels of CUDA sum d(q) in float32.
+  const at::Tensor sums = at::empty(q.sizes(), q.options().dtype(at::kFloat));
   return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
 }
 
@@ -169,6 +181,8 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("logical_or", TORCH_FN(logical_pair));
   m.impl("logical_not", TORCH_FN(logical_one));
   m.impl("masked_fill_.Scalar", TORCH_FN(masked_fill));
+  m.impl("searchsorted.Tensor", TORCH_FN(searchsorted));
+  m.impl("segment_reduce", TORCH_FN(segment_reduce));
   m.impl("_grouped_mm", TORCH_FN(grouped_mm));
   m.impl("_fused_adamw_", TORCH_FN(adamw));
   m.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(sdpa));
@@ -178,8 +192,8 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   CountingAllocator::rounding =
       device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
   c10::SetAllocator(c10::kMeta, &counting_allocator(), /*priority=*/1);
-  at::set_num_threads(
-      1);  // what is left on the host is small, and threads that wait for it cost more than it
+  // What is left on the host is small, and threads that wait for it cost more than it does.
+  at::set_num_threads(1);
 }
 
 DryRun::~DryRun() {

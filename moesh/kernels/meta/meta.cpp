@@ -1,13 +1,14 @@
-#include "moesh/kernels/meta/meta.h"
-
+// The device meta: shapes alone. Routed rows spread evenly over the experts.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 
-#include "moesh/kernels/aten/aten.h"
+#include "moesh/kernels/meta/dry_run.h"
+#include "moesh/kernels/table.h"
 
-namespace moesh::kernels::meta {
+namespace moesh::kernels {
+namespace meta {
 namespace {
 
 at::Tensor with_rows(const at::Tensor& like, std::int64_t rows) {
@@ -32,29 +33,35 @@ std::vector<at::Tensor> between_gemms(const ExpertsInput& in, std::int64_t num_r
   return held;
 }
 
-}  // namespace
-
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   const std::int64_t num_tokens = scores_TE.size(0);
   return {at::empty({num_tokens, k}, scores_TE.options()),
           at::empty({num_tokens, k}, scores_TE.options().dtype(at::kLong))};
 }
 
+at::Tensor int32s(at::IntArrayRef sizes) {
+  return at::empty(sizes, at::TensorOptions(at::kMeta).dtype(at::kInt));
+}
+
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
   const std::int64_t num_routed = experts_TK.numel();
-  Sorted out;
-  out.inverse_TK = at::empty_like(experts_TK);
-  out.counts_e = at::empty({range.count}, at::kLong);
+  // On the host, where it can have values.
+  const at::Tensor ends_e = at::empty({range.count}, at::kInt);
   std::int64_t num_rows = 0;
   for (std::int64_t e = 0; e < range.count; ++e) {
-    const std::int64_t count =
-        num_routed / num_experts + (range.first + e < num_routed % num_experts);
-    out.counts_e.mutable_data_ptr<std::int64_t>()[e] = count;
-    num_rows += count;
+    num_rows += num_routed / num_experts + (range.first + e < num_routed % num_experts);
+    ends_e.mutable_data_ptr<std::int32_t>()[e] = static_cast<std::int32_t>(num_rows);
   }
-  out.order_R = at::empty({num_rows}, experts_TK.options());
-  out.token_R = at::empty({num_rows}, experts_TK.options());
-  return out;
+  return {.order_R = int32s({num_rows}),
+          .token_R = int32s({num_rows}),
+          .inverse_TK = int32s(experts_TK.sizes()),
+          .ends_e = ends_e};
+}
+
+Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device /*device*/) {
+  const at::Tensor ends_e = counts_re.sum(0).cumsum(0).to(at::kInt);
+  const std::int64_t num_rows = counts_re.sum().item<std::int64_t>();
+  return {.index_R = int32s({num_rows}), .inverse_R = int32s({num_rows}), .ends_e = ends_e};
 }
 
 at::Tensor gather_rows(const at::Tensor& x, const at::Tensor& index_R) {
@@ -65,10 +72,8 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
   return with_rows(rows_RD, inverse_TK.size(0));
 }
 
-ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+ExpertsOutput experts_forward(const ExpertsConfig& /*config*/, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
-  // LibTorch ops alone: their temporaries are those of the accelerator.
-  if (modelled_device() != at::kCPU) return aten::experts_forward(config, weights, input);
   const std::int64_t num_rows = input.token_R.defined() ? input.token_R.size(0) : input.x.size(0),
                      F = weights.w1_eFD.size(1);
   const auto hidden = [&] { return at::empty({num_rows, F}, input.x.options()); };
@@ -78,8 +83,7 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  const ExpertsSaved& saved, const at::Tensor& dy) {
-  if (modelled_device() != at::kCPU) return aten::experts_backward(config, weights, saved, dy);
+                                  ExpertsSaved saved, const at::Tensor& /*dy*/) {
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
   out.weights = {like(weights.w1_eFD), like(weights.w3_eFD), like(weights.w2_eDF),
@@ -89,16 +93,43 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return out;
 }
 
-AttentionOutput attention_forward(const AttentionInput& in) {
+AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()),
           at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(wide))};
 }
 
-AttentionGradients attention_backward(const AttentionInput& in) {
+AttentionGradients attention_backward(const AttentionConfig& /*config*/, const AttentionInput& in,
+                                      const at::Tensor& /*lse_BhL*/,
+                                      const at::Tensor& /*dy_BLhv*/) {
   const auto fresh = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
   return {fresh(in.q_BLhd), fresh(in.k_BSgd), fresh(in.v_BSgv), like(in.sinks_h)};
 }
 
-}  // namespace moesh::kernels::meta
+}  // namespace
+}  // namespace meta
+
+const KernelTable& meta_kernels() {
+  static const KernelTable of_cpu{.name = "meta",
+                                  .top_k = meta::top_k,
+                                  .sort_by_expert = meta::sort_by_expert,
+                                  .rank_major_to_expert_major = meta::rank_major_to_expert_major,
+                                  .gather_rows = meta::gather_rows,
+                                  .combine_rows = meta::combine_rows,
+                                  .experts_forward = meta::experts_forward,
+                                  .experts_backward = meta::experts_backward,
+                                  .attention_forward = meta::attention_forward,
+                                  .attention_backward = meta::attention_backward};
+  static const KernelTable of_accelerator = [] {
+    KernelTable t = of_cpu;
+    // LibTorch ops run on meta themselves: their temporaries are those of the accelerator.
+    t.experts_forward = aten_kernels().experts_forward;
+    t.experts_backward = aten_kernels().experts_backward;
+    t.attention_forward = nullptr, t.attention_backward = nullptr;
+    return t;
+  }();
+  return meta::modelled_device() == at::kCPU ? of_cpu : of_accelerator;
+}
+
+}  // namespace moesh::kernels

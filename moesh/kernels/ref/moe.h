@@ -1,7 +1,7 @@
 #pragma once
 // The MoE layer on one rank, written from the formula: a loop over tokens and their experts, one
-// vector at a time. Slow and obvious; it shares no code with the fast path. Only plain ATen ops are
-// used, so that gradients come from LibTorch's autograd when inputs require them. Meant for
+// vector at a time. Slow and obvious; no code is common to it and the fast path. Only plain ATen
+// ops are used, so that gradients come from LibTorch's autograd when inputs require them. Meant for
 // float64. T tokens, D model, F ffn, E experts, K top-k
 
 #include <ATen/core/Tensor.h>
@@ -15,9 +15,9 @@ enum class ScoreFunction { sigmoid, softmax, softmax_of_chosen };
 struct RouterConfig {
   ScoreFunction score = ScoreFunction::sigmoid;
   std::int64_t top_k = 1;
-  std::int64_t num_groups = 1;  // node-limited routing: experts in equal groups,
-  std::int64_t top_groups =
-      1;  // of which a token may use so many, by the sum of the two best experts of each
+  // Node-limited routing: experts in equal groups, of which a token may use the top_groups best, by
+  // the sum of the two best experts of each.
+  std::int64_t num_groups = 1, top_groups = 1;
   bool normalise = false;
   double epsilon = 0;
   double scale = 1;

@@ -1,0 +1,31 @@
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace aten {
+
+// In routing.cpp and experts.cpp.
+TopKKernel top_k;
+SortKernel sort_by_expert;
+ReorderKernel rank_major_to_expert_major;
+GatherKernel gather_rows;
+CombineKernel combine_rows;
+ExpertsForwardKernel experts_forward;
+ExpertsBackwardKernel experts_backward;
+
+}  // namespace aten
+
+const KernelTable& aten_kernels() {
+  static const KernelTable table{.name = "aten",
+                                 .top_k = aten::top_k,
+                                 .sort_by_expert = aten::sort_by_expert,
+                                 .rank_major_to_expert_major = aten::rank_major_to_expert_major,
+                                 .gather_rows = aten::gather_rows,
+                                 .combine_rows = aten::combine_rows,
+                                 .experts_forward = aten::experts_forward,
+                                 .experts_backward = aten::experts_backward,
+                                 .attention_forward = nullptr,
+                                 .attention_backward = nullptr};
+  return table;
+}
+
+}  // namespace moesh::kernels

@@ -1,0 +1,33 @@
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace cpu {
+
+// Each is in the file of its name.
+TopKKernel top_k;
+SortKernel sort_by_expert;
+ReorderKernel rank_major_to_expert_major;
+GatherKernel gather_rows;
+CombineKernel combine_rows;
+ExpertsForwardKernel experts_forward;
+ExpertsBackwardKernel experts_backward;
+AttentionForwardKernel attention_forward;
+AttentionBackwardKernel attention_backward;
+
+}  // namespace cpu
+
+const KernelTable& cpu_kernels() {
+  static const KernelTable table{.name = "cpu",
+                                 .top_k = cpu::top_k,
+                                 .sort_by_expert = cpu::sort_by_expert,
+                                 .rank_major_to_expert_major = cpu::rank_major_to_expert_major,
+                                 .gather_rows = cpu::gather_rows,
+                                 .combine_rows = cpu::combine_rows,
+                                 .experts_forward = cpu::experts_forward,
+                                 .experts_backward = cpu::experts_backward,
+                                 .attention_forward = cpu::attention_forward,
+                                 .attention_backward = cpu::attention_backward};
+  return table;
+}
+
+}  // namespace moesh::kernels

@@ -1,0 +1,106 @@
+#include "moesh/kernels/table.h"
+
+#include "moesh/base/error.h"
+#include "moesh/kernels/gpu_kernels.h"
+#include "tests/kernels/support.h"
+
+namespace moesh::kernels {
+namespace {
+
+// Puts the setting back.
+struct Chosen {
+  explicit Chosen(GpuKernels kernels) { set_gpu_kernels(kernels); }
+  ~Chosen() { set_gpu_kernels(GpuKernels::automatic); }
+  Chosen(const Chosen&) = delete;
+  Chosen& operator=(const Chosen&) = delete;
+};
+
+const at::Device kElsewhere("xpu:0");  // a device type without a row
+
+template <class F>
+std::string message_of(const F& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::config);
+    return e.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(KernelTable, HasEveryEntryOnEveryDevice) {
+  for (const KernelTable* t :
+       {&cpu_kernels(), &aten_kernels(), &meta_kernels(), &hopper_kernels()}) {
+    EXPECT_TRUE(t->top_k && t->sort_by_expert && t->rank_major_to_expert_major && t->gather_rows &&
+                t->combine_rows && t->experts_forward && t->experts_backward)
+        << t->name;
+    EXPECT_EQ(t->attention_forward == nullptr, t->attention_backward == nullptr) << t->name;
+  }
+}
+
+TEST(KernelTable, IsChosenByTheDevice) {
+  for (auto choice : {GpuKernels::automatic, GpuKernels::own, GpuKernels::library}) {
+    const Chosen chosen(choice);  // says nothing about these two
+    EXPECT_EQ(&kernels_for(at::kCPU), &cpu_kernels()) << to_string(choice);
+    EXPECT_EQ(&kernels_for(at::kMeta), &meta_kernels()) << to_string(choice);
+  }
+  EXPECT_EQ(&kernels_for(kElsewhere), &aten_kernels());
+  EXPECT_TRUE(has_attention(at::kCPU));
+  EXPECT_FALSE(has_attention(kElsewhere));
+  const Chosen chosen(GpuKernels::own);
+  EXPECT_EQ(message_of([] { kernels_for(kElsewhere); }),
+            "kernels.gpu is own, but moesh has no kernels for xpu:0; use auto or library");
+}
+
+// Own kernels that want bfloat16 on the CPU.
+KernelTable picky() {
+  KernelTable t = aten_kernels();
+  t.refuses_device = [](at::Device device) -> std::string {
+    return device.is_cpu() ? "" : detail::concat(device, " has compute capability 8.0");
+  };
+  t.refuses_experts = [](const ExpertsConfig&, const ExpertsWeights& w) -> std::string {
+    return w.w1_eFD.scalar_type() == at::kBFloat16 ? "" : "the weights are not bfloat16";
+  };
+  return t;
+}
+
+TEST(KernelTable, WhatIsRefusedGoesToTheLibraryUnlessOwnIsAskedFor) {
+  const KernelTable own = picky();
+  const at::Tensor wide = at::zeros({1, 2, 2}), narrow = wide.to(at::kBFloat16);
+  const ExpertsWeights taken{narrow, narrow, narrow}, refused{wide, wide, wide};
+  EXPECT_EQ(&own_or_library(own, at::kCPU), &own);
+  EXPECT_EQ(&own_or_library(own, {}, taken), &own);
+  EXPECT_EQ(&own_or_library(own, kElsewhere), &aten_kernels());
+  EXPECT_EQ(&own_or_library(own, {}, refused), &aten_kernels());
+  {
+    const Chosen chosen(GpuKernels::library);
+    EXPECT_EQ(&own_or_library(own, at::kCPU), &aten_kernels());
+    EXPECT_EQ(&own_or_library(own, {}, taken), &aten_kernels());
+  }
+  const Chosen chosen(GpuKernels::own);
+  EXPECT_EQ(&own_or_library(own, {}, taken), &own);
+  EXPECT_EQ(message_of([&] { own_or_library(own, kElsewhere); }),
+            "kernels.gpu is own, but xpu:0 has compute capability 8.0; use auto or library");
+  EXPECT_EQ(message_of([&] { own_or_library(own, {}, refused); }),
+            "kernels.gpu is own, but the weights are not bfloat16; use auto or library");
+}
+
+// Where this program has kernels for CUDA they may also take the device of this machine.
+TEST(KernelTable, OwnKernelsForCudaRunOrSayWhyNot) {
+  const at::Device cuda("cuda:0");
+  const std::string reason = hopper_kernels().refuses_device(cuda);
+  const Chosen chosen(GpuKernels::own);
+  EXPECT_EQ(message_of([&] { kernels_for(cuda); }),
+            reason.empty() ? "nothing was thrown"
+                           : "kernels.gpu is own, but " + reason + "; use auto or library");
+}
+
+TEST(KernelTable, ExpertsAreChosenWithTheirWeights) {
+  const at::Tensor w = at::zeros({1, 2, 2});
+  EXPECT_EQ(&kernels_for({}, {w, w, w}), &cpu_kernels());
+  const at::Tensor m = w.to(at::kMeta);
+  EXPECT_EQ(&kernels_for({}, {m, m, m}), &meta_kernels());
+}
+
+}  // namespace
+}  // namespace moesh::kernels
