@@ -207,7 +207,7 @@ int main(int argc, char** argv) {
   using namespace moesh::kernels::cuda;
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
   const std::string shapes = argc > 2 ? argv[2] : "1234", routings = argc > 3 ? argv[3] : "random";
-  check(check_device(), "device");
+  check(check_device(0), "device");
   dense(seconds);
   for (const char shape : shapes) {
     if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, true);

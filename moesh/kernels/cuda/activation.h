@@ -145,50 +145,66 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 /// dh: the results are P = dy W2, the gradient of h but for the score. With dA = s P:
 /// d_gate = dA dh/dg and d_up = dA dh/du over gate and up, act = s h once more, d_score = <h, P>;
 /// or, with the score before, <dg, gate> + <du, up>, and these times s.
+/// This is the longest of the finishes, and must be done before the next tile is: gate and up are
+/// loaded one row ahead, and nothing but the stores is under a condition.
 template <bool kPlain>
 class FinishDh {
  public:
-  /// Starts to load the first rows of gate and up: nothing of the results is needed for that.
+  /// A slab of up to 128 rows: the whole height of a tile.
   __device__ __forceinline__ FinishDh(const Elementwise& e, const Slab& s, int lane, int first_row)
-      : e_(e), s_(s), scores_(e.score_R, s, lane), chunk_(lane % 8), row_(first_row) {
+      : e_(e),
+        s_(s),
+        chunk_(lane % 8),
+        row_(first_row),
+        columns_left_(s.width - s.first_column - chunk_ * 8),
+        column_(min(s.first_column + chunk_ * 8, s.width - 8)) {
+    const int64_t at = start_of(row_);
 #pragma unroll
-    for (int block = 0; block < 4; ++block) load(block, row_);
+    for (int block = 0; block < 4; ++block) load(block, at);
+    next_score_ = score_of(row_);
   }
 
-  __device__ __forceinline__ void operator()(uint32_t results) {
+  /// Rows up to `end`.
+  __device__ __forceinline__ void operator()(uint32_t results, int end) {
 #pragma unroll 1
-    for (int end = row_ + kSlab; row_ < end; row_ += kRowStep) {
-      const float score = scores_.of(row_);
+    for (; row_ < end; row_ += kRowStep) {
+      const int64_t at = start_of(row_), next = start_of(row_ + kRowStep);
+      const bool exists = row_ < s_.num_rows;
+      const float score = next_score_;
+      next_score_ = score_of(row_ + kRowStep);
       float dot = 0.f;
 #pragma unroll
-      for (int block = 0; block < 4; ++block) dot += finish(block, score, results);
+      for (int block = 0; block < 4; ++block)
+        dot += finish(block, at, next, exists && block * 64 < columns_left_, score, results);
 #pragma unroll
       for (int distance = 1; distance < 8; distance *= 2)
         dot += __shfl_xor_sync(~0u, dot, distance);
-      if (e_.d_score && chunk_ == 0 && row_ < s_.num_rows)
+      if (e_.d_score && chunk_ == 0 && exists)
         e_.d_score[s_.column_tile * e_.num_rows + s_.first_row + row_] = dot;
     }
   }
 
  private:
-  __device__ __forceinline__ int column(int block) const {
-    return s_.first_column + block * 64 + chunk_ * 8;
+  /// This lane's columns of a row; of the last one for those past it, which are loaded in vain.
+  __device__ __forceinline__ int64_t start_of(int row) const {
+    return static_cast<int64_t>(s_.first_row + min(row, s_.num_rows - 1)) * s_.width + column_;
   }
-  /// Without a condition, which would make the compiler wait for the value: what does not exist is
-  /// read from where something does.
-  __device__ __forceinline__ void load(int block, int row) {
-    const int64_t at = static_cast<int64_t>(s_.first_row + min(row, s_.num_rows - 1)) * s_.width +
-                       min(column(block), s_.width - 8);
-    gates_[block] = load16(e_.gate_RF + at), ups_[block] = load16(e_.up_RF + at);
+  __device__ __forceinline__ float score_of(int row) const {
+    return e_.score_R ? e_.score_R[s_.first_row + min(row, s_.num_rows - 1)] : 1.f;
+  }
+  __device__ __forceinline__ void load(int block, int64_t at) {
+    at += block * 64 < columns_left_ ? block * 64 : 0;
+    ptx::load_in_place(gates_[block], e_.gate_RF + at);
+    ptx::load_in_place(ups_[block], e_.up_RF + at);
   }
   /// 8 columns of a row; returns their part of d_score.
-  __device__ __forceinline__ float finish(int block, float score, uint32_t results) {
+  __device__ __forceinline__ float finish(int block, int64_t at, int64_t next, bool exists,
+                                          float score, uint32_t results) {
     float p[8], gate[8], up[8], act[8];
-    unpack(ptx::load_shared16(results + block * kResultBlock + swizzled(row_ % kSlab, chunk_)), p);
+    unpack(ptx::load_shared16(results + block * kResultBlock + swizzled(row_, chunk_)), p);
     unpack(gates_[block], gate), unpack(ups_[block], up);
-    load(block, row_ + kRowStep);
-    if (row_ >= s_.num_rows || column(block) >= s_.width) return 0.f;
-    const RowActivation<kPlain> activation(e_, s_, score, column(block));
+    load(block, next);
+    const RowActivation<kPlain> activation(e_, s_, score, min(column_ + block * 64, s_.width - 8));
     float dot = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -203,7 +219,8 @@ class FinishDh {
         gate[i] = activation.before * dg, up[i] = activation.before * du;
       }
     }
-    const int64_t at = static_cast<int64_t>(s_.first_row + row_) * s_.width + column(block);
+    if (!exists) return 0.f;
+    at += block * 64;
     store16(e_.gate_RF + at, packed(gate));
     store16(e_.up_RF + at, packed(up));
     store16(e_.act_RF + at, packed(act));
@@ -212,11 +229,11 @@ class FinishDh {
 
   const Elementwise& e_;
   const Slab& s_;
-  const Scores scores_;
   const int chunk_;
   int row_;
-  uint4 gates_[4],
-      ups_[4];  // of the next row, by blocks of 64 columns: loaded well before their use
+  const int columns_left_, column_;
+  float next_score_;
+  uint4 gates_[4] = {}, ups_[4] = {};  // of the next row, by blocks of 64 columns
 };
 
 /// down and dx: rows of a slab that is not whole, or to which a bias is to be added.

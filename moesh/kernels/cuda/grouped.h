@@ -347,28 +347,50 @@ __device__ void finish_tiles(const GroupedParams& p, Shared& shared, int rank, i
                    .column_tile = t.column};
       const uint32_t results = ptx::shared_address(shared.results[0][slab]);
       const int first_row = first_row_of(slab, finisher, lane);
-      if constexpr (kGemm == Gemm::dh) {
-        FinishDh<kPlain> finish(p.elementwise, s, lane, first_row);
-        ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
-        finish(results);
-      } else {
-        ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
-        // The rows after an expert's last belong to the next: what is not whole is stored by rows.
-        const bool by_tma = (F::kOverRows || s.num_rows == kSlab) &&
-                            !(kGemm == Gemm::down && p.elementwise.bias[0]);
-        if (by_tma && lane == 0) store_by_tma<kGemm>(p, s, results, slab, finisher);
-        if constexpr (kGemm == Gemm::up)
-          finish_up<kPlain>(p.elementwise, s, results, lane, first_row, !by_tma);
-        else if (!by_tma)
-          finish_rows(p.elementwise, s, results, lane, first_row);
-        if (lane == 0) ptx::tma_store_wait_read();
-      }
+      ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
+      // The rows after an expert's last belong to the next: what is not whole is stored by rows.
+      const bool by_tma =
+          (F::kOverRows || s.num_rows == kSlab) && !(kGemm == Gemm::down && p.elementwise.bias[0]);
+      if (by_tma && lane == 0) store_by_tma<kGemm>(p, s, results, slab, finisher);
+      if constexpr (kGemm == Gemm::up)
+        finish_up<kPlain>(p.elementwise, s, results, lane, first_row, !by_tma);
+      else if (!by_tma)
+        finish_rows(p.elementwise, s, results, lane, first_row);
+      if (lane == 0) ptx::tma_store_wait_read();
       phases ^= 1u << slab;
       __syncwarp();
       if (lane == 0) ptx::barrier_arrive(taken + 8 * slab);
     }
   }
   if (lane == 0) ptx::tma_store_wait();
+}
+
+/// The same for dh, which takes both slabs as one: its loads run ahead from one to the other.
+template <bool kPlain>
+__device__ void finish_dh_tiles(const GroupedParams& p, Shared& shared, int rank, int finisher) {
+  const auto tiles = make_tiles<Gemm::dh>(p, shared);
+  const int lane = threadIdx.x % 32;
+  const uint32_t done = ptx::shared_address(shared.done), taken = ptx::shared_address(shared.taken);
+  uint32_t phases = 0;  // a bit per slab
+  for (int index = blockIdx.x / 2; index < tiles.size(); index += gridDim.x / 2) {
+    const Tile t = tiles.at(index, rank);
+    if (t.height <= 0) continue;
+    const Slab s{.expert = t.expert,
+                 .first_row = t.m,
+                 .num_rows = t.height,
+                 .first_column = t.column * kTileN,
+                 .width = p.width,
+                 .column_tile = t.column};
+    FinishDh<kPlain> finish(p.elementwise, s, lane, first_row_of(0, finisher, lane));
+#pragma unroll 1
+    for (int slab = 0; slab < 2 && t.height > slab * kSlab; ++slab) {
+      ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
+      phases ^= 1u << slab;
+      finish(ptx::shared_address(shared.results), slab * kSlab + kSlab);
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(taken + 8 * slab);
+    }
+  }
 }
 
 template <Gemm kGemm, bool kPlain>
@@ -394,10 +416,13 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 
   if (warp_group == 0) {
     ptx::give_registers<kPlain ? 120 : 136>();
-    if (warp > 0)
+    if (warp == 0) {
+      if (lane == 0) load_tiles<kGemm>(p, shared, rank);
+    } else if constexpr (kGemm == Gemm::dh) {
+      finish_dh_tiles<kPlain>(p, shared, rank, warp - 1);
+    } else {
       finish_tiles<kGemm, kPlain>(p, shared, rank, warp - 1);
-    else if (lane == 0)
-      load_tiles<kGemm>(p, shared, rank);
+    }
   } else {
     ptx::take_registers<kPlain ? 192 : 184>();
     multiply_tiles<kGemm>(p, shared, rank, warp_group - 1);

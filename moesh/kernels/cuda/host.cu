@@ -1,5 +1,7 @@
 #include "moesh/kernels/cuda/host.h"
 
+#include <utility>
+
 namespace moesh::kernels::cuda {
 
 CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::int64_t z, int box_x,
@@ -31,15 +33,12 @@ CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::in
   return map;
 }
 
-Error check_device() {
-  int device = 0, major = 0, minor = 0;
-  if (Error error = text_of(cudaGetDevice(&device))) return error;
-  if (Error error =
-          text_of(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)))
-    return error;
-  if (Error error =
-          text_of(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)))
-    return error;
+Error check_device(int device) {
+  int major = 0, minor = 0;
+  for (const auto& [value, attribute] : {std::pair(&major, cudaDevAttrComputeCapabilityMajor),
+                                         std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
+    if (Error error = text_of(cudaDeviceGetAttribute(value, attribute, device))) return error;
+  }
   return major == 9 && minor == 0 ? nullptr : "the device is not of compute capability 9.0";
 }
 

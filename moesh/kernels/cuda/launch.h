@@ -18,8 +18,8 @@ namespace moesh::kernels::cuda {
 using Error = const char*;
 using Stream = void*;
 
-/// Whether the kernels run on the current device: null, or why not.
-Error check_device();
+/// Whether the kernels run on this device: null, or why not.
+Error check_device(int device);
 
 // ---- experts ----
 
@@ -124,6 +124,11 @@ Error split_gate(const Router&, const float* gate_ED, void* terms, Stream);
 /// anyway.
 Error route(const Router&, const void* x_TD, const void* terms, float* logits_TE,
             std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream);
+
+/// The K largest of each token's scores, as `route` chooses. E is at most 256.
+Error top_k(const float* scores_TE, std::int64_t num_tokens, std::int64_t num_experts,
+            std::int64_t k, float* values_TK, std::int64_t* experts_TK, std::int32_t* bad_token,
+            Stream);
 
 struct RouteGradients {
   const void* x_TD;

@@ -3,10 +3,10 @@
 
 namespace moesh::kernels::cuda {
 namespace {
-constexpr Error kNone = "moesh was built without a CUDA compiler";
+constexpr Error kNone = "the CUDA kernels of moesh were not compiled: no CUDA compiler was found";
 }
 
-Error check_device() { return kNone; }
+Error check_device(int) { return kNone; }
 Error up(const Experts&, const void*, void*, void*, void*, Stream) { return kNone; }
 Error down(const Experts&, const void*, void*, Stream) { return kNone; }
 Error dh(const Experts&, const void*, void*, void*, void*, float*, Stream) { return kNone; }
@@ -33,6 +33,10 @@ Error sort(const Sort&, Stream) { return kNone; }
 Error split_gate(const Router&, const float*, void*, Stream) { return kNone; }
 Error route(const Router&, const void*, const void*, float*, std::int32_t*, float*, std::int32_t*,
             Stream) {
+  return kNone;
+}
+Error top_k(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std::int64_t*,
+            std::int32_t*, Stream) {
   return kNone;
 }
 std::int64_t route_workspace(const Router&) { return 0; }

@@ -153,6 +153,15 @@ __device__ __forceinline__ void store_shared16(uint32_t address, uint4 v) {
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+/// Loads 16 bytes of global memory into registers that stay the same ones from one iteration of a
+/// loop to the next. Left to itself the compiler loads into others and copies at once, and so
+/// waits.
+__device__ __forceinline__ void load_in_place(uint4& v, const void* from) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from)
+               : "memory");
+}
 /// Four 8x8 matrices, spread over a warp as wgmma spreads its accumulators; lane i gives the
 /// address of row i % 8 of matrix i / 8.
 template <bool kTransposed>

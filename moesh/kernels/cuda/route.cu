@@ -194,6 +194,34 @@ __global__ void __launch_bounds__(thin::kThreads, 1)
   }
 }
 
+/// A warp per token; largest first.
+template <int kPer>
+__global__ void __launch_bounds__(256)
+    top_k_kernel(const float* scores_TE, int num_tokens, int num_experts, int k, float* values_TK,
+                 int64_t* experts_TK, int* bad_token) {
+  const int token = (blockIdx.x * 256 + threadIdx.x) / 32, lane = threadIdx.x % 32;
+  if (token >= num_tokens) return;
+  Choice<kPer> choice;
+  bool bad = false;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) {
+    const int e = j * 32 + lane;
+    choice.keys[j] = 0;
+    if (e >= num_experts) continue;
+    const float value = scores_TE[static_cast<int64_t>(token) * num_experts + e];
+    bad |= isnan(value);
+    choice.keys[j] = key_of(value);
+  }
+  if (__any_sync(kAll, bad) && lane == 0) atomicMin(bad_token, token);
+  for (int i = 0; i < k; ++i) {
+    unsigned key;
+    const int expert = choice.take(lane, key);
+    if (lane > 0) continue;
+    experts_TK[static_cast<int64_t>(token) * k + i] = expert;
+    values_TK[static_cast<int64_t>(token) * k + i] = value_of(key);
+  }
+}
+
 template <int kN>
 Error launch(const RouteParams& p, cudaStream_t stream) {
   static Prepared prepared;
@@ -236,6 +264,24 @@ Error route(const Router& r, const void* x_TD, const void* terms, float* logits_
   return columns == 64    ? launch<64>(p, queue)
          : columns == 128 ? launch<128>(p, queue)
                           : launch<256>(p, queue);
+}
+
+Error top_k(const float* scores_TE, std::int64_t num_tokens, std::int64_t num_experts,
+            std::int64_t k, float* values_TK, std::int64_t* experts_TK, std::int32_t* bad_token,
+            Stream stream) {
+  if (num_experts < 1 || num_experts > 256) return "routed experts are to be 1 to 256";
+  if (k < 1 || k > num_experts) return "k is to be 1 to the number of experts";
+  if (num_tokens == 0) return nullptr;
+  const auto run = [&](auto kernel) {
+    kernel<<<static_cast<unsigned>((num_tokens + 7) / 8), 256, 0,
+             static_cast<cudaStream_t>(stream)>>>(
+        scores_TE, static_cast<int>(num_tokens), static_cast<int>(num_experts), static_cast<int>(k),
+        values_TK, experts_TK, bad_token);
+  };
+  num_experts <= 64    ? run(top_k_kernel<2>)
+  : num_experts <= 128 ? run(top_k_kernel<4>)
+                       : run(top_k_kernel<8>);
+  return text_of(cudaGetLastError());
 }
 
 }  // namespace moesh::kernels::cuda

@@ -76,8 +76,11 @@ __device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int
     constexpr int kNext = (kMn ? 16 * 128 : 32) >> 4;  // 16 of depth further
     const uint64_t first_a = ptx::matrix_descriptor(stages + warp / 4 * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + 2 * kBlockBytes);
+    // The tensor cores cut off what float32 would round, and so lose a bit of the sum with every
+    // addition: a few steps are added up apart, where there are registers for it.
+    constexpr int kApart = 4;
     for (int i = 0; i < kN / 2; ++i) acc[i] = 0.f;
-    for (int step = first; step < last; ++step, next()) {
+    auto multiply_stage = [&](float(&sum)[kN / 2], int accumulate) {
       const uint64_t offset = (stage * S::kStageBytes) >> 4;
       ptx::barrier_wait(full + 8 * stage, phase);
       ptx::wgmma_begin();
@@ -85,14 +88,27 @@ __device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int
       for (int term = 0; term < kTerms; ++term) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          ptx::wgmma<kN, kMn, kMn>(acc, first_a + offset + i * kNext,
-                                   first_b + offset + ((term * S::kTermBytes) >> 4) + i * kNext, 1);
+          ptx::wgmma<kN, kMn, kMn>(sum, first_a + offset + i * kNext,
+                                   first_b + offset + ((term * S::kTermBytes) >> 4) + i * kNext,
+                                   accumulate | term | i);
       }
       ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
+      ptx::wgmma_end(sum);
       if (lane == 0) ptx::barrier_arrive(empty + 8 * stage);
+    };
+    if constexpr (kN <= 128) {
+      float part[kN / 2];
+      for (int step = first; step < last; ++step, next()) {
+        const int place = (step - first) % kApart;
+        multiply_stage(part, place);
+        if (place != kApart - 1 && step + 1 < last) continue;
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) acc[i] += part[i];
+      }
+    } else {
+      for (int step = first; step < last; ++step, next()) multiply_stage(acc, 1);
     }
-    ptx::wgmma_end(acc);
   }
   __syncwarp();
   __syncthreads();

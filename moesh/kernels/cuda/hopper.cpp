@@ -1,0 +1,276 @@
+// The torch side of the kernels for Hopper: allocates, and calls launch.h. Nothing here waits for
+// the device, but for a sort of a part of the experts, whose number of rows is not known before.
+// T tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/logical_and.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <limits>
+#include <utility>
+
+#include "moesh/base/error.h"
+#include "moesh/kernels/cuda/launch.h"
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace hopper {
+using namespace cuda;  // launch.h
+namespace {
+
+constexpr std::int32_t kNoToken = std::numeric_limits<std::int32_t>::max();
+
+/// Makes the device of a tensor current, and calls kernels on its stream.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const at::Tensor& t)
+      : guard_(t.device()),
+        stream_(
+            c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()).native_handle()) {}
+  template <class Kernel, class... Arguments>
+  void operator()(const char* name, Kernel* kernel, const Arguments&... arguments) const {
+    const cuda::Error error = kernel(arguments..., stream_);
+    MOESH_CHECK(!error, ErrorKind::device, "kernel ", name, ": ", error);
+  }
+
+ private:
+  c10::DeviceGuard guard_;
+  Stream stream_;
+};
+
+const void* in(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
+void* out(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
+const std::int32_t* indices(const at::Tensor& t) {
+  return t.defined() ? t.const_data_ptr<std::int32_t>() : nullptr;
+}
+float* floats(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; }
+
+bool in_chunks(const at::Tensor& t) {  // of 16 bytes, as the kernels read and write
+  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+/// A view may begin anywhere.
+at::Tensor aligned(const at::Tensor& t) { return !t.defined() || in_chunks(t) ? t : t.clone(); }
+
+/// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
+class Call {
+ public:
+  Call(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& input,
+       std::int64_t num_rows)
+      : run_(input.x),
+        input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
+        weights_{aligned(w.w1_eFD), aligned(w.w3_eFD), aligned(w.w2_eDF),
+                 aligned(w.b1_eF),  aligned(w.b3_eF),  aligned(w.b2_eD)},
+        experts_{.num_rows = num_rows,
+                 .model = w.w1_eFD.size(2),
+                 .ffn = w.w1_eFD.size(1),
+                 .num_experts = w.w1_eFD.size(0),
+                 .ends_E = indices(input.ends_e),
+                 .score_R = floats(input.scores_R),
+                 .score_before = config.scores == ScoreSide::before,
+                 .clamped = config.activation == Activation::clamped_swiglu,
+                 .w1_EFD = in(weights_.w1_eFD),
+                 .w3_EFD = in(weights_.w3_eFD),
+                 .w2_EDF = in(weights_.w2_eDF),
+                 .b1_EF = in(weights_.b1_eF),
+                 .b3_EF = in(weights_.b3_eF),
+                 .b2_ED = in(weights_.b2_eD)} {
+    if (gathered()) rows_RD_ = empty_rows();
+  }
+
+  ExpertsOutput forward(const ExpertsInput& given) {
+    const at::Tensor gate_RF = empty_hidden(), up_RF = empty_hidden(), act_RF = empty_hidden();
+    run_("up", up, experts_, in(at_experts(input_.x)), out(gate_RF), out(up_RF), out(act_RF));
+    const at::Tensor y_RD = gathered() ? rows_RD_ : empty_rows();
+    run_("down", down, experts_, in(act_RF), out(y_RD));
+    return {at_tokens(y_RD), {given, gate_RF, up_RF}};
+  }
+
+  /// gate_RF and up_RF become their gradients.
+  ExpertsGradients backward(const at::Tensor& gate_RF, const at::Tensor& up_RF,
+                            const at::Tensor& dy) {
+    ExpertsGradients d;
+    const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
+    d.weights = {like(weights_.w1_eFD), like(weights_.w3_eFD), like(weights_.w2_eDF),
+                 like(weights_.b1_eF),  like(weights_.b3_eF),  like(weights_.b2_eD)};
+    {
+      const at::Tensor dy_RD = at_experts(dy), act_RF = empty_hidden();
+      at::Tensor terms;
+      if (input_.scores_R.defined()) {
+        terms = at::empty({num_score_terms(experts_.ffn), experts_.num_rows},
+                          input_.scores_R.options());
+        d.scores_R = at::empty_like(input_.scores_R);
+      }
+      run_("dh", dh, experts_, in(dy_RD), out(gate_RF), out(up_RF), out(act_RF), floats(terms));
+      if (terms.defined())
+        run_("score_gradient", score_gradient, experts_, in(dy_RD),
+             static_cast<const float*>(floats(terms)), floats(d.scores_R));
+      run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
+      run_("bias_gradients", bias_gradients, experts_, in(dy_RD), in(gate_RF), in(up_RF),
+           out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
+    }
+    const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
+    run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));
+    d.x = at_tokens(dx_RD);
+    run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(gate_RF), in(up_RF),
+         out(d.weights.w1_eFD), out(d.weights.w3_eFD));
+    return d;
+  }
+
+ private:
+  bool gathered() const { return input_.token_R.defined(); }
+  at::Tensor empty_rows() const {
+    return at::empty({experts_.num_rows, experts_.model}, input_.x.options());
+  }
+  at::Tensor empty_hidden() const {
+    return at::empty({experts_.num_rows, experts_.ffn}, input_.x.options());
+  }
+  /// [T, D] -> [R, D].
+  at::Tensor at_experts(const at::Tensor& x) const {
+    if (!gathered()) return aligned(x);
+    const at::Tensor& inverse_TK = input_.inverse_TK;
+    run_("expand", expand, in(aligned(x)), indices(inverse_TK), out(rows_RD_), x.size(0),
+         inverse_TK.size(1), experts_.model);
+    return rows_RD_;
+  }
+  /// [R, D] -> [T, D].
+  at::Tensor at_tokens(const at::Tensor& rows_RD) const {
+    if (!gathered()) return rows_RD;
+    const at::Tensor& inverse_TK = input_.inverse_TK;
+    const at::Tensor out_TD = at::empty_like(input_.x);
+    run_("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
+         out(out_TD), out_TD.size(0), inverse_TK.size(1), experts_.model);
+    return out_TD;
+  }
+
+  OnDeviceOf run_;
+  ExpertsInput input_;
+  ExpertsWeights weights_;
+  Experts experts_;
+  at::Tensor rows_RD_;
+};
+
+std::int64_t num_rows(const ExpertsInput& input) {
+  return input.token_R.defined() ? input.token_R.size(0) : input.x.size(0);
+}
+
+ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                              const ExpertsInput& input) {
+  return Call(config, weights, input, num_rows(input)).forward(input);
+}
+
+ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  ExpertsSaved saved, const at::Tensor& dy) {
+  return Call(config, weights, saved.input, num_rows(saved.input))
+      .backward(saved.gate_RF, saved.up_RF, dy);
+}
+
+TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
+  const std::int64_t num_tokens = scores_TE.size(0), num_experts = scores_TE.size(1);
+  if (scores_TE.scalar_type() != at::kFloat || num_experts > 256 || k < 1)
+    return aten_kernels().top_k(scores_TE, k);
+  const OnDeviceOf run(scores_TE);
+  const auto options = scores_TE.options();
+  TopK out{at::empty({num_tokens, k}, options),
+           at::empty({num_tokens, k}, options.dtype(at::kLong))};
+  const at::Tensor bad_token = at::full({1}, kNoToken, options.dtype(at::kInt));
+  run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
+      k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>(),
+      bad_token.mutable_data_ptr<std::int32_t>());
+  // The host would have to wait for the token's number: the device stops by itself.
+  at::_assert_async(bad_token == kNoToken, "the router scores of a token hold a NaN");
+  return out;
+}
+
+Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
+  if (range.count < 1 || range.count > 512)
+    return aten_kernels().sort_by_expert(experts_TK, num_experts, range);
+  const OnDeviceOf run(experts_TK);
+  at::_assert_async(at::logical_and(experts_TK >= 0, experts_TK < num_experts).all(),
+                    "a token chose an expert out of range");
+  const at::Tensor chosen_TK = experts_TK.to(at::kInt);
+  const auto options = chosen_TK.options();
+  const std::int64_t num_choices = chosen_TK.numel();
+  Sorted out{.order_R = at::empty({num_choices}, options),
+             .token_R = at::empty({num_choices}, options),
+             .inverse_TK = at::empty(chosen_TK.sizes(), options),
+             .ends_e = at::empty({range.count}, options)};
+  Sort sort{.experts_TK = indices(chosen_TK),
+            .weight_TK = nullptr,
+            .num_tokens = chosen_TK.size(0),
+            .top_k = chosen_TK.size(1),
+            .first_expert = range.first,
+            .num_experts = range.count,
+            .workspace = nullptr,
+            .ends_E = out.ends_e.mutable_data_ptr<std::int32_t>(),
+            .order_R = out.order_R.mutable_data_ptr<std::int32_t>(),
+            .token_R = out.token_R.mutable_data_ptr<std::int32_t>(),
+            .inverse_TK = out.inverse_TK.mutable_data_ptr<std::int32_t>(),
+            .score_R = nullptr};
+  const at::Tensor workspace = at::empty({sort_workspace(sort)}, options);
+  sort.workspace = workspace.mutable_data_ptr<std::int32_t>();
+  run("sort", cuda::sort, sort);
+  if (range.count < num_experts) {  // the size of what follows: a wait
+    const auto rows = out.ends_e[range.count - 1].item<std::int32_t>();
+    out.order_R = out.order_R.narrow(0, 0, rows);
+    out.token_R = out.token_R.narrow(0, 0, rows);
+  }
+  return out;
+}
+
+at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
+  if (rows_RD.dim() != 2 || rows_RD.scalar_type() != at::kBFloat16 || rows_RD.size(1) % 8 != 0 ||
+      !in_chunks(rows_RD))
+    return aten_kernels().combine_rows(rows_RD, inverse_TK);
+  const OnDeviceOf run(rows_RD);
+  const std::int64_t num_tokens = inverse_TK.size(0);
+  const at::Tensor y_TD = at::empty({num_tokens, rows_RD.size(1)}, rows_RD.options());
+  run("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
+      out(y_TD), num_tokens, inverse_TK.size(1), rows_RD.size(1));
+  return y_TD;
+}
+
+std::string refuses_device(at::Device device) {
+  const cuda::Error error = check_device(device.has_index() ? device.index() : 0);
+  return error ? error : "";
+}
+
+std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
+  const at::Tensor& w1 = w.w1_eFD;
+  if (w1.scalar_type() != at::kBFloat16)
+    return detail::concat("the weights are ", c10::toString(w1.scalar_type()),
+                          ", and own kernels take bfloat16");
+  if (w1.size(1) < 1 || w1.size(1) % 8 != 0 || w1.size(2) % 8 != 0)
+    return detail::concat("the weights are [experts, ", w1.size(1), ", ", w1.size(2),
+                          "], and own kernels take multiples of 8");
+  if (w1.size(0) < 1 || w1.size(0) > 512)
+    return detail::concat("there are ", w1.size(0), " experts, and own kernels take 1 to 512");
+  if (config.scores == ScoreSide::before && (w.b1_eF.defined() || w.b3_eF.defined()))
+    return "own kernels have no biases b1 and b3 with a score before them";
+  return "";
+}
+
+}  // namespace
+}  // namespace hopper
+
+const KernelTable& hopper_kernels() {
+  static const KernelTable table = [] {
+    KernelTable t = aten_kernels();
+    t.name = "hopper";
+    t.top_k = hopper::top_k;
+    t.sort_by_expert = hopper::sort_by_expert;
+    t.combine_rows = hopper::combine_rows;
+    t.experts_forward = hopper::experts_forward;
+    t.experts_backward = hopper::experts_backward;
+    t.refuses_device = hopper::refuses_device;
+    t.refuses_experts = hopper::refuses_experts;
+    return t;
+  }();
+  return table;
+}
+
+}  // namespace moesh::kernels
