@@ -27,7 +27,8 @@ int64_t expert_of(GlobalToken t) {
 
 // counts[s][e]: rows that rank s of ep x etp has for expert e.
 at::Tensor gather_counts(const std::vector<int64_t>& mine) {
-  return current_mesh().group(ep | etp)->all_gather(at::tensor(mine, at::kLong).reshape({1, E4}));
+  const auto group = current_mesh().group(kExpertAxes);
+  return group->all_gather(at::tensor(mine, at::kLong).reshape({1, E4}));
 }
 
 Tokens moe(const Tokens& x_ND, const std::vector<int64_t>& choice, const Experts& w1_EHD,

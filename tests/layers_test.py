@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Greps the #include lines of the library against the table of what may depend on what.
+"""Greps the library against what its pages promise: the #include lines against the table of what may depend on what, and the
+escapes from the types against the list of those that a test compares with one rank.
 
 layers_test.py <root of the tree>    every file under moesh/ and apps/ keeps to the table
-layers_test.py --self-test           forbidden includes in a made-up tree are found, allowed ones are not
+layers_test.py --self-test           mistakes in a made-up tree are found, what is allowed is not
 """
 
 import pathlib
@@ -41,6 +42,19 @@ MUST_NOT_INCLUDE = {
 }
 # The rules of the types are to be read in one sitting: all headers of moesh/types besides token.h, together.
 MAX_TYPE_LINES = 300
+# Every escape from the types outside of moesh/spmd and moesh/types: file, the text that names it, and the test that compares what
+# it promises with one rank (and shows that a layout which is not true is found).
+ESCAPES = [
+    ("moesh/nn/experts.cpp", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, ExpertsGivePartialSums"),
+    ("moesh/nn/router.cpp", "assume<TokenSum::layout>", "tests/nn/layouts_test.cpp", "Layouts, PendingCountsAreAPartialSum"),
+    ("moesh/nn/router.cpp", "declare<Dense{T, P, P}>", "tests/nn/layouts_test.cpp", "Layouts, SumsOfASequenceArePartialOnCpAndTp"),
+    ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, P}>", "tests/nn/layouts_test.cpp", "Layouts, AnEmbeddingIsAPartialSum"),
+    ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, I}>", "tests/nn/layouts_test.cpp", "Layouts, ALossOfTheVocabularyIsTheSameOnTp"),
+    ("moesh/optim/grad_norm.cpp", "assume<Dense{P, P, P}>", "tests/optim/grad_norm_test.cpp", "GradNorm, IsThatOfOneRankOnEveryMesh"),
+    ("moesh/train/step.cpp", "assume<Dense{P, I, I}>", "tests/train/step_test.cpp", "Steps, CountsTheValidTokensOfAllRanksOnce"),
+    ("moesh/verify/layer_parity.cpp", "assume<Dense{T, T, Tp}>", "tests/nn/moe_test.cpp", "Edge, OneTokenASequence"),
+]
+ESCAPE = re.compile(r"\b(?:assume|declare)\b\s*[<(]")
 SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
 
@@ -65,6 +79,34 @@ def complaints_of(path, folder):
             yield number, f"<{target}> in a device source: it sees raw pointers and sizes; a .cpp file beside it unpacks the tensors"
         elif path.suffix == ".h" and target == "torch/torch.h":
             yield number, "<torch/torch.h> in a header costs seconds in every file: include the narrow header"
+
+
+def escapes_of(root):
+    """The lines outside of moesh/spmd and moesh/types that escape from the types, as (file, line number, line)."""
+    for path in sorted((root / "moesh").rglob("*")):
+        parts = path.relative_to(root).parts
+        if path.suffix not in SUFFIXES or parts[1] in ("spmd", "types"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            for _ in ESCAPE.findall(line):
+                yield "/".join(parts), number, line.strip()
+
+
+def complaints_about_escapes(root, escapes):
+    """Where the tree and the list of escapes differ; a test that the list names must be there."""
+    open_entries = list(escapes)
+    for where, number, line in escapes_of(root):
+        entry = next((e for e in open_entries if e[0] == where and e[1] in line), None)
+        if entry is None:
+            yield f"{where}:{number}: '{line}' escapes from the types: derive the layout, or test it against one rank and put it on the list"
+        else:
+            open_entries.remove(entry)
+    for file, text, _, _ in open_entries:
+        yield f"{file}: '{text}' is on the list of escapes and not in the file"
+    for file, text, test_file, name in escapes:
+        test = root / test_file
+        if not test.exists() or f"({name})" not in test.read_text(encoding="utf-8"):
+            yield f"{file}: '{text}' is to be checked by {name} of {test_file}, which is not there"
 
 
 def check(root):
@@ -94,10 +136,10 @@ def self_test():
         ("moesh/comm/checked/a.cpp", '#include "moesh/comm/group.h"', ""),
         ("moesh/kernels/cpu/a.cpp", "#include <ATen/core/Tensor.h>", ""),
         ("moesh/base/a.h", "#include <vector>", ""),
-        ("moesh/base/a.h", '// #include "moesh/types/place.h"', ""),
+        ("moesh/base/a.h", '// #include "moesh/types/layout.h"', ""),
         ("apps/main.cpp", '#include "moesh/cli/commands.h"', ""),
         ("moesh/comm/a.h", '#include "moesh/spmd/tensor.h"', "comm may not include moesh/spmd/tensor.h"),
-        ("moesh/base/a.h", '#include "moesh/types/place.h"', "base may not include"),
+        ("moesh/base/a.h", '#include "moesh/types/layout.h"', "base may not include"),
         ("moesh/kernels/ref/a.cpp", '  #  include "moesh/comm/group.h"', "kernels may not include"),
         ("moesh/models/a.cpp", '#include "moesh/comm/group.h"', "models may not include"),
         ("moesh/types/a.h", "#include <ATen/core/Tensor.h>", "types may not include <ATen/core/Tensor.h>"),
@@ -122,18 +164,40 @@ def self_test():
         right = num_files == 1 and (expected in found and len(complaints) == 1 if expected else not complaints)
         if not right:
             sys.exit(f"self-test: {name} with {line!r} should give {expected or 'nothing'!r}; it gave {found!r}")
-    print(f"self-test: {len(cases)} cases are judged right")
+    listed = ("moesh/nn/a.cpp", "assume<Dense{T, T, P}>", "tests/nn/a_test.cpp", "A, IsASum")
+    product, test = "return assume<Dense{T, T, P}>(x);", "TEST(A, IsASum) {}"
+    escapes = [  # line of moesh/nn/a.cpp, line of the test, the list, a part of the complaint
+        (product, test, [listed], ""),
+        ("", "", [], ""),
+        (product, test, [], "escapes from the types"),
+        (product + product, test, [listed], "escapes from the types"),
+        ("return declare<Dense{T, T, P}>(f, x);", test, [], "escapes from the types"),
+        ("", test, [listed], "not in the file"),
+        (product, "TEST(A, IsNothing) {}", [listed], "which is not there"),
+    ]
+    for line, test_line, entries, expected in escapes:
+        with tempfile.TemporaryDirectory() as folder:
+            root = pathlib.Path(folder)
+            for name, text in (("moesh/nn/a.cpp", line), ("tests/nn/a_test.cpp", test_line), ("moesh/spmd/a.h", product)):
+                (root / name).parent.mkdir(parents=True)
+                (root / name).write_text(text + "\n", encoding="utf-8")
+            found = list(complaints_about_escapes(root, entries))
+        if [expected in text for text in found] != ([True] if expected else []):
+            sys.exit(f"self-test: {line!r} with the list {entries} should give {expected or 'nothing'!r}; it gave {found}")
+    print(f"self-test: {len(cases) + len(escapes)} cases are judged right")
 
 
 def main():
     if sys.argv[1:] == ["--self-test"]:
         return self_test()
-    complaints, num_files = check(pathlib.Path(sys.argv[1]))
+    root = pathlib.Path(sys.argv[1])
+    complaints, num_files = check(root)
+    complaints += complaints_about_escapes(root, ESCAPES)
     if num_files == 0:
         sys.exit(f"no source under {sys.argv[1]}/moesh: pass the root of the tree")
     if complaints:
         sys.exit("\n".join(complaints))
-    print(f"{num_files} files keep to the table")
+    print(f"{num_files} files keep to the table; {len(ESCAPES)} escapes from the types, each with its test")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
                   const formats::ModelOnDisk& model, const ConvertOptions& options) {
   const auto to = target.has_filename() ? target : target.parent_path();  // "out/" is "out"
   MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(),
-              "' is there already; name a folder that is not");
+              "' already exists; name a folder that does not");
   const TensorFolder source = TensorFolder::weights(from);
   const auto layout = find_layout(source, model);
   const formats::DiskTable from_table = model.table(layout);

@@ -48,7 +48,7 @@ formats::Manifest read_intact_manifest(const std::filesystem::path& checkpoint) 
     std::error_code missing;
     const auto size = std::filesystem::file_size(checkpoint / file.name, missing);
     MOESH_CHECK(!missing, ErrorKind::data, "'", (checkpoint / file.name).string(),
-                "' is not there: ", missing.message());
+                "' does not exist: ", missing.message());
     MOESH_CHECK(size == file.size, ErrorKind::data, "'", (checkpoint / file.name).string(),
                 "' has ", size, " bytes, and the manifest says ", file.size);
   }
@@ -73,15 +73,15 @@ void remove_temporary(const std::filesystem::path& folder) {
 
 void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep) {
   MOESH_FAIL_POINT(before_the_purge);
-  std::vector<std::int64_t> whole;
+  std::vector<std::int64_t> intact;
   for (const std::int64_t step : saved_steps(folder))
-    if (step <= newest && is_intact(folder / step_name(step))) whole.push_back(step);
-  for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < whole.size(); ++i) {
+    if (step <= newest && is_intact(folder / step_name(step))) intact.push_back(step);
+  for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < intact.size(); ++i) {
     // Without a manifest it is not a checkpoint any more: what is half removed cannot be taken for
-    // whole.
-    std::filesystem::remove(folder / step_name(whole[i]) / formats::kManifestFile);
+    // an intact one.
+    std::filesystem::remove(folder / step_name(intact[i]) / formats::kManifestFile);
     MOESH_FAIL_POINT(half_of_the_purge);
-    std::filesystem::remove_all(folder / step_name(whole[i]));
+    std::filesystem::remove_all(folder / step_name(intact[i]));
   }
   sync_folder(folder);
 }

@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/comm/mesh.h"
 
 namespace moesh::checkpoint {
@@ -29,12 +28,9 @@ std::optional<std::size_t> neighbours(const Region& a, const Region& b) {
 Part part_of(const Stored& w) { return part_of(w, w.spec.name, w.value.detach()); }
 
 Part part_of(const Stored& w, const std::string& name, const at::Tensor& value) {
-  Region region = w.shard;
-  if (MOESH_MUTANT(experts_of_one_rank_saved_for_all) && contains(w.cutting, ep))
-    region.start[0] = 0;
   return {.name = name,
           .shape = w.spec.shape,
-          .region = region,
+          .region = w.shard,
           .owned = current_mesh().coordinate(w.replicas) == 0,
           .value = value};
 }

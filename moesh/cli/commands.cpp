@@ -9,6 +9,7 @@
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/config/merge.h"
+#include "moesh/kernels/memory.h"
 #include "moesh/train/loop.h"
 
 namespace moesh::cli {
@@ -66,6 +67,7 @@ RunSummary run_train(const Args& args) {
   // Under a launcher the ranks are spread over the processes.
   const int processes = comm::num_launched_processes();
   if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
+  if (config.training.device == "cpu") kernels::keep_freed_memory();
   const RunSummary s = train::train(config);
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)

@@ -13,7 +13,7 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/mesh.h"
-#include "moesh/data/dataset.h"
+#include "moesh/data/registry.h"
 #include "moesh/formats/toml.h"
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"

@@ -134,15 +134,15 @@ void apply_key(Config& config, const Setting& s) {
 }
 
 // The one place in which a Config changes: the copy that becomes the result.
-Config closed(Config config, const Settings& settings,
-              const std::optional<models::AnyConfig>& model) {
+Config closed(Config config, const Settings& settings, const std::optional<GivenModel>& model) {
   for (const Setting& s : settings)
     if (!is_model_key(s.name)) apply(config, s);
   ModelSection& m = config.model;
   if (model) {
-    m.architecture = *model, m.name = models::name(*model);
+    m.architecture = model->architecture, m.name = models::name(m.architecture);
     const auto sizes = models::model_sizes(m.name);
     if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
     m.architecture = models::built_in(m.name, m.size);
@@ -197,12 +197,12 @@ Settings mesh_settings(const MeshShape& shape, const std::string& origin) {
   return settings;
 }
 
-Config merged(const Settings& settings, const std::optional<models::AnyConfig>& model) {
+Config merged(const Settings& settings, const std::optional<GivenModel>& model) {
   return closed({}, settings, model);
 }
 
 Config changed(const Config& config, const Settings& settings,
-               const std::optional<models::AnyConfig>& model) {
+               const std::optional<GivenModel>& model) {
   return closed(config, settings, model);
 }
 

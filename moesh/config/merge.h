@@ -20,6 +20,12 @@ struct Setting {
 /// Later ones override earlier ones.
 using Settings = std::vector<Setting>;
 
+/// A model that is not built in, and where it comes from.
+struct GivenModel {
+  models::AnyConfig architecture;
+  std::string origin;
+};
+
 /// What a command line asks for: --config FILE, --section.key=value (or --section.key value, or
 /// --section.key for true), and the short forms --mesh, --model, --steps, --dtype, --device,
 /// --max-minutes. The settings of the file come first, wherever it is named.
@@ -31,12 +37,11 @@ Settings mesh_settings(const MeshShape& shape, const std::string& origin);
 /// The settings over the defaults of the options. Unknown names and values of a wrong type or out
 /// of range throw Error (config), which names where they were given and the nearest known option.
 /// `model`, if given, replaces the built-in configuration that model.name and model.size name.
-Config merged(const Settings& settings,
-              const std::optional<models::AnyConfig>& model = std::nullopt);
+Config merged(const Settings& settings, const std::optional<GivenModel>& model = std::nullopt);
 
 /// The configuration with these settings over its own; by the same rules.
 Config changed(const Config& config, const Settings& settings,
-               const std::optional<models::AnyConfig>& model = std::nullopt);
+               const std::optional<GivenModel>& model = std::nullopt);
 
 /// `defaults` are those of a command, where they differ from those of the options.
 Config load_config(const std::vector<std::string>& args, const Settings& defaults = {});

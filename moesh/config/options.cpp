@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "moesh/models/registry.h"
+#include "moesh/optim/registry.h"
 
 namespace moesh::config {
 namespace {
@@ -38,8 +39,7 @@ std::vector<Option> make_options() {
                    "the run ends after the step in which they pass; 0: never", at_least(0)),
 
       MOESH_OPTION(numbers, data, path, "file to train on; empty: the built-in synthetic language"),
-      MOESH_OPTION(numbers, data, kind, "auto: jsonl for *.jsonl, text for other files",
-                   one_of({"auto", "synthetic", "text", "jsonl"})),
+      MOESH_OPTION(numbers, data, kind, data::dataset_help(), one_of(data::dataset_choices())),
       MOESH_OPTION(numbers, data, batch_size, "sequences of a data-parallel rank in a micro-batch",
                    at_least(1)),
       MOESH_OPTION(numbers, data, sequence_length, "tokens of a sequence", at_least(1)),
@@ -69,7 +69,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of({"auto", "local", "all_to_all", "all_gather"})),
 
-      MOESH_OPTION(numbers, optimizer, name, "update rule", one_of({"adamw", "sgd"})),
+      MOESH_OPTION(numbers, optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
       MOESH_OPTION(numbers, optimizer, beta1, "AdamW: decay of the mean of gradients",
                    fraction_below_one()),

@@ -4,8 +4,10 @@
 #include <limits>
 #include <numeric>
 
+#include "moesh/base/text.h"
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
+#include "moesh/data/packed.h"
 #include "moesh/models/registry.h"
 
 namespace moesh::config {
@@ -121,10 +123,10 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
   const std::string kind = data::resolved_kind(c.data.kind, c.data.path);
   MOESH_CHECK(kind != "synthetic" || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
-              "; leave out the path, or set data.kind to auto, text or jsonl");
+              "; leave out the path, or set data.kind to ", joined_by_or(data::file_choices()));
   MOESH_CHECK(kind == "synthetic" || !c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
-              "; name a file, or set data.kind to auto or synthetic");
+              "; name a file, or set data.kind to ", joined_by_or(data::choices_without_file()));
   if (facts.vocab_size == 0) return;
   const std::string vocabulary = describe_fact(c, "vocab_size", facts.vocab_size);
   if (kind == "synthetic") {

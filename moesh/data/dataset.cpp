@@ -5,8 +5,6 @@
 #include <limits>
 
 #include "moesh/base/error.h"
-#include "moesh/data/packed.h"
-#include "moesh/data/synthetic.h"
 
 namespace moesh::data {
 
@@ -34,38 +32,6 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count)
     }
   }
   return batch;
-}
-
-std::string resolved_kind(const std::string& kind, const std::string& path) {
-  if (kind != "auto") return kind;
-  if (path.empty()) return "synthetic";
-  return path.ends_with(".jsonl") ? "jsonl" : "text";
-}
-
-std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
-  const std::string kind = resolved_kind(options.kind, options.path);
-  MOESH_CHECK(kind == "synthetic" || kind == "text" || kind == "jsonl", ErrorKind::config,
-              "data: kind is '", kind, "'; use auto, synthetic, text or jsonl");
-  if (kind == "synthetic") {
-    MOESH_CHECK(options.path.empty(), ErrorKind::config, "data: kind is synthetic, and path is '",
-                options.path, "'; leave out one of them");
-    return std::make_unique<SyntheticLanguage>(
-        SyntheticOptions{.vocab_size = options.vocab_size,
-                         .sequence_length = options.sequence_length,
-                         .successors = options.synthetic_successors,
-                         .seed = options.seed});
-  }
-  MOESH_CHECK(!options.path.empty(), ErrorKind::config, "data: kind is ", kind,
-              ", and there is no path; name a file");
-  auto dataset = std::make_unique<PackedDataset>(
-      kind == "jsonl" ? read_jsonl_corpus(options.path) : read_text_corpus(options.path),
-      options.sequence_length, options.seed, options.shuffle);
-  MOESH_CHECK(
-      options.vocab_size >= dataset->vocab_size(), ErrorKind::config, "data: ", options.path,
-      " is read as ", dataset->vocab_size(),
-      " different tokens (bytes, and one that ends a document), and the model's vocabulary has ",
-      options.vocab_size, "; use a model with vocab_size = ", dataset->vocab_size(), " or more");
-  return dataset;
 }
 
 }  // namespace moesh::data

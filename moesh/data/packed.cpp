@@ -15,7 +15,7 @@ void Corpus::add(const std::string& document) {
   if (document.empty()) return;
   starts.push_back(std::ssize(tokens));
   for (unsigned char byte : document) tokens.push_back(byte);
-  tokens.push_back(static_cast<std::uint16_t>(kEndOfDocument));
+  tokens.push_back(kEndOfDocument);
 }
 
 Corpus read_text_corpus(const std::string& path) {
@@ -59,7 +59,7 @@ Sample PackedDataset::get(std::int64_t index) const {
     sequence = Shuffle(num_sequences_, seed_, detail::concat("data: epoch ", epoch)).at(sequence);
 
   const auto begin = corpus_.tokens.begin() + sequence * sequence_length_;
-  Sample sample{.tokens = std::vector<std::int64_t>(begin, begin + sequence_length_ + 1)};
+  Sample sample{.tokens = std::vector<TokenId>(begin, begin + sequence_length_ + 1)};
   // The document of the first token is the last one that starts at it or before.
   auto next =
       std::upper_bound(corpus_.starts.begin(), corpus_.starts.end(), sequence * sequence_length_);

@@ -1,22 +1,27 @@
 #pragma once
-// Text from a file, as bytes, packed into sequences of equal length without padding.
+// Documents from a file, packed into sequences of equal length without padding.
 
 #include "moesh/data/dataset.h"
 
 namespace moesh::data {
 
-/// The documents of a file one after the other, each closed by kEndOfDocument.
+/// Text is read as bytes, tokens 0 to 255, and kEndOfDocument closes every document.
+constexpr TokenId kEndOfDocument = 256;
+constexpr std::int64_t kNumByteTokens = 257;
+
+/// The documents of a file one after the other.
 struct Corpus {
   std::string name;
-  std::vector<std::uint16_t> tokens;
+  std::vector<TokenId> tokens;
   std::vector<std::int64_t> starts;  // the first token of each document
-  /// An empty text is no document.
+  std::int64_t vocab_size = kNumByteTokens;
+  /// Adds the bytes of a text and kEndOfDocument. An empty text adds nothing.
   void add(const std::string& document);
 };
 
 /// The whole file is one document.
 Corpus read_text_corpus(const std::string& path);
-/// A document a line: {"text": "..."}.
+/// Each line is a document: {"text": "..."}.
 Corpus read_jsonl_corpus(const std::string& path);
 
 /// Sequence i holds the tokens i * L to i * L + L, so that every token but the first is a label
@@ -28,7 +33,7 @@ class PackedDataset : public Dataset {
 
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return sequence_length_; }
-  std::int64_t vocab_size() const override { return kNumByteTokens; }
+  std::int64_t vocab_size() const override { return corpus_.vocab_size; }
   std::string describe() const override;
   std::int64_t num_sequences() const { return num_sequences_; }
 

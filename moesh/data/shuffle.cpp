@@ -11,7 +11,7 @@ Shuffle::Shuffle(std::int64_t size, std::uint64_t seed, std::string_view stream)
     : size_(size), random_(seed, stream) {
   MOESH_CHECK(size >= 1, "a random order of ", size, " things");
   // Two halves of equal width: at most 4 * size values (64 where there are few: narrower halves mix
-  // badly), so a walk is short.
+  // badly), so a few rounds are enough.
   half_bits_ =
       std::max(3, (static_cast<int>(std::bit_width(static_cast<std::uint64_t>(size - 1))) + 1) / 2);
 }

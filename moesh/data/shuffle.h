@@ -1,5 +1,5 @@
 #pragma once
-// A random order that needs no memory: place i of it is computed on its own.
+// A random order that needs no memory: what comes at a place is computed from the place.
 
 #include <cstdint>
 #include <string_view>
@@ -8,8 +8,8 @@
 
 namespace moesh::data {
 
-/// A permutation of 0 .. size - 1 which depends on seed and stream alone (a Feistel network, walked
-/// until it lands inside).
+/// A permutation of 0 .. size - 1 that depends on seed and stream alone: a Feistel network, applied
+/// again until the result is below size.
 class Shuffle {
  public:
   Shuffle(std::int64_t size, std::uint64_t seed, std::string_view stream);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
@@ -19,6 +21,9 @@ std::uint64_t cell(std::int64_t row, std::int64_t column) {
 void SyntheticOptions::validate() const {
   MOESH_CHECK(vocab_size >= 2, ErrorKind::config, "synthetic language: vocab_size is ", vocab_size,
               "; it takes 2 tokens or more");
+  MOESH_CHECK(std::in_range<TokenId>(vocab_size - 1), ErrorKind::config,
+              "synthetic language: vocab_size is ", vocab_size, "; ids of 32 bits hold ",
+              std::int64_t{std::numeric_limits<TokenId>::max()} + 1);
   MOESH_CHECK(sequence_length >= 1, ErrorKind::config, "synthetic language: sequence_length is ",
               sequence_length, "; it takes 1 or more");
   MOESH_CHECK(successors >= 1 && successors <= std::min<std::int64_t>(vocab_size, 64),
@@ -40,7 +45,7 @@ SyntheticLanguage::SyntheticLanguage(const SyntheticOptions& options) : options_
   for (std::int64_t token = 0; token < options_.vocab_size; ++token) {
     const auto begin = static_cast<std::ptrdiff_t>(successors_.size());
     for (std::int64_t draw = 0; std::ssize(successors_) - begin < options_.successors; ++draw) {
-      const auto next = static_cast<std::int64_t>(
+      const auto next = static_cast<TokenId>(
           random.below(cell(token, draw), static_cast<std::uint64_t>(options_.vocab_size)));
       if (std::find(successors_.begin() + begin, successors_.end(), next) == successors_.end())
         successors_.push_back(next);
@@ -52,9 +57,9 @@ Sample SyntheticLanguage::get(std::int64_t index) const {
   MOESH_CHECK(index >= 0, "sample ", index, " of a synthetic language");
   const Random random(options_.seed, "synthetic language: samples");
   const auto length = static_cast<std::size_t>(options_.sequence_length + 1);
-  Sample sample{.tokens = std::vector<std::int64_t>(length),
+  Sample sample{.tokens = std::vector<TokenId>(length),
                 .documents = std::vector<std::int64_t>(length, index)};
-  auto token = static_cast<std::int64_t>(
+  auto token = static_cast<TokenId>(
       random.below(cell(index, 0), static_cast<std::uint64_t>(options_.vocab_size)));
   sample.tokens[0] = token;
   for (std::size_t t = 1; t < length; ++t) {

@@ -1,6 +1,6 @@
 #pragma once
-// A language with a known entropy: a random Markov chain. A demo needs no download, and the loss
-// has a floor to approach.
+// A language with a known entropy: a random Markov chain. A demo needs no download, and the lowest
+// possible loss is known.
 
 #include "moesh/data/dataset.h"
 
@@ -33,8 +33,8 @@ class SyntheticLanguage : public Dataset {
 
  private:
   SyntheticOptions options_;
-  std::vector<double> probabilities_;     // of the j-th successor
-  std::vector<std::int64_t> successors_;  // [vocab_size, successors]
+  std::vector<double> probabilities_;  // of the j-th successor
+  std::vector<TokenId> successors_;    // [vocab_size, successors]
 };
 
 }  // namespace moesh::data

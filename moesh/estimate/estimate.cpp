@@ -26,7 +26,7 @@ class DryRank {
               }),
         scope_(mesh_),
         model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
-        optimizer_(make_optimizer(*model_, config.optimizer)) {}
+        optimizer_(make_optimizer(*model_, config)) {}
 
   StateMemory state() const {
     StateMemory s;

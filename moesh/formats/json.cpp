@@ -89,10 +89,11 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   std::size_t num_values_ = 0;
 };
 
-void write(const JsonValue& value, const std::string& indent, std::string& out);
+// `indent` is what lines begin with; null: no lines.
+void write(const JsonValue& value, const std::string* indent, std::string& out);
 
 struct Writer {
-  const std::string& indent;
+  const std::string* indent;
   std::string& out;
 
   void operator()(std::nullptr_t) const { out += "null"; }
@@ -108,11 +109,11 @@ struct Writer {
   void operator()(const std::string& value) const { out += json_quoted(value); }
   void operator()(const JsonList& list) const {
     items(list, '[', ']',
-          [this](const JsonValue& item, const std::string& deeper) { write(item, deeper, out); });
+          [this](const JsonValue& item, const std::string* deeper) { write(item, deeper, out); });
   }
   void operator()(const JsonObject& object) const {
-    items(object, '{', '}', [this](const auto& item, const std::string& deeper) {
-      out += json_quoted(item.first) + ": ";
+    items(object, '{', '}', [this](const auto& item, const std::string* deeper) {
+      out += json_quoted(item.first) + (indent ? ": " : ":");
       write(item.second, deeper, out);
     });
   }
@@ -121,17 +122,18 @@ struct Writer {
   template <class Items, class F>
   void items(const Items& all, char first, char last, F write_one) const {
     out += first;
-    const std::string deeper = indent + "  ";
+    const std::string deeper = indent ? *indent + "  " : "";
     for (bool comma = false; const auto& item : all) {
-      out += (std::exchange(comma, true) ? ",\n" : "\n") + deeper;
-      write_one(item, deeper);
+      if (std::exchange(comma, true)) out += ',';
+      if (indent) out += '\n' + deeper;
+      write_one(item, indent ? &deeper : nullptr);
     }
-    if (!all.empty()) out += '\n' + indent;
+    if (indent && !all.empty()) out += '\n' + *indent;
     out += last;
   }
 };
 
-void write(const JsonValue& value, const std::string& indent, std::string& out) {
+void write(const JsonValue& value, const std::string* indent, std::string& out) {
   std::visit(Writer{indent, out}, value.value);
 }
 
@@ -150,7 +152,14 @@ JsonValue parse_json(std::string_view text, const std::string& name, const JsonL
 
 std::string to_json(const JsonValue& value) {
   std::string text;
-  write(value, "", text);
+  const std::string no_indent;
+  write(value, &no_indent, text);
+  return text + '\n';
+}
+
+std::string to_json_line(const JsonValue& value) {
+  std::string text;
+  write(value, nullptr, text);
   return text + '\n';
 }
 

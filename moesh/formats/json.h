@@ -57,6 +57,8 @@ JsonValue read_json(const std::string& path, const JsonLimits& limits = {});
 /// The text of a value, indented by two, that parses as the same value. Texts must be UTF-8, and
 /// numbers finite.
 std::string to_json(const JsonValue& value);
+/// The same without blanks on one line, with its end: a line of a JSONL file.
+std::string to_json_line(const JsonValue& value);
 /// A text as JSON writes it, in quotes; it must be UTF-8.
 std::string json_quoted(std::string_view text);
 

@@ -1,4 +1,4 @@
-// What needs no parser: looking into values. Parsing and writing are in json.cpp (or no_json.cpp).
+// What needs no parser: looking into values. Parsing and writing are in json.cpp.
 
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"

@@ -1,5 +1,5 @@
 #pragma once
-// The decoder that all models share: embedding, blocks of attention and MLP or MoE on a residual
+// The decoder of all models: embedding, blocks of attention and MLP or MoE on a residual
 // stream, norm, head, loss. A model is a plan of it: formulas, sizes and names.
 
 #include <functional>

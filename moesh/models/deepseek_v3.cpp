@@ -35,27 +35,27 @@ class Mla final : public nn::Attention {
     rope_.dim = rope_dim_;
     options_.scale = std::pow(static_cast<double>(qk), -0.5) * rope_.attention_factor();
     if (c.q_lora_rank > 0) {
-      q_a_ = nn::whole(name + ".q_a_proj", c.q_lora_rank, c.dim, o);
+      q_a_ = nn::uncut(name + ".q_a_proj", c.q_lora_rank, c.dim, o);
       q_norm_.emplace(name + ".q_a_layernorm", c.q_lora_rank, 1e-6, o.dtype, o.device);
       q_ = nn::column(name + ".q_b_proj", num_heads_ * qk, c.q_lora_rank, o);
     } else {
       q_ = nn::column(name + ".q_proj", num_heads_ * qk, c.dim, o);
     }
-    kv_a_ = nn::whole(name + ".kv_a_proj_with_mqa", latent_ + rope_dim_, c.dim, o);
+    kv_a_ = nn::uncut(name + ".kv_a_proj_with_mqa", latent_ + rope_dim_, c.dim, o);
     kv_norm_ = nn::RmsNorm(name + ".kv_a_layernorm", latent_, 1e-6, o.dtype, o.device);
     kv_b_ = nn::column(name + ".kv_b_proj", num_heads_ * (nope_ + v_dim_), latent_, o);
     o_ = nn::row(name + ".o_proj", c.dim, num_heads_ * v_dim_, o);
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table = nn::rope_table(rope_, tokens.block_start(), tokens.block_length(),
+    const auto table = nn::rope_table(rope_, tokens.span_start(), tokens.span_length(),
                                       local(x_BLD).scalar_type(), local(x_BLD).device());
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
-    const Heads q = declare<Heads::layout>(
+    const Heads q = map_heads(
         [&](const at::Tensor& t) {
           return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1);
         },
@@ -65,7 +65,7 @@ class Mla final : public nn::Attention {
     const Heads kv =
         nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
     const Full shared_key = narrow(kv_a, -1, latent_, rope_dim_);
-    const Heads k = declare<Heads::layout>(
+    const Heads k = map_heads(
         [&](const at::Tensor& t, const at::Tensor& key) {
           const at::Tensor turned = rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1});
           return at::cat({t.narrow(-1, 0, nope_), turned}, -1);
@@ -92,10 +92,10 @@ class Mla final : public nn::Attention {
   std::int64_t num_heads_, nope_, rope_dim_, v_dim_, latent_;
   nn::RopeConfig rope_;
   nn::AttentionOptions options_;
-  std::optional<nn::Whole> q_a_;
+  std::optional<nn::Uncut> q_a_;
   std::optional<nn::RmsNorm> q_norm_;
   nn::Cut q_;
-  nn::Whole kv_a_;
+  nn::Uncut kv_a_;
   nn::RmsNorm kv_norm_;
   nn::Cut kv_b_, o_;
 };

@@ -1,7 +1,7 @@
 #pragma once
 // Models as they lie in folders: config.json, and the table of their tensors. Names and shapes are
-// those of the model's own parameters; only the experts lie otherwise. A model says how in its file
-// <name>_disk.cpp.
+// those of the model's own parameters; only the experts lie differently. A model says how in its
+// file <name>_disk.cpp.
 
 #include <string>
 #include <vector>

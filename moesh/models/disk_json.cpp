@@ -81,8 +81,8 @@ std::optional<JsonValue> field(const JsonValue& json, const std::string& key) {
 }
 
 std::int64_t count(const JsonValue& json, const std::string& key,
-                   std::optional<std::int64_t> otherwise) {
-  if (otherwise && !field(json, key)) return *otherwise;
+                   std::optional<std::int64_t> fallback) {
+  if (fallback && !field(json, key)) return *fallback;
   const std::int64_t value = json.at(key, "config.json").as_int(key);
   const std::int64_t most =
       key == "num_hidden_layers" ? 10'000 : 1'000'000'000;  // as the keys of [model]
@@ -91,14 +91,14 @@ std::int64_t count(const JsonValue& json, const std::string& key,
   return value;
 }
 
-double number(const JsonValue& json, const std::string& key, double otherwise) {
+double number(const JsonValue& json, const std::string& key, double fallback) {
   const auto value = field(json, key);
-  return value ? value->as_number(key) : otherwise;
+  return value ? value->as_number(key) : fallback;
 }
 
-bool flag(const JsonValue& json, const std::string& key, bool otherwise) {
+bool flag(const JsonValue& json, const std::string& key, bool fallback) {
   const auto value = field(json, key);
-  return value ? value->as_bool(key) : otherwise;
+  return value ? value->as_bool(key) : fallback;
 }
 
 std::optional<std::vector<std::int64_t>> numbers(const JsonValue& json, const std::string& key) {

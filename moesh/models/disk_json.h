@@ -1,5 +1,5 @@
 #pragma once
-// Reading and writing config.json: what all models share.
+// Reading and writing config.json: what all models have in common.
 
 #include <optional>
 #include <string>
@@ -16,11 +16,11 @@ using formats::JsonValue;
 
 /// A field that may be absent or null.
 std::optional<JsonValue> field(const JsonValue& json, const std::string& key);
-/// A whole number, 1 or more; without `otherwise` it must be there.
+/// A whole number, 1 or more; without `fallback` it must be there.
 std::int64_t count(const JsonValue& json, const std::string& key,
-                   std::optional<std::int64_t> otherwise = {});
-double number(const JsonValue& json, const std::string& key, double otherwise);
-bool flag(const JsonValue& json, const std::string& key, bool otherwise);
+                   std::optional<std::int64_t> fallback = {});
+double number(const JsonValue& json, const std::string& key, double fallback);
+bool flag(const JsonValue& json, const std::string& key, bool fallback);
 std::optional<std::vector<std::int64_t>> numbers(const JsonValue& json, const std::string& key);
 JsonList to_list(const std::vector<std::int64_t>& values);
 /// Variants that moesh does not compute: better an error than other numbers. An absent field is

@@ -22,31 +22,26 @@ struct Auxiliary {
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
   at::Tensor input_ids_BL, labels_BL;  // int64; label -100: ignored
-  std::int64_t num_step_tokens =
-      1;                   // valid tokens of the whole optimizer step, all ranks and micro-batches
+  // Valid tokens of the whole optimizer step, of all ranks and micro-batches.
+  std::int64_t num_step_tokens = 1;
   std::int64_t index = 0;  // of the micro-batch in its step
 };
 
 struct ForwardOptions {
   bool sequence_parallel = true;
-  bool recompute =
-      false;  // keep only what goes from block to block, and compute the rest again in backward
+  // Keep only what goes from block to block, and compute the rest again in backward.
+  bool recompute = false;
   nn::Pass pass = nn::Pass::training;
   Auxiliary auxiliary;
-  bool reshard =
-      false;  // free gathered parameters after a block's forward, and gather them again in backward
-  bool capture = false;  // keep the logits and the input of the first block
-  std::vector<std::unique_ptr<nn::RoutingRecord>>* record = nullptr;  // one per MoE layer
-  std::vector<std::unique_ptr<nn::RoutingRecord>>* replay = nullptr;
+  // Free gathered parameters after a block's forward, and gather them again in backward.
+  bool reshard = false;
+  nn::Probe* probe = nullptr;  // null: nobody looks
 };
 
 struct ForwardResult {
   nn::TokenSum loss;  // cross-entropy and auxiliary losses, each divided by the tokens of the step
-  nn::TokenSum cross_entropy;        // the first part of it, for the log
-  std::vector<at::Tensor> counts_E;  // of each MoE layer, this rank's own
-  at::Tensor logits_BLV;             // if captured: this cp rank's block, this tp rank's vocabulary
-  at::Tensor input;  // if captured: the stream that enters the first block; has its gradient after
-                     // backward
+  nn::TokenSum cross_entropy;          // the first part of it, for the log
+  std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
 };
 
 /// How a model is made, whatever it is.

@@ -6,31 +6,31 @@
 
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/fused_attention.h"
-#include "moesh/spmd/all_gather.h"
+#include "moesh/spmd/map.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 namespace {
 
 // `sinks_h` may be undefined.
-at::Tensor attend_raw(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
-                      const at::Tensor& sinks_h, const Tokens& tokens, const AttentionOptions& o) {
+at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
+                        const at::Tensor& v_BSgd, const at::Tensor& sinks_h, const Tokens& tokens,
+                        const AttentionOptions& o) {
   const kernels::AttentionConfig config{
-      .scale = o.scale, .start = tokens.block_start(), .window = o.window, .chunk = o.chunk};
+      .scale = o.scale, .start = tokens.span_start(), .window = o.window, .chunk = o.chunk};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
-  return kernels::has_attention(q_BLhd.device()) ? raw::fused_attention(config, input)
-                                                 : raw::composed_attention(config, input);
+  return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
+                                                 : composed_attention(config, input);
 }
 
 }  // namespace
 
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width) {
-  return declare<Heads::layout>(
-      [&](const at::Tensor& t) { return t.unflatten(-1, {t.size(-1) / width, width}); }, x);
+  return unflatten(x, -1, {local(x).size(-1) / width, width});
 }
 
-Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) {
-  return declare<Heads::layout>([](const at::Tensor& t) { return t.flatten(2); }, x);
-}
+Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) { return flatten(x, 2, 3); }
 
 AllHeads all_positions(const Heads& x, const Tokens& tokens) {
   return all_gather<cp>(x, tokens.over_cp());
@@ -49,19 +49,19 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
 
 Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens,
              const AttentionOptions& options) {
-  return declare<Heads::layout>(
+  return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
-        return attend_raw(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options);
       },
       q, k, v);
 }
 
 Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options) {
-  return declare<Heads::layout>(
+  return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& sinks_h) {
-        return attend_raw(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
       },
       q, k, v, sinks);
 }

@@ -12,11 +12,9 @@
 
 namespace moesh::nn {
 
-using Heads =
-    Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, h, d]: own heads, own positions
-using AllHeads =
-    Tensor<Dense{Place::T, Place::R, Place::F}>;  // [B, S, h, d]: own heads, all positions
-using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number of each own head
+using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;     // [B, L, h, d]: own positions
+using AllHeads = Tensor<Dense{Place::T, Place::R, Place::F}>;  // [B, S, h, d]: all positions
+using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;   // [h]: a number of each own head
 
 /// [B, L, h * width] -> [B, L, h, width], and back.
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
@@ -29,8 +27,8 @@ AllHeads all_positions(const Heads& x, const Tokens& tokens);
 struct AttentionOptions {
   double scale = 1;
   std::int64_t window = 0;  // tokens that a query sees, itself among them; 0: all
-  std::int64_t chunk = 0;   // the sequence is cut into chunks of this many tokens, and a query sees
-                            // its own; 0: one chunk
+  // The sequence is cut into chunks of this many tokens, and a query sees its own; 0: one chunk.
+  std::int64_t chunk = 0;
 };
 
 /// How many keys a query sees, on average over a sequence.

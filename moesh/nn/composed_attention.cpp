@@ -4,7 +4,7 @@
 
 #include "moesh/base/error.h"
 
-namespace moesh::nn::raw {
+namespace moesh::nn {
 namespace {
 
 using kernels::AttentionConfig;
@@ -62,7 +62,7 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
     values = at::constant_pad_nd(values, {0, 0, 0, 1});
   }
   if (queries.numel() ==
-      0) {  // a rank without tokens or heads: an empty result that still hangs on its inputs
+      0) {  // a rank without tokens or heads: an empty result that still depends on its inputs
     return heads(queries.matmul(keys.transpose(-1, -2)).matmul(values));
   }
   const auto width = values.size(-1), key_width = keys.size(-1);
@@ -81,4 +81,4 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   return heads(out.narrow(-1, 0, width));
 }
 
-}  // namespace moesh::nn::raw
+}  // namespace moesh::nn

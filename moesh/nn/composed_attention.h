@@ -3,11 +3,11 @@
 
 #include "moesh/kernels/attention.h"
 
-namespace moesh::nn::raw {
+namespace moesh::nn {
 
 /// [B, L, h, v], by scaled_dot_product_attention; a mask [L, S] is made where the queries do not
 /// see all that is before them.
 at::Tensor composed_attention(const kernels::AttentionConfig& config,
                               const kernels::AttentionInput& input);
 
-}  // namespace moesh::nn::raw
+}  // namespace moesh::nn

@@ -1,111 +1,9 @@
 #include "moesh/nn/dispatch.h"
 
-#include <ATen/ATen.h>
-
-#include <numeric>
-
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
-#include "moesh/nn/rows.h"
-#include "moesh/spmd/all_gather.h"
-#include "moesh/spmd/all_to_all.h"
-#include "moesh/spmd/cross.h"
-#include "moesh/spmd/ops.h"
-#include "moesh/spmd/reduce_scatter.h"
+#include "moesh/nn/dispatch/ways.h"
 
 namespace moesh::nn {
-namespace {
-
-using enum Place;
-using Rows = std::vector<std::int64_t>;
-
-// Who sends how many rows to whom, from one all_gather of every rank's counts over ep x etp.
-struct Plan {
-  Rows send, recv;       // rows of this rank's all_to_all over ep
-  Rows parts;            // rows which each etp rank of this ep rank receives
-  at::Tensor counts_se;  // rows for own expert e from source s, sources by (etp, ep): the order of
-                         // arrival after the gather over etp
-};
-
-Plan make_plan(const at::Tensor& counts_E) {
-  const auto& mesh = current_mesh();
-  const auto num_ep = mesh.size(ep), num_etp = mesh.size(etp), my_ep = mesh.coordinate(ep),
-             my_etp = mesh.coordinate(etp);
-  const auto num_experts = counts_E.numel(), per_rank = num_experts / num_ep;
-  const at::Tensor all = mesh.group(ep | etp)->all_gather(counts_E.reshape({1, num_experts})).cpu();
-  // [origin ep, origin etp, owner ep, expert of the owner]
-  const at::Tensor counts = all.reshape({num_ep, num_etp, num_ep, per_rank});
-  const auto to_rows = [](const at::Tensor& t) {
-    const at::Tensor c = t.contiguous();
-    return Rows(c.const_data_ptr<std::int64_t>(), c.const_data_ptr<std::int64_t>() + c.numel());
-  };
-  const at::Tensor totals = counts.sum(-1);  // [origin ep, origin etp, owner ep]
-  return {.send = to_rows(totals[my_ep][my_etp]),
-          .recv = to_rows(totals.select(2, my_ep).select(1, my_etp)),
-          .parts = to_rows(totals.select(2, my_ep).sum(0)),
-          .counts_se = counts.select(2, my_ep)
-                           .transpose(0, 1)
-                           .reshape({num_ep * num_etp, per_rank})
-                           .contiguous()};
-}
-
-// A mistake to switch on: a gather over etp whose backward keeps this rank's slice.
-Tensor<Sparse{T, E, R}> without_reduction(const Tensor<Sparse{T, E, T}>& x, const Along& parts) {
-  return assume<Sparse{T, E, R}>(raw::move(local(x), etp, T, I, parts, "all_gather"));
-}
-
-at::Tensor to_its_token(const at::Tensor& inverse_NK) {
-  if (MOESH_MUTANT(combined_in_arrival_order))
-    return at::arange(inverse_NK.numel(), inverse_NK.options()).reshape(inverse_NK.sizes());
-  if (MOESH_MUTANT(row_returned_to_the_next_token)) return inverse_NK.roll(1, 0);
-  return inverse_NK;
-}
-
-PerToken by_all_to_all(const Experts& experts, const PerToken& x_ND, const Route& route,
-                       const std::function<void()>& meanwhile) {
-  const auto num_experts = experts.config().num_experts;
-  const auto sorted = kernels::sort_by_expert(route.experts_NK, num_experts);
-  if (MOESH_MUTANT(rank_without_tokens_leaves) && local(x_ND).size(0) == 0) return x_ND;
-  const Plan plan = make_plan(kernels::counts_of(sorted.ends_e));
-
-  const auto rows =
-      assume<Dense{T, T, T}>(spread_rows(local(x_ND), sorted.token_R, sorted.inverse_TK));
-  const auto scores = assume<Dense{T, T, T}>(
-      permute_rows(local(route.weights_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten()));
-  auto moving_rows = start_to_experts<ep>(sparse(rows), plan.send, plan.recv);
-  auto moving_scores = start_to_experts<ep>(sparse(scores), plan.send, plan.recv);
-  meanwhile();
-  const Along parts{.dim = 0, .sizes = plan.parts};
-  // T,E,R: what a rank of etp finds for d(rows) and d(scores) is a partial sum, which the adjoint
-  // of the gather takes.
-  auto rows_RD = all_gather<etp>(moving_rows.wait(), parts);
-  auto scores_R = all_gather<etp>(moving_scores.wait(), parts);
-  if (MOESH_MUTANT(x_gradient_not_reduced_with_ep_off))
-    rows_RD = without_reduction(moving_rows.wait(), parts);
-  if (MOESH_MUTANT(score_gradient_not_reduced_over_etp))
-    scores_R = without_reduction(moving_scores.wait(), parts);
-
-  const auto order = kernels::rank_major_to_expert_major(plan.counts_se, local(x_ND).device());
-  const auto y_RD =
-      reduce_scatter<etp>(experts.rows(rows_RD, scores_R, order), parts);  // T,E,P -> T,E,T
-  const auto home = dense(to_owners<ep>(y_RD, plan.recv, plan.send));
-  return assume<Dense{T, T, T}>(
-      combine_rows(local(home), sorted.token_R, to_its_token(sorted.inverse_TK)));
-}
-
-PerToken by_all_gather(const Experts& experts, const PerToken& x_ND, const Route& route,
-                       const Tokens& tokens, const std::function<void()>& meanwhile) {
-  meanwhile();
-  auto& group = *current_mesh().group(ep | etp);
-  const Along rows{.dim = 0, .sizes = tokens.rows(group)};
-  const auto x = all_gather < ep | etp > (sparse(x_ND), rows);                   // T,R,R
-  const auto scores = all_gather < ep | etp > (sparse(route.weights_NK), rows);  // T,R,R
-  const at::Tensor chosen = group.all_gather(route.experts_NK, rows.sizes);
-  return dense(reduce_scatter < ep |
-               etp > (experts.share(x, scores, chosen), rows));  // T,P,P -> T,T,T
-}
-
-}  // namespace
 
 const char* to_string(Dispatcher d) {
   switch (d) {
@@ -131,11 +29,15 @@ Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k)
   return by_rows < ranks - 1.0 ? Dispatcher::all_to_all : Dispatcher::all_gather;
 }
 
-PerToken dispatch(Dispatcher way, const Experts& experts, const PerToken& x_ND, const Route& route,
-                  const Tokens& tokens, const std::function<void()>& meanwhile) {
-  if (way == Dispatcher::all_to_all) return by_all_to_all(experts, x_ND, route, meanwhile);
-  return by_all_gather(experts, x_ND, route, tokens,
-                       meanwhile);  // `local` is the all_gather of one rank
+std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape) {
+  switch (way) {
+    case Dispatcher::local: return make_local();
+    case Dispatcher::all_to_all: return make_all_to_all();
+    case Dispatcher::all_gather:
+      return shape.ep * shape.etp == shape.tp ? make_all_gather_over_tp() : make_all_gather();
+    case Dispatcher::automatic: break;
+  }
+  throw Error(ErrorKind::internal, "a dispatcher is made of what resolve() gives");
 }
 
 }  // namespace moesh::nn

@@ -1,21 +1,22 @@
 #pragma once
 // Taking tokens to their experts and the results back. T on every axis in, T on every axis out;
 // which way is taken depends on the configuration only, never on counts: a choice by counts would
-// differ between ranks and hang.
+// differ between ranks and hang. One file in nn/dispatch/ for each way.
 
-#include <functional>
+#include <memory>
 
 #include "moesh/nn/experts.h"
+#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {
 
+/// What a configuration may ask for.
 enum class Dispatcher {
   automatic,   // the one that moves fewer bytes
   local,       // ep = etp = 1: nothing moves
   all_to_all,  // rows go to the ranks of their experts (K rows a token), and are gathered over etp
-  all_gather,  // all tokens go to all ranks of ep x etp (one row a token), which reduce their
-               // shares
+  all_gather,  // all tokens go to all ranks of ep x etp (one row a token), and outputs are summed
 };
 
 const char* to_string(Dispatcher d);
@@ -24,9 +25,26 @@ const char* to_string(Dispatcher d);
 /// asked for and ep x etp > 1.
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k);
 
-/// local, all_to_all or all_gather over ep x etp. `meanwhile` is called while rows are on their
-/// way.
-PerToken dispatch(Dispatcher way, const Experts& experts, const PerToken& x_ND, const Route& route,
-                  const Tokens& tokens, const std::function<void()>& meanwhile);
+/// What a MoE layer computes with.
+struct DispatchInput {
+  const Experts& experts;
+  const Mlp* shared;     // the shared experts, or null
+  const PerToken& x_ND;  // this rank's own tokens: those of the route
+  const Route& route;
+  const Tokens& tokens;
+};
+
+/// One way to compute routed and shared experts. x is the stream [tokens, D]: with sequence
+/// parallelism this rank's own tokens, without it all tokens of its tp ranks.
+class Dispatch {
+ public:
+  virtual ~Dispatch() = default;
+  virtual Stream<true> operator()(const DispatchInput& in, const Stream<true>& x_ND) const = 0;
+  virtual Stream<false> operator()(const DispatchInput& in, const Stream<false>& x_ND) const = 0;
+};
+
+/// `way` is one that `resolve` gave for this mesh. Where ep x etp are the tp ranks themselves,
+/// all_gather shares its gather and its reduction with the shared experts.
+std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape);
 
 }  // namespace moesh::nn

@@ -4,11 +4,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
-#include "moesh/kernels/rows.h"
 #include "moesh/nn/rows.h"
-#include "moesh/spmd/attach.h"
-#include "moesh/spmd/once.h"
+#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 namespace {
@@ -18,7 +17,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using MaybeTensor = std::optional<at::Tensor>;
 
-struct Plan : torch::CustomClassHolder {
+// What backward has to know besides tensors.
+struct Call : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
   std::uint32_t saved_version = 0;
@@ -32,30 +32,30 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
                             const at::Tensor& scores_R, const at::Tensor& w1, const at::Tensor& w3,
                             const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
                             const MaybeTensor& b2, const at::Tensor& token_R,
-                            const at::Tensor& inverse, const c10::intrusive_ptr<Plan>& plan) {
+                            const at::Tensor& inverse, const c10::intrusive_ptr<Call>& call) {
     const kernels::ExpertsWeights weights{w1,
                                           w3,
                                           w2,
                                           b1.value_or(at::Tensor()),
                                           b3.value_or(at::Tensor()),
                                           b2.value_or(at::Tensor())};
-    auto out = kernels::experts_forward(plan->config, weights,
-                                        {x, plan->ends_e, scores_R, token_R, inverse});
-    plan->saved_version = out.saved.version;
-    context->saved_data["plan"] = c10::IValue::make_capsule(plan);
+    auto out = kernels::experts_forward(call->config, weights,
+                                        {x, call->ends_e, scores_R, token_R, inverse});
+    call->saved_version = out.saved.version;
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
     context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
                                 w1, w3, w2, weights.b1_eF, weights.b3_eF, weights.b2_eD});
     return out.y;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto plan =
-        c10::static_intrusive_pointer_cast<Plan>(context->saved_data["plan"].toCapsule());
+    const auto call =
+        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
     const auto s = context->get_saved_variables();
     const kernels::ExpertsWeights weights{s[6], s[7], s[8], s[9], s[10], s[11]};
     auto g = kernels::experts_backward(
-        plan->config, weights,
-        {{s[0], plan->ends_e, s[1], s[2], s[3]}, s[4], s[5], plan->saved_version},
+        call->config, weights,
+        {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], call->saved_version},
         grads[0].contiguous());
     const auto& w = g.weights;
     return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
@@ -65,7 +65,7 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
 
 }  // namespace
 
-void ExpertsConfig::validate() const {
+void RoutedExpertsConfig::validate() const {
   MOESH_CHECK(num_experts >= 1 && dim >= 1 && ffn >= 1, ErrorKind::config, "experts: num_experts ",
               num_experts, ", dim ", dim, ", ffn ", ffn, "; each takes 1 or more");
   const int ranks = current_mesh().size(ep);
@@ -74,7 +74,7 @@ void ExpertsConfig::validate() const {
               "; every rank of ep holds the same number of experts");
 }
 
-Experts::Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype,
+Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
                  at::Device device, const Init& init)
     : config_(config) {
   config.validate();
@@ -85,12 +85,11 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
   const auto spec = [&](const char* part, std::vector<std::int64_t> shape,
                         std::vector<std::pair<Axes, std::int64_t>> cuts) {
-    const bool is_bf16 = dtype == at::kBFloat16;
     return ParamSpec{.name = name + "." + part,
                      .shape = std::move(shape),
                      .cuts = std::move(cuts),
                      .storage_dim = storage_dim,
-                     .dtype = is_bf16 ? at::kFloat : dtype,
+                     .dtype = wide_dtype(dtype),
                      .compute = dtype,
                      .device = device};
   };
@@ -103,44 +102,44 @@ Experts::Experts(const ExpertsConfig& config, const std::string& name, at::Scala
   b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), init);
 }
 
-at::Tensor Experts::run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& ends_e,
-                        const at::Tensor& token_R, const at::Tensor& inverse) const {
-  auto plan = c10::make_intrusive<Plan>();
-  auto side = config_.scores;
-  if (MOESH_MUTANT(scores_on_the_wrong_side))
-    side =
-        side == kernels::ScoreSide::after ? kernels::ScoreSide::before : kernels::ScoreSide::after;
-  plan->config = {.activation = config_.activation, .scores = side};
-  plan->ends_e = ends_e;
+template <auto L>
+auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
+                  const at::Tensor& token_R, const at::Tensor& inverse) const {
+  auto call = c10::make_intrusive<Call>();
+  call->config = {.activation = config_.activation, .scores = config_.scores};
+  call->ends_e = ends_e;
+  const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
   MaybeTensor b1, b3, b2;
   if (b1_) {
     b1 = local(use(*b1_)), b3 = local(use(*b3_));
     // The output is a partial sum over etp: its bias counts on one rank.
-    b2 = MOESH_MUTANT(bias_on_every_rank) ? local(use(*b2_)) : local(once<etp>(use(*b2_)));
+    b2 = local(once<etp>(use(*b2_)));
   }
-  return ExpertsFunction::apply(x, scores_R, local(use(w1_)), local(use(w3_)), local(use(w2_)), b1,
-                                b3, b2, token_R, inverse, plan);
+  // The kernel is a linear layer after another, column and row.
+  constexpr auto hidden = mix(Op::linear, L, decltype(w1)::layout);
+  constexpr auto out = mix(Op::linear, hidden, decltype(w2)::layout);
+  return assume<out>(ExpertsFunction::apply(local(x), local(scores_R), local(w1), local(w3),
+                                            local(w2), b1, b3, b2, token_R, inverse, call));
 }
 
-Tensor<Sparse{T, E, P}> Experts::rows(const Tensor<Sparse{T, E, R}>& rows_RD,
-                                      const Tensor<Sparse{T, E, R}>& scores_R,
-                                      const kernels::Reordered& order) const {
-  const at::Tensor sorted = permute_rows(local(scores_R), order.index_R, order.inverse_R);
-  return assume<Sparse{T, E, P}>(
-      run(local(rows_RD), sorted, order.ends_e, order.index_R, order.inverse_R.unsqueeze(1)));
+Tensor<Sparse{T, E, P}> Experts::apply_to_rows(const Tensor<Sparse{T, E, R}>& rows_RD,
+                                               const Tensor<Sparse{T, E, R}>& scores_R,
+                                               const kernels::Reordered& order) const {
+  const auto sorted = permute_rows(scores_R, order.index_R, order.inverse_R);
+  return run(rows_RD, sorted, order.ends_e, order.index_R, order.inverse_R.unsqueeze(1));
 }
 
-Tensor<Sparse{T, P, P}> Experts::share(const Tensor<Sparse{T, R, R}>& x_ND,
-                                       const Tensor<Sparse{T, R, R}>& scores_NK,
-                                       const at::Tensor& experts_NK) const {
+Tensor<Sparse{T, P, P}> Experts::apply_to_tokens(const Tensor<Sparse{T, R, R}>& x_ND,
+                                                 const Tensor<Sparse{T, R, R}>& scores_NK,
+                                                 const at::Tensor& experts_NK) const {
   const auto& mesh = current_mesh();
   const std::int64_t num_local = config_.num_experts / mesh.size(ep);
   const auto sorted = kernels::sort_by_expert(experts_NK, config_.num_experts,
                                               {mesh.coordinate(ep) * num_local, num_local});
-  const at::Tensor scores_R =
-      permute_rows(local(scores_NK).flatten(), sorted.order_R, sorted.inverse_TK.flatten());
-  return assume<Sparse{T, P, P}>(
-      run(local(x_ND), scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
+  const auto scores_R =
+      permute_rows(flatten(scores_NK, 0, 1), sorted.order_R, sorted.inverse_TK.flatten());
+  // T,E,P: the kernel has summed the rows of each token over this rank's experts.
+  return as_term<ep>(run(x_ND, scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
 }
 
 }  // namespace moesh::nn

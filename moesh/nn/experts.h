@@ -13,7 +13,7 @@
 
 namespace moesh::nn {
 
-struct ExpertsConfig {
+struct RoutedExpertsConfig {
   std::int64_t num_experts = 0, dim = 0, ffn = 0;
   kernels::Activation activation = kernels::Activation::swiglu;
   kernels::ScoreSide scores = kernels::ScoreSide::after;
@@ -28,24 +28,24 @@ class Experts {
   using OutputBias = Param<Sparse{Place::I, Place::E, Place::I}>;
 
   /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
-  Experts(const ExpertsConfig& config, const std::string& name, at::ScalarType dtype,
+  Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
           at::Device device, const Init& init);
 
-  /// Rows which came to this rank's experts, in the order of arrival -> the rows' outputs, a
-  /// partial sum over etp. `to` sorts them.
-  Tensor<Sparse{Place::T, Place::E, Place::P}> rows(
+  /// Rows which came to this rank's experts, in the order of arrival -> their outputs in the same
+  /// order, a partial sum over etp. `order` is how they lie by expert.
+  Tensor<Sparse{Place::T, Place::E, Place::P}> apply_to_rows(
       const Tensor<Sparse{Place::T, Place::E, Place::R}>& rows_RD,
       const Tensor<Sparse{Place::T, Place::E, Place::R}>& scores_R,
       const kernels::Reordered& order) const;
 
-  /// All tokens of the ep x etp ranks -> this rank's experts' share of every token's output, a
+  /// All tokens of the ep x etp ranks -> what this rank's experts add to the output of each, a
   /// partial sum over both.
-  Tensor<Sparse{Place::T, Place::P, Place::P}> share(
+  Tensor<Sparse{Place::T, Place::P, Place::P}> apply_to_tokens(
       const Tensor<Sparse{Place::T, Place::R, Place::R}>& x_ND,
       const Tensor<Sparse{Place::T, Place::R, Place::R}>& scores_NK,
       const at::Tensor& experts_NK) const;
 
-  const ExpertsConfig& config() const { return config_; }
+  const RoutedExpertsConfig& config() const { return config_; }
   /// f(param) for each parameter, in the order w1, w3, w2, b1, b3, b2.
   template <class Fn>
   void each_param(Fn f) {
@@ -54,10 +54,11 @@ class Experts {
   }
 
  private:
-  at::Tensor run(const at::Tensor& x, const at::Tensor& scores_R, const at::Tensor& ends_e,
-                 const at::Tensor& token_R, const at::Tensor& inverse) const;
+  template <auto L>
+  auto run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
+           const at::Tensor& token_R, const at::Tensor& inverse) const;
 
-  ExpertsConfig config_;
+  RoutedExpertsConfig config_;
   Weight w1_, w3_, w2_;
   std::optional<Weight> b1_, b3_;
   std::optional<OutputBias> b2_;

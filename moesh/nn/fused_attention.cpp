@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-namespace moesh::nn::raw {
+namespace moesh::nn {
 namespace {
 
 using kernels::AttentionConfig;
@@ -48,4 +48,4 @@ at::Tensor fused_attention(const AttentionConfig& c, const AttentionInput& in) {
                                c.chunk);
 }
 
-}  // namespace moesh::nn::raw
+}  // namespace moesh::nn

@@ -3,10 +3,10 @@
 
 #include "moesh/kernels/attention.h"
 
-namespace moesh::nn::raw {
+namespace moesh::nn {
 
 /// [B, L, h, v]. Keeps its input and one number for each query, nothing of size [L, S].
 at::Tensor fused_attention(const kernels::AttentionConfig& config,
                            const kernels::AttentionInput& input);
 
-}  // namespace moesh::nn::raw
+}  // namespace moesh::nn

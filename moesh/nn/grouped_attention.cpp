@@ -5,17 +5,9 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
-namespace {
-
-// A function of each head by itself: heads stay where they are.
-template <class Fn>
-Heads each_head(Fn fn, const Heads& x) {
-  return declare<Heads::layout>(fn, x);
-}
-
-}  // namespace
 
 void GroupedAttentionConfig::validate() const {
   const auto ranks = current_mesh().size(tp);
@@ -66,26 +58,23 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
   if (config_.rope) {
     const auto table =
-        rope_table(*config_.rope, tokens.block_start(), tokens.block_length(), dtype, device);
+        rope_table(*config_.rope, tokens.span_start(), tokens.span_length(), dtype, device);
     const auto rotated = [&](const at::Tensor& t) {
       return rotate(t, table, config_.rope->interleaved);
     };
-    q = each_head(rotated, q), k = each_head(rotated, k);
+    q = map_heads(rotated, q), k = map_heads(rotated, k);
   }
   if (config_.qk_norm == QkNorm::plain) {
-    const auto normal = [&](const at::Tensor& t) {
-      return moesh::raw::rms_norm(t, {}, config_.norm_eps);
-    };
-    q = each_head(normal, q), k = each_head(normal, k);
+    const auto normal = [&](const at::Tensor& t) { return raw::rms_norm(t, {}, config_.norm_eps); };
+    q = map_heads(normal, q), k = map_heads(normal, k);
   }
   if (config_.growth != 0) {
-    const auto wide =
-        at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+    const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
     const at::Tensor position =
-        at::arange(tokens.block_start(), tokens.block_start() + tokens.block_length(), wide);
+        at::arange(tokens.span_start(), tokens.span_start() + tokens.span_length(), wide);
     const at::Tensor factor =
         1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
-    q = each_head([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
+    q = map_heads([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
                   q);
   }
   const AllHeads keys = all_positions(k, tokens), values = all_positions(v, tokens);

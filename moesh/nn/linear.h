@@ -4,14 +4,15 @@
 #include <optional>
 #include <string>
 
-#include "moesh/spmd/once.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 
 using Cut = Param<Dense{Place::I, Place::I, Place::F}>;    // own features on tp
-using Whole = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
+using Uncut = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
 /// What the parameters of a module have in common.
 struct ModuleOptions {
@@ -19,13 +20,12 @@ struct ModuleOptions {
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
 
-  at::ScalarType master() const { return dtype == at::kBFloat16 ? at::kFloat : dtype; }
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
     return {.name = name,
             .shape = std::move(shape),
             .cuts = std::move(cuts),
-            .dtype = master(),
+            .dtype = wide_dtype(dtype),
             .compute = dtype,
             .device = device};
   }
@@ -40,9 +40,9 @@ inline Cut column(const std::string& name, std::int64_t out, std::int64_t in,
 inline Cut row(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
   return Cut(o.spec(name + ".weight", {out, in}, {{tp, 1}}), o.init);
 }
-inline Whole whole(const std::string& name, std::int64_t out, std::int64_t in,
+inline Uncut uncut(const std::string& name, std::int64_t out, std::int64_t in,
                    const ModuleOptions& o) {
-  return Whole(o.spec(name + ".weight", {out, in}), o.init);
+  return Uncut(o.spec(name + ".weight", {out, in}), o.init);
 }
 
 /// x w^T + b, own outputs on tp.
@@ -94,7 +94,7 @@ class RowLinear {
 
  private:
   Cut weight_;
-  std::optional<Whole> bias_;
+  std::optional<Uncut> bias_;
 };
 
 }  // namespace moesh::nn

@@ -2,6 +2,7 @@
 // The mixture-of-experts layer: router, dispatch, experts, combine, shared experts. One path for
 // every mesh.
 
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -16,7 +17,7 @@ struct MoeConfig {
   std::string name = "moe";
   std::string router_name = "gate", shared_name = "shared_experts";  // after the name of the layer
   RouterConfig router;
-  ExpertsConfig experts;        // num_experts is the router's
+  RoutedExpertsConfig experts;  // num_experts is the router's
   std::int64_t shared_ffn = 0;  // width of the shared experts together; 0: none
   Dispatcher dispatcher = Dispatcher::automatic;
   at::ScalarType dtype = at::kFloat;
@@ -30,20 +31,21 @@ class Moe {
  public:
   explicit Moe(const MoeConfig& config);
 
-  struct Sharded {
-    Tensor<Dense{Place::T, Place::T, Place::T}> y;
-    Route route;
-  };
-  struct Invariant {
-    Tensor<Dense{Place::T, Place::T, Place::I}> y;
+  template <bool Sp>
+  struct Output {
+    Stream<Sp> y;
     Route route;
   };
   /// With sequence parallelism: x is [B, len, D], this rank's piece of the sequence.
-  Sharded operator()(const Tensor<Dense{Place::T, Place::T, Place::T}>& x_BLD, const Tokens& tokens,
-                     const RouteOptions& options = {});
-  /// Without: x is [B, block, D], the same on all tp ranks. No token is computed twice.
-  Invariant operator()(const Tensor<Dense{Place::T, Place::T, Place::I}>& x_BLD,
-                       const Tokens& tokens, const RouteOptions& options = {});
+  Output<true> operator()(const Stream<true>& x_BLD, const Tokens& tokens,
+                          const RouteOptions& options = {}) {
+    return run<true>(x_BLD, tokens, options);
+  }
+  /// Without: x is [B, span, D], the same on all tp ranks. No token is computed twice.
+  Output<false> operator()(const Stream<false>& x_BLD, const Tokens& tokens,
+                           const RouteOptions& options = {}) {
+    return run<false>(x_BLD, tokens, options);
+  }
 
   Router& router() { return router_; }
   /// f(param) for every parameter.
@@ -56,13 +58,10 @@ class Moe {
   }
 
  private:
-  bool gathers_over_tp() const;
-  Tensor<Dense{Place::T, Place::T, Place::P}> over_tp(
-      const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND, const Route& route,
-      const Along& rows) const;
+  template <bool Sp>
+  Output<Sp> run(const Stream<Sp>& x_BLD, const Tokens& tokens, const RouteOptions& options);
 
-  MoeConfig config_;
-  Dispatcher dispatcher_;
+  std::unique_ptr<const Dispatch> dispatch_;
   Router router_;
   Experts experts_;
   std::optional<Mlp> shared_;

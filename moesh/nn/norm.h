@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
 
@@ -16,7 +18,7 @@ class RmsNorm {
           at::Device device)
       : weight_({.name = name + ".weight",
                  .shape = {dim},
-                 .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+                 .dtype = wide_dtype(dtype),
                  .device = device},
                 {.kind = Init::Kind::ones}),
         eps_(eps) {}
@@ -31,14 +33,12 @@ class RmsNorm {
   Tensor<L> invariant(const Tensor<L>& x) const {
     return rms_norm(x, use<tp>(weight_), eps_);
   }
-  /// On heads [.., h, d]: tp cuts the heads, and each is normalised over its own d features, which
-  /// are whole.
+  /// On heads [B, L, h, d]: tp cuts the heads, and each is normalised over its own d features,
+  /// which are whole.
   Tensor<Dense{Place::T, Place::T, Place::F}> per_head(
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    return declare<Dense{Place::T, Place::T, Place::F}>(
-        [&](const at::Tensor& heads, const at::Tensor& w) {
-          return moesh::raw::rms_norm(heads, w, eps_);
-        },
+    return map_heads(
+        [&](const at::Tensor& heads, const at::Tensor& w) { return raw::rms_norm(heads, w, eps_); },
         x, use(weight_));
   }
 

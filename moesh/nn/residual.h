@@ -4,17 +4,15 @@
 
 #include "moesh/nn/norm.h"
 #include "moesh/nn/tokens.h"
-#include "moesh/spmd/all_gather.h"
-#include "moesh/spmd/all_reduce.h"
-#include "moesh/spmd/enter.h"
 #include "moesh/spmd/ops.h"
-#include "moesh/spmd/reduce_scatter.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
 
-using Full = Tensor<Dense{Place::T, Place::T,
-                          Place::R}>;  // all tokens of this cp rank, to be worked on in slices
-using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;  // what comes out of that
+// All tokens of this cp rank, to be worked on in slices, and what comes out of that work.
+using Full = Tensor<Dense{Place::T, Place::T, Place::R}>;
+using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;
+using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has its own tokens
 
 template <bool Sp>
 using Stream = Tensor<Dense{Place::T, Place::T, Sp ? Place::T : Place::I}>;
@@ -29,22 +27,31 @@ Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
     return n.invariant(x);
 }
 
-/// T -> R or I -> R: every tp rank sees all tokens of its cp rank.
+/// T -> R or I -> R: every tp rank sees all tokens of its cp rank, which tp cuts as `over_tp` says.
 template <bool Sp>
-Full to_full(const Stream<Sp>& x, const Tokens& tokens) {
+Full to_full(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {
   if constexpr (Sp)
-    return all_gather<tp>(x, tokens.over_tp());
+    return all_gather<tp>(x, over_tp);
   else
     return enter<tp>(x);
 }
 
 /// P -> T or P -> I: back to the stream.
 template <bool Sp>
-Stream<Sp> to_stream(const Sum& y, const Tokens& tokens) {
+Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
   if constexpr (Sp)
-    return reduce_scatter<tp>(y, tokens.over_tp());
+    return reduce_scatter<tp>(y, over_tp);
   else
     return all_reduce<tp, Place::I>(y);
+}
+
+/// The stream as it is, or I -> T: each tp rank takes its own tokens.
+template <bool Sp>
+PerToken own_tokens(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {
+  if constexpr (Sp)
+    return x;
+  else
+    return keep<tp>(x, over_tp);
 }
 
 }  // namespace moesh::nn

@@ -7,7 +7,7 @@
 #include <numbers>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::nn {
 namespace {
@@ -81,13 +81,11 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
 
 RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length,
                      at::ScalarType dtype, at::Device device) {
-  const auto options =
-      at::TensorOptions(device).dtype(dtype == at::kDouble ? at::kDouble : at::kFloat);
+  const auto options = at::TensorOptions(device).dtype(wide_dtype(dtype));
   if (device.is_meta())
     return {at::empty({length, c.dim / 2}, options),
             at::empty({length, c.dim / 2}, options)};  // shapes alone
-  const std::int64_t first = MOESH_MUTANT(positions_begin_at_zero) ? 0 : start;
-  const at::Tensor positions = at::arange(first, first + length, at::kDouble);
+  const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
   if (c.factor > 1 && c.scaling == RopeScaling::yarn) {

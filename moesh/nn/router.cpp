@@ -6,11 +6,11 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/kernels/topk.h"
-#include "moesh/spmd/all_reduce.h"
-#include "moesh/spmd/as_term.h"
+#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
 namespace moesh::nn {
@@ -18,16 +18,9 @@ namespace {
 
 using enum Place;
 
-constexpr Axes kTokenAxes = dp | cp | tp;
-constexpr Dense kPerToken{T, T, T};
-
-at::ScalarType gate_dtype(at::ScalarType run) {
-  return run == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run,
                     at::Device device) {
-  return {.name = name, .shape = std::move(shape), .dtype = gate_dtype(run), .device = device};
+  return {.name = name, .shape = std::move(shape), .dtype = wide_dtype(run), .device = device};
 }
 
 // Only experts of the best groups stay: the others get -inf.
@@ -47,29 +40,6 @@ at::Tensor limit_to_groups(const at::Tensor& choice_NE, const RouterConfig& c) {
 at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Device device) {
   const at::Tensor ids = tokens.global_ids(device).unsqueeze(1);
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
-}
-
-// The token and choice in which two choices differ, and by how much the choice scores differ there.
-void note_flips(const at::Tensor& own_NK, const at::Tensor& replayed_NK,
-                const at::Tensor& choice_NE, RoutingRecord& record) {
-  const at::Tensor own = std::get<0>(own_NK.sort(-1)), other = std::get<0>(replayed_NK.sort(-1));
-  const at::Tensor differs = own.ne(other).any(-1);
-  const auto count = differs.sum().item<std::int64_t>();
-  if (count == 0) return;
-  record.num_flipped += count;
-  const at::Tensor worst_own = std::get<0>(choice_NE.gather(1, own_NK).min(-1));
-  const at::Tensor worst_other = std::get<0>(choice_NE.gather(1, replayed_NK).min(-1));
-  // Between groups of experts the scores of those left out are infinite, and say nothing.
-  const at::Tensor margins = (worst_own - worst_other).abs().masked_select(differs);
-  const double margin =
-      margins.masked_fill(margins.isfinite().logical_not(), 0).max().item<double>();
-  double seen = record.largest_margin;
-  while (margin > seen && !record.largest_margin.compare_exchange_weak(seen, margin)) {
-  }
-}
-
-at::Tensor valid_rows(const at::Tensor& x, const at::Tensor& valid_N) {
-  return valid_N.defined() ? x.index({valid_N}) : x;
 }
 
 // 1 for tokens that count, 0 for the others, as a column of x's dtype.
@@ -108,9 +78,6 @@ void RouterConfig::validate() const {
       "router: choose_on_logits goes with sigmoid scores; softmax_chosen always chooses on logits");
 }
 
-RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k)
-    : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)) {}
-
 Router::Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
                at::ScalarType dtype, at::Device device, const Init& init)
     : config_(config) {
@@ -119,7 +86,7 @@ Router::Router(const RouterConfig& config, const std::string& name, std::int64_t
   gate_ = Param<Dense{I, I, I}>(gate_spec(name + ".weight", {experts, dim}, dtype, device), init);
   if (config.gate_bias)
     gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
-  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(gate_dtype(dtype)));
+  expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(wide_dtype(dtype)));
   pending_counts_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(at::kLong));
 }
 
@@ -129,24 +96,25 @@ at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor&
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
   at::Tensor choice = (on_logits ? logits_NE : scores_NE).detach() + expert_bias_E_;
   if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
-  at::Tensor experts;
-  if (MOESH_MUTANT(last_index_wins_ties)) {
-    experts = config_.num_experts - 1 - kernels::top_k(choice.flip(-1), config_.top_k).experts_TK;
-  } else {
-    experts = kernels::top_k(choice, config_.top_k).experts_TK;
-  }
+  at::Tensor experts = kernels::top_k(choice, config_.top_k).experts_TK;
   if (config_.forced_balance) experts = balanced_choice(tokens, config_, experts.device());
-  if (options.replay) {
-    const at::Tensor replayed =
-        options.replay->experts_TK.index_select(0, tokens.global_ids() + options.record_start)
-            .to(experts.device());
-    if (options.pass != Pass::recompute) note_flips(experts, replayed, choice, *options.replay);
-    experts = replayed;
-  }
-  if (options.record)
-    options.record->experts_TK.index_copy_(0, tokens.global_ids() + options.record_start,
-                                           experts.cpu());
+  if (options.probe)
+    experts = options.probe->on_choice({.layer = options.layer,
+                                        .micro_batch = options.micro_batch,
+                                        .pass = options.pass,
+                                        .tokens = tokens,
+                                        .scores_NE = choice,
+                                        .experts_NK = experts});
   return experts;
+}
+
+at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
+                         const at::Tensor& experts_NK) const {
+  at::Tensor weights = config_.scoring == Scoring::softmax_chosen
+                           ? logits_NE.gather(1, experts_NK).softmax(-1)
+                           : scores_NE.gather(1, experts_NK);
+  if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
+  return config_.scale != 1 ? weights * config_.scale : weights;
 }
 
 Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options) {
@@ -157,37 +125,39 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
   if (gate_bias_) logits = logits + use(*gate_bias_);
   route.logits_NE = logits;
 
-  const at::Tensor& plain = logits.local();
-  const at::Tensor scores =
-      config_.scoring == Scoring::sigmoid ? plain.sigmoid() : plain.softmax(-1);
-  route.probabilities_NE = assume<kPerToken>(
-      config_.scoring == Scoring::sigmoid ? scores / (scores.sum(-1, true) + 1e-20) : scores);
-  route.experts_NK = choose_experts(scores, plain, tokens, options);
+  const bool is_sigmoid = config_.scoring == Scoring::sigmoid;
+  const auto scores = map_rows(
+      [&](const at::Tensor& l) { return is_sigmoid ? l.sigmoid() : l.softmax(-1); }, logits);
+  route.probabilities_NE = scores;
+  if (is_sigmoid)
+    route.probabilities_NE =
+        map_rows([](const at::Tensor& s) { return s / (s.sum(-1, true) + 1e-20); }, scores);
+  route.experts_NK =
+      map_rows([&](const at::Tensor& s,
+                   const at::Tensor& l) { return choose_experts(s, l, tokens, options); },
+               scores, logits);
+  route.weights_NK = map_rows([&](const at::Tensor& s, const at::Tensor& l,
+                                  const at::Tensor& experts) { return weigh(s, l, experts); },
+                              scores, logits, route.experts_NK);
 
-  at::Tensor weights = config_.scoring == Scoring::softmax_chosen
-                           ? plain.gather(1, route.experts_NK).softmax(-1)
-                           : scores.gather(1, route.experts_NK);
-  if (config_.normalize) weights = weights / (weights.sum(-1, true) + config_.epsilon);
-  if (config_.scale != 1) weights = weights * config_.scale;
-  route.weights_NK = assume<kPerToken>(MOESH_MUTANT(detached_scores) ? weights.detach() : weights);
-
-  at::Tensor counts = at::bincount(valid_rows(route.experts_NK, options.valid_N).flatten(), {},
-                                   config_.num_experts);
-  if (MOESH_MUTANT(padding_row_counted)) counts[0] += config_.top_k * tokens.num_padding();
-  route.counts_E = assume<kPerToken>(counts);
-  if (options.pass == Pass::training || MOESH_MUTANT(counted_in_evaluation))
-    pending_counts_E_ += route.counts_E.local();
+  // Tokens that do not count choose one more expert, which nobody looks at.
+  const auto num_experts = config_.num_experts;
+  const auto counted = map_rows(
+      [&](const at::Tensor& experts) {
+        return options.valid_N.defined()
+                   ? experts.masked_fill(options.valid_N.logical_not().unsqueeze(1), num_experts)
+                   : experts;
+      },
+      route.experts_NK);
+  route.counts_E = narrow(count(counted, num_experts + 1), 0, 0, num_experts);
+  if (options.pass == Pass::training) pending_counts_E_ += local(route.counts_E);
   return route;
 }
 
 void Router::update_bias(double coeff) {
   if (!config_.balance_bias) return clear_counts();
-  const auto mine = assume<Dense{P, P, P}>(pending_counts_E_);
-  at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
-  if (MOESH_MUTANT(bias_counts_without_cp))
-    total_E =
-        whole(all_reduce < dp |
-              tp > (assume<Dense{P, I, P}>(pending_counts_E_)));  // a layout that is not true, too
+  const auto mine = assume<TokenSum::layout>(pending_counts_E_);
+  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   const at::Tensor sign =
       (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;
@@ -198,18 +168,17 @@ void Router::update_bias(double coeff) {
 void Router::clear_counts() { pending_counts_E_ = at::zeros_like(pending_counts_E_); }
 
 PerToken routing_map(const Route& route, std::int64_t num_experts) {
-  const at::Tensor map = at::zeros({route.experts_NK.size(0), num_experts},
-                                   route.experts_NK.options().dtype(at::kBool));
-  return assume<kPerToken>(map.scatter(1, route.experts_NK, true));
-}
-
-TokenSum count_sum(const Route& route) {
-  return as_term<dp>(as_term<cp>(as_term<tp>(route.counts_E)));
+  return map_rows(
+      [&](const at::Tensor& experts) {
+        return at::zeros({experts.size(0), num_experts}, experts.options().dtype(at::kBool))
+            .scatter(1, experts, true);
+      },
+      route.experts_NK);
 }
 
 RouterStatistics statistics(const Route& route) {
   const at::NoGradGuard no_grad;
-  const at::Tensor counts = whole(all_reduce<kTokenAxes>(count_sum(route))).cpu();
+  const at::Tensor counts = whole(all_reduce<kTokenAxes>(route.counts_E)).cpu();
   const at::Tensor load = counts.to(at::kDouble) / std::max<double>(1, counts.sum().item<double>());
   return {.counts_E = counts,
           .entropy = -load.xlogy(load).sum().item<double>(),
@@ -218,13 +187,13 @@ RouterStatistics statistics(const Route& route) {
 }
 
 TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens) {
-  const auto dtype = route.logits_NE.local().scalar_type();
-  const auto counts_E =
-      cast(all_reduce<kTokenAxes>(count_sum(route)), dtype);  // whole, no gradient
+  const auto dtype = local(route.logits_NE).scalar_type();
+  const auto counts_E = cast(all_reduce<kTokenAxes>(route.counts_E), dtype);  // no gradient
   const at::Tensor tokens =
       (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto valid = assume<kPerToken>(valid_column(route, local(route.probabilities_NE)));
-  const auto sum_E = sum<Over::tokens>(route.probabilities_NE * valid, {0});  // P: left pending
+  const auto valid = map_rows([&](const at::Tensor& p) { return p * valid_column(route, p); },
+                              route.probabilities_NE);
+  const auto sum_E = sum<Over::tokens>(valid, {0});  // P: left pending
   const auto factor = constant(static_cast<double>(config.num_experts) /
                                static_cast<double>(config.top_k * num_step_tokens) / tokens);
   return sum_all(sum_E * counts_E * factor);
@@ -239,22 +208,26 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
   const at::Tensor member =
       (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) *
       valid_column(route, p).t();
+  // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
   const auto of_sequence = [&](const PerToken& x) {
     return declare<Dense{T, P, P}>(
         [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
   };
   const auto counts_BE =
-      all_reduce < cp | tp > (of_sequence(routing_map(route, config.num_experts)));
-  const at::Tensor lengths =
-      (local(counts_BE).sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto factor =
-      assume<Dense{T, R, R}>(static_cast<double>(config.num_experts) /
-                             static_cast<double>(config.top_k * num_step_tokens) / lengths);
+      all_reduce<kSequenceAxes>(of_sequence(routing_map(route, config.num_experts)));
+  const auto factor = map_rows(
+      [&](const at::Tensor& counts) {
+        const at::Tensor lengths =
+            (counts.sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
+        return static_cast<double>(config.num_experts) /
+               static_cast<double>(config.top_k * num_step_tokens) / lengths;
+      },
+      counts_BE);
   return sum_all(of_sequence(route.probabilities_NE) * counts_BE * factor);
 }
 
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
-  const auto squares = declare<kPerToken>(
+  const auto squares = map_rows(
       [&](const at::Tensor& logits) {
         return logits.logsumexp(-1, true).square() * valid_column(route, logits);
       },

@@ -2,22 +2,20 @@
 // The router: scores, the choice of experts, and what balance and losses need of it. Everything is
 // local to a token: T on all axes. N local tokens, D model, E experts, K top-k
 
-#include <atomic>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 
+#include "moesh/nn/probe.h"
+#include "moesh/nn/residual.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
-using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank its own tokens
-using TokenSum =
-    Tensor<Dense{Place::P, Place::P, Place::P}>;  // a sum over tokens, not yet taken over the ranks
-using Everywhere = Tensor<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
+/// A sum over tokens, not yet taken over the ranks.
+using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;
 
 enum class Scoring {
   sigmoid,         // s = sigmoid(logit)
@@ -29,50 +27,31 @@ struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
   bool choose_on_logits = false;  // Llama 4: the choice is made before the sigmoid
-  std::int64_t
-      num_groups = 1,
-      top_groups =
-          1;  // node-limited routing: only experts of the best groups (sum of the top 2 of each)
+  // Node-limited routing: only experts of the best groups (by the sum of the top 2 of each).
+  std::int64_t num_groups = 1, top_groups = 1;
   bool normalize = false;  // weights of a token add up to one
   double epsilon = 1e-20;  // added to that sum
   double scale = 1;
   bool gate_bias = false;
-  bool balance_bias = true;  // an expert bias steers the choice and is moved by update_bias;
-                             // without it only losses balance
-  bool forced_balance =
-      false;  // for benchmarks: the experts of a token follow from its global index
+  // An expert bias steers the choice and is moved by update_bias; without it only losses balance.
+  bool balance_bias = true;
+  bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
 };
 
-/// What a token's choice was, by global token: recorded on one mesh and replayed on another, since
-/// near ties flip between roundings. Ranks write and read their own tokens. One per layer and
-/// micro-batch.
-struct RoutingRecord {
-  at::Tensor experts_TK;  // int64, on the host; all tokens of the micro-batch
-  std::atomic<std::int64_t> num_flipped =
-      0;                                   // choices that would have been different in the replay
-  std::atomic<double> largest_margin = 0;  // of the choice scores, among them
-  RoutingRecord(std::int64_t num_tokens, std::int64_t top_k);
-};
-
-enum class Pass { training, evaluation, recompute };
-
 struct RouteOptions {
   Pass pass = Pass::training;
-  RoutingRecord* record = nullptr;
-  RoutingRecord* replay = nullptr;
-  std::int64_t record_start = 0;  // the place of this micro-batch's first token in the record
-  at::Tensor valid_N = {};        // bool: tokens that count for balance and losses; undefined: all
+  at::Tensor valid_N = {};  // bool: tokens that count for balance and losses; undefined: all
+  Probe* probe = nullptr;
+  std::int64_t layer = 0, micro_batch = 0;  // what the probe is told of this call
 };
 
 struct Route {
-  at::Tensor experts_NK;  // int64
-  PerToken
-      weights_NK;  // what multiplies an expert's input or output; float32 (float64 in float64 runs)
+  PerToken experts_NK;  // int64
+  PerToken weights_NK;  // multiply an expert's input or output; float32 (float64 in float64 runs)
   PerToken logits_NE, probabilities_NE;
-  PerToken counts_E;  // int64: this rank's own valid tokens; a sum over ranks only after as_term
-                      // and all_reduce
+  TokenSum counts_E;  // int64: rows of each expert, of valid tokens
   at::Tensor valid_N;
 };
 
@@ -85,6 +64,8 @@ struct RouterStatistics {
 
 class Router {
  public:
+  using Gate = Param<Dense{Place::I, Place::I, Place::I}>;
+
   /// `dtype` is that of the run: the gate is float32, and float64 in float64 runs.
   Router(const RouterConfig& config, const std::string& name, std::int64_t dim,
          at::ScalarType dtype, at::Device device, const Init& init);
@@ -99,8 +80,8 @@ class Router {
   void clear_counts();
 
   const RouterConfig& config() const { return config_; }
-  Param<Dense{Place::I, Place::I, Place::I}>& gate() { return gate_; }
-  std::optional<Param<Dense{Place::I, Place::I, Place::I}>>& gate_bias() { return gate_bias_; }
+  Gate& gate() { return gate_; }
+  std::optional<Gate>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
   /// int64: what this rank has counted since the bias moved last. The sum over dp, cp and tp
@@ -110,10 +91,12 @@ class Router {
  private:
   at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
                             const Tokens& tokens, const RouteOptions& options) const;
+  at::Tensor weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
+                   const at::Tensor& experts_NK) const;
 
   RouterConfig config_;
-  Param<Dense{Place::I, Place::I, Place::I}> gate_;
-  std::optional<Param<Dense{Place::I, Place::I, Place::I}>> gate_bias_;
+  Gate gate_;
+  std::optional<Gate> gate_bias_;
   at::Tensor expert_bias_E_;
   at::Tensor pending_counts_E_;  // int64: this rank's own
 };
@@ -121,8 +104,6 @@ class Router {
 /// The map of chosen experts [N, E], bool: a scatter along the expert dimension, local to each
 /// token.
 PerToken routing_map(const Route& route, std::int64_t num_experts);
-/// counts_E as the pending sum that it is.
-TokenSum count_sum(const Route& route);
 /// Summed over all ranks.
 RouterStatistics statistics(const Route& route);
 

@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include "moesh/base/mutant.h"
-
 namespace moesh::nn {
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel)
@@ -16,14 +14,15 @@ Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool
 
 SequenceShard Tokens::shard(int rank) const {
   if (sequence_parallel_)
-    return SequenceShard(batch_, sequence_, mesh_.size(cp | tp), mesh_.coordinate(rank, cp | tp));
+    return SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes),
+                         mesh_.coordinate(rank, kSequenceAxes));
   return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(rank, cp),
                        /*width=*/mesh_.size(tp));
 }
 
 std::int64_t Tokens::length() const { return shard(rank_).length(); }
 
-// Without sequence parallelism the tokens of the cp block are cut flat over tp.
+// Without sequence parallelism the tokens of the cp span are cut flat over tp.
 std::int64_t Tokens::flat_start(int rank) const {
   return sequence_parallel_
              ? 0
@@ -56,19 +55,13 @@ Along Tokens::over_tp() const {
   Along along{.dim = 1};
   for (int t = 0; t < num_tp; ++t)
     along.sizes.push_back(
-        SequenceShard(batch_, sequence_, mesh_.size(cp | tp), first + t).length());
+        SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes), first + t).length());
   return along;
 }
 
 GlobalToken Tokens::global(LocalToken t) const {
   const SequenceShard held = shard(rank_);
   const std::int64_t before = mesh_.coordinate(dp) * batch_ * sequence_;
-  if (MOESH_MUTANT(b1_index_formula) && sequence_parallel_)  // right for B = 1 and even shards only
-    return {before + t.value + mesh_.coordinate(cp | tp) * held.num_local()};
-  if (MOESH_MUTANT(padded_stride_decode) && sequence_parallel_) {
-    const std::int64_t n = held.pieces().stride();
-    return {before + t.value / n * sequence_ + held.start() + t.value % n};
-  }
   return {before + held.global(LocalToken{flat_start(rank_) + t.value}).value};
 }
 

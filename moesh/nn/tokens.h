@@ -11,10 +11,10 @@
 
 namespace moesh::nn {
 
-/// Every dp rank has `batch` sequences of `sequence` tokens, numbered through over dp. The sequence
+/// Every dp rank has `batch` sequences of `sequence` tokens, and dp numbers them all. The sequence
 /// is cut over cp x tp. With sequence parallelism a rank holds its own piece [batch, len]; without
-/// it the tp ranks hold the same block of cp [batch, block], and inside the layer each takes a flat
-/// part of it.
+/// it the tp ranks hold the same span of cp [batch, span], and inside the layer each takes a flat
+/// piece of it.
 class Tokens {
  public:
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel);
@@ -27,31 +27,26 @@ class Tokens {
   /// Tokens which this rank works on inside the layer: T on every axis.
   std::int64_t num_local() const { return num_local(rank_); }
   std::int64_t num_local(int rank) const;
-  /// How many fewer than the longest piece: rows that a padded layout would add here. None of them
-  /// exists.
-  std::int64_t num_padding() const { return batch_ * shard(rank_).pieces().stride() - num_local(); }
   /// All tokens of the micro-batch, over dp, cp and tp.
   std::int64_t num_global() const { return num_dp_ * batch_ * sequence_; }
   /// num_local of each rank of a group.
   std::vector<std::int64_t> rows(const comm::Group& group) const;
 
-  /// How [batch, sequence, ..] is cut along dimension 1: the blocks of the cp ranks, and the pieces
+  /// How [batch, sequence, ..] is cut along dimension 1: the spans of the cp ranks, and the pieces
   /// of this cp rank's tp ranks.
   Along over_cp() const;
   Along over_tp() const;
-  /// The first position of this cp rank's block, and its length.
-  std::int64_t block_start() const { return block().start(); }
-  std::int64_t block_length() const { return block().length(); }
+  /// The first position of this cp rank's span, and its length.
+  std::int64_t span_start() const { return span().start(); }
+  std::int64_t span_length() const { return span().length(); }
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp
   /// rank's sequences.
   at::Tensor mine(const at::Tensor& x) const {
     return x.narrow(1, shard(rank_).start(), shard(rank_).length());
   }
   std::int64_t mine_start() const { return shard(rank_).start(); }
-  /// The block of this cp rank, which its tp ranks share.
-  at::Tensor my_block(const at::Tensor& x) const {
-    return x.narrow(1, block_start(), block_length());
-  }
+  /// The span of this cp rank, the same for its tp ranks.
+  at::Tensor my_span(const at::Tensor& x) const { return x.narrow(1, span_start(), span_length()); }
 
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
@@ -61,7 +56,7 @@ class Tokens {
 
  private:
   SequenceShard shard(int rank) const;
-  SequenceShard block() const {
+  SequenceShard span() const {
     return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(cp), mesh_.size(tp));
   }
   std::int64_t flat_start(int rank) const;

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/spmd/attach.h"
+#include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
@@ -21,7 +21,7 @@ Embedding::Embedding(const std::string& name, std::int64_t vocab, std::int64_t d
     : weight_({.name = name + ".weight",
                .shape = {vocab, dim},
                .cuts = {{tp, 0}},
-               .dtype = dtype == at::kBFloat16 ? at::kFloat : dtype,
+               .dtype = wide_dtype(dtype),
                .compute = dtype,
                .device = device},
               init) {}
@@ -36,12 +36,15 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
                 " is outside of the vocabulary of ", vocab,
                 "; the data and the model must use the same tokenizer");
   }
-  if (size == 0)
-    return assume<Dense{T, T, P}>(
-        at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight));
-  const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
-  const at::Tensor rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
-  return assume<Dense{T, T, P}>(rows * mine.unsqueeze(-1).to(rows.scalar_type()));
+  at::Tensor rows;
+  if (size == 0) {  // zeros that still depend on the weight
+    rows = at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight);
+  } else {
+    const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
+    rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
+    rows = rows * mine.unsqueeze(-1).to(rows.scalar_type());
+  }
+  return assume<Dense{T, T, P}>(rows);
 }
 
 Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
@@ -51,7 +54,7 @@ Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
   const Pieces cut{vocab, mesh.size(tp)};
   const std::int64_t start = cut.start(mesh.coordinate(tp)), size = cut.length(mesh.coordinate(tp));
   const at::Tensor& logits = local(logits_NV);
-  const auto wide = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto wide = wide_dtype(logits.scalar_type());
   const at::Tensor x = logits.detach().to(wide);
   MOESH_CHECK(x.dim() == 2 && x.size(1) == size && labels_N.numel() == x.size(0),
               ErrorKind::internal, "cross_entropy: logits ", x.sizes(), ", labels ",
@@ -75,8 +78,7 @@ Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
   const at::Tensor picked =
       size > 0 ? x.gather(1, column).squeeze(1) * mine.to(wide) : at::zeros({n}, x.options());
   // One message for both sums: [N, 2].
-  at::Tensor sums = at::stack({e_NV.sum(1), picked}, 1);
-  if (!MOESH_MUTANT(vocabulary_loss_without_its_reduction)) sums = group->all_reduce(sums);
+  const at::Tensor sums = group->all_reduce(at::stack({e_NV.sum(1), picked}, 1));
   const at::Tensor loss = (sums.select(1, 0).log() + max_N - sums.select(1, 1)) * valid.to(wide);
   const at::Tensor scale_N = sums.select(1, 0).reciprocal();
   const at::Tensor out =

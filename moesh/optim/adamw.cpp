@@ -75,23 +75,24 @@ void AdamWConfig::validate() const {
               "AdamW: weight_decay is ", weight_decay, "; it takes 0 or more, such as 0.1");
 }
 
-AdamW::AdamW(ParamList params, const AdamWConfig& config)
-    : Optimizer(std::move(params), {"exp_avg", "exp_avg_sq"}), config_(config) {
-  config_.validate();
+AdamW::AdamW(const AdamWConfig& config) : config_(config) { config_.validate(); }
+
+std::vector<StateSpec> AdamW::state(const Stored& /*w*/) const {
+  return {{.name = "exp_avg"}, {.name = "exp_avg_sq"}};
 }
 
-void AdamW::update(const std::vector<Moving>& params, double lr, std::int64_t step) {
-  for (const Group group : {Group::decay, Group::no_decay})
+void AdamW::update(const std::vector<Moving>& params, const RuleStep& step) const {
+  for (const Decay decay : {Decay::on, Decay::off})
     for (const auto dtype : {at::kFloat, at::kDouble}) {
-      const raw::AdamWStep s{lr,
-                             config_.beta1,
-                             config_.beta2,
-                             config_.eps,
-                             group == Group::decay ? config_.weight_decay : 0,
-                             step};
+      const raw::AdamWStep s{.lr = step.lr,
+                             .beta1 = config_.beta1,
+                             .beta2 = config_.beta2,
+                             .eps = config_.eps,
+                             .weight_decay = decay == Decay::on ? config_.weight_decay : 0,
+                             .step = step.number};
       std::vector<at::Tensor> w, g, m, v;  // what the loop does not take
       for (const auto& p : params) {
-        if (p.group != group || p.value.scalar_type() != dtype) continue;
+        if (p.decay != decay || p.value.scalar_type() != dtype) continue;
         if (p.value.is_cpu())
           raw::adamw_loop(s, p.value, p.gradient, p.state[0], p.state[1]);
         else

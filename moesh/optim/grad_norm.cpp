@@ -7,8 +7,8 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
-#include "moesh/spmd/all_reduce.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
 namespace moesh::optim {
@@ -42,26 +42,19 @@ Norm grad_norm(const ParamList& params) {
   at::Tensor mine;
   for (std::size_t i = 0; i < params.size(); ++i) {
     at::Tensor sum = sum_of_squares(gradients[i]);
-    Axes replicas = params[i].stored->replicas;
-    if (MOESH_MUTANT(norm_counts_tp_replicas)) replicas = replicas & dp_replicate;
-    if (mesh.coordinate(replicas) != 0)
-      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all shall see
+    if (mesh.coordinate(params[i].stored->replicas) != 0)
+      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all must see
     mine = mine.defined() ? mine.add_(sum) : sum;
   }
-  const auto stage = all_reduce < dp | cp | tp, I > (assume<Dense{P, P, P}>(mine));
-  return assume<Dense{I, I, I}>(mesh.group(pp)->all_reduce(local(stage)).sqrt());
+  const auto stage = all_reduce<kTokenAxes, I>(assume<Dense{P, P, P}>(mine));
+  return sqrt(sum_over_stages(stage));
 }
 
 bool all_finite(const Norm& norm) { return std::isfinite(number(norm)); }
 bool all_finite(const ParamList& params) { return all_finite(grad_norm(params)); }
 
 double clip_gradients(const ParamList& params, const Norm& norm, double max_norm) {
-  auto gradients = params.gradients();
-  if (MOESH_MUTANT(clip_without_experts))
-    for (std::size_t i = params.size(); i-- > 0;)
-      if (params[i].stored->storage == efsdp)
-        gradients.erase(gradients.begin() + static_cast<std::ptrdiff_t>(i));
-  return clip(gradients, norm, max_norm);
+  return clip(params.gradients(), norm, max_norm);
 }
 
 }  // namespace moesh::optim

@@ -1,22 +1,43 @@
 #include "moesh/optim/optimizer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "moesh/base/error.h"
 
 namespace moesh::optim {
+namespace {
 
-Optimizer::Optimizer(ParamList params, std::vector<std::string> state_names)
-    : params_(std::move(params)), state_names_(std::move(state_names)) {
+at::Tensor make_state(const StateSpec& spec, const Stored& w) {
+  const auto options = w.value.detach().options().dtype(spec.dtype.value_or(w.spec.dtype));
+  return at::zeros(spec.shape.value_or(w.shard.length), options);
+}
+
+}  // namespace
+
+Optimizer::Optimizer(ParamList params, RulePtr rule)
+    : Optimizer(std::move(params), [&](const ParamList::Entry&) { return rule; }) {}
+
+Optimizer::Optimizer(ParamList params, const ChooseRule& choose) : params_(std::move(params)) {
   MOESH_CHECK(params_.size() > 0, ErrorKind::config,
               "an optimizer with an empty list of parameters; add(w) some");
   for (const auto& entry : params_) {
-    auto& state = state_.emplace_back();
-    for (std::size_t s = 0; s < state_names_.size(); ++s)
-      state.push_back(at::zeros_like(entry.stored->value.detach()));
+    const Stored& w = *entry.stored;
+    const RulePtr rule = choose(entry);
+    MOESH_CHECK(rule, ErrorKind::config, "parameter '", w.spec.name, "' has no update rule");
+    const auto found = std::find(rules_.begin(), rules_.end(), rule);
+    Kept kept{.rule = static_cast<std::size_t>(found - rules_.begin()), .specs = rule->state(w)};
+    if (found == rules_.end()) rules_.push_back(rule);
+    for (const auto& spec : kept.specs) {
+      MOESH_CHECK(!spec.shape || rule->sees() == Sees::parameter, ErrorKind::internal,
+                  "a rule that sees elements keeps '", spec.name, "' for parameter '", w.spec.name,
+                  "' in a shape of its own: ranks with an empty shard would not write it");
+      kept.values.push_back(make_state(spec, w));
+    }
+    kept_.push_back(std::move(kept));
   }
 }
 
@@ -25,11 +46,20 @@ void Optimizer::step(double lr) {
               "; it takes a number from 0 on");
   const at::NoGradGuard no_grad;
   const auto gradients = params_.gradients();
-  std::vector<Moving> moving;
-  for (std::size_t i = 0; i < params_.size(); ++i)
-    if (const auto& value = params_[i].stored->value; value.numel() > 0)
-      moving.push_back({value.detach(), gradients[i].contiguous(), state_[i], params_[i].group});
-  update(moving, lr, num_steps_ + 1);
+  for (std::size_t r = 0; r < rules_.size(); ++r) {
+    std::vector<Moving> moving;
+    for (std::size_t i = 0; i < params_.size(); ++i) {
+      const auto& [stored, decay] = params_[i];
+      if (kept_[i].rule != r || (rules_[r]->sees() == Sees::element && stored->value.numel() == 0))
+        continue;
+      moving.push_back({.stored = stored,
+                        .value = stored->value.detach(),
+                        .gradient = gradients[i].contiguous(),
+                        .state = kept_[i].values,
+                        .decay = decay});
+    }
+    rules_[r]->update(moving, {.lr = lr, .number = num_steps_ + 1});
+  }
   ++num_steps_;
   zero_grad();
 }
@@ -37,9 +67,13 @@ void Optimizer::step(double lr) {
 std::vector<Optimizer::State> Optimizer::state() const {
   std::vector<State> all;
   for (std::size_t i = 0; i < params_.size(); ++i)
-    for (std::size_t s = 0; s < state_names_.size(); ++s)
-      all.push_back(
-          {params_[i].stored->spec.name + "." + state_names_[s], params_[i].stored, state_[i][s]});
+    for (std::size_t s = 0; s < kept_[i].specs.size(); ++s) {
+      const StateSpec& spec = kept_[i].specs[s];
+      all.push_back({.name = params_[i].stored->spec.name + "." + spec.name,
+                     .param = params_[i].stored,
+                     .value = kept_[i].values[s],
+                     .is_sharded = !spec.shape.has_value()});
+    }
   return all;
 }
 

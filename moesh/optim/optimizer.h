@@ -1,33 +1,41 @@
 #pragma once
-// What the train loop knows of an optimizer. Its state is sharded like the stored values and has
-// their type; an update looks at one element at a time, so it neither knows the mesh nor depends on
-// it.
+// What the train loop knows of an optimizer: parameters, the rule of each, and the state that the
+// rules declare.
 
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "moesh/optim/params.h"
+#include "moesh/optim/rule.h"
 
 namespace moesh::optim {
 
 class Optimizer {
  public:
-  virtual ~Optimizer() = default;
+  using RulePtr = std::shared_ptr<const Rule>;
+  using ChooseRule = std::function<RulePtr(const ParamList::Entry&)>;
+
+  /// One rule for all parameters, or one for each: those with the same rule move together.
+  Optimizer(ParamList params, RulePtr rule);
+  Optimizer(ParamList params, const ChooseRule& choose);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
-  /// Updates every stored value in place from its gradient, and sets the gradients to none. Either
-  /// all parameters move or, with an error, none. A step that is skipped is zero_grad() alone.
+  /// Updates every stored value in place from its gradient, and sets the gradients to none. A
+  /// gradient that is missing is an error, and then no parameter moves. A step that is skipped is
+  /// zero_grad() alone.
   void step(double lr);
   /// Sets every gradient to none.
   void zero_grad() { params_.zero_grad(); }
 
-  /// One tensor of the state, for a checkpoint: "layers.0.gate.weight.exp_avg", with the shape of
-  /// param->shard. Writing into `value` (copy_) restores it.
+  /// One tensor of the state, for a checkpoint: "layers.0.gate.weight.exp_avg". Writing into
+  /// `value` (copy_) restores it.
   struct State {
     std::string name;
     const Stored* param;
     at::Tensor value;
+    bool is_sharded;  // cut and stored like the parameter; if not, the same on all its ranks
   };
   std::vector<State> state() const;
   /// The number of steps taken, which belongs to the state: AdamW's bias correction depends on it.
@@ -36,23 +44,16 @@ class Optimizer {
 
   const ParamList& params() const { return params_; }
 
- protected:
-  /// A parameter in a step: `state` has a tensor per name that the constructor was given.
-  struct Moving {
-    at::Tensor value, gradient;
-    std::vector<at::Tensor> state;
-    Group group;
+ private:
+  struct Kept {  // for one parameter
+    std::size_t rule;
+    std::vector<StateSpec> specs;
+    std::vector<at::Tensor> values;
   };
 
-  Optimizer(ParamList params, std::vector<std::string> state_names);
-  /// Moves parameters in place, without autograd; none is empty. Called with the number of this
-  /// step, from 1.
-  virtual void update(const std::vector<Moving>& params, double lr, std::int64_t step) = 0;
-
- private:
   ParamList params_;
-  std::vector<std::string> state_names_;
-  std::vector<std::vector<at::Tensor>> state_;  // [parameter][name]
+  std::vector<RulePtr> rules_;  // each once, in the order of the parameters
+  std::vector<Kept> kept_;      // by parameter
   std::int64_t num_steps_ = 0;
 };
 

@@ -1,21 +1,22 @@
 #include "moesh/optim/params.h"
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/dtype.h"
 
 namespace moesh::optim {
 
-void ParamList::add(Stored& w, Group group) {
+void ParamList::add(Stored& w, Decay decay) {
   const auto& name = w.spec.name;
   MOESH_CHECK(w.value.defined(), ErrorKind::config,
               "a parameter without a value is added to the list; construct it first");
   MOESH_CHECK(
-      w.spec.dtype == at::kFloat || w.spec.dtype == at::kDouble, ErrorKind::config, "parameter '",
-      name, "' has ", w.value.dtype().name(),
+      w.spec.dtype == wide_dtype(w.spec.dtype), ErrorKind::config, "parameter '", name, "' has ",
+      w.value.dtype().name(),
       " master weights; small updates would round to nothing. Use float32 or float64, and set .compute to the type of the work");
   for (const auto& other : entries_)
     MOESH_CHECK(other.stored->spec.name != name, ErrorKind::config, "two parameters are called '",
                 name, "': each has a name of its own, and is added once");
-  entries_.push_back({&w, group});
+  entries_.push_back({&w, decay});
 }
 
 std::vector<at::Tensor> ParamList::gradients() const {

@@ -1,6 +1,6 @@
 #pragma once
-// The parameters that an optimizer works on, whatever their layouts: what the norm, the clip and
-// the update go through.
+// The parameters that an optimizer works on, whatever their layouts: the list that the norm, the
+// clip and the update go through.
 
 #include <cstdint>
 #include <vector>
@@ -9,28 +9,28 @@
 
 namespace moesh::optim {
 
-/// Whether weight decay pulls at a parameter. Norms, biases and other vectors are usually left out.
-enum class Group : std::uint8_t { decay, no_decay };
+/// Whether weight decay pulls at a parameter. Norms, biases and other vectors usually stay out.
+enum class Decay : std::uint8_t { on, off };
 
 /// An ordered list of parameters. It points at them: they outlive it, and stay where they are.
 class ParamList {
  public:
   struct Entry {
     Stored* stored;
-    Group group;
+    Decay decay;
   };
 
-  /// A name that is there already is an error, as are master weights that are neither float32 nor
-  /// float64.
+  /// A second parameter of one name is an error, as are master weights that are neither float32
+  /// nor float64.
   template <auto L>
-  void add(Param<L>& w, Group group = Group::decay) {
-    add(w.stored(), group);
+  void add(Param<L>& w, Decay decay = Decay::on) {
+    add(w.stored(), decay);
   }
-  void add(Stored& w, Group group = Group::decay);
+  void add(Stored& w, Decay decay = Decay::on);
 
-  /// This rank's part of each gradient, in the order of the list. A parameter that no backward has
-  /// reached is an error which names it: a part of the model that took no part in the loss is a
-  /// mistake, and one that is meant to rest is not put into the list.
+  /// This rank's shard of each gradient, in the order of the list. A parameter that no backward has
+  /// reached is an error which names it: a layer that the loss does not depend on is a mistake, and
+  /// a parameter that is frozen on purpose does not go into the list.
   std::vector<at::Tensor> gradients() const;
   /// Sets every gradient to none.
   void zero_grad() const;

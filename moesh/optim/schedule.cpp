@@ -28,7 +28,7 @@ void ScheduleConfig::validate() const {
               "; it is a factor of the peak and takes 0 to 1");
   if (kind != Kind::wsd) return;
   MOESH_CHECK(decay_ratio >= 0 && decay_ratio <= 1, ErrorKind::config, "schedule: decay_ratio is ",
-              decay_ratio, "; it is a share of all steps and takes 0 to 1");
+              decay_ratio, "; it is a fraction of all steps and takes 0 to 1");
   const auto num_decay = num_decay_steps(*this);
   MOESH_CHECK(warmup_steps + num_decay <= num_steps, ErrorKind::config, "schedule: ", warmup_steps,
               " steps of warm-up and ", num_decay, " of decay (decay_ratio ", decay_ratio,

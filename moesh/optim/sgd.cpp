@@ -13,23 +13,23 @@ void SgdConfig::validate() const {
               "SGD: weight_decay is ", weight_decay, "; it takes 0 or more, such as 1e-4");
 }
 
-Sgd::Sgd(ParamList params, const SgdConfig& config)
-    : Optimizer(std::move(params), config.momentum > 0 ? std::vector<std::string>{"momentum_buffer"}
-                                                       : std::vector<std::string>{}),
-      config_(config) {
-  config_.validate();
+Sgd::Sgd(const SgdConfig& config) : config_(config) { config_.validate(); }
+
+std::vector<StateSpec> Sgd::state(const Stored& /*w*/) const {
+  if (config_.momentum == 0) return {};
+  return {{.name = "momentum_buffer"}};
 }
 
 // Products are rounded before they are added: add(x, alpha) is a fused multiply-add in ATen's
 // vector loop and not in its remainder, so the bits would depend on where a shard begins.
-void Sgd::update(const std::vector<Moving>& params, double lr, std::int64_t /*step*/) {
+void Sgd::update(const std::vector<Moving>& params, const RuleStep& step) const {
   for (const auto& p : params) {
     at::Tensor direction = p.gradient;
-    if (p.group == Group::decay && config_.weight_decay > 0)
+    if (p.decay == Decay::on && config_.weight_decay > 0)
       direction = direction.add(p.value.mul(config_.weight_decay));
     if (config_.momentum > 0)
       direction = at::Tensor(p.state[0]).mul_(config_.momentum).add_(direction);
-    at::Tensor(p.value).sub_(direction.mul(lr));
+    at::Tensor(p.value).sub_(direction.mul(step.lr));
   }
 }
 

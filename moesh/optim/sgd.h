@@ -1,23 +1,28 @@
 #pragma once
-#include "moesh/optim/optimizer.h"
+// Gradient descent with momentum.
+
+#include "moesh/optim/rule.h"
 
 namespace moesh::optim {
 
 struct SgdConfig {
   double momentum = 0.9;    // 0: none, and no state
-  double weight_decay = 0;  // of the group `decay`
+  double weight_decay = 0;  // of parameters with Decay::on
 
   void validate() const;
 };
 
-/// Gradient descent with momentum, as torch.optim.SGD: b = momentum b + (g + weight_decay w), w = w
-/// - lr b; b is 0 at first.
-class Sgd final : public Optimizer {
+/// As torch.optim.SGD, with b = 0 at first:
+///   b = momentum b + (g + weight_decay w)          w = w - lr b
+class Sgd final : public Rule {
  public:
-  explicit Sgd(ParamList params, const SgdConfig& config = {});
+  explicit Sgd(const SgdConfig& config = {});
+
+  Sees sees() const override { return Sees::element; }
+  std::vector<StateSpec> state(const Stored& w) const override;
+  void update(const std::vector<Moving>& params, const RuleStep& step) const override;
 
  private:
-  void update(const std::vector<Moving>& params, double lr, std::int64_t step) override;
   SgdConfig config_;
 };
 

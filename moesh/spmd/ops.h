@@ -12,20 +12,22 @@ namespace moesh {
 namespace raw {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w);
 at::Tensor add(const at::Tensor& a, const at::Tensor& b);
-at::Tensor sub(const at::Tensor& a, const at::Tensor& b);
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b);
 at::Tensor scale(const at::Tensor& x, double factor);
-at::Tensor add_scalar(const at::Tensor& x, double value);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
-at::Tensor softmax(const at::Tensor& x);
+at::Tensor sqrt(const at::Tensor& x);
 /// In float32 or wider inside; an undefined w is no weight.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims);
+at::Tensor count(const at::Tensor& x, std::int64_t num_values);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
+at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last);
+at::Tensor unflatten(const at::Tensor& x, std::int64_t dim, at::IntArrayRef sizes);
 at::Tensor select(const at::Tensor& x, std::int64_t dim, std::int64_t index);
 at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std::int64_t length);
 at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim);
+at::Tensor stack(const std::vector<at::Tensor>& parts);
 }  // namespace raw
 
 /// x w^T over the last dimension. rows T, w R -> T; x R, w F -> F (column); x F, w F -> P (row);
@@ -43,12 +45,6 @@ auto operator+(const Tensor<A>& a, const Tensor<B>& b) {
 }
 
 template <auto A, auto B>
-auto operator-(const Tensor<A>& a, const Tensor<B>& b) {
-  constexpr auto out = mix(Op::add, A, B);
-  return assume<out>(raw::sub(a.local(), b.local()));
-}
-
-template <auto A, auto B>
 auto operator*(const Tensor<A>& a, const Tensor<B>& b) {
   constexpr auto out = mix(Op::mul, A, B);
   return assume<out>(raw::mul(a.local(), b.local()));
@@ -58,13 +54,6 @@ auto operator*(const Tensor<A>& a, const Tensor<B>& b) {
 template <auto L>
 auto scale(const Tensor<L>& x, double factor) {
   return assume<L>(raw::scale(x.local(), factor));
-}
-
-/// x + value: not linear; on a partial sum it would count once per rank.
-template <auto L>
-auto add_scalar(const Tensor<L>& x, double value) {
-  constexpr auto out = apply(Unary::nonlinear, L);
-  return assume<out>(raw::add_scalar(x.local(), value));
 }
 
 template <auto L>
@@ -79,11 +68,10 @@ auto square(const Tensor<L>& x) {
   return assume<out>(raw::square(x.local()));
 }
 
-/// Over the last dimension.
 template <auto L>
-auto softmax(const Tensor<L>& x) {
-  constexpr auto out = apply(Unary::over_features, L);
-  return assume<out>(raw::softmax(x.local()));
+auto sqrt(const Tensor<L>& x) {
+  constexpr auto out = apply(Unary::nonlinear, L);
+  return assume<out>(raw::sqrt(x.local()));
 }
 
 /// x / sqrt(mean(x^2) + eps) * w over the last dimension.
@@ -101,31 +89,67 @@ auto sum(const Tensor<L>& x, const std::vector<std::int64_t>& dims) {
   return assume<out>(raw::sum(x.local(), dims));
 }
 
-/// The sum of everything, a scalar: P wherever anything varies.
+/// P wherever anything varies.
+constexpr auto sum_of_all(Layout auto layout) {
+  return each(layout, [](Place p) { return varies(p) ? Place::P : p; });
+}
+
+/// The sum of everything, a scalar.
 template <auto L>
 auto sum_all(const Tensor<L>& x) {
-  constexpr auto out = each(L, [](Place p) { return varies(p) ? Place::P : p; });
+  constexpr auto out = sum_of_all(L);
   return assume<out>(raw::sum(x.local(), {}));
 }
 
-/// Linear ways to look at a part: they keep the layout.
+/// How often each of 0 .. num_values - 1 occurs in x: int64 [num_values].
 template <auto L>
-auto cast(const Tensor<L>& x, at::ScalarType dtype) {
+auto count(const Tensor<L>& x, std::int64_t num_values) {
+  constexpr auto out = sum_of_all(apply(Unary::nonlinear, L));
+  return assume<out>(raw::count(x.local(), num_values));
+}
+
+// Linear ways to look at a tensor. They keep the layout: a rank's own elements stay its own.
+template <auto L>
+Tensor<L> cast(const Tensor<L>& x, at::ScalarType dtype) {
   return assume<L>(raw::cast(x.local(), dtype));
 }
+/// Without its graph.
 template <auto L>
-auto select(const Tensor<L>& x, std::int64_t dim, std::int64_t index) {
+Tensor<L> detach(const Tensor<L>& x) {
+  return assume<L>(x.local().detach());
+}
+template <auto L>
+Tensor<L> select(const Tensor<L>& x, std::int64_t dim, std::int64_t index) {
   return assume<L>(raw::select(x.local(), dim, index));
 }
 template <auto L>
-auto narrow(const Tensor<L>& x, std::int64_t dim, std::int64_t start, std::int64_t length) {
+Tensor<L> narrow(const Tensor<L>& x, std::int64_t dim, std::int64_t start, std::int64_t length) {
   return assume<L>(raw::narrow(x.local(), dim, start, length));
 }
+/// The dimensions first .. last become one.
 template <auto L>
-auto cat(const std::vector<Tensor<L>>& parts, std::int64_t dim) {
+Tensor<L> flatten(const Tensor<L>& x, std::int64_t first, std::int64_t last) {
+  return assume<L>(raw::flatten(x.local(), first, last));
+}
+/// One dimension becomes several.
+template <auto L>
+Tensor<L> unflatten(const Tensor<L>& x, std::int64_t dim, at::IntArrayRef sizes) {
+  return assume<L>(raw::unflatten(x.local(), dim, sizes));
+}
+template <auto L>
+std::vector<at::Tensor> locals(const std::vector<Tensor<L>>& xs) {
   std::vector<at::Tensor> plain;
-  for (const auto& p : parts) plain.push_back(p.local());
-  return assume<L>(raw::cat(plain, dim));
+  for (const auto& x : xs) plain.push_back(x.local());
+  return plain;
+}
+/// Side by side along a dimension, and along a new first one.
+template <auto L>
+Tensor<L> cat(const std::vector<Tensor<L>>& parts, std::int64_t dim) {
+  return assume<L>(raw::cat(locals(parts), dim));
+}
+template <auto L>
+Tensor<L> stack(const std::vector<Tensor<L>>& parts) {
+  return assume<L>(raw::stack(locals(parts)));
 }
 
 }  // namespace moesh

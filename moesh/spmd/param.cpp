@@ -10,7 +10,6 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/base/mutant.h"
 #include "moesh/base/random.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/reshard.h"
@@ -125,18 +124,11 @@ at::Tensor use(const Stored& w, Axes replicas) {
   out = storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : out.to(compute);
   return attach(w.value, out,
                 [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
-                 dtype = w.spec.dtype, name = w.spec.name,
-                 is_expert = w.storage == efsdp](const at::Tensor& grad) {
+                 dtype = w.spec.dtype](const at::Tensor& grad) {
                   at::Tensor sum =
                       grad.to(dtype);  // the reduction is in the precision of the master weights
                   if (storage_group->size() > 1)
                     sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
-                  if (MOESH_MUTANT(gate_gradient_not_reduced) && name.ends_with("gate.weight"))
-                    return sum;
-                  if (MOESH_MUTANT(gate_gradient_reduced_twice) && name.ends_with("gate.weight"))
-                    sum = replica_group->all_reduce(sum);
-                  if (MOESH_MUTANT(expert_gradient_averaged_over_ep) && is_expert)
-                    sum = sum / current_mesh().size(ep);
                   return replica_group->all_reduce(sum);
                 });
 }

@@ -92,7 +92,7 @@ class Param {
   /// The axes on which the value is the same and which are not storage: dp_replicate, and tp (ep,
   /// etp) where it is I.
   static constexpr Axes replica_axes =
-      dp_replicate | (axes_with(L, Place::I) & (is_dense ? tp : ep | etp));
+      dp_replicate | (axes_with(L, Place::I) & (is_dense ? tp : kExpertAxes));
 
   Param() = default;
   explicit Param(const ParamSpec& spec, const Init& init = {})
@@ -118,8 +118,7 @@ auto use(const Param<L>& w) {
       throw "use<Stay>: dp and cp (edp) are storage and always enter";
     return out;
   }();
-  constexpr Axes replicas =
-      static_cast<Axes>(static_cast<int>(Param<L>::replica_axes) & ~static_cast<int>(Stay));
+  constexpr Axes replicas = without(Param<L>::replica_axes, Stay);
   return assume<entered>(raw::use(w.stored(), replicas));
 }
 

@@ -61,10 +61,6 @@ at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t 
   throw Error(ErrorKind::internal, "unknown step");
 }
 
-void expect_same(const at::Tensor& x, Axes axes, const std::string& what) {
-  current_mesh().group(axes)->expect_same(x, what);
-}
-
 at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
                 const char* what) {
   const auto group = current_mesh().group(axes);

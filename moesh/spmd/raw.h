@@ -47,9 +47,6 @@ class RowExchange {
   comm::Handle handle_;
 };
 
-/// Throws where `checked` finds that x, promised to be the same on the axes, is not.
-void expect_same(const at::Tensor& x, Axes axes, const std::string& what);
-
 /// One step, without autograd.
 at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
                const std::vector<std::int64_t>& sizes);

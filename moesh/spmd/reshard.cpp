@@ -12,7 +12,7 @@
 namespace moesh {
 namespace raw {
 
-// One gathered parameter: where it came from, and the storage that autograd's saved tensors share.
+// One gathered parameter: where it came from, and the storage that autograd's saved tensors use.
 struct Gathered {
   at::Tensor shard;  // in the dtype of the gather's source: the leaf's own memory
   at::ScalarType compute;
@@ -23,8 +23,8 @@ struct Gathered {
   size_t num_bytes;
 };
 
-struct GatheredBlock {
-  std::vector<Gathered> gathers;
+struct Gathers {
+  std::vector<Gathered> all;
 };
 
 }  // namespace raw
@@ -33,7 +33,7 @@ namespace {
 
 using raw::Gathered;
 
-thread_local std::shared_ptr<raw::GatheredBlock> current_block;
+thread_local std::shared_ptr<raw::Gathers> current_gathers;
 thread_local GatherBytes bytes;
 
 void count(std::int64_t change) {
@@ -47,8 +47,8 @@ void resize(const at::Tensor& t, size_t num_bytes) {
   storage->set_nbytes(num_bytes);
 }
 
-void free(raw::GatheredBlock& block) {
-  for (auto& g : block.gathers) {
+void free(raw::Gathers& gathers) {
+  for (auto& g : gathers.all) {
     if (g.rows.storage().nbytes() == 0) continue;
     resize(g.rows, 0);
     count(-static_cast<std::int64_t>(g.num_bytes));
@@ -59,9 +59,9 @@ at::Tensor shard_rows(const at::Tensor& value, at::ScalarType compute, std::int6
   return value.detach().to(compute).movedim(dim, 0).contiguous();
 }
 
-void gather_again(raw::GatheredBlock& block) {
+void gather_again(raw::Gathers& gathers) {
   const at::NoGradGuard no_grad;
-  for (auto& g : block.gathers) {
+  for (auto& g : gathers.all) {
     if (g.rows.storage().nbytes() != 0) continue;
     const at::Tensor rows = g.group->all_gather(shard_rows(g.shard, g.compute, g.dim), g.sizes);
     resize(g.rows, g.num_bytes);
@@ -85,23 +85,22 @@ std::map<const void*, Pending>& pending() {
 
 }  // namespace
 
-ReshardScope::ReshardScope()
-    : block_(std::make_shared<raw::GatheredBlock>()), outer_(current_block) {
-  current_block = block_;
+ReshardScope::ReshardScope() : gathers_(std::make_shared<raw::Gathers>()), outer_(current_gathers) {
+  current_gathers = gathers_;
 }
-ReshardScope::~ReshardScope() { current_block = outer_; }
+ReshardScope::~ReshardScope() { current_gathers = outer_; }
 
-at::Tensor ReshardScope::enter(const at::Tensor& x) {
-  return raw::attach(x, x.detach(), [block = block_](const at::Tensor& grad) {
-    free(*block);
+at::Tensor raw::enter_reshard(const at::Tensor& x, const std::shared_ptr<Gathers>& gathers) {
+  return attach(x, x.detach(), [gathers](const at::Tensor& grad) {
+    free(*gathers);
     return grad;
   });
 }
 
-at::Tensor ReshardScope::leave(const at::Tensor& y) {
-  free(*block_);
-  return raw::attach(y, y.detach(), [block = block_](const at::Tensor& grad) {
-    gather_again(*block);
+at::Tensor raw::leave_reshard(const at::Tensor& y, const std::shared_ptr<Gathers>& gathers) {
+  free(*gathers);
+  return attach(y, y.detach(), [gathers](const at::Tensor& grad) {
+    gather_again(*gathers);
     return grad;
   });
 }
@@ -142,8 +141,8 @@ at::Tensor gather_shards(const Stored& w, at::ScalarType compute,
   if (!rows.defined()) {
     rows = group->all_gather(shard_rows(w.value, compute, dim), w.storage_sizes);
   }
-  if (current_block && at::GradMode::is_enabled()) {
-    current_block->gathers.push_back(
+  if (current_gathers && at::GradMode::is_enabled()) {
+    current_gathers->all.push_back(
         {w.value.detach(), compute, group, dim, w.storage_sizes, rows, rows.storage().nbytes()});
     count(static_cast<std::int64_t>(rows.storage().nbytes()));
   }

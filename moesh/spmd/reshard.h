@@ -14,10 +14,13 @@
 namespace moesh {
 
 namespace raw {
-struct GatheredBlock;
-}
+struct Gathers;
+at::Tensor enter_reshard(const at::Tensor& x, const std::shared_ptr<Gathers>& gathers);
+at::Tensor leave_reshard(const at::Tensor& y, const std::shared_ptr<Gathers>& gathers);
+}  // namespace raw
 
-/// The gathers of one block. While it lives, `use` on this thread puts its gathers here.
+/// The gathers of one part of the model. While it lives, `use` on this thread puts its gathers
+/// here.
 class ReshardScope {
  public:
   ReshardScope();
@@ -25,15 +28,19 @@ class ReshardScope {
   ReshardScope(const ReshardScope&) = delete;
   ReshardScope& operator=(const ReshardScope&) = delete;
 
-  /// The block's input: when backward has passed it, the gathers are freed for good.
-  at::Tensor enter(const at::Tensor& x);
-  /// The block's output: frees the gathers now; when backward comes back here, they are gathered
-  /// again.
-  at::Tensor leave(const at::Tensor& y);
+  /// The input of that part: when backward has passed it, the gathers are freed for good.
+  template <auto L>
+  Tensor<L> enter(const Tensor<L>& x) {
+    return assume<L>(raw::enter_reshard(x.local(), gathers_));
+  }
+  /// Its output: frees the gathers now; when backward comes back here, they are gathered again.
+  template <auto L>
+  Tensor<L> leave(const Tensor<L>& y) {
+    return assume<L>(raw::leave_reshard(y.local(), gathers_));
+  }
 
  private:
-  std::shared_ptr<raw::GatheredBlock> block_;
-  std::shared_ptr<raw::GatheredBlock> outer_;
+  std::shared_ptr<raw::Gathers> gathers_, outer_;
 };
 
 /// Starts the gathers of parameters that will be used next, so that they travel while other work is

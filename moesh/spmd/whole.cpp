@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/base/log.h"
 
 namespace moesh::raw {
 
@@ -15,8 +14,6 @@ double number(const at::Tensor& x) {
               " elements; sum it first");
   return x.item<double>();
 }
-
-void log_number(const std::string& name, const at::Tensor& x) { log_info(name, " ", number(x)); }
 
 double clip(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double max_norm) {
   MOESH_CHECK(max_norm > 0, ErrorKind::config, "the gradient norm is clipped at ", max_norm,

@@ -2,7 +2,6 @@
 // The only readers of numbers: they accept values that every rank has whole, never a partial sum or
 // a shard.
 
-#include <string>
 #include <vector>
 
 #include "moesh/spmd/raw.h"
@@ -12,7 +11,6 @@ namespace moesh {
 
 namespace raw {
 double number(const at::Tensor& x);
-void log_number(const std::string& name, const at::Tensor& x);
 double clip(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double max_norm);
 }  // namespace raw
 
@@ -31,28 +29,12 @@ double number(const Tensor<L>& x) {
   return raw::number(x.local());
 }
 
-/// One log line "name value".
-template <auto L>
-void log_number(const std::string& name, const Tensor<L>& x) {
-  [[maybe_unused]] constexpr auto checked = check_whole(L);
-  raw::log_number(name, x.local());
-}
-
 /// Scales gradients in place by min(1, max_norm / norm) and returns the factor. `norm` is that of
 /// all of them, on all ranks.
 template <auto L>
 double clip(const std::vector<at::Tensor>& gradients, const Tensor<L>& norm, double max_norm) {
   [[maybe_unused]] constexpr auto checked = check_whole(L);
   return raw::clip(gradients, norm.local(), max_norm);
-}
-
-/// Under `checked`: throws if x differs between ranks of an axis on which its type promises R or I.
-/// `what` names it.
-template <auto L>
-void expect_same(const Tensor<L>& x, const std::string& what) {
-  using View = std::remove_const_t<decltype(L)>;
-  for (Axes axis : View::axes)
-    if (is_whole(on(L, axis))) raw::expect_same(x.local(), axis, what);
 }
 
 }  // namespace moesh

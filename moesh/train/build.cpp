@@ -1,9 +1,9 @@
 #include "moesh/train/build.h"
 
+#include "moesh/config/options.h"
 #include "moesh/models/disk.h"
-#include "moesh/optim/adamw.h"
+#include "moesh/optim/registry.h"
 #include "moesh/optim/schedule.h"
-#include "moesh/optim/sgd.h"
 
 namespace moesh::train {
 namespace {
@@ -37,18 +37,16 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
   return make_model(config, device(config));
 }
 
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const OptimizerSection& o) {
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
-    params.add(w, decays ? optim::Group::decay : optim::Group::no_decay);
+    params.add(w, decays ? optim::Decay::on : optim::Decay::off);
   });
-  if (o.name == "sgd")
-    return std::make_unique<optim::Sgd>(
-        params, optim::SgdConfig{.momentum = o.momentum, .weight_decay = o.weight_decay});
-  return std::make_unique<optim::AdamW>(
-      params,
-      optim::AdamWConfig{
-          .beta1 = o.beta1, .beta2 = o.beta2, .eps = o.eps, .weight_decay = o.weight_decay});
+  const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
+  optim::RuleValues values;
+  for (const auto& key : kind.keys)
+    values[key] = std::get<double>(config::find_option("optimizer." + key)->get(config));
+  return std::make_unique<optim::Optimizer>(params, kind.make(values));
 }
 
 StepOptions step_options(const Config& config) {

@@ -14,15 +14,13 @@
 namespace moesh::train {
 
 using config::Config;
-using config::OptimizerSection;
 
 /// On the current mesh; with its initial weights, before checkpoint.initial_load.
 std::unique_ptr<models::Model> make_model(const Config& config);
 /// On another device than that of the configuration: meta has shapes alone.
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
-std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model,
-                                                 const OptimizerSection& options);
+std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 StepOptions step_options(const Config& config);
 

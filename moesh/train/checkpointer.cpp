@@ -13,7 +13,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/mutant.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
@@ -59,12 +58,18 @@ std::vector<Part> weight_parts(models::Model& model, int rank) {
   std::vector<Part> parts;
   model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
   for (auto* router : model.routers()) {
-    at::Tensor bias = router->expert_bias();
-    if (MOESH_MUTANT(expert_bias_not_saved)) bias = at::zeros_like(bias);
-    parts.push_back(
-        checkpoint::replicated_part(models::expert_bias_name(router->gate().name()), bias, rank));
+    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()),
+                                                router->expert_bias(), rank));
   }
   return parts;
+}
+
+// A tensor of the optimizer's state to this rank: cut like its parameter, or whole on each rank
+// that has the parameter, the first of which writes it.
+Part state_part(const optim::Optimizer::State& s) {
+  if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
+  const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
+  return checkpoint::replicated_part(s.name, s.value, current_mesh().coordinate(all));
 }
 
 formats::DiskTensor as_it_is(const Part& part) {
@@ -158,8 +163,7 @@ checkpoint::TensorSet Checkpointer::weights() {
 // not with all bits.
 checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) {
   checkpoint::TensorSet set{.prefix = kStatePrefix};
-  for (const auto& s : optimizer_.state())
-    set.parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state()) set.parts.push_back(state_part(s));
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
@@ -307,8 +311,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;
-  for (const auto& s : optimizer_.state())
-    parts.push_back(checkpoint::part_of(*s.param, s.name, s.value));
+  for (const auto& s : optimizer_.state()) parts.push_back(state_part(s));
   for (Part part : weight_parts(model_, world_.rank())) {
     part.name = master_name(part.name);
     if (source.tensors().contains(part.name)) parts.push_back(part);
@@ -331,9 +334,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   std::int64_t num_steps = 0;
   std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
-  if (!MOESH_MUTANT(optimizer_steps_forgotten)) optimizer_.set_num_steps(num_steps);
-  return {.step = manifest.step,
-          .data_position = MOESH_MUTANT(data_begins_anew) ? 0 : manifest.data_position};
+  optimizer_.set_num_steps(num_steps);
+  return {.step = manifest.step, .data_position = manifest.data_position};
 }
 
 }  // namespace moesh::train

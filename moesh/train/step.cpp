@@ -5,17 +5,15 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/all_reduce.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
 namespace moesh::train {
 namespace {
 
 using enum Place;
-
-constexpr Axes kAll = dp | cp | tp;
 
 // Every cp and tp rank has the labels of its dp rank whole.
 std::int64_t count_valid(const std::vector<models::MicroBatch>& batches) {
@@ -35,34 +33,24 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   Gradients g;
   g.num_tokens = count_valid(batches);
-  at::Tensor loss, total;
-  std::vector<at::Tensor> counts;
+  std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
   for (auto& batch : batches) {
     batch.num_step_tokens = std::max<std::int64_t>(1, g.num_tokens);
     batch.index = &batch - batches.data();
-    auto result = model.forward(batch, options.forward);
+    const auto result = model.forward(batch, options.forward);
     backward(result.loss);
-    const auto add = [](at::Tensor& sum, const nn::TokenSum& term) {
-      const at::Tensor t = local(term).detach().to(at::kDouble);
-      sum = sum.defined() ? sum + t : t;
+    const auto add = [](nn::TokenSum& sum, const nn::TokenSum& term) {
+      sum = local(sum).defined() ? sum + term : term;
     };
-    add(loss, result.cross_entropy), add(total, result.loss);
-    for (size_t i = 0; i < result.counts_E.size(); ++i) {
-      if (counts.size() <= i)
-        counts.push_back(result.counts_E[i]);
-      else
-        counts[i] = counts[i] + result.counts_E[i];
-    }
-    // The graph goes, and with it what its backward steps hold.
-    result.loss = assume<nn::TokenSum::layout>(local(result.loss).detach());
-    result.cross_entropy = assume<nn::TokenSum::layout>(local(result.cross_entropy).detach());
-    g.last = std::move(result);
+    add(losses[0], cast(detach(result.cross_entropy), at::kDouble));
+    add(losses[1], cast(detach(result.loss), at::kDouble));
+    counts.resize(result.counts_E.size());
+    for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
   }
-  const at::Tensor sums =
-      whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack({loss, total})))).cpu();
+  const at::Tensor sums = whole(all_reduce<kTokenAxes>(stack(losses))).cpu();
   g.loss = sums[0].item<double>(), g.total_loss = sums[1].item<double>();
   if (!counts.empty()) {
-    const at::Tensor all = whole(all_reduce<kAll>(assume<Dense{P, P, P}>(at::stack(counts)))).cpu();
+    const at::Tensor all = whole(all_reduce<kTokenAxes>(stack(counts))).cpu();
     for (std::int64_t i = 0; i < all.size(0); ++i) g.counts_E.push_back(all[i]);
   }
   return g;

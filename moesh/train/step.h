@@ -21,7 +21,6 @@ struct Gradients {
   double total_loss = 0;             // with the auxiliary losses
   std::int64_t num_tokens = 0;       // valid tokens of the step
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
-  models::ForwardResult last;        // of the last micro-batch, on this rank
 };
 
 struct Update {

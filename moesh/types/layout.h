@@ -1,35 +1,51 @@
 #pragma once
-// The axes of the mesh, and the placement of a tensor on each axis of one view: Dense or Sparse.
-// A layout is a structural value, so it serves as a template argument and at run time alike.
+// The axes of the mesh, and what a tensor is on each axis of one view, Dense or Sparse: a
+// structural value, so it serves as a template argument and at run time alike.
 
 #include <array>
 #include <concepts>
 #include <cstdint>
 #include <string>
 
-#include "moesh/types/place.h"
-
 namespace moesh {
+
+/// What a tensor is on one axis of the mesh. The placement of its gradient follows from it.
+enum class Place : std::uint8_t {
+  R,  // replicate: same value on every rank, used for different work         gradient P
+  I,  // invariant: same value, same work on every rank                       gradient I
+  P,  // partial:   the value is the sum over ranks, not yet taken            gradient R
+  T,  // tokens:    every rank holds its own tokens                           gradient T
+  F,  // features:  every rank holds its own features, heads, vocabulary      gradient F
+  E,  // experts:   every rank holds its own experts, or the rows sent there  gradient E
+};
+
+/// T, F and E say what varies. They use the same collectives and never mix.
+constexpr bool varies(Place p) { return p == Place::T || p == Place::F || p == Place::E; }
+/// R and I: every rank holds the whole value.
+constexpr bool is_whole(Place p) { return p == Place::R || p == Place::I; }
+/// The placement of the gradient: an involution.
+constexpr Place adjoint(Place p) { return p == Place::R ? Place::P : p == Place::P ? Place::R : p; }
+constexpr char letter(Place p) { return "RIPTFE"[static_cast<int>(p)]; }
 
 // clang-format off
 /// A set of mesh axes, one bit each. dp and edp are compute axes made of two storage axes.
 enum class Axes : std::uint8_t {
   none = 0,
-  pp = 1, dp_replicate = 2, dp_shard = 4, cp = 8, tp = 16,  // dense view: pp x dp_replicate x dp_shard x cp x tp
-  efsdp = 32, ep = 64, etp = 128,                           // sparse view: pp x dp_replicate x efsdp x ep x etp
+  pp = 1, dp_replicate = 2, dp_shard = 4, cp = 8, tp = 16,  // dense view
+  efsdp = 32, ep = 64, etp = 128,                           // sparse view: pp, dp_replicate, these
   dp = dp_replicate | dp_shard, edp = dp_replicate | efsdp,
-  fsdp = dp_shard | cp,  // the ranks that share the storage of a dense parameter
+  fsdp = dp_shard | cp,  // the ranks that store a dense parameter in shards
 };
 // clang-format on
 using enum Axes;
 
-constexpr Axes operator|(Axes a, Axes b) {
-  return static_cast<Axes>(static_cast<int>(a) | static_cast<int>(b));
-}
-constexpr Axes operator&(Axes a, Axes b) {
-  return static_cast<Axes>(static_cast<int>(a) & static_cast<int>(b));
-}
-constexpr bool contains(Axes set, Axes part) { return (set & part) == part; }
+constexpr Axes operator|(Axes a, Axes b) { return Axes(std::uint8_t(a) | std::uint8_t(b)); }
+constexpr Axes operator&(Axes a, Axes b) { return Axes(std::uint8_t(a) & std::uint8_t(b)); }
+constexpr Axes without(Axes a, Axes b) { return Axes(std::uint8_t(a) & ~std::uint8_t(b)); }
+constexpr bool contains(Axes set, Axes subset) { return (set & subset) == subset; }
+constexpr Axes kTokenAxes = dp | cp | tp;  // ranks that hold different tokens
+constexpr Axes kSequenceAxes = cp | tp;    // ... of the same sequences
+constexpr Axes kExpertAxes = ep | etp;     // ranks that hold different experts, or slices of them
 
 /// Attention, norms, dense MLP, router, shared experts.
 struct Dense {
@@ -56,9 +72,7 @@ constexpr L each(L layout, auto f) {
   const auto p = places(layout);
   return {f(p[0]), f(p[1]), f(p[2])};
 }
-constexpr auto adjoint(Layout auto layout) {
-  return each(layout, [](Place p) { return adjoint(p); });
-}
+constexpr auto adjoint(Layout auto l) { return each(l, static_cast<Place (*)(Place)>(adjoint)); }
 
 /// The axes on which the layout has this placement.
 constexpr Axes axes_with(Layout auto layout, Place place) {
@@ -68,19 +82,17 @@ constexpr Axes axes_with(Layout auto layout, Place place) {
   return found;
 }
 
-/// The one placement which the layout has on all of `set`; a set of several axes needs the same
-/// letter on each.
+/// The one placement which the layout has on all of `set`: several axes need the same letter.
 constexpr Place on(Layout auto layout, Axes set) {
-  Axes axes = none;
+  Axes known = none;
   for (Axes axis : layout.axes)
-    if (contains(set, axis)) axes = axes | axis;
-  if (axes == none || axes != set)
+    if (contains(set, axis)) known = known | axis;
+  if (set == none || known != set)
     throw "not an axis of this view: dense tensors have dp, cp, tp; sparse ones edp, ep, etp; cross with sparse(x) or dense(x)";
   for (Place place : places(layout))
-    if (contains(axes_with(layout, place), axes)) return place;
+    if (contains(axes_with(layout, place), set)) return place;
   throw "the tensor has different placements on these axes: move one axis at a time";
 }
-
 /// The layout with `place` on every axis of `set`.
 template <Layout L>
 constexpr L with(L layout, Axes set, Place place) {
@@ -89,7 +101,6 @@ constexpr L with(L layout, Axes set, Place place) {
     if (contains(set, L::axes[i])) p[i] = place;
   return {p[0], p[1], p[2]};
 }
-
 /// "Dense{T, T, R}"
 std::string to_string(Layout auto layout) {
   const auto p = places(layout);

@@ -1,6 +1,6 @@
 #pragma once
-// Which placements may meet on one axis, and what comes out, with no communication. One function
-// per kind of operation; a `throw` in it is the compiler's message: what is wrong, and the cure.
+// Which placements may meet on one axis, and what comes out, with no communication. A `throw` is
+// the compiler's message: what is wrong, and the cure.
 
 #include "moesh/types/layout.h"
 
@@ -62,11 +62,11 @@ constexpr A mix(Op op, A a, B b) {
   const auto p = places(a), q = places(b);
   return {mix(op, p[0], q[0]), mix(op, p[1], q[1]), mix(op, p[2], q[2])};
 }
-constexpr auto apply(Unary kind, Layout auto a) {
-  return each(a, [kind](Place p) { return apply(kind, p); });
+constexpr auto apply(Unary k, Layout auto a) {
+  return each(a, [k](Place p) { return apply(k, p); });
 }
-constexpr auto sum(Over over, Layout auto a) {
-  return each(a, [over](Place p) { return sum(over, p); });
+constexpr auto sum(Over o, Layout auto a) {
+  return each(a, [o](Place p) { return sum(o, p); });
 }
 
 /// backward() seeds 1 on every rank, which is right for P and I alone.

@@ -1,6 +1,6 @@
 #pragma once
-// Token positions are strong types. Only SequenceShard and FlatSplit turn one into the other, so
-// that no code multiplies a local size by the size of an axis to guess a global one.
+// Token positions are strong types. Only SequenceShard turns one into the other, so that no code
+// multiplies a local size by the size of an axis to guess a global one.
 
 #include <algorithm>
 #include <compare>
@@ -41,7 +41,7 @@ struct Pieces {
 };
 
 /// [B, L] cut along L over `parts` ranks; rank `part` holds [B, length()]. With a width each rank
-/// holds that many pieces side by side: the block of one cp rank whose tp ranks do not cut the
+/// holds that many pieces side by side: the span of one cp rank whose tp ranks do not cut the
 /// sequence further is `width` = tp pieces of the cut over cp x tp. A local index is decoded with
 /// the true length and placed with the padded stride: using one for both is wrong for B > 1.
 class SequenceShard {
@@ -92,52 +92,6 @@ class SequenceShard {
   std::int64_t batch_;
   Pieces pieces_;
   std::int64_t part_, width_;
-};
-
-/// T tokens cut flat, without regard to sequences, over `parts` ranks. Each token still knows its
-/// sequence.
-class FlatSplit {
- public:
-  FlatSplit(std::int64_t batch, std::int64_t sequence, std::int64_t parts, std::int64_t part)
-      : sequence_(sequence), pieces_{batch * sequence, parts}, part_(part) {
-    MOESH_CHECK(batch >= 0 && sequence >= 0 && parts >= 1 && part >= 0 && part < parts,
-                ErrorKind::config, "no such flat split: batch ", batch, ", sequence length ",
-                sequence, ", part ", part, " of ", parts,
-                "; batch and length must be 0 or more, and 0 <= part < parts");
-  }
-
-  std::int64_t start() const { return pieces_.start(part_); }
-  std::int64_t length() const { return pieces_.length(part_); }
-  const Pieces& pieces() const { return pieces_; }
-
-  GlobalToken global(LocalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < length(), "local token ", t.value,
-                " of a split that holds ", length());
-    return {start() + t.value};
-  }
-  std::int64_t owner(GlobalToken t) const {
-    check(t);
-    return pieces_.owner(t.value);
-  }
-  LocalToken local(GlobalToken t) const {
-    MOESH_CHECK(owner(t) == part_, "global token ", t.value, " belongs to part ", owner(t),
-                ", not to part ", part_);
-    return {t.value - start()};
-  }
-  /// The sequence (batch index) to which a token belongs.
-  std::int64_t sequence_of(GlobalToken t) const {
-    check(t);
-    return t.value / sequence_;
-  }
-
- private:
-  void check(GlobalToken t) const {
-    MOESH_CHECK(t.value >= 0 && t.value < pieces_.total, "global token ", t.value, " of ",
-                pieces_.total);
-  }
-  std::int64_t sequence_;
-  Pieces pieces_;
-  std::int64_t part_;
 };
 
 }  // namespace moesh

@@ -23,17 +23,10 @@ constexpr Step step(Place from, Place to) {
     throw "R cannot become I, its gradient is a pending sum: leave it R, or end in all_reduce<axis, I>";
   throw "there is no such transition: tokens go to experts by to_experts<axis>, and back by to_owners<axis>";
 }
-
 constexpr Step backward_step(Place from, Place to) { return step(adjoint(to), adjoint(from)); }
 
-/// The two halves of a transition, ready for the autograd function.
-struct Transition {
-  Step forward, backward;
-};
-
-/// The pair of steps that takes x to `to` on the axes. `want` is the step which the name of the
-/// caller promises.
-constexpr Transition transition(Layout auto layout, Axes set, Place to, Step want) {
+/// The layout after the axes went to `to`, by the step that the name of the caller promises.
+constexpr auto transition(Layout auto layout, Axes set, Place to, Step want) {
   using enum Step;
   const Place from = on(layout, set);
   if (want == all_gather && from == Place::P)
@@ -49,7 +42,7 @@ constexpr Transition transition(Layout auto layout, Axes set, Place to, Step wan
   if (want == identity && from != Place::I)
     throw "enter takes an invariant value (I); this one is in split work already";
   if (step(from, to) != want) throw "this function does not lead to that placement";
-  return {want, backward_step(from, to)};
+  return with(layout, set, to);
 }
 
 /// The crossing of the two views: all axes carry the same letter, or the last two agree with tp

@@ -169,8 +169,8 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
     try {
       renames.emplace_back(std::regex(pattern), replacement);
     } catch (const std::regex_error& e) {
-      throw Error(ErrorKind::config,
-                  detail::concat("--rename: '", pattern, "' is not a regular expression: ", e.what()));
+      throw Error(ErrorKind::config, detail::concat("--rename: '", pattern,
+                                                    "' is not a regular expression: ", e.what()));
     }
   }
   Comparison result;

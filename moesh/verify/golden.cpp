@@ -43,7 +43,7 @@ std::filesystem::path checkpoint_of(const config::Settings& settings,
 }
 
 // The file has one micro-batch, and its loss is cross-entropy alone.
-Config golden_config(config::Settings settings, const models::AnyConfig& model,
+Config golden_config(config::Settings settings, const config::GivenModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
   const auto num_sequences = input_ids_BL.size(0), length = input_ids_BL.size(1);
   const config::Origin origin{file.string()};
@@ -93,8 +93,8 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
 
 Golden read_golden(const std::filesystem::path& file, const config::Settings& settings) {
   const auto folder = checkpoint_of(settings, file);
-  const auto model =
-      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
+  const std::string described = (folder / "config.json").string();
+  const auto model = models::config_of(checkpoint::read_config(folder), described);
   const auto source = checkpoint::TensorFolder::of_file(file);
   Golden golden;
   golden.input_ids_BL = read_tensor(source, "input_ids"),
@@ -103,7 +103,7 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& se
       golden.input_ids_BL.dim() == 2 && golden.labels_BL.sizes() == golden.input_ids_BL.sizes(),
       ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
       " and labels ", golden.labels_BL.sizes(), "; both are [batch, length]");
-  golden.config = golden_config(settings, model, file, golden.input_ids_BL);
+  golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
   read_gradients(source, folder, model, golden.tensors);
@@ -127,7 +127,8 @@ VerifyReport verify_golden(const Golden& golden) {
       return t.narrow(0, mesh.coordinate(dp) * batch, batch);
     };
     StepOptions options = step_options(config);
-    options.forward.capture = true;
+    VerifyProbe probe;
+    options.forward.probe = &probe;
     const Gradients g =
         accumulate_gradients(*model,
                              {{.input_ids_BL = of_dp(golden.input_ids_BL).to(device(config)),
@@ -138,12 +139,12 @@ VerifyReport verify_golden(const Golden& golden) {
                             options.forward.sequence_parallel);
     const Pieces words{vocab, mesh.size(tp)};
     compare({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
-    compare({"logits", g.last.logits_BLV.cpu(),
+    compare({"logits", probe.logits_BLV.cpu(),
              [&](const at::Tensor& t) {
-               return tokens.my_block(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
-                                                       words.length(mesh.coordinate(tp)));
+               return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
+                                                      words.length(mesh.coordinate(tp)));
              },
-             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.block_start()}});
+             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
     model->each_param([&](Stored& w, bool) {
       compare({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
                [region = w.compute](const at::Tensor& t) { return slice(t, region); }});

@@ -31,11 +31,12 @@ at::Tensor make_data(const LayerCase& c, std::int64_t num_sequences, const char*
 
 SequenceShard shard_of(const LayerCase& c, const Mesh& mesh) {
   if (c.sequence_parallel)
-    return SequenceShard(c.batch, c.sequence, mesh.size(cp | tp), mesh.coordinate(cp | tp));
+    return SequenceShard(c.batch, c.sequence, mesh.size(kSequenceAxes),
+                         mesh.coordinate(kSequenceAxes));
   return SequenceShard(c.batch, c.sequence, mesh.size(cp), mesh.coordinate(cp), mesh.size(tp));
 }
 
-// What this rank has of [num_dp * B, L, D]: its sequences, and its shard or block of each.
+// What this rank has of [num_dp * B, L, D]: its sequences, and its shard or span of each.
 at::Tensor mine(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
   const auto shard = shard_of(c, mesh);
   return whole.narrow(0, mesh.coordinate(dp) * c.batch, c.batch)
@@ -43,8 +44,8 @@ at::Tensor mine(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
 }
 
 // One forward, backward and bias update, the same code on every mesh.
-std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, nn::RoutingRecord* record,
-                                  nn::RoutingRecord* replay) {
+std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingRecords* record,
+                                  RoutingRecords* replay) {
   nn::Moe moe(c.layer);
   if (c.equal_scores) {
     const at::NoGradGuard no_grad;
@@ -56,7 +57,9 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, nn::Rout
   // The objective is a random linear function of the output, plus the auxiliary losses.
   const at::Tensor x = mine(make_data(c, num_sequences, "x"), c, mesh);
   const at::Tensor weights = mine(make_data(c, num_sequences, "objective"), c, mesh);
-  const nn::RouteOptions options{.record = record, .replay = replay};
+  VerifyProbe probe;
+  probe.record = record, probe.replay = replay;
+  const nn::RouteOptions options{.probe = &probe};
 
   at::Tensor leaf, y;
   nn::Route route;
@@ -72,21 +75,21 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, nn::Rout
     return loss;
   };
   nn::TokenSum loss, squares;
-  const auto finish = [&](const auto& input, const auto& out, auto total) {
+  // mine() cuts a tensor as the residual stream is cut.
+  const auto run = [&]<Place Tp>(auto total) {
+    const auto stream = [](const at::Tensor& t) { return assume<Dense{T, T, Tp}>(t); };
+    const auto input = as_leaf(stream(x));
+    const auto out = moe(input, tokens, options);
     leaf = local(input), y = local(out.y).detach();
     route = out.route;
     const auto wide = cast(out.y, at::kDouble);
-    constexpr auto kLayout = std::remove_cvref_t<decltype(out.y)>::layout;
-    squares = total(square(assume<kLayout>(local(wide).detach())));
-    loss = with_auxiliary(total(wide * assume<kLayout>(weights.to(at::kDouble))));
+    squares = total(square(detach(wide)));
+    loss = with_auxiliary(total(wide * stream(weights.to(at::kDouble))));
   };
-  if (c.sequence_parallel) {
-    const auto input = as_leaf(assume<Dense{T, T, T}>(x));
-    finish(input, moe(input, tokens, options), [](const auto& t) { return sum_all(t); });
-  } else {
-    const auto input = as_leaf(assume<Dense{T, T, I}>(x));
-    finish(input, moe(input, tokens, options), [](const auto& t) { return once<tp>(sum_all(t)); });
-  }
+  if (c.sequence_parallel)
+    run.operator()<T>([](const auto& t) { return sum_all(t); });
+  else
+    run.operator()<I>([](const auto& t) { return once<tp>(sum_all(t)); });
   backward(loss);
 
   const auto whole = [](const at::Tensor& t) { return t; };
@@ -97,9 +100,9 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, nn::Rout
   tensors.push_back({"output", y, of_rank, false, origin});
   // A sum of outputs with random weights of size one is of the size of the output, also where it
   // happens to cancel.
-  const double terms = std::sqrt(number(all_reduce < dp | cp | tp > (squares)));
+  const double terms = std::sqrt(number(all_reduce<kTokenAxes>(squares)));
   tensors.push_back(
-      {"loss", local(all_reduce < dp | cp | tp > (loss)).detach(), whole, false, {}, terms});
+      {"loss", local(all_reduce<kTokenAxes>(loss)).detach(), whole, false, {}, terms});
   tensors.push_back({"d(x)", leaf.grad(), of_rank, false, origin});
   moe.each_param([&](auto& w) {
     tensors.push_back(
@@ -144,8 +147,9 @@ LayerResult run_reference(const LayerCase& c, int num_dp) {
   whole.sequence_parallel = true;
   whole.layer.dispatcher = nn::Dispatcher::local;
   LayerResult result;
-  result.routing =
-      std::make_shared<nn::RoutingRecord>(whole.batch * c.sequence, c.layer.router.top_k);
+  result.routing = std::make_shared<RoutingRecords>();
+  result.routing->push_back(
+      std::make_unique<RoutingRecord>(whole.batch * c.sequence, c.layer.router.top_k));
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
@@ -176,7 +180,7 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
             for (size_t i = next; i < cases.size(); ++i) {
               for (size_t seen = current; seen < i && !current.compare_exchange_weak(seen, i);) {
               }
-              nn::RoutingRecord* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
+              auto* replay = cases[i].replay ? references[i]->routing.get() : nullptr;
               for (const auto& t : run_layer(cases[i], mesh, nullptr, replay))
                 findings[i]->compare(t, world.rank());
               world.barrier();
@@ -193,8 +197,8 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
     if (reports[i].error.empty())
       reports[i].mismatches = findings[i]->mismatches(shape.validated());
     if (cases[i].replay) {
-      reports[i].num_flipped = references[i]->routing->num_flipped;
-      reports[i].largest_margin = references[i]->routing->largest_margin;
+      reports[i].num_flipped = references[i]->routing->front()->num_flipped;
+      reports[i].largest_margin = references[i]->routing->front()->largest_margin;
     }
   }
   return reports;

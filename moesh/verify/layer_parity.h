@@ -10,6 +10,7 @@
 #include "moesh/comm/launch.h"
 #include "moesh/nn/moe.h"
 #include "moesh/verify/parity.h"
+#include "moesh/verify/probe.h"
 
 namespace moesh::verify {
 
@@ -30,7 +31,7 @@ struct LayerCase {
 
 /// What one run gives.
 struct LayerResult : NamedTensors {
-  std::shared_ptr<nn::RoutingRecord> routing;
+  std::shared_ptr<RoutingRecords> routing;  // of the one layer
 };
 
 struct LayerReport {

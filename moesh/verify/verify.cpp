@@ -56,8 +56,7 @@ Routing make_records(const VerifyCase& c, models::Model& model) {
   for (int step = 0; step < c.steps; ++step) {
     routing.emplace_back();
     for (auto* router : model.routers())
-      routing.back().push_back(
-          std::make_unique<nn::RoutingRecord>(num_tokens, router->config().top_k));
+      routing.back().push_back(std::make_unique<RoutingRecord>(num_tokens, router->config().top_k));
   }
   return routing;
 }
@@ -67,7 +66,7 @@ at::Tensor scalar(double x) { return at::full({}, x, at::kDouble); }
 
 // What a step has besides parameters: counts and losses; and of the first one logits and gradients.
 void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& model,
-                      const Gradients& g, std::int64_t step,
+                      const Gradients& g, const VerifyProbe& probe, std::int64_t step,
                       const std::function<void(const RankTensor&)>& report) {
   const std::string at = "step " + std::to_string(step) + " ";
   for (size_t i = 0; i < g.counts_E.size(); ++i)
@@ -80,13 +79,13 @@ void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& mode
   const nn::Tokens tokens(mesh, batch, c.config.data.sequence_length,
                           c.config.parallelism.sequence_parallel);
   const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
-  report({"logits", g.last.logits_BLV,
+  report({"logits", probe.logits_BLV,
           [&](const at::Tensor& t) {
-            return tokens.my_block(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
-                                                    vocab.length(mesh.coordinate(tp)));
+            return tokens.my_span(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                   vocab.length(mesh.coordinate(tp)));
           },
-          false, TokenOrigin{first_sequence, tokens.block_start()}});
-  report({"d(input)", g.last.input.grad(),
+          false, TokenOrigin{first_sequence, tokens.span_start()}});
+  report({"d(input)", probe.input.grad(),
           [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
           TokenOrigin{first_sequence, tokens.mine_start()}});
   model.each_param([&](Stored& w, bool) {
@@ -129,16 +128,17 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   const auto model = make_model(config);
   load_initial_weights(config, *model, world.rank());
   if (record) *record = make_records(c, *model);
-  const auto optimizer = make_optimizer(*model, config.optimizer);
+  const auto optimizer = make_optimizer(*model, config);
   StepOptions options = step_options(config);
-  options.forward.capture = true;
+  VerifyProbe probe;
+  options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
-    options.forward.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
-    options.forward.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    probe.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
+    probe.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
     const Gradients g = accumulate_gradients(
         *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
         options);
-    report_gradients(c, mesh, *model, g, step, report);
+    report_gradients(c, mesh, *model, g, probe, step, report);
     const Update update =
         apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
     report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
@@ -260,7 +260,8 @@ Config fitted(const Config& config, const MeshShape& shape) {
         }
       },
       model);
-  return changed(config, config::mesh_settings(shape, "--sweep"), model);
+  return changed(config, config::mesh_settings(shape, "--sweep"),
+                 config::GivenModel{model, "--sweep"});
 }
 
 }  // namespace moesh::verify

@@ -9,6 +9,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
 #include "moesh/verify/parity.h"
+#include "moesh/verify/probe.h"
 
 namespace moesh::verify {
 
@@ -35,7 +36,7 @@ Config one_rank(const Config& config);
 Config fitted(const Config& config, const MeshShape& shape);
 
 /// By step and MoE layer.
-using Routing = std::vector<std::vector<std::unique_ptr<nn::RoutingRecord>>>;
+using Routing = std::vector<RoutingRecords>;
 
 struct VerifyReference : NamedTensors {
   Routing routing;

@@ -1,15 +1,15 @@
-// Mistakes that checkpoints have been known to make, switched on one by one: what the other tests
-// compare tells each of them. Built with MOESH_WITH_MUTANTS, together with
-// tests/nn/mutants_test.cpp.
-#include <gtest/gtest.h>
+// Checks that mistakes which checkpoints have been known to make must not pass: a run that is
+// resumed, and files that must not load.
 
-#include "moesh/base/mutant.h"
 #include "moesh/checkpoint/load.h"
 #include "tests/checkpoint/support.h"
+#include "tests/mutants/check.h"
 
 namespace moesh {
 namespace {
 
+using mutants::Check;
+using mutants::Settings;
 using std::filesystem::path;
 
 constexpr const char* kMesh = "dp_shard=2,tp=2,ep=2";
@@ -24,69 +24,56 @@ train::RunSummary six_steps(const path& folder) {
 }
 
 // A run that resumes from its third step is the run that was never stopped.
-bool resume_is_identical(const path& folder) {
+std::string resumed(const path& folder) {
   const auto whole = six_steps(folder / "whole");
   std::filesystem::create_directories(folder / "again");
   std::filesystem::copy(step(folder / "whole", 3), step(folder / "again", 3),
                         std::filesystem::copy_options::recursive);
   const auto again = six_steps(folder / "again");
-  return again.losses == std::vector<double>(whole.losses.begin() + 3, whole.losses.end()) &&
-         contents(step(folder / "whole", 6)) == contents(step(folder / "again", 6));
+  if (again.losses != std::vector<double>(whole.losses.begin() + 3, whole.losses.end()))
+    return "the losses differ";
+  const bool same = contents(step(folder / "whole", 6)) == contents(step(folder / "again", 6));
+  return same ? "" : "the last checkpoints differ";
 }
 
 template <class F>
-bool throws(F f) {
+std::string must_throw(F f) {
   try {
     f();
   } catch (const Error&) {
-    return true;
+    return "";
   }
-  return false;
+  return "it loads";
 }
 
-bool a_flipped_bit_is_noticed(const path& folder) {
+std::string flipped_bit(const path& folder) {
   six_steps(folder / "c");
   for (const auto n : {3, 6}) {
     std::string bytes = bytes_of(step(folder / "c", n) / kWeights);
     bytes[bytes.size() / 2] ^= 1;
     std::ofstream(step(folder / "c", n) / kWeights, std::ios::binary) << bytes;
   }
-  return throws([&] { six_steps(folder / "c"); });
+  return must_throw([&] { six_steps(folder / "c"); });
 }
 
-bool a_tensor_without_a_rule_is_noticed(const path& folder) {
+std::string tensor_without_rule(const path& folder) {
   six_steps(folder / "c");
   auto table =
       train::on_disk(run_config(folder / "c", kMesh)).table(formats::ExpertLayout::per_expert);
   const auto source = checkpoint::TensorFolder::weights(step(folder / "c", 6));
   checkpoint::check_names(source, table);
   table.tensors.pop_back();
-  return throws([&] { checkpoint::check_names(source, table); });
+  return must_throw([&] { checkpoint::check_names(source, table); });
 }
 
-struct Mutant {
-  std::string name;
-  bool (*holds)(const path& folder);
-};
-
-TEST(CheckpointMutants, EachIsTold) {
-  const std::vector<Mutant> mutants{
-      {"experts_of_one_rank_saved_for_all", resume_is_identical},
-      {"expert_bias_not_saved", resume_is_identical},
-      {"optimizer_steps_forgotten", resume_is_identical},
-      {"data_begins_anew", resume_is_identical},
-      {"blocks_not_checked", a_flipped_bit_is_noticed},
-      {"unexpected_tensors_skipped", a_tensor_without_a_rule_is_noticed},
-  };
-  for (const auto& [name, holds] : mutants) {
-    const TemporaryFolder folder;
-    current_mutant() = "";
-    EXPECT_TRUE(holds(folder.path() / "right")) << "without " << name;
-    current_mutant() = name;
-    EXPECT_FALSE(holds(folder.path() / "wrong")) << name << " is not noticed";
-    current_mutant() = "";
-  }
+template <std::string (*look)(const path& folder)>
+Check in_fresh_folder(Settings&) {
+  return [] { return look(TemporaryFolder().path()); };
 }
+
+const mutants::Provide resume("resume", in_fresh_folder<resumed>);
+const mutants::Provide flipped("flipped_bit", in_fresh_folder<flipped_bit>);
+const mutants::Provide without_rule("tensor_without_rule", in_fresh_folder<tensor_without_rule>);
 
 }  // namespace
 }  // namespace moesh

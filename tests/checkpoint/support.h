@@ -92,7 +92,7 @@ inline void pass_on(const std::filesystem::path& from, const std::filesystem::pa
     const auto model = train::make_model(in);
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
-    optim::AdamW optimizer(params);
+    optim::Optimizer optimizer(params, std::make_shared<optim::AdamW>());
     const auto position = train::Checkpointer(in, world, *model, optimizer).start();
     train::Checkpointer(out, world, *model, optimizer).finish(position);
   });

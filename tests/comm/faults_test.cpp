@@ -162,7 +162,7 @@ TEST(Checked, SplitsIntoCheckedGroups) {
   });
   expect_contains(
       texts[1],
-      "'gate' is promised to be the same on every rank of group 'tp' (R or I), and rank 3 holds another value than rank 1");
+      "'gate' is promised to be the same on every rank of group 'tp' (R or I), and rank 3 holds a different value from rank 1");
 }
 
 // Without `checked` the promise costs nothing and is not looked at.

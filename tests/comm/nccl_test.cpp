@@ -295,7 +295,7 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
   const auto other_value =
       run([](Group& g) { g.expect_same(at::full({2}, g.rank() == 2 ? 1.0 : 0.0), "gate.weight"); });
   for (const auto& text : other_value)
-    expect_text(text, {"'gate.weight'", "rank 2 holds another value than rank 0"});
+    expect_text(text, {"'gate.weight'", "rank 2 holds a different value from rank 0"});
   EXPECT_EQ(nccl.count->aborted, 0);  // nothing was left waiting
 }
 

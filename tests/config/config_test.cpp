@@ -1,7 +1,10 @@
 #include "moesh/config/config.h"
 
+#include <set>
+
 #include "moesh/config/options.h"
 #include "moesh/models/registry.h"
+#include "moesh/optim/registry.h"
 #include "tests/config/other_value.h"
 #include "tests/support.h"
 
@@ -96,10 +99,11 @@ TEST(Config, AVariationIsANewOne) {
 TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
   auto model = models::GptOssConfig::named("tiny");
   model.num_heads = 12, model.num_kv_heads = 6;
-  const Config config = merged(mesh_settings({.tp = 3}, "test"), model);
+  const Config config = merged(mesh_settings({.tp = 3}, "test"), GivenModel{model, "a file"});
   EXPECT_EQ(config.model.name, "gpt_oss");
   EXPECT_EQ(model_value(config, "model.num_heads"), Value{std::int64_t{12}});
-  EXPECT_THROW(merged(mesh_settings({.tp = 4}, "test"), model), Error);
+  EXPECT_EQ(describe_option(config, "model.num_heads"), "model.num_heads is 12 (a file)");
+  EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), GivenModel{model, "a file"}), Error);
 }
 
 TEST(Config, NumbersAreWhatTheTableSaysAndTheKeysOfTheModel) {
@@ -307,6 +311,22 @@ TEST(Config, HelpNamesEveryOption) {
     EXPECT_LE(end - begin, 100u) << help.substr(begin, end - begin);
     begin = end + 1;
   }
+}
+
+// Every key of a rule is a number in [optimizer], and every other number there is read by a rule.
+TEST(Config, OptimizerHasTheKeysOfTheRules) {
+  std::set<std::string> keys{"name", "lr"};
+  for (const auto& kind : optim::rule_kinds())
+    for (const auto& key : kind.keys) {
+      keys.insert(key);
+      const Option* o = find_option("optimizer." + key);
+      ASSERT_NE(o, nullptr) << kind.name << " reads " << key;
+      EXPECT_TRUE(std::holds_alternative<double>(o->initial())) << key;
+    }
+  for (const Option& o : options())
+    if (o.section() == "optimizer") EXPECT_TRUE(keys.contains(o.key())) << o.name;
+  EXPECT_EQ(find_option("optimizer.name")->rule.choices, optim::rule_names());
+  EXPECT_EQ(find_option("data.kind")->rule.choices, data::dataset_choices());
 }
 
 TEST(Config, ConvertsToTheTermsOfOtherFolders) {

@@ -1,4 +1,5 @@
 // The synthetic language, the random order, and how samples are dealt out.
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <set>
@@ -17,8 +18,8 @@ TEST(SyntheticLanguage, EntropyIsThatOfWhatItSays) {
     const SyntheticLanguage language(
         {.vocab_size = 11, .sequence_length = kLength, .successors = successors, .seed = 5});
     double surprise = 0, squares = 0;
-    std::map<std::pair<std::int64_t, std::int64_t>, double> pairs;
-    std::map<std::int64_t, double> singles;
+    std::map<std::pair<TokenId, TokenId>, double> pairs;
+    std::map<TokenId, double> singles;
     for (std::int64_t i = 0; i < kSamples; ++i) {
       const auto tokens = language.get(i).tokens;
       for (std::size_t t = 1; t < tokens.size(); ++t) {
@@ -75,11 +76,23 @@ TEST(SyntheticLanguage, DependsOnSeedAndIndexAlone) {
   }
 }
 
+// Ids of the largest vocabulary of the five models, and the same order as ever.
+TEST(SyntheticLanguage, HasIdsThatNeedMoreThan16Bits) {
+  const SyntheticLanguage language(
+      {.vocab_size = 201'088, .sequence_length = 2000, .successors = 2, .seed = 1});
+  const auto tokens = language.get(0).tokens;
+  EXPECT_GT(*std::max_element(tokens.begin(), tokens.end()), 1 << 16);
+  for (std::size_t t = 1; t < tokens.size(); ++t)
+    ASSERT_GT(language.probability(tokens[t - 1], tokens[t]), 0);
+}
+
 TEST(SyntheticLanguage, RefusesWhatCannotBe) {
   const auto error = [](const SyntheticOptions& o) {
     return error_of([&] { SyntheticLanguage{o}; }, ErrorKind::config);
   };
   expect_parts(error({.vocab_size = 1}), {"vocab_size is 1"});
+  expect_parts(error({.vocab_size = (std::int64_t{1} << 31) + 1}),
+               {"vocab_size is 2147483649", "2147483648"});
   expect_parts(error({.vocab_size = 3, .successors = 4}), {"4 successors", "1 to 3"});
   expect_parts(error({.vocab_size = 3, .successors = 0}), {"0 successors", "1 to 3"});
   expect_parts(error({.vocab_size = 8, .sequence_length = 0}), {"sequence_length is 0"});
@@ -150,38 +163,6 @@ TEST(SampleOrder, TheGlobalBatchIsTheSameOnEveryMesh) {
       ++num_splits;
     }
   EXPECT_EQ(num_splits, 30);  // ordered triples with the product 24
-}
-
-TEST(OpenDataset, TakesTheKindFromThePath) {
-  EXPECT_EQ(resolved_kind("auto", ""), "synthetic");
-  EXPECT_EQ(resolved_kind("auto", "a/b.jsonl"), "jsonl");
-  EXPECT_EQ(resolved_kind("auto", "a/b.txt"), "text");
-  EXPECT_EQ(resolved_kind("text", "a/b.jsonl"), "text");
-
-  const auto synthetic =
-      open_dataset({.sequence_length = 9, .vocab_size = 33, .seed = 6, .synthetic_successors = 3});
-  EXPECT_EQ(synthetic->vocab_size(), 33);
-  EXPECT_EQ(synthetic->get(4).tokens,
-            SyntheticLanguage({.vocab_size = 33, .sequence_length = 9, .successors = 3, .seed = 6})
-                .get(4)
-                .tokens);
-  expect_parts(synthetic->describe(), {"33 tokens", "nats"});
-
-  const TemporaryFile file("corpus.txt", "some text that is long enough");
-  const auto text = open_dataset(
-      {.path = file.path(), .sequence_length = 4, .vocab_size = 257, .shuffle = false});
-  EXPECT_EQ(text->get(0).tokens, (std::vector<std::int64_t>{'s', 'o', 'm', 'e', ' '}));
-  EXPECT_FALSE(text->entropy().has_value());
-
-  const auto error = [](const DatasetOptions& o) {
-    return error_of([&] { open_dataset(o); }, ErrorKind::config);
-  };
-  expect_parts(error({.kind = "csv", .path = "a.csv"}), {"kind is 'csv'", "jsonl"});
-  expect_parts(error({.kind = "text"}), {"no path"});
-  expect_parts(error({.kind = "synthetic", .path = "a.txt", .vocab_size = 9}),
-               {"a.txt", "leave out one"});
-  expect_parts(error({.path = file.path(), .sequence_length = 4, .vocab_size = 96}),
-               {"257 different tokens", "96", "vocab_size = 257"});
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 #include "moesh/data/packed.h"
+#include "moesh/data/registry.h"
 #include "tests/support.h"
 
 namespace moesh::data {
@@ -9,7 +10,7 @@ TEST(Jsonl, EveryLineIsADocument) {
       "corpus.jsonl",
       "{\"text\": \"ab\"}\n{\"text\": \"\"}\n\n{\"text\": \"\\u00fc\", \"id\": 3}\n");
   const Corpus corpus = read_jsonl_corpus(file.path());
-  EXPECT_EQ(corpus.tokens, (std::vector<std::uint16_t>{'a', 'b', 256, 0xc3, 0xbc, 256}));
+  EXPECT_EQ(corpus.tokens, (std::vector<TokenId>{'a', 'b', 256, 0xc3, 0xbc, 256}));
   EXPECT_EQ(corpus.starts, (std::vector<std::int64_t>{0, 3}));
   const auto data = open_dataset(
       {.path = file.path(), .sequence_length = 5, .vocab_size = 300, .shuffle = false});

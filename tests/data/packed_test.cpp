@@ -8,6 +8,7 @@ namespace moesh::data {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
+using Ids = std::vector<TokenId>;
 
 Corpus corpus_of(const std::vector<std::string>& documents) {
   Corpus corpus{.name = "corpus"};
@@ -17,11 +18,11 @@ Corpus corpus_of(const std::vector<std::string>& documents) {
 
 TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
   const PackedDataset data(corpus_of({"abc", "", "de"}), 3, 0, false);  // a b c | d e |
-  constexpr std::int64_t kEnd = kEndOfDocument;
+  constexpr TokenId kEnd = kEndOfDocument;
   EXPECT_EQ(data.num_sequences(), 2);
-  EXPECT_EQ(data.get(0).tokens, (Numbers{'a', 'b', 'c', kEnd}));
+  EXPECT_EQ(data.get(0).tokens, (Ids{'a', 'b', 'c', kEnd}));
   EXPECT_EQ(data.get(0).documents, (Numbers{0, 0, 0, 0}));
-  EXPECT_EQ(data.get(1).tokens, (Numbers{kEnd, 'd', 'e', kEnd}));
+  EXPECT_EQ(data.get(1).tokens, (Ids{kEnd, 'd', 'e', kEnd}));
   EXPECT_EQ(data.get(1).documents, (Numbers{0, 1, 1, 1}));
   EXPECT_EQ(data.get(2).tokens, data.get(0).tokens);  // from the beginning
   EXPECT_EQ(data.describe(), "corpus: 2 documents, 7 tokens, 2 sequences of 3");
@@ -43,7 +44,8 @@ TEST(Packed, NothingIsLostButTheEnd) {
   const auto num_tokens = std::ssize(corpus.tokens);
   for (std::int64_t length = 1; length < num_tokens; ++length) {
     const PackedDataset data(corpus, length, 0, false);
-    Numbers joined{corpus.tokens[0]}, documents{0};
+    Ids joined{corpus.tokens[0]};
+    Numbers documents{0};
     for (std::int64_t i = 0; i < data.num_sequences(); ++i) {
       const Sample sample = data.get(i);
       EXPECT_EQ(sample.tokens.front(), joined.back());
@@ -83,8 +85,24 @@ TEST(Packed, EveryEpochHasAllSequencesInAnotherOrder) {
 TEST(Packed, TextFilesAreBytes) {
   const std::string bytes("a\0\xff\n", 4);
   const Corpus corpus = read_text_corpus(TemporaryFile("bytes.txt", bytes).path());
-  EXPECT_EQ(corpus.tokens, (std::vector<std::uint16_t>{'a', 0, 255, '\n', 256}));
+  EXPECT_EQ(corpus.tokens, (Ids{'a', 0, 255, '\n', 256}));
   EXPECT_EQ(corpus.starts, (Numbers{0}));
+}
+
+// The largest vocabulary of the five models has 201,088 words.
+TEST(Packed, HoldsIdsThatNeedMoreThan16Bits) {
+  const Corpus corpus{.name = "ids",
+                      .tokens = {201'087, 65'535, 65'536, 0, 129'279},
+                      .starts = {0, 3},
+                      .vocab_size = 201'088};
+  const PackedDataset data(corpus, 4, 0, false);
+  EXPECT_EQ(data.vocab_size(), 201'088);
+  EXPECT_EQ(data.get(0).tokens, corpus.tokens);
+  const Batch batch = make_batch(data, 0, 1);
+  EXPECT_TRUE(
+      at::equal(batch.input_ids_BL, at::tensor(Numbers{201'087, 65'535, 65'536, 0}).view({1, 4})));
+  EXPECT_TRUE(at::equal(batch.labels_BL,
+                        at::tensor(Numbers{65'535, 65'536, kIgnoredLabel, 129'279}).view({1, 4})));
 }
 
 TEST(Packed, SaysWhatIsWrongWithAFile) {

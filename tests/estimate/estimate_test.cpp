@@ -41,7 +41,7 @@ Real run(const Config& c) {
         const Mesh mesh(world, mesh_shape(c));
         const MeshScope scope(mesh);
         const auto model = make_model(c);
-        const auto optimizer = make_optimizer(*model, c.optimizer);
+        const auto optimizer = make_optimizer(*model, c);
         const at::Tensor ids = at::arange(c.data.batch_size * c.data.sequence_length, at::kLong)
                                    .remainder(models::facts(c.model.architecture).vocab_size)
                                    .reshape({c.data.batch_size, c.data.sequence_length});

@@ -34,6 +34,13 @@ TEST(Json, KeepsEveryKindOfValueAndTheOrderOfKeys) {
   EXPECT_EQ(value.find("missing"), nullptr);
 }
 
+TEST(Json, ALineIsTheSameValueWithoutBlanks) {
+  const std::string line = R"({"z":null,"real":0.5,"empty":{},"list":[1,{"a":"b c"},[]]})";
+  const JsonValue value = parse_json(line, "x");
+  EXPECT_EQ(to_json_line(value), line + "\n");
+  EXPECT_EQ(to_json_line({JsonObject{}}), "{}\n");
+}
+
 TEST(Json, MinusZeroIsNoWholeNumber) {
   const JsonValue zero = parse_json("-0", "x");
   ASSERT_TRUE(std::holds_alternative<double>(zero.value));

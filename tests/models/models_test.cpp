@@ -83,7 +83,7 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
     settings.push_back({"parallelism.fsdp_reshard_after_forward", reshard, test});
     settings.push_back(
         {"activation_checkpoint.mode", std::string(recompute ? "full" : "none"), test});
-    const verify::VerifyCase c{config::merged(settings, model)};
+    const verify::VerifyCase c{config::merged(settings, config::GivenModel{model, "test"})};
     const auto report = verify::verify(c, verify::run_reference(c));
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }

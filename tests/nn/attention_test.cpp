@@ -75,7 +75,7 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
         const Tokens tokens(mesh, batch, length, true);
         const auto part = [&](const at::Tensor& x) {
           const auto n = x.size(2) / mesh.size(tp);
-          return tokens.my_block(x).narrow(2, mesh.coordinate(tp) * n, n);
+          return tokens.my_span(x).narrow(2, mesh.coordinate(tp) * n, n);
         };
         const auto leaf = [&](const at::Tensor& x) {
           return x.clone().to(test_device()).requires_grad_(true);
@@ -178,7 +178,7 @@ TEST(ComposedAttention, IsTheFormula) {
       };
       const at::Tensor q = leaf(in.q), k = leaf(in.k), v = leaf(in.v), sinks = leaf(in.sinks);
       const at::Tensor given = with_sinks ? sinks : at::Tensor();
-      at::Tensor y = nn::raw::composed_attention(
+      at::Tensor y = nn::composed_attention(
           {.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given});
       (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin().to(test_device()))
           .sum()
@@ -186,7 +186,7 @@ TEST(ComposedAttention, IsTheFormula) {
       expect_equal({y.detach().cpu(), q.grad().cpu(), k.grad().cpu(), v.grad().cpu(),
                     with_sinks ? sinks.grad().cpu() : at::zeros_like(in.sinks)},
                    expected, describe(o, with_sinks));
-      y = nn::raw::composed_attention(
+      y = nn::composed_attention(
           {.scale = o.scale, .start = 4, .window = o.window, .chunk = o.chunk},
           {q.narrow(1, 4, 3), k, v, given});
       EXPECT_TRUE(at::allclose(y.detach().cpu(), expected.y.narrow(1, 4, 3), 1e-9, 1e-11))

@@ -25,7 +25,7 @@ int main(int argc, char** argv) try {
   app.add_option("--dtype", dtype_name, "float64, float32 or bfloat16")
       ->capture_default_str()
       ->check(CLI::IsMember({"float64", "float32", "bfloat16"}));
-  app.add_option("--device", device, "cpu, or cuda: all ranks share it")->capture_default_str();
+  app.add_option("--device", device, "cpu, or cuda: all ranks use it")->capture_default_str();
   app.add_option("--part", part, "with --parts: which part of the meshes")->capture_default_str();
   app.add_option("--parts", parts, "cut the meshes into so many parts, for several processes")
       ->capture_default_str()

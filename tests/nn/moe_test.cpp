@@ -287,7 +287,7 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
         nn::Moe moe(config);
         const std::int64_t B = total_batch / mesh.size(dp), L = 7;
         const nn::Tokens tokens(mesh, B, L, true);
-        const SequenceShard shard(B, L, mesh.size(cp | tp), mesh.coordinate(cp | tp));
+        const SequenceShard shard(B, L, mesh.size(kSequenceAxes), mesh.coordinate(kSequenceAxes));
         for (int step = 0; step < 100; ++step) {
           // Data by global token: y = a fixed nonlinear function of x.
           at::Tensor x = at::empty({total_batch, L, 6}, at::kDouble);
@@ -302,13 +302,14 @@ std::vector<double> train_curve(const MeshShape& shape, int total_batch) {
           };
           const auto input = assume<Dense{T, T, T}>(mine(x));
           const auto out = moe(input, tokens);
-          const auto loss = scale(sum_all(square(out.y - assume<Dense{T, T, T}>(mine(target)))),
+          const auto minus_target = assume<Dense{T, T, T}>(-mine(target));
+          const auto loss = scale(sum_all(square(out.y + minus_target)),
                                   1.0 / static_cast<double>(total_batch * L));
           backward(loss);
           if (world.rank() == 0)
-            losses[static_cast<size_t>(step)] = number(all_reduce < dp | cp | tp > (loss));
+            losses[static_cast<size_t>(step)] = number(all_reduce<kTokenAxes>(loss));
           else
-            all_reduce<dp | cp | tp>(loss);
+            all_reduce<kTokenAxes>(loss);
           const at::NoGradGuard no_grad;
           moe.each_param([](auto& w) {
             auto& value = w.stored().value;

@@ -55,7 +55,7 @@ TEST(Router, SigmoidScoresNormalisedAndScaled) {
     const Route route = route_of(router, logits, mesh);
     const at::Tensor s = at::sigmoid(logits), expected = sorted_choice(s, 3),
                      w = s.gather(1, expected);
-    EXPECT_TRUE(at::equal(route.experts_NK, expected));
+    EXPECT_TRUE(at::equal(local(route.experts_NK), expected));
     EXPECT_TRUE(at::allclose(local(route.weights_NK), w / w.sum(-1, true) * 2.5, 1e-14, 1e-14));
     EXPECT_TRUE(at::allclose(local(route.probabilities_NE), s / s.sum(-1, true), 1e-14, 1e-14));
   });
@@ -74,7 +74,7 @@ TEST(Router, SoftmaxWithAndWithoutNormalisation) {
       const Route route = route_of(router, logits, mesh);
       at::Tensor w = p.gather(1, expected);
       if (normalize) w = w / w.sum(-1, true);
-      EXPECT_TRUE(at::equal(route.experts_NK, expected));
+      EXPECT_TRUE(at::equal(local(route.experts_NK), expected));
       EXPECT_TRUE(at::allclose(local(route.weights_NK), w, 1e-14, 1e-14));
     }
   });
@@ -86,7 +86,7 @@ TEST(Router, SoftmaxOverTheChosen) {
         identity_router({.num_experts = 6, .top_k = 3, .scoring = Scoring::softmax_chosen});
     const at::Tensor logits = random_rows(40, 6), expected = sorted_choice(logits, 3);
     const Route route = route_of(router, logits, mesh);
-    EXPECT_TRUE(at::equal(route.experts_NK, expected));
+    EXPECT_TRUE(at::equal(local(route.experts_NK), expected));
     EXPECT_TRUE(at::allclose(local(route.weights_NK), at::softmax(logits.gather(1, expected), -1),
                              1e-14, 1e-14));
   });
@@ -98,8 +98,8 @@ TEST(Router, TheLowestIndexWinsTies) {
       Router router = identity_router({.num_experts = 5, .top_k = 3, .scoring = scoring});
       const Route route = route_of(
           router, at::zeros({4, 5}, at::TensorOptions(at::kDouble).device(test_device())), mesh);
-      EXPECT_TRUE(
-          at::equal(route.experts_NK.cpu(), at::tensor({0, 1, 2}, at::kLong).expand({4, 3})));
+      EXPECT_TRUE(at::equal(local(route.experts_NK).cpu(),
+                            at::tensor({0, 1, 2}, at::kLong).expand({4, 3})));
     }
   });
 }
@@ -111,8 +111,8 @@ TEST(Router, ChoiceOnLogitsSeesThroughSaturation) {
         at::tensor({50.0, 60.0, 70.0, 0.0}, at::kDouble).reshape({1, 4}).to(test_device());
     Router on_scores = identity_router({.num_experts = 4, .top_k = 1});
     Router on_logits = identity_router({.num_experts = 4, .top_k = 1, .choose_on_logits = true});
-    EXPECT_EQ(route_of(on_scores, logits, mesh).experts_NK.item<std::int64_t>(), 0);
-    EXPECT_EQ(route_of(on_logits, logits, mesh).experts_NK.item<std::int64_t>(), 2);
+    EXPECT_EQ(local(route_of(on_scores, logits, mesh).experts_NK).item<std::int64_t>(), 0);
+    EXPECT_EQ(local(route_of(on_logits, logits, mesh).experts_NK).item<std::int64_t>(), 2);
   });
 }
 
@@ -137,7 +137,7 @@ TEST(Router, NodeLimitedRoutingWrittenOut) {
           experts.emplace_back(-c[t][e].item<double>(), e);
       std::stable_sort(experts.begin(), experts.end());
       for (int k = 0; k < 3; ++k) {
-        EXPECT_EQ(route.experts_NK[t][k].item<std::int64_t>(), experts[k].second);
+        EXPECT_EQ(local(route.experts_NK)[t][k].item<std::int64_t>(), experts[k].second);
         // Bias and mask take no part in the weight.
         EXPECT_EQ(local(route.weights_NK)[t][k].item<double>(),
                   s[t][experts[k].second].item<double>());
@@ -181,7 +181,7 @@ TEST(Router, MapCountsAndStatistics) {
     const Route route = route_of(router, random_rows(31, 6), mesh);
     const at::Tensor map = local(routing_map(route, 6));
     static_assert(decltype(routing_map(route, 6))::layout == Dense{T, T, T});
-    static_assert(decltype(count_sum(route))::layout == Dense{P, P, P});
+    static_assert(decltype(route.counts_E)::layout == Dense{P, P, P});
     EXPECT_TRUE(at::equal(map.sum(1).cpu(), at::full({31}, 2, at::kLong)));
     EXPECT_TRUE(at::equal(map.sum(0), local(route.counts_E)));
     const auto stats = statistics(route);
@@ -240,7 +240,7 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
                 by_sequence, 1e-14);
     EXPECT_NEAR(local(z_loss(route, tokens_total)).item<double>(),
                 at::logsumexp(logits, {-1}).square().mean().item<double>(), 1e-13);
-    // A micro-batch counts by its share of the step.
+    // A micro-batch counts by its part of the step.
     EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(),
                 switch_form(chosen, p) / 4, 1e-14);
   });
@@ -297,23 +297,28 @@ TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
         test_options());
 }
 
-TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
+TEST(Probe, SeesTheChoiceAndGivesTheOneThatIsUsed) {
+  struct Reversed final : Probe {
+    at::Tensor on_choice(const Choice& c) override {
+      EXPECT_EQ(c.layer, 3);
+      EXPECT_EQ(c.micro_batch, 1);
+      EXPECT_EQ(c.pass, Pass::evaluation);
+      chosen = c.experts_NK;
+      return c.experts_NK.flip(-1);
+    }
+    at::Tensor chosen;
+  };
   alone([](const Mesh& mesh) {
     Router router = identity_router({.num_experts = 6, .top_k = 2});
     const at::Tensor logits = random_rows(20, 6);
-    RoutingRecord record(20, 2);
-    const Route first = route_of(router, logits, mesh, {.record = &record});
-    EXPECT_TRUE(at::equal(record.experts_TK, first.experts_NK.cpu()));
-    const Route same = route_of(router, logits, mesh, {.replay = &record});
-    EXPECT_EQ(record.num_flipped, 0);
-    EXPECT_TRUE(at::equal(same.experts_NK, first.experts_NK));
-    const Route other = route_of(router, -logits, mesh, {.replay = &record});
-    EXPECT_TRUE(at::equal(other.experts_NK, first.experts_NK)) << "the choice is replayed";
-    EXPECT_TRUE(
-        at::allclose(local(other.weights_NK), at::sigmoid(-logits).gather(1, first.experts_NK)))
-        << "the weights are not";
-    EXPECT_GT(record.num_flipped, 0);
-    EXPECT_GT(record.largest_margin, 0);
+    Reversed probe;
+    const Route route =
+        route_of(router, logits, mesh,
+                 {.pass = Pass::evaluation, .probe = &probe, .layer = 3, .micro_batch = 1});
+    EXPECT_TRUE(at::equal(probe.chosen, sorted_choice(at::sigmoid(logits), 2)));
+    EXPECT_TRUE(at::equal(local(route.experts_NK), probe.chosen.flip(-1)));
+    EXPECT_TRUE(at::allclose(local(route.weights_NK),
+                             at::sigmoid(logits).gather(1, probe.chosen.flip(-1))));
   });
 }
 

@@ -1,16 +1,17 @@
-// Every mistake that can be switched on is found by comparing with one rank. This program is built
-// from sources with MOESH_WITH_MUTANTS.
-
-#include <gtest/gtest.h>
+// Checks that mistakes in the gradient norm and the clip must not pass: against one rank, for
+// parameters of every layout.
 
 #include <cmath>
 
-#include "moesh/base/mutant.h"
 #include "moesh/optim/grad_norm.h"
+#include "tests/mutants/check.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {
 namespace {
+
+using mutants::Check;
+using mutants::Settings;
 
 constexpr double kMaxNorm = 0.5;
 
@@ -20,8 +21,7 @@ struct Result {
       factors;  // of each clipped gradient to the one before, over the whole tensor
 };
 
-Result run(const MeshShape& shape, const std::string& mutant) {
-  current_mutant() = mutant;
+Result run(const MeshShape& shape) {
   Result result;
   on_mesh(shape, [&](const Mesh& mesh) {
     Model model;
@@ -36,7 +36,6 @@ Result run(const MeshShape& shape, const std::string& mutant) {
     });
     if (mesh.rank() == 0) result = {number(norm), factors};
   });
-  current_mutant() = "";
   return result;
 }
 
@@ -51,38 +50,30 @@ double sum_of_squares(const std::string& name) {
   return sum;
 }
 
-const std::vector<MeshShape> kMeshes{{.tp = 2, .ep = 2},
-                                     {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .etp = 2},
-                                     {.cp = 2, .tp = 4, .ep = 4, .etp = 2}};
+const mutants::Provide clip("clip", [](Settings& settings) -> Check {
+  const MeshShape shape = settings.take_mesh();
+  const double right = kMaxNorm / run({}).norm;
+  return [=] {
+    std::ostringstream said;
+    for (const auto& [name, factor] : run(shape).factors)
+      if (std::abs(factor - right) > 1e-12)
+        said << (said.str().empty() ? "" : ", ") << name << " is clipped by " << factor;
+    return said.str();
+  };
+});
 
-class OptimMutants : public testing::TestWithParam<std::size_t> {
- protected:
-  void SetUp() override {
-    reference_ = run({}, "");
-    const Result healthy = run(shape(), "");
-    ASSERT_NEAR(healthy.norm, reference_.norm, 1e-12);
-    for (const auto& [name, factor] : healthy.factors)
-      ASSERT_NEAR(factor, kMaxNorm / reference_.norm, 1e-12) << name;
-  }
-  static const MeshShape& shape() { return kMeshes[GetParam()]; }
-  Result reference_;
-};
-INSTANTIATE_TEST_SUITE_P(Meshes, OptimMutants, testing::Range<std::size_t>(0, kMeshes.size()));
-
-TEST_P(OptimMutants, ClipWithoutExpertsIsFound) {
-  const Result wrong = run(shape(), "clip_without_experts");
-  EXPECT_EQ(wrong.factors.at("experts"), 1);
-  EXPECT_EQ(wrong.factors.at("bias"), 1);
-  EXPECT_NEAR(wrong.factors.at("w"), kMaxNorm / reference_.norm, 1e-12);
-}
-
-TEST_P(OptimMutants, NormThatCountsReplicasOnTpIsFound) {
-  const Result wrong = run(shape(), "norm_counts_tp_replicas");
-  const double excess = (shape().tp - 1) * (sum_of_squares("norm") + sum_of_squares("sink")) +
-                        (shape().etp - 1) * sum_of_squares("bias");
-  EXPECT_NEAR(wrong.norm * wrong.norm, reference_.norm * reference_.norm + excess, 1e-10);
-  EXPECT_GT(wrong.norm, reference_.norm + 1e-3);
-}
+const mutants::Provide norm("norm", [](Settings& settings) -> Check {
+  const MeshShape shape = settings.take_mesh();
+  const double right = run({}).norm;
+  const double replicas = (shape.tp - 1) * (sum_of_squares("norm") + sum_of_squares("sink")) +
+                          (shape.etp - 1) * sum_of_squares("bias");
+  return [=]() -> std::string {
+    const double norm = run(shape).norm;
+    if (std::abs(norm - right) < 1e-12) return "";
+    const bool counted = std::abs(norm * norm - right * right - replicas) < 1e-10;
+    return counted ? "replicas on tp and etp are counted" : "the norm differs";
+  };
+});
 
 }  // namespace
 }  // namespace moesh::optim

@@ -21,10 +21,10 @@ using Make = std::function<std::unique_ptr<Optimizer>(ParamList)>;
 const AdamWConfig kAdamW{.beta1 = 0.8, .beta2 = 0.9, .eps = 1e-6, .weight_decay = 0.3};
 const SgdConfig kSgd{.momentum = 0.7, .weight_decay = 0.2};
 std::unique_ptr<Optimizer> make_adamw(ParamList list) {
-  return std::make_unique<AdamW>(std::move(list), kAdamW);
+  return std::make_unique<Optimizer>(std::move(list), std::make_shared<AdamW>(kAdamW));
 }
 std::unique_ptr<Optimizer> make_sgd(ParamList list) {
-  return std::make_unique<Sgd>(std::move(list), kSgd);
+  return std::make_unique<Optimizer>(std::move(list), std::make_shared<Sgd>(kSgd));
 }
 double rate(int step) { return 0.05 / (1 + step); }
 
@@ -77,7 +77,7 @@ void expect_formula(const Make& make,
       const auto& spec = entry.stored->spec;
       at::Tensor w = entry.stored->value.detach().cpu().clone();
       std::vector<std::array<double, 2>> state(static_cast<std::size_t>(w.numel()));
-      const double decay = entry.group == Group::decay ? weight_decay : 0;
+      const double decay = entry.decay == Decay::on ? weight_decay : 0;
       for (int t = 1; t <= 3; ++t) {
         const at::Tensor g = whole_gradient(spec, t - 1).cpu();
         for (std::int64_t i = 0; i < w.numel(); ++i)
@@ -115,7 +115,8 @@ TEST(Sgd, IsTheTextbookUpdate) {
 
 TEST(Sgd, WithoutMomentumHasNoState) {
   const Make make = [](ParamList list) {
-    return std::make_unique<Sgd>(std::move(list), SgdConfig{.momentum = 0});
+    return std::make_unique<Optimizer>(std::move(list),
+                                       std::make_shared<Sgd>(SgdConfig{.momentum = 0}));
   };
   on_mesh({}, [&](const Mesh&) {
     Model model;
@@ -205,7 +206,8 @@ TEST(AdamW, LoopGivesTheSameBitsInPieces) {
 TEST(Optimizer, TakesAGradientThatIsNotContiguous) {
   on_mesh({}, [](const Mesh&) {
     Model a, b;
-    AdamW one(a.list()), other(b.list());
+    const auto rule = std::make_shared<AdamW>();
+    Optimizer one(a.list(), rule), other(b.list(), rule);
     a.set_gradients(), b.set_gradients();
     auto& g = b.w.stored().value.mutable_grad();
     g = g.t().contiguous().t();
@@ -246,13 +248,9 @@ TEST(Optimizer, LeavesNoGradientAndTheLeafInPlace) {
 TEST(Optimizer, MovesWhatUseGives) {
   on_mesh({.dp_shard = 2, .tp = 2}, [](const Mesh& mesh) {
     Model model;
-    Sgd sgd(
-        [&] {
-          ParamList list;
-          list.add(model.w);
-          return list;
-        }(),
-        {.momentum = 0});
+    ParamList list;
+    list.add(model.w);
+    Optimizer sgd(list, std::make_shared<Sgd>(SgdConfig{.momentum = 0}));
     for (int step = 0; step < 2; ++step) {
       const at::Tensor before = local(value(model.w));
       const at::Tensor x = local(use(model.w));
@@ -280,6 +278,7 @@ TEST(Optimizer, StateIsShapedLikeTheShardAndRestoresTheRun) {
         EXPECT_EQ(from[i].name, to[i].name);
         EXPECT_EQ(from[i].value.sizes().vec(), from[i].param->shard.length) << from[i].name;
         EXPECT_EQ(from[i].value.scalar_type(), from[i].param->spec.dtype) << from[i].name;
+        EXPECT_TRUE(from[i].is_sharded);
         EXPECT_FALSE(from[i].value.requires_grad());
         at::Tensor(to[i].value).copy_(from[i].value);
       }
@@ -335,12 +334,12 @@ TEST(OptimizerErrors, NameTheValueAndTheCure) {
   on_mesh({}, [&](const Mesh&) {
     Model model;
     model.set_gradients();
-    Sgd sgd(model.list());
+    Optimizer sgd(model.list(), std::make_shared<Sgd>());
     EXPECT_EQ(message([&] { sgd.step(-0.1); }),
               "a step with learning rate -0.1; it takes a number from 0 on");
     EXPECT_EQ(message([&] { sgd.step(nan); }),
               "a step with learning rate nan; it takes a number from 0 on");
-    EXPECT_EQ(message([&] { AdamW(model.list(), {.beta1 = nan}); }),
+    EXPECT_EQ(message([&] { AdamW({.beta1 = nan}); }),
               "AdamW: beta1 is nan; it takes 0 or more and less than 1, such as 0.9");
     EXPECT_THROW(sgd.set_num_steps(-1), Error);
     EXPECT_EQ(sgd.num_steps(), 0);

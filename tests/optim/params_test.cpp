@@ -4,6 +4,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/optim/grad_norm.h"
+#include "moesh/optim/optimizer.h"
 #include "moesh/optim/sgd.h"
 #include "tests/optim/support.h"
 
@@ -20,21 +21,21 @@ std::string message(const MeshShape& shape, F f) {
   }
 }
 
-TEST(ParamList, KeepsTheOrderAndTheGroups) {
+TEST(ParamList, KeepsTheOrderAndWhatDecays) {
   on_mesh({}, [](const Mesh&) {
     Model model;
     const ParamList list = model.list();
     std::vector<std::string> names;
     for (const auto& entry : list) names.push_back(entry.stored->spec.name);
     EXPECT_EQ(names, (std::vector<std::string>{"norm", "w", "experts", "bias", "sink"}));
-    EXPECT_EQ(list[0].group, Group::no_decay);
-    EXPECT_EQ(list[1].group, Group::decay);
+    EXPECT_EQ(list[0].decay, Decay::off);
+    EXPECT_EQ(list[1].decay, Decay::on);
     EXPECT_EQ(list[1].stored, &model.w.stored())
         << "it points at the parameter, it does not copy it";
   });
 }
 
-TEST(ParamList, RefusesANameThatIsThereAlready) {
+TEST(ParamList, RefusesASecondParameterOfOneName) {
   EXPECT_EQ(message({},
                     [](const Mesh&) {
                       Model model;
@@ -65,7 +66,7 @@ TEST(ParamList, RefusesWhatCannotBeUpdated) {
             "a parameter without a value is added to the list; construct it first");
   EXPECT_EQ(message({}, [](const Mesh&) { grad_norm(ParamList{}); }),
             "the gradient norm of an empty list of parameters; add(w) some");
-  EXPECT_EQ(message({}, [](const Mesh&) { Sgd{ParamList{}}; }),
+  EXPECT_EQ(message({}, [](const Mesh&) { Optimizer(ParamList{}, std::make_shared<Sgd>()); }),
             "an optimizer with an empty list of parameters; add(w) some");
 }
 
@@ -95,7 +96,7 @@ TEST(ParamList, NamesAParameterWithoutAGradient) {
     EXPECT_NE(in_clip.find(expected), std::string::npos) << in_clip;
     const auto in_step = message(shape, [&](const Mesh& mesh) {
       forget(mesh, [](Model& model) {
-        Sgd sgd(model.list());
+        Optimizer sgd(model.list(), std::make_shared<Sgd>());
         const at::Tensor before = model.norm.stored().value.detach().clone();
         try {
           sgd.step(0.1);

@@ -112,7 +112,7 @@ TEST(ScheduleErrors, NameTheValueAndTheCure) {
   EXPECT_EQ(message({.num_steps = 10, .min_lr_factor = std::nan("")}),
             "schedule: min_lr_factor is nan; it is a factor of the peak and takes 0 to 1");
   EXPECT_EQ(message({.kind = Kind::wsd, .num_steps = 10, .decay_ratio = 1.5}),
-            "schedule: decay_ratio is 1.5; it is a share of all steps and takes 0 to 1");
+            "schedule: decay_ratio is 1.5; it is a fraction of all steps and takes 0 to 1");
   EXPECT_EQ(
       message({.kind = Kind::wsd, .num_steps = 10, .warmup_steps = 8, .decay_ratio = 0.5}),
       "schedule: 8 steps of warm-up and 5 of decay (decay_ratio 0.5) do not fit into 10 steps; set warmup_steps to 5 or less, "

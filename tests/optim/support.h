@@ -53,7 +53,7 @@ inline at::Tensor whole_gradient(const ParamSpec& spec, int step) {
 }
 
 /// A few parameters: replicated and cut over tp, experts, biases of experts that are the same on
-/// etp, and one number, which all ranks but one of its storage hold no part of.
+/// etp, and a single number, of which all but one of its storage ranks have an empty shard.
 struct Model {
   static ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                         std::vector<std::pair<Axes, std::int64_t>> cuts,
@@ -80,7 +80,7 @@ struct Model {
   ParamList list() {
     ParamList all;
     each_param([&](auto& p) {
-      all.add(p, p.name() == "norm" || p.name() == "bias" ? Group::no_decay : Group::decay);
+      all.add(p, p.name() == "norm" || p.name() == "bias" ? Decay::off : Decay::on);
     });
     return all;
   }
@@ -90,7 +90,7 @@ struct Model {
       s.value.mutable_grad() = slice(whole_gradient(s.spec, step), s.shard).clone();
     });
   }
-  /// This rank's compute part of every value.
+  /// What `use` gives this rank of every value.
   std::map<std::string, at::Tensor> values() {
     std::map<std::string, at::Tensor> all;
     each_param([&](auto& p) { all[p.name()] = local(value(p)).clone(); });

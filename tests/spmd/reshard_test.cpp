@@ -29,28 +29,30 @@ Result run(const Mesh& mesh, bool reshard) {
                                   .dtype = at::kDouble,
                                   .device = test_device()},
                         Init{.kind = Init::Kind::normal, .scale = 0.05, .seed = 1});
-  at::Tensor x = at::full({3, n}, 0.1 * (mesh.rank() + 1),
-                          at::TensorOptions(at::kDouble).device(test_device()))
-                     .requires_grad_(true);
+  const auto x = as_leaf(assume<Dense{T, T, T}>(at::full(
+      {3, n}, 0.1 * (mesh.rank() + 1), at::TensorOptions(at::kDouble).device(test_device()))));
   reset_gather_bytes();
   Result r;
   const comm::Trace trace;
-  at::Tensor y = x;
+  auto y = x;
+  const auto layer = [&](const auto& w, const auto& in) {
+    return map_rows([](const at::Tensor& t) { return t.tanh(); }, linear(in, use(w)));
+  };
   for (size_t i = 0; i < layers.size(); ++i) {
     if (!reshard) {
-      y = at::linear(y, local(use(layers[i]))).tanh();
+      y = layer(layers[i], y);
       continue;
     }
     if (i + 1 < layers.size()) prefetch({&layers[i + 1].stored()});
     ReshardScope scope;
     y = scope.enter(y);
-    y = scope.leave(at::linear(y, local(use(layers[i]))).tanh());
+    y = scope.leave(layer(layers[i], y));
   }
-  r.y = y.detach();
-  raw::run_backward([&] { y.sum().backward(); });
+  r.y = local(y).detach();
+  backward(sum_all(y));
   r.bytes = gather_bytes();
   for (auto& w : layers) r.gradients.push_back(local(grad(w)));
-  r.gradients.push_back(x.grad());
+  r.gradients.push_back(local(grad(x)));
   for (const auto& e : trace.entries()) r.trace.push_back(comm::to_string(e.op));
   return r;
 }

@@ -12,6 +12,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
+#include "tests/spmd/layout_check.h"
 
 namespace moesh::train {
 namespace {
@@ -106,6 +107,25 @@ TEST_P(Steps, AGradientThatIsNotFiniteStopsAllRanks) {
     EXPECT_FALSE(same(before, t.state()));
     for (const auto& tensor : t.state())
       EXPECT_TRUE(tensor.to(at::kDouble).isfinite().all().item<bool>());
+  });
+}
+
+// The labels differ over dp and are the same on cp and tp: each counts once, as on one rank.
+TEST_P(Steps, CountsTheValidTokensOfAllRanksOnce) {
+  on_each_rank([](Trainer& t, comm::Group&) {
+    auto batch = batch_of(t.mesh);
+    const std::int64_t ignored = 1 + t.mesh.coordinate(dp);
+    batch.labels_BL.narrow(1, 0, ignored).fill_(-100);
+    std::int64_t expected = 0;
+    for (std::int64_t d = 0; d < t.mesh.size(dp); ++d) expected += 2 * (7 - (1 + d));
+    EXPECT_EQ(accumulate_gradients(*t.model, {batch}, t.options).num_tokens, expected);
+    const at::Tensor mine = batch.labels_BL.ne(-100).sum(), all = at::full({}, expected, at::kLong);
+    EXPECT_EQ(layout_complaint(t.mesh, assume<Dense{Place::P, Place::I, Place::I}>(mine), {}, all),
+              "");
+    EXPECT_EQ(
+        layout_complaint(t.mesh, assume<Dense{Place::I, Place::I, Place::I}>(mine), {}, all) == "",
+        t.mesh.size(dp) == 1)
+        << "a layout that is not true is found";
   });
 }
 

@@ -1,11 +1,11 @@
 #pragma once
-// What the tests of the type layer share: all placements, placements from letters, and the sentence
+// What the tests of the type layer use: all placements, placements from letters, and the sentence
 // of a refusal.
 
 #include <array>
 #include <string>
 
-#include "moesh/types/place.h"
+#include "moesh/types/layout.h"
 
 namespace moesh {
 

@@ -140,31 +140,31 @@ TEST(SequenceShard, DiffersFromTheNamedMistakes) {
   });
 }
 
-// A wide shard is the block of its pieces: what the tp ranks of one cp rank hold together, with the
+// A wide shard is the span of its pieces: what the tp ranks of one cp rank hold together, with the
 // same owners, in order.
 TEST(SequenceShard, WideShardsAreBlocksOfPieces) {
   for (std::int64_t width = 1; width <= 4; ++width)
     for_each_shape([&](std::int64_t B, std::int64_t L, std::int64_t s) {
       std::int64_t held = 0;
       for (std::int64_t r = 0; r < s; ++r) {
-        const SequenceShard block(B, L, s, r, width);
+        const SequenceShard span(B, L, s, r, width);
         std::int64_t length = 0;
         for (std::int64_t piece = r * width; piece < (r + 1) * width; ++piece) {
           const SequenceShard shard(B, L, s * width, piece);
           ASSERT_EQ(shard.length(), true_length(L, s * width, piece));
-          if (shard.length() > 0) ASSERT_EQ(shard.start(), block.start() + length);
+          if (shard.length() > 0) ASSERT_EQ(shard.start(), span.start() + length);
           length += shard.length();
           for (std::int64_t i = 0; i < shard.num_local(); ++i) {
             const GlobalToken t = shard.global({i});
-            ASSERT_EQ(block.owner(t), r);
-            ASSERT_EQ(block.global(block.local(t)), t);
+            ASSERT_EQ(span.owner(t), r);
+            ASSERT_EQ(span.global(span.local(t)), t);
           }
         }
-        ASSERT_EQ(block.length(), length);
-        ASSERT_EQ(block.num_local(), B * length);
-        held += block.num_local();
-        for (std::int64_t i = 0; i < block.num_local(); ++i)
-          ASSERT_EQ(block.global({i}).value, i / length * L + block.start() + i % length);
+        ASSERT_EQ(span.length(), length);
+        ASSERT_EQ(span.num_local(), B * length);
+        held += span.num_local();
+        for (std::int64_t i = 0; i < span.num_local(); ++i)
+          ASSERT_EQ(span.global({i}).value, i / length * L + span.start() + i % length);
       }
       ASSERT_EQ(held, B * L);
     });
@@ -180,42 +180,6 @@ TEST(SequenceShard, TwoSequencesOfFiveOnTwoRanks) {
   EXPECT_EQ(first.pieces().lengths(), (std::vector<std::int64_t>{3, 2}));
 }
 
-TEST(FlatSplit, IsABijectionAndKnowsTheSequence) {
-  for_each_shape([](std::int64_t B, std::int64_t L, std::int64_t s) {
-    const std::int64_t total = B * L, n = padded_stride(total, s);
-    std::int64_t next = 0;
-    for (std::int64_t r = 0; r < s; ++r) {
-      const FlatSplit split(B, L, s, r);
-      ASSERT_EQ(split.length(), true_length(total, s, r));
-      ASSERT_EQ(split.pieces().lengths()[static_cast<std::size_t>(r)], split.length());
-      ASSERT_EQ(split.start(), next);
-      if (split.length() > 0) {
-        ASSERT_EQ(split.start(), r * n);
-      }
-      for (std::int64_t i = 0; i < split.length(); ++i, ++next) {
-        const GlobalToken t = split.global({i});
-        ASSERT_EQ(t.value, next) << "flat order is global order, each token once";
-        ASSERT_EQ(split.local(t), LocalToken{i});
-        ASSERT_EQ(split.owner(t), r);
-        ASSERT_EQ(split.sequence_of(t), next / L);
-      }
-    }
-    ASSERT_EQ(next, total);
-    if (total < s) {
-      ASSERT_EQ(n, total > 0 ? 1 : 0) << "fewer tokens than ranks: one each on the first ranks";
-    }
-    for (std::int64_t t = 0; t < total; ++t)
-      for (std::int64_t r = 0; r < s; ++r) {
-        const FlatSplit split(B, L, s, r);
-        ASSERT_EQ(split.owner({t}), t / n);
-        if (r == t / n)
-          ASSERT_EQ(split.global(split.local({t})), GlobalToken{t});
-        else
-          ASSERT_THROW(split.local({t}), Error);
-      }
-  });
-}
-
 // The text of the Error which f throws.
 std::string error_of(auto f, ErrorKind kind) {
   try {
@@ -227,10 +191,9 @@ std::string error_of(auto f, ErrorKind kind) {
   return "nothing was thrown";
 }
 
-template <class Split>
-void expect_bad_arguments_refused() {
+TEST(SequenceShard, RefusesAShapeThatIsNone) {
   const auto text = [](std::int64_t B, std::int64_t L, std::int64_t s, std::int64_t r) {
-    return error_of([&] { Split(B, L, s, r); }, ErrorKind::config);
+    return error_of([&] { SequenceShard(B, L, s, r); }, ErrorKind::config);
   };
   EXPECT_NE(text(-1, 4, 2, 0).find("batch -1"), std::string::npos);
   EXPECT_NE(text(1, -4, 2, 0).find("sequence length -4"), std::string::npos);
@@ -243,8 +206,7 @@ void expect_bad_arguments_refused() {
   EXPECT_EQ(text(0, 0, 1, 0), "nothing was thrown");
 }
 
-TEST(SequenceShard, RefusesBadArguments) {
-  expect_bad_arguments_refused<SequenceShard>();
+TEST(SequenceShard, RefusesTokensThatItDoesNotHave) {
   EXPECT_NE(error_of([] { SequenceShard(1, 4, 2, 0, 0); }, ErrorKind::config).find("width 0; "),
             std::string::npos);
   const SequenceShard shard(2, 5, 2, 1);  // holds 2 x 2
@@ -257,20 +219,6 @@ TEST(SequenceShard, RefusesBadArguments) {
   EXPECT_NE(text([&] { shard.local({7}); }).find("global token 7 belongs to part 0, not to part 1"),
             std::string::npos);
   EXPECT_NE(text([&] { SequenceShard(2, 0, 3, 0).owner({0}); }).find("global token 0 of 0"),
-            std::string::npos);
-}
-
-TEST(FlatSplit, RefusesBadArguments) {
-  expect_bad_arguments_refused<FlatSplit>();
-  const FlatSplit split(1, 5, 2, 1);  // holds 2
-  const auto text = [](auto f) { return error_of(f, ErrorKind::internal); };
-  EXPECT_NE(text([&] { split.global({2}); }).find("local token 2 of a split that holds 2"),
-            std::string::npos);
-  EXPECT_NE(text([&] { split.local({5}); }).find("global token 5 of 5"), std::string::npos);
-  EXPECT_NE(text([&] { split.local({0}); }).find("belongs to part 0, not to part 1"),
-            std::string::npos);
-  EXPECT_NE(text([&] { split.sequence_of({5}); }).find("global token 5 of 5"), std::string::npos);
-  EXPECT_NE(text([&] { FlatSplit(2, 0, 3, 0).sequence_of({0}); }).find("global token 0 of 0"),
             std::string::npos);
 }
 

@@ -59,8 +59,8 @@ class CheckedGroup final : public Group {
       MOESH_CHECK(p[r] == p[0], ErrorKind::comm, "'", what,
                   "' is promised to be the same on every rank of group '", name(),
                   "' (R or I), and rank ", members()[static_cast<size_t>(r)],
-                  " holds another value than rank ", members()[0], " (checked before operation ",
-                  sequence_,
+                  " holds a different value from rank ", members()[0],
+                  " (checked before operation ", sequence_,
                   "). A reduction before it was left out, or the ranks started from other values.");
   }
 

@@ -1,0 +1,112 @@
+#include "moesh/data/registry.h"
+
+#include <algorithm>
+
+#include "moesh/base/error.h"
+#include "moesh/base/text.h"
+#include "moesh/data/packed.h"
+#include "moesh/data/synthetic.h"
+
+namespace moesh::data {
+namespace {
+
+constexpr const char* kAuto = "auto";
+
+std::unique_ptr<Dataset> open_synthetic(const DatasetOptions& o) {
+  return std::make_unique<SyntheticLanguage>(SyntheticOptions{.vocab_size = o.vocab_size,
+                                                              .sequence_length = o.sequence_length,
+                                                              .successors = o.synthetic_successors,
+                                                              .seed = o.seed});
+}
+
+template <Corpus (*Read)(const std::string& path)>
+std::unique_ptr<Dataset> open_bytes(const DatasetOptions& o) {
+  auto dataset =
+      std::make_unique<PackedDataset>(Read(o.path), o.sequence_length, o.seed, o.shuffle);
+  MOESH_CHECK(
+      o.vocab_size >= dataset->vocab_size(), ErrorKind::config, "data: ", o.path, " is read as ",
+      dataset->vocab_size(),
+      " different tokens (bytes, and one that ends a document), and the model's vocabulary has ",
+      o.vocab_size, "; use a model with vocab_size = ", dataset->vocab_size(), " or more");
+  return dataset;
+}
+
+// `auto` and the names of some kinds.
+template <class F>
+std::vector<std::string> choices(F is_one) {
+  std::vector<std::string> names{kAuto};
+  for (const auto& kind : dataset_kinds())
+    if (is_one(kind)) names.push_back(kind.name);
+  return names;
+}
+
+struct Extension {
+  std::string ending;
+  const DatasetKind* kind;
+};
+
+// Longest first, so that the first which fits is the right one.
+std::vector<Extension> extensions() {
+  std::vector<Extension> all;
+  for (const auto& kind : dataset_kinds())
+    for (const auto& ending : kind.extensions) all.push_back({ending, &kind});
+  std::stable_sort(all.begin(), all.end(), [](const Extension& a, const Extension& b) {
+    return a.ending.size() > b.ending.size();
+  });
+  return all;
+}
+
+}  // namespace
+
+const std::vector<DatasetKind>& dataset_kinds() {
+  static const std::vector<DatasetKind> all{
+      {"synthetic", /*reads_file=*/false, {}, open_synthetic},
+      {"text", /*reads_file=*/true, {""}, open_bytes<read_text_corpus>},
+      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>}};
+  return all;
+}
+
+std::vector<std::string> dataset_choices() {
+  return choices([](const DatasetKind&) { return true; });
+}
+std::vector<std::string> file_choices() {
+  return choices([](const DatasetKind& kind) { return kind.reads_file; });
+}
+std::vector<std::string> choices_without_file() {
+  return choices([](const DatasetKind& kind) { return !kind.reads_file; });
+}
+
+std::string dataset_help() {
+  std::string text;
+  for (const auto& [ending, kind] : extensions())
+    text += detail::concat(text.empty() ? "auto: " : ", ", kind->name, " for ",
+                           ending.empty() ? "other files" : "*" + ending);
+  return text;
+}
+
+std::string resolved_kind(const std::string& kind, const std::string& path) {
+  if (kind != kAuto) return kind;
+  for (const auto& k : dataset_kinds())
+    if (path.empty() && !k.reads_file) return k.name;
+  for (const auto& [ending, k] : extensions())
+    if (path.ends_with(ending)) return k->name;
+  throw Error(ErrorKind::config,
+              detail::concat("data: it is not known how to read '", path,
+                             "'; name its kind: ", joined_by_or(file_choices())));
+}
+
+std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
+  const std::string name = resolved_kind(options.kind, options.path);
+  for (const auto& kind : dataset_kinds()) {
+    if (kind.name != name) continue;
+    MOESH_CHECK(kind.reads_file || options.path.empty(), ErrorKind::config, "data: kind is ", name,
+                ", and path is '", options.path, "'; leave out one of them");
+    MOESH_CHECK(!kind.reads_file || !options.path.empty(), ErrorKind::config, "data: kind is ",
+                name, ", and there is no path; name a file");
+    return kind.open(options);
+  }
+  throw Error(ErrorKind::config,
+              detail::concat("data: kind is '", name, "'; use ", joined_by_or(dataset_choices())));
+}
+
+}  // namespace moesh::data

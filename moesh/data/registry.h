@@ -1,0 +1,48 @@
+#pragma once
+// The kinds of data that a configuration can ask for, by name.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moesh/data/dataset.h"
+
+namespace moesh::data {
+
+struct DatasetOptions {
+  std::string kind = "auto";  // a name of the table below; auto: see resolved_kind
+  std::string path = {};
+  std::int64_t sequence_length = 64;
+  // Of the model: a synthetic language has as many tokens, and those of a file must fit.
+  std::int64_t vocab_size = 0;
+  std::uint64_t seed = 0;
+  bool shuffle = true;  // sequences of a file in another random order each time through
+  std::int64_t synthetic_successors = 4;  // tokens that may follow one of the synthetic language
+};
+
+/// A kind is an opener, and a line in the table of registry.cpp.
+struct DatasetKind {
+  std::string name;  // as data.kind has it
+  bool reads_file;   // if not, there is no path
+  /// How the files end that `auto` takes for it: ".jsonl"; "" is any file that no other kind takes.
+  std::vector<std::string> extensions;
+  std::unique_ptr<Dataset> (*open)(const DatasetOptions& options);
+};
+
+const std::vector<DatasetKind>& dataset_kinds();
+/// What data.kind takes: auto, and the kinds.
+std::vector<std::string> dataset_choices();
+/// What data.kind takes beside a path: auto, and the kinds that read a file.
+std::vector<std::string> file_choices();
+/// What data.kind takes without a path.
+std::vector<std::string> choices_without_file();
+/// "auto: jsonl for *.jsonl, text for other files".
+std::string dataset_help();
+
+/// What `auto` stands for: without a path the kind that reads none, else the kind with the longest
+/// extension that fits. Any other name is its own.
+std::string resolved_kind(const std::string& kind, const std::string& path);
+
+std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options);
+
+}  // namespace moesh::data

@@ -1,0 +1,90 @@
+#include "moesh/models/block.h"
+
+#include "moesh/nn/residual.h"
+
+namespace moesh::models {
+namespace {
+
+nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& config,
+                              const nn::Tokens& tokens, const MicroBatch& batch,
+                              const Auxiliary& weights) {
+  nn::TokenSum sum;
+  const auto add = [&](double weight, const auto& term) {
+    if (weight == 0) return;
+    const auto t = scale(term(), weight);
+    sum = local(sum).defined() ? sum + t : t;
+  };
+  add(weights.switch_weight, [&] { return nn::switch_loss(route, config, batch.num_step_tokens); });
+  add(weights.sequence_weight,
+      [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); });
+  add(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); });
+  return sum;
+}
+
+}  // namespace
+
+Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
+             const nn::ModuleOptions& o) {
+  const auto& c = plan.config;
+  const std::string name = "model.layers." + std::to_string(layer);
+  attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
+  attention_ = plan.attention(layer, name + ".self_attn", o);
+  ffn_norm_ = nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
+  if (!plan.is_moe(layer)) {
+    mlp_.emplace(name + "." + plan.mlp_name, c.dim, plan.ffn, o);
+    return;
+  }
+  nn::MoeConfig config = plan.moe;
+  config.name = name + "." + plan.mlp_name;
+  config.router.num_experts = config.experts.num_experts = c.num_experts;
+  config.router.top_k = c.top_k;
+  config.router.forced_balance = m.forced_balance;
+  config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
+  config.dispatcher = m.dispatcher;
+  config.dtype = o.dtype, config.device = o.device, config.init = o.init;
+  moe_.emplace(config);
+}
+
+template <bool Sp>
+BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
+                           const MicroBatch& batch, const ForwardOptions& options,
+                           std::int64_t moe_layer) {
+  const Along over_tp = tokens.over_tp();
+  const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
+    return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);
+  };
+  const nn::Stream<Sp> after =
+      x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens), over_tp);
+  if (mlp_) return {after + nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp), {}, {}};
+  const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens,
+                           {.pass = options.pass,
+                            .probe = options.probe,
+                            .layer = moe_layer,
+                            .micro_batch = batch.index});
+  return {after + out.y,
+          auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary),
+          out.route.counts_E};
+}
+
+template BlockOutput<true> Block::run<true>(const nn::Stream<true>&, const nn::Tokens&,
+                                            const MicroBatch&, const ForwardOptions&, std::int64_t);
+template BlockOutput<false> Block::run<false>(const nn::Stream<false>&, const nn::Tokens&,
+                                              const MicroBatch&, const ForwardOptions&,
+                                              std::int64_t);
+
+void Block::each_param(const std::function<void(Stored&)>& f) {
+  const auto visit = [&](auto& w) { f(w.stored()); };
+  attention_norm_.each_param(visit);
+  attention_->each_param(f);
+  ffn_norm_.each_param(visit);
+  if (mlp_) mlp_->each_param(visit);
+  if (moe_) moe_->each_param(visit);
+}
+
+std::vector<const Stored*> Block::stored() {
+  std::vector<const Stored*> all;
+  each_param([&](Stored& w) { all.push_back(&w); });
+  return all;
+}
+
+}  // namespace moesh::models

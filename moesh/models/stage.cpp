@@ -1,0 +1,151 @@
+// B batch, L tokens of this cp rank, D model, V vocabulary of this tp rank
+
+#include "moesh/models/stage.h"
+
+#include "moesh/base/error.h"
+#include "moesh/nn/residual.h"
+#include "moesh/spmd/recompute.h"
+#include "moesh/spmd/reshard.h"
+
+namespace moesh::models {
+namespace {
+
+std::int64_t numel(const Stored& w) {
+  std::int64_t product = 1;
+  for (auto n : w.spec.shape) product *= n;
+  return product;
+}
+
+}  // namespace
+
+Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
+    : config_(plan.config) {
+  const auto& c = config_;
+  MOESH_CHECK(0 <= range.begin && range.begin <= range.end && range.end <= c.num_layers,
+              ErrorKind::config, "a stage of the blocks [", range.begin, ", ", range.end,
+              ") of a decoder with ", c.num_layers);
+  const nn::ModuleOptions o{
+      .dtype = m.dtype,
+      .device = m.device,
+      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
+  const bool is_first = range.begin == 0, is_last = range.end == c.num_layers;
+  if (is_first || (is_last && c.tie_embeddings))
+    embedding_.emplace("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
+  for (std::int64_t i = 0; i < range.begin; ++i) first_moe_layer_ += plan.is_moe(i);
+  for (std::int64_t i = range.begin; i < range.end; ++i)
+    blocks_.push_back(std::make_unique<Block>(plan, i, m, o));
+  if (is_last) {
+    norm_.emplace("model.norm", c.dim, c.norm_eps, o.dtype, o.device);
+    if (!c.tie_embeddings) head_ = nn::column("lm_head", c.vocab, c.dim, o);
+  }
+  each_param([&](Stored& w) {
+    const bool is_expert = w.storage == efsdp;
+    num_parameters_ += numel(w);
+    num_active_ += is_expert ? numel(w) / c.num_experts * c.top_k : numel(w);
+  });
+}
+
+nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& options) const {
+  const auto& ids = batch.input_ids_BL;
+  MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config,
+              "input_ids are ", ids.sizes(), "; the model takes sequences of up to ",
+              config_.max_sequence, " tokens");
+  return {current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel};
+}
+
+template <bool Sp>
+nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
+                            const ForwardOptions& options) const {
+  const auto x =
+      nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
+  if (options.probe) options.probe->on_input(local(x));
+  return x;
+}
+
+template <bool Sp>
+BlockOutput<Sp> Stage::run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
+                                 const nn::Tokens& tokens, const ForwardOptions& options,
+                                 std::int64_t moe_layer) {
+  if (options.recompute && options.pass == nn::Pass::training)
+    return recompute(
+        [&block, tokens, batch, options, moe_layer](const nn::Stream<Sp>& input, bool again) {
+          ForwardOptions o = options;
+          if (again) o.pass = nn::Pass::recompute;
+          return block.run<Sp>(input, tokens, batch, o, moe_layer);
+        },
+        x);
+  if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
+  ReshardScope scope;
+  auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);
+  std::get<0>(out) = scope.leave(std::get<0>(out));
+  return out;
+}
+
+template <bool Sp>
+StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
+                                  const nn::Tokens& tokens, const ForwardOptions& options) {
+  StageOutput<Sp> out{.x_BLD = x_BLD};
+  std::int64_t moe_layer = first_moe_layer_;
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    // The parameters of the next block travel while this one computes.
+    if (options.reshard && i + 1 < blocks_.size()) prefetch(blocks_[i + 1]->stored());
+    const auto [x, auxiliary, counts_E] =
+        run_block<Sp>(*blocks_[i], out.x_BLD, batch, tokens, options, moe_layer);
+    out.x_BLD = x;
+    if (local(auxiliary).defined())
+      out.auxiliary = local(out.auxiliary).defined() ? out.auxiliary + auxiliary : auxiliary;
+    if (!blocks_[i]->is_moe()) continue;
+    out.counts_E.push_back(counts_E);
+    ++moe_layer;
+  }
+  return out;
+}
+
+template <bool Sp>
+nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
+                         const nn::Tokens& tokens, const ForwardOptions& options) const {
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const auto logits_BLV = linear(x, use(head_ ? *head_ : embedding_->weight()));
+  if (options.probe) options.probe->on_logits(local(logits_BLV));
+  const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
+  const auto per_token = nn::cross_entropy(flatten(logits_BLV, 0, 1), labels, config_.vocab);
+  return once<tp>(scale(sum_all(per_token), 1.0 / static_cast<double>(batch.num_step_tokens)));
+}
+
+void Stage::each_param(const std::function<void(Stored&)>& f) {
+  if (embedding_) f(embedding_->weight().stored());
+  for (auto& b : blocks_) b->each_param(f);
+  if (norm_) norm_->each_param([&](auto& w) { f(w.stored()); });
+  if (head_) f(head_->stored());
+}
+
+std::vector<nn::Router*> Stage::routers() {
+  std::vector<nn::Router*> all;
+  for (auto& b : blocks_)
+    if (b->is_moe()) all.push_back(&b->router());
+  return all;
+}
+
+double Stage::flops_per_token(std::int64_t sequence) const {
+  // An embedding that is not the head as well is looked up: no FLOP.
+  const std::int64_t looked_up =
+      embedding_ && !config_.tie_embeddings ? config_.vocab * config_.dim : 0;
+  double sum = 6.0 * static_cast<double>(num_active_ - looked_up);
+  for (const auto& b : blocks_) sum += b->attention().flops(sequence);
+  return sum;
+}
+
+template nn::Stream<true> Stage::embed<true>(const MicroBatch&, const nn::Tokens&,
+                                             const ForwardOptions&) const;
+template nn::Stream<false> Stage::embed<false>(const MicroBatch&, const nn::Tokens&,
+                                               const ForwardOptions&) const;
+template StageOutput<true> Stage::run_blocks<true>(const nn::Stream<true>&, const MicroBatch&,
+                                                   const nn::Tokens&, const ForwardOptions&);
+template StageOutput<false> Stage::run_blocks<false>(const nn::Stream<false>&, const MicroBatch&,
+                                                     const nn::Tokens&, const ForwardOptions&);
+template nn::TokenSum Stage::head<true>(const nn::Stream<true>&, const MicroBatch&,
+                                        const nn::Tokens&, const ForwardOptions&) const;
+template nn::TokenSum Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
+                                         const nn::Tokens&, const ForwardOptions&) const;
+
+}  // namespace moesh::models

@@ -1,0 +1,74 @@
+#pragma once
+// A stage of a decoder: some of its blocks, with the embedding before the first and the head after
+// the last. What goes from stage to stage is the residual stream; losses and counts stay where they
+// arise. The whole decoder is one stage.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "moesh/models/block.h"
+#include "moesh/nn/linear.h"
+#include "moesh/nn/vocabulary.h"
+
+namespace moesh::models {
+
+/// The blocks [begin, end) of a decoder.
+struct BlockRange {
+  std::int64_t begin, end;
+};
+
+/// What the blocks of a stage give.
+template <bool Sp>
+struct StageOutput {
+  nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
+  nn::TokenSum auxiliary;              // auxiliary losses; undefined if there are none
+  std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
+};
+
+class Stage {
+ public:
+  /// On the current mesh.
+  Stage(const DecoderPlan& plan, const ModelOptions& options, BlockRange blocks);
+
+  /// How the tokens of a micro-batch lie on the ranks.
+  nn::Tokens tokens_of(const MicroBatch& batch, const ForwardOptions& options) const;
+  /// The first stage: token ids -> stream.
+  template <bool Sp>
+  nn::Stream<Sp> embed(const MicroBatch& batch, const nn::Tokens& tokens,
+                       const ForwardOptions& options) const;
+  template <bool Sp>
+  StageOutput<Sp> run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
+                             const nn::Tokens& tokens, const ForwardOptions& options);
+  /// The last stage: stream -> cross-entropy of this rank's tokens, divided by those of the step.
+  template <bool Sp>
+  nn::TokenSum head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
+                    const ForwardOptions& options) const;
+
+  /// Every parameter once, in forward order.
+  void each_param(const std::function<void(Stored&)>& f);
+  /// Of each MoE layer.
+  std::vector<nn::Router*> routers();
+  /// Parameters of all ranks of this stage, and those that one token meets.
+  std::int64_t num_parameters() const { return num_parameters_; }
+  std::int64_t num_active_parameters() const { return num_active_; }
+  /// Of forward and backward, at this sequence length.
+  double flops_per_token(std::int64_t sequence) const;
+
+ private:
+  template <bool Sp>
+  BlockOutput<Sp> run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
+                            const nn::Tokens& tokens, const ForwardOptions& options,
+                            std::int64_t moe_layer);
+
+  DecoderConfig config_;
+  std::int64_t first_moe_layer_ = 0;  // MoE layers of the stages before this one
+  std::optional<nn::Embedding> embedding_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+  std::optional<nn::RmsNorm> norm_;  // of the last stage, before the head
+  std::optional<nn::Cut> head_;      // none, in the last stage: the embedding
+  std::int64_t num_parameters_ = 0, num_active_ = 0;
+};
+
+}  // namespace moesh::models

@@ -1,0 +1,36 @@
+#pragma once
+// What somebody outside may see of a forward pass, and change of it: the choice of experts. A pass
+// without a probe pays for a null pointer.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "moesh/nn/tokens.h"
+
+namespace moesh::nn {
+
+enum class Pass { training, evaluation, recompute };
+
+/// The experts which one MoE layer has chosen for this rank's tokens.
+struct Choice {
+  std::int64_t layer,
+      micro_batch;  // the number of the MoE layer, and of the micro-batch in its step
+  Pass pass;
+  const Tokens& tokens;
+  at::Tensor scores_NE;  // which the choice was made on: with bias, -inf outside of the best groups
+  at::Tensor experts_NK;  // int64
+};
+
+class Probe {
+ public:
+  virtual ~Probe() = default;
+  /// The residual stream that enters the first block, as this rank has it.
+  virtual void on_input(const at::Tensor& /*x_BLD*/) {}
+  /// The experts that the layer shall use: [N, K] as those which it chose.
+  virtual at::Tensor on_choice(const Choice& choice) { return choice.experts_NK; }
+  /// The logits of this cp rank's tokens and this tp rank's vocabulary.
+  virtual void on_logits(const at::Tensor& /*logits_BLV*/) {}
+};
+
+}  // namespace moesh::nn

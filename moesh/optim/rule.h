@@ -1,0 +1,56 @@
+#pragma once
+// How a step moves parameters: what a rule declares, and what it is given.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moesh/optim/params.h"
+
+namespace moesh::optim {
+
+/// What a rule looks at to move one element.
+enum class Sees : std::uint8_t {
+  element,    // that element, its gradient and its state: each rank moves its shards by itself, and
+              // no bit depends on the mesh
+  parameter,  // all of the parameter: ranks meet in gather_full (spmd/full_param.h)
+};
+
+/// A tensor that a rule keeps for a parameter from step to step. It begins as zeros.
+struct StateSpec {
+  std::string name;  // in checkpoints it follows the name of the parameter: "exp_avg"
+  std::optional<at::ScalarType> dtype = {};  // that of the master weights if not given
+  /// Of a tensor that is the same on all ranks which have the parameter, for rules that see
+  /// parameters. Not given: it has the shape of the parameter and is cut and stored like it.
+  std::optional<std::vector<std::int64_t>> shape = {};
+};
+
+/// A parameter in a step, as this rank has it.
+struct Moving {
+  const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
+  at::Tensor value, gradient;     // [stored->shard.length]
+  std::vector<at::Tensor> state;  // as declared, in that order
+  Decay decay;
+};
+
+/// The numbers of a step.
+struct RuleStep {
+  double lr;
+  std::int64_t number;  // from 1
+};
+
+/// An update rule. It holds its settings and nothing of any parameter, so one rule serves many.
+class Rule {
+ public:
+  virtual ~Rule() = default;
+
+  virtual Sees sees() const = 0;
+  /// What it keeps for this parameter.
+  virtual std::vector<StateSpec> state(const Stored& w) const = 0;
+  /// Moves the values and the states in place, without autograd. A rule that sees elements gets the
+  /// shards that are not empty; one that sees parameters gets all of them, in the same order on
+  /// every rank, so that all enter the same collectives.
+  virtual void update(const std::vector<Moving>& params, const RuleStep& step) const = 0;
+};
+
+}  // namespace moesh::optim

@@ -1,0 +1,94 @@
+#pragma once
+// The transitions of moesh/types/transition.h, one function each: S stands for T, F and E. Rows of
+// tokens go to experts and back by all_to_all.h, a tensor goes to the other view by cross.h.
+//
+//   name             on the axes A        backward
+//   all_gather       S -> R, I            reduce_scatter (P -> S), keep own slice (I -> S)
+//   reduce_scatter   P -> S               all_gather (S -> R)
+//   all_reduce       P -> R, I            all_reduce (P -> R), identity (I -> R)
+//   enter            I -> R               all_reduce (P -> I)
+//   keep             R, I -> S            pad (S -> P), all_gather (S -> I)
+//   pad              S -> P               keep own slice (R -> S)
+//   once             R, I -> P            once (R -> P), identity (R -> I)
+//   as_term          S -> P               identity (R -> S)
+
+#include "moesh/spmd/raw.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh {
+
+namespace raw {
+template <Axes A, Place To, Step S, auto L>
+auto typed_move(const Tensor<L>& x, const Along& along, const char* name) {
+  constexpr auto out = transition(L, A, To, S);
+  return assume<out>(move(x.local(), A, on(L, A), To, along, name));
+}
+}  // namespace raw
+
+/// The slices of all ranks, side by side along a dimension.
+template <Axes A, Place To = Place::R, auto L>
+auto all_gather(const Tensor<L>& x, const Along& along) {
+  return raw::typed_move<A, To, Step::all_gather>(x, along, "all_gather");
+}
+
+/// The sum over the ranks, of which each keeps its slice.
+template <Axes A, Place To = Place::T, auto L>
+auto reduce_scatter(const Tensor<L>& x, const Along& along) {
+  return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
+}
+
+/// The sum over the ranks.
+template <Axes A, Place To = Place::R, auto L>
+auto all_reduce(const Tensor<L>& x) {
+  return raw::typed_move<A, To, Step::all_reduce>(x, Along{0}, "all_reduce");
+}
+
+/// From here on the ranks do different work with the value.
+template <Axes A, auto L>
+auto enter(const Tensor<L>& x) {
+  return raw::typed_move<A, Place::R, Step::identity>(x, Along{0}, "enter");
+}
+
+/// This rank's slice of a value that every rank has whole.
+template <Axes A, Place To = Place::T, auto L>
+auto keep(const Tensor<L>& x, const Along& along) {
+  return raw::typed_move<A, To, Step::keep>(x, along, "keep");
+}
+
+/// Full size, zero outside of this rank's slice.
+template <Axes A, auto L>
+auto pad(const Tensor<L>& x, const Along& along) {
+  return raw::typed_move<A, Place::P, Step::pad>(x, along, "pad");
+}
+
+/// Kept on one rank, zero on the others, so that a later reduction counts it once (a bias added to
+/// a partial sum).
+template <Axes A, auto L>
+auto once(const Tensor<L>& x) {
+  constexpr auto out = [] {
+    if (!is_whole(on(L, A)))
+      throw "once takes a value that every rank has whole (R or I); a shard becomes a term by as_term<axis>(x)";
+    return with(L, A, Place::P);
+  }();
+  return assume<out>(raw::once(x.local(), A, on(L, A)));
+}
+
+/// No change: this rank's value is its own term of a sum (counts, losses).
+template <Axes A, auto L>
+auto as_term(const Tensor<L>& x) {
+  constexpr auto out = [] {
+    if (!varies(on(L, A)))
+      throw "as_term takes a rank's own value (T, F, E); a whole value becomes a term by once<axis>(x)";
+    return with(L, A, Place::P);
+  }();
+  return assume<out>(x.local());
+}
+
+/// The sum of the values of all pipeline stages, without autograd. pp is not part of a layout: each
+/// stage has a tensor of this layout, and gets one.
+template <auto L>
+Tensor<L> sum_over_stages(const Tensor<L>& x) {
+  return assume<L>(current_mesh().group(pp)->all_reduce(x.local().detach()));
+}
+
+}  // namespace moesh

@@ -1,0 +1,55 @@
+#include "moesh/data/registry.h"
+
+#include "moesh/data/synthetic.h"
+#include "tests/support.h"
+
+namespace moesh::data {
+namespace {
+
+TEST(OpenDataset, TakesTheKindFromThePath) {
+  EXPECT_EQ(resolved_kind("auto", ""), "synthetic");
+  EXPECT_EQ(resolved_kind("auto", "a/b.jsonl"), "jsonl");
+  EXPECT_EQ(resolved_kind("auto", "a/b.txt"), "text");
+  EXPECT_EQ(resolved_kind("text", "a/b.jsonl"), "text");
+
+  const auto synthetic =
+      open_dataset({.sequence_length = 9, .vocab_size = 33, .seed = 6, .synthetic_successors = 3});
+  EXPECT_EQ(synthetic->vocab_size(), 33);
+  EXPECT_EQ(synthetic->get(4).tokens,
+            SyntheticLanguage({.vocab_size = 33, .sequence_length = 9, .successors = 3, .seed = 6})
+                .get(4)
+                .tokens);
+  expect_parts(synthetic->describe(), {"33 tokens", "nats"});
+
+  const TemporaryFile file("corpus.txt", "some text that is long enough");
+  const auto text = open_dataset(
+      {.path = file.path(), .sequence_length = 4, .vocab_size = 257, .shuffle = false});
+  EXPECT_EQ(text->get(0).tokens, (std::vector<TokenId>{'s', 'o', 'm', 'e', ' '}));
+  EXPECT_FALSE(text->entropy().has_value());
+
+  const auto error = [](const DatasetOptions& o) {
+    return error_of([&] { open_dataset(o); }, ErrorKind::config);
+  };
+  expect_parts(error({.kind = "csv", .path = "a.csv"}), {"kind is 'csv'", "jsonl"});
+  expect_parts(error({.kind = "text"}), {"no path"});
+  expect_parts(error({.kind = "synthetic", .path = "a.txt", .vocab_size = 9}),
+               {"a.txt", "leave out one"});
+  expect_parts(error({.path = file.path(), .sequence_length = 4, .vocab_size = 96}),
+               {"257 different tokens", "96", "vocab_size = 257"});
+}
+
+TEST(DatasetKinds, GiveTheChoicesAndTheHelp) {
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(dataset_choices(), (Names{"auto", "synthetic", "text", "jsonl"}));
+  EXPECT_EQ(file_choices(), (Names{"auto", "text", "jsonl"}));
+  EXPECT_EQ(choices_without_file(), (Names{"auto", "synthetic"}));
+  EXPECT_EQ(dataset_help(), "auto: jsonl for *.jsonl, text for other files");
+  for (const auto& kind : dataset_kinds()) {
+    EXPECT_EQ(kind.extensions.empty(), !kind.reads_file) << kind.name;
+    for (const auto& ending : kind.extensions)
+      EXPECT_EQ(resolved_kind("auto", "folder/file" + ending), kind.name);
+  }
+}
+
+}  // namespace
+}  // namespace moesh::data

@@ -1,0 +1,198 @@
+// The layouts which nn declares and does not derive (the list in tests/layers_test.py), each
+// against one rank, values and gradients. A layout that is not true is found: each test declares
+// one, too.
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "moesh/nn/experts.h"
+#include "moesh/nn/router.h"
+#include "moesh/nn/vocabulary.h"
+#include "moesh/spmd/spmd.h"
+#include "tests/spmd/device.h"
+#include "tests/spmd/layout_check.h"
+
+namespace moesh::nn {
+namespace {
+
+using enum Place;
+
+const Init kInit{.kind = Init::Kind::normal, .scale = 0.5, .seed = 5};
+const std::vector<MeshShape> kMeshes{
+    {.tp = 2}, {.cp = 2}, {.dp_shard = 2}, {.dp_shard = 2, .cp = 2, .tp = 2}};
+
+template <class Fn>
+void on_mesh(const MeshShape& shape, Fn f) {
+  comm::launch(
+      shape.num_ranks(),
+      [&](comm::Group& world) {
+        const Mesh mesh(world, shape);
+        const MeshScope scope(mesh);
+        f(mesh);
+      },
+      test_options());
+}
+template <class Fn>
+auto on_one_rank(Fn f) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  return f(mesh);
+}
+
+at::Tensor random(at::IntArrayRef shape) {
+  return at::randn(shape, at::TensorOptions(at::kDouble).device(test_device()));
+}
+
+// One sequence for each dp rank: this rank's, and its span of it.
+at::Tensor my_tokens(const at::Tensor& x_BL, const Mesh& mesh, const Tokens& tokens) {
+  return tokens.my_span(x_BL.narrow(0, mesh.coordinate(dp), 1));
+}
+
+TEST(Layouts, AnEmbeddingIsAPartialSum) {
+  constexpr std::int64_t V = 7, D = 3, L = 5;
+  const auto embed = [](const Mesh& mesh, const at::Tensor& ids_BL) {
+    const Embedding embedding("embed", V, D, at::kDouble, test_device(), kInit);
+    const Tokens tokens(mesh, ids_BL.size(0) / mesh.size(dp), L, true);
+    return embedding(my_tokens(ids_BL, mesh, tokens));
+  };
+  for (const auto& shape : kMeshes) {
+    const std::int64_t B = shape.dp_shard;
+    const at::Tensor ids = at::arange(B * L).remainder(V).reshape({B, L}).to(test_device());
+    const at::Tensor alone = at::cat(on_one_rank([&](const Mesh& mesh) {
+      std::vector<at::Tensor> sequences;
+      for (std::int64_t b = 0; b < B; ++b)
+        sequences.push_back(local(embed(mesh, ids.narrow(0, b, 1))).detach());
+      return sequences;
+    }));
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto y = embed(mesh, ids);
+      EXPECT_EQ(layout_complaint(mesh, y, {0, 1, 0}, alone), "") << shape.describe();
+      const auto as_whole = assume<Dense{T, T, R}>(local(y));
+      EXPECT_EQ(layout_complaint(mesh, as_whole, {0, 1, 0}, alone) == "", shape.tp == 1);
+    });
+  }
+}
+
+TEST(Layouts, ALossOfTheVocabularyIsTheSameOnTp) {
+  constexpr std::int64_t V = 7, L = 5;
+  for (const auto& shape : kMeshes) {
+    const std::int64_t B = shape.dp_shard;
+    const at::Tensor logits = random({B, L, V});
+    const at::Tensor labels = at::arange(B * L).remainder(V).reshape({B, L}).to(test_device());
+    const at::Tensor leaf = logits.flatten(0, 1).clone().requires_grad_(true);
+    const at::Tensor alone =
+        at::cross_entropy_loss(leaf, labels.flatten(), {}, /*reduction=none*/ 0);
+    alone.sum().backward();
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const Tokens tokens(mesh, 1, L, true);
+      const Pieces words{V, mesh.size(tp)};
+      const at::Tensor mine =
+          my_tokens(logits, mesh, tokens)
+              .narrow(2, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp)))
+              .flatten(0, 1);
+      const auto x = as_leaf(assume<Dense{T, T, F}>(mine));
+      const auto y = cross_entropy(x, my_tokens(labels, mesh, tokens).flatten(), V);
+      EXPECT_EQ(layout_complaint(mesh, y, {0, 0, 0}, alone.detach()), "") << shape.describe();
+      backward(sum_all(y));
+      EXPECT_EQ(layout_complaint(mesh, grad(x), {0, 0, 1}, leaf.grad()), "") << shape.describe();
+      const auto as_sum = assume<Dense{T, T, P}>(local(y));
+      EXPECT_EQ(layout_complaint(mesh, as_sum, {0, 0, 0}, alone.detach()) == "", shape.tp == 1);
+    });
+  }
+}
+
+// A router on all tokens of B sequences, and its input as a leaf.
+struct Routed {
+  Router router;
+  PerToken x_ND;
+  Tokens tokens;
+  Route route;
+
+  Routed(const Mesh& mesh, const at::Tensor& x_BLD)
+      : router({.num_experts = 6, .top_k = 2}, "gate", x_BLD.size(2), at::kDouble, test_device(),
+               kInit),
+        tokens(mesh, x_BLD.size(0) / mesh.size(dp), x_BLD.size(1), true) {
+    const at::Tensor mine =
+        tokens.mine(x_BLD.narrow(0, mesh.coordinate(dp) * tokens.batch(), tokens.batch()));
+    x_ND = as_leaf(assume<Dense{T, T, T}>(mine.flatten(0, 1)));
+    route = router.choose(x_ND, tokens);
+  }
+};
+
+TEST(Layouts, PendingCountsAreAPartialSum) {
+  for (const auto& shape : kMeshes) {
+    const at::Tensor x = random({shape.dp_shard, 5, 4});
+    const at::Tensor alone = on_one_rank(
+        [&](const Mesh& mesh) { return Routed(mesh, x).router.pending_counts().clone(); });
+    on_mesh(shape, [&](const Mesh& mesh) {
+      Routed r(mesh, x);
+      const at::Tensor& mine = r.router.pending_counts();
+      EXPECT_EQ(layout_complaint(mesh, assume<TokenSum::layout>(mine), {}, alone), "");
+      const auto without_cp = assume<Dense{P, I, P}>(mine);
+      EXPECT_EQ(layout_complaint(mesh, without_cp, {}, alone) == "", shape.cp == 1);
+    });
+  }
+}
+
+TEST(Layouts, SumsOfASequenceArePartialOnCpAndTp) {
+  constexpr std::int64_t kStepTokens = 10;
+  const auto loss_of = [](const Routed& r) {
+    return sequence_loss(r.route, r.router.config(), r.tokens, kStepTokens);
+  };
+  for (const auto& shape : kMeshes) {
+    const at::Tensor x = random({shape.dp_shard, 5, 4});
+    at::Tensor loss, d_x;
+    on_one_rank([&](const Mesh& mesh) {
+      const Routed r(mesh, x);
+      const auto sum = loss_of(r);
+      backward(sum);
+      loss = local(sum).detach(), d_x = local(grad(r.x_ND));
+      return 0;
+    });
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const Routed r(mesh, x);
+      const auto sum = loss_of(r);
+      EXPECT_EQ(layout_complaint(mesh, sum, {}, loss), "") << shape.describe();
+      backward(sum);
+      EXPECT_EQ(layout_complaint(mesh, grad(r.x_ND), {0, 0, 0}, d_x), "") << shape.describe();
+      EXPECT_NE(layout_complaint(mesh, assume<Dense{I, I, I}>(local(sum)), {}, loss), "");
+    });
+  }
+}
+
+TEST(Layouts, ExpertsGivePartialSums) {
+  constexpr std::int64_t N = 5, D = 4, kExperts = 4, K = 2;
+  const at::Tensor x = random({N, D}), scores = random({N, K});
+  const at::Tensor chosen =
+      at::arange(N * K).mul(3).remainder(kExperts).reshape({N, K}).to(test_device());
+  const auto run = [&](const Tensor<Sparse{T, R, R}>& rows) {
+    const Experts experts({.num_experts = kExperts, .dim = D, .ffn = 6, .biases = true}, "experts",
+                          at::kDouble, test_device(), kInit);
+    return experts.apply_to_tokens(rows, assume<Sparse{T, R, R}>(scores), chosen);
+  };
+  at::Tensor alone, d_x;
+  on_one_rank([&](const Mesh&) {
+    const auto leaf = as_leaf(assume<Sparse{T, R, R}>(x));
+    const auto y = run(leaf);
+    backward(sum_all(y));
+    alone = local(y).detach(), d_x = local(grad(leaf));
+    return 0;
+  });
+  for (const auto& shape : {MeshShape{.tp = 2, .ep = 2}, MeshShape{.tp = 2, .etp = 2},
+                            MeshShape{.tp = 4, .ep = 2, .etp = 2}})
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto leaf = as_leaf(assume<Sparse{T, R, R}>(x));
+      const auto y = run(leaf);
+      EXPECT_EQ(layout_complaint(mesh, y, {0, 0, 0}, alone), "") << shape.describe();
+      backward(sum_all(y));
+      EXPECT_EQ(layout_complaint(mesh, grad(leaf), {0, 0, 0}, d_x), "") << shape.describe();
+      EXPECT_NE(layout_complaint(mesh, assume<Sparse{T, R, R}>(local(y)), {0, 0, 0}, alone), "");
+    });
+}
+
+}  // namespace
+}  // namespace moesh::nn

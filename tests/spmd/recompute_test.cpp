@@ -1,0 +1,74 @@
+#include "moesh/spmd/recompute.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <gtest/gtest.h>
+
+#include "moesh/spmd/spmd.h"
+
+namespace moesh {
+namespace {
+
+using enum Place;
+using Rows = Tensor<Dense{T, T, T}>;
+using Counts = Tensor<Dense{P, P, P}>;
+
+class Recompute : public testing::Test {
+ protected:
+  std::shared_ptr<comm::Group> world_ = comm::solo_group();
+  Mesh mesh_{*world_, {}};
+  MeshScope scope_{mesh_};
+  Param<Dense{I, I, I}> w_{{.name = "w", .shape = {4, 4}, .dtype = at::kDouble},
+                           {.kind = Init::Kind::normal, .seed = 1}};
+  int num_calls_ = 0, num_again_ = 0;
+
+  // A function of x and of a parameter, with an output that is not there and one of integers.
+  std::tuple<Rows, Rows, Counts> run(const Rows& x, bool again) {
+    ++num_calls_, num_again_ += again;
+    const auto y = silu(linear(x, use(w_)));
+    const auto signs = map_rows([](const at::Tensor& t) { return t.gt(0).to(at::kLong); }, y);
+    return {y, Rows(), count(signs, 2)};
+  }
+};
+
+TEST_F(Recompute, GivesTheSameBitsAndKeepsTheTypes) {
+  const at::Tensor value = at::randn({3, 4}, at::kDouble), v = at::randn({3, 4}, at::kDouble);
+  const auto kept = as_leaf(assume<Dense{T, T, T}>(value));
+  const auto [y, none, counts] = run(kept, false);
+  local(y).backward(v);
+  const at::Tensor d_w = w_.stored().value.grad().clone();
+  w_.stored().value.mutable_grad().reset();
+
+  num_calls_ = 0;
+  const auto leaf = as_leaf(assume<Dense{T, T, T}>(value));
+  const auto [again_y, again_none, again_counts] =
+      recompute([this](const Rows& x, bool again) { return run(x, again); }, leaf);
+  static_assert(std::same_as<decltype(again_y), const Rows>);
+  static_assert(std::same_as<decltype(again_counts), const Counts>);
+  EXPECT_EQ(num_calls_, 1);
+  EXPECT_FALSE(local(again_none).defined());
+  EXPECT_TRUE(at::equal(local(counts), local(again_counts)));
+  EXPECT_TRUE(at::equal(local(y).detach(), local(again_y).detach()));
+  local(again_y).backward(v);
+  EXPECT_EQ(num_calls_, 2);
+  EXPECT_EQ(num_again_, 1);
+  EXPECT_TRUE(at::equal(local(kept).grad(), local(leaf).grad()));
+  EXPECT_TRUE(at::equal(w_.stored().value.grad(), d_w));
+}
+
+TEST_F(Recompute, ReachesParametersWhereTheInputNeedsNoGradient) {
+  const auto x = assume<Dense{T, T, T}>(at::randn({3, 4}, at::kDouble));
+  const auto out = recompute([this](const Rows& r, bool again) { return run(r, again); }, x);
+  local(std::get<0>(out)).sum().backward();
+  EXPECT_TRUE(w_.stored().value.grad().defined());
+}
+
+TEST_F(Recompute, RunsOnceWithoutGradients) {
+  const at::NoGradGuard no_grad;
+  recompute([this](const Rows& r, bool again) { return run(r, again); },
+            assume<Dense{T, T, T}>(at::randn({3, 4}, at::kDouble)));
+  EXPECT_EQ(num_calls_, 1);
+}
+
+}  // namespace
+}  // namespace moesh

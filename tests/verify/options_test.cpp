@@ -1,0 +1,178 @@
+// Every option of the table, through the command line: what it says of its effect is true of the
+// run that `verify` and its sweep perform. An option that verify would ignore fails here.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <set>
+
+#include "moesh/verify/verify.h"
+#include "tests/checkpoint/support.h"
+#include "tests/config/other_value.h"
+
+namespace moesh::verify {
+namespace {
+
+using config::Effect;
+using config::Option;
+
+// The files that options name: a text, the same as JSONL, and weights of another seed.
+const config::OtherFiles& files() {
+  static const TemporaryFolder folder;
+  static const config::OtherFiles all = [] {
+    const auto at = folder.path();
+    std::ofstream text(at / "corpus.txt"), jsonl(at / "corpus.jsonl");
+    for (int i = 0; i < 200; ++i) {
+      text << "sentence " << i * i << "\n";
+      jsonl << "{\"text\": \"sentence " << i * i << "\"}\n";
+    }
+    run(at / "run", "tp=1", {"--steps=1", "--training.seed=9"});
+    return config::OtherFiles{.text = at / "corpus.txt",
+                              .jsonl = at / "corpus.jsonl",
+                              .weights = at / "run" / checkpoint::step_name(1)};
+  }();
+  return all;
+}
+
+// As the command makes it of its arguments.
+VerifyCase case_of(const Args& args) { return {load_config(args, verify_defaults(2))}; }
+
+// The case without the value of an option, and with it.
+struct Pair {
+  VerifyCase before, after;
+  explicit Pair(const Option& o) {
+    auto [value, args] = config::other_value(o, files());
+    before = case_of(args);
+    args.push_back("--" + o.name + "=" + value);
+    after = case_of(args);
+  }
+};
+
+bool same(const NamedTensors& a, const NamedTensors& b) {
+  return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(),
+                    [](const auto& x, const auto& y) {
+                      return x.first == y.first && x.second.sizes() == y.second.sizes() &&
+                             x.second.equal(y.second);
+                    });
+}
+
+// What rank 0 of a mesh sends: the collectives of the steps, in their order.
+std::vector<std::string> messages(const VerifyCase& c) {
+  std::vector<std::string> all;
+  const auto data = open_data(c);
+  comm::launch(
+      mesh_shape(c.config).num_ranks(),
+      [&](comm::Group& world) {
+        const comm::Trace trace;
+        run_steps(c, *data, world, nullptr, nullptr, [](const RankTensor&) {});
+        if (world.rank() != 0) return;
+        for (const auto& e : trace.entries())
+          all.push_back(detail::concat(e.group, " ", to_string(e.op), " ", e.bytes));
+      },
+      launch_options(c.config));
+  return all;
+}
+
+// Of what changes speed, what no message of a step shows.
+const std::map<std::string, std::string> kUnseen{
+    {"training.device", "the tests run on one device at a time"},
+    {"checkpoint.async", "verify saves nothing"},
+    {"debug.checked", "what it sends is not the program's doing, and is not traced"},
+    {"debug.timeout_seconds", "nobody waits that long"}};
+
+std::vector<std::string> names_with(Effect effect) {
+  std::vector<std::string> names;
+  for (const Option& o : config::options())
+    if (o.effect == effect && !kUnseen.contains(o.name)) names.push_back(o.name);
+  return names;
+}
+const auto kName = [](const auto& info) {
+  std::string name = info.param;
+  std::replace(name.begin(), name.end(), '.', '_');
+  return name;
+};
+
+class Numbers : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, Numbers, testing::ValuesIn(names_with(Effect::numbers)), kName);
+
+TEST_P(Numbers, AreThoseOfTheOption) {
+  const Option& o = *config::find_option(GetParam());
+  const Pair pair(o);
+  const auto reference = run_reference(pair.after);
+  EXPECT_FALSE(same(run_reference(pair.before), reference)) << "verify does not see " << o.name;
+  const auto report = verify(pair.after, reference);
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(pair.after.config));
+}
+
+// A sweep goes through all meshes: the degrees are its own.
+std::vector<std::string> names_in_sweeps() {
+  auto names = names_with(Effect::numbers);
+  std::erase_if(names, [](const auto& name) { return name.starts_with("parallelism."); });
+  return names;
+}
+
+class Sweep : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, Sweep, testing::ValuesIn(names_in_sweeps()), kName);
+
+TEST_P(Sweep, RunsWithTheOption) {
+  const Option& o = *config::find_option(GetParam());
+  const MeshShape mesh{.tp = 2, .ep = 2};
+  Pair pair(o);
+  pair.before.config = fitted(pair.before.config, mesh);
+  pair.after.config = fitted(pair.after.config, mesh);
+  const auto reference = run_reference(pair.after);
+  EXPECT_FALSE(same(run_reference(pair.before), reference)) << "the sweep does not see " << o.name;
+  const auto report = verify(pair.after, reference);
+  EXPECT_TRUE(report.holds()) << report.describe(mesh);
+}
+
+class Speed : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, Speed, testing::ValuesIn(names_with(Effect::speed)), kName);
+
+TEST_P(Speed, ChangesMessagesAndNoNumber) {
+  const Option& o = *config::find_option(GetParam());
+  const Pair pair(o);
+  EXPECT_NE(messages(pair.before), messages(pair.after)) << "verify does not run with " << o.name;
+  const auto reference = run_reference(pair.after);
+  EXPECT_TRUE(same(run_reference(pair.before), reference)) << o.name << " changes numbers";
+  const auto report = verify(pair.after, reference);
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(pair.after.config));
+}
+
+class Output : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, Output, testing::ValuesIn(names_with(Effect::output)), kName);
+
+TEST_P(Output, ChangesNoNumber) {
+  const Pair pair(*config::find_option(GetParam()));
+  EXPECT_TRUE(same(run_reference(pair.before), run_reference(pair.after)));
+}
+
+// The keys of a model need no list: they are in the one object of which the model is made.
+TEST(ModelKeys, ReachVerify) {
+  EXPECT_FALSE(same(run_reference(case_of({})), run_reference(case_of({"--model.moe_ffn=16"}))));
+}
+
+TEST(OneRank, IsTheSameRunOnAMeshOfOne) {
+  const Config config = case_of({"--mesh=dp_replicate=2,dp_shard=2,tp=2,ep=2",
+                                 "--data.batch_size=3", "--activation_checkpoint.mode=full"})
+                            .config;
+  const Config one = one_rank(config);
+  EXPECT_EQ(mesh_shape(one).num_ranks(), 1);
+  EXPECT_EQ(one.data.batch_size, 12);
+  EXPECT_EQ(sample_order(one).num_per_step(), sample_order(config).num_per_step());
+  EXPECT_EQ(config.data.batch_size, 3);
+}
+
+TEST(Fitted, KeepsWhatTheMeshDivides) {
+  const Config config = case_of({"--model=qwen3_moe"}).config;
+  EXPECT_EQ(model_values(fitted(config, {.tp = 4, .ep = 2})), model_values(config));
+  const Config three = fitted(config, {.tp = 3, .ep = 3});
+  EXPECT_EQ(models::facts(three.model.architecture).num_heads % 3, 0);
+  EXPECT_EQ(models::facts(three.model.architecture).num_experts % 3, 0);
+}
+
+}  // namespace
+}  // namespace moesh::verify

@@ -1,0 +1,74 @@
+#include "moesh/verify/probe.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "moesh/nn/router.h"
+#include "moesh/spmd/spmd.h"
+
+namespace moesh::verify {
+namespace {
+
+using enum Place;
+
+nn::Route route_of(nn::Router& router, const at::Tensor& x_ND, const Mesh& mesh,
+                   const nn::RouteOptions& options) {
+  const nn::Tokens tokens(mesh, 1, x_ND.size(0), true);
+  return router.choose(assume<Dense{T, T, T}>(x_ND), tokens, options);
+}
+
+RoutingRecords make_records(std::int64_t num_tokens, std::int64_t top_k) {
+  RoutingRecords records;
+  records.push_back(std::make_unique<RoutingRecord>(num_tokens, top_k));
+  return records;
+}
+
+TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
+                    {.kind = Init::Kind::normal, .seed = 4});
+  const at::Tensor x = at::randn({20, 6}, at::kDouble);
+  auto records = make_records(40, 2);
+  RoutingRecord& record = *records[0];
+  VerifyProbe probe;
+  probe.record = &records;
+  // The second micro-batch stands behind the first.
+  const nn::Route first = route_of(router, x, mesh, {.probe = &probe, .micro_batch = 1});
+  EXPECT_TRUE(at::equal(record.experts_TK.narrow(0, 20, 20), local(first.experts_NK)));
+  EXPECT_TRUE(record.experts_TK.narrow(0, 0, 20).eq(-1).all().item<bool>());
+  route_of(router, -x, mesh, {.pass = nn::Pass::recompute, .probe = &probe, .micro_batch = 1});
+  EXPECT_TRUE(at::equal(record.experts_TK.narrow(0, 20, 20), local(first.experts_NK)))
+      << "a recompute records nothing";
+
+  probe.record = nullptr, probe.replay = &records;
+  const nn::Route same = route_of(router, x, mesh, {.probe = &probe, .micro_batch = 1});
+  EXPECT_EQ(record.num_flipped, 0);
+  EXPECT_TRUE(at::equal(local(same.experts_NK), local(first.experts_NK)));
+  const nn::Route other = route_of(router, -x, mesh, {.probe = &probe, .micro_batch = 1});
+  EXPECT_TRUE(at::equal(local(other.experts_NK), local(first.experts_NK)))
+      << "the choice is replayed";
+  EXPECT_TRUE(at::allclose(local(other.weights_NK),
+                           at::sigmoid(local(other.logits_NE)).gather(1, local(first.experts_NK))))
+      << "the weights are not";
+  EXPECT_GT(record.num_flipped, 0);
+  EXPECT_GT(record.largest_margin, 0);
+  const std::int64_t flipped = record.num_flipped;
+  route_of(router, -x, mesh, {.pass = nn::Pass::recompute, .probe = &probe, .micro_batch = 1});
+  EXPECT_EQ(record.num_flipped, flipped) << "a recompute counts nothing twice";
+}
+
+TEST(Capture, KeepsTheInputWithItsGradientAndTheLogits) {
+  VerifyProbe probe;
+  const at::Tensor leaf = at::ones({3}, at::kDouble).requires_grad_(true);
+  const at::Tensor x = leaf * 2, y = x * 3;
+  probe.on_input(x), probe.on_logits(y);
+  y.sum().backward();
+  EXPECT_TRUE(at::equal(probe.input.grad(), at::full({3}, 3.0, at::kDouble)));
+  EXPECT_FALSE(probe.logits_BLV.requires_grad());
+  EXPECT_TRUE(at::equal(probe.logits_BLV, y.detach()));
+}
+
+}  // namespace
+}  // namespace moesh::verify
