@@ -1,5 +1,6 @@
-# The CUDA compiler, if there is one. Output: MOESH_CUDA_KERNELS (whether the kernels for Hopper are compiled), MOESH_CUDA_FLAGS,
-# and moesh_cuda(target): how its sources are compiled. What is linked is static: a program runs on machines without a GPU.
+# The CUDA compiler, if there is one. Output: MOESH_CUDA_KERNELS (whether the kernels for Hopper are
+# compiled), MOESH_CUDA_FLAGS, and moesh_cuda(target): how its sources are compiled. What is linked
+# is static: a program runs on machines without a GPU.
 option(MOESH_CUDA "Compile the kernels for Hopper, where a CUDA compiler is found" ON)
 set(MOESH_CUDA_KERNELS OFF)
 if(MOESH_CUDA AND NOT MOESH_SANITIZE)
@@ -9,7 +10,8 @@ if(MOESH_CUDA AND NOT MOESH_SANITIZE)
     set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg are of this chip alone
     set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
     enable_language(CUDA)
-    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # a CMake older than the compiler does not know what it can do
+    # a CMake older than the compiler does not know what it can do
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
       set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
       list(APPEND CMAKE_CUDA_COMPILE_FEATURES cuda_std_20)
@@ -24,5 +26,6 @@ set(MOESH_CUDA_FLAGS -O3 --expt-relaxed-constexpr)
 function(moesh_cuda target)
   set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES 90a-real
     CUDA_RUNTIME_LIBRARY None POSITION_INDEPENDENT_CODE ON)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${MOESH_CUDA_FLAGS} -Werror=all-warnings>)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${MOESH_CUDA_FLAGS}
+    -Werror=all-warnings>)
 endfunction()

@@ -10,8 +10,9 @@ endif()
 if(NOT EXISTS "${MOESH_TORCH_DIR}/include/ATen/core/Tensor.h" OR NOT EXISTS
   "${MOESH_TORCH_DIR}/lib/libtorch_cpu.so")
   message(FATAL_ERROR
-    "MOESH_TORCH_DIR is '${MOESH_TORCH_DIR}', which is not the folder of a torch package (it has no "
-    "include/ATen or lib/libtorch_cpu.so). Pass -DMOESH_TORCH_DIR=$(python3 -c 'import torch; print(torch.__path__[0])').")
+    "MOESH_TORCH_DIR is '${MOESH_TORCH_DIR}', which is not the folder of a torch package (it has "
+    "no include/ATen or lib/libtorch_cpu.so). Pass "
+    "-DMOESH_TORCH_DIR=$(python3 -c 'import torch; print(torch.__path__[0])').")
 endif()
 
 set(_header "${MOESH_TORCH_DIR}/include/torch/headeronly/version.h")
@@ -39,8 +40,9 @@ set(MOESH_TORCH_CUDA OFF)
 if(EXISTS "${MOESH_TORCH_DIR}/lib/libtorch_cuda.so")
   set(MOESH_TORCH_CUDA ON)
   # Nothing refers to it by name, but it registers the CUDA kernels: it must be loaded.
+  set(_lib "${MOESH_TORCH_DIR}/lib")
   list(APPEND _libraries
-    "-Wl,--no-as-needed,${MOESH_TORCH_DIR}/lib/libtorch_cuda.so,${MOESH_TORCH_DIR}/lib/libc10_cuda.so,--as-needed")
+    "-Wl,--no-as-needed,${_lib}/libtorch_cuda.so,${_lib}/libc10_cuda.so,--as-needed")
 endif()
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_LIBRARIES "${_libraries}")
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_OPTIONS

@@ -28,7 +28,7 @@ void expect_bit_identical_resume(const Case& c) {
   SCOPED_TRACE(c.mesh);
   const TemporaryFolder folder;
   Args options{"--steps=24", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0",
-                    "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
+               "--optimizer.lr=1e-2", "--moe.load_balance_coeff=0.01"};
   options.insert(options.end(), c.options.begin(), c.options.end());
   const auto whole = run(folder.path() / "whole", c.mesh, options);
   ASSERT_EQ(whole.losses.size(), 24u);
@@ -327,7 +327,7 @@ TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {
   run(folder.path() / "c", "tp=2,ep=2", {"--steps=3"});
   const auto from = step(folder.path() / "c", 3);
   const Args options{"--steps=1", "--checkpoint.initial_load=" + from.string(),
-                          "--training.seed=5"};
+                     "--training.seed=5"};
   const auto summary = run(folder.path() / "d", "dp_shard=2", options);
   const auto fresh = run(folder.path() / "e", "dp_shard=2", {"--steps=1", "--training.seed=5"});
   EXPECT_EQ(summary.first_step, 0);

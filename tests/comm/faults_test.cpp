@@ -144,7 +144,7 @@ TEST(Checked, FindsAValueThatIsNotTheSame) {
       expect_contains(
           text,
           "'layers.1.norm.weight' is promised to be the same on every rank of group 'world' (R or I), and rank 2 holds "
-          "another value than rank 0");
+          "a different value from rank 0");
   }
 }
 

@@ -14,8 +14,8 @@ function(expect_refusal torch_dir)
   string(REGEX MATCHALL "CMake Error" errors "${output}")
   list(LENGTH errors num_errors)
   if(NOT num_errors EQUAL 1)
-    message(FATAL_ERROR
-      "Configuring with MOESH_TORCH_DIR=${torch_dir} gives ${num_errors} errors; one sentence is enough:\n${output}")
+    message(FATAL_ERROR "Configuring with MOESH_TORCH_DIR=${torch_dir} gives ${num_errors} errors; "
+      "one sentence is enough:\n${output}")
   endif()
   foreach(text IN LISTS ARGN)
     string(FIND "${plain}" "${text}" at)
