@@ -1,11 +1,12 @@
 #pragma once
-// What follows the GEMMs elementwise. One warp takes a slab of 64 rows from shared memory, eight
-// columns per lane and row, and writes 16 bytes at a time: 128 bytes of a row by eight lanes.
+// What follows the GEMMs elementwise. Warps take rows of results from shared memory, four at a
+// time: eight columns of a row per lane, which are read and written as 16 bytes.
 //   swiglu          h = silu(g) u
 //   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) g sigmoid(1.702 g)
 //   g = gate + b1, u = up + b3, act = s h, y = act W2' + s b2; score before: g = s gate + b1 ...
 // gate and up are rounded to bf16 before the activation sees them, here and in backward: the
-// gradient is that of the function computed. D model, F ffn, E experts, R rows at their experts
+// gradient is that of the function computed.
+// D model, F ffn, E experts, R rows at their experts
 
 #include "moesh/kernels/cuda/ptx.h"
 #include "moesh/kernels/cuda/tiles.h"
@@ -32,11 +33,12 @@ struct Slab {
   int expert, first_row, num_rows, first_column, width, column_tile;
 };
 
-inline constexpr int kFinishers = 3;  // warps that share the rows of a slab, four at a time
-/// The first row of a lane; its next ones are kRowStep further.
-inline constexpr int kRowStep = 4 * kFinishers;
+inline constexpr int kFinishers = 3;             // warps that share a slab, four rows at a time
+inline constexpr int kRowStep = 4 * kFinishers;  // from a lane's row to its next
+/// The first row of a lane. A slab has 16 fours: the second one begins with another finisher, so
+/// that all have as much to do.
 __device__ __forceinline__ int first_row_of(int slab, int finisher, int lane) {
-  return (finisher + 2 * slab) % kFinishers * 4 + lane / 8;  // 16 fours in a slab: 1 past 15
+  return (finisher + 2 * slab) % kFinishers * 4 + lane / 8;
 }
 
 inline constexpr int kResultBlock = 2 * kSlab * 128;  // from 64 columns of a slab to the next 64

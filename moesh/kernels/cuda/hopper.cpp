@@ -6,12 +6,10 @@
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/logical_and.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <limits>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -22,8 +20,6 @@ namespace moesh::kernels {
 namespace hopper {
 using namespace cuda;  // launch.h
 namespace {
-
-constexpr std::int32_t kNoToken = std::numeric_limits<std::int32_t>::max();
 
 /// Makes the device of a tensor current, and calls kernels on its stream.
 class OnDeviceOf {
@@ -177,12 +173,11 @@ TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
   const auto options = scores_TE.options();
   TopK out{at::empty({num_tokens, k}, options),
            at::empty({num_tokens, k}, options.dtype(at::kLong))};
-  const at::Tensor bad_token = at::full({1}, kNoToken, options.dtype(at::kInt));
+  // Nobody asks for the token of a NaN, for which the host would wait: a NaN is chosen first, and
+  // ends the step as its loss.
   run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
       k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>(),
-      bad_token.mutable_data_ptr<std::int32_t>());
-  // The host would have to wait for the token's number: the device stops by itself.
-  at::_assert_async(bad_token == kNoToken, "the router scores of a token hold a NaN");
+      static_cast<std::int32_t*>(nullptr));
   return out;
 }
 

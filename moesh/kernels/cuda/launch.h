@@ -119,9 +119,10 @@ constexpr std::int64_t padded_experts(std::int64_t num_experts) {
 Error split_gate(const Router&, const float* gate_ED, void* terms, Stream);
 
 /// Logits (exact to float32 rounding), the K experts with the largest scores, largest first and the
-/// lowest expert of equals, and their weights. bad_token becomes the smallest of itself and the
-/// tokens with a NaN: the caller sets it to INT32_MAX before, and looks at it when it next waits
-/// anyway.
+/// lowest expert of equals, and their weights. A NaN is larger than
+/// all numbers: it is chosen, and so reaches the loss. bad_token becomes the smallest of itself and
+/// the tokens with a NaN: the caller sets it to INT32_MAX before, and looks at it when it next
+/// waits anyway; null: nobody asks.
 Error route(const Router&, const void* x_TD, const void* terms, float* logits_TE,
             std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream);
 

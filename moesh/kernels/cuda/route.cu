@@ -36,9 +36,10 @@ struct RouteParams {
 
 constexpr unsigned kAll = ~0u;
 
-/// Ordered as the floats are; 0 is below all of them. A NaN counts as -inf.
+/// Ordered as the floats are; 0 is below all of them. A NaN is above: it is chosen, and so reaches
+/// the loss.
 __device__ __forceinline__ unsigned key_of(float value) {
-  if (isnan(value)) value = -INFINITY;
+  if (isnan(value)) return 0xFFFFFFFFu;
   const unsigned bits = __float_as_uint(value + 0.f);  // -0 is 0
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -145,7 +146,7 @@ __device__ void choose(const RouteParams& p, const float* logits, int token, int
     bad |= isnan(value);
     choice.keys[j] = key_of(value);
   }
-  if (__any_sync(kAll, bad) && lane == 0) atomicMin(p.bad_token, token);
+  if (__any_sync(kAll, bad) && lane == 0 && p.bad_token) atomicMin(p.bad_token, token);
   if (r.num_groups > 1) limit_to_groups(choice, r, lane);
 
   int expert = 0;  // lane k has choice k
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(256)
     bad |= isnan(value);
     choice.keys[j] = key_of(value);
   }
-  if (__any_sync(kAll, bad) && lane == 0) atomicMin(bad_token, token);
+  if (__any_sync(kAll, bad) && lane == 0 && bad_token) atomicMin(bad_token, token);
   for (int i = 0; i < k; ++i) {
     unsigned key;
     const int expert = choice.take(lane, key);
