@@ -25,7 +25,7 @@ MAY_INCLUDE = {
     "optim": ["spmd", "formats"],
     "data": ["spmd", "formats"],
     "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
-    "config": ["formats", "comm", "nn", "models", "optim", "data"],  # their names and keys
+    "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data"],  # their names
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
     "estimate": ["train", "config", *BELOW_TRAIN],

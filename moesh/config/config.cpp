@@ -50,6 +50,14 @@ nn::Dispatcher dispatcher(const Config& config) {
   throw Error(ErrorKind::internal, "no dispatcher is called " + config.parallelism.moe_dispatcher);
 }
 
+kernels::GpuKernels gpu_kernels(const Config& config) {
+  using enum kernels::GpuKernels;
+  for (kernels::GpuKernels k : {automatic, own, library})
+    if (config.kernels.gpu == kernels::to_string(k)) return k;
+  check_option(config, "kernels.gpu");
+  throw Error(ErrorKind::internal, "no kernels are called " + config.kernels.gpu);
+}
+
 data::SampleOrder sample_order(const Config& config) {
   return {.batch = config.data.batch_size,
           .num_dp = config.parallelism.data_parallel_replicate_degree *

@@ -15,6 +15,7 @@
 #include "moesh/comm/mesh.h"
 #include "moesh/data/registry.h"
 #include "moesh/formats/toml.h"
+#include "moesh/kernels/gpu_kernels.h"
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 
@@ -89,6 +90,10 @@ struct ActivationCheckpointSection {
   std::string mode = "none";
 };
 
+struct KernelsSection {
+  std::string gpu = "auto";
+};
+
 struct CheckpointSection {
   bool enable = false;
   std::string folder = "outputs/checkpoints";
@@ -126,6 +131,7 @@ struct Config {
   LrSchedulerSection lr_scheduler;
   MoeSection moe;
   ActivationCheckpointSection activation_checkpoint;
+  KernelsSection kernels;
   CheckpointSection checkpoint;
   MetricsSection metrics;
   DebugSection debug;
@@ -155,6 +161,7 @@ at::ScalarType scalar_type(const Config& config);
 at::Device device(const Config& config);
 comm::LaunchOptions launch_options(const Config& config);
 nn::Dispatcher dispatcher(const Config& config);
+kernels::GpuKernels gpu_kernels(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 

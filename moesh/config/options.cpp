@@ -107,6 +107,11 @@ std::vector<Option> make_options() {
                    one_of({"none", "full"})),
 
       // A run that goes on from a checkpoint computes what it would have computed without a stop.
+      MOESH_OPTION(speed, kernels, gpu,
+                   "own: moesh's kernels, or an error that says why not; library: LibTorch's; "
+                   "auto: own where they can",
+                   one_of({"auto", "own", "library"})),
+
       MOESH_OPTION(output, checkpoint, enable,
                    "save, and go on from the newest checkpoint of the folder"),
       MOESH_OPTION(output, checkpoint, folder,

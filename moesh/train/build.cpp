@@ -25,6 +25,7 @@ optim::Schedule schedule(const Config& config) {
 }  // namespace
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
+  kernels::set_gpu_kernels(gpu_kernels(config));  // of the process: its ranks run one configuration
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,

@@ -24,6 +24,8 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
   const std::string bytes = "--model.vocab_size=257", tp = "--parallelism.tensor_parallel_degree=2",
                     steps = "--training.steps=4", wsd = "--lr_scheduler.kind=wsd";
   const std::map<std::string, OtherValue> chosen{
+      {"model.size",
+       {"debug", {"--model.dim=32", "--model.num_layers=2", "--model.vocab_size=96"}}},
       {"training.steps", {"4"}},
       {"training.max_norm", {"0.001"}},
       {"data.path", {files.text, {bytes}}},
@@ -34,7 +36,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.sequence_parallel", {"false", {tp}}},
       {"parallelism.fsdp_reshard_after_forward",
        {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
-      {"parallelism.moe_dispatcher", {"all_gather", {"--mesh=tp=2,ep=2"}}},
+      {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
       {"activation_checkpoint.mode", {"full", {tp}}},
       {"optimizer.eps", {"0.1"}},
       {"optimizer.momentum", {"0.5", {"--optimizer.name=sgd"}}},
@@ -48,7 +50,6 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
   if (const auto* whole = std::get_if<std::int64_t>(&initial)) return {std::to_string(*whole + 1)};
   if (const auto* real = std::get_if<double>(&initial))
     return {formats::to_toml(*real == 0 ? 0.5 : *real / 2)};
-  if (o.name == "model.size") return {"debug"};
   if (o.rule.choices.empty()) return {"other"};
   return {o.rule.choices[std::get<std::string>(initial) == o.rule.choices[0] ? 1 : 0]};
 }
