@@ -7,6 +7,7 @@
 
 #include "moesh/kernels/attention.h"
 #include "moesh/kernels/experts.h"
+#include "moesh/kernels/gate.h"
 #include "moesh/kernels/sort.h"
 #include "moesh/kernels/topk.h"
 
@@ -16,6 +17,9 @@ using TopKKernel = TopK(const at::Tensor& scores_TE, std::int64_t k);
 using SortKernel = Sorted(const at::Tensor& experts_TK, std::int64_t num_experts,
                           ExpertRange range);
 using ReorderKernel = Reordered(const at::Tensor& counts_re, at::Device device);
+using GateForwardKernel = at::Tensor(const at::Tensor& x_TD, const at::Tensor& gate_ED);
+using GateBackwardKernel = GateGradients(const at::Tensor& x_TD, const at::Tensor& gate_ED,
+                                         const at::Tensor& d_logits_TE);
 using GatherKernel = at::Tensor(const at::Tensor& x, const at::Tensor& index_R);
 using CombineKernel = at::Tensor(const at::Tensor& rows_RD, const at::Tensor& inverse_TK);
 using ExpertsForwardKernel = ExpertsOutput(const ExpertsConfig& config,
@@ -44,6 +48,8 @@ struct KernelTable {
   ExpertsBackwardKernel* experts_backward;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
+  GateForwardKernel* gate_forward = nullptr;    // null: as above
+  GateBackwardKernel* gate_backward = nullptr;  // null: as above
 
   /// Own kernels of an accelerator do not take everything. Both say why not, or "" if they do; null
   /// takes everything. They are asked in every call, so the answer for a device is worth keeping.

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/logical_and.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -229,6 +230,63 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
   return y_TD;
 }
 
+/// The gate as its kernels have it, or nothing where these do not take it.
+struct Gate {
+  Router router;
+  at::Tensor x_TD, terms;
+
+  Gate(const at::Tensor& x, const at::Tensor& gate_ED)
+      : router{.num_tokens = x.size(0),
+               .model = x.size(1),
+               .num_experts = gate_ED.size(0),
+               .top_k = 0} {
+    if (x.scalar_type() != at::kBFloat16 || gate_ED.scalar_type() != at::kFloat ||
+        router.model < 8 || router.model % 8 != 0 || router.num_experts < 1 ||
+        router.num_experts > 256)
+      return;
+    x_TD = aligned(x);
+    terms = at::empty({4, padded_experts(router.num_experts), router.model}, x.options());
+    OnDeviceOf{x}("split_gate", split_gate, router, static_cast<const float*>(floats(gate_ED)),
+                  out(terms));
+  }
+  bool taken() const { return terms.defined(); }
+};
+
+at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
+  const Gate gate(x, gate_ED);
+  if (!gate.taken()) return at::mm(x.to(gate_ED.scalar_type()), gate_ED.t());
+  const at::Tensor logits_TE = at::empty({x.size(0), gate_ED.size(0)}, gate_ED.options());
+  OnDeviceOf{x}("route", route, gate.router, in(gate.x_TD), in(gate.terms), floats(logits_TE),
+                static_cast<std::int32_t*>(nullptr), static_cast<float*>(nullptr),
+                static_cast<std::int32_t*>(nullptr));
+  return logits_TE;
+}
+
+GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
+                            const at::Tensor& d_logits_TE) {
+  const Gate gate(x, gate_ED);
+  if (!gate.taken())
+    return {at::mm(d_logits_TE, gate_ED).to(x.scalar_type()),
+            at::mm(d_logits_TE.t(), x.to(gate_ED.scalar_type()))};
+  GateGradients d{at::empty_like(gate.x_TD), at::empty_like(gate_ED)};
+  const at::Tensor workspace =
+      at::empty({route_workspace(gate.router)}, x.options().dtype(at::kByte));
+  const float* d_logits = floats(d_logits_TE);
+  const RouteGradients gradients{.x_TD = in(gate.x_TD),
+                                 .terms = in(gate.terms),
+                                 .logits_TE = d_logits,  // of no choice: not looked at
+                                 .experts_TK = nullptr,
+                                 .d_weights = nullptr,
+                                 .inverse_TK = nullptr,
+                                 .d_logits_TE = d_logits,
+                                 .workspace = out(workspace),
+                                 .d_gate_ED = floats(d.gate_ED),
+                                 .d_gate_bias_E = nullptr,
+                                 .dx_TD = out(d.x_TD)};
+  OnDeviceOf{x}("route_backward", route_backward, gate.router, gradients);
+  return d;
+}
+
 std::string refuses_device(at::Device device) {
   const cuda::Error error = check_device(device.has_index() ? device.index() : 0);
   return error ? error : "";
@@ -259,6 +317,8 @@ const KernelTable& hopper_kernels() {
     t.top_k = hopper::top_k;
     t.sort_by_expert = hopper::sort_by_expert;
     t.combine_rows = hopper::combine_rows;
+    t.gate_forward = hopper::gate_forward;
+    t.gate_backward = hopper::gate_backward;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
     t.refuses_device = hopper::refuses_device;

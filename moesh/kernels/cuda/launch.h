@@ -100,7 +100,7 @@ enum class Scoring { sigmoid, softmax, softmax_chosen };
 struct Router {
   std::int64_t num_tokens, model;  // T, D (a multiple of 8)
   std::int64_t num_experts;        // E, at most 256
-  std::int64_t top_k;              // at most 16
+  std::int64_t top_k;              // at most 16; 0: logits and their gradients alone
   Scoring scoring = Scoring::sigmoid;
   bool choose_on_logits = false;                // of sigmoid
   std::int64_t num_groups = 1, top_groups = 1;  // at most 32; of at least two experts

@@ -117,6 +117,7 @@ __device__ void choose(const RouteParams& p, const float* logits, int token, int
     logit[j] = logits[e] + (r.gate_bias_E ? r.gate_bias_E[e] : 0.f);
     if (p.logits_TE) p.logits_TE[static_cast<int64_t>(token) * num_experts + e] = logit[j];
   }
+  if (!p.experts_TK) return;
   if (r.scoring == Scoring::sigmoid) {
 #pragma unroll
     for (int j = 0; j < kPer; ++j) score[j] = 1.f / (1.f + expf(-logit[j]));
@@ -248,7 +249,8 @@ Error route(const Router& r, const void* x_TD, const void* terms, float* logits_
             std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream stream) {
   if (r.model % 8 != 0) return "model is to be a multiple of 8";
   if (r.num_experts < 1 || r.num_experts > 256) return "routed experts are to be 1 to 256";
-  if (r.top_k < 1 || r.top_k > 16 || r.top_k > r.num_experts) return "top_k is to be 1 to 16";
+  if (experts_TK && (r.top_k < 1 || r.top_k > 16 || r.top_k > r.num_experts))
+    return "top_k is to be 1 to 16";
   if (r.num_groups < 1 || r.num_groups > 32) return "groups of experts are to be 1 to 32";
   if (r.num_tokens == 0) return nullptr;
   const std::int64_t padded = padded_experts(r.num_experts);
