@@ -25,15 +25,15 @@ class Counting final : public optim::Rule {
 // f(optimizer, checkpointer), with the model of a run on a mesh.
 template <class F>
 void on_mesh(const std::filesystem::path& folder, const std::string& mesh, F f) {
-  const auto l = run_config(folder, mesh);
-  comm::launch(mesh_shape(l.config).num_ranks(), [&](comm::Group& world) {
-    const Mesh m(world, mesh_shape(l.config));
+  const auto config = run_config(folder, mesh);
+  comm::launch(mesh_shape(config).num_ranks(), [&](comm::Group& world) {
+    const Mesh m(world, mesh_shape(config));
     const MeshScope scope(m);
-    const auto model = make_model(l.model, l.config);
+    const auto model = train::make_model(config);
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
     optim::Optimizer optimizer(params, std::make_shared<Counting>());
-    train::Checkpointer checkpointer(l.config, l.model, world, *model, optimizer);
+    train::Checkpointer checkpointer(config, world, *model, optimizer);
     f(optimizer, checkpointer);
   });
 }
