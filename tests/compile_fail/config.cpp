@@ -4,7 +4,8 @@
 
 namespace moesh::config {
 
-#if defined(FAIL_option_without_an_effect)  // expect: no matching function for call to
+#if defined(FAIL_option_without_an_effect)
+// expect: no matching function for call to
 Option steps() {
   return make_option<&Config::training, &TrainingSection::steps>("training.steps", "steps");
 }

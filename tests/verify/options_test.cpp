@@ -79,6 +79,7 @@ std::vector<std::string> messages(const VerifyCase& c) {
 // Of what changes speed, what no message of a step shows.
 const std::map<std::string, std::string> kUnseen{
     {"training.device", "the tests run on one device at a time"},
+    {"kernels.gpu", "the CPU has one set of kernels; see KernelsOfTheGpu"},
     {"checkpoint.async", "verify saves nothing"},
     {"debug.checked", "what it sends is not the program's doing, and is not traced"},
     {"debug.timeout_seconds", "nobody waits that long"}};
@@ -154,6 +155,14 @@ TEST_P(Output, ChangesNoNumber) {
 // The keys of a model need no list: they are in the one object of which the model is made.
 TEST(ModelKeys, ReachVerify) {
   EXPECT_FALSE(same(run_reference(case_of({})), run_reference(case_of({"--model.moe_ffn=16"}))));
+}
+
+// What the option sets, a run of verify has set.
+TEST(KernelsOfTheGpu, AreThoseOfTheOption) {
+  for (const char* asked : {"library", "auto"}) {
+    run_reference(case_of({std::string("--kernels.gpu=") + asked}));
+    EXPECT_STREQ(kernels::to_string(kernels::gpu_kernels()), asked);
+  }
 }
 
 TEST(OneRank, IsTheSameRunOnAMeshOfOne) {
