@@ -65,7 +65,7 @@ const char* to_string(ReduceOp op) {
 }
 
 Handle::~Handle() {
-  if (!work_) return;
+  if (!work_ || std::uncaught_exceptions() > num_exceptions_) return;
   try {
     work_->wait();
   } catch (const std::exception& e) {

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -40,7 +41,8 @@ class Work {
 };
 
 /// The owner of a started operation. A handle that is dropped without `wait` is waited for, since
-/// the other ranks count on it.
+/// the other ranks count on it; but not while an exception unwinds the rank: its peers may be
+/// waiting elsewhere and learn of the exception only when it has left the rank's function.
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
@@ -56,6 +58,7 @@ class [[nodiscard]] Handle {
  private:
   std::unique_ptr<Work> work_;
   at::Tensor value_;
+  int num_exceptions_ = std::uncaught_exceptions();  // that were unwinding when it was started
 };
 
 /// One collective as it was called, for the trace.

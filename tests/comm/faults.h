@@ -32,6 +32,17 @@ inline const std::vector<Fault>& all() {
       {"throws",
        [](Group&) { throw std::runtime_error("disk is full"); },
        {waited + "rank 1 failed: disk is full"}},
+      // The others wait in another group: if rank 1 waited for its gather, nobody would end before
+      // the deadline.
+      {"throws_with_a_gather_under_way",
+       [](Group& g) {
+         const auto twin = g.split(0, 0, "twin");
+         const Handle gather = g.start_all_gather(at::ones({20'000}));
+         throw std::runtime_error("disk is full");
+       },
+       {"waited in all_reduce(sum, float32 [3]), operation 0 of group 'twin': rank 1 failed: disk is full"},
+       [](Group& g) { g.split(0, 0, "twin")->all_reduce(at::ones({3})); },
+       std::chrono::milliseconds(3'000)},
       {"returns", [](Group&) {}, {waited + "rank 1 has returned and will not come"}},
       {"other_operation",
        [](Group& g) { g.all_gather(at::ones({3})); },
