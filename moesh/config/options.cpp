@@ -77,7 +77,8 @@ std::vector<Option> make_options() {
                    fraction_below_one()),
       MOESH_OPTION(numbers, optimizer, eps, "AdamW: added to the root of the mean of squares",
                    above(0)),
-      MOESH_OPTION(numbers, optimizer, weight_decay, "decoupled decay of weights", at_least(0)),
+      MOESH_OPTION(numbers, optimizer, weight_decay,
+                   "decay of weights; AdamW: decoupled, SGD: in the gradient", at_least(0)),
       MOESH_OPTION(numbers, optimizer, momentum, "SGD: decay of the mean of gradients; 0: none",
                    fraction_below_one()),
 
@@ -106,12 +107,12 @@ std::vector<Option> make_options() {
                    "full: keep only the inputs of blocks, recompute the rest",
                    one_of({"none", "full"})),
 
-      // A run that goes on from a checkpoint computes what it would have computed without a stop.
       MOESH_OPTION(speed, kernels, gpu,
                    "own: moesh's kernels, or an error that says why not; library: LibTorch's; "
                    "auto: own where they can",
                    one_of({"auto", "own", "library"})),
 
+      // A run that goes on from a checkpoint computes what it would have computed without a stop.
       MOESH_OPTION(output, checkpoint, enable,
                    "save, and go on from the newest checkpoint of the folder"),
       MOESH_OPTION(output, checkpoint, folder,

@@ -56,6 +56,7 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
 template <bool Sp>
 nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
                             const ForwardOptions& options) const {
+  MOESH_CHECK(embedding_, "embed of a stage that does not begin with the first block");
   const auto x =
       nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
   if (options.probe) options.probe->on_input(local(x));
@@ -104,6 +105,7 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
 template <bool Sp>
 nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                          const nn::Tokens& tokens, const ForwardOptions& options) const {
+  MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
   const auto logits_BLV = linear(x, use(head_ ? *head_ : embedding_->weight()));
   if (options.probe) options.probe->on_logits(local(logits_BLV));
@@ -128,8 +130,7 @@ std::vector<nn::Router*> Stage::routers() {
 
 double Stage::flops_per_token(std::int64_t sequence) const {
   // An embedding that is not the head as well is looked up: no FLOP.
-  const std::int64_t looked_up =
-      embedding_ && !config_.tie_embeddings ? config_.vocab * config_.dim : 0;
+  const std::int64_t looked_up = embedding_ && (head_ || !norm_) ? config_.vocab * config_.dim : 0;
   double sum = 6.0 * static_cast<double>(num_active_ - looked_up);
   for (const auto& b : blocks_) sum += b->attention().flops(sequence);
   return sum;

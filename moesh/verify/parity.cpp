@@ -88,15 +88,19 @@ void Findings::compare(const RankTensor& tensor, int rank) {
   MOESH_CHECK(value.sizes() == expected.sizes(), "parity: rank ", rank, " has ", value.sizes(),
               " of '", tensor.name, "', where the reference has ", expected.sizes());
   const at::Tensor delta = value - expected;
-  const bool finite = value.numel() == 0 || at::isfinite(value).all().item<bool>();
+  const bool finite = delta.numel() == 0 || at::isfinite(delta).all().item<bool>();
   const double size =
       std::max(size_of(whole), tensor.name.starts_with("d(") ? floor_ : tensor.floor);
   const double square = inner_product(expected, expected);
+  // Of a reference that is not finite nothing is known: no value may pass for it.
+  const auto allowed = [&](double s) {
+    return tensor.exact || !std::isfinite(s) ? 0 : tolerance_ * s;
+  };
   Finding found{.error = finite ? size_of(delta) : INFINITY,
-                .allowed = tensor.exact ? 0 : tolerance_ * size,
+                .allowed = allowed(size),
                 .factor = square > 0 ? inner_product(value, expected) / square : 1};
   for (const auto& [name, wide] : reference_.wide)
-    if (name == tensor.name && !tensor.exact)
+    if (name == tensor.name && !tensor.exact && std::isfinite(size))
       found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - wide));
   if (tensor.tokens && finite && delta.numel() > 0) {
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();

@@ -70,7 +70,7 @@ class Findings {
   void exchange(comm::Group& world, at::Device device);
   /// In forward order: the first is nearest to the cause.
   std::vector<Mismatch> mismatches(const MeshShape& shape) const;
-  /// The largest |delta| / allowed among the tensors that hold.
+  /// The largest |delta| / allowed of all tensors.
   double worst_ratio() const;
 
  private:

@@ -33,7 +33,7 @@ struct Slab {
   int expert, first_row, num_rows, first_column, width, column_tile;
 };
 
-inline constexpr int kFinishers = 3;             // warps that share a slab, four rows at a time
+inline constexpr int kFinishers = 3;             // warps that divide a slab, four rows at a time
 inline constexpr int kRowStep = 4 * kFinishers;  // from a lane's row to its next
 /// The first row of a lane. A slab has 16 fours: the second one begins with another finisher, so
 /// that all have as much to do.

@@ -326,7 +326,7 @@ __device__ __forceinline__ void store_by_tma(const GroupedParams& p, const Slab&
   ptx::tma_store_commit();
 }
 
-/// One of the warps that share the slabs of results.
+/// One of the warps that divide the slabs of results.
 template <Gemm kGemm, bool kPlain>
 __device__ void finish_tiles(const GroupedParams& p, Shared& shared, int rank, int finisher) {
   using F = Flow<kGemm>;

@@ -123,21 +123,6 @@ __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// ---- cp.async: 16 bytes per thread, for rows that lie anywhere ----
-
-/// Copies 16 bytes, or writes 16 zero bytes if `bytes` is 0 (the address must be valid all the
-/// same).
-__device__ __forceinline__ void copy16(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
-/// The barrier gets an arrival of this thread when its copies so far have landed (noinc: it is one
-/// of those which the barrier counts).
-__device__ __forceinline__ void copies_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // ---- shared memory by vectors and by 8x8 matrices ----
 
 __device__ __forceinline__ uint4 load_shared16(uint32_t address) {

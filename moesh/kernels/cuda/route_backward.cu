@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kWarps * 32) logits_kernel(const LogitsParams 
     d = (d - warp_sum(d * raw) / sum) / sum;
     if (!mine) d = 0.f;
   }
-  float all = 0.f;  // softmax over all: every expert gets a share
+  float all = 0.f;  // softmax over all: every expert gets a part
   if (r.scoring == Scoring::sigmoid)
     d *= raw * (1.f - raw);
   else if (r.scoring == Scoring::softmax_chosen)

@@ -1,5 +1,5 @@
 // A stable counting sort of the routed rows by expert, in two launches, with nothing but integers:
-// each block counts its share of the choices; then each block adds up the counts of those before it
+// each block counts its part of the choices; then each block adds up the counts of those before it
 // and puts its choices where they belong.
 // T tokens, K top-k, E experts that take part, N = T * K choices
 

@@ -54,7 +54,7 @@ JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_ste
   file_.open(path, std::ios::trunc);
   file_ << before << std::flush;
   MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", folder.string(),
-              "' cannot be written; choose a folder that can");
+              "' cannot be written; choose a folder that can be");
 }
 
 void JsonlSink::write(const StepRecord& r) {
