@@ -35,7 +35,7 @@ run: program
 
 test:
 	@echo "make test: installs what tests need, builds every program (about 12 minutes on two cores,"
-	@echo "  seconds when nothing changed), then runs every test (about 10 minutes on two cores)."
+	@echo "  seconds when nothing changed), then runs every test (about 20 minutes on two cores)."
 	@echo "  Less: make build && ctest --test-dir build -L unit"
 	@echo "  (labels: unit, dist, mpi, gpu, compile_fail, fuzz)"
 	@$(MAKE) --no-print-directory build

@@ -1,7 +1,7 @@
 // A fault in a world of MPI processes; mpi_faults.py reads its log.
 //   mpirun -n 3 comm_mpi_faults <fault> num_ranks log     ends with that fault
 //   mpirun -n 2 comm_mpi_faults bad_launches 0 log        calls of launch that are refused
-//   mpirun -n 3 comm_mpi_faults recover num_ranks log     all faults of faults.h in turn, each followed by a new world
+//   mpirun -n 3 comm_mpi_faults recover num_ranks log     all faults in turn, each followed by a new world
 // Besides those of faults.h: "stopped" and "killed" (rank 1 sends itself SIGSTOP or SIGKILL) and
 // "exits" (it ends its process).
 
