@@ -89,6 +89,9 @@ def bad_values_name_the_option(tmp, moesh):
     fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
     fails([moesh, "verify", "--json", "--dtype", "float64"], "--json needs a value")
     fails([moesh, "demo", "--steps", "3"], "takes no options")
+    for memory in ("80", "80 gigabytes", "-1GiB"):
+        fails([moesh, "estimate", "--memory", memory], f"--memory is '{memory}'; it takes a number with its unit, such as 80GiB")
+    assert subprocess.run([moesh, "estimate", "--memory", "80GiB"], capture_output=True).returncode == 0
 
 
 def nothing_is_written_nowhere(tmp, moesh):
