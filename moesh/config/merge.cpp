@@ -142,6 +142,7 @@ Config closed(Config config, const Settings& settings, const std::optional<Given
     m.architecture = model->architecture, m.name = models::name(m.architecture);
     const auto sizes = models::model_sizes(m.name);
     if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    config.origins["model.name"] = config.origins["model.size"] = {model->origin};
     for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
@@ -150,6 +151,8 @@ Config closed(Config config, const Settings& settings, const std::optional<Given
   }
   for (const Setting& s : settings)
     if (is_model_key(s.name)) apply_key(config, s);
+  for (const Option& o : options())
+    if (o.of_model && !config.origins.contains(o.name)) o.set(config, o.default_in(config));
   validate(config);
   return config;
 }

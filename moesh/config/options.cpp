@@ -16,6 +16,12 @@ Rule between(double least, double most) { return {.least = least, .most = most};
 Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
 Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
 
+std::vector<std::string> dispatcher_names() {
+  std::vector<std::string> names;
+  for (const nn::Dispatcher d : nn::kDispatchers) names.emplace_back(nn::to_string(d));
+  return names;
+}
+
 // The name of an option is its place in Config, so neither can be wrong alone.
 #define MOESH_OPTION(effect, section, key, ...)                                   \
   make_option<Effect::effect, &Config::section, &decltype(Config::section)::key>( \
@@ -67,7 +73,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
-                   one_of({"auto", "local", "all_to_all", "all_gather"})),
+                   one_of(dispatcher_names())),
 
       MOESH_OPTION(numbers, optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
@@ -92,8 +98,17 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, lr_scheduler, min_lr_factor,
                    "the rate ends at this fraction of optimizer.lr", between(0, 1)),
 
-      MOESH_OPTION(numbers, moe, load_balance_coeff,
-                   "step of the expert bias (balance without a loss); 0: none", at_least(0)),
+      MOESH_OPTION(
+          numbers, moe, load_balance_coeff,
+          "step of the expert bias (balance without a loss); 0: none, which is the default "
+          "of all models but deepseek_v3",
+          at_least(0))
+          .with_default([](const models::ModelFacts& m) -> Value { return m.load_balance_coeff; }),
+      MOESH_OPTION(
+          numbers, moe, score_before_experts,
+          "scores multiply what goes into an expert, or what comes out of it; auto: as the "
+          "model does it",
+          one_of({"auto", "true", "false"})),
       MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
                    at_least(0)),
       MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
@@ -253,6 +268,9 @@ Value converted(const Setting& setting, const Value& like, const Rule& rule) {
     value = from_text(std::get<std::string>(setting.value), like);
   else if (setting.value.index() == like.index())
     value = setting.value;
+  else if (const auto* flag = std::get_if<bool>(&setting.value);
+           flag && rule.allows(std::string("true")) && !rule.choices.empty())
+    value = std::string(*flag ? "true" : "false");  // of auto, true and false
   else if (std::holds_alternative<double>(like) &&
            std::holds_alternative<std::int64_t>(setting.value))
     value = static_cast<double>(std::get<std::int64_t>(setting.value));

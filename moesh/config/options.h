@@ -40,10 +40,19 @@ struct Option {
   Rule rule;
   Value (*get)(const Config& config);
   void (*set)(Config& config, const Value& value);
+  Value (*of_model)(const models::ModelFacts& facts) = nullptr;  // the default, where models differ
 
   std::string section() const { return name.substr(0, name.find('.')); }
   std::string key() const { return name.substr(name.find('.') + 1); }
   Value initial() const { return get(Config{}); }
+  /// What it is in a configuration that does not set it.
+  Value default_in(const Config& config) const {
+    return of_model ? of_model(models::facts(config.model.architecture)) : initial();
+  }
+  Option with_default(Value (*default_of)(const models::ModelFacts& facts)) && {
+    of_model = default_of;
+    return std::move(*this);
+  }
 };
 
 /// The option of a member of Config, with its effect, which has no default.

@@ -39,6 +39,9 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   config.router.num_experts = config.experts.num_experts = c.num_experts;
   config.router.top_k = c.top_k;
   config.router.forced_balance = m.forced_balance;
+  if (m.score_before_experts)
+    config.experts.scores =
+        *m.score_before_experts ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
   config.dtype = o.dtype, config.device = o.device, config.init = o.init;

@@ -103,9 +103,6 @@ class Mla final : public nn::Attention {
 }  // namespace
 
 DecoderPlan DeepseekV3Config::plan() const {
-  MOESH_CHECK(num_dense_layers >= 0 && num_dense_layers <= num_layers, ErrorKind::config,
-              "deepseek_v3: num_dense_layers = ", num_dense_layers,
-              " of num_layers = ", num_layers);
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
@@ -119,6 +116,45 @@ DecoderPlan DeepseekV3Config::plan() const {
   plan.moe.shared_ffn = moe_ffn * num_shared;
   plan.ffn = ffn;
   return plan;
+}
+
+ModelFacts DeepseekV3Config::facts() const {
+  ModelFacts facts = DecoderConfig::facts();
+  facts.load_balance_coeff = 1e-3, facts.stores_expert_bias = true;
+  return facts;
+}
+
+std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
+  if (num_dense_layers > num_layers)
+    return BrokenRule{{"num_dense_layers", "num_layers"},
+                      detail::concat("; set model.num_dense_layers to ", num_layers, " or less")};
+  if (qk_rope_dim % 2 != 0)
+    return BrokenRule{
+        {"qk_rope_dim"},
+        detail::concat(", and features are rotated in pairs; set model.qk_rope_dim to ",
+                       qk_rope_dim + 1, " or another even number")};
+  // Before the groups: what a wrong top_k is told must not be undone by the number of experts.
+  if (const auto broken = DecoderConfig::broken_rule()) return broken;
+  const std::int64_t of_group = num_experts / num_groups;
+  if (num_groups > 1 && (num_experts % num_groups != 0 || of_group < 2)) {
+    std::vector<std::int64_t> working = divisors(num_experts);
+    if (working.size() > 1) working.pop_back();  // one expert each
+    return BrokenRule{
+        {"num_groups", "num_experts"},
+        detail::concat(", and a group, which is judged by its best two experts, has as "
+                       "many as every other; set model.num_groups to one of ",
+                       working)};
+  }
+  if (top_groups > num_groups)
+    return BrokenRule{{"top_groups", "num_groups"},
+                      detail::concat("; set model.top_groups to ", num_groups, " or less")};
+  if (top_k > top_groups * of_group)
+    return BrokenRule{{"top_k", "top_groups", "num_groups", "num_experts"},
+                      detail::concat(", so a token may use ", top_groups * of_group,
+                                     " experts; set model.top_k to ", top_groups * of_group,
+                                     " or less, or model.top_groups to ",
+                                     (top_k + of_group - 1) / of_group, " or more")};
+  return std::nullopt;
 }
 
 ModelKeys DeepseekV3Config::keys() {

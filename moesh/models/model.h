@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -51,6 +52,9 @@ struct ModelOptions {
   std::uint64_t seed = 0;
   nn::Dispatcher dispatcher = nn::Dispatcher::automatic;
   bool forced_balance = false;
+  // Scores multiply what goes into an expert, or what comes out of it; nothing: the model's own
+  // way.
+  std::optional<bool> score_before_experts = {};
 };
 
 class Model {

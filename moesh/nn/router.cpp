@@ -155,7 +155,6 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
 }
 
 void Router::update_bias(double coeff) {
-  if (!config_.balance_bias) return clear_counts();
   const auto mine = assume<TokenSum::layout>(pending_counts_E_);
   const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
   const at::Tensor sign =

@@ -33,8 +33,6 @@ struct RouterConfig {
   double epsilon = 1e-20;  // added to that sum
   double scale = 1;
   bool gate_bias = false;
-  // An expert bias steers the choice and is moved by update_bias; without it only losses balance.
-  bool balance_bias = true;
   bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
@@ -74,8 +72,7 @@ class Router {
 
   /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from
   /// the counts of all training passes since the last call, summed over dp, cp and tp. A skipped
-  /// step calls clear_counts instead. A model without a balance bias keeps it zero: what is trained
-  /// must be what is exported.
+  /// step, and a run without the bias, calls clear_counts instead.
   void update_bias(double coeff);
   void clear_counts();
 

@@ -31,7 +31,8 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                              .device = device,
                              .seed = static_cast<std::uint64_t>(config.training.seed),
                              .dispatcher = dispatcher(config),
-                             .forced_balance = config.moe.force_load_balance});
+                             .forced_balance = config.moe.force_load_balance,
+                             .score_before_experts = score_before_experts(config)});
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {

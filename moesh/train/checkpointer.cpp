@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -101,18 +102,64 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   return text;
 }
 
+// The keys of [model] that the folder has with other values, as one would set them.
+std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
+  if (models::name(theirs) != config.model.name) return "model.name = " + models::name(theirs);
+  Config other = config;
+  other.model.architecture = theirs;
+  std::string text;
+  for (const auto& [key, value] : config::model_values(other)) {
+    const auto ours = config::model_value(config, key);
+    if (key == "model.init_std" || key == "model.max_sequence" || ours == value) continue;
+    text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
+  }
+  return text;
+}
+
 // The folder must hold the model that the run has.
 void check_model(const std::filesystem::path& folder, const Config& config) {
-  const auto theirs = models::on_disk(models::config_of(checkpoint::read_config(folder),
-                                                        (folder / "config.json").string()))
-                          .config_json(Dtype::f32);
-  const auto ours = on_disk(config).config_json(Dtype::f32);
-  const auto theirs_json = formats::parse_json(theirs, "config.json"),
-             ours_json = formats::parse_json(ours, "config.json");
-  const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
-  MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
-              "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
-              "; set the keys of [model] to what is there, or choose another folder");
+  const auto theirs =
+      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
+  const auto json = [](const models::AnyConfig& model) {
+    return formats::parse_json(models::on_disk(model).config_json(Dtype::f32), "config.json");
+  };
+  const std::string others = other_keys(config, theirs);
+  MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than the run asks for; set ", others,
+              " as it has it, or choose another folder");
+  // What no key of [model] says: a variant of attention, a list of layers.
+  const auto a = json(theirs), b = json(config.model.architecture);
+  const std::string there = own_values(a, b), here = own_values(b, a);
+  MOESH_CHECK(there.empty() && here.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than the run asks for: its config.json has ", there,
+              ", and that of the run ", here, "; choose another folder, or another model.size");
+}
+
+// What a checkpoint holds besides the weights; nothing where others wrote the folder.
+std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
+  // Whoever wants the weights alone may have deleted the rest.
+  if (!std::filesystem::exists(folder / formats::kManifestFile) ||
+      !std::filesystem::exists((folder / kStatePrefix).parent_path()))
+    return std::nullopt;
+  const auto manifest = formats::read_manifest(folder.string());
+  if (!manifest.extra.contains(kOptimizerSteps)) return std::nullopt;  // converted weights
+  return checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
+}
+
+// The expert biases of a checkpoint whose weights have no place for them.
+void load_biases_apart(const std::filesystem::path& folder, models::Model& model, int rank,
+                       const std::set<std::string>& among_weights) {
+  const auto source = state_of(folder);
+  if (!source) return;
+  std::vector<Part> parts;
+  for (const Part& part : weight_parts(model, rank)) {
+    const auto kept = master_name(part.name);
+    if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
+    parts.push_back(part);
+    parts.back().name = kept;
+  }
+  const auto table = own_names(parts);
+  checkpoint::Loader(*source, table).load(parts);
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
@@ -128,9 +175,27 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   for (const auto& part : weight_parts(model, rank))
     if (known.contains(part.name)) parts.push_back(part);
   checkpoint::Loader(source, table).load(parts);
+  load_biases_apart(folder, model, rank, known);
 }
 
 }  // namespace
+
+bool keeps_bias_apart(const std::filesystem::path& folder) {
+  const auto source = state_of(folder);
+  const auto described = (folder / "config.json").string();
+  if (!source || models::facts(models::config_of(checkpoint::read_config(folder), described))
+                     .stores_expert_bias)
+    return false;
+  std::vector<Part> biases;
+  for (const auto& [name, found] : source->tensors())
+    if (name.ends_with(master_name(".expert_bias")))
+      biases.push_back(
+          checkpoint::replicated_part(name, at::zeros(found.info->shape, at::kDouble), /*rank=*/0));
+  const auto table = own_names(biases);
+  checkpoint::Loader(*source, table).load(biases);
+  return std::any_of(biases.begin(), biases.end(),
+                     [](const Part& p) { return p.value.any().item<bool>(); });
+}
 
 Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
                            optim::Optimizer& optimizer)

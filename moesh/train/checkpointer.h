@@ -27,6 +27,11 @@ struct Position {
 /// folder holds another model.
 void load_initial_weights(const Config& config, models::Model& model, int rank);
 
+/// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
+/// weights, because the files of its model have no place for them: whoever reads the weights alone
+/// chooses other experts.
+bool keeps_bias_apart(const std::filesystem::path& folder);
+
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:

@@ -31,7 +31,7 @@ TEST(Config, WithoutArgumentsItIsTheDefaultsAndTheyAreValid) {
   const Config config = load_config({});
   for (const Option& o : options()) {
     EXPECT_EQ(o.get(config), o.initial()) << o.name;
-    EXPECT_EQ(config.origin(o.name).text, "default");
+    EXPECT_EQ(config.origin(o.name).text, o.of_model ? "deepseek_v3:tiny" : "default");
   }
   EXPECT_NO_THROW(validate(config));
   EXPECT_NO_THROW(validate(config, 1));
@@ -58,7 +58,7 @@ TEST(Config, EveryOptionIsReadFromTheCommandLineInBothForms) {
     EXPECT_EQ(o.get(with({"--" + o.name, value})), o.get(config)) << o.name;
     // It changes this option and no other.
     for (const Option& other : options())
-      if (other.name != o.name) {
+      if (other.name != o.name && !(o.name == "model.name" && other.of_model)) {
         EXPECT_EQ(other.get(config), other.get(before)) << o.name << " changes " << other.name;
       }
   }
@@ -73,9 +73,37 @@ TEST(Config, DefaultsOfACommandAreBelowTheFile) {
   EXPECT_EQ(config.training.seed, 4);
   EXPECT_EQ(config.origin("training.seed").text, "verify's default");
   EXPECT_EQ(config.training.steps, 7);
-  // Nobody asked for it, so a model without an expert bias does not refuse it.
+  // And above what a model would have.
   EXPECT_EQ(load_config({"--model=mixtral"}, defaults).moe.load_balance_coeff, 0.5);
-  EXPECT_THROW(load_config({"--model=mixtral", "--moe.load_balance_coeff=0.5"}), Error);
+}
+
+TEST(Config, TheStepOfTheExpertBiasIsTheModelsOwnUntilItIsSet) {
+  const std::string name = "moe.load_balance_coeff";
+  for (const auto& model : models::model_names()) {
+    const Config config = load_config({"--model=" + model + ":debug"});
+    EXPECT_EQ(config.moe.load_balance_coeff, model == "deepseek_v3" ? 1e-3 : 0) << model;
+    EXPECT_EQ(config.origin(name).text, model + ":debug");
+    EXPECT_TRUE(config.origin(name).is_default);
+    const Config asked = load_config({"--model=" + model, "--" + name + "=0.25"});
+    EXPECT_EQ(asked.moe.load_balance_coeff, 0.25) << model;
+    EXPECT_EQ(asked.origin(name).text, "command line");
+    // Another model has its own, and what was asked for stays.
+    const Settings to_deepseek{{"model.name", std::string("deepseek_v3"), {"test"}}};
+    EXPECT_EQ(changed(config, to_deepseek).moe.load_balance_coeff, 1e-3) << model;
+    EXPECT_EQ(changed(asked, to_deepseek).moe.load_balance_coeff, 0.25) << model;
+  }
+}
+
+TEST(Config, AFlagOfThreeValuesIsReadFromAFileToo) {
+  for (const std::string value : {"true", "false", "\"true\"", "\"auto\""}) {
+    const TemporaryFile file("run.toml", "[moe]\nscore_before_experts = " + value + "\n");
+    const auto read = score_before_experts(load_config({"--config", file.path()}));
+    EXPECT_EQ(read.has_value(), value != "\"auto\"");
+    EXPECT_EQ(read.value_or(false), value.find("true") != std::string::npos) << value;
+  }
+  const TemporaryFile file("run.toml", "[optimizer]\nname = true\n");
+  expect_parts(error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config),
+               {"optimizer.name is true"});
 }
 
 TEST(Config, AVariationIsANewOne) {
@@ -277,6 +305,18 @@ TEST(Config, WhatIsPrintedReadsBackTheSame) {
     return out;
   };
   EXPECT_EQ(without_comments(print_config(copy)), without_comments(printed));
+}
+
+TEST(Config, WhatIsPrintedOfEveryModelReadsBackTheSame) {
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) {
+      SCOPED_TRACE(name + ":" + size);
+      const Config config = load_config({"--model=" + name + ":" + size});
+      const TemporaryFile file("run.toml", print_config(config));
+      const Config copy = load_config({"--config", file.path()});
+      for (const Option& o : options()) EXPECT_EQ(o.get(copy), o.get(config)) << o.name;
+      EXPECT_EQ(model_values(copy), model_values(config));
+    }
 }
 
 // The words of a text, however its lines are broken.

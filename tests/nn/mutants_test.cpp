@@ -75,6 +75,18 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
 
 // Someone who has two files of gradients, of ep=4 and ep=2, and no verify: compare finds the tensor
 // and the factor, and the tensors that differ are those of experts alone.
+// One rank and a mesh would make the same mistake: two runs are compared instead.
+const mutants::Provide score_sides("score_sides", [](Settings&) -> Check {
+  return []() -> std::string {
+    const auto loss = [](const char* before) {
+      return verify::run_reference(step_case(
+          {}, {{"moe.score_before_experts", std::string(before), {"test"}}}))["step 0 loss"]
+          .item<double>();
+    };
+    return loss("true") == loss("false") ? "the same numbers before and after the experts" : "";
+  };
+});
+
 const mutants::Provide compare("compare", [](Settings&) -> Check {
   const auto reference =
       std::make_shared<verify::VerifyReference>(verify::run_reference(step_case({.dp_shard = 4})));
