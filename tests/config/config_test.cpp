@@ -195,6 +195,8 @@ TEST(Config, MeshIsShortForAllDegrees) {
   };
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
                                      "dp_replicate, dp_shard, cp, tp, ep, etp"});
+  expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
+  expect_parts(error("pp=2"), {"no axis 'pp'", "moesh has no pipeline parallelism"});
   expect_parts(error("tp"), {"'tp' has no size"});
   expect_parts(error("tp=two"),
                {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
@@ -221,7 +223,7 @@ TEST(Config, UnknownKeysNameTheNearest) {
   in_file("steps = 1\n", {":1: unknown key steps", "nearest known key is training.steps"});
   in_file("[parallelism]\ntensor_paralel_degree = 2\n",
           {"nearest known key is parallelism.tensor_parallel_degree"});
-  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "nearest known key is optimizer.lr"});
+  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "here it is optimizer.lr"});
   in_file("[training]\nsteps = \n", {":2: "});
 
   const auto on_line = [](const std::vector<std::string>& args,
@@ -232,6 +234,15 @@ TEST(Config, UnknownKeysNameTheNearest) {
                                    "nearest known option is --training.steps"});
   on_line({"--training.stepz"}, {"unknown option --training.stepz"});
   on_line({"--meshes", "tp=2"}, {"unknown option --meshes", "nearest known option is --mesh"});
+  on_line({"--lr=3e-4"}, {"unknown option --lr (command line)", "here it is --optimizer.lr"});
+  on_line({"--tensor-model-parallel-size", "2"},
+          {"here it is --parallelism.tensor_parallel_degree"});
+  on_line({"--micro-batch-size=2"}, {"here it is --data.batch_size"});
+  on_line({"--pipeline-model-parallel-size=2"}, {"moesh has no pipeline parallelism"});
+  on_line({"--num-layers=2"}, {"nearest known option is --model.num_layers"});
+  in_file("[training]\nseq_len = 5\n",
+          {":2: unknown key training.seq_len", "here it is data.sequence_length"});
+  in_file("[model]\nflavor = \"debug\"\n", {":2: unknown key model.flavor", "model.size"});
   on_line({"--dtipe=float32"}, {"nearest known option is --dtype"});
   on_line({"training.steps=4"}, {"'training.steps=4'", "--section.key=value"});
   on_line({"--"}, {"'--'"});
@@ -244,6 +255,33 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--mesh"}, {"--mesh (command line) has no value"});
   on_line({"--config", "a.toml", "--config=b.toml"}, {"--config b.toml", "a.toml"});
   on_line({"--config", "no_such_file.toml"}, {"no_such_file.toml", "No such file"});
+}
+
+// Every name of another framework leads to an option, or to a key that some model has.
+TEST(Config, NamesOfOtherFrameworksLeadToOurs) {
+  const std::map<std::string, std::string> names{
+      {"training.seq_len", "data.sequence_length"},
+      {"training.local_batch_size", "data.batch_size"},
+      {"model.flavor", "model.size"},
+      {"tensor-model-parallel-size", "parallelism.tensor_parallel_degree"},
+      {"expert-model-parallel-size", "parallelism.expert_parallel_degree"},
+      {"micro-batch-size", "data.batch_size"},
+      {"train-iters", "training.steps"},
+      {"lr", "optimizer.lr"},
+      {"moe-router-topk", "model.top_k"},
+      {"moe-router-bias-update-rate", "moe.load_balance_coeff"},
+      {"learning_rate", "optimizer.lr"},
+      {"num_key_value_heads", "model.num_kv_heads"}};
+  for (const auto& [theirs, ours] : names) {
+    EXPECT_EQ(name_elsewhere(theirs), ours);
+    bool exists = find_option(ours) != nullptr;
+    for (const auto& model : models::model_names())
+      exists = exists || model_value(load_config({"--model=" + model}), ours);
+    EXPECT_TRUE(exists) << ours;
+  }
+  // No option of ours is shadowed.
+  for (const Option& o : options())
+    if (const auto elsewhere = name_elsewhere(o.name)) EXPECT_EQ(*elsewhere, o.name);
 }
 
 TEST(Config, ModelKeysGoToTheModel) {
