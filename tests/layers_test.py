@@ -21,7 +21,7 @@ MAY_INCLUDE = {
     "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
     "spmd": ["types", "comm"],
     "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
-    "models": ["nn", "spmd", "formats"],  # typed tensors and parameters, tables of tensors on disk; no group, no rank
+    "models": ["nn", "spmd", "kernels", "formats"],  # typed tensors and parameters, which kernels, tables of tensors on disk; no group, no rank
     "optim": ["spmd", "formats"],
     "data": ["spmd", "formats"],
     "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name

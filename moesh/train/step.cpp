@@ -31,6 +31,7 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
                                const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
+  const kernels::UseGpuKernels chosen(model.gpu_kernels());
   Gradients g;
   g.num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer

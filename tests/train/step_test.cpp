@@ -129,6 +129,32 @@ TEST_P(Steps, CountsTheValidTokensOfAllRanksOnce) {
   });
 }
 
+// What the model carries is what the kernels are chosen by in forward, and when it is computed
+// again in backward; on the thread of the rank alone, and no longer than that.
+TEST_P(Steps, RunUnderTheKernelsOfTheirModel) {
+  struct Watch : nn::Probe {
+    std::vector<kernels::GpuKernels> seen;
+    at::Tensor on_choice(const nn::Choice& choice) override {
+      seen.push_back(kernels::gpu_kernels());
+      return choice.experts_NK;
+    }
+  };
+  on_each_rank([](Trainer& t, comm::Group&) {
+    using enum kernels::GpuKernels;
+    const auto asked = t.mesh.coordinate(tp) == 0 ? library : automatic;
+    t.model = models::make_model(
+        models::built_in("deepseek_v3", "tiny"),
+        {.dtype = at::kDouble, .device = test_device(), .seed = 1, .gpu_kernels = asked});
+    Watch watch;
+    t.options.forward.probe = &watch;
+    t.options.forward.recompute = true;
+    t.gradients();
+    const size_t num_layers = t.model->routers().size();
+    EXPECT_EQ(watch.seen, std::vector<kernels::GpuKernels>(2 * num_layers, asked));
+    EXPECT_EQ(kernels::gpu_kernels(), automatic);
+  });
+}
+
 TEST_P(Steps, WithoutAValidTokenNothingMoves) {
   on_each_rank([](Trainer& t, comm::Group&) {
     const auto before = t.state();
