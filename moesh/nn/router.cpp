@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/topk.h"
+#include "moesh/nn/gate.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
@@ -120,8 +121,7 @@ at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_N
 Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options) {
   Route route;
   route.valid_N = options.valid_N;
-  const auto dtype = gate_.stored().spec.dtype;
-  auto logits = linear(cast(x_ND, dtype), use(gate_));
+  auto logits = gate_logits(x_ND, use(gate_));
   if (gate_bias_) logits = logits + use(*gate_bias_);
   route.logits_NE = logits;
 

@@ -1,17 +1,18 @@
 #include "moesh/spmd/ops.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/square.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 #include "moesh/spmd/dtype.h"
 
@@ -34,7 +35,12 @@ at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);
 }
 at::Tensor count(const at::Tensor& x, std::int64_t num_values) {
-  return at::bincount(x.flatten(), {}, num_values);
+  // Not bincount, for whose answer the host waits for an accelerator. Whole numbers add up to the
+  // same in any order; those of 32 bits have an addition of their own there.
+  const at::Tensor one = at::ones({1}, x.options().dtype(at::kInt));
+  return at::zeros({num_values}, one.options())
+      .scatter_add_(0, x.flatten(), one.expand({x.numel()}))
+      .to(at::kLong);
 }
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last) {

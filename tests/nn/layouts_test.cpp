@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "moesh/nn/experts.h"
+#include "moesh/nn/gate.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
 #include "moesh/spmd/spmd.h"
@@ -160,6 +161,30 @@ TEST(Layouts, SumsOfASequenceArePartialOnCpAndTp) {
       backward(sum);
       EXPECT_EQ(layout_complaint(mesh, grad(r.x_ND), {0, 0, 0}, d_x), "") << shape.describe();
       EXPECT_NE(layout_complaint(mesh, assume<Dense{I, I, I}>(local(sum)), {}, loss), "");
+    });
+  }
+}
+
+TEST(Layouts, LogitsAreThoseOfEachToken) {
+  constexpr std::int64_t L = 5, D = 4, kExperts = 6;
+  const auto run = [&](const Mesh& mesh, const at::Tensor& x_BLD, const auto& gate) {
+    const Tokens tokens(mesh, 1, L, true);
+    const at::Tensor mine = tokens.mine(x_BLD.narrow(0, mesh.coordinate(dp), 1)).flatten(0, 1);
+    return gate_logits(assume<Dense{T, T, T}>(mine), gate);
+  };
+  for (const auto& shape : kMeshes) {
+    const at::Tensor x = random({shape.dp_shard, L, D}), gate = random({kExperts, D});
+    const at::Tensor leaf = gate.clone().requires_grad_(true);
+    const at::Tensor alone = x.flatten(0, 1).mm(leaf.t());
+    alone.square().sum().backward();
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto mine = as_leaf(assume<Dense{R, R, R}>(gate));
+      const auto logits = run(mesh, x, mine);
+      EXPECT_EQ(layout_complaint(mesh, logits, {0, 0, 0}, alone.detach()), "") << shape.describe();
+      backward(sum_all(square(logits)));
+      EXPECT_EQ(layout_complaint(mesh, grad(mine), {}, leaf.grad()), "") << shape.describe();
+      const auto as_whole = assume<Dense{R, R, R}>(local(grad(mine)));
+      EXPECT_NE(layout_complaint(mesh, as_whole, {}, leaf.grad()), "");
     });
   }
 }
