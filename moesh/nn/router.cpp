@@ -42,11 +42,9 @@ at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Devi
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
 }
 
-// 1 for tokens that count, 0 for the others, as a column of x's dtype.
-at::Tensor valid_column(const Route& route, const at::Tensor& like) {
-  if (!route.valid_N.defined())
-    return at::ones({like.size(0), 1}, like.options().requires_grad(false));
-  return route.valid_N.to(like.scalar_type()).unsqueeze(1);
+// x of the tokens that count, 0 of the others.
+PerToken of_valid(const Route& route, const PerToken& x) {
+  return local(route.valid_N1).defined() ? x * route.valid_N1 : x;
 }
 
 }  // namespace
@@ -119,7 +117,7 @@ at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_N
 
 Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options) {
   Route route;
-  route.valid_N = options.valid_N;
+  route.valid_N1 = tokens.valid_N1();
   const auto dtype = gate_.stored().spec.dtype;
   auto logits = linear(cast(x_ND, dtype), use(gate_));
   if (gate_bias_) logits = logits + use(*gate_bias_);
@@ -142,13 +140,13 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
 
   // Tokens that do not count choose one more expert, which nobody looks at.
   const auto num_experts = config_.num_experts;
-  const auto counted = map_rows(
-      [&](const at::Tensor& experts) {
-        return options.valid_N.defined()
-                   ? experts.masked_fill(options.valid_N.logical_not().unsqueeze(1), num_experts)
-                   : experts;
-      },
-      route.experts_NK);
+  PerToken counted = route.experts_NK;
+  if (local(route.valid_N1).defined())
+    counted = map_rows(
+        [&](const at::Tensor& experts, const at::Tensor& valid) {
+          return experts.masked_fill(valid.logical_not(), num_experts);
+        },
+        counted, route.valid_N1);
   route.counts_E = narrow(count(counted, num_experts + 1), 0, 0, num_experts);
   if (options.pass == Pass::training) pending_counts_E_ += local(route.counts_E);
   return route;
@@ -191,9 +189,8 @@ TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_
   const auto counts_E = cast(all_reduce<kTokenAxes>(route.counts_E), dtype);  // no gradient
   const at::Tensor tokens =
       (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto valid = map_rows([&](const at::Tensor& p) { return p * valid_column(route, p); },
-                              route.probabilities_NE);
-  const auto sum_E = sum<Over::tokens>(valid, {0});  // P: left pending
+  const auto sum_E =
+      sum<Over::tokens>(of_valid(route, route.probabilities_NE), {0});  // P: left pending
   const auto factor = constant(static_cast<double>(config.num_experts) /
                                static_cast<double>(config.top_k * num_step_tokens) / tokens);
   return sum_all(sum_E * counts_E * factor);
@@ -206,12 +203,12 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
   // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
   // each sequence.
   const at::Tensor member =
-      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) *
-      valid_column(route, p).t();
+      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type());
   // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
   const auto of_sequence = [&](const PerToken& x) {
     return declare<Dense{T, P, P}>(
-        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
+        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); },
+        of_valid(route, x));
   };
   const auto counts_BE =
       all_reduce<kSequenceAxes>(of_sequence(routing_map(route, config.num_experts)));
@@ -227,12 +224,10 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
 }
 
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
-  const auto squares = map_rows(
-      [&](const at::Tensor& logits) {
-        return logits.logsumexp(-1, true).square() * valid_column(route, logits);
-      },
-      route.logits_NE);
-  return sum_all(scale(squares, 1.0 / static_cast<double>(num_step_tokens)));
+  const auto squares =
+      map_rows([](const at::Tensor& logits) { return logits.logsumexp(-1, true).square(); },
+               route.logits_NE);
+  return sum_all(scale(of_valid(route, squares), 1.0 / static_cast<double>(num_step_tokens)));
 }
 
 }  // namespace moesh::nn

@@ -42,7 +42,6 @@ struct RouterConfig {
 
 struct RouteOptions {
   Pass pass = Pass::training;
-  at::Tensor valid_N = {};  // bool: tokens that count for balance and losses; undefined: all
   Probe* probe = nullptr;
   std::int64_t layer = 0, micro_batch = 0;  // what the probe is told of this call
 };
@@ -51,8 +50,8 @@ struct Route {
   PerToken experts_NK;  // int64
   PerToken weights_NK;  // multiply an expert's input or output; float32 (float64 in float64 runs)
   PerToken logits_NE, probabilities_NE;
-  TokenSum counts_E;  // int64: rows of each expert, of valid tokens
-  at::Tensor valid_N;
+  TokenSum counts_E;  // int64: rows of each expert, of the tokens that count
+  PerToken valid_N1;  // bool: the tokens that count for balance and losses; undefined: all
 };
 
 struct RouterStatistics {
