@@ -12,7 +12,9 @@
 #include <ATen/ops/square.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
+#include "moesh/base/error.h"
 #include "moesh/spmd/dtype.h"
 
 namespace moesh::raw {
@@ -30,8 +32,28 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps) {
   const at::Tensor normal = y * at::rsqrt(at::mean(at::square(y), {-1}, /*keepdim=*/true) + eps);
   return (w.defined() ? normal * w.to(wide) : normal).to(x.scalar_type());
 }
+std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x) {
+  const std::int64_t all = x.dim(), rows = all >= 3 && over != Over::experts ? 2 : 1;
+  const std::int64_t first = over == Over::features ? rows : 0,
+                     last = over == Over::features ? all : rows;
+  MOESH_CHECK(first < last && last <= all, ErrorKind::config, "a sum over ",
+              over == Over::tokens     ? "tokens"
+              : over == Over::features ? "features"
+                                       : "experts",
+              " of a tensor ", x.sizes(),
+              ", which has no such dimension: rows come first ([N, ..], [B, L, D], [B, L, h, d]), "
+              "features follow");
+  std::vector<std::int64_t> dims;
+  for (std::int64_t d = first; d < last; ++d) dims.push_back(d);
+  return dims;
+}
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);
+}
+at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values) {
+  auto shape = index.sizes().vec();
+  shape.back() = num_values;
+  return at::zeros(shape, index.options().dtype(at::kBool)).scatter(-1, index, true);
 }
 at::Tensor count(const at::Tensor& x, std::int64_t num_values) {
   return at::bincount(x.flatten(), {}, num_values);

@@ -176,7 +176,7 @@ checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) 
     set.parts.push_back(part);
   }
   for (auto* router : model_.routers()) {
-    const at::Tensor total = world_.all_reduce(router->pending_counts());
+    const at::Tensor total = world_.all_reduce(local(router->pending_counts()));
     set.parts.push_back(checkpoint::replicated_part(counts_name(*router), total, world_.rank()));
   }
   set.tensors = own_names(set.parts).tensors;
@@ -318,7 +318,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   }
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers()) {
-    counts.push_back(at::empty_like(router->pending_counts()));
+    counts.push_back(at::empty_like(local(router->pending_counts())));
     parts.push_back(
         checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
   }
@@ -327,8 +327,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   checkpoint::Loader(source, table).load(parts);
 
   const auto routers = model_.routers();
-  for (std::size_t i = 0; i < routers.size(); ++i)  // they count once, wherever they are
-    routers[i]->pending_counts() = world_.rank() == 0 ? counts[i] : at::zeros_like(counts[i]);
+  for (std::size_t i = 0; i < routers.size(); ++i)
+    routers[i]->set_pending_counts(constant(counts[i]));
   const auto steps = manifest.extra.find(kOptimizerSteps);
   MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");

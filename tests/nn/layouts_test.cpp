@@ -149,13 +149,16 @@ TEST(Layouts, PendingCountsAreAPartialSum) {
   for (const auto& shape : kMeshes) {
     const at::Tensor x = random({shape.dp_shard, 5, 4});
     const at::Tensor alone = on_one_rank(
-        [&](const Mesh& mesh) { return Routed(mesh, x).router.pending_counts().clone(); });
+        [&](const Mesh& mesh) { return local(Routed(mesh, x).router.pending_counts()); });
     on_mesh(shape, [&](const Mesh& mesh) {
       Routed r(mesh, x);
-      const at::Tensor& mine = r.router.pending_counts();
-      EXPECT_EQ(layout_complaint(mesh, assume<TokenSum::layout>(mine), {}, alone), "");
-      const auto without_cp = assume<Dense{P, I, P}>(mine);
+      const TokenSum mine = r.router.pending_counts();
+      EXPECT_EQ(layout_complaint(mesh, mine, {}, alone), "");
+      const auto without_cp = assume<Dense{P, I, P}>(local(mine));
       EXPECT_EQ(layout_complaint(mesh, without_cp, {}, alone) == "", shape.cp == 1);
+      // As a checkpoint gives them back: to all ranks, and they count once.
+      r.router.set_pending_counts(all_reduce<kTokenAxes>(mine));
+      EXPECT_EQ(layout_complaint(mesh, r.router.pending_counts(), {}, alone), "");
     });
   }
 }
