@@ -17,8 +17,6 @@ at::Tensor scale(const at::Tensor& x, double factor);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
-/// In float32 or wider inside; an undefined w is no weight.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims);
 at::Tensor count(const at::Tensor& x, std::int64_t num_values);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
@@ -72,13 +70,6 @@ template <auto L>
 auto sqrt(const Tensor<L>& x) {
   constexpr auto out = apply(Unary::nonlinear, L);
   return assume<out>(raw::sqrt(x.local()));
-}
-
-/// x / sqrt(mean(x^2) + eps) * w over the last dimension.
-template <auto A, auto B>
-auto rms_norm(const Tensor<A>& x, const Tensor<B>& w, double eps) {
-  constexpr auto out = mix(Op::mul, apply(Unary::over_features, A), B);
-  return assume<out>(raw::rms_norm(x.local(), w.local(), eps));
 }
 
 /// The sum over the given dimensions, which hold tokens, features or experts: P on every axis where
