@@ -4,9 +4,7 @@
 #include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mean.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/rsqrt.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/square.h>
@@ -15,7 +13,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/dtype.h"
 
 namespace moesh::raw {
 
@@ -26,12 +23,6 @@ at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor)
 at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps) {
-  const auto wide = wide_dtype(x.scalar_type());
-  const at::Tensor y = x.to(wide);
-  const at::Tensor normal = y * at::rsqrt(at::mean(at::square(y), {-1}, /*keepdim=*/true) + eps);
-  return (w.defined() ? normal * w.to(wide) : normal).to(x.scalar_type());
-}
 std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x) {
   const std::int64_t all = x.dim(), rows = all >= 3 && over != Over::experts ? 2 : 1;
   const std::int64_t first = over == Over::features ? rows : 0,

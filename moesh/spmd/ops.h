@@ -17,8 +17,6 @@ at::Tensor scale(const at::Tensor& x, double factor);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
-/// In float32 or wider inside; an undefined w is no weight.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
 /// The dimensions that hold tokens, features or experts, by their place: rows come first, which is
 /// dimension 0 of [N, D], and 0 and 1 of [B, L, D] and [B, L, heads, d]; the rest are features.
 /// Experts, or the rows that were sent to them, are dimension 0. Throws where there is none.
@@ -77,13 +75,6 @@ template <auto L>
 auto sqrt(const Tensor<L>& x) {
   constexpr auto out = apply(Unary::nonlinear, L);
   return assume<out>(raw::sqrt(x.local()));
-}
-
-/// x / sqrt(mean(x^2) + eps) * w over the last dimension.
-template <auto A, auto B>
-auto rms_norm(const Tensor<A>& x, const Tensor<B>& w, double eps) {
-  constexpr auto out = mix(Op::mul, apply(Unary::over_features, A), B);
-  return assume<out>(raw::rms_norm(x.local(), w.local(), eps));
 }
 
 /// The sum over the dimensions that hold tokens, features or experts (raw::dims_of): P on every

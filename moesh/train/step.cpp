@@ -1,6 +1,7 @@
 #include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <cmath>
 
@@ -58,6 +59,7 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
 
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
                        const Gradients& gradients, double lr, const StepOptions& options) {
+  RECORD_USER_SCOPE("norm and update");
   Update update;
   const auto norm = optim::grad_norm(optimizer.params());
   update.grad_norm = number(norm);

@@ -2,6 +2,8 @@
 // then shows. The #else branch is the cure which the sentence names: the control compiles them all.
 #include "moesh/spmd/spmd.h"
 
+#include "moesh/nn/norm.h"
+
 namespace moesh {
 
 using enum Place;
@@ -240,10 +242,10 @@ auto vocabulary(const Columns& logits) {
 
 #if defined(FAIL_norm_over_sharded_features)
 // expect: a norm, softmax or top-k over features needs all of them
-auto norm(const Columns& x, const NormWeight& w) { return rms_norm(x, use(w), 1e-6); }
+auto norm(const Columns& x, const NormWeight& w) { return nn::rms_norm(x, use(w), 1e-6); }
 #else
 auto norm(const Columns& x, const NormWeight& w) {
-  return rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
+  return nn::rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
 }
 #endif
 

@@ -32,7 +32,8 @@ TEST(KernelTable, HasEveryEntryOnEveryDevice) {
   for (const KernelTable* t :
        {&cpu_kernels(), &aten_kernels(), &meta_kernels(), &hopper_kernels()}) {
     EXPECT_TRUE(t->top_k && t->sort_by_expert && t->rank_major_to_expert_major && t->gather_rows &&
-                t->combine_rows && t->experts_forward && t->experts_backward)
+                t->combine_rows && t->experts_forward && t->experts_backward && t->norm_forward &&
+                t->norm_backward && t->rotate_forward && t->rotate_backward)
         << t->name;
     EXPECT_EQ(t->attention_forward == nullptr, t->attention_backward == nullptr) << t->name;
   }

@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace aten {
 
-// In routing.cpp and experts.cpp.
+// In routing.cpp, experts.cpp, norm.cpp and rope.cpp.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -11,6 +11,10 @@ GatherKernel gather_rows;
 CombineKernel combine_rows;
 ExpertsForwardKernel experts_forward;
 ExpertsBackwardKernel experts_backward;
+NormForwardKernel norm_forward;
+NormBackwardKernel norm_backward;
+RotateKernel rotate_forward;
+RotateKernel rotate_backward;
 
 }  // namespace aten
 
@@ -23,6 +27,10 @@ const KernelTable& aten_kernels() {
                                  .combine_rows = aten::combine_rows,
                                  .experts_forward = aten::experts_forward,
                                  .experts_backward = aten::experts_backward,
+                                 .norm_forward = aten::norm_forward,
+                                 .norm_backward = aten::norm_backward,
+                                 .rotate_forward = aten::rotate_forward,
+                                 .rotate_backward = aten::rotate_backward,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;
