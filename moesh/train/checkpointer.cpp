@@ -139,7 +139,7 @@ Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Mod
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
               .keep_latest = c.keep_latest_k};
-  if (c.enable && c.async) background_group_ = world.split(0, world.rank(), "checkpoint");
+  if (c.enable && c.async) background_group_ = world.background("checkpoint");
 }
 
 Checkpointer::~Checkpointer() {
@@ -214,7 +214,6 @@ void Checkpointer::save(const Position& position, bool in_background) {
   }
   background_ = std::thread([this, start, is_first, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
-    comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
       if (is_first)
