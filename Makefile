@@ -9,7 +9,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup program build run test gpu asan tsan sanitize fuzz verify \
+.PHONY: all setup program build run test gpu asan tsan sanitize fuzz mutate verify \
   bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
@@ -76,6 +76,11 @@ fuzz: build
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
+
+# Some 1,700 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
+# MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
+mutate: setup
+	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)
 
 bench-comm: build
 	scripts/bench_comm.sh

@@ -47,8 +47,8 @@ MAX_TYPE_LINES = 300
 ESCAPES = [
     ("moesh/nn/experts.cpp", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, ExpertsGivePartialSums"),
     ("moesh/nn/gate.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, LogitsAreThoseOfEachToken"),
-    ("moesh/nn/router.cpp", "assume<TokenSum::layout>", "tests/nn/layouts_test.cpp", "Layouts, PendingCountsAreAPartialSum"),
     ("moesh/nn/router.cpp", "declare<Dense{T, P, P}>", "tests/nn/layouts_test.cpp", "Layouts, SumsOfASequenceArePartialOnCpAndTp"),
+    ("moesh/nn/tokens.cpp", "assume<Dense{T, R, R}>", "tests/nn/layouts_test.cpp", "Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole"),
     ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, P}>", "tests/nn/layouts_test.cpp", "Layouts, AnEmbeddingIsAPartialSum"),
     ("moesh/nn/vocabulary.cpp", "assume<Dense{T, T, I}>", "tests/nn/layouts_test.cpp", "Layouts, ALossOfTheVocabularyIsTheSameOnTp"),
     ("moesh/optim/grad_norm.cpp", "assume<Dense{P, P, P}>", "tests/optim/grad_norm_test.cpp", "GradNorm, IsThatOfOneRankOnEveryMesh"),

@@ -8,6 +8,8 @@
 #include "moesh/kernels/attention.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gate.h"
+#include "moesh/kernels/norm.h"
+#include "moesh/kernels/rope.h"
 #include "moesh/kernels/sort.h"
 #include "moesh/kernels/topk.h"
 
@@ -34,9 +36,13 @@ using AttentionBackwardKernel = AttentionGradients(const AttentionConfig& config
                                                    const AttentionInput& input,
                                                    const at::Tensor& lse_BhL,
                                                    const at::Tensor& dy_BLhv);
+using NormForwardKernel = NormOutput(const at::Tensor& x, const at::Tensor& weight_D, double eps);
+using NormBackwardKernel = NormGradients(const at::Tensor& x, const at::Tensor& weight_D,
+                                         const at::Tensor& r, const at::Tensor& dy);
+using RotateKernel = at::Tensor(const Rotation& rotation, const at::Tensor& x_BLhd);
 
-/// Arguments are already checked, tensors are contiguous (those of attention need not be), and no
-/// gradient is recorded.
+/// Arguments are already checked, tensors are contiguous (heads, and rows of a norm, need not be),
+/// and no gradient is recorded.
 struct KernelTable {
   const char* name;
   TopKKernel* top_k;
@@ -48,6 +54,10 @@ struct KernelTable {
   CombineKernel* combine_rows;
   ExpertsForwardKernel* experts_forward;
   ExpertsBackwardKernel* experts_backward;
+  NormForwardKernel* norm_forward;
+  NormBackwardKernel* norm_backward;
+  RotateKernel* rotate_forward;
+  RotateKernel* rotate_backward;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
 

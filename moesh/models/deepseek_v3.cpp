@@ -26,7 +26,8 @@ class Mla final : public nn::Attention {
         rope_dim_(c.qk_rope_dim),
         v_dim_(c.v_dim),
         latent_(c.kv_lora_rank),
-        rope_(c.rope) {
+        rope_(c.rope),
+        rope_tables_(o.rope_tables) {
     MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config,
                 "deepseek_v3: num_heads = ", num_heads_,
                 " do not divide by tp = ", current_mesh().size(tp),
@@ -48,18 +49,14 @@ class Mla final : public nn::Attention {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table = nn::rope_table(rope_, tokens.span_start(), tokens.span_length(),
-                                      local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto table = rope_tables_->at(rope_, tokens.span_start(), tokens.span_length(),
+                                        local(x_BLD).scalar_type(), local(x_BLD).device());
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
-    const Heads q = map_heads(
-        [&](const at::Tensor& t) {
-          return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1);
-        },
-        nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
+    const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
     const Full kv_a = linear(x_BLD, use(kv_a_));
     const Heads kv =
@@ -91,6 +88,7 @@ class Mla final : public nn::Attention {
  private:
   std::int64_t num_heads_, nope_, rope_dim_, v_dim_, latent_;
   nn::RopeConfig rope_;
+  std::shared_ptr<nn::RopeTables> rope_tables_;
   nn::AttentionOptions options_;
   std::optional<nn::Uncut> q_a_;
   std::optional<nn::RmsNorm> q_norm_;

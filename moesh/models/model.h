@@ -26,6 +26,9 @@ struct MicroBatch {
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches.
   std::int64_t num_step_tokens = 1;
   std::int64_t index = 0;  // of the micro-batch in its step
+
+  /// bool: the tokens that count, those with a label.
+  at::Tensor valid_BL() const { return labels_BL.ne(-100); }
 };
 
 struct ForwardOptions {

@@ -13,6 +13,7 @@
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
+#include "tests/train/loss_check.h"
 
 namespace moesh::train {
 namespace {
@@ -164,6 +165,18 @@ TEST_P(Steps, WithoutAValidTokenNothingMoves) {
     EXPECT_TRUE(t.apply(g).skipped);
     EXPECT_TRUE(same(before, t.state()));
   });
+}
+
+// Against formulas that no rank computes with: one rank and a mesh may make the same mistake.
+TEST(Losses, EveryTermIsItsFormulaOverTheTokensWithALabel) {
+  for (const auto& shape : {MeshShape{}, MeshShape{.dp_shard = 2, .ep = 2}, MeshShape{.cp = 4},
+                            MeshShape{.tp = 4}, MeshShape{.cp = 2, .tp = 2, .ep = 2, .etp = 2}})
+    for (const auto mask : losses::kMasks)
+      for (bool sequence_parallel : {true, false}) {
+        if (!sequence_parallel && shape.tp == 1) continue;
+        EXPECT_EQ(losses::step_complaint(shape, mask, sequence_parallel), "")
+            << shape.describe() << (sequence_parallel ? "" : ", no sequence parallelism");
+      }
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace aten {
 
-// In routing.cpp, gate.cpp and experts.cpp.
+// In routing.cpp, gate.cpp, experts.cpp, norm.cpp and rope.cpp.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -13,6 +13,10 @@ GateBackwardKernel gate_backward;
 CombineKernel combine_rows;
 ExpertsForwardKernel experts_forward;
 ExpertsBackwardKernel experts_backward;
+NormForwardKernel norm_forward;
+NormBackwardKernel norm_backward;
+RotateKernel rotate_forward;
+RotateKernel rotate_backward;
 
 }  // namespace aten
 
@@ -27,6 +31,10 @@ const KernelTable& aten_kernels() {
                                  .combine_rows = aten::combine_rows,
                                  .experts_forward = aten::experts_forward,
                                  .experts_backward = aten::experts_backward,
+                                 .norm_forward = aten::norm_forward,
+                                 .norm_backward = aten::norm_backward,
+                                 .rotate_forward = aten::rotate_forward,
+                                 .rotate_backward = aten::rotate_backward,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;

@@ -27,6 +27,10 @@ const KernelTable& cpu_kernels() {
                                  .combine_rows = cpu::combine_rows,
                                  .experts_forward = cpu::experts_forward,
                                  .experts_backward = cpu::experts_backward,
+                                 .norm_forward = aten_kernels().norm_forward,
+                                 .norm_backward = aten_kernels().norm_backward,
+                                 .rotate_forward = aten_kernels().rotate_forward,
+                                 .rotate_backward = aten_kernels().rotate_backward,
                                  .attention_forward = cpu::attention_forward,
                                  .attention_backward = cpu::attention_backward};
   return table;

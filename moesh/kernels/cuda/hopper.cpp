@@ -8,56 +8,25 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/logical_and.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <mutex>
 #include <utility>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cuda/launch.h"
+#include "moesh/kernels/cuda/on_device.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
 namespace hopper {
-using namespace cuda;  // launch.h
+
+// In hopper_around.cpp.
+NormForwardKernel norm_forward;
+NormBackwardKernel norm_backward;
+RotateKernel rotate_forward;
+RotateKernel rotate_backward;
+
 namespace {
-
-/// Makes the device of a tensor current, and calls kernels on its stream; on meta, which has none,
-/// it does nothing.
-class OnDeviceOf {
- public:
-  explicit OnDeviceOf(const at::Tensor& t) : guard_(t.device()), is_meta_(t.is_meta()) {
-    const at::Device device = t.device();
-    if (!is_meta_)
-      stream_ = c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
-  }
-  template <class Kernel, class... Arguments>
-  void operator()(const char* name, Kernel* kernel, const Arguments&... arguments) const {
-    if (is_meta_) return;
-    const cuda::Error error = kernel(arguments..., stream_);
-    MOESH_CHECK(!error, ErrorKind::device, "kernel ", name, ": ", error);
-  }
-
- private:
-  c10::DeviceGuard guard_;
-  bool is_meta_;
-  Stream stream_ = nullptr;
-};
-
-bool has_memory(const at::Tensor& t) { return t.defined() && !t.is_meta(); }
-const void* in(const at::Tensor& t) { return has_memory(t) ? t.const_data_ptr() : nullptr; }
-void* out(const at::Tensor& t) { return has_memory(t) ? t.mutable_data_ptr() : nullptr; }
-const std::int32_t* indices(const at::Tensor& t) {
-  return has_memory(t) ? t.const_data_ptr<std::int32_t>() : nullptr;
-}
-float* floats(const at::Tensor& t) { return has_memory(t) ? t.mutable_data_ptr<float>() : nullptr; }
-
-bool in_chunks(const at::Tensor& t) {  // of 16 bytes, as the kernels read and write
-  return reinterpret_cast<std::uintptr_t>(in(t)) % 16 == 0;
-}
-/// A view may begin anywhere.
-at::Tensor aligned(const at::Tensor& t) { return !t.defined() || in_chunks(t) ? t : t.clone(); }
 
 /// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
 class Call {
@@ -344,6 +313,10 @@ const KernelTable& hopper_kernels() {
     t.gate_backward = hopper::gate_backward;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
+    t.norm_forward = hopper::norm_forward;
+    t.norm_backward = hopper::norm_backward;
+    t.rotate_forward = hopper::rotate_forward;
+    t.rotate_backward = hopper::rotate_backward;
     t.refuses_device = hopper::refuses_device;
     t.refuses_experts = hopper::refuses_experts;
     return t;

@@ -126,12 +126,12 @@ void adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::T
            at::TensorList, double, double, double, double, double, bool, bool,
            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {}
 
-// Fused attention: the output as the queries lie, and one number for each query.
+// Fused attention: the output by positions, then heads, and one number for each query.
 std::tuple<at::Tensor, at::Tensor> sdpa(const at::Tensor& q, const at::Tensor& /*k*/,
-                                        const at::Tensor& /*v*/, double, bool,
+                                        const at::Tensor& v, double, bool,
                                         const std::optional<at::Tensor>& /*mask*/,
                                         std::optional<double>) {
-  return {at::empty_like(q),
+  return {at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
           at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
 }
 

@@ -123,6 +123,20 @@ GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor
   return of_accelerator_gate().gate_backward(x_TD, gate_ED, d_logits_TE);
 }
 
+// The kernels of an accelerator: results, and no temporaries.
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/) {
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty(x.sizes(), x.options()),
+          at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide))};
+}
+NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
+                            const at::Tensor& /*r*/, const at::Tensor& /*dy*/) {
+  return {at::empty(x.sizes(), x.options()), like(weight_D)};
+}
+at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
+  return at::empty(x_BLhd.sizes(), x_BLhd.options());
+}
+
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -151,6 +165,10 @@ const KernelTable& meta_kernels() {
                                   .combine_rows = meta::combine_rows,
                                   .experts_forward = meta::experts_forward,
                                   .experts_backward = meta::experts_backward,
+                                  .norm_forward = aten_kernels().norm_forward,
+                                  .norm_backward = aten_kernels().norm_backward,
+                                  .rotate_forward = aten_kernels().rotate_forward,
+                                  .rotate_backward = aten_kernels().rotate_backward,
                                   .attention_forward = meta::attention_forward,
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {
@@ -159,6 +177,8 @@ const KernelTable& meta_kernels() {
     t.experts_backward = meta::accelerator_backward;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
+    t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
+    t.rotate_forward = t.rotate_backward = meta::rotate;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;
   }();
