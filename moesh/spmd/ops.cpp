@@ -5,11 +5,13 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/square.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
 namespace moesh::raw {
 
@@ -24,7 +26,10 @@ at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);
 }
 at::Tensor count(const at::Tensor& x, std::int64_t num_values) {
-  return at::bincount(x.flatten(), {}, num_values);
+  const at::Tensor flat = x.flatten();
+  if (flat.is_cpu()) return at::bincount(flat, {}, num_values);
+  // bincount waits for an accelerator, to look for the largest value.
+  return at::zeros({num_values}, flat.options()).scatter_add_(0, flat, at::ones_like(flat));
 }
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last) {
