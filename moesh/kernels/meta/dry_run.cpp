@@ -84,11 +84,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bag(
           at::empty_like(offsets), at::empty_like(offsets)};
 }
 
-at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weights*/,
-                    std::int64_t min_length) {
-  return at::empty({min_length}, x.options());
-}
-
 at::Tensor extreme(const at::Tensor& x) { return at::empty({}, x.options()); }
 
 at::Tensor absolute(const at::Tensor& x) { return at::empty_like(x); }
@@ -173,7 +168,6 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("index_select", TORCH_FN(index_select));
   m.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
   m.impl("_embedding_bag_forward_only", TORCH_FN(embedding_bag));
-  m.impl("bincount", TORCH_FN(bincount));
   m.impl("min", TORCH_FN(extreme));
   m.impl("max", TORCH_FN(extreme));
   m.impl("abs", TORCH_FN(absolute));
