@@ -52,6 +52,8 @@ struct KernelTable {
   TopKKernel* top_k;
   SortKernel* sort_by_expert;
   ReorderKernel* rank_major_to_expert_major;
+  GateForwardKernel* gate_forward;
+  GateBackwardKernel* gate_backward;
   GatherKernel* gather_rows;
   CombineKernel* combine_rows;
   ExpertsForwardKernel* experts_forward;
@@ -64,8 +66,6 @@ struct KernelTable {
   LogitGradientKernel* logit_gradient_;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
-  GateForwardKernel* gate_forward = nullptr;    // null: as above
-  GateBackwardKernel* gate_backward = nullptr;  // null: as above
 
   /// Own kernels of an accelerator do not take everything. Both say why not, or "" if they do; null
   /// takes everything. They are asked in every call, so the answer for a device is worth keeping.

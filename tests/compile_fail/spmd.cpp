@@ -249,6 +249,27 @@ auto norm(const Columns& x, const NormWeight& w) {
 }
 #endif
 
+#if defined(FAIL_sum_over_a_numbered_dimension)
+// expect: dimensions are named by what they hold
+auto feature_sums(const Shards& x) { return sum<Over::features>(x, {0}); }
+#else
+auto feature_sums(const Shards& x) { return sum<Over::features>(x); }
+#endif
+
+#if defined(FAIL_map_of_a_slice_of_the_experts)
+// expect: this rank holds a slice (F): all_gather<axis>(x) first
+auto routing_map(const Columns& chosen) { return one_hot(chosen, 8); }
+#else
+auto routing_map(const Columns& chosen) { return one_hot(all_gather<tp>(chosen, {.dim = 1}), 8); }
+#endif
+
+#if defined(FAIL_map_of_a_partial_sum)
+// expect: a nonlinear function of a partial sum (P)
+auto group_mask(const Sum& kept) { return one_hot(kept, 4); }
+#else
+auto group_mask(const Sum& kept) { return one_hot(all_reduce<tp>(kept), 4); }
+#endif
+
 #if defined(FAIL_row_function_of_rows_and_experts)
 // expect: different things vary over the ranks
 auto weigh(const Tensor<Sparse{T, E, R}>& rows, const Rows& scores) {
@@ -335,7 +356,7 @@ void train(const Pending& loss) { backward(all_reduce<kTokenAxes, I>(loss)); }
 // expect: sum over tokens first (sum<Over::tokens>)
 void train_on_tokens(const Shards& losses) { backward(losses); }
 #else
-void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses, {0})); }
+void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses)); }
 #endif
 
 #if defined(FAIL_partial_loss_logged)
@@ -347,12 +368,10 @@ double report(const Pending& loss) { return number(all_reduce<kTokenAxes>(loss))
 
 #if defined(FAIL_partial_count_as_whole)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
-double load_of_first(const Shards& map) {
-  return number(select(sum<Over::tokens>(map, {0}), 0, 0));
-}
+double load_of_first(const Shards& map) { return number(select(sum<Over::tokens>(map), 0, 0)); }
 #else
 double load_of_first(const Shards& map) {
-  return number(select(all_reduce<kTokenAxes>(sum<Over::tokens>(map, {0})), 0, 0));
+  return number(select(all_reduce<kTokenAxes>(sum<Over::tokens>(map)), 0, 0));
 }
 #endif
 

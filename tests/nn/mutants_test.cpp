@@ -12,6 +12,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/mutants/check.h"
 #include "tests/train/device.h"
+#include "tests/train/loss_check.h"
 
 namespace moesh {
 namespace {
@@ -71,6 +72,16 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   const auto c = step_case(mesh, {{"training.max_norm", 0.01, {"test"}}});
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
+});
+
+// The loss terms of a step against their formulas.
+const mutants::Provide losses_of_a_step("losses", [](Settings& settings) -> Check {
+  const MeshShape mesh = settings.take_mesh();
+  const bool sequence_parallel = settings.take("sequence_parallel", 1) != 0;
+  const auto mask = settings.take("none_in_one_sequence") != 0 ? losses::Mask::none_in_one_sequence
+                    : settings.take("few") != 0                ? losses::Mask::few
+                                                               : losses::Mask::all;
+  return [=] { return losses::step_complaint(mesh, mask, sequence_parallel); };
 });
 
 // Someone who has two files of gradients, of ep=4 and ep=2, and no verify: compare finds the tensor

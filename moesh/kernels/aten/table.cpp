@@ -3,11 +3,13 @@
 namespace moesh::kernels {
 namespace aten {
 
-// In routing.cpp, experts.cpp, norm.cpp, rope.cpp and cross_entropy.cpp.
+// Each is in a file of its kind.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
 GatherKernel gather_rows;
+GateForwardKernel gate_forward;
+GateBackwardKernel gate_backward;
 CombineKernel combine_rows;
 ExpertsForwardKernel experts_forward;
 ExpertsBackwardKernel experts_backward;
@@ -25,6 +27,8 @@ const KernelTable& aten_kernels() {
                                  .top_k = aten::top_k,
                                  .sort_by_expert = aten::sort_by_expert,
                                  .rank_major_to_expert_major = aten::rank_major_to_expert_major,
+                                 .gate_forward = aten::gate_forward,
+                                 .gate_backward = aten::gate_backward,
                                  .gather_rows = aten::gather_rows,
                                  .combine_rows = aten::combine_rows,
                                  .experts_forward = aten::experts_forward,

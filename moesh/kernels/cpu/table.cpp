@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace cpu {
 
-// Each is in the file of its name.
+// Each is in the file of its name. The gate is a small product, left to the library.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -21,6 +21,8 @@ const KernelTable& cpu_kernels() {
                                  .top_k = cpu::top_k,
                                  .sort_by_expert = cpu::sort_by_expert,
                                  .rank_major_to_expert_major = cpu::rank_major_to_expert_major,
+                                 .gate_forward = aten_kernels().gate_forward,
+                                 .gate_backward = aten_kernels().gate_backward,
                                  .gather_rows = cpu::gather_rows,
                                  .combine_rows = cpu::combine_rows,
                                  .experts_forward = cpu::experts_forward,

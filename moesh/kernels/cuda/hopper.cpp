@@ -1,5 +1,6 @@
 // The torch side of the kernels for Hopper: allocates, and calls launch.h. Nothing here waits for
 // the device, but for a sort of a part of the experts, whose number of rows is not known before.
+// Experts and gate take tensors on meta, too: what is allocated is the same, and nothing is called.
 // T tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
 
 #include <ATen/TensorOperators.h>
@@ -7,8 +8,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/logical_and.h>
-#include <ATen/ops/mm.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <mutex>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -62,13 +64,14 @@ class Call {
     return {at_tokens(y_RD), {given, gate_RF, up_RF}};
   }
 
-  /// gate_RF and up_RF become their gradients.
+  /// gate_RF and up_RF become their gradients. The gradients of the weights get their memory when
+  /// they are made: those of w1 and w3 after the hidden state is gone.
   ExpertsGradients backward(const at::Tensor& gate_RF, const at::Tensor& up_RF,
                             const at::Tensor& dy) {
     ExpertsGradients d;
     const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
-    d.weights = {like(weights_.w1_eFD), like(weights_.w3_eFD), like(weights_.w2_eDF),
-                 like(weights_.b1_eF),  like(weights_.b3_eF),  like(weights_.b2_eD)};
+    d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
+    d.weights.b2_eD = like(weights_.b2_eD);
     {
       const at::Tensor dy_RD = at_experts(dy), act_RF = empty_hidden();
       at::Tensor terms;
@@ -81,6 +84,7 @@ class Call {
       if (terms.defined())
         run_("score_gradient", score_gradient, experts_, in(dy_RD),
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
+      d.weights.w2_eDF = like(weights_.w2_eDF);
       run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
       run_("bias_gradients", bias_gradients, experts_, in(dy_RD), in(gate_RF), in(up_RF),
            out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
@@ -88,6 +92,7 @@ class Call {
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
     run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));
     d.x = at_tokens(dx_RD);
+    d.weights.w1_eFD = like(weights_.w1_eFD), d.weights.w3_eFD = like(weights_.w3_eFD);
     run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(gate_RF), in(up_RF),
          out(d.weights.w1_eFD), out(d.weights.w3_eFD));
     return d;
@@ -229,7 +234,7 @@ struct Gate {
 
 at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
   const Gate gate(x, gate_ED);
-  if (!gate.taken()) return at::mm(x.to(gate_ED.scalar_type()), gate_ED.t());
+  if (!gate.taken()) return aten_kernels().gate_forward(x, gate_ED);
   const at::Tensor logits_TE = at::empty({x.size(0), gate_ED.size(0)}, gate_ED.options());
   OnDeviceOf{x}("route", route, gate.router, in(gate.x_TD), in(gate.terms), floats(logits_TE),
                 static_cast<std::int32_t*>(nullptr), static_cast<float*>(nullptr),
@@ -240,9 +245,7 @@ at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
 GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
                             const at::Tensor& d_logits_TE) {
   const Gate gate(x, gate_ED);
-  if (!gate.taken())
-    return {at::mm(d_logits_TE, gate_ED).to(x.scalar_type()),
-            at::mm(d_logits_TE.t(), x.to(gate_ED.scalar_type()))};
+  if (!gate.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE);
   GateGradients d{at::empty_like(gate.x_TD), at::empty_like(gate_ED)};
   const at::Tensor workspace =
       at::empty({route_workspace(gate.router)}, x.options().dtype(at::kByte));
@@ -262,9 +265,25 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
   return d;
 }
 
+/// Asked in every call, so that the driver is asked once for each device.
 std::string refuses_device(at::Device device) {
-  const cuda::Error error = check_device(device.has_index() ? device.index() : 0);
-  return error ? error : "";
+  constexpr int kMaxDevices = 64;
+  struct Answer {
+    std::once_flag asked;
+    cuda::Error error = nullptr;
+  };
+  static Answer answers[kMaxDevices];
+  int index = device.index();
+  if (index < 0) {  // the current one; where there is none, what a question for the first says
+    const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
+                             c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
+    index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;
+  }
+  if (index >= kMaxDevices)
+    return detail::concat("own kernels take devices 0 to ", kMaxDevices - 1);
+  Answer& answer = answers[index];
+  std::call_once(answer.asked, [&] { answer.error = check_device(index); });
+  return answer.error ? answer.error : "";
 }
 
 std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {

@@ -196,6 +196,7 @@ DryRun::~DryRun() {
   modelled = at::kCPU;
 }
 
+std::int64_t DryRun::live() const { return CountingAllocator::live; }
 std::int64_t DryRun::peak() const { return CountingAllocator::peak; }
 
 }  // namespace moesh::kernels::meta

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/table.h"
 
@@ -93,6 +94,35 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return out;
 }
 
+// What the kernels of an accelerator hold: bfloat16 is taken to run on the own kernels for Hopper
+// unless `kernels.gpu` is library. Both kinds run on meta themselves, so that their temporaries are
+// what is counted.
+const KernelTable& of_accelerator_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
+  const KernelTable& own = hopper_kernels();
+  const bool takes =
+      gpu_kernels() != GpuKernels::library && own.refuses_experts(config, weights).empty();
+  return takes ? own : aten_kernels();
+}
+ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsInput& input) {
+  return of_accelerator_for(config, weights).experts_forward(config, weights, input);
+}
+ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                      ExpertsSaved saved, const at::Tensor& dy) {
+  return of_accelerator_for(config, weights)
+      .experts_backward(config, weights, std::move(saved), dy);
+}
+const KernelTable& of_accelerator_gate() {
+  return gpu_kernels() == GpuKernels::library ? aten_kernels() : hopper_kernels();
+}
+at::Tensor accelerator_gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
+  return of_accelerator_gate().gate_forward(x_TD, gate_ED);
+}
+GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
+                                        const at::Tensor& d_logits_TE) {
+  return of_accelerator_gate().gate_backward(x_TD, gate_ED, d_logits_TE);
+}
+
 // The kernels of an accelerator: results, and no temporaries.
 NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/) {
   const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -141,6 +171,8 @@ const KernelTable& meta_kernels() {
                                   .top_k = meta::top_k,
                                   .sort_by_expert = meta::sort_by_expert,
                                   .rank_major_to_expert_major = meta::rank_major_to_expert_major,
+                                  .gate_forward = aten_kernels().gate_forward,
+                                  .gate_backward = aten_kernels().gate_backward,
                                   .gather_rows = meta::gather_rows,
                                   .combine_rows = meta::combine_rows,
                                   .experts_forward = meta::experts_forward,
@@ -155,9 +187,10 @@ const KernelTable& meta_kernels() {
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {
     KernelTable t = of_cpu;
-    // LibTorch ops run on meta themselves: their temporaries are those of the accelerator.
-    t.experts_forward = aten_kernels().experts_forward;
-    t.experts_backward = aten_kernels().experts_backward;
+    t.experts_forward = meta::accelerator_forward;
+    t.experts_backward = meta::accelerator_backward;
+    t.gate_forward = meta::accelerator_gate_forward;
+    t.gate_backward = meta::accelerator_gate_backward;
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
     t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
