@@ -6,6 +6,7 @@
 #include <string>
 
 #include "moesh/kernels/attention.h"
+#include "moesh/kernels/cross_entropy.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gate.h"
 #include "moesh/kernels/norm.h"
@@ -39,6 +40,9 @@ using AttentionBackwardKernel = AttentionGradients(const AttentionConfig& config
 using NormForwardKernel = NormOutput(const at::Tensor& x, const at::Tensor& weight_D, double eps);
 using NormBackwardKernel = NormGradients(const at::Tensor& x, const at::Tensor& weight_D,
                                          const at::Tensor& r, const at::Tensor& dy);
+using LogitSumsKernel = LogitSums(const at::Tensor& logits_NV, const at::Tensor& label_N);
+using LogitGradientKernel = at::Tensor(const at::Tensor& logits_NV, const at::Tensor& label_N,
+                                       const at::Tensor& total_N, const at::Tensor& weight_N);
 using RotateKernel = at::Tensor(const Rotation& rotation, const at::Tensor& x_BLhd);
 
 /// Arguments are already checked, tensors are contiguous (heads, and rows of a norm, need not be),
@@ -58,6 +62,8 @@ struct KernelTable {
   NormBackwardKernel* norm_backward;
   RotateKernel* rotate_forward;
   RotateKernel* rotate_backward;
+  LogitSumsKernel* logit_sums;
+  LogitGradientKernel* logit_gradient_;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
 

@@ -111,11 +111,11 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
-  const auto logits_BLV = linear(x, use(head_ ? *head_ : embedding_->weight()));
-  if (options.probe) options.probe->on_logits(local(logits_BLV));
+  const auto weight = use(head_ ? *head_ : embedding_->weight());
+  if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
-  const auto per_token = nn::cross_entropy(flatten(logits_BLV, 0, 1), labels, config_.vocab);
-  return once<tp>(scale(sum_all(per_token), 1.0 / static_cast<double>(batch.num_step_tokens)));
+  const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
+  return once<tp>(scale(sum, 1.0 / static_cast<double>(batch.num_step_tokens)));
 }
 
 void Stage::each_param(const std::function<void(Stored&)>& f) {

@@ -79,29 +79,30 @@ TEST(Layouts, AnEmbeddingIsAPartialSum) {
 }
 
 TEST(Layouts, ALossOfTheVocabularyIsTheSameOnTp) {
-  constexpr std::int64_t V = 7, L = 5;
+  constexpr std::int64_t V = 7, L = 5, D = 3;
   for (const auto& shape : kMeshes) {
     const std::int64_t B = shape.dp_shard;
-    const at::Tensor logits = random({B, L, V});
+    const at::Tensor states = random({B, L, D}), weight = random({V, D});
     const at::Tensor labels = at::arange(B * L).remainder(V).reshape({B, L}).to(test_device());
-    const at::Tensor leaf = logits.flatten(0, 1).clone().requires_grad_(true);
+    const at::Tensor leaf = states.flatten(0, 1).clone().requires_grad_(true),
+                     words_leaf = weight.clone().requires_grad_(true);
     const at::Tensor alone =
-        at::cross_entropy_loss(leaf, labels.flatten(), {}, /*reduction=none*/ 0);
-    alone.sum().backward();
+        at::cross_entropy_loss(leaf.mm(words_leaf.t()), labels.flatten(), {}, at::Reduction::Sum);
+    alone.backward();
     on_mesh(shape, [&](const Mesh& mesh) {
       const Tokens tokens(mesh, 1, L, true);
       const Pieces words{V, mesh.size(tp)};
-      const at::Tensor mine =
-          my_tokens(logits, mesh, tokens)
-              .narrow(2, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp)))
-              .flatten(0, 1);
-      const auto x = as_leaf(assume<Dense{T, T, F}>(mine));
-      const auto y = cross_entropy(x, my_tokens(labels, mesh, tokens).flatten(), V);
-      EXPECT_EQ(layout_complaint(mesh, y, {0, 0, 0}, alone.detach()), "") << shape.describe();
-      backward(sum_all(y));
-      EXPECT_EQ(layout_complaint(mesh, grad(x), {0, 0, 1}, leaf.grad()), "") << shape.describe();
-      const auto as_sum = assume<Dense{T, T, P}>(local(y));
-      EXPECT_EQ(layout_complaint(mesh, as_sum, {0, 0, 0}, alone.detach()) == "", shape.tp == 1);
+      const auto x = as_leaf(assume<Dense{T, T, R}>(my_tokens(states, mesh, tokens).flatten(0, 1)));
+      const auto w = as_leaf(assume<Dense{R, R, F}>(
+          weight.narrow(0, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp)))));
+      const auto y = cross_entropy(x, w, my_tokens(labels, mesh, tokens).flatten(), V);
+      EXPECT_EQ(layout_complaint(mesh, y, {}, alone.detach()), "") << shape.describe();
+      backward(y);
+      EXPECT_EQ(layout_complaint(mesh, grad(x), {0, 0, 0}, leaf.grad()), "") << shape.describe();
+      EXPECT_EQ(layout_complaint(mesh, grad(w), {0, 0, 0}, words_leaf.grad()), "")
+          << shape.describe();
+      const auto as_sum = assume<Dense{P, P, P}>(local(y));
+      EXPECT_EQ(layout_complaint(mesh, as_sum, {}, alone.detach()) == "", shape.tp == 1);
     });
   }
 }

@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace aten {
 
-// In routing.cpp, gate.cpp, experts.cpp, norm.cpp and rope.cpp.
+// Each is in a file of its kind.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -17,6 +17,8 @@ NormForwardKernel norm_forward;
 NormBackwardKernel norm_backward;
 RotateKernel rotate_forward;
 RotateKernel rotate_backward;
+LogitSumsKernel logit_sums;
+LogitGradientKernel logit_gradient_;
 
 }  // namespace aten
 
@@ -35,6 +37,8 @@ const KernelTable& aten_kernels() {
                                  .norm_backward = aten::norm_backward,
                                  .rotate_forward = aten::rotate_forward,
                                  .rotate_backward = aten::rotate_backward,
+                                 .logit_sums = aten::logit_sums,
+                                 .logit_gradient_ = aten::logit_gradient_,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;

@@ -31,6 +31,8 @@ const KernelTable& cpu_kernels() {
                                  .norm_backward = aten_kernels().norm_backward,
                                  .rotate_forward = aten_kernels().rotate_forward,
                                  .rotate_backward = aten_kernels().rotate_backward,
+                                 .logit_sums = aten_kernels().logit_sums,
+                                 .logit_gradient_ = aten_kernels().logit_gradient_,
                                  .attention_forward = cpu::attention_forward,
                                  .attention_backward = cpu::attention_backward};
   return table;

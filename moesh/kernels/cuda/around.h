@@ -34,4 +34,17 @@ struct Rope {
 /// y has no gaps.
 Error rope(const Rope&, const void* x, void* y, Stream);
 
+/// Logits of N tokens, without gaps.
+struct Logits {
+  std::int64_t num_tokens, num_words;  // words: a multiple of 8
+  const std::int64_t* label_N;         // a column, or -1: not here
+};
+/// The largest, the sum of exponentials of the distance from it, and the logit of the label (0: not
+/// here).
+Error logit_sums(const Logits&, const void* logits_NV, float* max_N, float* sum_N, float* picked_N,
+                 Stream);
+/// weight (exp(logit - total), less 1 at the label), over the logits.
+Error logit_gradient(const Logits&, void* logits_NV, const float* total_N, const float* weight_N,
+                     Stream);
+
 }  // namespace moesh::kernels::cuda

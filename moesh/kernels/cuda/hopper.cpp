@@ -25,6 +25,8 @@ NormForwardKernel norm_forward;
 NormBackwardKernel norm_backward;
 RotateKernel rotate_forward;
 RotateKernel rotate_backward;
+LogitSumsKernel logit_sums;
+LogitGradientKernel logit_gradient_;
 
 namespace {
 
@@ -317,6 +319,8 @@ const KernelTable& hopper_kernels() {
     t.norm_backward = hopper::norm_backward;
     t.rotate_forward = hopper::rotate_forward;
     t.rotate_backward = hopper::rotate_backward;
+    t.logit_sums = hopper::logit_sums;
+    t.logit_gradient_ = hopper::logit_gradient_;
     t.refuses_device = hopper::refuses_device;
     t.refuses_experts = hopper::refuses_experts;
     return t;

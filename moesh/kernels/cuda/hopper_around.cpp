@@ -96,4 +96,40 @@ at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) 
                                            : aten_kernels().rotate_backward(rotation, dy_BLhd);
 }
 
+namespace {
+
+bool takes_logits(const at::Tensor& logits_NV) {
+  return logits_NV.scalar_type() == at::kBFloat16 && logits_NV.size(1) >= 8 &&
+         logits_NV.size(1) % 8 == 0 && in_chunks(logits_NV);
+}
+
+Logits logits_of(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  return {.num_tokens = logits_NV.size(0),
+          .num_words = logits_NV.size(1),
+          .label_N = label_N.const_data_ptr<std::int64_t>()};
+}
+
+}  // namespace
+
+LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  if (!takes_logits(logits_NV)) return aten_kernels().logit_sums(logits_NV, label_N);
+  const auto fresh = [&] {
+    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(at::kFloat));
+  };
+  LogitSums sums{fresh(), fresh(), fresh()};
+  OnDeviceOf{logits_NV}("logit_sums", cuda::logit_sums, logits_of(logits_NV, label_N),
+                        in(logits_NV), floats(sums.max_N), floats(sums.sum_N),
+                        floats(sums.picked_N));
+  return sums;
+}
+
+at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_N,
+                           const at::Tensor& total_N, const at::Tensor& weight_N) {
+  if (!takes_logits(logits_NV))
+    return aten_kernels().logit_gradient_(logits_NV, label_N, total_N, weight_N);
+  OnDeviceOf{logits_NV}("logit_gradient", cuda::logit_gradient, logits_of(logits_NV, label_N),
+                        out(logits_NV), read_floats(total_N), read_floats(weight_N));
+  return logits_NV;
+}
+
 }  // namespace moesh::kernels::hopper

@@ -49,5 +49,7 @@ Error norm_backward(const Norm&, const void*, const float*, const void*, float*,
   return kNone;
 }
 Error rope(const Rope&, const void*, void*, Stream) { return kNone; }
+Error logit_sums(const Logits&, const void*, float*, float*, float*, Stream) { return kNone; }
+Error logit_gradient(const Logits&, void*, const float*, const float*, Stream) { return kNone; }
 
 }  // namespace moesh::kernels::cuda

@@ -137,6 +137,18 @@ at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
   return at::empty(x_BLhd.sizes(), x_BLhd.options());
 }
 
+LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
+  const auto wide = logits_NV.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto fresh = [&] {
+    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(wide));
+  };
+  return {fresh(), fresh(), fresh()};
+}
+at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/,
+                           const at::Tensor& /*total_N*/, const at::Tensor& /*weight_N*/) {
+  return logits_NV;
+}
+
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -169,6 +181,8 @@ const KernelTable& meta_kernels() {
                                   .norm_backward = aten_kernels().norm_backward,
                                   .rotate_forward = aten_kernels().rotate_forward,
                                   .rotate_backward = aten_kernels().rotate_backward,
+                                  .logit_sums = aten_kernels().logit_sums,
+                                  .logit_gradient_ = aten_kernels().logit_gradient_,
                                   .attention_forward = meta::attention_forward,
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {
@@ -179,6 +193,7 @@ const KernelTable& meta_kernels() {
     t.gate_backward = meta::accelerator_gate_backward;
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
+    t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;
   }();
