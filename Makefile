@@ -9,8 +9,8 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup program build run test gpu asan tsan sanitize fuzz verify \
-  bench-comm bench-moe bench-checkpoint format lint clean
+.PHONY: all setup program build run test gpu asan tsan sanitize fuzz mutate verify \
+  bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
 
@@ -77,12 +77,22 @@ verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
 
+# Some 1,700 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
+# MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
+mutate: setup
+	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)
+
 bench-comm: build
 	scripts/bench_comm.sh
 
 bench-moe: build
 	build/bin/bench_moe_layer
 	build/bin/bench_dispatchers
+
+# One table of the MoE layer on this GPU, then its kernels one by one.
+bench-gpu: gpu
+	build-cuda/bin/bench_moe_gpu
+	build-cuda/bin/bench_moe_layer_gpu
 
 bench-checkpoint: build
 	build/bin/bench_checkpoint build

@@ -16,6 +16,21 @@ using nn::Heads;
 using nn::Sum;
 using nn::Tokens;
 
+/// The first n features of each token, or of each of its heads where tp cuts these, and the rest.
+/// Backward puts the gradients of both side by side in one pass; those of two slices it would add.
+template <auto L>
+std::pair<Tensor<L>, Tensor<L>> split_features(const Tensor<L>& x, std::int64_t n) {
+  const auto parts = local(x).split_with_sizes({n, local(x).size(-1) - n}, -1);
+  const auto part = [&](size_t i) {
+    const auto pick = [&](const at::Tensor&) { return parts[i]; };
+    if constexpr (L.tp == Place::F)
+      return map_heads(pick, x);
+    else
+      return map_rows(pick, x);
+  };
+  return {part(0), part(1)};
+}
+
 /// Multi-head latent attention: keys and values come from a small latent, and one rotated key is
 /// shared by all heads.
 class Mla final : public nn::Attention {
@@ -26,7 +41,8 @@ class Mla final : public nn::Attention {
         rope_dim_(c.qk_rope_dim),
         v_dim_(c.v_dim),
         latent_(c.kv_lora_rank),
-        rope_(c.rope) {
+        rope_(c.rope),
+        rope_tables_(o.rope_tables) {
     MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config,
                 "deepseek_v3: num_heads = ", num_heads_,
                 " do not divide by tp = ", current_mesh().size(tp),
@@ -48,30 +64,23 @@ class Mla final : public nn::Attention {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table = nn::rope_table(rope_, tokens.span_start(), tokens.span_length(),
-                                      local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto table = rope_tables_->at(rope_, tokens.span_start(), tokens.span_length(),
+                                        local(x_BLD).scalar_type(), local(x_BLD).device());
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
-    const Heads q = map_heads(
-        [&](const at::Tensor& t) {
-          return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1);
-        },
-        nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
+    const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
-    const Full kv_a = linear(x_BLD, use(kv_a_));
-    const Heads kv =
-        nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
-    const Full shared_key = narrow(kv_a, -1, latent_, rope_dim_);
+    const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
+    const auto [keys, v] = split_features(
+        nn::split_heads(linear(kv_norm_(latent), use(kv_b_)), nope_ + v_dim_), nope_);
     const Heads k = map_heads(
         [&](const at::Tensor& t, const at::Tensor& key) {
-          const at::Tensor turned = rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1});
-          return at::cat({t.narrow(-1, 0, nope_), turned}, -1);
+          return at::cat({t, rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1})}, -1);
         },
-        kv, shared_key);
-    const Heads v = narrow(kv, -1, nope_, v_dim_);
+        keys, shared_key);
     const Heads y =
         nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
@@ -91,6 +100,7 @@ class Mla final : public nn::Attention {
  private:
   std::int64_t num_heads_, nope_, rope_dim_, v_dim_, latent_;
   nn::RopeConfig rope_;
+  std::shared_ptr<nn::RopeTables> rope_tables_;
   nn::AttentionOptions options_;
   std::optional<nn::Uncut> q_a_;
   std::optional<nn::RmsNorm> q_norm_;

@@ -25,14 +25,14 @@ optim::Schedule schedule(const Config& config) {
 }  // namespace
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
-  kernels::set_gpu_kernels(gpu_kernels(config));  // of the process: its ranks run one configuration
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,
                              .seed = static_cast<std::uint64_t>(config.training.seed),
                              .dispatcher = dispatcher(config),
                              .forced_balance = config.moe.force_load_balance,
-                             .score_before_experts = score_before_experts(config)});
+                             .score_before_experts = score_before_experts(config),
+                             .gpu_kernels = gpu_kernels(config)});
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {

@@ -204,7 +204,7 @@ Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Mod
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
               .keep_latest = c.keep_latest_k};
-  if (c.enable && c.async) background_group_ = world.split(0, world.rank(), "checkpoint");
+  if (c.enable && c.async) background_group_ = world.background("checkpoint");
 }
 
 Checkpointer::~Checkpointer() {
@@ -241,7 +241,7 @@ checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) 
     set.parts.push_back(part);
   }
   for (auto* router : model_.routers()) {
-    const at::Tensor total = world_.all_reduce(router->pending_counts());
+    const at::Tensor total = world_.all_reduce(local(router->pending_counts()));
     set.parts.push_back(checkpoint::replicated_part(counts_name(*router), total, world_.rank()));
   }
   set.tensors = own_names(set.parts).tensors;
@@ -279,7 +279,6 @@ void Checkpointer::save(const Position& position, bool in_background) {
   }
   background_ = std::thread([this, start, is_first, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
-    comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
       if (is_first)
@@ -383,7 +382,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   }
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers()) {
-    counts.push_back(at::empty_like(router->pending_counts()));
+    counts.push_back(at::empty_like(local(router->pending_counts())));
     parts.push_back(
         checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
   }
@@ -392,8 +391,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   checkpoint::Loader(source, table).load(parts);
 
   const auto routers = model_.routers();
-  for (std::size_t i = 0; i < routers.size(); ++i)  // they count once, wherever they are
-    routers[i]->pending_counts() = world_.rank() == 0 ? counts[i] : at::zeros_like(counts[i]);
+  for (std::size_t i = 0; i < routers.size(); ++i)
+    routers[i]->set_pending_counts(constant(counts[i]));
   const auto steps = manifest.extra.find(kOptimizerSteps);
   MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");

@@ -67,8 +67,8 @@ class Checkpointer {
   optim::Optimizer& optimizer_;
   checkpoint::SaveOptions options_;
   std::optional<std::int64_t> last_saved_;
-  // One save at a time is under way. Its collectives have a group of their own: they cannot meet
-  // those of training.
+  // One save at a time is under way. Its collectives have a group of their own, on the host: they
+  // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;
   std::thread background_;
   std::string fault_;  // of the last save in the background

@@ -1,6 +1,7 @@
 #include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <cmath>
 
@@ -18,7 +19,7 @@ using enum Place;
 // Every cp and tp rank has the labels of its dp rank whole.
 std::int64_t count_valid(const std::vector<models::MicroBatch>& batches) {
   std::int64_t mine = 0;
-  for (const auto& b : batches) mine += b.labels_BL.ne(-100).sum().item<std::int64_t>();
+  for (const auto& b : batches) mine += b.valid_BL().sum().item<std::int64_t>();
   const auto device = batches.empty() ? at::Device(at::kCPU) : batches[0].labels_BL.device();
   const auto term =
       assume<Dense{P, I, I}>(at::full({}, mine, at::TensorOptions(device).dtype(at::kLong)));
@@ -31,6 +32,7 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
                                const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
+  const kernels::UseGpuKernels chosen(model.gpu_kernels());
   Gradients g;
   g.num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
@@ -58,6 +60,7 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
 
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
                        const Gradients& gradients, double lr, const StepOptions& options) {
+  RECORD_USER_SCOPE("norm and update");
   Update update;
   const auto norm = optim::grad_norm(optimizer.params());
   update.grad_norm = number(norm);

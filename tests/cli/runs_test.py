@@ -86,7 +86,10 @@ def bad_values_name_the_option(tmp, moesh):
             fails([moesh, command, f"--model.{key}={value}"], f"model.{key} is ", "(command line); it takes ")
     fails([moesh, "verify", "--sweep", "2", "--data.sequence_length=-5"], "data.sequence_length is -5")
     fails([moesh, "verify", "--sweep", "2", "--optimizer.name=bar"], "optimizer.name")
-    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
+    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep goes through every mesh of 1 to 2 ranks", "leave one of them out")
+    fails([moesh, "verify", "--shard", "1/2"], "give it, as in --sweep 8")
+    fails([moesh, "verify", "--sweep", "2", "--sample-seed", "3"], "there is no --sample")
+    fails([moesh, "verify", "--sweep", "2", "--shard", "3/2"], "--shard is '3/2'")
     fails([moesh, "verify", "--json", "--dtype", "float64"], "--json needs a value")
     fails([moesh, "demo", "--steps", "3"], "takes no options")
     for memory in ("80", "80 gigabytes", "-1GiB"):

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <string_view>
+
 #include "tests/types/places.h"
 
 namespace moesh {
@@ -71,6 +73,44 @@ constexpr bool accessors_agree() {
   return holds;
 }
 static_assert(accessors_agree<Dense>() && accessors_agree<Sparse>());
+
+// What the compiler has checked above, of the same functions at run time: optimizer, checkpoint and
+// verify call them there, and `make mutate` changes them there alone.
+constexpr bool functions_of_one_letter_hold() {
+  const std::string_view letters = "RIPTFE", gradients = "PIRTFE", whole = "RI", varying = "TFE";
+  for (std::size_t i = 0; i < kPlaces.size(); ++i) {
+    const Place p = kPlaces[i];
+    const char c = letters[i];
+    if (letter(p) != c || letter(adjoint(p)) != gradients[i] ||
+        is_whole(p) != (whole.find(c) != whole.npos) ||
+        varies(p) != (varying.find(c) != varying.npos))
+      return false;
+  }
+  return true;
+}
+static_assert(functions_of_one_letter_hold());
+
+constexpr bool accessors_hold() {
+  return contains(dp | cp, cp) && contains(dp, dp_shard) && !contains(dp_shard, dp) &&
+         (dp & edp) == dp_replicate && without(dp | tp, dp_shard) == (dp_replicate | tp) &&
+         places(Dense{T, F, R}) == std::array{T, F, R} &&
+         places(Sparse{I, E, F}) == std::array{I, E, F} &&
+         adjoint(Dense{T, R, P}) == Dense{T, P, R} && adjoint(Sparse{P, E, R}) == Sparse{R, E, P} &&
+         on(Dense{T, T, P}, dp | cp) == T && on(Dense{P, P, P}, dp | cp | tp) == P &&
+         with(Dense{T, F, R}, dp | tp, P) == Dense{P, F, P} &&
+         with(Sparse{T, E, R}, none, P) == Sparse{T, E, R} &&
+         axes_with(Dense{T, T, R}, T) == (dp | cp) && axes_with(Dense{T, T, R}, P) == none &&
+         axes_with(Sparse{E, E, E}, E) == (edp | ep | etp);
+}
+static_assert(accessors_hold());
+
+TEST(Layout, HoldsAtRunTimeAsAtCompileTime) {
+  EXPECT_TRUE(functions_of_one_letter_hold());
+  EXPECT_TRUE(accessors_hold());
+  EXPECT_TRUE(adjoint_is_an_involution());
+  EXPECT_TRUE(accessors_agree<Dense>());
+  EXPECT_TRUE(accessors_agree<Sparse>());
+}
 
 TEST(Layout, OnRefusesAxesOfTheOtherViewAndNamesTheCrossing) {
   for (Axes axis : {ep, etp, edp, pp, none, tp | ep, dp_shard, dp | efsdp})

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <utility>
 
 #include "tests/types/places.h"
@@ -114,6 +115,34 @@ TEST(Mixing, NamedMistakesAreNamed) {
   EXPECT_NE(text(Op::linear, R, I).find("use(w)"), std::string::npos);
 }
 
+// Every refusal says what is wrong. Rows are a, columns b, in the order R I P T F E: a letter is
+// the result, a digit the sentence.
+TEST(Mixing, EveryRefusalSaysWhatIsWrong) {
+  const std::map<char, std::string> sentences{{'1', "takes no part in split work"},
+                                              {'2', "counts it once per rank"},
+                                              {'3', "is no sum of products"},
+                                              {'4', "times a shard"},
+                                              {'5', "make it F (row)"},
+                                              {'6', "the forgotten gather"},
+                                              {'7', "never sharded by tokens"},
+                                              {'8', "different things vary"},
+                                              {'9', "the forgotten all-to-all"}};
+  const std::string tables[3][6] = {{"R12TFE", "1I1111", "21P222", "T12T88", "F128F8", "E1288E"},
+                                    {"R1PTFE", "1I1111", "P13444", "T14T88", "F148F8", "E1488E"},
+                                    {"R1P7FE", "1I1111", "P13444", "T14769", "5147P9", "E1478E"}};
+  for (std::size_t op = 0; op < 3; ++op)
+    for (std::size_t a = 0; a < 6; ++a)
+      for (std::size_t b = 0; b < 6; ++b) {
+        const char expected = tables[op][a][b];
+        const std::string text = refusal([&] { mix(kOps[op], kPlaces[a], kPlaces[b]); });
+        if (const auto found = sentences.find(expected); found == sentences.end())
+          EXPECT_EQ(text, "");
+        else
+          EXPECT_NE(text.find(found->second), std::string::npos)
+              << letter(kPlaces[a]) << " with " << letter(kPlaces[b]) << ": " << text;
+      }
+}
+
 constexpr bool add_and_mul_commute() {
   for (const Row& row : kTable)
     for (const Row& swapped : kTable)
@@ -131,6 +160,15 @@ static_assert(mix(Op::linear, Dense{T, T, F}, Dense{R, R, F}) == Dense{T, T, P})
 static_assert(mix(Op::linear, Sparse{T, E, R}, Sparse{R, E, F}) == Sparse{T, E, F});
 static_assert(mix(Op::linear, Sparse{T, E, F}, Sparse{R, E, F}) == Sparse{T, E, P});
 static_assert(mix(Op::add, Dense{T, T, P}, Dense{T, T, P}) == Dense{T, T, P});
+
+TEST(Mixing, LayoutsMixAxisByAxisAtRunTime) {
+  EXPECT_EQ(mix(Op::linear, Dense{T, R, F}, Dense{R, R, F}), (Dense{T, R, P}));
+  EXPECT_EQ(mix(Op::linear, Sparse{T, E, R}, Sparse{R, E, F}), (Sparse{T, E, F}));
+  EXPECT_EQ(mix(Op::mul, Dense{P, F, T}, Dense{R, R, R}), (Dense{P, F, T}));
+  EXPECT_EQ(mix(Op::mul, Dense{R, R, R}, Dense{P, F, T}), (Dense{P, F, T}));
+  EXPECT_EQ(apply(Unary::nonlinear, Dense{T, R, F}), (Dense{T, R, F}));
+  EXPECT_EQ(sum(Over::tokens, Dense{T, R, F}), (Dense{P, R, F}));
+}
 
 TEST(Mixing, OneRefusedAxisRefusesTheTensor) {
   EXPECT_NE(refusal([] { mix(Op::add, Dense{T, T, P}, Dense{T, T, R}); }), "");

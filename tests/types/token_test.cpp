@@ -206,6 +206,19 @@ TEST(SequenceShard, RefusesAShapeThatIsNone) {
   EXPECT_EQ(text(0, 0, 1, 0), "nothing was thrown");
 }
 
+TEST(Pieces, NoPartsHaveNoLength) {
+  EXPECT_EQ((Pieces{5, 0}.stride()), 0);
+  EXPECT_TRUE((Pieces{5, 0}.lengths().empty()));
+}
+
+// A token behind the last sequence, at a position of this very shard.
+TEST(SequenceShard, RefusesTokensOfASequenceThatIsNotThere) {
+  const SequenceShard shard(2, 6, 3, 1);
+  EXPECT_NO_THROW(shard.local(GlobalToken{6 + shard.start()}));
+  EXPECT_THROW(shard.local(GlobalToken{2 * 6 + shard.start()}), Error);
+  EXPECT_THROW(shard.owner(GlobalToken{2 * 6 + shard.start()}), Error);
+}
+
 TEST(SequenceShard, RefusesTokensThatItDoesNotHave) {
   EXPECT_NE(error_of([] { SequenceShard(1, 4, 2, 0, 0); }, ErrorKind::config).find("width 0; "),
             std::string::npos);

@@ -56,6 +56,8 @@ concept Steps = requires { typename std::integral_constant<Step, step(from, to)>
 static_assert(Steps<T, R> && Steps<I, R> && !Steps<R, I> && !Steps<R, P> && !Steps<I, P> &&
               !Steps<T, F> && !Steps<T, E>);
 
+TEST(Step, TakesTheStepsOfTheTableAtRunTime) { EXPECT_TRUE(allowed_steps_hold()); }
+
 TEST(Step, EveryOtherPairIsRefused) {
   int allowed = 0;
   for (Place from : kPlaces)
@@ -68,6 +70,15 @@ TEST(Step, EveryOtherPairIsRefused) {
 }
 
 TEST(Step, RefusalsNameTheWay) {
+  for (Place from : kPlaces)
+    for (Place to : kPlaces) {
+      const std::string text = refusal([&] { step(from, to); });
+      if (text == "") continue;
+      const char* way = from == R && to == P   ? "R to P has no step of its own"
+                        : from == R && to == I ? "R cannot become I"
+                                               : "there is no such transition";
+      EXPECT_TRUE(text.starts_with(way)) << letter(from) << " to " << letter(to) << ": " << text;
+    }
   EXPECT_NE(refusal([] { step(R, P); }).find("once<axis>(x)"), std::string::npos);
   EXPECT_NE(refusal([] { step(R, I); }).find("all_reduce<axis, I>"), std::string::npos);
   EXPECT_NE(refusal([] { step(T, E); }).find("to_experts<axis>"), std::string::npos);
@@ -89,6 +100,39 @@ TEST(Transition, TakesExactlyTheStepThatItsNamePromises) {
         const bool refused = refusal([&] { transition(Dense{T, R, from}, tp, to, want); }) != "";
         EXPECT_EQ(refused, !row || row->forward != want)
             << letter(from) << " to " << letter(to) << " by " << static_cast<int>(want);
+        if (!refused) EXPECT_EQ(transition(Dense{T, R, from}, tp, to, want), (Dense{T, R, to}));
+      }
+}
+
+// What each name says of what it is given, before it looks where that should go.
+TEST(Transition, EveryRefusalSaysWhatIsWrongWithItsInput) {
+  const auto sentence = [](Place from, Step want) -> std::string {
+    const bool whole = from == R || from == I, shard = !whole && from != P;
+    switch (want) {
+      case Step::all_gather:
+        return from == P ? "all_gather of a partial sum"
+               : whole   ? "all_gather of a value that every rank has whole"
+                         : "";
+      case Step::all_reduce:
+      case Step::reduce_scatter:
+        return from != P ? "a reduction of something that is not a partial sum" : "";
+      case Step::keep: return whole ? "" : "keep takes this rank's slice of a whole value";
+      case Step::pad: return shard ? "" : "pad makes a shard";
+      case Step::identity: return from == I ? "" : "enter takes an invariant value";
+    }
+    return "";
+  };
+  for (Step want : {Step::identity, Step::all_gather, Step::reduce_scatter, Step::all_reduce,
+                    Step::keep, Step::pad})
+    for (Place from : kPlaces)
+      for (Place to : kPlaces) {
+        const std::string text = refusal([&] { transition(Sparse{T, E, from}, etp, to, want); });
+        const std::string wrong = sentence(from, want);
+        const Row* row = find(from, to);
+        if (wrong != "")
+          EXPECT_TRUE(text.starts_with(wrong)) << letter(from) << ": " << text;
+        else if (row && row->forward != want)
+          EXPECT_EQ(text, "this function does not lead to that placement");
       }
 }
 
@@ -122,6 +166,12 @@ constexpr bool crossing_is_an_involution_and_keeps_adjoints() {
   return true;
 }
 static_assert(crossing_is_an_involution_and_keeps_adjoints());
+
+TEST(Cross, IsAnInvolutionAtRunTime) {
+  EXPECT_TRUE(crossing_is_an_involution_and_keeps_adjoints());
+  for_each_layout<Dense>(
+      [](Dense l) { EXPECT_EQ(all_equal(l), l.dp == l.cp && l.cp == l.tp) << to_string(l); });
+}
 
 TEST(Cross, UnequalLettersAreRefused) {
   for_each_layout<Dense>([](Dense l) {

@@ -1,0 +1,752 @@
+#!/usr/bin/env python3
+"""Makes small mistakes in moesh/types, spmd, nn and comm/mesh, and finds out what notices them.
+
+    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--list] [--fresh]
+
+All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
+the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
+are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn) and, for what
+survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
+recorded once, and every mistake is then given to the tests that reach it, the quickest first, until
+one fails. What is left has survived: it wants a test, or a reason in equivalent.txt.
+
+Results are kept in build-mutate/ by the text of the mistaken file: a run that is stopped goes on
+where it was, and a change runs again what it touches. --fresh forgets them.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import os
+import pathlib
+import queue
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import sites
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+HERE = pathlib.Path(__file__).resolve().parent
+MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/nn/*.h",
+            "moesh/nn/*.cpp", "moesh/nn/dispatch/*.h", "moesh/nn/dispatch/*.cpp",
+            "moesh/comm/mesh.h", "moesh/comm/mesh.cpp")
+TABLES = ("moesh/types/layout.h", "moesh/types/mixing.h", "moesh/types/transition.h")
+COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "tests")
+INCLUDE = '#include "tests/mutants/machine/chosen.h"\n'
+PER_FILE = 1000  # numbers of a file's mistakes begin at a multiple of this
+# An index out of range ends the program, where the library knows the range.
+FLAGS = "-O0 -w -D_GLIBCXX_ASSERTIONS"
+QUICK_MS = 700  # tests that are tried first, together
+
+
+PROGRAMS = ("mutate_checks", "mutate_sweep")
+
+
+class Fault(Exception):
+    pass
+
+
+@dataclasses.dataclass
+class Mistake:
+    number: int
+    file: str
+    site: sites.Site
+    line: int
+    state: str = ""  # refused, killed, survived, or nothing yet
+    how: str = ""  # failed, crashed, stalled, endless
+    by: str = ""  # the test, or the compiler's message
+    said: str = ""
+    alone: bool = False  # it could not be one of several choices, and was compiled by itself
+
+    def key(self):
+        return self.file, self.site.function, self.site.kind, self.site.text
+
+    def describe(self):
+        return f"{self.number} {self.file}:{self.line} {self.site.function} | " \
+               f"{self.site.kind} | {self.site.text}"
+
+
+def digest(*texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def write(path, text):
+    """A file that is right already keeps its time: what depends on it is not built again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+
+
+class Folder:
+    """build-mutate: the copy of the tree, its build, and what is known."""
+
+    def __init__(self, path, root=ROOT):
+        self.root = root
+        self.path, self.tree, self.build = path, path / "tree", path / "build"
+        self.results = path / "results.json"
+        self.known = {}
+        if self.results.exists():
+            self.known = json.loads(self.results.read_text(encoding="utf-8"))
+        self.lock = threading.Lock()
+        self.saved = time.time()
+
+    def sources(self):
+        """The tests: another test may find what survived."""
+        return digest(*(p.read_text(encoding="utf-8") for p in sorted(
+            (self.root / "tests").rglob("*")) if p.suffix in (".h", ".cpp")))
+
+    def remember(self, key, value):
+        with self.lock:
+            self.known[key] = value
+            if time.time() - self.saved > 5:
+                self.save()
+
+    def save(self):
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.results.with_suffix(".partial")
+        partial.write_text(json.dumps(self.known), encoding="utf-8")
+        partial.replace(self.results)
+        self.saved = time.time()
+
+
+def mistaken_files(root):
+    return sorted({p.relative_to(root).as_posix() for g in MISTAKEN for p in root.glob(g)})
+
+
+def all_mistakes(root):
+    mistakes = []
+    for base, name in enumerate(mistaken_files(root), 1):
+        text = (root / name).read_text(encoding="utf-8")
+        found = sites.sites_of(text, name in TABLES)
+        if len(found) >= PER_FILE:
+            raise Fault(f"{name} has {len(found)} sites; raise PER_FILE")
+        mistakes += [Mistake(base * PER_FILE + n, name, site, text.count("\n", 0, site.begin) + 1)
+                     for n, site in enumerate(found)]
+    return mistakes
+
+
+class Tree:
+    """The copy with mistakes, and the lines that each of them owns."""
+
+    def __init__(self, folder, mistakes):
+        self.folder, self.mistakes = folder, mistakes
+        self.by_number = {m.number: m for m in mistakes}
+        self.by_file = collections.defaultdict(list)
+        for m in mistakes:
+            self.by_file[m.file].append(m)
+        self.texts = {name: (folder.root / name).read_text(encoding="utf-8")
+                      for name in mistaken_files(folder.root)}
+        self.owners = {}
+        for m in mistakes:
+            kept = folder.known.get(self.memory(m, "refused"))
+            if kept or m.site.is_constant:
+                m.state, m.by = "refused", kept or "the compiler evaluates it"
+
+    def memory(self, m, what, *more):
+        """What a result of this mistake is kept under."""
+        return digest(what, self.texts[m.file], str(m.site.begin), str(m.site.end),
+                      m.site.changed, *more)
+
+    def copy_all(self):
+        wanted = set()
+        for name in COPIED:
+            path = self.folder.root / name
+            for p in [path] if path.is_file() else sorted(path.rglob("*")):
+                if p.is_file() and "__pycache__" not in p.parts:
+                    wanted.add(p.relative_to(self.folder.root).as_posix())
+        for name in wanted:
+            if name in self.texts:
+                continue
+            source, target = self.folder.root / name, self.folder.tree / name
+            if not target.exists() or source.read_bytes() != target.read_bytes():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+        for p in self.folder.tree.rglob("*"):
+            if p.is_file() and p.relative_to(self.folder.tree).as_posix() not in wanted:
+                p.unlink()
+        for name in self.texts:
+            self.render(name)
+
+    def render(self, name):
+        live = [(m.number, m.site) for m in self.by_file[name] if m.state != "refused"]
+        text, owners, dropped = sites.render(self.texts[name], live, INCLUDE if live else "")
+        for number in dropped:
+            self.refuse(self.by_number[number], "its text overlaps that of another")
+        self.owners[name] = owners
+        write(self.folder.tree / name, text)
+
+    def refuse(self, m, message):
+        m.state, m.by = "refused", message
+        self.folder.remember(self.memory(m, "refused"), message)
+
+    def name_of(self, path):
+        try:
+            return pathlib.Path(os.path.normpath(self.folder.build / path)).relative_to(
+                self.folder.tree).as_posix()
+        except ValueError:
+            return ""
+
+    def attribute(self, output):
+        """Refuses the mistakes that errors of a compiler point at: how many, and errors left."""
+        refused, left = {}, []
+        for locations, message in errors_in(output):
+            owner = next((self.owners[n][line] for n, line in (
+                (self.name_of(path), line) for path, line in locations)
+                if n in self.owners and line in self.owners[n]), None)
+            if owner is None:
+                left.append(f"{locations[0][0]}:{locations[0][1]}: {message}")
+            else:
+                refused.setdefault(owner, message)
+        own = {n: t for n, t in refused.items() if "was not declared in this scope" not in t}
+        refused = own or refused  # a name that another error took away
+        for number, message in refused.items():
+            self.refuse(self.by_number[number], message)
+        return refused, left
+
+
+LOCATION = re.compile(r"^(?:In file included from )?(\S+?):(\d+)(?::\d+)?:\s*(.*)$")
+
+
+def errors_in(output):
+    """([(file, line), ...], message) of each error, its own place first, then what led there."""
+    found, pending, current = [], [], None
+    for line in re.sub(r"\x1b\[[\d;]*[mK]", "", output).splitlines():  # without colours
+        match = LOCATION.match(line)
+        if not match:
+            if "In instantiation" in line or "In function" in line:
+                current = None
+            continue
+        path, number, rest = match.group(1), int(match.group(2)), match.group(3)
+        kind = re.match(r"(fatal error|error|warning|note): ?(.*)", rest)
+        if kind and "error" in kind.group(1):
+            current = ([(path, number)] + pending[::-1], kind.group(2))
+            found.append(current)
+            pending = []
+        elif kind and kind.group(1) == "note" and current:
+            current[0].append((path, number))
+        elif not kind:
+            pending.append((path, number))
+    return found
+
+
+def commands_of(folder):
+    """The compiler's call for each source of the copy, without its launcher."""
+    text = (folder.build / "compile_commands.json").read_text(encoding="utf-8")
+    found = {}
+    for entry in json.loads(text):
+        words = shlex.split(entry["command"])
+        first = next(i for i, w in enumerate(words) if re.search(r"(\+\+|cc|clang)[-\d.]*$", w))
+        words = words[first:]
+        out = words.index("-o")
+        del words[out:out + 2]
+        name = pathlib.Path(entry["file"])
+        if name.is_relative_to(folder.tree):
+            found[name.relative_to(folder.tree).as_posix()] = words
+    return found
+
+
+def run(words, cwd):
+    done = subprocess.run(words, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, errors="replace", check=False)
+    return done.returncode, done.stdout
+
+
+def configure(folder, flags):
+    options = []
+    cache = folder.root / "build" / "CMakeCache.txt"
+    known = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE)) \
+        if cache.exists() else {}
+    torch = os.environ.get("MOESH_TORCH_DIR") or known.get("MOESH_TORCH_DIR")
+    if not torch:
+        torch = next((str(p) for p in folder.root.glob(".venv/lib/python3*/site-packages/torch")),
+                     "")
+    for name, value in (("MOESH_TORCH_DIR", torch), (
+            "MOESH_THIRD_PARTY", os.environ.get("MOESH_THIRD_PARTY")
+            or known.get("MOESH_THIRD_PARTY"))):
+        if value:
+            options.append(f"-D{name}={value}")
+    code, output = run(
+        ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
+         "-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}", "-DMOESH_TESTS=mutate",
+         "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_USE_MPI=OFF"], folder.root)
+    if code:
+        raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")
+
+
+def check_syntax(tree, jobs):
+    """Takes out what the compiler refuses in the sources, until all of them compile."""
+    folder = tree.folder
+    code, output = run(["ninja", "-j", str(jobs), "moesh_pch"], folder.build)
+    if code:
+        raise Fault(output)
+    commands = commands_of(folder)
+    # The tests of spmd use all that its headers offer.
+    todo = [n for n in commands if n in tree.texts or n.startswith("tests/spmd/")]
+    checked = folder.known.setdefault("checked", {})
+    for round_number in range(1, 30):
+        inputs = digest(*(t for n, t in sorted(
+            (n, (folder.tree / n).read_text()) for n in tree.texts if n.endswith(".h"))))
+        todo = [n for n in todo if checked.get(n) != digest(
+            (folder.tree / n).read_text(), inputs)]
+        if not todo:
+            break
+        print(f"  round {round_number}: the syntax of {len(todo)} sources", flush=True)
+
+        def syntax(name):
+            return name, run([*commands[name], "-fsyntax-only", "-fno-diagnostics-show-caret",
+                              "-fmax-errors=0"], folder.build)
+
+        failed, all_refused, left = [], {}, []
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            for name, (code, output) in pool.map(syntax, todo):
+                if code == 0:
+                    checked[name] = digest((folder.tree / name).read_text(), inputs)
+                    continue
+                failed.append(name)
+                refused, rest = tree.attribute(output)
+                all_refused.update(refused)
+                if not refused:
+                    left += [f"{name}: {e}" for e in rest[:3]]
+        if not all_refused and left:
+            raise Fault("errors that belong to no mistake:\n" + "\n".join(left))
+        for name in {tree.by_number[n].file for n in all_refused}:
+            tree.render(name)
+        print(f"    {len(all_refused)} refused", flush=True)
+        todo = failed
+    folder.save()
+
+
+def build(tree, program, jobs):
+    """The program, without what the compiler refuses where headers are used."""
+    folder = tree.folder
+    for _ in range(10):
+        print(f"  building {program}", flush=True)
+        code, output = run(["ninja", "-k", "0", "-j", str(jobs), program], folder.build)
+        if code == 0:
+            return
+        refused, left = tree.attribute(output)
+        if not refused:
+            raise Fault("the copy does not build:\n" + ("\n".join(left[:20]) or output[-4000:]))
+        print(f"    {len(refused)} refused", flush=True)
+        for name in {tree.by_number[n].file for n in refused}:
+            tree.render(name)
+    raise Fault("the copy does not build after ten rounds")
+
+
+class Server:
+    """mutate_checks, which forks a child for each command."""
+
+    def __init__(self, folder, number, program):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        scratch = folder.path / "tmp" / str(number)
+        scratch.mkdir(parents=True, exist_ok=True)
+        environment["TEST_TMPDIR"] = str(scratch)
+        self.process = subprocess.Popen(
+            [str(folder.build / "bin" / program)], cwd=scratch, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        line = self.process.stdout.readline()
+        if not line:
+            raise Fault("the program with the tests has ended")
+        return line.rstrip("\n")
+
+    def trace(self, tests):
+        self.ask("trace " + ":".join(tests))
+        lines = []
+        while (line := self.answer()) != "done":
+            lines.append(line.split("\t"))
+        return lines
+
+    def run(self, number, seconds, tests):
+        self.ask(f"run {number} {seconds:.0f} {':'.join(tests)}")
+        return (self.answer().split("\t") + ["", ""])[:3]
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@dataclasses.dataclass
+class Check:
+    name: str
+    ms: float
+    reaches: set
+
+
+def list_tests(folder, program):
+    _, output = run([str(folder.build / "bin" / program), "--gtest_list_tests"], folder.path)
+    names, suite = [], ""
+    for line in output.splitlines():
+        line = line.split("#")[0].rstrip()
+        if line.startswith("  "):
+            names.append(suite + line.strip())
+        elif line.endswith("."):
+            suite = line
+    return names
+
+
+def in_parallel(folder, program, jobs, items, work):
+    """work(server, item) for each, on `jobs` servers; a fault in one ends all."""
+    todo = queue.SimpleQueue()
+    for item in items:
+        todo.put(item)
+    faults = []
+
+    def serve(number):
+        server = Server(folder, number, program)
+        try:
+            while not faults:
+                work(server, todo.get_nowait())
+        except queue.Empty:
+            pass
+        except Exception as e:  # shown by the caller
+            faults.append(e)
+        server.close()
+
+    threads = [threading.Thread(target=serve, args=(n,)) for n in range(jobs)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if faults:
+        raise faults[0]
+
+
+def trace(folder, program, jobs):
+    """Runs every test without a mistake: its time, and the mistakes that it reaches."""
+    bits = hashlib.sha256((folder.build / "bin" / program).read_bytes()).hexdigest()
+    kept = folder.path / f"{program}.json"
+    if kept.exists():
+        saved = json.loads(kept.read_text(encoding="utf-8"))
+        if saved["program"] == bits:
+            return [Check(n, ms, set(r)) for n, ms, r in saved["checks"]]
+    checks, failures = [], []
+
+    def work(server, tests):
+        for line in server.trace(tests):
+            if line[0] == "failed":
+                failures.append(f"{line[1]}: {line[2]}")
+            elif line[0] == "traced":
+                checks.append(Check(line[1], float(line[2]), set(map(int, line[3].split()))))
+
+    names = list_tests(folder, program)
+    print(f"  {len(names)} tests without a mistake, and what they reach", flush=True)
+    parts = [names[i::8 * jobs] for i in range(8 * jobs)]
+    in_parallel(folder, program, jobs, [p for p in parts if p], work)
+    if failures:
+        raise Fault("tests fail without a mistake:\n" + "\n".join(failures))
+    if len(checks) != len(names):
+        raise Fault(f"{len(names) - len(checks)} tests did not end: " + " ".join(
+            sorted(set(names) - {c.name for c in checks})[:9]))
+    kept.write_text(json.dumps({"program": bits, "checks": [
+        (c.name, c.ms, sorted(c.reaches)) for c in checks]}), encoding="utf-8")
+    return checks
+
+
+def try_tests(server, m, number, tests, most_seconds):
+    """Runs the tests, which come by their time, until one fails: first a batch of quick ones, then
+    what fits into the seconds."""
+    quick, total = 0, 0.0
+    while quick < len(tests) and total + tests[quick].ms <= QUICK_MS:
+        total += tests[quick].ms
+        quick += 1
+    most = quick
+    while most < len(tests) and total + tests[most].ms <= 1000 * most_seconds:
+        total += tests[most].ms
+        most += 1
+    m.state = "survived"
+    for batch in (tests[:quick], tests[quick:most]):
+        if not batch:
+            continue
+        seconds = 20 + 10 * sum(c.ms for c in batch) / 1000
+        how, by, said = server.run(number, seconds, [c.name for c in batch])
+        if how != "survived":
+            m.state, m.how, m.by, m.said = "killed", how, by, said
+            return
+
+
+def recall(tree, chosen, names):
+    """What is known of them: killed, as long as the test is there."""
+    for m in chosen:
+        kept = tree.folder.known.get(tree.memory(m, "killed"))
+        if kept and kept[1] in names:
+            m.state, (m.how, m.by, m.said) = "killed", kept
+
+
+def judge(tree, program, checks, chosen, jobs, most):
+    """Gives each mistake to the tests that reach it, the quickest first."""
+    folder = tree.folder
+    sources = digest(folder.sources(), program, str(most))
+    by_time = sorted(checks, key=lambda c: c.ms)
+    todo = []
+    for m in chosen:
+        if m.state == "killed":
+            continue
+        if tree.memory(m, "survived", sources) in folder.known:
+            m.state = "survived"
+        else:
+            todo.append(m)
+    done = [0, time.time()]
+
+    def work(server, m):
+        reaching = [c for c in by_time if m.number in c.reaches]
+        try_tests(server, m, m.number, reaching, most)
+        if m.state == "killed":
+            folder.remember(tree.memory(m, "killed"), (m.how, m.by, m.said))
+        else:
+            folder.remember(tree.memory(m, "survived", sources), len(reaching))
+        done[0] += 1
+        if done[0] % 50 == 0:
+            print(f"    {done[0]} of {len(todo)} in {time.time() - done[1]:.0f} s", flush=True)
+
+    if todo:
+        print(f"  {len(todo)} mistakes for {program}; {len(chosen) - len(todo)} are known",
+              flush=True)
+        in_parallel(folder, program, jobs, todo, work)
+    folder.save()
+
+
+def users(folder, commands):
+    """Some sources that include each header: those of nn and models first."""
+    _, output = run(["ninja", "-t", "deps"], folder.build)
+    found, name = collections.defaultdict(set), ""
+    for line in output.splitlines():
+        if line[:1].strip():
+            name = next((n for n in commands if line.split(":")[0].endswith(
+                n.removeprefix("moesh/").removeprefix("tests/") + ".o")), "")
+        elif name and line.strip().startswith(str(folder.tree)):
+            found[pathlib.Path(line.strip()).relative_to(folder.tree).as_posix()].add(name)
+    order = lambda n: (not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n)
+    return {header: sorted(names, key=order)[:12] for header, names in found.items()}
+
+
+def judge_alone(tree, program, checks, chosen, jobs, most):
+    """What was refused as one of several choices, `c ? changed : original`, need not be refused by
+    itself: each is compiled alone, and if that works, linked and judged."""
+    folder = tree.folder
+    commands = commands_of(folder)
+    link = subprocess.run(["ninja", "-t", "commands", program], cwd=folder.build,
+                          capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    by_time = sorted(checks, key=lambda c: c.ms)
+    sources = digest(folder.sources(), program, str(most))
+    users_of = users(folder, commands)
+
+    def compiles(m):
+        """The object, or nothing and the compiler's message. A header: those who include it."""
+        text = tree.texts[m.file]
+        changed = text[:m.site.begin] + (
+            m.site.changed if m.site.is_statement or m.site.is_constant
+            else f"({m.site.changed})") + text[m.site.end:]
+        shadow = folder.path / "alone" / str(m.number)
+        write(shadow / m.file, changed)
+        users = [m.file] if m.file in commands else users_of[m.file]
+        for name in users:
+            words = list(commands[name])
+            if name == m.file:
+                words[words.index("-c") + 1] = str(shadow / m.file)
+            words[1:1] = [f"-I{shadow}"]
+            object_file = shadow / "changed.o"
+            code, output = run([*words, "-fno-diagnostics-show-caret"] + (
+                ["-o", str(object_file)] if name == m.file else ["-fsyntax-only"]), folder.build)
+            if code:
+                found = errors_in(output)
+                return None, found[0][1] if found else output[:200]
+        return object_file, ""
+
+    def work(m):
+        kept = folder.known.get(tree.memory(m, "alone", sources))
+        if not kept:
+            object_file, message = compiles(m)
+            if not object_file:
+                kept = ["refused", "", message, ""]
+            elif m.file not in commands:
+                kept = ["survived", "", "", ""]  # a header: nothing that uses it refuses it
+            else:
+                own = f"alone_{m.number}"
+                done = subprocess.run(
+                    link.replace(f"-o bin/{program} ", f"-o bin/{own} {object_file} ", 1),
+                    cwd=folder.build, shell=True, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise Fault(f"{m.describe()} does not link: {done.stderr[-1000:]}")
+                near = {o.number for o in tree.by_file[m.file] if m.site.is_constant
+                        or o.site.function == m.site.function}
+                server = Server(folder, own, own)
+                try_tests(server, m, 0, [c for c in by_time if near & c.reaches], most)
+                server.close()
+                (folder.build / "bin" / own).unlink()
+                kept = [m.state, m.how, m.by, m.said]
+            folder.remember(tree.memory(m, "alone", sources), kept)
+            shutil.rmtree(folder.path / "alone" / str(m.number), ignore_errors=True)
+        m.state, m.how, m.by, m.said = kept
+        m.alone = m.state != "refused"
+
+    if chosen:
+        print(f"  {len(chosen)} that cannot be chosen at run time, each alone", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        for _ in pool.map(work, chosen):
+            pass
+    folder.save()
+
+
+@dataclasses.dataclass
+class Reason:
+    where: str
+    pattern: tuple  # file, function, kind, text; * stands for any text
+    reason: str
+    used: bool = False
+
+    def fits(self, m):
+        return all(fnmatch.fnmatchcase(a, re.sub(r"([\[\]?])", r"[\1]", p)) if "*" in p else a == p
+                   for a, p in zip(m.key(), self.pattern))
+
+
+def read_reasons(path):
+    """equivalent.txt: file | function | kind | text, and the reason on indented lines below."""
+    reasons = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{path.name}:{number}"
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line[0].isspace():
+            if not reasons:
+                raise Fault(f"{where}: a reason without an entry")
+            reasons[-1].reason = f"{reasons[-1].reason} {line.strip()}".strip()
+            continue
+        words = [w.strip() for w in line.split(" | ", 3)]
+        if len(words) != 4:
+            raise Fault(f"{where}: write 'file | function | kind | text', not '{line}'")
+        reasons.append(Reason(where, tuple(words), ""))
+    for r in reasons:
+        if not r.reason:
+            raise Fault(f"{r.where}: no reason: indent it on the lines below")
+    return reasons
+
+
+def match_reasons(mistakes, reasons):
+    """The reason of each survivor that has one; entries that match no site are a fault."""
+    found, faults = {}, []
+    for r in reasons:
+        hits = [m for m in mistakes if r.fits(m)]
+        if not hits:
+            faults.append(f"{r.where}: no site is {' | '.join(r.pattern)}: it changed, or is gone")
+        for m in hits:
+            found.setdefault(m.number, r)
+    if faults:
+        raise Fault("\n".join(faults))
+    return found
+
+
+def table(mistakes, reasons):
+    rows = collections.defaultdict(collections.Counter)
+    for m in mistakes:
+        state = m.state or "not run"
+        if state == "survived" and m.number in reasons:
+            state = "equivalent"
+        for row in (m.site.kind, "all"):
+            rows[row]["made"] += 1
+            rows[row][state] += 1
+            if m.state == "killed":
+                rows[row][m.how] += 1
+    columns = ("made", "refused", "killed", "failed", "crashed", "stalled", "endless", "exited",
+               "equivalent", "survived", "not run")
+    columns = [c for c in columns if rows["all"][c]]
+    lines = [f"{'kind':12}" + "".join(f"{c:>12}" for c in columns)]
+    for kind in (*sites.KINDS, "all"):
+        if rows[kind]["made"]:
+            lines.append(f"{kind:12}" + "".join(f"{rows[kind][c]:12}" for c in columns))
+    return "\n".join(lines)
+
+
+def killers(mistakes):
+    """Which suites killed how many."""
+    counts = collections.Counter(
+        re.sub(r"^\w+/|/.*", "", m.by.split(".")[0] if "." in m.by else m.by)
+        for m in mistakes if m.state == "killed")
+    return ", ".join(f"{name or '(before any test)'} {n}" for name, n in counts.most_common())
+
+
+def wanted(m, arguments):
+    if arguments.files and not any(fnmatch.fnmatch(m.file, g) for g in arguments.files):
+        return False
+    return not arguments.only or any(
+        o in (m.site.kind, str(m.number)) for o in arguments.only)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--files", nargs="*", help="only mistakes in these, as moesh/nn/*")
+    parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
+    parser.add_argument("--quick", action="store_true", help="without mutate_sweep")
+    parser.add_argument("--list", action="store_true", help="print the sites, and end")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
+                        help="of each program's tests for one mistake, the quickest that reach it")
+    parser.add_argument("--flags", default=FLAGS, help=f"of the compiler (default: {FLAGS})")
+    parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build-mutate")
+    arguments = parser.parse_args()
+    mistakes = all_mistakes(ROOT)
+    reasons = match_reasons(mistakes, read_reasons(HERE / "equivalent.txt"))
+    chosen = [m for m in mistakes if wanted(m, arguments)]
+    if arguments.list:
+        for m in chosen:
+            print(m.describe())
+        return 0
+    folder = Folder(arguments.folder)
+    if arguments.fresh:
+        folder.known = {}
+    began = time.time()
+    tree = Tree(folder, mistakes)
+    print(f"{len(mistakes)} mistakes in {len(tree.by_file)} files", flush=True)
+    tree.copy_all()
+    configure(folder, arguments.flags)
+    check_syntax(tree, arguments.jobs)
+    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS
+    try:
+        for program in programs:
+            build(tree, program, arguments.jobs)
+            print(f"  after {time.time() - began:.0f} s", flush=True)
+            checks = trace(folder, program, arguments.jobs)
+            live = [m for m in chosen if m.state != "refused" and not m.alone]
+            recall(tree, live, {c.name for c in checks})
+            judge(tree, program, checks, live, arguments.jobs, arguments.most)
+            judge_alone(tree, program, checks, [
+                m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
+                                      else m.state == "refused")],
+                        arguments.jobs, arguments.most)
+    finally:
+        folder.save()
+    print(table(chosen, reasons))
+    print("killed by:", killers(chosen))
+    survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]
+    for m in survivors:
+        print("survived:", m.describe())
+    stale = {r.where: r for n, r in reasons.items() if tree.by_number[n].state == "killed"}
+    for where in sorted(stale):
+        hit = [m for m in mistakes if stale[where].fits(m)]
+        if all(m.state in ("killed", "refused") for m in hit):
+            print(f"{where}: every mistake that it excuses is killed: take it out")
+            return 1
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Fault as fault:
+        sys.exit(f"mutate: {fault}")
