@@ -24,6 +24,16 @@ at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionCo
   return visible;
 }
 
+// [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits). The
+// gradient flows through the first, as through a key's feature.
+at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType dtype) {
+  const at::Tensor whole = sinks_h / scale, first = whole.to(dtype);
+  at::Tensor rest = whole.detach() - first.detach();
+  const at::Tensor second = rest.to(dtype);
+  rest = rest - second;
+  return at::stack({first, second, rest.to(dtype)}, 1);
+}
+
 // On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a
 // fused kernel.
 at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -67,15 +77,15 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   }
   if (in.sinks_h.defined()) {
     // A sink is one more key, which every query sees with the score of its head and whose value is
-    // zero. An extra feature does it, 1 in the queries, 0 in the keys and sink / scale in this one,
-    // and the fused kernels stay as they are. Seven zeros go with it: the kernels want aligned
-    // widths.
+    // zero. Extra features do it, 1 in the queries, 0 in the keys and sink / scale in this one, and
+    // the fused kernels stay as they are: they sum a score in float32, so that three features of
+    // bfloat16 hold a sink of float32. Five zeros go with them: the kernels want aligned widths.
     const auto width = queries.size(3);
-    queries = at::cat({queries, at::ones_like(queries.narrow(3, 0, 1)),
-                       at::zeros_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 7})},
-                      3);
-    const at::Tensor sink = at::constant_pad_nd(
-        in.sinks_h.to(keys.scalar_type()).reshape({1, num_heads, 1, 1}) / c.scale, {width, 7});
+    const at::Tensor ones = at::ones_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 3});
+    queries = at::constant_pad_nd(at::cat({queries, ones}, 3), {0, 5});
+    const at::Tensor sink =
+        at::constant_pad_nd(sink_features(in.sinks_h, c.scale, keys.scalar_type()), {width, 5})
+            .reshape({1, num_heads, 1, width + 8});
     keys = at::cat({at::constant_pad_nd(keys, {0, 8}), sink.expand({keys.size(0), -1, -1, -1})}, 2);
     values = at::constant_pad_nd(values, {0, 0, 0, 1});
   }

@@ -59,7 +59,7 @@ const mutants::Provide layer("layer", [](Settings& settings) -> Check {
   };
 });
 
-// One step of a small model on a mesh.
+// One step of a small model on a mesh, in float64 if the settings do not name another dtype.
 verify::VerifyCase step_case(const MeshShape& mesh, const config::Settings& more = {}) {
   config::Settings settings = verify::verify_defaults(1);
   for (const auto& s : {config::mesh_settings(mesh, "test"), test_settings(), more})
@@ -69,7 +69,10 @@ verify::VerifyCase step_case(const MeshShape& mesh, const config::Settings& more
 
 const mutants::Provide step("step", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();
-  const auto c = step_case(mesh, {{"training.max_norm", 0.01, {"test"}}});
+  config::Settings more{{"training.max_norm", 0.01, {"test"}}};
+  for (const std::string dtype : {"float32", "bfloat16"})
+    if (settings.take(dtype) != 0) more.push_back({"training.dtype", dtype, {"test"}});
+  const auto c = step_case(mesh, more);
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
 });

@@ -106,16 +106,16 @@ def mistakes_are_judged(tree, program):
     binary.parent.mkdir(parents=True)
     binary.symlink_to(program)
     (tree.folder.root / "tests").mkdir()
-    checks = mutate.trace(tree.folder, 1)
+    checks = mutate.trace(tree.folder, "mutate_checks", 1)
     expect(len(checks) == 3, "tests:", checks)
     live = [m for m in tree.mistakes if m.state != "refused"]
     endless = next(m for m in live if m.site.text == "i += 1 -> i += 0")
-    server = mutate.Server(tree.folder, 0)
+    server = mutate.Server(tree.folder, 0, "mutate_checks")
     expect(server.run(endless.number, 0.5, ["Sample.Count"])[:2] == ["endless", "Sample.Count"],
            endless.describe(), "does not end as endless")
     server.close()
     live.remove(endless)
-    mutate.judge(tree, checks, live, 1)
+    mutate.judge(tree, "mutate_checks", checks, live, 1, 20)
     survivors = [m.site.text for m in live if m.state == "survived"]
     expect(survivors == ["part * stride < total -> part * stride <= total"], "survived:", survivors)
     killed = next(m for m in live if "- 1 -> " in m.site.text)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Makes small mistakes in moesh/types, spmd, nn and comm/mesh, and finds out what notices them.
 
-    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--list] [--fresh]
+    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--list] [--fresh]
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
-are taken out. One program, mutate_checks, holds the tests; which mistakes each test reaches is
+are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn) and, for what
+survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
 recorded once, and every mistake is then given to the tests that reach it, the quickest first, until
 one fails. What is left has survived: it wants a test, or a reason in equivalent.txt.
 
@@ -45,7 +46,9 @@ PER_FILE = 1000  # numbers of a file's mistakes begin at a multiple of this
 # An index out of range ends the program, where the library knows the range.
 FLAGS = "-O0 -w -D_GLIBCXX_ASSERTIONS"
 QUICK_MS = 700  # tests that are tried first, together
-MOST_MS = 20_000  # of tests for one mistake: the quickest that reach it, until this is spent
+
+
+PROGRAMS = ("mutate_checks", "mutate_sweep")
 
 
 class Fault(Exception):
@@ -145,8 +148,8 @@ class Tree:
         self.owners = {}
         for m in mistakes:
             kept = folder.known.get(self.memory(m, "refused"))
-            if kept:
-                m.state, m.by = "refused", kept
+            if kept or m.site.is_constant:
+                m.state, m.by = "refused", kept or "the compiler evaluates it"
 
     def memory(self, m, what, *more):
         """What a result of this mistake is kept under."""
@@ -257,7 +260,7 @@ def run(words, cwd):
     return done.returncode, done.stdout
 
 
-def configure(folder):
+def configure(folder, flags):
     options = []
     cache = folder.root / "build" / "CMakeCache.txt"
     known = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE)) \
@@ -273,20 +276,21 @@ def configure(folder):
             options.append(f"-D{name}={value}")
     code, output = run(
         ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
-         "-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={FLAGS}", "-DMOESH_TESTS=mutate",
+         "-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}", "-DMOESH_TESTS=mutate",
          "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_USE_MPI=OFF"], folder.root)
     if code:
         raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")
 
 
-def compile_all(tree, jobs):
-    """Takes out what the compiler refuses, until everything compiles."""
+def check_syntax(tree, jobs):
+    """Takes out what the compiler refuses in the sources, until all of them compile."""
     folder = tree.folder
     code, output = run(["ninja", "-j", str(jobs), "moesh_pch"], folder.build)
     if code:
         raise Fault(output)
     commands = commands_of(folder)
-    todo = [n for n in tree.texts if n in commands]
+    # The tests of spmd use all that its headers offer.
+    todo = [n for n in commands if n in tree.texts or n.startswith("tests/spmd/")]
     checked = folder.known.setdefault("checked", {})
     for round_number in range(1, 30):
         inputs = digest(*(t for n, t in sorted(
@@ -319,9 +323,14 @@ def compile_all(tree, jobs):
         print(f"    {len(all_refused)} refused", flush=True)
         todo = failed
     folder.save()
+
+
+def build(tree, program, jobs):
+    """The program, without what the compiler refuses where headers are used."""
+    folder = tree.folder
     for _ in range(10):
-        print("  building mutate_checks", flush=True)
-        code, output = run(["ninja", "-k", "0", "-j", str(jobs), "mutate_checks"], folder.build)
+        print(f"  building {program}", flush=True)
+        code, output = run(["ninja", "-k", "0", "-j", str(jobs), program], folder.build)
         if code == 0:
             return
         refused, left = tree.attribute(output)
@@ -336,7 +345,7 @@ def compile_all(tree, jobs):
 class Server:
     """mutate_checks, which forks a child for each command."""
 
-    def __init__(self, folder, number, program="mutate_checks"):
+    def __init__(self, folder, number, program):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         scratch = folder.path / "tmp" / str(number)
         scratch.mkdir(parents=True, exist_ok=True)
@@ -352,7 +361,7 @@ class Server:
     def answer(self):
         line = self.process.stdout.readline()
         if not line:
-            raise Fault("mutate_checks has ended")
+            raise Fault("the program with the tests has ended")
         return line.rstrip("\n")
 
     def trace(self, tests):
@@ -378,9 +387,8 @@ class Check:
     reaches: set
 
 
-def list_tests(folder):
-    _, output = run([str(folder.build / "bin" / "mutate_checks"), "--gtest_list_tests"],
-                    folder.path)
+def list_tests(folder, program):
+    _, output = run([str(folder.build / "bin" / program), "--gtest_list_tests"], folder.path)
     names, suite = [], ""
     for line in output.splitlines():
         line = line.split("#")[0].rstrip()
@@ -391,7 +399,7 @@ def list_tests(folder):
     return names
 
 
-def in_parallel(folder, jobs, items, work):
+def in_parallel(folder, program, jobs, items, work):
     """work(server, item) for each, on `jobs` servers; a fault in one ends all."""
     todo = queue.SimpleQueue()
     for item in items:
@@ -399,7 +407,7 @@ def in_parallel(folder, jobs, items, work):
     faults = []
 
     def serve(number):
-        server = Server(folder, number)
+        server = Server(folder, number, program)
         try:
             while not faults:
                 work(server, todo.get_nowait())
@@ -418,12 +426,13 @@ def in_parallel(folder, jobs, items, work):
         raise faults[0]
 
 
-def trace(folder, jobs):
-    program = hashlib.sha256((folder.build / "bin" / "mutate_checks").read_bytes()).hexdigest()
-    kept = folder.path / "trace.json"
+def trace(folder, program, jobs):
+    """Runs every test without a mistake: its time, and the mistakes that it reaches."""
+    bits = hashlib.sha256((folder.build / "bin" / program).read_bytes()).hexdigest()
+    kept = folder.path / f"{program}.json"
     if kept.exists():
         saved = json.loads(kept.read_text(encoding="utf-8"))
-        if saved["program"] == program:
+        if saved["program"] == bits:
             return [Check(n, ms, set(r)) for n, ms, r in saved["checks"]]
     checks, failures = [], []
 
@@ -434,28 +443,29 @@ def trace(folder, jobs):
             elif line[0] == "traced":
                 checks.append(Check(line[1], float(line[2]), set(map(int, line[3].split()))))
 
-    names = list_tests(folder)
+    names = list_tests(folder, program)
     print(f"  {len(names)} tests without a mistake, and what they reach", flush=True)
-    in_parallel(folder, jobs, [names[i::8 * jobs] for i in range(8 * jobs) if names[i::8 * jobs]],
-                work)
+    parts = [names[i::8 * jobs] for i in range(8 * jobs)]
+    in_parallel(folder, program, jobs, [p for p in parts if p], work)
     if failures:
         raise Fault("tests fail without a mistake:\n" + "\n".join(failures))
     if len(checks) != len(names):
         raise Fault(f"{len(names) - len(checks)} tests did not end: " + " ".join(
             sorted(set(names) - {c.name for c in checks})[:9]))
-    kept.write_text(json.dumps({"program": program, "checks": [
+    kept.write_text(json.dumps({"program": bits, "checks": [
         (c.name, c.ms, sorted(c.reaches)) for c in checks]}), encoding="utf-8")
     return checks
 
 
-def try_tests(server, m, number, tests):
-    """Runs the tests, which come by their time, until one fails: first a batch of quick ones."""
+def try_tests(server, m, number, tests, most_seconds):
+    """Runs the tests, which come by their time, until one fails: first a batch of quick ones, then
+    what fits into the seconds."""
     quick, total = 0, 0.0
     while quick < len(tests) and total + tests[quick].ms <= QUICK_MS:
         total += tests[quick].ms
         quick += 1
     most = quick
-    while most < len(tests) and total + tests[most].ms <= MOST_MS:
+    while most < len(tests) and total + tests[most].ms <= 1000 * most_seconds:
         total += tests[most].ms
         most += 1
     m.state = "survived"
@@ -469,18 +479,24 @@ def try_tests(server, m, number, tests):
             return
 
 
-def judge(tree, checks, chosen, jobs):
+def recall(tree, chosen, names):
+    """What is known of them: killed, as long as the test is there."""
+    for m in chosen:
+        kept = tree.folder.known.get(tree.memory(m, "killed"))
+        if kept and kept[1] in names:
+            m.state, (m.how, m.by, m.said) = "killed", kept
+
+
+def judge(tree, program, checks, chosen, jobs, most):
     """Gives each mistake to the tests that reach it, the quickest first."""
     folder = tree.folder
-    names = {c.name for c in checks}
-    sources = folder.sources()
+    sources = digest(folder.sources(), program, str(most))
     by_time = sorted(checks, key=lambda c: c.ms)
     todo = []
     for m in chosen:
-        kept = folder.known.get(tree.memory(m, "killed"))
-        if kept and kept[1] in names:
-            m.state, (m.how, m.by, m.said) = "killed", kept
-        elif folder.known.get(tree.memory(m, "survived", sources)):
+        if m.state == "killed":
+            continue
+        if tree.memory(m, "survived", sources) in folder.known:
             m.state = "survived"
         else:
             todo.append(m)
@@ -488,7 +504,7 @@ def judge(tree, checks, chosen, jobs):
 
     def work(server, m):
         reaching = [c for c in by_time if m.number in c.reaches]
-        try_tests(server, m, m.number, reaching)
+        try_tests(server, m, m.number, reaching, most)
         if m.state == "killed":
             folder.remember(tree.memory(m, "killed"), (m.how, m.by, m.said))
         else:
@@ -498,8 +514,9 @@ def judge(tree, checks, chosen, jobs):
             print(f"    {done[0]} of {len(todo)} in {time.time() - done[1]:.0f} s", flush=True)
 
     if todo:
-        print(f"  {len(todo)} mistakes to judge; {len(chosen) - len(todo)} are known", flush=True)
-        in_parallel(folder, jobs, todo, work)
+        print(f"  {len(todo)} mistakes for {program}; {len(chosen) - len(todo)} are known",
+              flush=True)
+        in_parallel(folder, program, jobs, todo, work)
     folder.save()
 
 
@@ -517,22 +534,23 @@ def users(folder, commands):
     return {header: sorted(names, key=order)[:12] for header, names in found.items()}
 
 
-def judge_alone(tree, checks, chosen, jobs):
+def judge_alone(tree, program, checks, chosen, jobs, most):
     """What was refused as one of several choices, `c ? changed : original`, need not be refused by
     itself: each is compiled alone, and if that works, linked and judged."""
     folder = tree.folder
     commands = commands_of(folder)
-    link = subprocess.run(["ninja", "-t", "commands", "mutate_checks"], cwd=folder.build,
+    link = subprocess.run(["ninja", "-t", "commands", program], cwd=folder.build,
                           capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     by_time = sorted(checks, key=lambda c: c.ms)
-    sources = folder.sources()
+    sources = digest(folder.sources(), program, str(most))
     users_of = users(folder, commands)
 
     def compiles(m):
         """The object, or nothing and the compiler's message. A header: those who include it."""
         text = tree.texts[m.file]
         changed = text[:m.site.begin] + (
-            m.site.changed if m.site.is_statement else f"({m.site.changed})") + text[m.site.end:]
+            m.site.changed if m.site.is_statement or m.site.is_constant
+            else f"({m.site.changed})") + text[m.site.end:]
         shadow = folder.path / "alone" / str(m.number)
         write(shadow / m.file, changed)
         users = [m.file] if m.file in commands else users_of[m.file]
@@ -558,25 +576,26 @@ def judge_alone(tree, checks, chosen, jobs):
             elif m.file not in commands:
                 kept = ["survived", "", "", ""]  # a header: nothing that uses it refuses it
             else:
-                program = f"alone_{m.number}"
+                own = f"alone_{m.number}"
                 done = subprocess.run(
-                    link.replace("-o bin/mutate_checks ", f"-o bin/{program} {object_file} ", 1),
+                    link.replace(f"-o bin/{program} ", f"-o bin/{own} {object_file} ", 1),
                     cwd=folder.build, shell=True, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise Fault(f"{m.describe()} does not link: {done.stderr[-1000:]}")
-                near = {o.number for o in tree.by_file[m.file]
-                        if o.site.function == m.site.function}
-                server = Server(folder, f"alone{m.number}", program)
-                try_tests(server, m, 0, [c for c in by_time if near & c.reaches])
+                near = {o.number for o in tree.by_file[m.file] if m.site.is_constant
+                        or o.site.function == m.site.function}
+                server = Server(folder, own, own)
+                try_tests(server, m, 0, [c for c in by_time if near & c.reaches], most)
                 server.close()
-                (folder.build / "bin" / program).unlink()
+                (folder.build / "bin" / own).unlink()
                 kept = [m.state, m.how, m.by, m.said]
             folder.remember(tree.memory(m, "alone", sources), kept)
             shutil.rmtree(folder.path / "alone" / str(m.number), ignore_errors=True)
         m.state, m.how, m.by, m.said = kept
         m.alone = m.state != "refused"
 
-    print(f"  {len(chosen)} refused among choices, alone", flush=True)
+    if chosen:
+        print(f"  {len(chosen)} that cannot be chosen at run time, each alone", flush=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(work, chosen):
             pass
@@ -673,8 +692,12 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--files", nargs="*", help="only mistakes in these, as moesh/nn/*")
     parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
+    parser.add_argument("--quick", action="store_true", help="without mutate_sweep")
     parser.add_argument("--list", action="store_true", help="print the sites, and end")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
+                        help="of each program's tests for one mistake, the quickest that reach it")
+    parser.add_argument("--flags", default=FLAGS, help=f"of the compiler (default: {FLAGS})")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build-mutate")
     arguments = parser.parse_args()
     mistakes = all_mistakes(ROOT)
@@ -691,14 +714,21 @@ def main():
     tree = Tree(folder, mistakes)
     print(f"{len(mistakes)} mistakes in {len(tree.by_file)} files", flush=True)
     tree.copy_all()
-    configure(folder)
-    compile_all(tree, arguments.jobs)
-    refused = [m for m in chosen if m.state == "refused"]
-    print(f"  built in {time.time() - began:.0f} s", flush=True)
+    configure(folder, arguments.flags)
+    check_syntax(tree, arguments.jobs)
+    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS
     try:
-        checks = trace(folder, arguments.jobs)
-        judge(tree, checks, [m for m in chosen if m.state != "refused"], arguments.jobs)
-        judge_alone(tree, checks, refused, arguments.jobs)
+        for program in programs:
+            build(tree, program, arguments.jobs)
+            print(f"  after {time.time() - began:.0f} s", flush=True)
+            checks = trace(folder, program, arguments.jobs)
+            live = [m for m in chosen if m.state != "refused" and not m.alone]
+            recall(tree, live, {c.name for c in checks})
+            judge(tree, program, checks, live, arguments.jobs, arguments.most)
+            judge_alone(tree, program, checks, [
+                m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
+                                      else m.state == "refused")],
+                        arguments.jobs, arguments.most)
     finally:
         folder.save()
     print(table(chosen, reasons))

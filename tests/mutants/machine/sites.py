@@ -71,6 +71,7 @@ class Site:
     is_statement: bool
     # What a person reads, and what a reason is keyed by: "a + b -> a - b".
     text: str
+    is_constant: bool = False  # the compiler evaluates it: it cannot be chosen at run time
 
 
 def squeezed(text):
@@ -485,6 +486,17 @@ def placement_sites(s):
             yield a, i, (s.at(a) + "::" if a != i else "") + other
 
 
+def constant_sites(s):
+    """Neighbours in a short list of axes, constexpr Axes kOrder[] = {...}: the wrong order."""
+    for i in range(len(s.tokens)):
+        if s.at(i) == "Axes" and s.at(i - 1) == "constexpr" and s.at(i + 2) == "[":
+            brace = s.match[i + 2] + 2
+            items = arguments(s, brace) if s.at(brace) == "{" else []
+            if len(items) <= 8:
+                for (a, b), (c, d) in zip(items, items[1:]):
+                    yield s.at(i + 1), a, d, f"{s.span(c, d)}, {s.span(a, b)}"
+
+
 def statement_sites(s):
     """Statements that can be left out: calls and assignments for their effect."""
     for i in range(len(s.tokens)):
@@ -574,8 +586,11 @@ def sites_of(text, with_tables=False):
                 add(*segment, changed, "placement", f"{s.span(*segment)} -> {changed}")
     for first, last in statement_sites(s):
         add(first, last, "", "leave out", f"{s.span(first, last)} left out", is_statement=True)
+    for name, first, last, changed in constant_sites(s):
+        found.append(Site(s.tokens[first].begin, s.tokens[last].end, changed, "rank order", name,
+                          False, f"{s.span(first, last)} -> {changed}", is_constant=True))
     unique = {}
-    for site in sorted(found, key=lambda f: (f.begin, -f.end, f.changed)):
+    for site in sorted(found, key=lambda f: (f.is_constant, f.begin, -f.end, f.changed)):
         unique.setdefault((site.begin, site.end, squeezed(site.changed)), site)
     return list(unique.values())
 
