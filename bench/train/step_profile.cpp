@@ -96,9 +96,12 @@ class Table {
   std::map<std::string, std::pair<double, int>> rows_;
 };
 
-bool is_kernel(const kineto::KinetoEvent& e) {
-  // What annotates ranges of the device has the name of a range of the host.
-  return e.deviceType() != at::kCPU && e.durationNs() > 0 && e.linkedCorrelationId() > 0;
+// As libkineto numbers them.
+bool is_kernel(const kineto::KinetoEvent& e) {  // or a copy, or a fill
+  return e.activityType() >= 3 && e.activityType() <= 5;
+}
+bool is_launch(const kineto::KinetoEvent& e) {  // a call of CUDA's runtime or driver
+  return e.activityType() == 7 || e.activityType() == 8;
 }
 
 // The innermost section that holds a time of the host. They nest, and come in the order of their
@@ -117,9 +120,8 @@ void print_device_tables(const std::vector<kineto::KinetoEvent>& events, int num
   std::vector<Range> ranges;
   std::unordered_map<std::uint64_t, std::uint64_t> launched_at;  // by correlation
   for (const auto& e : events) {
-    if (e.deviceType() != at::kCPU) continue;
-    if (e.correlationId() > 0) launched_at[e.correlationId()] = e.startNs();
-    if (is_section(e))
+    if (is_launch(e)) launched_at[e.correlationId()] = e.startNs();
+    if (e.deviceType() == at::kCPU && is_section(e))
       ranges.push_back(
           {e.startNs(), e.endNs(),
            e.name().starts_with(kNode) ? "backward: " + e.name().substr(kNode.size()) : e.name()});
@@ -132,7 +134,7 @@ void print_device_tables(const std::vector<kineto::KinetoEvent>& events, int num
     if (!is_kernel(e)) continue;
     const double ms = static_cast<double>(e.durationNs()) * 1e-6;
     kernels.add(e.name(), ms);
-    const auto found = launched_at.find(e.linkedCorrelationId());
+    const auto found = launched_at.find(e.correlationId());
     sections.add(found == launched_at.end() ? "unknown" : section_at(ranges, found->second), ms);
   }
   sections.print("section", num_steps);
@@ -174,13 +176,21 @@ std::set<ActivityType> activities(const config::Config& config) {
   return {ActivityType::CPU, ActivityType::CUDA};
 }
 
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 void run(comm::Group& world, const config::Config& config, const Options& o) {
+  const auto begin = Clock::now();
   const Mesh mesh(world, config::mesh_shape(config));
   const MeshScope scope(mesh);
   const auto dataset = train::open_dataset(config);
   const auto model = train::make_model(config);
   const auto optimizer = train::make_optimizer(*model, config);
   const auto options = train::step_options(config);
+  std::printf("data, model and optimizer made in %.3f s, ", seconds_since(begin));
   std::int64_t step = 0;
   const auto take_step = [&] {
     const auto g = train::accumulate_gradients(
@@ -192,10 +202,9 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   };
   std::vector<double> seconds;
   for (int i = 0; i < o.num_warm; ++i) {
-    const auto start = std::chrono::steady_clock::now();
+    const auto start = Clock::now();
     take_step();
-    seconds.push_back(
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    seconds.push_back(seconds_since(start));
   }
   std::printf("first step %.3f s, ", seconds[0]);
   std::sort(seconds.begin() + 1, seconds.end());

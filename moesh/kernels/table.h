@@ -9,9 +9,11 @@
 #include "moesh/kernels/cross_entropy.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gate.h"
+#include "moesh/kernels/latent.h"
 #include "moesh/kernels/norm.h"
 #include "moesh/kernels/rope.h"
 #include "moesh/kernels/sort.h"
+#include "moesh/kernels/swiglu.h"
 #include "moesh/kernels/topk.h"
 
 namespace moesh::kernels {
@@ -43,6 +45,13 @@ using NormBackwardKernel = NormGradients(const at::Tensor& x, const at::Tensor& 
 using LogitSumsKernel = LogitSums(const at::Tensor& logits_NV, const at::Tensor& label_N);
 using LogitGradientKernel = at::Tensor(const at::Tensor& logits_NV, const at::Tensor& label_N,
                                        const at::Tensor& total_N, const at::Tensor& weight_N);
+using LatentForwardKernel = LatentHeads(const at::Tensor& kv, const at::Tensor& key,
+                                        std::int64_t num_own);
+using LatentBackwardKernel = LatentGradients(const at::Tensor& dk, const at::Tensor& dv,
+                                             std::int64_t num_own);
+using SwigluForwardKernel = at::Tensor(const at::Tensor& gate, const at::Tensor& up);
+using SwigluBackwardKernel = SwigluGradients(const at::Tensor& gate, const at::Tensor& up,
+                                             const at::Tensor& dh);
 using RotateKernel = at::Tensor(const Rotation& rotation, const at::Tensor& x_BLhd);
 
 /// Arguments are already checked, tensors are contiguous (heads, and rows of a norm, need not be),
@@ -64,6 +73,10 @@ struct KernelTable {
   RotateKernel* rotate_backward;
   LogitSumsKernel* logit_sums;
   LogitGradientKernel* logit_gradient_;
+  LatentForwardKernel* latent_heads_forward;
+  LatentBackwardKernel* latent_heads_backward;
+  SwigluForwardKernel* swiglu_forward;
+  SwigluBackwardKernel* swiglu_backward;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
 

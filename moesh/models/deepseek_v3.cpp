@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "moesh/nn/latent.h"
 #include "moesh/nn/norm.h"
 
 namespace moesh::models {
@@ -16,17 +17,12 @@ using nn::Heads;
 using nn::Sum;
 using nn::Tokens;
 
-/// The first n features of each token, or of each of its heads where tp cuts these, and the rest.
-/// Backward puts the gradients of both side by side in one pass; those of two slices it would add.
-template <auto L>
-std::pair<Tensor<L>, Tensor<L>> split_features(const Tensor<L>& x, std::int64_t n) {
+/// The first n features of each token, and the rest. Backward puts the gradients of both side by
+/// side in one pass; those of two slices it would add.
+std::pair<Full, Full> split_features(const Full& x, std::int64_t n) {
   const auto parts = local(x).split_with_sizes({n, local(x).size(-1) - n}, -1);
   const auto part = [&](size_t i) {
-    const auto pick = [&](const at::Tensor&) { return parts[i]; };
-    if constexpr (L.tp == Place::F)
-      return map_heads(pick, x);
-    else
-      return map_rows(pick, x);
+    return map_rows([&](const at::Tensor&) { return parts[i]; }, x);
   };
   return {part(0), part(1)};
 }
@@ -74,13 +70,10 @@ class Mla final : public nn::Attention {
     const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
     const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
-    const auto [keys, v] = split_features(
-        nn::split_heads(linear(kv_norm_(latent), use(kv_b_)), nope_ + v_dim_), nope_);
-    const Heads k = map_heads(
-        [&](const at::Tensor& t, const at::Tensor& key) {
-          return at::cat({t, rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1})}, -1);
-        },
-        keys, shared_key);
+    const Full turned = map_rows(
+        [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
+    const auto [k, v] = nn::latent_heads(
+        nn::split_heads(linear(kv_norm_(latent), use(kv_b_)), nope_ + v_dim_), turned, nope_);
     const Heads y =
         nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
     return linear(nn::merge_heads(y), use(o_));

@@ -70,15 +70,23 @@ std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
   return data::open_dataset(dataset_options(config));
 }
 
-std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
                                              const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
   std::vector<models::MicroBatch> batches;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
-    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)),
-                       .labels_BL = b.labels_BL.to(device(config))});
+    batches.push_back({.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL});
+  }
+  return batches;
+}
+
+std::vector<models::MicroBatch> on_device(const Config& config,
+                                          std::vector<models::MicroBatch> batches) {
+  for (auto& b : batches) {
+    b.input_ids_BL = b.input_ids_BL.to(device(config));
+    b.labels_BL = b.labels_BL.to(device(config));
   }
   return batches;
 }

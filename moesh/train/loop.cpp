@@ -7,6 +7,7 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <future>
 
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
@@ -87,13 +88,21 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
   auto last = start;
+  // The batches of the next step are made while this one computes.
+  const auto prepare = [&](std::int64_t data_position) {
+    return std::async(std::launch::async, [&, data_position] {
+      return host_batches(config, dataset, mesh, data_position);
+    });
+  };
+  auto next = prepare(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
-    const Gradients g = accumulate_gradients(
-        *model, step_batches(config, dataset, mesh, position.data_position), options);
+    auto batches = on_device(config, next.get());
+    const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
+    if (step + 1 < config.training.steps) next = prepare(data_position);
+    const Gradients g = accumulate_gradients(*model, std::move(batches), options);
     const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
-    position = {.step = step + 1,
-                .data_position = position.data_position + sample_order(config).num_per_step()};
+    position = {.step = step + 1, .data_position = data_position};
     const bool stop = stop_agreed(world, config, start);
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();

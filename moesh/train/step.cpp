@@ -49,12 +49,18 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
     counts.resize(result.counts_E.size());
     for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
   }
-  const at::Tensor sums = whole(all_reduce<kTokenAxes>(stack(losses))).cpu();
+  // One message and one wait for all of it: float64 holds every count.
+  std::vector<nn::TokenSum> terms{stack(losses)};
+  for (const auto& count : counts) terms.push_back(cast(count, at::kDouble));
+  at::Tensor rest = whole(all_reduce<kTokenAxes>(cat(terms, 0))).cpu();
+  const auto take = [&](std::int64_t n) {
+    const at::Tensor first = rest.narrow(0, 0, n);
+    rest = rest.narrow(0, n, rest.size(0) - n);
+    return first;
+  };
+  const at::Tensor sums = take(2);
   g.loss = sums[0].item<double>(), g.total_loss = sums[1].item<double>();
-  if (!counts.empty()) {
-    const at::Tensor all = whole(all_reduce<kTokenAxes>(stack(counts))).cpu();
-    for (std::int64_t i = 0; i < all.size(0); ++i) g.counts_E.push_back(all[i]);
-  }
+  for (const auto& count : counts) g.counts_E.push_back(take(local(count).numel()).to(at::kLong));
   return g;
 }
 
@@ -64,8 +70,8 @@ Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
   Update update;
   const auto norm = optim::grad_norm(optimizer.params());
   update.grad_norm = number(norm);
-  update.skipped =
-      !optim::all_finite(norm) || !std::isfinite(gradients.total_loss) || gradients.num_tokens == 0;
+  update.skipped = !std::isfinite(update.grad_norm) || !std::isfinite(gradients.total_loss) ||
+                   gradients.num_tokens == 0;
   if (update.skipped) {
     optimizer.zero_grad();
     for (auto* router : model.routers()) router->clear_counts();

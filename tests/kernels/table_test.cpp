@@ -28,7 +28,9 @@ TEST(KernelTable, HasEveryEntryOnEveryDevice) {
     EXPECT_TRUE(t->top_k && t->sort_by_expert && t->rank_major_to_expert_major && t->gather_rows &&
                 t->gate_forward && t->gate_backward && t->combine_rows && t->experts_forward &&
                 t->experts_backward && t->norm_forward && t->norm_backward && t->rotate_forward &&
-                t->rotate_backward && t->logit_sums && t->logit_gradient_)
+                t->rotate_backward && t->logit_sums && t->logit_gradient_ &&
+                t->latent_heads_forward && t->latent_heads_backward && t->swiglu_forward &&
+                t->swiglu_backward)
         << t->name;
     EXPECT_EQ(t->attention_forward == nullptr, t->attention_backward == nullptr) << t->name;
   }

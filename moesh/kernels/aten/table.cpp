@@ -19,6 +19,10 @@ RotateKernel rotate_forward;
 RotateKernel rotate_backward;
 LogitSumsKernel logit_sums;
 LogitGradientKernel logit_gradient_;
+LatentForwardKernel latent_heads_forward;
+LatentBackwardKernel latent_heads_backward;
+SwigluForwardKernel swiglu_forward;
+SwigluBackwardKernel swiglu_backward;
 
 }  // namespace aten
 
@@ -39,6 +43,10 @@ const KernelTable& aten_kernels() {
                                  .rotate_backward = aten::rotate_backward,
                                  .logit_sums = aten::logit_sums,
                                  .logit_gradient_ = aten::logit_gradient_,
+                                 .latent_heads_forward = aten::latent_heads_forward,
+                                 .latent_heads_backward = aten::latent_heads_backward,
+                                 .swiglu_forward = aten::swiglu_forward,
+                                 .swiglu_backward = aten::swiglu_backward,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;

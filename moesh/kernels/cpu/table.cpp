@@ -33,6 +33,10 @@ const KernelTable& cpu_kernels() {
                                  .rotate_backward = aten_kernels().rotate_backward,
                                  .logit_sums = aten_kernels().logit_sums,
                                  .logit_gradient_ = aten_kernels().logit_gradient_,
+                                 .latent_heads_forward = aten_kernels().latent_heads_forward,
+                                 .latent_heads_backward = aten_kernels().latent_heads_backward,
+                                 .swiglu_forward = aten_kernels().swiglu_forward,
+                                 .swiglu_backward = aten_kernels().swiglu_backward,
                                  .attention_forward = cpu::attention_forward,
                                  .attention_backward = cpu::attention_backward};
   return table;

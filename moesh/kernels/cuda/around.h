@@ -47,4 +47,26 @@ Error logit_sums(const Logits&, const void* logits_NV, float* max_N, float* sum_
 Error logit_gradient(const Logits&, void* logits_NV, const float* total_N, const float* weight_N,
                      Stream);
 
+/// Features of heads, and the strides of a sequence, a position and a head: multiples of 8.
+struct HeadsAt {
+  void* data;
+  std::int64_t strides[3];
+};
+/// Latent attention: kv has num_own features of a key and num_value of a value in each head, key
+/// num_shared features for all heads; k and v are what attention takes. Numbers are multiples of 8.
+struct Latent {
+  std::int64_t batch, length, num_heads;
+  std::int64_t num_own, num_shared, num_value;
+  HeadsAt kv, key, k, v;
+};
+/// From kv and key to k and v.
+Error latent_heads(const Latent&, Stream);
+/// From the gradients of k and v to those of kv and key, which is summed over the heads in order.
+Error latent_heads_backward(const Latent&, Stream);
+
+/// h = silu(gate) up of `size` numbers, a multiple of 8.
+Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size, Stream);
+Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
+                            void* d_up, std::int64_t size, Stream);
+
 }  // namespace moesh::kernels::cuda

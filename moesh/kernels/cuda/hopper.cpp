@@ -27,6 +27,10 @@ RotateKernel rotate_forward;
 RotateKernel rotate_backward;
 LogitSumsKernel logit_sums;
 LogitGradientKernel logit_gradient_;
+LatentForwardKernel latent_heads_forward;
+LatentBackwardKernel latent_heads_backward;
+SwigluForwardKernel swiglu_forward;
+SwigluBackwardKernel swiglu_backward;
 
 namespace {
 
@@ -321,6 +325,10 @@ const KernelTable& hopper_kernels() {
     t.rotate_backward = hopper::rotate_backward;
     t.logit_sums = hopper::logit_sums;
     t.logit_gradient_ = hopper::logit_gradient_;
+    t.latent_heads_forward = hopper::latent_heads_forward;
+    t.latent_heads_backward = hopper::latent_heads_backward;
+    t.swiglu_forward = hopper::swiglu_forward;
+    t.swiglu_backward = hopper::swiglu_backward;
     t.refuses_device = hopper::refuses_device;
     t.refuses_experts = hopper::refuses_experts;
     return t;

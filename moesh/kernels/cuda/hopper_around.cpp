@@ -132,4 +132,80 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_
   return logits_NV;
 }
 
+namespace {
+
+bool takes_heads(const at::Tensor& t) {
+  bool is_taken = t.scalar_type() == at::kBFloat16 && t.stride(-1) == 1 && in_chunks(t);
+  for (std::int64_t d = 0; d + 1 < t.dim(); ++d) is_taken = is_taken && t.stride(d) % 8 == 0;
+  return is_taken && t.size(-1) % 8 == 0;
+}
+
+HeadsAt heads_at(const at::Tensor& t) {  // a tensor of three dimensions has one head for all
+  return {const_cast<void*>(t.const_data_ptr()),
+          {t.stride(0), t.stride(1), t.dim() == 4 ? t.stride(2) : 0}};
+}
+
+Latent latent_of(const at::Tensor& kv, const at::Tensor& key, const at::Tensor& k,
+                 const at::Tensor& v) {
+  return {.batch = kv.size(0),
+          .length = kv.size(1),
+          .num_heads = kv.size(2),
+          .num_own = kv.size(3) - v.size(3),
+          .num_shared = key.size(2),
+          .num_value = v.size(3),
+          .kv = heads_at(kv),
+          .key = heads_at(key),
+          .k = heads_at(k),
+          .v = heads_at(v)};
+}
+
+bool takes_swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return gate.scalar_type() == at::kBFloat16 && gate.numel() % 8 == 0 && in_chunks(gate) &&
+         in_chunks(up);
+}
+
+}  // namespace
+
+LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
+                                 std::int64_t num_own) {
+  if (!takes_heads(kv) || !takes_heads(key) || num_own % 8 != 0)
+    return aten_kernels().latent_heads_forward(kv, key, num_own);
+  const auto fresh = [&](std::int64_t width) {
+    return at::empty({kv.size(0), kv.size(1), kv.size(2), width}, kv.options());
+  };
+  LatentHeads y{fresh(num_own + key.size(2)), fresh(kv.size(3) - num_own)};
+  OnDeviceOf{kv}("latent_heads", cuda::latent_heads, latent_of(kv, key, y.k_BLhd, y.v_BLhv));
+  return y;
+}
+
+LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
+                                      std::int64_t num_own) {
+  if (!takes_heads(dk) || !takes_heads(dv) || num_own % 8 != 0)
+    return aten_kernels().latent_heads_backward(dk, dv, num_own);
+  LatentGradients d{
+      at::empty({dk.size(0), dk.size(1), dk.size(2), num_own + dv.size(3)}, dk.options()),
+      at::empty({dk.size(0), dk.size(1), dk.size(3) - num_own}, dk.options())};
+  OnDeviceOf{dk}("latent_heads_backward", cuda::latent_heads_backward,
+                 latent_of(d.kv, d.key, dk, dv));
+  return d;
+}
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+  if (!takes_swiglu(gate, up)) return aten_kernels().swiglu_forward(gate, up);
+  const at::Tensor h = at::empty(gate.sizes(), gate.options());
+  OnDeviceOf{gate}("dense_swiglu", dense_swiglu, in(gate), in(up), out(h), gate.numel());
+  return h;
+}
+
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
+                                const at::Tensor& dh) {
+  if (!takes_swiglu(gate, up) || !in_chunks(dh))
+    return aten_kernels().swiglu_backward(gate, up, dh);
+  SwigluGradients d{at::empty(gate.sizes(), gate.options()),
+                    at::empty(gate.sizes(), gate.options())};
+  OnDeviceOf{gate}("dense_swiglu_backward", dense_swiglu_backward, in(gate), in(up), in(dh),
+                   out(d.gate), out(d.up), gate.numel());
+  return d;
+}
+
 }  // namespace moesh::kernels::hopper

@@ -51,5 +51,12 @@ Error norm_backward(const Norm&, const void*, const float*, const void*, float*,
 Error rope(const Rope&, const void*, void*, Stream) { return kNone; }
 Error logit_sums(const Logits&, const void*, float*, float*, float*, Stream) { return kNone; }
 Error logit_gradient(const Logits&, void*, const float*, const float*, Stream) { return kNone; }
+Error latent_heads(const Latent&, Stream) { return kNone; }
+Error latent_heads_backward(const Latent&, Stream) { return kNone; }
+Error dense_swiglu(const void*, const void*, void*, std::int64_t, Stream) { return kNone; }
+Error dense_swiglu_backward(const void*, const void*, const void*, void*, void*, std::int64_t,
+                            Stream) {
+  return kNone;
+}
 
 }  // namespace moesh::kernels::cuda

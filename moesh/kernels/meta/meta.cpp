@@ -149,6 +149,14 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*labe
   return logits_NV;
 }
 
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
+  return at::empty_like(gate);
+}
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& /*up*/,
+                                const at::Tensor& /*dh*/) {
+  return {at::empty_like(gate), at::empty_like(gate)};
+}
+
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -183,6 +191,10 @@ const KernelTable& meta_kernels() {
                                   .rotate_backward = aten_kernels().rotate_backward,
                                   .logit_sums = aten_kernels().logit_sums,
                                   .logit_gradient_ = aten_kernels().logit_gradient_,
+                                  .latent_heads_forward = aten_kernels().latent_heads_forward,
+                                  .latent_heads_backward = aten_kernels().latent_heads_backward,
+                                  .swiglu_forward = aten_kernels().swiglu_forward,
+                                  .swiglu_backward = aten_kernels().swiglu_backward,
                                   .attention_forward = meta::attention_forward,
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {
@@ -193,6 +205,7 @@ const KernelTable& meta_kernels() {
     t.gate_backward = meta::accelerator_gate_backward;
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
+    t.swiglu_forward = meta::swiglu_forward, t.swiglu_backward = meta::swiglu_backward;
     t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;
