@@ -115,6 +115,19 @@ def mpi_verifies(tmp, moesh, *mpirun):
     assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
 
 
+def threads_do_not_spin(tmp, moesh):
+    """What libgomp says that it read: it must know before main, and what the user sets counts."""
+    def spin_count(**variables):
+        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+        run = subprocess.run([moesh, "--version"], env={**inherited, "OMP_DISPLAY_ENV": "verbose", **variables}, capture_output=True,
+                             text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        return int([line for line in run.stderr.splitlines() if "GOMP_SPINCOUNT" in line][-1].split("'")[1])
+    assert spin_count() == 0, spin_count()
+    assert spin_count(OMP_WAIT_POLICY="active") > 1000000
+    assert spin_count(GOMP_SPINCOUNT="1234") == 1234
+
+
 def interrupt_ends_after_the_step(tmp, moesh):
     """SIGINT: the step is finished and written down, the summary is printed, the exit code is 0."""
     metrics = tmp / "run" / "metrics.jsonl"
