@@ -44,6 +44,23 @@ TEST(MeshShape, NamesSizesThatDoNotMultiplyUp) {
   EXPECT_EQ(error_of([] { current_mesh(); }).substr(0, 23), "this thread has no mesh");
 }
 
+TEST(MeshShape, NamesEveryAxisThatIsEmpty) {
+  const std::pair<const char*, int MeshShape::*> axes[] = {
+      {"pp", &MeshShape::pp},
+      {"dp_replicate", &MeshShape::dp_replicate},
+      {"dp_shard", &MeshShape::dp_shard},
+      {"cp", &MeshShape::cp},
+      {"tp", &MeshShape::tp},
+      {"ep", &MeshShape::ep},
+      {"etp", &MeshShape::etp}};
+  for (const auto& [name, size] : axes) {
+    MeshShape shape;
+    shape.*size = 0;
+    EXPECT_EQ(error_of([&] { shape.validated(); }),
+              "mesh: " + std::string(name) + " is 0; every axis has a size of 1 or more");
+  }
+}
+
 TEST(MeshShape, ThereAre333OfUpToEightRanks) {
   size_t num = 0;
   for (int n = 1; n <= 8; ++n) num += all_mesh_shapes(n).size();

@@ -248,5 +248,26 @@ TEST(GroupedAttention, NamesHeadsThatTpDoesNotDivide) {
                {"num_heads = 8", "num_kv_heads = 3", "divisor"});
 }
 
+// A rank without queries: an empty result that still depends on its input.
+TEST(ComposedAttention, HasItsShapeWithoutQueries) {
+  const at::Tensor q = at::zeros({2, 0, 4, 8}, at::kDouble).requires_grad_(true);
+  const at::Tensor y = nn::composed_attention(
+      {.scale = 0.5},
+      {q, at::ones({2, 5, 4, 8}, at::kDouble), at::ones({2, 5, 4, 6}, at::kDouble)});
+  EXPECT_EQ(y.sizes(), (at::IntArrayRef{2, 0, 4, 6}));
+  EXPECT_TRUE(y.requires_grad());
+}
+
+// Scores and values: 2 * 2 FLOPs for each visible key and feature of a head, three times with the
+// backward.
+TEST(GroupedAttention, CountsItsFlops) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const nn::GroupedAttention attention(
+      {.dim = 10, .num_heads = 6, .num_kv_heads = 2, .head_dim = 4, .window = 2}, "a", {});
+  EXPECT_EQ(attention.flops(4), 3 * 4 * 6 * 4 * ((1 + 2 + 2 + 2) / 4.0));
+}
+
 }  // namespace
 }  // namespace moesh

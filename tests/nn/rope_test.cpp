@@ -151,5 +151,35 @@ TEST(Rope, RefusesWhatItCannotRotate) {
                {"factor 0.5"});
 }
 
+// The ramp of YaRN between two frequencies that are one: a step, and never a division by zero.
+TEST(Rope, YarnWithOneBoundIsAStep) {
+  const RopeConfig c{.dim = 8,
+                     .theta = 10000,
+                     .factor = 4,
+                     .scaling = RopeScaling::yarn,
+                     .original_length = 64,
+                     .beta_fast = 2,
+                     .beta_slow = 2,
+                     .truncate = false};
+  for (std::int64_t i = 0; i < 4; ++i) {
+    const double plain = std::pow(10000, -2.0 * static_cast<double>(i) / 8);
+    const bool fast = plain * 64 / (2 * std::numbers::pi) > 2;
+    EXPECT_NEAR(frequency(c, i), fast ? plain : plain / 4, 1e-15) << i;
+  }
+}
+
+TEST(Rope, AMagnitudeThatIsGivenCounts) {
+  const RopeConfig c{
+      .dim = 4, .theta = 100, .factor = 4, .scaling = RopeScaling::yarn, .magnitude = 1.5};
+  const auto table = nn::rope_table(c, 0, 3, at::kDouble, at::kCPU);
+  EXPECT_NEAR(table.cos[0][0].item<double>(), 1.5, 1e-15);
+}
+
+TEST(Rope, HasItsShapeWithoutNumbers) {
+  const auto table = nn::rope_table({.dim = 6}, 2, 5, at::kFloat, at::kMeta);
+  EXPECT_EQ(table.cos.sizes(), (at::IntArrayRef{5, 3}));
+  EXPECT_EQ(table.sin.sizes(), (at::IntArrayRef{5, 3}));
+}
+
 }  // namespace
 }  // namespace moesh

@@ -178,6 +178,27 @@ TEST(Router, NanIsAnErrorThatNamesTheToken) {
   });
 }
 
+// Forced balance is round robin by global token, whatever the mesh.
+TEST(Router, ForcedBalanceIsRoundRobin) {
+  for (const MeshShape& shape :
+       {MeshShape{}, MeshShape{.dp_shard = 2, .tp = 2}, MeshShape{.cp = 3}})
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, shape);
+          const MeshScope scope(mesh);
+          const Tokens tokens(mesh, 2, 5, true);
+          Router router = identity_router({.num_experts = 8, .top_k = 3, .forced_balance = true});
+          const Route route =
+              router.choose(assume<Dense{T, T, T}>(random_rows(tokens.num_local(), 8)), tokens, {});
+          for (std::int64_t i = 0; i < tokens.num_local(); ++i)
+            for (std::int64_t k = 0; k < 3; ++k)
+              EXPECT_EQ(local(route.experts_NK)[i][k].item<std::int64_t>(),
+                        (tokens.global(LocalToken{i}).value * 3 + k) % 8);
+        },
+        test_options());
+}
+
 TEST(Router, MapCountsAndStatistics) {
   alone([](const Mesh& mesh) {
     Router router = identity_router({.num_experts = 6, .top_k = 2});

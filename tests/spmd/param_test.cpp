@@ -1,7 +1,11 @@
 #include "moesh/spmd/param.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
@@ -9,6 +13,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
+#include "tests/types/places.h"
 
 namespace moesh {
 namespace {
@@ -293,6 +298,39 @@ TEST(DeviceRandom, FillsABoxOfATensor) {
           EXPECT_NEAR(box.flatten()[i].item<double>(), expected, 1e-14) << a << b << c;
         }
       }
+}
+
+// Which layouts a parameter may have, asked at run time.
+TEST(ParamLayout, IsInvariantOrCutAndNeverOverItsStorage) {
+  for_each_layout<Dense>([](Dense l) {
+    const auto rests = [](Place p) { return p == I || p == F || p == E; };
+    const bool fine = l.dp == I && l.cp == I && rests(l.tp);
+    EXPECT_EQ(refusal([&] { check_param(l); }) == "", fine) << to_string(l);
+  });
+  for_each_layout<Sparse>([](Sparse l) {
+    const auto rests = [](Place p) { return p == I || p == F || p == E; };
+    const bool fine = l.edp == I && rests(l.ep) && rests(l.etp);
+    EXPECT_EQ(refusal([&] { check_param(l); }) == "", fine) << to_string(l);
+  });
+  const auto text = [](auto l) { return refusal([&] { check_param(l); }); };
+  EXPECT_NE(text(Dense{I, I, T}).find("through use(w)"), std::string::npos);
+  EXPECT_NE(text(Dense{F, I, I}).find("I on dp (edp)"), std::string::npos);
+  EXPECT_NE(text(Dense{I, F, I}).find("I on cp"), std::string::npos);
+}
+
+// Enough for several threads: every index once, and all of them before it returns.
+TEST(InParallel, VisitsEveryIndexOnce) {
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  for (std::int64_t n : {0, 1, 65535, 65536, 65537, 100000}) {
+    std::vector<std::atomic<int>> visits(static_cast<size_t>(n));
+    raw::in_parallel(n, [&](std::int64_t begin, std::int64_t end) {
+      ASSERT_TRUE(begin >= 0 && end <= n) << begin << " to " << end << " of " << n;
+      for (std::int64_t i = begin; i < end; ++i) ++visits[static_cast<size_t>(i)];
+    });
+    EXPECT_TRUE(std::ranges::all_of(visits, [](const auto& v) { return v == 1; })) << n;
+  }
+  at::set_num_threads(before);
 }
 
 }  // namespace

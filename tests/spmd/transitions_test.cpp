@@ -278,5 +278,18 @@ TEST(Crossing, IsCheckedAtRunTimeWhereLettersDiffer) {
   });
 }
 
+TEST(SumOverStages, AddsWhatEachStageHas) {
+  comm::launch(
+      4,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.pp = 2, .tp = 2});
+        const MeshScope scope(mesh);
+        const auto x = assume<Dense{I, I, I}>(
+            at::full({3}, mesh.coordinate(pp) == 0 ? 5.0 : 7.0, at::kDouble));
+        EXPECT_TRUE(at::equal(local(sum_over_stages(x)), at::full({3}, 12.0, at::kDouble)));
+      },
+      test_options());
+}
+
 }  // namespace
 }  // namespace moesh

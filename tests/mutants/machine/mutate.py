@@ -386,6 +386,10 @@ class Check:
     ms: float
     reaches: set
 
+    def effort(self):
+        """Quick tests first, and those that look at little: they look closely."""
+        return self.ms * len(self.reaches)
+
 
 def list_tests(folder, program):
     _, output = run([str(folder.build / "bin" / program), "--gtest_list_tests"], folder.path)
@@ -491,7 +495,7 @@ def judge(tree, program, checks, chosen, jobs, most):
     """Gives each mistake to the tests that reach it, the quickest first."""
     folder = tree.folder
     sources = digest(folder.sources(), program, str(most))
-    by_time = sorted(checks, key=lambda c: c.ms)
+    by_time = sorted(checks, key=Check.effort)
     todo = []
     for m in chosen:
         if m.state == "killed":
@@ -541,7 +545,7 @@ def judge_alone(tree, program, checks, chosen, jobs, most):
     commands = commands_of(folder)
     link = subprocess.run(["ninja", "-t", "commands", program], cwd=folder.build,
                           capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    by_time = sorted(checks, key=lambda c: c.ms)
+    by_time = sorted(checks, key=Check.effort)
     sources = digest(folder.sources(), program, str(most))
     users_of = users(folder, commands)
 
@@ -716,12 +720,13 @@ def main():
     tree.copy_all()
     configure(folder, arguments.flags)
     check_syntax(tree, arguments.jobs)
-    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS
+    programs, reached = PROGRAMS[:1] if arguments.quick else PROGRAMS, set()
     try:
         for program in programs:
             build(tree, program, arguments.jobs)
             print(f"  after {time.time() - began:.0f} s", flush=True)
             checks = trace(folder, program, arguments.jobs)
+            reached = reached.union(*(c.reaches for c in checks))
             live = [m for m in chosen if m.state != "refused" and not m.alone]
             recall(tree, live, {c.name for c in checks})
             judge(tree, program, checks, live, arguments.jobs, arguments.most)
@@ -735,7 +740,8 @@ def main():
     print("killed by:", killers(chosen))
     survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]
     for m in survivors:
-        print("survived:", m.describe())
+        print("survived:", m.describe(), "" if m.number in reached or m.alone else
+              "(no test reaches it)")
     stale = {r.where: r for n, r in reasons.items() if tree.by_number[n].state == "killed"}
     for where in sorted(stale):
         hit = [m for m in mistakes if stale[where].fits(m)]
