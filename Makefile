@@ -9,7 +9,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup program build run test gpu asan tsan sanitize fuzz mutate verify \
+.PHONY: all setup program build run test gpu asan tsan sanitize fuzz mutate soak verify \
   bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
@@ -71,6 +71,12 @@ FUZZ_RUNS ?= 10000000
 fuzz: build
 	for target in safetensors index config manifest; do \
 	  tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
+
+# Runs that are killed, stopped, damaged, doubled and put on full, lying and failing disks, in
+# random order for so many minutes: nothing may be lost.
+SOAK_MINUTES ?= 20
+soak: build
+	tests/soak/soak.py build/bin/moesh build/bin/moesh_with_faults $(SOAK_MINUTES)
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, against one rank.
 verify: build

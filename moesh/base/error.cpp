@@ -6,8 +6,10 @@ const char* to_string(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::config: return "config";
     case ErrorKind::data: return "data";
+    case ErrorKind::storage: return "storage";
     case ErrorKind::comm: return "comm";
     case ErrorKind::device: return "device";
+    case ErrorKind::diverged: return "diverged";
     case ErrorKind::internal: return "internal";
   }
   return "unknown";

@@ -12,8 +12,10 @@ namespace moesh {
 enum class ErrorKind {
   config,    // the user asked for something that cannot be
   data,      // a file or tensor from outside is not what it should be
+  storage,   // a disk or file system refused; what is on it may be fine
   comm,      // a rank left, fell out of step, or did not answer in time
   device,    // an accelerator or its driver refused
+  diverged,  // the numbers of a run are not finite any more
   internal,  // moesh itself is wrong
 };
 

@@ -1,5 +1,6 @@
 #include "moesh/checkpoint/convert.h"
 
+#include <algorithm>
 #include <set>
 
 #include <ATen/ops/empty.h>
@@ -69,7 +70,7 @@ std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dty
 Converted convert(const std::filesystem::path& from, const std::filesystem::path& target,
                   const formats::ModelOnDisk& model, const ConvertOptions& options) {
   const auto to = target.has_filename() ? target : target.parent_path();  // "out/" is "out"
-  MOESH_CHECK(!std::filesystem::exists(to), ErrorKind::config, "'", to.string(),
+  MOESH_CHECK(!formats::exists(to), ErrorKind::config, "'", to.string(),
               "' already exists; name a folder that does not");
   const TensorFolder source = TensorFolder::weights(from);
   const auto layout = find_layout(source, model);
@@ -91,8 +92,14 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   }
 
   const auto temporary = std::filesystem::path(to).concat(".saving");
-  std::filesystem::remove_all(temporary);
-  make_folder(temporary);
+  if (formats::exists(temporary / formats::kManifestFile)) remove_folder(temporary);  // ours
+  make_folders(to.parent_path());
+  make_new_folder(temporary);
+  write_file(temporary / formats::kManifestFile, "");
+  formats::Manifest manifest{.model = model.model_type};
+  const auto add_file = [&](const std::string& name, const formats::BlockSums& written) {
+    manifest.files.push_back(formats::hash_file(temporary.string(), name, written));
+  };
   Converted result;
   formats::SafetensorsIndex index{.total_size = 0};
   const auto files = plan_files("model", to_table.tensors, options.max_shard_size);
@@ -110,18 +117,24 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
       ++result.num_tensors;
     }
     out.sync();
+    add_file(file.name, out.sums());
   }
-  write_file(temporary / formats::kIndexFile, formats::write_safetensors_index(index));
-  write_file(temporary / "config.json", changed_config(read_config(from), options));
+  const auto add_text = [&](const std::string& name, const std::string& text) {
+    add_file(name, write_file(temporary / name, text));
+  };
+  add_text(formats::kIndexFile, formats::write_safetensors_index(index));
+  add_text("config.json", changed_config(read_config(from), options));
   for (const auto& entry : std::filesystem::directory_iterator(from))
     if (is_copied(entry))
-      write_file(temporary / entry.path().filename(),
-                 formats::read_file(entry.path().string(), ErrorKind::data));
-  formats::Manifest manifest{.model = model.model_type};
-  for (const auto& entry : std::filesystem::directory_iterator(temporary))
-    manifest.files.push_back(
-        formats::hash_file(temporary.string(), entry.path().filename().string()));
-  write_file(temporary / formats::kManifestFile, formats::write_manifest(manifest));
+      add_text(entry.path().filename().string(),
+               formats::read_file(entry.path().string(), ErrorKind::data));
+  std::sort(manifest.files.begin(), manifest.files.end(),
+            [](const auto& a, const auto& b) { return a.name < b.name; });
+  {
+    OutputFile out(temporary / formats::kManifestFile, OutputFile::Mode::open);
+    out.write(0, formats::write_manifest(manifest));
+    out.sync();
+  }
   sync_folder(temporary);
   rename_folder(temporary, to);
   result.num_files = files.size(), result.num_bytes = *index.total_size;

@@ -1,87 +1,119 @@
 #include "moesh/checkpoint/file.h"
 
 #include <fcntl.h>
-#include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
-#include <cstring>
-#include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
+#include "moesh/formats/manifest.h"
 
 namespace moesh::checkpoint {
 namespace {
 
-[[noreturn]] void fail_at(const std::filesystem::path& path, const char* what, int code) {
-  throw Error(ErrorKind::data,
-              detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code),
-                             "; choose a checkpoint.folder that can be written and has room"));
+using formats::file_system;
+
+// What cannot be written is never damage: the disk or its rights are in the way.
+[[noreturn]] void fail_to(const char* what, const std::filesystem::path& path, int code) {
+  try {
+    formats::fail_at(path, what, code);
+  } catch (const Error& e) {
+    throw Error(
+        ErrorKind::storage,
+        detail::concat(e.what(),
+                       "; choose a folder (checkpoint.folder) that can be written and has room"));
+  }
 }
 
 }  // namespace
 
 OutputFile::OutputFile(const std::filesystem::path& path, Mode mode) : path_(path) {
   const int flags = mode == Mode::create ? O_WRONLY | O_CREAT | O_EXCL : O_WRONLY;
-  descriptor_ = ::open(path.c_str(), flags | O_CLOEXEC, 0644);
-  if (descriptor_ < 0) fail(mode == Mode::create ? "create" : "open", errno);
+  descriptor_ = file_system().open(path, flags);
+  if (descriptor_ < 0) fail_to(mode == Mode::create ? "create" : "open", path_, errno);
 }
 
-OutputFile::~OutputFile() { ::close(descriptor_); }
+OutputFile::~OutputFile() { file_system().close(descriptor_); }
 
 void OutputFile::reserve(std::uint64_t size) {
-  if (size == 0) return;
-  const int code = ::posix_fallocate(descriptor_, 0, static_cast<off_t>(size));
-  if (code != 0) fail("reserve room for", code);
+  if (size > 0 && file_system().reserve(descriptor_, size) != 0)
+    fail_to("reserve room for", path_, errno);
 }
 
 void OutputFile::write(std::uint64_t offset, std::string_view bytes) {
+  sums_.add(offset, bytes);
   while (!bytes.empty()) {
-    const auto written =
-        ::pwrite(descriptor_, bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    const auto written = file_system().write(descriptor_, bytes.data(), bytes.size(), offset);
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) fail("write", written < 0 ? errno : EIO);
+    if (written <= 0) fail_to("write", path_, written < 0 ? errno : EIO);
     bytes.remove_prefix(static_cast<std::size_t>(written));
     offset += static_cast<std::uint64_t>(written);
   }
 }
 
 void OutputFile::sync() {
-  if (::fsync(descriptor_) != 0) fail("flush", errno);
+  if (file_system().sync(descriptor_) != 0) fail_to("flush", path_, errno);
 }
 
-void OutputFile::fail(const char* what, int code) const { fail_at(path_, what, code); }
-
-void write_file(const std::filesystem::path& path, std::string_view bytes) {
+formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
   OutputFile file(path, OutputFile::Mode::create);
   file.write(0, bytes);
   file.sync();
+  return file.sums();
 }
 
 void sync_folder(const std::filesystem::path& path) {
-  const int folder = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (folder < 0) fail_at(path, "open", errno);
-  const int result = ::fsync(folder), code = errno;
-  ::close(folder);
-  if (result != 0) fail_at(path, "flush", code);
+  const int folder = file_system().open(path, O_RDONLY | O_DIRECTORY);
+  if (folder < 0) fail_to("open", path, errno);
+  const int result = file_system().sync(folder), code = errno;
+  file_system().close(folder);
+  if (result != 0) fail_to("flush", path, code);
 }
 
-void make_folder(const std::filesystem::path& path) {
-  std::error_code failed;
-  std::filesystem::create_directories(path, failed);
-  if (failed) fail_at(path, "create", failed.value());
+void make_folders(const std::filesystem::path& path) {
+  if (path.empty()) return;
+  struct stat status;
+  if (file_system().status(path, status) == 0) {
+    if (!S_ISDIR(status.st_mode)) fail_to("create", path, ENOTDIR);
+    return;
+  }
+  if (errno != ENOENT) fail_to("create", path, errno);
+  if (path.has_parent_path() && path.parent_path() != path) make_folders(path.parent_path());
+  if (file_system().make_folder(path) != 0 && errno != EEXIST) fail_to("create", path, errno);
+}
+
+void make_new_folder(const std::filesystem::path& path) {
+  if (file_system().make_folder(path) == 0) return;
+  MOESH_CHECK(errno != EEXIST, ErrorKind::storage, "'", path.string(),
+              "' is in the way, and moesh did not make it; move it away");
+  fail_to("create", path, errno);
 }
 
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to) {
-  std::error_code failed;
-  std::filesystem::rename(from, to, failed);
-  if (failed) fail_at(to, "rename a folder to", failed.value());
+  if (file_system().rename(from, to) != 0) fail_to("rename a folder to", to, errno);
 }
 
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b) {
-  if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return true;
-  if (errno != EINVAL && errno != ENOSYS) fail_at(b, "rename a folder to", errno);
+  if (file_system().exchange(a, b) == 0) return true;
+  if (errno != EINVAL && errno != ENOSYS) fail_to("rename a folder to", b, errno);
   return false;
+}
+
+void remove_folder(const std::filesystem::path& path) {
+  const auto remove = [](const std::filesystem::path& entry) {
+    if (file_system().remove(entry) != 0 && errno != ENOENT) fail_to("remove", entry, errno);
+  };
+  for (const bool is_last : {false, true})
+    for (const auto& name : formats::names_in(path)) {
+      if ((name == formats::kManifestFile) != is_last) continue;
+      const auto entry = path / name;
+      if (std::filesystem::is_directory(std::filesystem::symlink_status(entry)))
+        remove_folder(entry);
+      else
+        remove(entry);
+    }
+  remove(path);
 }
 
 }  // namespace moesh::checkpoint

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <string_view>
 
+#include "moesh/formats/checksum.h"
+
 namespace moesh::checkpoint {
 
 class OutputFile {
@@ -21,20 +23,28 @@ class OutputFile {
   void write(std::uint64_t offset, std::string_view bytes);
   /// Returns when the bytes are on the disk.
   void sync();
+  /// Of the bytes that were given to `write`, as they were in memory.
+  const formats::BlockSums& sums() const { return sums_; }
 
  private:
-  [[noreturn]] void fail(const char* what, int code) const;
   std::filesystem::path path_;
   int descriptor_;
+  formats::BlockSums sums_;
 };
 
 /// Writes a small file, which is on the disk when this returns.
-void write_file(const std::filesystem::path& path, std::string_view bytes);
+formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes);
 /// Returns when the names in a folder are on the disk.
 void sync_folder(const std::filesystem::path& path);
-void make_folder(const std::filesystem::path& path);
+/// With the folders above it; nothing where it is there.
+void make_folders(const std::filesystem::path& path);
+/// A folder that nobody has made yet.
+void make_new_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 /// Both exist, and swap names in one step; false where the file system cannot do that.
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
+/// A folder with all that is in it. A manifest goes last: what is left half-way still says that
+/// moesh made it.
+void remove_folder(const std::filesystem::path& path);
 
 }  // namespace moesh::checkpoint

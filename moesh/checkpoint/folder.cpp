@@ -3,19 +3,28 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <string_view>
 
 #include "moesh/base/error.h"
-#include "moesh/checkpoint/fail_point.h"
+#include "moesh/base/log.h"
 #include "moesh/checkpoint/file.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
 
 namespace moesh::checkpoint {
 namespace {
 
 constexpr std::string_view kStep = "step-";
-constexpr std::string_view kTemporary = ".saving-", kReplaced = ".replaced-";
+constexpr std::string_view kTemporary = ".saving-", kReplaced = ".replaced-", kPurged = ".purging-";
+
+std::string named(std::string_view prefix, std::int64_t step) {
+  return std::string(prefix) + step_name(step);
+}
 
 bool is_left_over(const std::string& name) {
-  return name.starts_with(kTemporary) || name.starts_with(kReplaced);
+  for (const auto prefix : {kTemporary, kReplaced, kPurged})
+    if (name.starts_with(prefix)) return true;
+  return false;
 }
 
 }  // namespace
@@ -25,14 +34,13 @@ std::string step_name(std::int64_t step) {
   std::snprintf(text, sizeof text, "%s%08lld", kStep.data(), static_cast<long long>(step));
   return text;
 }
-std::string temporary_name(std::int64_t step) { return std::string(kTemporary) + step_name(step); }
-std::string replaced_name(std::int64_t step) { return std::string(kReplaced) + step_name(step); }
+std::string temporary_name(std::int64_t step) { return named(kTemporary, step); }
+std::string replaced_name(std::int64_t step) { return named(kReplaced, step); }
+std::string purged_name(std::int64_t step) { return named(kPurged, step); }
 
 std::vector<std::int64_t> saved_steps(const std::filesystem::path& folder) {
   std::vector<std::int64_t> steps;
-  std::error_code missing;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, missing)) {
-    const std::string name = entry.path().filename().string();
+  for (const auto& name : formats::names_in(folder)) {
     if (!name.starts_with(kStep)) continue;
     std::int64_t step = 0;
     std::from_chars(name.data() + kStep.size(), name.data() + name.size(), step);
@@ -45,12 +53,13 @@ std::vector<std::int64_t> saved_steps(const std::filesystem::path& folder) {
 formats::Manifest read_intact_manifest(const std::filesystem::path& checkpoint) {
   formats::Manifest manifest = formats::read_manifest(checkpoint.string());
   for (const auto& file : manifest.files) {
-    std::error_code missing;
-    const auto size = std::filesystem::file_size(checkpoint / file.name, missing);
-    MOESH_CHECK(!missing, ErrorKind::data, "'", (checkpoint / file.name).string(),
-                "' does not exist: ", missing.message());
-    MOESH_CHECK(size == file.size, ErrorKind::data, "'", (checkpoint / file.name).string(),
-                "' has ", size, " bytes, and the manifest says ", file.size);
+    const auto path = checkpoint / file.name;
+    struct stat status;
+    if (formats::retried([&] { return formats::file_system().status(path, status); }) != 0)
+      formats::fail_at(path, "look at", errno);
+    const auto size = static_cast<std::uint64_t>(status.st_size);
+    MOESH_CHECK(size == file.size, ErrorKind::data, "'", path.string(), "' has ", size,
+                " bytes, and the manifest says ", file.size);
   }
   return manifest;
 }
@@ -59,29 +68,49 @@ bool is_intact(const std::filesystem::path& checkpoint) {
   try {
     read_intact_manifest(checkpoint);
     return true;
-  } catch (const Error&) {
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::storage) throw;
     return false;
   }
 }
 
 void remove_temporary(const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> found;
-  for (const auto& entry : std::filesystem::directory_iterator(folder))
-    if (is_left_over(entry.path().filename().string())) found.push_back(entry.path());
-  for (const auto& path : found) std::filesystem::remove_all(path);
+  for (const auto& name : formats::names_in(folder)) {
+    if (!is_left_over(name)) continue;
+    struct stat status;
+    const bool is_folder =
+        formats::file_system().status(folder / name, status) == 0 && S_ISDIR(status.st_mode);
+    const auto names = is_folder ? formats::names_in(folder / name) : std::vector<std::string>{""};
+    if (names.empty() ||
+        std::find(names.begin(), names.end(), formats::kManifestFile) != names.end())
+      remove_folder(folder / name);
+    else
+      log_warn("'", (folder / name).string(), "' was not made by moesh, and stays");
+  }
 }
 
-void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep) {
-  MOESH_FAIL_POINT(before_the_purge);
+void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep,
+           const std::set<std::int64_t>& known) {
+  const auto extra = read_intact_manifest(folder / step_name(newest)).extra;
+  std::int64_t num_skipped = 0;
+  if (const auto text = extra.find(kSkippedSteps); text != extra.end())
+    std::from_chars(text->second.data(), text->second.data() + text->second.size(), num_skipped);
   std::vector<std::int64_t> intact;
-  for (const std::int64_t step : saved_steps(folder))
-    if (step <= newest && is_intact(folder / step_name(step))) intact.push_back(step);
+  std::int64_t proven = -1;
+  for (const std::int64_t step : saved_steps(folder)) {
+    if (step > newest || (step != newest && !known.contains(step)) ||
+        !is_intact(folder / step_name(step)))
+      continue;
+    intact.push_back(step);
+    if (step < newest - num_skipped) proven = step;
+  }
   for (std::size_t i = 0; i + static_cast<std::size_t>(keep) < intact.size(); ++i) {
-    // Without a manifest it is not a checkpoint any more: what is half removed cannot be taken for
-    // an intact one.
-    std::filesystem::remove(folder / step_name(intact[i]) / formats::kManifestFile);
-    MOESH_FAIL_POINT(half_of_the_purge);
-    std::filesystem::remove_all(folder / step_name(intact[i]));
+    if (intact[i] == proven) continue;
+    // Under another name it is not a checkpoint any more: what is half removed cannot be taken for
+    // one, and the next run removes the rest.
+    const auto going = folder / purged_name(intact[i]);
+    rename_folder(folder / step_name(intact[i]), going);
+    remove_folder(going);
   }
   sync_folder(folder);
 }

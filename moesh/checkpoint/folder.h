@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,19 +14,30 @@ namespace moesh::checkpoint {
 std::string step_name(std::int64_t step);       // "step-00000123"
 std::string temporary_name(std::int64_t step);  // while it is written
 std::string replaced_name(std::int64_t step);   // one that gives way to another of the same step
+std::string purged_name(std::int64_t step);     // while it is removed
 
-/// The steps for which there is a folder, intact or not, in ascending order.
+/// What the manifest of a checkpoint says in `extra` whose last steps were skipped: how many.
+constexpr const char* kSkippedSteps = "skipped_steps";
+
+/// The steps for which there is a folder, intact or not, in ascending order. None where there is no
+/// folder; throws Error (storage) where it cannot be listed.
 std::vector<std::int64_t> saved_steps(const std::filesystem::path& folder);
 
 /// The manifest of a checkpoint whose files are all there with their sizes; throws Error (data)
-/// which says what is wrong. The content of the files is checked when it is read.
+/// which says what is wrong, or Error (storage) where the system cannot say. The content of the
+/// files is checked when it is read.
 formats::Manifest read_intact_manifest(const std::filesystem::path& checkpoint);
+/// Throws Error (storage) where the system cannot say.
 bool is_intact(const std::filesystem::path& checkpoint);
 
-/// Removes what an interrupted save has left.
+/// Removes what an interrupted save or purge has left: such folders with a manifest in them, which
+/// may be empty, or with nothing. What else has such a name is not moesh's, and stays.
 void remove_temporary(const std::filesystem::path& folder);
-/// Of the intact checkpoints up to `newest`, which is one, the last `keep` stay. Later ones are
-/// not touched: a run that went back to an older checkpoint has not judged them.
-void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep);
+/// Of the intact checkpoints up to `newest`, which is one, the last `keep` stay, and the last one
+/// that is proven: a step after it had finite gradients, which nobody knows of the newest. Only
+/// those of `known` are ever removed: the run has read or written them. Later ones are not touched:
+/// a run that went back to an older checkpoint has not judged them.
+void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep,
+           const std::set<std::int64_t>& known);
 
 }  // namespace moesh::checkpoint

@@ -5,9 +5,12 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
+#include "moesh/formats/name.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -42,8 +45,8 @@ std::string describe_tensors(const TensorFolder& folder) {
   std::map<std::string, std::size_t> counts;
   std::uint64_t bytes = 0;
   for (const auto& [name, found] : folder.tensors()) {
-    ++counts[detail::concat(pattern(name), "  ", formats::name_of(found.info->dtype), " ",
-                            found.info->shape)];
+    ++counts[detail::concat(formats::printable(pattern(name)), "  ",
+                            formats::name_of(found.info->dtype), " ", found.info->shape)];
     bytes += found.info->end - found.info->begin;
   }
   std::string text = detail::concat(folder.tensors().size(), " tensors, ", mebibytes(bytes), "\n");
@@ -59,10 +62,10 @@ std::string inspect(const std::filesystem::path& folder) {
               "' is not a folder; name one that holds a model or a checkpoint, such as "
               "outputs/checkpoints/step-00000100");
   std::string text = folder.string() + "\n";
-  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   formats::Manifest manifest;
   if (has_manifest) manifest = formats::read_manifest(folder.string());
-  if (std::filesystem::exists(folder / "config.json")) {
+  if (formats::exists(folder / "config.json")) {
     const auto config = formats::read_json((folder / "config.json").string());
     const auto* type = config.find("model_type");
     text += detail::concat("model: ", type ? type->as_text("model_type") : "unknown",
@@ -89,17 +92,30 @@ std::string inspect(const std::filesystem::path& folder) {
 
 std::vector<std::string> find_damage(const std::filesystem::path& folder) {
   formats::Manifest manifest;
-  try {
-    manifest = formats::read_manifest(folder.string());
-  } catch (const Error& e) {
-    return {e.what()};
-  }
   std::vector<std::string> damage;
-  for (const auto& file : manifest.files) try {
-      formats::check_file(folder.string(), file);
+  const auto look = [&](const auto& f) {
+    try {
+      f();
+      return true;
     } catch (const Error& e) {
+      if (e.kind() == ErrorKind::storage) throw;  // what cannot be read may be whole
       damage.emplace_back(e.what());
+      return false;
     }
+  };
+  if (!look([&] { manifest = formats::read_manifest(folder.string()); })) return damage;
+  const std::string name = folder.filename().string();
+  if (name.starts_with("step-") && name != step_name(manifest.step))
+    damage.push_back(detail::concat("'", folder.string(), "' is called ", name,
+                                    ", and its manifest is of step ", manifest.step,
+                                    ": it was copied or renamed"));
+  for (const auto& file : manifest.files) look([&] { formats::check_file(folder.string(), file); });
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
+    const auto extra = std::filesystem::relative(entry.path(), folder).string();
+    if (!entry.is_directory() && extra != formats::kManifestFile && !manifest.find(extra))
+      damage.push_back(detail::concat("file ", formats::shown(extra),
+                                      " is not in the manifest: moesh did not write it"));
+  }
   return damage;
 }
 

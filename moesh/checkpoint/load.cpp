@@ -196,7 +196,7 @@ std::string read_text(const std::filesystem::path& folder, const std::string& na
 }
 
 std::string read_config(const std::filesystem::path& folder) {
-  const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
+  const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   const formats::Manifest manifest =
       has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
   return read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
@@ -204,11 +204,11 @@ std::string read_config(const std::filesystem::path& folder) {
 
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   std::optional<formats::Manifest> manifest;
-  if (std::filesystem::exists(folder / formats::kManifestFile))
+  if (formats::exists(folder / formats::kManifestFile))
     manifest = formats::read_manifest(folder.string());
   const auto* known = manifest ? &*manifest : nullptr;
   const auto index_path = folder / formats::kIndexFile;
-  if (std::filesystem::exists(index_path)) {
+  if (formats::exists(index_path)) {
     const auto index = formats::parse_safetensors_index(
         read_text(folder, formats::kIndexFile, known), index_path.string());
     TensorFolder result(folder, index.files(), known);
@@ -221,7 +221,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
     }
     return result;
   }
-  MOESH_CHECK(std::filesystem::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
+  MOESH_CHECK(formats::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
               "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
               ": it is not a folder of a model in safetensors");
   return TensorFolder(folder, {kSingleFile}, known);

@@ -3,11 +3,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
-#include "moesh/checkpoint/fail_point.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/formats/checksum.h"
@@ -20,7 +20,19 @@ namespace {
 struct Written {
   std::string name;
   std::uint64_t size;
+  std::size_t first_block;  // among those of all files
 };
+
+// One number for each block of all files, of which each rank knows some and has 0 for the others:
+// the sum over the ranks has them all.
+std::vector<std::uint64_t> summed(comm::Group& group, const std::vector<std::uint64_t>& mine) {
+  at::Tensor all = at::zeros({static_cast<std::int64_t>(mine.size())}, at::kLong);
+  std::memcpy(all.data_ptr(), mine.data(), mine.size() * sizeof(std::uint64_t));
+  all = group.all_reduce(all.to(group.control_device())).cpu();
+  std::vector<std::uint64_t> sum(mine.size());
+  std::memcpy(sum.data(), all.const_data_ptr(), sum.size() * sizeof(std::uint64_t));
+  return sum;
+}
 
 class Saver {
  public:
@@ -32,11 +44,11 @@ class Saver {
         target_(options.folder / step_name(snapshot.manifest.step)) {
     for (const auto& set : snapshot.sets) {
       plans_.push_back(plan_files(set.prefix, set.tensors, options.max_shard_size));
-      for (const auto& file : plans_.back()) files_.push_back({file.name, file.size});
+      for (const auto& file : plans_.back()) add_file(file.name, file.size);
     }
     texts_ = snapshot.texts;
     texts_[formats::kIndexFile] = index();
-    for (const auto& [name, text] : texts_) files_.push_back({name, text.size()});
+    for (const auto& [name, text] : texts_) add_file(name, text.size());
   }
 
   std::filesystem::path run() {
@@ -46,14 +58,14 @@ class Saver {
       });
       together(group_, [&] { write_tensors(); });
       formats::Manifest manifest = snapshot_.manifest;
+      sums_ = summed(group_, sums_);
       together(group_, [&] { hash_blocks(); });
       manifest.files = hashed_files();
       together(group_, [&] {
         if (is_first()) publish(manifest);
       });
     } catch (...) {
-      std::error_code ignored;
-      if (is_first()) std::filesystem::remove_all(temporary_, ignored);
+      if (is_first() && made_) clean_up();
       throw;
     }
     if (is_first() && options_.keep_latest > 0) purge_others();
@@ -62,6 +74,19 @@ class Saver {
 
  private:
   bool is_first() const { return group_.rank() == 0; }
+
+  void add_file(const std::string& name, std::uint64_t size) {
+    files_.push_back({name, size, sums_.size()});
+    sums_.resize(sums_.size() + formats::num_blocks(size), 0);
+  }
+
+  // What was written to a file counts for what must be read back.
+  void add_sums(const std::string& name, const formats::BlockSums& written) {
+    const auto file = std::find_if(files_.begin(), files_.end(),
+                                   [&](const Written& w) { return w.name == name; });
+    for (std::size_t i = 0; i < written.sums().size(); ++i)
+      sums_.at(file->first_block + i) += written.sums()[i];
+  }
 
   std::string index() const {
     formats::SafetensorsIndex index{.total_size = 0};
@@ -74,23 +99,37 @@ class Saver {
     return formats::write_safetensors_index(index);
   }
 
+  // A run knows every checkpoint of its folder: another one is that of a second run, or the folder
+  // was not what it seemed to be when this one began.
+  void check_others() const {
+    const std::int64_t step = snapshot_.manifest.step;
+    for (const auto other : saved_steps(options_.folder))
+      MOESH_CHECK(
+          other < step || (other == step ? options_.damaged : options_.known).contains(other),
+          ErrorKind::storage, "'", (options_.folder / step_name(other)).string(),
+          "' was not there, or was whole, when this run began, and the run saves step ", step,
+          "; nothing was changed: see which run it belongs to, and start again");
+  }
+
   void make_files() {
-    MOESH_FAIL_POINT(before_the_folder);
-    make_folder(options_.folder);
+    make_folders(options_.folder);
+    check_others();
     remove_temporary(options_.folder);
-    make_folder(temporary_);
-    MOESH_FAIL_POINT(folder_made);
+    make_new_folder(temporary_);
+    made_ = true;
+    // The folder says from the beginning that moesh made it, and is no checkpoint before its end.
+    write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
         const auto path = temporary_ / file.name;
-        make_folder(path.parent_path());
+        make_folders(path.parent_path());
         OutputFile out(path, OutputFile::Mode::create);
         out.reserve(file.size);
         out.write(0, file.header);
         out.sync();
+        add_sums(file.name, out.sums());
       }
-    for (const auto& [name, text] : texts_) write_file(temporary_ / name, text);
-    MOESH_FAIL_POINT(headers_written);
+    for (const auto& [name, text] : texts_) add_sums(name, write_file(temporary_ / name, text));
   }
 
   void write_tensors() {
@@ -101,71 +140,82 @@ class Saver {
         bool any = false;
         for (const auto& t : file.tensors) any |= write_tensor(out, t, parts);
         if (any) out.sync();
+        add_sums(file.name, out.sums());
       }
-      if (i == 0) MOESH_FAIL_POINT(half_of_the_tensors);
     }
-    MOESH_FAIL_POINT(tensors_written);
   }
 
-  // The blocks of all files are divided among the ranks, and read back, whoever wrote them.
+  // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
+  // hashed is what the writers had in memory, or the save fails.
   void hash_blocks() {
-    hashes_.clear();
+    hashes_.assign(sums_.size(), 0);
     std::vector<std::byte> buffer(formats::kBlockBytes);
-    std::int64_t number = 0;
+    const auto num_ranks = static_cast<std::size_t>(group_.size());
     for (const auto& written : files_) {
       const formats::InputFile file(temporary_ / written.name);
-      MOESH_CHECK(file.size() == written.size, ErrorKind::data, "'", file.path().string(), "' has ",
-                  file.size(), " bytes, and ", written.size,
-                  " were written; does another run save into this folder?");
-      for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes, ++number) {
-        hashes_.push_back(0);
-        if (number % group_.size() != group_.rank()) continue;
+      MOESH_CHECK(file.size() == written.size, ErrorKind::storage, "'", file.path().string(),
+                  "' has ", file.size(), " bytes, and ", written.size, " were written");
+      file.forget_cached();
+      for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes) {
+        const std::size_t number = written.first_block + begin / formats::kBlockBytes;
+        if (number % num_ranks != static_cast<std::size_t>(group_.rank())) continue;
         const auto block = std::span(buffer).first(
             std::min<std::uint64_t>(formats::kBlockBytes, written.size - begin));
         file.read(begin, block);
-        hashes_.back() = formats::hash_block(block);
+        const std::string_view bytes(reinterpret_cast<const char*>(block.data()), block.size());
+        formats::BlockSums found;
+        found.add(begin, bytes);
+        MOESH_CHECK(found.sums().back() == sums_[number], ErrorKind::storage, "'",
+                    file.path().string(), "': bytes ", begin, " to ", begin + block.size(),
+                    " were read back with other values than were written; the disk or the memory "
+                    "of this machine is at fault");
+        hashes_[number] = formats::hash_block(bytes);
       }
     }
   }
 
-  // Every hash is known to one rank, and is 0 elsewhere: their sum has its bits.
   std::vector<formats::ManifestFile> hashed_files() {
-    at::Tensor all = at::zeros({static_cast<std::int64_t>(hashes_.size())}, at::kLong);
-    auto* values = all.data_ptr<std::int64_t>();
-    std::transform(hashes_.begin(), hashes_.end(), values,
-                   [](std::uint64_t h) { return static_cast<std::int64_t>(h); });
-    all = group_.all_reduce(all.to(group_.control_device())).cpu();
-    const auto* hash = all.const_data_ptr<std::int64_t>();
+    const auto all = summed(group_, hashes_);
     std::vector<formats::ManifestFile> files;
     for (const auto& written : files_) {
-      auto& file = files.emplace_back();
-      file.name = written.name, file.size = written.size;
-      for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes)
-        file.blocks.push_back(static_cast<std::uint64_t>(*hash++));
+      const auto first = all.begin() + static_cast<std::ptrdiff_t>(written.first_block);
+      const auto count = static_cast<std::ptrdiff_t>(formats::num_blocks(written.size));
+      files.push_back(
+          {.name = written.name, .size = written.size, .blocks = {first, first + count}});
     }
     return files;
   }
 
-  void publish(const formats::Manifest& manifest) {
-    MOESH_FAIL_POINT(before_the_manifest);
+  void write_manifest(const formats::Manifest& manifest) const {
     const std::string text = formats::write_manifest(manifest);
+    const auto path = temporary_ / formats::kManifestFile;
     {
-      OutputFile out(temporary_ / formats::kManifestFile, OutputFile::Mode::create);
-      out.write(0, text.substr(0, text.size() / 2));
-      MOESH_FAIL_POINT(half_of_the_manifest);
-      out.write(text.size() / 2, text.substr(text.size() / 2));
+      OutputFile out(path, OutputFile::Mode::open);
+      out.write(0, text);
       out.sync();
     }
-    for (const auto& entry : std::filesystem::directory_iterator(temporary_))
-      if (entry.is_directory()) sync_folder(entry.path());
+    const formats::InputFile file(path);
+    file.forget_cached();
+    MOESH_CHECK(file.size() == text.size() && file.read_all(text.size()) == text,
+                ErrorKind::storage, "'", path.string(),
+                "' was read back with other bytes than were written");
+  }
+
+  void publish(const formats::Manifest& manifest) {
+    write_manifest(manifest);
+    for (const auto& plan : plans_)
+      for (const auto& file : plan)
+        if (const auto inner = std::filesystem::path(file.name).parent_path(); !inner.empty())
+          sync_folder(temporary_ / inner);
     sync_folder(temporary_);
-    MOESH_FAIL_POINT(manifest_written);
-    // There may be one that was found to be damaged, or that another run left. What is old ends
-    // under a temporary name.
-    if (!std::filesystem::exists(target_)) {
+    check_others();
+    // There may be one that was found to be damaged. What is old ends under a temporary name.
+    auto replaced = temporary_;
+    const bool replaces = formats::exists(target_);
+    if (!replaces) {
       rename_folder(temporary_, target_);
     } else if (!exchange_folders(temporary_, target_)) {
-      const auto replaced = options_.folder / replaced_name(manifest.step);
+      replaced = options_.folder / replaced_name(manifest.step);
       rename_folder(target_, replaced);
       try {
         rename_folder(temporary_, target_);
@@ -174,15 +224,24 @@ class Saver {
         throw;
       }
     }
+    made_ = false;
     sync_folder(options_.folder);
-    MOESH_FAIL_POINT(renamed);
-    remove_temporary(options_.folder);
+    if (replaces) remove_folder(replaced);
+  }
+
+  // Of a save that failed, on rank 0. What cannot be removed is removed by the next save.
+  void clean_up() const {
+    try {
+      remove_folder(temporary_);
+    } catch (const std::exception& e) {
+      log_warn("'", temporary_.string(), "' could not be removed: ", e.what());
+    }
   }
 
   // The new one is intact: what goes wrong from here on is not a reason to stop.
   void purge_others() const {
     try {
-      purge(options_.folder, snapshot_.manifest.step, options_.keep_latest);
+      purge(options_.folder, snapshot_.manifest.step, options_.keep_latest, options_.known);
     } catch (const std::exception& e) {
       log_warn("older checkpoints in '", options_.folder.string(),
                "' could not be removed: ", e.what());
@@ -196,7 +255,9 @@ class Saver {
   std::vector<std::vector<PlannedFile>> plans_;  // by set
   std::map<std::string, std::string> texts_;
   std::vector<Written> files_;         // all but the manifest
-  std::vector<std::uint64_t> hashes_;  // of all blocks of all files
+  std::vector<std::uint64_t> sums_;    // of all blocks of all files, see BlockSums
+  std::vector<std::uint64_t> hashes_;  // of the same
+  bool made_ = false;                  // the temporary folder is there, and is ours
 };
 
 }  // namespace
@@ -205,6 +266,15 @@ std::filesystem::path save(const Snapshot& snapshot, const SaveOptions& options,
                            comm::Group& group) {
   MOESH_CHECK(!snapshot.sets.empty(), "a checkpoint without tensors");
   return Saver(snapshot, options, group).run();
+}
+
+std::uint64_t planned_bytes(const Snapshot& snapshot, const SaveOptions& options) {
+  std::uint64_t bytes = 0;
+  for (const auto& set : snapshot.sets)
+    for (const auto& file : plan_files(set.prefix, set.tensors, options.max_shard_size))
+      bytes += file.size;
+  for (const auto& [name, text] : snapshot.texts) bytes += text.size();
+  return bytes;
 }
 
 Snapshot copied(const Snapshot& snapshot) {

@@ -1,11 +1,17 @@
 #include "moesh/cli/commands.h"
 
+#include <c10/util/Exception.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <new>
 #include <numeric>
+#include <stdexcept>
 
 #include "moesh/base/error.h"
+#include "moesh/base/exit_code.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/config/merge.h"
@@ -107,7 +113,7 @@ int run_demo(const Args& args) {
   const auto start = std::chrono::steady_clock::now();
   std::printf("Training:\n\n");
   const RunSummary s = run_train(joined(kDemoModel, kDemoTraining));
-  if (s.interrupted || s.losses.empty()) return 1;
+  if (s.interrupted || s.losses.empty()) return static_cast<int>(ExitCode::stopped);
   std::printf(
       "\nThe same mesh against one rank: loss, logits, every gradient, counts, bias, parameters "
       "after two steps:\n\n");
@@ -126,21 +132,57 @@ int run_demo(const Args& args) {
   return verified;
 }
 
+// What LibTorch throws has a backtrace behind its text, which is for whoever works on moesh.
+std::string without_backtrace(const c10::Error& e) {
+  const std::string text = e.what_without_backtrace();
+  return text.substr(0, text.find("\nException raised from"));
+}
+
+[[noreturn]] void throw_out_of_memory(const std::string& what) {
+  const auto pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
+  throw Error(ErrorKind::config,
+              detail::concat("not enough memory: ", what, "; this machine has ", pages * bytes,
+                             " bytes. Lower the sizes of [model], data.batch_size or "
+                             "data.sequence_length, or split over more ranks; moesh estimate tells "
+                             "what a rank needs"));
+}
+
+int run_named(const Args& all);
+
 }  // namespace
 
 int run_command(const Args& all) {
+  try {
+    return run_named(all);
+  } catch (const c10::Error& e) {
+    const std::string text = without_backtrace(e);
+    if (text.find("allocate") != std::string::npos || text.find("memory") != std::string::npos ||
+        text.find("Storage size") != std::string::npos)
+      throw_out_of_memory(text);
+    throw Error(ErrorKind::internal, "LibTorch: " + text);
+  } catch (const std::bad_alloc&) {
+    throw_out_of_memory("an allocation failed");
+  } catch (const std::length_error& e) {
+    throw_out_of_memory(detail::concat("a size is too large (", e.what(), ")"));
+  }
+}
+
+namespace {
+
+int run_named(const Args& all) {
   const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
   if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
     // --model names the one whose keys are shown.
-    std::printf("%s\n%s", kUsage, help_text(load_config(rest)).c_str());
+    std::printf("%s\n%s\n%s", kUsage, kExitCodes, help_text(load_config(rest)).c_str());
     return all.empty() ? 2 : 0;
   }
   if (all[0] == "--version") {
     std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
     return 0;
   }
-  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_command({"help"});
-  if (all[0] == "train") return run_train(rest), 0;
+  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_named({"help"});
+  if (all[0] == "train")
+    return static_cast<int>(run_train(rest).interrupted ? ExitCode::stopped : ExitCode::done);
   if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "estimate") return run_estimate(rest);
   if (all[0] == "demo") return run_demo(rest);
@@ -157,4 +199,5 @@ int run_command(const Args& all) {
                   "print-config and help");
 }
 
+}  // namespace
 }  // namespace moesh::cli

@@ -3,6 +3,7 @@
 #include "moesh/base/error.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/formats/name.h"
 #include "moesh/verify/compare.h"
 
 namespace moesh::cli {
@@ -18,22 +19,24 @@ std::string numbers(const std::vector<std::int64_t>& values) {
 
 void print(const ComparedTensor& t) {
   using State = ComparedTensor::State;
+  const std::string name = formats::printable(t.name);
   switch (t.state) {
     case State::only_in_a:
-      std::printf(
-          "only in A    %s%s\n", t.name.c_str(),
-          t.other_name == t.name ? "" : (" (looked for " + t.other_name + " in B)").c_str());
+      std::printf("only in A    %s%s\n", name.c_str(),
+                  t.other_name == t.name
+                      ? ""
+                      : (" (looked for " + formats::printable(t.other_name) + " in B)").c_str());
       return;
-    case State::only_in_b: std::printf("only in B    %s\n", t.name.c_str()); return;
+    case State::only_in_b: std::printf("only in B    %s\n", name.c_str()); return;
     case State::shape_differs:
-      std::printf("shape        %s: %s in A, %s in B\n", t.name.c_str(), numbers(t.shape).c_str(),
+      std::printf("shape        %s: %s in A, %s in B\n", name.c_str(), numbers(t.shape).c_str(),
                   numbers(t.other_shape).c_str());
       return;
     case State::same:
     case State::differs: break;
   }
   std::printf("%s %s %s  error %.3g  factor %.6g",
-              t.state == State::same ? "same        " : "differs     ", t.name.c_str(),
+              t.state == State::same ? "same        " : "differs     ", name.c_str(),
               numbers(t.shape).c_str(), t.relative(), t.factor);
   if (t.state == State::differs)
     std::printf("  worst at %s: %.6g, not %.6g", numbers(t.worst_index).c_str(), t.worst_a,
@@ -66,7 +69,7 @@ int run_compare(Args args) {
   }
   std::printf("%zu of %zu tensors are the same", num_same, c.tensors.size());
   if (const auto* first = c.first_difference())
-    std::printf("; the first that differs: %s", first->name.c_str());
+    std::printf("; the first that differs: %s", formats::printable(first->name).c_str());
   std::printf("\n");
   return c.same() ? 0 : 1;
 }

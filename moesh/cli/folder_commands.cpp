@@ -64,7 +64,7 @@ int run_inspect(Args args) {
   const bool check = take_flag(args, "--check");
   expect_words(args, 1, "moesh inspect FOLDER [--check]");
   if (check) {
-    MOESH_CHECK(std::filesystem::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
+    MOESH_CHECK(formats::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
                 ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,
                 ", so there is nothing to check it against; was it written by moesh?");
     const auto damage = checkpoint::find_damage(args[0]);

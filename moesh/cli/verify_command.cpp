@@ -96,6 +96,9 @@ struct SweepRow {
   double worst = 0, seconds = 0;
 };
 
+// Where a launch fails, no rank was ever there to print.
+bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
+
 // What all meshes came to.
 struct Totals {
   std::map<int, SweepRow> rows;
@@ -115,7 +118,7 @@ struct Totals {
     worst = std::max(worst, r.worst_ratio), row.worst = std::max(row.worst, r.worst_ratio);
     margin = std::max(margin, r.largest_margin), num_flipped += r.num_flipped;
     row.seconds += seconds;
-    is_first = r.is_first;
+    is_first = prints(r);
     json += detail::concat(
         json.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
         ", \"holds\": ", r.holds() ? "true" : "false",
@@ -152,7 +155,7 @@ Totals verify_all(const std::vector<Config>& configs, const Request& request) {
       write_tensors(*request.dump + "/mesh.safetensors", values);
     }
     totals.add(shape, r, seconds_since(begin));
-    if (!r.is_first) continue;  // another process prints
+    if (!prints(r)) continue;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
     if (!is_terminal || configs.size() == 1) continue;

@@ -10,6 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/comm/flight.h"
 
 namespace moesh::comm {
 namespace {
@@ -19,6 +20,11 @@ thread_local Trace* current_trace = nullptr;
 bool is_supported(at::ScalarType t) {
   return t == at::kDouble || t == at::kFloat || t == at::kBFloat16 || t == at::kLong ||
          t == at::kInt || t == at::kBool;
+}
+
+Handle recorded(const Group& group, Collective op, std::unique_ptr<Work> work) {
+  flight::in_progress(group.name(), op, work.get());
+  return Handle(std::move(work));
 }
 
 // A group of one has nothing to send: the base class answers everything.
@@ -68,13 +74,17 @@ Handle::~Handle() {
   if (!work_ || std::uncaught_exceptions() > num_exceptions_) return;
   try {
     work_->wait();
+    flight::ended(work_.get());
   } catch (const std::exception& e) {
     log_warn("a collective whose handle was dropped failed: ", e.what());
   }
 }
 
 at::Tensor Handle::wait() {
-  if (auto work = std::move(work_)) value_ = work->wait();
+  if (auto work = std::move(work_)) {
+    value_ = work->wait();
+    flight::ended(work.get());
+  }
   return value_;
 }
 
@@ -135,13 +145,14 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
 void Group::trace(Collective op, std::size_t bytes) const {
   for (Trace* t = current_trace; t; t = t->outer_)
     t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
+  flight::called(name_, op, static_cast<std::int64_t>(bytes));
 }
 
 Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
   check_reduce(Collective::all_reduce, x, op);
   if (size() == 1) return Handle(x);
   trace(Collective::all_reduce, x.nbytes());
-  return Handle(do_all_reduce(x.contiguous(), op));
+  return recorded(*this, Collective::all_reduce, do_all_reduce(x.contiguous(), op));
 }
 
 Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
@@ -156,7 +167,7 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
               " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
   trace(Collective::all_gather, x.nbytes());
-  return Handle(do_all_gather(x.contiguous(), rows));
+  return recorded(*this, Collective::all_gather, do_all_gather(x.contiguous(), rows));
 }
 
 Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) {
@@ -166,7 +177,7 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
   trace(Collective::reduce_scatter, x.nbytes());
-  return Handle(do_reduce_scatter(x.contiguous(), rows, op));
+  return recorded(*this, Collective::reduce_scatter, do_reduce_scatter(x.contiguous(), rows, op));
 }
 
 Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
@@ -182,7 +193,7 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
               rank_, " keeps ", send[self], " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
   trace(Collective::all_to_all, x.nbytes());
-  return Handle(do_all_to_all(x.contiguous(), send, recv));
+  return recorded(*this, Collective::all_to_all, do_all_to_all(x.contiguous(), send, recv));
 }
 
 Handle Group::start_broadcast(const at::Tensor& x, int root) {
@@ -191,13 +202,14 @@ Handle Group::start_broadcast(const at::Tensor& x, int root) {
               "' from rank ", root, "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
   trace(Collective::broadcast, x.nbytes());
-  return Handle(do_broadcast(x.contiguous(), root));
+  return recorded(*this, Collective::broadcast, do_broadcast(x.contiguous(), root));
 }
 
 void Group::barrier() {
   if (size() == 1) return;
   trace(Collective::barrier, 0);
   do_barrier();
+  flight::ended(name_, Collective::barrier);
 }
 
 std::shared_ptr<Group> Group::split(int color, int key, const std::string& name) {

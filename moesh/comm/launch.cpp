@@ -91,7 +91,18 @@ void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& w
     ranks.leave(rank, fault);
   };
   std::vector<std::thread> threads;
-  for (int r = ranks.first; r < ranks.first + ranks.count; ++r) threads.emplace_back(run, r);
+  const int end = ranks.first + ranks.count;
+  for (int r = ranks.first; r < end; ++r) try {
+      threads.emplace_back(run, r);
+    } catch (const std::exception& e) {
+      // Those that run already wait for the others: they are told that none will come.
+      const auto fault = std::make_exception_ptr(Error(
+          ErrorKind::config,
+          detail::concat("of ", ranks.count, " ranks in this process, only ", r - ranks.first,
+                         " got a thread: ", e.what(),
+                         "; take fewer ranks, or raise the limits of the system (ulimit -u, -v)")));
+      for (; r < end; ++r) ranks.leave(r, fault);
+    }
   for (auto& t : threads) t.join();
 }
 

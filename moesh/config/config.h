@@ -39,6 +39,7 @@ struct TrainingSection {
   std::int64_t gradient_accumulation_steps = 1;
   double max_norm = 1;
   double max_minutes = 0;
+  std::int64_t max_skipped_steps = 10;
 };
 
 struct DataSection {
@@ -103,6 +104,7 @@ struct CheckpointSection {
   bool async = false;
   std::int64_t keep_latest_k = 10;
   bool resume = true;
+  bool accept_changes = false;
   std::string initial_load = "";
   std::string export_dtype = "auto";
   std::int64_t max_shard_size = 5'000'000'000;

@@ -44,6 +44,9 @@ std::vector<Option> make_options() {
                    at_least(0)),
       MOESH_OPTION(output, training, max_minutes,
                    "the run ends after the step in which they pass; 0: never", at_least(0)),
+      MOESH_OPTION(output, training, max_skipped_steps,
+                   "so many steps in a row without a finite gradient end the run; 0: never",
+                   at_least(0)),
 
       MOESH_OPTION(numbers, data, path, "file to train on; empty: the built-in synthetic language"),
       MOESH_OPTION(numbers, data, kind, data::dataset_help(), one_of(data::dataset_choices())),
@@ -140,6 +143,8 @@ std::vector<Option> make_options() {
       MOESH_OPTION(output, checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
       MOESH_OPTION(output, checkpoint, resume,
                    "false: begin anew; the folder must not hold checkpoints yet"),
+      MOESH_OPTION(output, checkpoint, accept_changes,
+                   "go on although the data, its order or its sequence length are others"),
       MOESH_OPTION(numbers, checkpoint, initial_load,
                    "folder of weights (Hugging Face or moesh) to begin with"),
       MOESH_OPTION(output, checkpoint, export_dtype,

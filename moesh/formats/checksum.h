@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace moesh::formats {
 
@@ -21,6 +22,19 @@ std::uint64_t hash_block(std::span<const std::byte> block);
 inline std::uint64_t hash_block(std::string_view bytes) {
   return hash_block(std::as_bytes(std::span(bytes)));
 }
+
+/// Sums of the blocks of a file which is written in pieces: each writer adds the bytes that it has
+/// in memory, and the sums over all writers are those of the whole block, which no writer had. One
+/// changed word of eight bytes always changes the sum.
+class BlockSums {
+ public:
+  void add(std::uint64_t offset, std::string_view bytes);
+  /// By block; those behind the last byte that was added are 0 and left out.
+  const std::vector<std::uint64_t>& sums() const { return sums_; }
+
+ private:
+  std::vector<std::uint64_t> sums_;
+};
 
 /// Sixteen hexadecimal digits, lower case.
 std::string checksum_text(std::uint64_t checksum);

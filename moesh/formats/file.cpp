@@ -4,10 +4,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <utility>
+
+#include "moesh/formats/file_system.h"
 
 namespace moesh::formats {
 namespace {
@@ -21,29 +23,46 @@ const char* kind_of(mode_t mode) {
 
 }  // namespace
 
-std::string read_file(const std::string& path, ErrorKind kind) {
-  std::error_code ignored;
-  MOESH_CHECK(!std::filesystem::is_directory(path, ignored), kind, "cannot read ", path,
-              ": it is a folder; name a file");
-  errno = 0;
-  std::ifstream in(path, std::ios::binary);
-  MOESH_CHECK(in.is_open(), kind, "cannot read ", path, ": ",
-              errno ? std::strerror(errno) : "it does not open",
-              "; check the name, which is relative to the folder where the program was started");
-  std::string text;
-  for (char buffer[1 << 16]; in.read(buffer, sizeof buffer), in.gcount() > 0;)
-    text.append(buffer, static_cast<std::size_t>(in.gcount()));
-  MOESH_CHECK(!in.bad(), kind, "cannot read ", path, " to its end: ", std::strerror(errno));
-  return text;
+std::string read_file(const std::string& path, ErrorKind kind, std::uint64_t max_size) {
+  try {
+    return InputFile(path).read_all(max_size);
+  } catch (const Error& e) {
+    throw Error(e.kind() == ErrorKind::data ? kind : e.kind(), e.what());
+  }
+}
+
+void fail_at(const std::filesystem::path& path, const char* what, int code) {
+  const bool is_name = code == ENOENT || code == ENOTDIR || code == EISDIR || code == ELOOP ||
+                       code == ENAMETOOLONG || code == ENXIO || code == EEXIST;
+  throw Error(is_name ? ErrorKind::data : ErrorKind::storage,
+              detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code)));
+}
+
+bool exists(const std::filesystem::path& path) {
+  struct stat status;
+  if (retried([&] { return file_system().status(path, status); }) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
+  return false;
+}
+
+std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  if (retried([&] { return file_system().list(folder, names); }) != 0) {
+    if (errno != ENOENT) fail_at(folder, "list", errno);
+    names.clear();
+  }
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 InputFile::InputFile(std::filesystem::path path) : path_(std::move(path)) {
   // Without O_NONBLOCK, opening a pipe waits for its writer; reads of a regular file do not heed
   // it.
-  descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  MOESH_CHECK(descriptor_ >= 0, ErrorKind::data, "cannot read ", path_.string(), ": ",
-              std::strerror(errno),
+  descriptor_ = retried([&] { return file_system().open(path_, O_RDONLY | O_NONBLOCK); });
+  MOESH_CHECK(descriptor_ >= 0 || errno != ENOENT, ErrorKind::data, "cannot read ", path_.string(),
+              ": ", std::strerror(errno),
               "; check the name, which is relative to the folder where the program was started");
+  if (descriptor_ < 0) fail_at(path_, "read", errno);
   struct stat status;
   const bool known = ::fstat(descriptor_, &status) == 0;
   if (known && S_ISREG(status.st_mode)) {
@@ -51,13 +70,13 @@ InputFile::InputFile(std::filesystem::path path) : path_(std::move(path)) {
     return;
   }
   const char* reason = known ? kind_of(status.st_mode) : "of no known kind";
-  ::close(descriptor_);  // no destructor runs for what was never made
+  file_system().close(descriptor_);  // no destructor runs for what was never made
   throw Error(ErrorKind::data, detail::concat("cannot read ", path_.string(), ": it is ", reason,
                                               "; name a regular file"));
 }
 
 InputFile::~InputFile() {
-  if (descriptor_ >= 0) ::close(descriptor_);
+  if (descriptor_ >= 0) file_system().close(descriptor_);
 }
 
 InputFile::InputFile(InputFile&& other) noexcept
@@ -69,16 +88,17 @@ void InputFile::read(std::uint64_t offset, std::span<std::byte> to) const {
   MOESH_CHECK(offset <= size_ && to.size() <= size_ - offset, ErrorKind::data, "cannot read ",
               to.size(), " bytes of ", path_.string(), " from byte ", offset, ": it has ", size_);
   while (!to.empty()) {
-    const ssize_t count = ::pread(descriptor_, to.data(), to.size(), static_cast<off_t>(offset));
-    if (count < 0 && errno == EINTR) continue;
-    MOESH_CHECK(count >= 0, ErrorKind::data, "cannot read ", path_.string(), " at byte ", offset,
-                ": ", std::strerror(errno));
+    const ssize_t count =
+        retried([&] { return file_system().read(descriptor_, to.data(), to.size(), offset); });
+    if (count < 0) fail_at(path_, "read", errno);
     MOESH_CHECK(count > 0, ErrorKind::data, path_.string(), " ends at byte ", offset, " and had ",
                 size_, " when it was opened: something else writes to it");
     offset += static_cast<std::uint64_t>(count);
     to = to.subspan(static_cast<std::size_t>(count));
   }
 }
+
+void InputFile::forget_cached() const { file_system().forget_cached(descriptor_); }
 
 std::string InputFile::read_all(std::uint64_t max_size) const {
   MOESH_CHECK(size_ <= max_size, ErrorKind::data, path_.string(), " has ", size_,

@@ -4,18 +4,35 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "moesh/base/error.h"
 
 namespace moesh::formats {
 
-/// The bytes of a file; `kind` is that of the Error when it cannot be read.
-std::string read_file(const std::string& path, ErrorKind kind);
+/// The bytes of a regular file, at most `max_size`; `kind` is that of the Error when it is not one.
+std::string read_file(const std::string& path, ErrorKind kind,
+                      std::uint64_t max_size = std::numeric_limits<std::uint64_t>::max());
+
+/// Throws "cannot <what> '<path>': <reason of the errno>". It is of kind data where the path names
+/// nothing, or something else than it should, and of kind storage where the system failed: that is
+/// no damage.
+[[noreturn]] void fail_at(const std::filesystem::path& path, const char* what, int code);
+
+/// False only where the file system says that there is nothing; what else goes wrong is an Error
+/// (storage).
+bool exists(const std::filesystem::path& path);
+
+/// What is in a folder, sorted; nothing where there is no folder. Whatever else goes wrong is an
+/// Error: a folder that cannot be listed is not empty.
+std::vector<std::string> names_in(const std::filesystem::path& folder);
 
 /// A file that is read by range: a regular one, or a symlink to one. A folder, a pipe or a device
-/// is refused, and never waited for. Errors are of kind data.
+/// is refused, and never waited for. Errors are of kind data, or storage where the system cannot
+/// read what is there; reads that fail are tried again first.
 class InputFile {
  public:
   explicit InputFile(std::filesystem::path path);
@@ -27,6 +44,8 @@ class InputFile {
   std::uint64_t size() const { return size_; }
   /// Bytes from `offset` on, as many as `to` has room for. Threads may read at the same time.
   void read(std::uint64_t offset, std::span<std::byte> to) const;
+  /// What is read next comes from the disk, where the system can do that.
+  void forget_cached() const;
   /// All of it; refused where it has more than `max_size` bytes.
   std::string read_all(std::uint64_t max_size) const;
 

@@ -13,6 +13,12 @@ void each_json_text(std::istream& lines, const std::string& name, const std::str
   for (std::int64_t number = 1; std::getline(lines, line); ++number) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     const std::string where = detail::concat(name, ":", number, ": ");
+    // The parser takes seven times its text, and a NUL for the end of it.
+    MOESH_CHECK(line.size() <= kMaxLineBytes, ErrorKind::data, where, "this line has ", line.size(),
+                " bytes; at most ", kMaxLineBytes, " are read: split the document");
+    const auto nul = line.find('\0');
+    MOESH_CHECK(nul == std::string::npos, ErrorKind::data, where, "byte ", nul,
+                " of this line is NUL, which no text has: the file is damaged, or not JSON");
     nlohmann::json object;
     try {
       object = nlohmann::json::parse(line);

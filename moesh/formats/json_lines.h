@@ -7,6 +7,8 @@
 
 namespace moesh::formats {
 
+constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;
+
 /// Calls `f` with the text under `key` of every line, in order; blank lines are skipped. Errors
 /// (data) begin with "name:line:".
 void each_json_text(std::istream& lines, const std::string& name, const std::string& key,

@@ -138,12 +138,19 @@ Manifest read_manifest(const std::string& folder) {
   return parse_manifest(file.read_all(JsonLimits().max_bytes), file.path().string());
 }
 
-ManifestFile hash_file(const std::string& folder, const std::string& name) {
+ManifestFile hash_file(const std::string& folder, const std::string& name,
+                       const BlockSums& written) {
   const InputFile input = open_in(folder, name);
+  input.forget_cached();
   ManifestFile file{.name = name, .size = input.size()};
-  each_block(input, [&](std::uint64_t, std::span<const std::byte> bytes) {
+  BlockSums found;
+  each_block(input, [&](std::uint64_t index, std::span<const std::byte> bytes) {
+    found.add(index * kBlockBytes, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
     file.blocks.push_back(hash_block(bytes));
   });
+  MOESH_CHECK(found.sums() == written.sums(), ErrorKind::storage, input.path().string(),
+              " was read back with other bytes than were written; the disk or the memory of this "
+              "machine is at fault");
   return file;
 }
 

@@ -47,8 +47,10 @@ Manifest parse_manifest(std::string_view text, const std::string& name);
 /// Of a checkpoint's folder.
 Manifest read_manifest(const std::string& folder);
 
-/// Size and checksums of a file as it is on disk: `name` in `folder`.
-ManifestFile hash_file(const std::string& folder, const std::string& name);
+/// Size and checksums of a file that was written: `name` in `folder`. It is read back, and throws
+/// Error (storage) unless its bytes are those of which `written` has the sums.
+ManifestFile hash_file(const std::string& folder, const std::string& name,
+                       const BlockSums& written);
 /// Throws an Error (data) that names file and bytes, unless `bytes` are block number `index` of the
 /// file, complete and unchanged.
 void check_block(const ManifestFile& file, std::uint64_t index, std::span<const std::byte> bytes);

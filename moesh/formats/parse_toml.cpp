@@ -1,6 +1,7 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <cctype>
 
 #include "moesh/base/error.h"
 #include "moesh/formats/toml.h"
@@ -37,9 +38,26 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
   }
 }
 
+// Tables in tables are parsed, walked and freed by recursion. What has many dots and is no key,
+// such as a long text, does not count: it has other characters between them.
+void check_key_parts(std::string_view text, const std::string& name) {
+  std::size_t line = 1, num_dots = 0;
+  for (const char c : text) {
+    if (c == '\n') ++line;
+    const bool is_of_key = std::isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '-' ||
+                           c == '.' || c == ' ' || c == '\t' || c == '"' || c == '\'';
+    num_dots = is_of_key ? num_dots + (c == '.') : 0;
+    MOESH_CHECK(num_dots < kMaxKeyParts, ErrorKind::config, name, ":", line,
+                ": a key of more than ", kMaxKeyParts, " parts; a key is section.name");
+  }
+}
+
 }  // namespace
 
 std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name) {
+  MOESH_CHECK(text.size() <= kMaxTomlBytes, ErrorKind::config, name, " has ", text.size(),
+              " bytes; a configuration has at most ", kMaxTomlBytes);
+  check_key_parts(text, name);
   std::vector<TomlEntry> entries;
   try {
     flatten(toml::parse(text, name), "", name, entries);

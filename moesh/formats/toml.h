@@ -19,8 +19,12 @@ struct TomlEntry {
   bool operator==(const TomlEntry&) const = default;
 };
 
+constexpr std::size_t kMaxTomlBytes = 16 << 20;
+constexpr std::size_t kMaxKeyParts = 100;
+
 /// Every value of a text, in the order of its lines. `name` is what errors (config) call it:
-/// "run.toml:3: ...".
+/// "run.toml:3: ...". A longer text, or a key of more parts, is refused before it is parsed: each
+/// part is a table in a table.
 std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name);
 std::vector<TomlEntry> read_toml(const std::string& path);
 

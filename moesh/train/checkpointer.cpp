@@ -18,6 +18,8 @@
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::train {
@@ -43,6 +45,50 @@ std::string counts_name(nn::Router& router) { return router.gate().name() + ".pe
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+std::int64_t whole_number(const std::string& text) {
+  std::int64_t number = 0;
+  std::from_chars(text.data(), text.data() + text.size(), number);
+  return number;
+}
+
+// A file by its size and its two ends: enough to notice that it is another one, and quick.
+std::string fingerprint(const std::string& path) {
+  if (path.empty() || !formats::exists(path)) return "none";
+  const formats::InputFile file(path);
+  std::string text = std::to_string(file.size());
+  std::vector<std::byte> block(std::min(file.size(), formats::kBlockBytes));
+  for (const std::uint64_t begin : {std::uint64_t{0}, file.size() - block.size()}) {
+    file.read(begin, block);
+    text += "-" + formats::checksum_text(formats::hash_block(block));
+  }
+  return text;
+}
+
+std::string value_text(const config::Value& value) {
+  const auto* text = std::get_if<std::string>(&value);
+  return text ? *text : formats::to_toml(value);
+}
+
+// What a run that goes on must have in common with the one before. Without the first kind, the
+// position in the data would be one in other data.
+struct Remembered {
+  std::string key, value;
+  bool gives_position_its_meaning;
+};
+std::vector<Remembered> remembered(const Config& config) {
+  std::vector<Remembered> all{{"data.fingerprint", fingerprint(config.data.path), true}};
+  const auto add = [&](const char* name, bool gives_meaning) {
+    all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
+  };
+  for (const char* name : {"data.kind", "data.sequence_length", "data.seed", "data.shuffle"})
+    add(name, true);
+  if (config.data.path.empty()) add("data.synthetic_successors", true);
+  for (const char* name :
+       {"data.path", "data.batch_size", "training.seed", "training.gradient_accumulation_steps"})
+    add(name, false);
+  return all;
 }
 
 // As --mesh takes it.
@@ -263,24 +309,37 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                 .extra = {{kOptimizer, config_.optimizer.name},
                           {kOptimizerSteps, std::to_string(optimizer_.num_steps())},
                           {"dtype", config_.training.dtype}}};
+  for (const auto& [key, value, gives_meaning] : remembered(config_)) s.manifest.extra[key] = value;
+  if (position.num_skipped > 0)
+    s.manifest.extra[checkpoint::kSkippedSteps] = std::to_string(position.num_skipped);
   return s;
+}
+
+void Checkpointer::hold_folder() {
+  checkpoint::together(world_, [&] {
+    if (world_.rank() == 0 && !lock_) lock_.emplace(options_.folder);
+  });
 }
 
 void Checkpointer::save(const Position& position, bool in_background) {
   wait();
+  hold_folder();
   const auto start = Clock::now();
   const bool is_first = world_.rank() == 0;
   checkpoint::Snapshot now = snapshot(position);
+  const checkpoint::SaveOptions options = options_;
   last_saved_ = position.step;
+  options_.known.insert(position.step);
   if (!in_background) {
-    const auto path = checkpoint::save(now, options_, world_);
+    const auto path = checkpoint::save(now, options, world_);
+    options_.damaged.erase(position.step);
     if (is_first) log_info("saved ", path.string(), " in ", seconds_since(start), " s");
     return;
   }
-  background_ = std::thread([this, start, is_first, copy = checkpoint::copied(now)] {
+  background_ = std::thread([this, start, is_first, options, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
     try {
-      const auto path = checkpoint::save(copy, options_, *background_group_);
+      const auto path = checkpoint::save(copy, options, *background_group_);
       if (is_first)
         log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
     } catch (const std::exception& e) {
@@ -299,9 +358,11 @@ void Checkpointer::wait() {
   last_saved_.reset();
 }
 
-void Checkpointer::after_step(const Position& position) {
-  if (config_.checkpoint.enable && position.step % config_.checkpoint.interval == 0)
-    save(position, config_.checkpoint.async);
+bool Checkpointer::after_step(const Position& position) {
+  const auto& c = config_.checkpoint;
+  const bool is_due = c.enable && position.step % c.interval == 0;
+  if (is_due) save(position, c.async);
+  return is_due;
 }
 
 void Checkpointer::finish(const Position& position) {
@@ -309,26 +370,47 @@ void Checkpointer::finish(const Position& position) {
   if (config_.checkpoint.enable && last_saved_ != position.step) save(position, false);
 }
 
+std::vector<std::int64_t> Checkpointer::find_steps() {
+  std::string found;  // by rank 0, so that all ranks try the same ones
+  checkpoint::together(world_, [&] {
+    if (world_.rank() != 0) return;
+    for (const auto step : checkpoint::saved_steps(options_.folder))
+      found += detail::concat(step, " ");
+  });
+  std::istringstream stream(checkpoint::text_of_first(world_, found));
+  std::vector<std::int64_t> steps;
+  for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
+  return steps;
+}
+
 Position Checkpointer::start() {
+  const Position position = load_newest();
+  if (config_.checkpoint.enable) check_room(position);
+  return position;
+}
+
+void Checkpointer::check_room(const Position& position) {
+  const auto needed = checkpoint::planned_bytes(snapshot(position), options_);
+  checkpoint::together(world_, [&] {
+    std::uint64_t room = 0;
+    if (world_.rank() != 0 || formats::file_system().free_bytes(options_.folder, room) != 0) return;
+    MOESH_CHECK(needed <= room, ErrorKind::storage, "a checkpoint of this run has ", needed,
+                " bytes, and checkpoint.folder '", options_.folder.string(), "' has room for ",
+                room, "; make room, or choose a folder on another disk");
+  });
+}
+
+Position Checkpointer::load_newest() {
   const auto& c = config_.checkpoint;
   const bool is_first = world_.rank() == 0;
-  if (c.enable && !c.resume) {
+  if (c.enable) {
+    hold_folder();
+    const auto steps = find_steps();
     // Later steps of another run would be the newest for whoever goes on from here.
-    const auto others = checkpoint::text_of_first(
-        world_, is_first && !checkpoint::saved_steps(options_.folder).empty() ? "some" : "");
-    MOESH_CHECK(others.empty(), ErrorKind::config,
+    MOESH_CHECK(c.resume || steps.empty(), ErrorKind::config,
                 "checkpoint.resume is false, and checkpoint.folder '", options_.folder.string(),
                 "' holds checkpoints of another run; choose another folder, or move them away");
-  }
-  if (c.enable && c.resume) {
-    // Rank 0 looks, so that all ranks try the same ones.
-    std::string found;
-    if (is_first)
-      for (const auto step : checkpoint::saved_steps(options_.folder))
-        found += detail::concat(step, " ");
-    std::istringstream stream(checkpoint::text_of_first(world_, found));
-    std::vector<std::int64_t> steps;
-    for (std::int64_t step = 0; stream >> step;) steps.push_back(step);
+    options_.known = {steps.begin(), steps.end()};
     std::string faults;
     for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
       const auto folder = options_.folder / checkpoint::step_name(*step);
@@ -339,7 +421,9 @@ Position Checkpointer::start() {
         if (is_first) log_info("going on from ", folder.string());
         return position;
       } catch (const Error& e) {
+        // What cannot be read may be whole: only damage makes a run go back.
         if (e.kind() != ErrorKind::data) throw;
+        options_.damaged.insert(*step);
         if (is_first) log_warn("checkpoint ", folder.string(), " is not whole: ", e.what());
         faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", e.what());
       }
@@ -360,9 +444,31 @@ void load_initial_weights(const Config& config, models::Model& model, int rank) 
     load_weights(folder, config, model, rank);
 }
 
+void Checkpointer::notice_changes(const std::filesystem::path& folder,
+                                  const formats::Manifest& manifest) const {
+  std::string changes, fatal;
+  for (const auto& [key, now, gives_meaning] : remembered(config_)) {
+    const auto before = manifest.extra.find(key);
+    if (before == manifest.extra.end() || before->second == now) continue;
+    const auto text = detail::concat(key, " was ", before->second, " and is ", now);
+    changes += (changes.empty() ? "" : "; ") + text;
+    if (gives_meaning) fatal += (fatal.empty() ? "" : "; ") + text;
+  }
+  MOESH_CHECK(fatal.empty() || config_.checkpoint.accept_changes, ErrorKind::config, "'",
+              folder.string(), "' was saved by a run on other data: ", fatal,
+              ". Its position there means nothing here; set them back, or go on all the same with "
+              "--checkpoint.accept_changes");
+  if (!changes.empty() && world_.rank() == 0)
+    log_warn("the run goes on with other values than ", folder.string(),
+             " was saved with: ", changes);
+}
+
 Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_intact_manifest(folder);
+  MOESH_CHECK(folder.filename() == checkpoint::step_name(manifest.step), ErrorKind::data, "'",
+              folder.string(), "' holds step ", manifest.step,
+              ": it was copied or renamed; give it its own name, or move it away");
   const auto optimizer = manifest.extra.find(kOptimizer);
   MOESH_CHECK(
       optimizer == manifest.extra.end() || optimizer->second == config_.optimizer.name,
@@ -371,6 +477,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
       optimizer->second,
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
+  notice_changes(folder, manifest);
   load_weights(folder, config_, model_, world_.rank());
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
@@ -396,10 +503,11 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   const auto steps = manifest.extra.find(kOptimizerSteps);
   MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
-  std::int64_t num_steps = 0;
-  std::from_chars(steps->second.data(), steps->second.data() + steps->second.size(), num_steps);
-  optimizer_.set_num_steps(num_steps);
-  return {.step = manifest.step, .data_position = manifest.data_position};
+  optimizer_.set_num_steps(whole_number(steps->second));
+  const auto skipped = manifest.extra.find(checkpoint::kSkippedSteps);
+  return {.step = manifest.step,
+          .data_position = manifest.data_position,
+          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second)};
 }
 
 }  // namespace moesh::train

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "moesh/checkpoint/lock.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
 #include "moesh/models/model.h"
@@ -20,6 +21,7 @@ namespace moesh::train {
 struct Position {
   std::int64_t step = 0;           // optimizer steps taken
   std::int64_t data_position = 0;  // samples taken from the global order
+  std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
 };
 
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
@@ -43,11 +45,12 @@ class Checkpointer {
   Checkpointer& operator=(const Checkpointer&) = delete;
 
   /// Loads the newest checkpoint of the run that is whole, or initial weights, or nothing. One that
-  /// turns out to be damaged is reported, and the one before it is taken.
+  /// turns out to be damaged is reported, and the one before it is taken; where the system cannot
+  /// read, it throws Error (storage).
   Position start();
-  /// Saves where one is due. A failure of an asynchronous save is reported at the next one, and
-  /// training goes on.
-  void after_step(const Position& position);
+  /// Saves where one is due, and tells whether one was. A failure of an asynchronous save is
+  /// reported at the next one, and training goes on.
+  bool after_step(const Position& position);
   /// Saves what is not saved yet, and returns when that is done.
   void finish(const Position& position);
 
@@ -56,16 +59,26 @@ class Checkpointer {
   checkpoint::TensorSet weights();
   checkpoint::TensorSet state(const checkpoint::TensorSet& weights);
   checkpoint::Snapshot snapshot(const Position& position);
+  /// From the first look at the folder on, no other run works in it.
+  void hold_folder();
+  std::vector<std::int64_t> find_steps();
   void save(const Position& position, bool in_background);
   void wait();
 
+  Position load_newest();
+  /// Warns of what is another than in the run that saved, and throws Error (config) where the
+  /// position in the data would mean nothing, unless checkpoint.accept_changes.
+  void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
   Position load_checkpoint(const std::filesystem::path& folder);
+  /// Throws Error (storage) unless the disk has room for one checkpoint.
+  void check_room(const Position& position);
 
   const Config& config_;
   comm::Group& world_;
   models::Model& model_;
   optim::Optimizer& optimizer_;
   checkpoint::SaveOptions options_;
+  std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::optional<std::int64_t> last_saved_;
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.

@@ -5,12 +5,20 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <future>
+#include <limits>
 
+#include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
+#include "moesh/checkpoint/agree.h"
+#include "moesh/comm/flight.h"
 #include "moesh/comm/launch.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
@@ -61,8 +69,61 @@ void warn_of_bias_kept_apart(const Config& config) {
       "whoever reads their weights alone chooses experts without it");
 }
 
+// What Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave half a
+// minute or more.
+double seconds_before_kill() {
+  if (!std::getenv("OMPI_COMM_WORLD_SIZE")) return std::numeric_limits<double>::infinity();
+  for (const char* name :
+       {"OMPI_MCA_odls_base_sigkill_timeout", "PRTE_MCA_odls_base_sigkill_timeout"})
+    if (const char* text = std::getenv(name)) return std::atof(text);
+  return 1;
+}
+
+void warn_if_too_slow_to_stop(double seconds) {
+  if (seconds <= seconds_before_kill()) return;
+  log_warn("a step and its save take ", seconds, " s, and mpirun kills its processes ",
+           seconds_before_kill(),
+           " s after it is told to stop: the last step would be lost; start it with "
+           "--mca odls_base_sigkill_timeout ",
+           std::ceil(2 * seconds));
+}
+
+bool has_diverged(const Config& config, const Position& position) {
+  const auto limit = config.training.max_skipped_steps;
+  return limit > 0 && position.num_skipped >= limit;
+}
+
+// All ranks throw the same: that of the rank which has the largest weight, or one that is not
+// finite.
+[[noreturn]] void throw_diverged(comm::Group& world, const Config& config, models::Model& model,
+                                 const Position& position) {
+  double largest = -1;
+  std::string name;
+  model.each_param([&](Stored& w, bool) {
+    double size = w.value.numel() == 0 ? 0 : w.value.detach().abs().max().item<double>();
+    if (!std::isfinite(size)) size = std::numeric_limits<double>::infinity();
+    if (size > largest) largest = size, name = w.spec.name;
+  });
+  const double of_all =
+      world
+          .all_reduce(at::full({1}, largest, at::TensorOptions(device(config)).dtype(at::kDouble)),
+                      comm::ReduceOp::max)
+          .item<double>();
+  checkpoint::together(world, [&] {
+    MOESH_CHECK(largest < of_all, ErrorKind::diverged,
+                "the run has diverged: ", position.num_skipped,
+                " steps in a row, the last of them step ", position.step,
+                ", had a loss or gradient that is not finite, or no token that counts, and were "
+                "skipped (training.max_skipped_steps); the largest weight is ",
+                largest, ", in '", name,
+                "'. Lower optimizer.lr and go on from the last checkpoint before that, which is "
+                "kept");
+  });
+  throw Error(ErrorKind::internal, "no rank has the largest weight");
+}
+
 void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
-              Clock::time_point start, RunSummary& summary) {
+              Clock::time_point start, RunSummary& summary, std::atomic<bool>& interrupted) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
@@ -87,6 +148,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   }
   const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
+  bool is_slowness_known = false;
   auto last = start;
   // The batches of the next step are made while this one computes.
   const auto prepare = [&](std::int64_t data_position) {
@@ -102,7 +164,9 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     const Gradients g = accumulate_gradients(*model, std::move(batches), options);
     const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
-    position = {.step = step + 1, .data_position = data_position};
+    position = {.step = step + 1,
+                .data_position = data_position,
+                .num_skipped = u.skipped ? position.num_skipped + 1 : 0};
     const bool stop = stop_agreed(world, config, start);
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();
@@ -126,10 +190,14 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
         summary.first_step_seconds = took;
       else
         seconds.push_back(took);
-      summary.interrupted = stop;
     }
+    if (stop) interrupted = true;
+    if (has_diverged(config, position)) throw_diverged(world, config, *model, position);
     if (stop) break;
-    checkpointer.after_step(position);
+    if (checkpointer.after_step(position) && is_first && !is_slowness_known) {
+      is_slowness_known = true;
+      warn_if_too_slow_to_stop(took + std::chrono::duration<double>(Clock::now() - now).count());
+    }
   }
   for (const auto& sink : sinks) sink->finish();
   checkpointer.finish(position);
@@ -141,6 +209,32 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   }
 }
 
+// What the rank did last, in the run's folder: where a rank was lost, the files of all ranks show
+// which one was behind, and in what.
+void write_flight_record(const Config& config, int rank) {
+  if (config.metrics.folder.empty()) return;
+  char name[40];
+  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
+  const auto path = std::filesystem::path(config.metrics.folder) / name;
+  std::ofstream file(path);
+  file << comm::flight::text() << std::flush;
+  if (file.good())
+    log_warn("the last collectives of this rank are in '", path.string(), "'");
+  else
+    log_warn("the last collectives of this rank could not be written to '", path.string(), "'");
+}
+
+bool is_about_ranks(const std::exception_ptr& fault) {
+  try {
+    std::rethrow_exception(fault);
+  } catch (const Error& e) {
+    return e.kind() == ErrorKind::comm || e.kind() == ErrorKind::internal ||
+           e.kind() == ErrorKind::device;
+  } catch (...) {
+    return true;
+  }
+}
+
 }  // namespace
 
 RunSummary train(const Config& config) {
@@ -149,10 +243,20 @@ RunSummary train(const Config& config) {
   const auto dataset = open_dataset(config);
   summary.entropy = dataset->entropy();
   const SignalScope signals;
+  std::atomic<bool> interrupted = false;  // all ranks of this process say the same
   comm::launch(
       mesh_shape(config).num_ranks(),
-      [&](comm::Group& world) { run_rank(world, config, *dataset, start, summary); },
+      [&](comm::Group& world) {
+        try {
+          run_rank(world, config, *dataset, start, summary, interrupted);
+        } catch (...) {
+          if (world.size() > 1 && is_about_ranks(std::current_exception()))
+            write_flight_record(config, world.rank());
+          throw;
+        }
+      },
       launch_options(config));
+  summary.interrupted = interrupted;
   return summary;
 }
 

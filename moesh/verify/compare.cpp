@@ -11,10 +11,13 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/formats/name.h"
 #include "moesh/formats/safetensors.h"
 
 namespace moesh::verify {
 namespace {
+
+constexpr std::size_t kMaxRenamed = 1000;
 
 using formats::Dtype;
 using State = ComparedTensor::State;
@@ -198,6 +201,10 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
   for (const auto& entry : a.order) {
     ComparedTensor c{
         .name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
+    // std::regex goes down one call for each character.
+    MOESH_CHECK(renames.empty() || c.name.size() <= kMaxRenamed, ErrorKind::data, "tensor ",
+                formats::shown(c.name), " has a name of ", c.name.size(),
+                " characters; --rename takes names of up to ", kMaxRenamed);
     for (const auto& [pattern, replacement] : renames)
       c.other_name = std::regex_replace(c.other_name, pattern, replacement);
     const auto [first, is_new] = taken.emplace(c.other_name, c.name);

@@ -128,8 +128,47 @@ def threads_do_not_spin(tmp, moesh):
     assert spin_count(GOMP_SPINCOUNT="1234") == 1234
 
 
+def mpi_start_has_a_deadline(tmp, moesh, mpirun):
+    """A process that stops before MPI has started: the other does not wait for ever."""
+    script = f'[ "$OMPI_COMM_WORLD_RANK" = 1 ] && kill -STOP $$; exec {moesh} train --mesh tp=2 --steps 1 ' \
+             f"--debug.timeout_seconds=2 --metrics.folder={tmp}"
+    run = subprocess.run([mpirun, "-n", "2", "bash", "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 6, f"exit code {run.returncode}\n{run.stdout}{run.stderr}"
+    assert "MPI has not started within 2 s" in run.stderr, run.stderr
+
+
+def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
+    """A rank that hangs is named, and the others leave what they did last."""
+    command = [mpirun, "-n", "2", moesh, "train", *TINY, "--steps", "1000000", "--mesh", "tp=2", "--debug.timeout_seconds=2",
+               "--metrics.folder", str(tmp)]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics = tmp / "metrics.jsonl"
+    try:
+        deadline = time.time() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert time.time() < deadline and run.poll() is None, "the run did not get to its third step"
+            time.sleep(0.05)
+        ranks = {}
+        for pid in (p for p in os.listdir("/proc") if p.isdigit()):
+            try:
+                parent = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent == run.pid:
+                    variables = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    ranks[[v for v in variables if v.startswith(b"OMPI_COMM_WORLD_RANK=")][0][-1:]] = int(pid)
+            except (OSError, IndexError):
+                pass
+        os.kill(ranks[b"1"], signal.SIGSTOP)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode == 6, f"exit code {run.returncode}\n{out}{err}"
+    assert "rank 1 did not come within 2 s" in err, err
+    record = (tmp / "flight-rank-00000.txt").read_text()
+    assert 10 < record.count("\n") <= 256 and "NOT ENDED" in record, record
+
+
 def interrupt_ends_after_the_step(tmp, moesh):
-    """SIGINT: the step is finished and written down, the summary is printed, the exit code is 0."""
+    """SIGINT: the step is finished and written down, the summary is printed, the exit code is 4."""
     metrics = tmp / "run" / "metrics.jsonl"
     run = subprocess.Popen([moesh, "train", *TINY, "--steps", "1000000", "--mesh", "tp=2,ep=2", "--metrics.folder", str(tmp / "run")],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -143,7 +182,7 @@ def interrupt_ends_after_the_step(tmp, moesh):
     finally:
         run.kill()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert run.returncode == 0, f"exit code {run.returncode}\n{out}{err}"
+    assert run.returncode == 4, f"exit code {run.returncode}\n{out}{err}"
     assert steps == list(range(1, len(steps) + 1)), steps
     assert f"stopped after {len(steps)} steps" in out, out[-500:]
 

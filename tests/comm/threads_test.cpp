@@ -4,8 +4,11 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <fstream>
 #include <thread>
 
 #include "conformance.h"
@@ -86,6 +89,27 @@ TEST(Threads, EachRankHasItsOwnThread) {
   });
   for (size_t a = 0; a < 4; ++a)
     for (size_t b = 0; b < a; ++b) EXPECT_NE(ids[a], ids[b]);
+}
+
+// The address space ends before the stacks of all threads are in it.
+TEST(Threads, ThatCannotBeMadeAreAnErrorWithANumber) {
+  std::int64_t num_pages = 0;
+  std::ifstream("/proc/self/statm") >> num_pages;
+  rlimit before;
+  getrlimit(RLIMIT_AS, &before);
+  rlimit small = before;
+  small.rlim_cur = static_cast<rlim_t>(num_pages * getpagesize() + (std::int64_t{600} << 20));
+  setrlimit(RLIMIT_AS, &small);
+  std::string text;
+  try {
+    launch(400, [](Group& world) { world.barrier(); });
+  } catch (const Error& e) {
+    text = e.what();
+    EXPECT_EQ(e.kind(), ErrorKind::config);
+  }
+  setrlimit(RLIMIT_AS, &before);
+  EXPECT_EQ(text.find("of 400 ranks in this process, only "), 0u) << text;
+  EXPECT_NE(text.find("take fewer ranks"), std::string::npos) << text;
 }
 
 TEST(Threads, WorldOfNoRanksIsRefused) {

@@ -22,6 +22,19 @@ TEST(File, SaysWhyItCannotBeRead) {
                {"it is a folder"});
 }
 
+TEST(File, APipeOrADeviceIsRefusedWithoutWaiting) {
+  const TemporaryFile file("x", "");
+  const std::string pipe = file.path() + ".pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  expect_parts(error_of([&] { read_file(pipe, ErrorKind::config); }, ErrorKind::config),
+               {"it is a pipe", "name a regular file"});
+  expect_parts(error_of([&] { read_file("/dev/zero", ErrorKind::data); }, ErrorKind::data),
+               {"it is a device"});
+  expect_parts(error_of([&] { read_file(TemporaryFile("y", "12345").path(), ErrorKind::data, 4); },
+                        ErrorKind::data),
+               {"has 5 bytes", "at most 4"});
+}
+
 namespace fs = std::filesystem;
 
 TEST(InputFile, ReadsARegularFileAndASymlinkToOne) {

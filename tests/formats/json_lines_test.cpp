@@ -22,6 +22,13 @@ TEST(JsonLines, GivesTheTextOfEveryLine) {
   EXPECT_TRUE(texts("").empty());
 }
 
+TEST(JsonLines, LongLinesAndNulAreErrors) {
+  const std::string nul = std::string("{\"text\": \"a\"}") + '\0' + "{\"text\": \"b\"}";
+  expect_parts(error_of([&] { texts(nul + "\n"); }, ErrorKind::data), {"corpus.jsonl:1:", "NUL"});
+  const std::string longest = "{\"text\": \"" + std::string(kMaxLineBytes, 'x') + "\"}";
+  expect_parts(error_of([&] { texts(longest); }, ErrorKind::data), {"this line has", "split"});
+}
+
 TEST(JsonLines, ErrorsNameFileAndLine) {
   const auto error = [](const std::string& lines) {
     return error_of([&] { texts("{\"text\": \"fine\"}\n\n" + lines); }, ErrorKind::data);

@@ -119,17 +119,52 @@ TEST(Manifest, RefusesWhatIsWrongInItself) {
       {"has 0 checksums"});
 }
 
+// Pieces of any length in any order have the sums of the whole; one changed bit has others.
+TEST(BlockSums, AreThoseOfTheWholeWhoeverAddsThePieces) {
+  const Random random(2, "sums");
+  std::string bytes(kBlockBytes + 1003, '\0');
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(random.bits(i));
+  BlockSums whole;
+  whole.add(0, bytes);
+  ASSERT_EQ(whole.sums().size(), 2u);
+  BlockSums even, odd;
+  std::uint64_t draw = bytes.size();
+  for (std::size_t at = 0, i = 0; at < bytes.size(); ++i) {
+    const auto count = std::min<std::size_t>(bytes.size() - at, 1 + random.below(draw++, 5000));
+    (i % 2 ? odd : even).add(at, std::string_view(bytes).substr(at, count));
+    at += count;
+  }
+  for (std::size_t b = 0; b < 2; ++b)
+    EXPECT_EQ(
+        (b < even.sums().size() ? even.sums()[b] : 0) + (b < odd.sums().size() ? odd.sums()[b] : 0),
+        whole.sums()[b]);
+  for (std::uint64_t i = 0; i < 200; ++i) {
+    const auto at = random.below(draw++, bytes.size());
+    bytes[at] = static_cast<char>(bytes[at] ^ (1 << i % 8));
+    BlockSums changed;
+    changed.add(0, bytes);
+    EXPECT_NE(changed.sums(), whole.sums()) << at;
+    bytes[at] = static_cast<char>(bytes[at] ^ (1 << i % 8));
+  }
+}
+
 TEST(Manifest, FindsEveryChangeOfAFile) {
   std::string bytes;
   const Random random(1, "manifest");
   for (std::uint64_t i = 0; i < kBlockBytes + 10; ++i) bytes += static_cast<char>(i % 251);
   const TemporaryFile file("x.bin", bytes);
   const std::string folder = fs::path(file.path()).parent_path().string();
-  const ManifestFile hashed = hash_file(folder, "x.bin");
+  BlockSums written;
+  written.add(0, bytes);
+  const ManifestFile hashed = hash_file(folder, "x.bin", written);
   EXPECT_EQ(hashed.size, bytes.size());
   ASSERT_EQ(hashed.blocks.size(), 2u);
   EXPECT_EQ(hashed.blocks[1], hash_block(std::string_view(bytes).substr(kBlockBytes)));
   EXPECT_NO_THROW(check_file(folder, hashed));
+  BlockSums other;
+  other.add(0, bytes.substr(0, kBlockBytes) + "0123456789");
+  expect_parts(error_of([&] { hash_file(folder, "x.bin", other); }, ErrorKind::storage),
+               {"x.bin", "other bytes than were written"});
 
   for (std::uint64_t i = 0; i < 20; ++i) {
     const std::size_t at = i == 0 ? bytes.size() - 1 : random.below(i, bytes.size());
@@ -175,7 +210,7 @@ TEST(Manifest, IsReadFromAFolder) {
   expect_parts(error_of([&] { read_manifest(fs::path(broken.path()).parent_path().string()); },
                         ErrorKind::data),
                {broken.path() + ": ", "damaged"});
-  expect_parts(error_of([&] { hash_file(testing::TempDir(), "../x"); }, ErrorKind::data),
+  expect_parts(error_of([&] { hash_file(testing::TempDir(), "../x", {}); }, ErrorKind::data),
                {"does not name a file"});
 }
 

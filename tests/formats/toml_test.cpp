@@ -82,5 +82,19 @@ TEST(Toml, WrittenValuesReadBackTheSame) {
   EXPECT_TRUE(std::isnan(std::get<double>(nan.at(0).value)));
 }
 
+TEST(Toml, KeysOfManyPartsAreRefusedBeforeTheyAreParsed) {
+  std::string key = "a";
+  for (int i = 0; i < 50'000; ++i) key += ".a";
+  for (const std::string& text :
+       {"x = 1\n" + key + " = 1", "x = 1\n[" + key + "]", "x = 1\ny = {" + key + " = 1}"})
+    expect_parts(error_of([&] { parse_toml(text, "deep.toml"); }, ErrorKind::config),
+                 {"deep.toml:2: ", "a key of more than 100 parts"});
+  const std::string dots(5000, '.');
+  EXPECT_EQ(parse_toml("path = \"/a/" + dots.substr(0, 90) + "/b\"", "fine").size(), 1u);
+  expect_parts(
+      error_of([&] { parse_toml(std::string(kMaxTomlBytes + 1, ' '), "t"); }, ErrorKind::config),
+      {"at most 16777216"});
+}
+
 }  // namespace
 }  // namespace moesh::formats

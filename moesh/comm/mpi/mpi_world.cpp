@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
+#include "moesh/base/exit_code.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/roll.h"
 
@@ -114,13 +116,45 @@ struct BuryIfActive {
 template <class T>
 using Buffers = std::unique_ptr<T, BuryIfActive>;
 
+// MPI_Init and the first collectives of MPI block until every process has come, and nothing
+// interrupts them. When the deadline passes before this object is gone, the process says so and
+// ends, and the launcher ends the others.
+class StartDeadline {
+ public:
+  explicit StartDeadline(milliseconds timeout) : watchdog_([this, timeout] { watch(timeout); }) {}
+  ~StartDeadline() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_over_ = true;
+    }
+    changed_.notify_all();
+    watchdog_.join();
+  }
+
+ private:
+  void watch(milliseconds timeout) {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, timeout, [&] { return is_over_; })) return;
+    log(LogLevel::error, "MPI has not started within ",
+        std::chrono::duration<double>(timeout).count(),
+        " s: one of the processes that were launched has not come, or hangs; see the machines "
+        "it should run on, or allow more time with debug.timeout_seconds");
+    std::_Exit(static_cast<int>(ExitCode::lost_rank));
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool is_over_ = false;
+  std::thread watchdog_;
+};
+
 // MPI in this process: started by the first launch. It is ended at exit if the last world ended
 // well: MPI_Finalize waits for all processes, and one that exits without it makes the launcher end
 // the job.
 class Process {
  public:
-  static Process& instance() {
-    static Process& process = *new Process;
+  static Process& instance(milliseconds timeout) {
+    static Process& process = *new Process(timeout);
     return process;
   }
 
@@ -135,7 +169,8 @@ class Process {
   bool unusable = false;                       // a world's start was given up half-way
   static inline std::atomic<bool> ended_well;  // the last world
  private:
-  Process() {
+  explicit Process(milliseconds timeout) {
+    const StartDeadline deadline(timeout);
     int started = 0, level = MPI_THREAD_SINGLE;
     check_mpi(MPI_Initialized(&started), "MPI_Initialized");
     if (started) {
@@ -650,7 +685,7 @@ bool has_mpi() { return true; }
 
 void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f,
                 const LaunchOptions& options) {
-  Process& process = Process::instance();
+  Process& process = Process::instance(options.timeout);
   std::unique_lock running(process.running, std::try_to_lock);
   MOESH_CHECK(running.owns_lock(), ErrorKind::config,
               "launch inside launch: under MPI a process runs one world at a time");

@@ -1,10 +1,20 @@
 #include "moesh/train/metrics/jsonl.h"
 
+#include <fcntl.h>
+
+#include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <string>
+#include <cstring>
+#include <optional>
+#include <sstream>
+#include <string_view>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/checkpoint/file.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
 
 namespace moesh::train {
@@ -35,45 +45,87 @@ std::optional<std::int64_t> step_of(const std::string& line, const std::string& 
   }
 }
 
-std::string kept_lines(const std::filesystem::path& path, std::int64_t first_step) {
-  std::ifstream file(path);
+// Longer than any run of these has written: 2^33 bytes are thirty million steps.
+constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 33;
+
+std::string bytes_of(const std::filesystem::path& path) {
+  return formats::exists(path) ? formats::InputFile(path).read_all(kMaxBytes) : "";
+}
+
+std::string kept_lines(const std::string& text, const std::string& name, std::int64_t first_step) {
+  std::istringstream lines(first_step > 0 ? text : "");
   std::string kept;
-  for (std::string line; first_step > 0 && std::getline(file, line);)
-    if (const auto step = step_of(line, path.string()); step && *step <= first_step)
-      kept += line + "\n";
+  for (std::string line; std::getline(lines, line);)
+    if (const auto step = step_of(line, name); step && *step <= first_step) kept += line + "\n";
   return kept;
 }
 
 }  // namespace
 
-JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_step) {
-  std::error_code failed;
-  std::filesystem::create_directories(folder, failed);
-  const auto path = folder / "metrics.jsonl";
-  const std::string before = kept_lines(path, first_step);
-  file_.open(path, std::ios::trunc);
-  file_ << before << std::flush;
-  MOESH_CHECK(file_.good(), ErrorKind::config, "metrics.folder = '", folder.string(),
-              "' cannot be written; choose a folder that can be");
+JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_step)
+    : path_(folder / "metrics.jsonl") {
+  try {
+    checkpoint::make_folders(folder);
+    const std::string before = bytes_of(path_);
+    const std::string kept = kept_lines(before, path_.string(), first_step);
+    if (kept != before) {
+      // Beside, and under its name only when it is on the disk: who is killed loses no line.
+      const auto beside = std::filesystem::path(path_).concat(".new");
+      if (formats::exists(beside) && formats::file_system().remove(beside) != 0)
+        formats::fail_at(beside, "remove", errno);
+      checkpoint::write_file(beside, kept);
+      if (formats::file_system().rename(beside, path_) != 0)
+        formats::fail_at(path_, "replace", errno);
+    }
+    file_ = formats::file_system().open(path_, O_WRONLY | O_CREAT | O_APPEND);
+    if (file_ < 0) formats::fail_at(path_, "open", errno);
+  } catch (const Error& e) {
+    throw Error(ErrorKind::storage,
+                detail::concat("metrics.folder = '", folder.string(),
+                               "' cannot be written; choose a folder that can be: ", e.what()));
+  }
+}
+
+JsonlSink::~JsonlSink() {
+  if (file_ >= 0) formats::file_system().close(file_);
+}
+
+void JsonlSink::finish() {
+  if (num_lost_ > 0) log_warn("'", path_.string(), "': ", num_lost_, " lines could not be written");
 }
 
 void JsonlSink::write(const StepRecord& r) {
-  file_ << formats::to_json_line({JsonObject{
-               {"step", {r.step}},
-               {"loss", exact(r.loss)},
-               {"total_loss", exact(r.total_loss)},
-               {"grad_norm", exact(r.grad_norm)},
-               {"lr", rounded(r.lr, 9)},
-               {"seconds", rounded(r.seconds, 6)},
-               {"tps", rounded(r.tokens_per_second(), 6)},
-               {"tflops", rounded(r.tflops(), 6)},
-               {"memory_gib", rounded(r.memory_gib, 4)},
-               {"expert_max_over_mean", rounded(r.experts.max_over_mean, 6)},
-               {"experts_idle", {r.experts.num_idle}},
-               {"tokens", {r.num_tokens}},
-               {"skipped", {r.skipped}},
-           }})
-        << std::flush;
+  std::string line = formats::to_json_line({JsonObject{
+      {"step", {r.step}},
+      {"loss", exact(r.loss)},
+      {"total_loss", exact(r.total_loss)},
+      {"grad_norm", exact(r.grad_norm)},
+      {"lr", rounded(r.lr, 9)},
+      {"seconds", rounded(r.seconds, 6)},
+      {"tps", rounded(r.tokens_per_second(), 6)},
+      {"tflops", rounded(r.tflops(), 6)},
+      {"memory_gib", rounded(r.memory_gib, 4)},
+      {"expert_max_over_mean", rounded(r.experts.max_over_mean, 6)},
+      {"experts_idle", {r.experts.num_idle}},
+      {"tokens", {r.num_tokens}},
+      {"skipped", {r.skipped}},
+  }});
+  if (is_cut_off_) line.insert(0, "\n");
+  std::string_view rest = line;
+  while (!rest.empty()) {
+    const auto count = formats::file_system().append(file_, rest.data(), rest.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) {
+      if (num_lost_++ == 0)
+        log_warn("'", path_.string(),
+                 "' cannot be written: ", count < 0 ? std::strerror(errno) : "no byte was taken",
+                 "; metrics from step ", r.step, " on are lost until it can");
+      break;
+    }
+    rest.remove_prefix(static_cast<std::size_t>(count));
+    is_cut_off_ = true;
+  }
+  if (rest.empty()) is_cut_off_ = false;
 }
 
 }  // namespace moesh::train

@@ -96,7 +96,7 @@ TEST(Jsonl, MakesTheFolderOrSaysThatItCannot) {
   JsonlSink(folder.path() / "a" / "b", 0).write(record(1));
   EXPECT_NE(read(folder.path() / "a" / "b" / "metrics.jsonl"), "");
   expect_parts(
-      error_of([&] { JsonlSink(folder.path() / "metrics.jsonl" / "c", 0); }, ErrorKind::config),
+      error_of([&] { JsonlSink(folder.path() / "metrics.jsonl" / "c", 0); }, ErrorKind::storage),
       {"metrics.folder = '", "cannot be written"});
 }
 

@@ -1,0 +1,103 @@
+#include "moesh/comm/flight.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <ctime>
+
+#include "moesh/base/error.h"
+
+namespace moesh::comm::flight {
+namespace {
+
+using Clock = std::chrono::system_clock;
+
+struct Entry {
+  std::string group;
+  Collective op = Collective::barrier;
+  std::int64_t bytes = 0;
+  const Work* work = nullptr;
+  Clock::time_point begin, end;
+  bool has_ended = false;
+};
+
+struct Recorder {
+  std::array<Entry, kLength> entries;
+  std::size_t num_called = 0;
+
+  std::size_t size() const { return std::min(num_called, kLength); }
+  Entry& number(std::size_t n) { return entries[n % kLength]; }
+  // The newest of those for which f holds, which is most often the last; null where none does.
+  template <class F>
+  Entry* newest(const F& f) {
+    for (std::size_t k = 1; k <= size(); ++k)
+      if (Entry& e = number(num_called - k); f(e)) return &e;
+    return nullptr;
+  }
+};
+
+thread_local Recorder recorder;
+
+void end(Entry* entry) {
+  if (!entry) return;  // another thread called it, or it is too long ago
+  entry->end = Clock::now();
+  entry->has_ended = true;
+  entry->work = nullptr;
+}
+
+bool is_open(const Entry& e, const std::string& group, Collective op) {
+  return !e.has_ended && !e.work && e.op == op && e.group == group;
+}
+
+std::string time_of_day(Clock::time_point point) {
+  const auto micros =
+      std::chrono::duration_cast<std::chrono::microseconds>(point.time_since_epoch()).count();
+  const std::time_t seconds = static_cast<std::time_t>(micros / 1'000'000);
+  std::tm parts{};
+  ::gmtime_r(&seconds, &parts);
+  char text[40];
+  std::snprintf(text, sizeof text, "%02d:%02d:%02d.%06lld", parts.tm_hour, parts.tm_min,
+                parts.tm_sec, static_cast<long long>(micros % 1'000'000));
+  return text;
+}
+
+}  // namespace
+
+void called(const std::string& group, Collective op, std::int64_t bytes) {
+  Entry& e = recorder.number(recorder.num_called++);
+  e.group = group, e.op = op, e.bytes = bytes;
+  e.work = nullptr, e.has_ended = false;
+  e.begin = Clock::now();
+}
+
+void in_progress(const std::string& group, Collective op, const Work* work) {
+  // `checked` calls others in between: the newest that is not in progress yet is the one.
+  if (Entry* e = recorder.newest([&](const Entry& x) { return is_open(x, group, op); }))
+    e->work = work;
+}
+
+void ended(const Work* work) {
+  end(recorder.newest([&](const Entry& e) { return e.work == work; }));
+}
+
+void ended(const std::string& group, Collective op) {
+  end(recorder.newest([&](const Entry& e) { return is_open(e, group, op); }));
+}
+
+std::string text() {
+  std::string lines;
+  for (std::size_t k = recorder.size(); k > 0; --k) {
+    const std::size_t n = recorder.num_called - k;
+    const Entry& e = recorder.number(n);
+    const auto micros =
+        std::chrono::duration_cast<std::chrono::microseconds>(e.end - e.begin).count();
+    lines += detail::concat(
+        n, "  ", time_of_day(e.begin), "  ",
+        e.has_ended ? detail::concat("took ", micros, " us") : std::string("has NOT ENDED"), "  ",
+        to_string(e.op), " of ", e.bytes, " bytes on group '", e.group, "'\n");
+  }
+  return lines;
+}
+
+}  // namespace moesh::comm::flight

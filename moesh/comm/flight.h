@@ -1,0 +1,26 @@
+#pragma once
+// The flight recorder: the last collectives of each rank with their times, to be read when a rank
+// was lost or hangs.
+
+#include <cstdint>
+#include <string>
+
+#include "moesh/comm/group.h"
+
+namespace moesh::comm::flight {
+
+/// How many a rank remembers.
+constexpr std::size_t kLength = 256;
+
+/// What `Group` tells of this thread: a collective was called; it is in progress as `work`; it has
+/// ended.
+void called(const std::string& group, Collective op, std::int64_t bytes);
+void in_progress(const std::string& group, Collective op, const Work* work);
+void ended(const Work* work);
+void ended(const std::string& group, Collective op);
+
+/// The last collectives that this thread called, the oldest first: a line each with its number,
+/// when it was called, how long it took or that it has not ended, and what it was.
+std::string text();
+
+}  // namespace moesh::comm::flight

@@ -1,0 +1,363 @@
+// What a run does when the disk fails, lies, or is used by another run.
+#include <fcntl.h>
+#include <sys/wait.h>
+
+#include <csignal>
+#include <limits>
+
+#include "moesh/base/log.h"
+#include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/lock.h"
+#include "moesh/train/metrics/sink.h"
+#include "tests/checkpoint/support.h"
+#include "tests/faulty_file_system.h"
+#include "tests/support.h"
+
+namespace moesh {
+namespace {
+
+using std::filesystem::path;
+using Steps = std::vector<std::int64_t>;
+
+path step(const path& folder, std::int64_t n) { return folder / checkpoint::step_name(n); }
+
+// Every file of a run's folder, with its bytes.
+std::map<std::string, std::string> all_of(const path& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder))
+    if (entry.is_regular_file() && entry.path().filename() != checkpoint::kLockFile)
+      files[entry.path().string()] = bytes_of(entry.path());
+  return files;
+}
+
+// A finished run whose folder a second one is to go on from.
+struct Finished {
+  Finished() : runs(folder.path() / "c") {
+    run(runs, "tp=2,ep=2", {"--steps=4", "--checkpoint.interval=2"});
+    before = all_of(runs);
+  }
+  train::RunSummary go_on(const std::string& steps = "6") const {
+    return run(runs, "tp=2,ep=2",
+               {"--steps=" + steps, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1"});
+  }
+  const TemporaryFolder folder;
+  const path runs;
+  std::map<std::string, std::string> before;
+};
+
+// ---------------------------------------------------------------- errors of reading
+
+TEST(Listing, AFolderThatCannotBeListedIsNotEmpty) {
+  for (const int code : {ESTALE, EACCES, EIO, EMFILE}) {
+    const Finished f;
+    const WithFaults faults(detail::concat("list /c 1 1000000 ", code));
+    expect_parts(error_of([&] { f.go_on(); }, ErrorKind::storage), {"cannot list", "/c'"});
+    EXPECT_GT(faults.files.num_hit(), 0);
+    EXPECT_EQ(all_of(f.runs), f.before);
+  }
+}
+
+TEST(Listing, AnErrorThatPassesIsTriedAgain) {
+  const Finished f;
+  const WithFaults faults(detail::concat("list /c 1 1 ", ESTALE));
+  EXPECT_EQ(f.go_on().first_step, 4);
+  EXPECT_EQ(faults.files.num_hit(), 1);
+}
+
+TEST(Reading, AnErrorIsNotDamageAndStopsTheRun) {
+  for (const char* file : {"moesh.json", "model-00001", "optimizer/state", "config.json"})
+    for (const char* call : {"open", "read"}) {
+      SCOPED_TRACE(std::string(call) + " " + file);
+      const Finished f;
+      const WithFaults faults(detail::concat(call, " ", file, " 1 1000000 ", EIO));
+      expect_parts(error_of([&] { f.go_on(); }, ErrorKind::storage), {"cannot read", file});
+      EXPECT_EQ(all_of(f.runs), f.before);
+    }
+}
+
+TEST(Reading, OneErrorIsTriedAgain) {
+  for (const char* file : {"moesh.json", "model-00001", "optimizer/state", "config.json"}) {
+    SCOPED_TRACE(file);
+    const Finished f;
+    const WithFaults faults(detail::concat("read ", file, " 1 1 ", EIO));
+    EXPECT_EQ(f.go_on().first_step, 4);
+    EXPECT_EQ(faults.files.num_hit(), 1);
+  }
+}
+
+TEST(Reading, InspectSaysThatItCannotReadAndNotThatItIsDamaged) {
+  const Finished f;
+  const WithFaults faults(detail::concat("read model-00001 1 1000000 ", EIO));
+  expect_parts(error_of([&] { checkpoint::find_damage(step(f.runs, 4)); }, ErrorKind::storage),
+               {"cannot read", "model-00001"});
+}
+
+// ---------------------------------------------------------------- what a run does not know
+
+TEST(Unknown, CheckpointsThatAppearAreNeitherReplacedNorPurged) {
+  const Finished f;
+  // Later ones, of a run that was not seen at the start: two steps saved elsewhere.
+  const TemporaryFolder other;
+  run(other.path() / "c", "tp=2,ep=2", {"--steps=2"});
+  const auto config = run_config(other.path() / "c", "tp=1", {"--steps=2"});
+  comm::launch(1, [&](comm::Group& world) {
+    const Mesh m(world, mesh_shape(config));
+    const MeshScope scope(m);
+    const auto model = train::make_model(config);
+    const auto optimizer = train::make_optimizer(*model, config);
+    train::Checkpointer checkpointer(config, world, *model, *optimizer);
+    auto position = checkpointer.start();
+    std::filesystem::copy(step(f.runs, 4), step(other.path() / "c", 4),
+                          std::filesystem::copy_options::recursive);
+    const auto before = all_of(other.path() / "c");
+    for (const int next : {3, 4}) {
+      position.step = next;
+      expect_parts(error_of([&] { checkpointer.finish(position); }, ErrorKind::storage),
+                   {"step-00000004", "when this run began", "nothing was changed"});
+    }
+    EXPECT_EQ(all_of(other.path() / "c"), before);
+  });
+}
+
+TEST(Unknown, FoldersThatMoeshDidNotMakeStay) {
+  const Finished f;
+  const path theirs = f.runs / ".saving-notes";
+  std::filesystem::create_directories(theirs);
+  std::ofstream(theirs / "thesis.txt") << "three years of work";
+  f.go_on();
+  EXPECT_EQ(bytes_of(theirs / "thesis.txt"), "three years of work");
+  std::filesystem::create_directories(f.runs / checkpoint::temporary_name(8));
+  std::ofstream(f.runs / checkpoint::temporary_name(8) / "thesis.txt") << "three years of work";
+  expect_parts(error_of([&] { f.go_on("8"); }, ErrorKind::storage), {"is in the way", "move it"});
+  EXPECT_EQ(bytes_of(f.runs / checkpoint::temporary_name(8) / "thesis.txt"), "three years of work");
+}
+
+TEST(Unknown, ACheckpointUnderAnotherNameIsReported) {
+  const Finished f;
+  std::filesystem::rename(step(f.runs, 4), step(f.runs, 40));
+  expect_parts(checkpoint::find_damage(step(f.runs, 40)).at(0), {"step-00000040", "of step 4"});
+  EXPECT_EQ(f.go_on().first_step, 2);
+}
+
+TEST(Unknown, InspectReportsFilesThatAreNotInTheManifest) {
+  const Finished f;
+  std::ofstream(step(f.runs, 4) / "optimizer" / "extra.bin") << "x";
+  const auto damage = checkpoint::find_damage(step(f.runs, 4));
+  ASSERT_EQ(damage.size(), 1u);
+  expect_parts(damage[0], {"optimizer/extra.bin", "not in the manifest"});
+}
+
+TEST(Unknown, HalfPurgedCheckpointsAreRemovedByTheNextRun) {
+  const Finished f;
+  std::filesystem::rename(step(f.runs, 2), f.runs / checkpoint::purged_name(2));
+  std::filesystem::remove(f.runs / checkpoint::purged_name(2) / "config.json");
+  f.go_on();
+  EXPECT_FALSE(std::filesystem::exists(f.runs / checkpoint::purged_name(2)));
+}
+
+// ---------------------------------------------------------------- the lock
+
+TEST(Lock, ASecondRunIsRefusedBeforeItTouchesAnything) {
+  const Finished f;
+  const checkpoint::FolderLock lock(f.runs);
+  expect_parts(error_of([&] { f.go_on(); }, ErrorKind::config),
+               {"is used by process " + std::to_string(getpid()), "since", "another folder"});
+  EXPECT_EQ(all_of(f.runs), f.before);
+}
+
+TEST(Lock, EndsWithTheProcessHoweverThatEnds) {
+  const TemporaryFolder folder;
+  int ready[2];
+  ASSERT_EQ(pipe(ready), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const checkpoint::FolderLock lock(folder.path());
+    if (write(ready[1], "x", 1) == 1) pause();
+    _exit(1);
+  }
+  char byte;
+  ASSERT_EQ(read(ready[0], &byte, 1), 1);
+  expect_parts(error_of([&] { checkpoint::FolderLock second(folder.path()); }, ErrorKind::config),
+               {"process " + std::to_string(child)});
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  const checkpoint::FolderLock second(folder.path());
+}
+
+TEST(Lock, AFileSystemWithoutLocksIsAWarning) {
+  const Finished f;
+  const WithFaults faults(detail::concat("lock .lock 1 1 ", ENOLCK));
+  EXPECT_EQ(f.go_on().first_step, 4);
+}
+
+// ---------------------------------------------------------------- lies
+
+// A bit of what is written is another, and the disk says that all went well.
+TEST(Lies, EveryFlippedWriteIsFoundBeforeTheCheckpointIsPublished) {
+  const Finished f;
+  int num_found = 0;
+  for (int n = 1; n <= 30; ++n) {
+    SCOPED_TRACE(n);
+    const WithFaults faults(detail::concat("write .saving- ", n, " 1 flip"));
+    EXPECT_EQ(faults.files.num_hit(), 0);
+    const auto text = error_of([&] { f.go_on(); }, ErrorKind::storage);
+    ASSERT_EQ(faults.files.num_hit(), 1);
+    num_found += text.find("read back with other") != std::string::npos;
+    EXPECT_EQ(all_of(f.runs), f.before);
+  }
+  EXPECT_EQ(num_found, 30);
+}
+
+TEST(Lies, AReadThatFlipsABitIsNotCertified) {
+  for (int n = 1; n <= 6; ++n) {  // five files and the manifest
+    SCOPED_TRACE(n);
+    const Finished f;
+    const WithFaults faults(detail::concat("read .saving- ", n, " 1 flip"));
+    error_of([&] { f.go_on(); }, ErrorKind::storage);
+    EXPECT_EQ(all_of(f.runs), f.before);
+  }
+}
+
+// ---------------------------------------------------------------- errors of writing
+
+TEST(Writing, AnErrorOfAnyCallStopsTheRunAndChangesNothing) {
+  int num_faults = 0;
+  for (const char* call : {"open", "write", "reserve", "sync", "make_folder"})
+    for (const int n : {1, 2, 5}) {
+      SCOPED_TRACE(detail::concat(call, " ", n));
+      const Finished f;
+      const WithFaults faults(detail::concat(call, " .saving- ", n, " 1 ", ENOSPC));
+      try {
+        f.go_on();
+      } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::storage) << e.what();
+        EXPECT_EQ(all_of(f.runs), f.before);
+        ++num_faults;
+      }
+    }
+  EXPECT_GE(num_faults, 12);
+}
+
+TEST(Writing, WhatCannotBeDoneIsKnownBeforeTheFirstStep) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  const auto first = [&](const std::string& fault, const std::vector<std::string>& parts) {
+    SCOPED_TRACE(fault);
+    const WithFaults faults(fault);
+    expect_parts(error_of([&] { run(runs, "tp=2", {"--steps=2"}); }, ErrorKind::storage), parts);
+    EXPECT_FALSE(std::filesystem::exists(folder.path() / "metrics" / "metrics.jsonl"));
+  };
+  first("free_bytes /c 1 1 0", {"a checkpoint of this run has", "has room for 1000"});
+  first(detail::concat("write .lock 1 1 ", ENOSPC), {"cannot write", ".lock", "No space left"});
+  first(detail::concat("open .lock 1 1 ", EROFS), {"cannot open", "Read-only file system"});
+  std::filesystem::remove_all(runs);
+  std::ofstream(runs) << "a file";
+  first("none none 1 1 0", {"cannot create", "Not a directory"});
+}
+
+// ---------------------------------------------------------------- metrics
+
+TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
+  const Finished f;
+  const path file = f.folder.path() / "metrics" / "metrics.jsonl";
+  const std::string kept = bytes_of(file);
+  EXPECT_EQ(std::count(kept.begin(), kept.end(), '\n'), 4);
+  std::ofstream(file, std::ios::app) << "{\"step\":5,\"los";  // cut off by a kill
+  for (int n = 1; n <= 12; ++n) {
+    SCOPED_TRACE(n);
+    const pid_t child = fork();
+    if (child == 0) {
+      const WithFaults faults(detail::concat("any metrics ", n, " 1 kill"));
+      train::open_sinks(run_config(f.runs, "tp=1"), 4);
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(bytes_of(file).substr(0, kept.size()), kept);
+  }
+  EXPECT_EQ(bytes_of(file), kept);  // the last ones were not killed
+}
+
+std::vector<std::string> lines;  // of the log
+std::mutex lines_mutex;
+struct KeepLines {
+  KeepLines() {
+    lines.clear();
+    set_log_sink([](LogLevel, const std::string& line) {
+      const std::lock_guard lock(lines_mutex);
+      lines.push_back(line);
+    });
+  }
+  ~KeepLines() { set_log_sink(nullptr); }
+};
+
+TEST(Metrics, AFullDiskIsReportedAtOnce) {
+  const TemporaryFolder folder;
+  const KeepLines keep;
+  const WithFaults faults(detail::concat("append metrics.jsonl 3 2 ", ENOSPC));
+  EXPECT_EQ(run(folder.path() / "c", "tp=1", {"--steps=6"}).num_steps, 6);
+  std::string text;
+  for (const auto& line : lines) text += line + "\n";
+  expect_parts(text, {"metrics from step 3 on are lost", "No space left", "2 lines could not"});
+  EXPECT_EQ(bytes_of(folder.path() / "metrics" / "metrics.jsonl").find("\"step\":3"),
+            std::string::npos);
+}
+
+// ---------------------------------------------------------------- changes between two runs
+
+TEST(Changes, OfTheDataStopARunUnlessTheyAreAccepted) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c", text = folder.path() / "corpus.txt";
+  std::ofstream(text) << std::string(4000, 'a');
+  const Args first{"--steps=2", "--model.vocab_size=257", "--data.path=" + text.string()};
+  run(runs, "tp=1", first);
+  const auto refused = [&](const std::string& option, const std::string& said) {
+    SCOPED_TRACE(option);
+    Args options = first;
+    options.insert(options.end(), {"--steps=3", option});
+    expect_parts(error_of([&] { run(runs, "tp=1", options); }, ErrorKind::config),
+                 {said, "checkpoint.accept_changes"});
+  };
+  refused("--data.sequence_length=16", "data.sequence_length was 8 and is 16");
+  refused("--data.seed=5", "data.seed was 0 and is 5");
+  refused("--data.shuffle=false", "data.shuffle was true and is false");
+  std::ofstream(text) << std::string(3999, 'a') + "b";
+  refused("--steps=3", "data.fingerprint was 4000-");
+  const KeepLines keep;
+  Args accepted = first;
+  accepted.insert(accepted.end(),
+                  {"--steps=3", "--checkpoint.accept_changes", "--data.batch_size=3"});
+  EXPECT_EQ(run(runs, "tp=1", accepted).first_step, 2);
+  std::string said;
+  for (const auto& line : lines) said += line + "\n";
+  expect_parts(said, {"data.fingerprint was 4000-", "data.batch_size was 2 and is 3"});
+}
+
+// ---------------------------------------------------------------- runs that diverge
+
+TEST(Diverged, ARunStopsAndKeepsTheLastHealthyCheckpoint) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  run(runs, "tp=2", {"--steps=2"});
+  const Args wild{"--steps=40",
+                  "--optimizer.lr=1e30",
+                  "--optimizer.eps=1e-30",
+                  "--checkpoint.interval=1",
+                  "--checkpoint.keep_latest_k=1",
+                  "--training.max_skipped_steps=5"};
+  expect_parts(error_of([&] { run(runs, "tp=2", wild); }, ErrorKind::diverged),
+               {"the run has diverged: 5 steps in a row", "the largest weight is", "optimizer.lr"});
+  // Step 3 was taken, and made the weights with which nothing can be computed.
+  const auto steps = checkpoint::saved_steps(runs);
+  EXPECT_EQ(steps, (Steps{2, 7}));
+  EXPECT_FALSE(formats::read_manifest(step(runs, steps.front()).string())
+                   .extra.contains(checkpoint::kSkippedSteps));
+  EXPECT_TRUE(formats::read_manifest(step(runs, steps.back()).string())
+                  .extra.contains(checkpoint::kSkippedSteps));
+  // The count goes on with the run.
+  expect_parts(error_of([&] { run(runs, "tp=2", wild); }, ErrorKind::diverged),
+               {"5 steps in a row"});
+}
+
+}  // namespace
+}  // namespace moesh

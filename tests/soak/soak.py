@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Runs that are killed, stopped, damaged, doubled and put on bad disks, in random order.
+
+soak.py MOESH MOESH_WITH_FAULTS MINUTES [SEED]
+
+One run after the other trains to the same last step, with a fault at most starts. After each start
+the newest whole checkpoint must be at least as new as before, but for what this script itself has
+damaged, the exit code must be one that the fault allows, and every run that ends must have the bytes
+of one that nobody disturbed. Prints how often each fault was tried, and what came of it.
+"""
+import collections
+import filecmp
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+STEPS = 60
+OPTIONS = [f"--steps={STEPS}", "--mesh=tp=2,ep=2", "--data.sequence_length=8", "--data.batch_size=1",
+           "--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=3",
+           "--metrics.log_freq=100000"]
+
+
+class Soak:
+    def __init__(self, moesh, faulty, folder, seed):
+        self.moesh, self.faulty, self.folder = moesh, faulty, pathlib.Path(folder)
+        self.random = random.Random(seed)
+        self.counts = collections.Counter()
+        self.newest = 0
+        self.num_finished = 0
+        self.failures = []
+        self.reference = self.folder / "reference"
+        self.saved = self.folder / "saved"
+        assert self.wait(self.start(self.reference)) == 0, "the reference run failed"
+
+    def start(self, saved=None, program=None, faults="", **options):
+        # A run that resumes may save in the background or not: the bytes are the same.
+        more = ["--checkpoint.async"] if self.random.random() < 0.5 else []
+        command = [program or self.moesh, "train", *OPTIONS, *more,
+                   f"--checkpoint.folder={saved or self.saved}", f"--metrics.folder={self.folder}/m"]
+        self.log = open(self.folder / "log", "w+")
+        return subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT,
+                                env={**os.environ, "MOESH_FAULTS": faults}, **options)
+
+    @staticmethod
+    def wait(run):
+        return run.wait(timeout=120)
+
+    def steps(self):
+        if not self.saved.exists():
+            return []
+        return sorted(int(p.name[5:]) for p in self.saved.iterdir() if p.name.startswith("step-"))
+
+    def path(self, step):
+        return self.saved / f"step-{step:08}"
+
+    def is_whole(self, step):
+        return subprocess.run([self.moesh, "inspect", str(self.path(step)), "--check"],
+                              capture_output=True, timeout=120).returncode == 0
+
+    def newest_whole(self):
+        return next((s for s in reversed(self.steps()) if self.is_whole(s)), 0)
+
+    # Each fault gives what a run may end with; negative: the signal that killed it.
+    def none(self):
+        return self.wait(self.start()), {0}
+
+    def killed(self):
+        run = self.start()
+        time.sleep(self.random.uniform(0.1, 2))
+        run.kill()
+        return self.wait(run), {0, -signal.SIGKILL}
+
+    def told_to_stop(self):
+        run = self.start()
+        time.sleep(self.random.uniform(0.5, 2))
+        run.send_signal(self.random.choice([signal.SIGTERM, signal.SIGINT]))
+        return self.wait(run), {0, 4, -signal.SIGTERM, -signal.SIGINT}  # before it trains: as usual
+
+    def stopped_for_a_while(self):
+        run = self.start()
+        time.sleep(self.random.uniform(0.1, 1))
+        run.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        run.send_signal(signal.SIGCONT)
+        time.sleep(self.random.uniform(0.1, 1))
+        run.kill()
+        return self.wait(run), {0, -signal.SIGKILL}
+
+    def doubled(self):
+        first, second = self.start(), self.start()
+        codes = {self.wait(first), self.wait(second)}
+        return max(codes), {0, 2}
+
+    def damaged(self):
+        steps = [s for s in self.steps() if self.is_whole(s)]
+        if len(steps) < 2:
+            return 0, {0}
+        files = [p for p in self.path(steps[-1]).rglob("*") if p.is_file()]
+        file = self.random.choice(files)
+        data = bytearray(file.read_bytes())
+        data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+        file.write_bytes(data)
+        self.newest = steps[-2]
+        run = self.start()
+        time.sleep(self.random.uniform(0.5, 3))
+        run.kill()
+        return self.wait(run), {0, -signal.SIGKILL}
+
+    def full_disk(self):
+        limit = self.random.choice([20_000, 100_000, 300_000])
+        run = self.start(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        return self.wait(run), {0, 7}
+
+    def lying_disk(self):
+        faults = f"write .saving- {self.random.randrange(1, 400)} 1 flip"
+        return self.wait(self.start(program=self.faulty, faults=faults)), {0, 7}
+
+    def failing_disk(self):
+        call = self.random.choice(["open", "read", "write", "sync", "rename", "list", "status", "any"])
+        faults = f"{call} {self.saved} {self.random.randrange(1, 300)} " \
+                 f"{self.random.choice([1, 3, 1000])} {self.random.choice([5, 28, 116, 13])}"
+        return self.wait(self.start(program=self.faulty, faults=faults)), {0, 7}
+
+    def dies_in_a_call(self):
+        faults = f"any {self.saved} {self.random.randrange(1, 600)} 1 kill"
+        return self.wait(self.start(program=self.faulty, faults=faults)), {0, -signal.SIGKILL}
+
+    def check(self, name, code, allowed):
+        self.counts[name, code] += 1
+        found = self.newest_whole()
+        if code not in allowed:
+            self.failures.append(f"{name}: exit code {code}\n{(self.folder / 'log').read_text()[-3000:]}")
+        if found < self.newest:
+            self.failures.append(f"{name}: step {self.newest} was there, and now {found} is the newest")
+        self.newest = found
+        if found < STEPS:
+            return
+        self.num_finished += 1
+        theirs = self.reference / self.path(STEPS).name
+        for file in (p for p in theirs.rglob("*.safetensors")):
+            if not filecmp.cmp(file, self.path(STEPS) / file.relative_to(theirs), shallow=False):
+                self.failures.append(f"{name}: {file.name} has other bytes than without faults")
+        shutil.rmtree(self.saved)
+        self.newest = 0
+
+    def run(self, minutes):
+        faults = [self.none, self.killed, self.told_to_stop, self.stopped_for_a_while, self.doubled,
+                  self.damaged, self.full_disk, self.lying_disk, self.failing_disk,
+                  self.dies_in_a_call]
+        end = time.monotonic() + 60 * minutes
+        while time.monotonic() < end and not self.failures:
+            fault = self.random.choice(faults)
+            self.check(fault.__name__, *fault())
+
+
+if __name__ == "__main__":
+    moesh, faulty, minutes = sys.argv[1:4]
+    seed = int(sys.argv[4]) if len(sys.argv) > 4 else random.randrange(1 << 30)
+    print(f"seed {seed}")
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR")) as folder:
+        soak = Soak(moesh, faulty, folder, seed)
+        soak.run(float(minutes))
+    for (name, code), count in sorted(soak.counts.items()):
+        print(f"{name:20} ended with {code:3}: {count}")
+    print(f"{sum(soak.counts.values())} starts, {soak.num_finished} runs finished with the bytes of an "
+          f"undisturbed one, {len(soak.failures)} failures")
+    for failure in soak.failures:
+        print(failure)
+    sys.exit(1 if soak.failures else 0)
