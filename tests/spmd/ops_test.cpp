@@ -42,6 +42,8 @@ TEST(Ops, AgreeWithLibTorchAndCarryTheirLayout) {
   const auto n = rms_norm(x, norm, 1e-6);
   static_assert(layout_of<decltype(n)> == Dense{T, T, R});
   EXPECT_TRUE(at::allclose(local(n), at::rms_norm(local(x), {4}, local(norm), 1e-6)));
+  EXPECT_TRUE(
+      at::allclose(local(rms_norm(x, norm, 0.5)), at::rms_norm(local(x), {4}, local(norm), 0.5)));
   EXPECT_EQ(local(cast(x, at::kFloat)).scalar_type(), at::kFloat);
 }
 
