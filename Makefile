@@ -10,7 +10,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
 CTEST = ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run test gpu asan tsan sanitize fuzz mutate verify \
-  bench-comm bench-moe bench-checkpoint format lint clean
+  bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
 
@@ -88,6 +88,11 @@ bench-comm: build
 bench-moe: build
 	build/bin/bench_moe_layer
 	build/bin/bench_dispatchers
+
+# One table of the MoE layer on this GPU, then its kernels one by one.
+bench-gpu: gpu
+	build-cuda/bin/bench_moe_gpu
+	build-cuda/bin/bench_moe_layer_gpu
 
 bench-checkpoint: build
 	build/bin/bench_checkpoint build

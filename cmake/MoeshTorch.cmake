@@ -46,4 +46,4 @@ if(EXISTS "${MOESH_TORCH_DIR}/lib/libtorch_cuda.so")
 endif()
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_LIBRARIES "${_libraries}")
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_OPTIONS
-  "-Wl,--allow-shlib-undefined,-rpath,${MOESH_TORCH_DIR}/lib,-rpath-link,${MOESH_TORCH_DIR}/lib")
+  "-Wl,--allow-shlib-undefined,-rpath-link,${MOESH_TORCH_DIR}/lib") # CMake sets the run path

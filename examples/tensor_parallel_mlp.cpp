@@ -66,7 +66,8 @@ int main() try {
     const std::lock_guard lock(mutex);
     right = right && same;
     if (world.rank() == 0)
-      std::printf("loss %.12f on %d ranks, %.12f on one\n", r.loss.item<double>(), num_ranks,
+      // Digits that every processor has in common.
+      std::printf("loss %.6f on %d ranks, %.6f on one\n", r.loss.item<double>(), num_ranks,
                   alone.loss.item<double>());
   });
   std::printf("gradients %s\n", right ? "agree" : "DIFFER");

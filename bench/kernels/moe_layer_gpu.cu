@@ -1,6 +1,6 @@
 // The MoE layer on one Hopper GPU, forward and backward, kernel by kernel and as a whole.
 // usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings: random, zipf,
-// empty]
+// empty] [kernels or layer: with its kernels, of random routing, or alone]
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
 // TFLOP/s of 18 R D F for the layer, whatever is executed. Dense: 8192^3 through cuBLAS in the same
@@ -207,10 +207,11 @@ int main(int argc, char** argv) {
   using namespace moesh::kernels::cuda;
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
   const std::string shapes = argc > 2 ? argv[2] : "1234", routings = argc > 3 ? argv[3] : "random";
+  const bool kernels = argc < 5 || std::string(argv[4]) == "kernels";
   check(check_device(0), "device");
   dense(seconds);
   for (const char shape : shapes) {
-    if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, true);
+    if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, kernels);
     if (routings.find("zipf") != std::string::npos) run_shape(shape - '1', 1, seconds, false);
     if (routings.find("empty") != std::string::npos) run_shape(shape - '1', 2, seconds, false);
   }

@@ -20,6 +20,9 @@ class Random {
   /// A stream named by a text, such as a parameter's name (FNV-1a).
   Random(uint64_t seed, std::string_view stream);
 
+  uint64_t seed() const { return seed_; }
+  uint64_t stream() const { return stream_; }
+
   uint64_t bits(uint64_t index) const;
   /// In [0, 1), 53 bits.
   double uniform(uint64_t index) const;

@@ -56,7 +56,8 @@ std::string describe_tensors(const TensorFolder& folder) {
 
 std::string inspect(const std::filesystem::path& folder) {
   MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
-              "' is not a folder");
+              "' is not a folder; name one that holds a model or a checkpoint, such as "
+              "outputs/checkpoints/step-00000100");
   std::string text = folder.string() + "\n";
   const bool has_manifest = std::filesystem::exists(folder / formats::kManifestFile);
   formats::Manifest manifest;

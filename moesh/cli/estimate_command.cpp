@@ -18,9 +18,9 @@ namespace {
 
 constexpr size_t kMostListed = 20;
 
-// "80GiB", "80 GB", "500MiB", or bytes.
+// "80GiB", "80 GB", "500MiB". A number alone is refused: whoever writes 80 does not mean bytes.
 std::int64_t parse_size(const std::string& text) {
-  const std::pair<const char*, double> units[] = {{"", 1},         {"KiB", 0x1p10}, {"MiB", 0x1p20},
+  const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
                                                   {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
                                                   {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
   double number = 0;
@@ -29,8 +29,9 @@ std::int64_t parse_size(const std::string& text) {
   for (const auto& [name, factor] : units)
     if (num_read >= 1 && number > 0 && std::isfinite(number) && std::string(unit) == name)
       return static_cast<std::int64_t>(number * factor);
-  throw Error(ErrorKind::config,
-              "--memory is '" + text + "'; it takes a size such as 80GiB, 80GB or 500MiB");
+  throw Error(
+      ErrorKind::config,
+      "--memory is '" + text + "'; it takes a number with its unit, such as 80GiB, 80GB or 500MiB");
 }
 
 std::string size_text(double bytes) {
@@ -118,22 +119,21 @@ void write_json(const std::string& path, const std::vector<Estimate>& all) {
 
 int run_estimate(Args args) {
   const auto json = take(args, "--json"), memory = take(args, "--memory");
+  const std::int64_t limit = memory ? parse_size(*memory) : 0;
   const int num_ranks = take_number(args, "--search", 0);
   const Config config = load_config(args);
   if (num_ranks == 0) {
     const Estimate e = estimate::estimate(config);
     print_heading(config, e);
     print(e);
-    const bool fits = !memory || e.peak <= parse_size(*memory);
+    const bool fits = !memory || e.peak <= limit;
     if (memory)
-      std::printf("\n%s %s\n", fits ? "fits into" : "does not fit into",
-                  size_text(parse_size(*memory)).c_str());
+      std::printf("\n%s %s\n", fits ? "fits into" : "does not fit into", size_text(limit).c_str());
     if (json) write_json(*json, {e});
     return fits ? 0 : 1;
   }
   MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks,
               " needs the memory of a rank, as in --memory 80GiB");
-  const std::int64_t limit = parse_size(*memory);
   const auto start = std::chrono::steady_clock::now();
   const SearchResult r = search(config, num_ranks, limit, kMostListed);
   if (!r.best.empty()) print_heading(config, r.best[0]);

@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
 #include "moesh/checkpoint/convert.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -11,6 +12,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/models/disk.h"
+#include "moesh/train/checkpointer.h"
 
 namespace moesh::cli {
 
@@ -46,6 +48,12 @@ int run_convert(Args args) {
   const std::filesystem::path from = args[0];
   const std::string config = (from / "config.json").string();
   const auto model = models::on_disk(models::config_of(checkpoint::read_config(from), config));
+  if (train::keeps_bias_apart(from))
+    log_warn(
+        "'", from.string(),
+        "' has an expert bias, and the files of its model have no place for it: it stays behind, "
+        "and whoever reads '",
+        args[1], "' chooses experts without it");
   const auto done = checkpoint::convert(from, args[1], model, options);
   std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", args[1].c_str(), done.num_tensors,
               static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);

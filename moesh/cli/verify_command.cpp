@@ -15,6 +15,7 @@
 #include "moesh/formats/json.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/golden.h"
+#include "moesh/verify/sweep.h"
 #include "moesh/verify/verify.h"
 
 namespace moesh::cli {
@@ -47,26 +48,41 @@ int run_golden(const Args& args, const std::string& file) {
 
 // What the command takes besides the configuration.
 struct Request {
-  int steps, sweep;
+  int steps;
+  std::optional<Sweep> sweep;
   std::optional<std::string> json, dump;
 };
 
-// The configured mesh, or every one of up to --sweep ranks.
+// --sweep, --sample, --sample-seed, --shard.
+std::optional<Sweep> take_sweep(Args& args) {
+  const auto ranks = take(args, "--sweep"), shard = take(args, "--shard");
+  const int count = take_number(args, "--sample", 0), seed = take_number(args, "--sample-seed", 0);
+  MOESH_CHECK(ranks || (!shard && count == 0), ErrorKind::config,
+              "--shard and --sample choose from the meshes of --sweep; give it, as in --sweep 8");
+  MOESH_CHECK(count > 0 || seed == 0, ErrorKind::config, "--sample-seed is ", seed,
+              " and there is no --sample; give one, as in --sample 40");
+  if (!ranks) return std::nullopt;
+  Sweep sweep = parse_sweep(*ranks);
+  if (count > 0) sweep.sample = Sample{count, static_cast<std::uint64_t>(seed)};
+  if (shard) sweep.shard = parse_shard(*shard);
+  return sweep;
+}
+
+// The configured mesh, or those of --sweep.
 std::vector<Config> configs_of(const Config& config, const Request& request) {
-  if (request.sweep == 0) return {config};
+  if (!request.sweep) return {config};
   const MeshShape given = mesh_shape(config);
-  MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep ", request.sweep,
-              " goes through every mesh of up to ", request.sweep,
+  MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep goes through every mesh of ",
+              request.sweep->least_ranks, " to ", request.sweep->most_ranks,
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
   std::vector<Config> configs;
-  for (int n = 1; n <= request.sweep; ++n)
-    for (const auto& shape : all_mesh_shapes(n)) configs.push_back(fitted(config, shape));
+  for (const auto& shape : request.sweep->shapes()) configs.push_back(fitted(config, shape));
   return configs;
 }
 
 void check_dump(const Request& request) {
   if (!request.dump) return;
-  MOESH_CHECK(request.sweep == 0, ErrorKind::config, "--dump ", *request.dump,
+  MOESH_CHECK(!request.sweep, ErrorKind::config, "--dump ", *request.dump,
               " writes the tensors of one mesh; leave --sweep out");
   std::error_code failed;
   std::filesystem::create_directories(*request.dump, failed);
@@ -153,7 +169,7 @@ Totals verify_all(const std::vector<Config>& configs, const Request& request) {
 int run_verify(Args args) {
   if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
   const Request request{.steps = take_number(args, "--steps", 2),
-                        .sweep = take_number(args, "--sweep", 0),
+                        .sweep = take_sweep(args),
                         .json = take(args, "--json"),
                         .dump = take(args, "--dump")};
   const Config config = load_config(args, verify_defaults(request.steps));

@@ -142,6 +142,12 @@ class Group {
   /// none (nullptr).
   std::shared_ptr<Group> split(int color, int key, const std::string& name);
 
+  /// A group of the same ranks for a second thread of each rank, such as one that saves: its
+  /// collectives take tensors on the host and run beside those of this group, in any order.
+  virtual std::shared_ptr<Group> background(const std::string& name) {
+    return split(0, rank(), name);
+  }
+
   /// A promise that `x` is the same on every rank. Only `checked` looks; `what` names the tensor in
   /// its message.
   virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}

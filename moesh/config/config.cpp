@@ -7,7 +7,8 @@ namespace moesh::config {
 Origin Config::origin(const std::string& option) const {
   if (const auto found = origins.find(option); found != origins.end()) return found->second;
   if (const Option* o = find_option(option)) {
-    const bool is_default = o->get(*this) == o->initial();
+    const bool is_default = o->get(*this) == o->default_in(*this);
+    if (is_default && o->of_model) return {model.name + ":" + model.size, true};
     return {is_default ? "default" : "set by the program", is_default};
   }
   MOESH_CHECK(model_value(*this, option), "no option is called ", option);
@@ -43,11 +44,15 @@ comm::LaunchOptions launch_options(const Config& config) {
 }
 
 nn::Dispatcher dispatcher(const Config& config) {
-  using enum nn::Dispatcher;
-  for (nn::Dispatcher d : {automatic, local, all_to_all, all_gather})
+  for (const nn::Dispatcher d : nn::kDispatchers)
     if (config.parallelism.moe_dispatcher == nn::to_string(d)) return d;
   check_option(config, "parallelism.moe_dispatcher");
   throw Error(ErrorKind::internal, "no dispatcher is called " + config.parallelism.moe_dispatcher);
+}
+
+std::optional<bool> score_before_experts(const Config& config) {
+  if (config.moe.score_before_experts == "auto") return std::nullopt;
+  return config.moe.score_before_experts == "true";
 }
 
 kernels::GpuKernels gpu_kernels(const Config& config) {

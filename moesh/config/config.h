@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -79,7 +80,8 @@ struct LrSchedulerSection {
 };
 
 struct MoeSection {
-  double load_balance_coeff = 1e-3;
+  double load_balance_coeff = 1e-3;  // of the model above; each has its own
+  std::string score_before_experts = "auto";
   double switch_loss_weight = 0;
   double sequence_loss_weight = 0;
   double z_loss_weight = 0;
@@ -137,8 +139,8 @@ struct Config {
   DebugSection debug;
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
-  /// Of an option: where it was set, else "default" or "set by the program". Of a model key that
-  /// was not set: "deepseek_v3:tiny".
+  /// Of an option: where it was set, else "default" or "set by the program". Of what the model
+  /// decides, its keys and options whose default it has, and nobody set: "deepseek_v3:tiny".
   Origin origin(const std::string& option) const;
 };
 
@@ -161,6 +163,8 @@ at::ScalarType scalar_type(const Config& config);
 at::Device device(const Config& config);
 comm::LaunchOptions launch_options(const Config& config);
 nn::Dispatcher dispatcher(const Config& config);
+/// Nothing: as the model does it.
+std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);

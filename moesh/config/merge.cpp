@@ -23,17 +23,23 @@ bool is_model_key(const std::string& name) {
 
 bool names_model(const Setting& s) { return s.name == "model.name" || s.name == "model.size"; }
 
-[[noreturn]] void unknown(const Setting& s, std::vector<std::string> known) {
-  if (s.origin.text == kCommandLine) {
-    for (std::string& name : known) name = "--" + name;
-    throw Error(
-        ErrorKind::config,
-        detail::concat("unknown option --", s.name, " (command line); the nearest known option is ",
-                       nearest_name("--" + s.name, known), ", and --help lists all"));
-  }
-  throw Error(ErrorKind::config,
-              detail::concat(s.origin.text, ": unknown key ", s.name, "; the nearest known key is ",
-                             nearest_name(s.name, known), ", and --help lists all"));
+constexpr const char* kNoPipeline = "moesh has no pipeline parallelism";
+
+[[noreturn]] void unknown(const Setting& s, const std::vector<std::string>& known) {
+  const bool on_line = s.origin.text == kCommandLine;
+  const std::string dashes = on_line ? "--" : "";
+  const auto elsewhere = name_elsewhere(s.name);
+  std::string name = s.name;
+  std::replace(name.begin(), name.end(), '-', '_');
+  const std::string hint = !elsewhere
+                               ? detail::concat("the nearest known ", on_line ? "option" : "key",
+                                                " is ", dashes, nearest_name(name, known))
+                           : elsewhere->empty() ? std::string(kNoPipeline)
+                                                : detail::concat("here it is ", dashes, *elsewhere);
+  throw Error(
+      ErrorKind::config,
+      detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
+                     on_line ? " (command line); " : "; ", hint, ", and --help lists all"));
 }
 
 // A number of [model] that no model could have.
@@ -45,6 +51,12 @@ void check_range(const Setting& s, const models::ModelKey& key, const Value& val
                least = key.least.value_or(whole ? 1 : 0);
   MOESH_CHECK(number >= least && number <= key.most, ErrorKind::config, s.name, " is ", number,
               " (", s.origin.text, "); it takes ", least, " to ", key.most);
+}
+
+std::string axis_hint(const std::string& axis, const std::vector<std::string>& axes) {
+  const auto elsewhere = axis_elsewhere(axis);
+  if (!elsewhere) return "the nearest is " + nearest_name(axis, axes);
+  return elsewhere->empty() ? kNoPipeline : "here it is " + *elsewhere;
 }
 
 // "dp_shard=2,tp=2,ep=4" is the whole mesh: axes that are not named have size 1.
@@ -63,8 +75,8 @@ Settings expand_mesh(const std::string& text) {
     const std::string axis = word.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
     MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text,
-                " (command line): there is no axis '", axis, "' to set; the nearest is ",
-                nearest_name(axis, axes), ", and the axes are ", axes);
+                " (command line): there is no axis '", axis, "' to set; ", axis_hint(axis, axes),
+                ", and the axes are ", axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
     MOESH_CHECK(!s.is_text, ErrorKind::config, "--mesh ", text, " (command line): the axis ", axis,
                 " has two sizes; keep one of them");
@@ -103,6 +115,9 @@ void apply(Config& config, const Setting& s) {
   const Option* o = find_option(s.name);
   if (!o) {
     std::vector<std::string> known = option_names();
+    models::each_model([&]<class Model> {  // which one it is to be is not known yet
+      for (const models::ModelKey& key : Model().keys()) known.push_back("model." + key.name);
+    });
     if (s.origin.text == kCommandLine) {
       for (const ShortForm& f : short_forms()) known.push_back(f.name);
       known.insert(known.end(), {"config", "mesh", "model"});
@@ -142,6 +157,7 @@ Config closed(Config config, const Settings& settings, const std::optional<Given
     m.architecture = model->architecture, m.name = models::name(m.architecture);
     const auto sizes = models::model_sizes(m.name);
     if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
+    config.origins["model.name"] = config.origins["model.size"] = {model->origin};
     for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
@@ -150,6 +166,8 @@ Config closed(Config config, const Settings& settings, const std::optional<Given
   }
   for (const Setting& s : settings)
     if (is_model_key(s.name)) apply_key(config, s);
+  for (const Option& o : options())
+    if (o.of_model && !config.origins.contains(o.name)) o.set(config, o.default_in(config));
   validate(config);
   return config;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <map>
 
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
@@ -15,6 +16,12 @@ Rule above(double least) { return {.least = least, .above = true}; }
 Rule between(double least, double most) { return {.least = least, .most = most}; }
 Rule fraction_below_one() { return {.least = 0, .most = 1, .below = true}; }
 Rule one_of(std::vector<std::string> choices) { return {.choices = std::move(choices)}; }
+
+std::vector<std::string> dispatcher_names() {
+  std::vector<std::string> names;
+  for (const nn::Dispatcher d : nn::kDispatchers) names.emplace_back(nn::to_string(d));
+  return names;
+}
 
 // The name of an option is its place in Config, so neither can be wrong alone.
 #define MOESH_OPTION(effect, section, key, ...)                                   \
@@ -67,7 +74,7 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
-                   one_of({"auto", "local", "all_to_all", "all_gather"})),
+                   one_of(dispatcher_names())),
 
       MOESH_OPTION(numbers, optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
@@ -92,8 +99,17 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, lr_scheduler, min_lr_factor,
                    "the rate ends at this fraction of optimizer.lr", between(0, 1)),
 
-      MOESH_OPTION(numbers, moe, load_balance_coeff,
-                   "step of the expert bias (balance without a loss); 0: none", at_least(0)),
+      MOESH_OPTION(
+          numbers, moe, load_balance_coeff,
+          "step of the expert bias (balance without a loss); 0: none, which is the default "
+          "of all models but deepseek_v3",
+          at_least(0))
+          .with_default([](const models::ModelFacts& m) -> Value { return m.load_balance_coeff; }),
+      MOESH_OPTION(
+          numbers, moe, score_before_experts,
+          "scores multiply what goes into an expert, or what comes out of it; auto: as the "
+          "model does it",
+          one_of({"auto", "true", "false"})),
       MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
                    at_least(0)),
       MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
@@ -247,12 +263,91 @@ std::string nearest_name(const std::string& wrong, const std::vector<std::string
   return best;
 }
 
+std::optional<std::string> name_elsewhere(const std::string& name) {
+  static const std::map<std::string, std::string> names{
+      // torchtitan
+      {"seq_len", "data.sequence_length"},
+      {"local_batch_size", "data.batch_size"},
+      {"global_batch_size", "training.gradient_accumulation_steps"},
+      {"mixed_precision_param", "training.dtype"},
+      {"dataset", "data.kind"},
+      {"dataset_path", "data.path"},
+      {"flavor", "model.size"},
+      {"decay_type", "lr_scheduler.kind"},
+      {"enable_checkpoint", "checkpoint.enable"},
+      {"initial_load_path", "checkpoint.initial_load"},
+      {"async_mode", "checkpoint.async"},
+      {"dump_folder", "metrics.folder"},
+      {"pipeline_parallel_degree", ""},
+      // Megatron
+      {"tensor_model_parallel_size", "parallelism.tensor_parallel_degree"},
+      {"context_parallel_size", "parallelism.context_parallel_degree"},
+      {"expert_model_parallel_size", "parallelism.expert_parallel_degree"},
+      {"expert_tensor_parallel_size", "parallelism.expert_tensor_parallel_degree"},
+      {"pipeline_model_parallel_size", ""},
+      {"seq_length", "data.sequence_length"},
+      {"micro_batch_size", "data.batch_size"},
+      {"train_iters", "training.steps"},
+      {"bf16", "training.dtype"},
+      {"fp16", "training.dtype"},
+      {"clip_grad", "training.max_norm"},
+      {"lr", "optimizer.lr"},
+      {"min_lr", "lr_scheduler.min_lr_factor"},
+      {"lr_warmup_iters", "lr_scheduler.warmup_steps"},
+      {"lr_decay_style", "lr_scheduler.kind"},
+      {"adam_beta1", "optimizer.beta1"},
+      {"adam_beta2", "optimizer.beta2"},
+      {"adam_eps", "optimizer.eps"},
+      {"hidden_size", "model.dim"},
+      {"num_attention_heads", "model.num_heads"},
+      {"num_query_groups", "model.num_kv_heads"},
+      {"ffn_hidden_size", "model.ffn"},
+      {"moe_ffn_hidden_size", "model.moe_ffn"},
+      {"moe_router_topk", "model.top_k"},
+      {"moe_aux_loss_coeff", "moe.switch_loss_weight"},
+      {"moe_z_loss_coeff", "moe.z_loss_weight"},
+      {"moe_router_bias_update_rate", "moe.load_balance_coeff"},
+      {"moe_router_force_load_balancing", "moe.force_load_balance"},
+      {"moe_token_dispatcher_type", "parallelism.moe_dispatcher"},
+      {"recompute_granularity", "activation_checkpoint.mode"},
+      {"save", "checkpoint.folder"},
+      {"load", "checkpoint.initial_load"},
+      {"save_interval", "checkpoint.interval"},
+      {"log_interval", "metrics.log_freq"},
+      // transformers
+      {"per_device_train_batch_size", "data.batch_size"},
+      {"max_steps", "training.steps"},
+      {"learning_rate", "optimizer.lr"},
+      {"max_grad_norm", "training.max_norm"},
+      {"num_hidden_layers", "model.num_layers"},
+      {"num_key_value_heads", "model.num_kv_heads"},
+      {"num_experts_per_tok", "model.top_k"},
+      {"moe_intermediate_size", "model.moe_ffn"},
+  };
+  std::string key = after_last_dot(name);
+  std::replace(key.begin(), key.end(), '-', '_');
+  const auto found = names.find(key);
+  return found == names.end() ? std::nullopt : std::optional(found->second);
+}
+
+std::optional<std::string> axis_elsewhere(const std::string& axis) {
+  static const std::map<std::string, std::string> names{
+      {"dp", "dp_shard"},       {"fsdp", "dp_shard"}, {"ddp", "dp_replicate"},
+      {"hsdp", "dp_replicate"}, {"expert", "ep"},     {"tensor", "tp"},
+      {"context", "cp"},        {"pp", ""},           {"pipeline", ""}};
+  const auto found = names.find(axis);
+  return found == names.end() ? std::nullopt : std::optional(found->second);
+}
+
 Value converted(const Setting& setting, const Value& like, const Rule& rule) {
   std::optional<Value> value;
   if (setting.is_text)
     value = from_text(std::get<std::string>(setting.value), like);
   else if (setting.value.index() == like.index())
     value = setting.value;
+  else if (const auto* flag = std::get_if<bool>(&setting.value);
+           flag && rule.allows(std::string("true")) && !rule.choices.empty())
+    value = std::string(*flag ? "true" : "false");  // of auto, true and false
   else if (std::holds_alternative<double>(like) &&
            std::holds_alternative<std::int64_t>(setting.value))
     value = static_cast<double>(std::get<std::int64_t>(setting.value));

@@ -40,10 +40,19 @@ struct Option {
   Rule rule;
   Value (*get)(const Config& config);
   void (*set)(Config& config, const Value& value);
+  Value (*of_model)(const models::ModelFacts& facts) = nullptr;  // the default, where models differ
 
   std::string section() const { return name.substr(0, name.find('.')); }
   std::string key() const { return name.substr(name.find('.') + 1); }
   Value initial() const { return get(Config{}); }
+  /// What it is in a configuration that does not set it.
+  Value default_in(const Config& config) const {
+    return of_model ? of_model(models::facts(config.model.architecture)) : initial();
+  }
+  Option with_default(Value (*default_of)(const models::ModelFacts& facts)) && {
+    of_model = default_of;
+    return std::move(*this);
+  }
 };
 
 /// The option of a member of Config, with its effect, which has no default.
@@ -72,6 +81,13 @@ std::string numbers_of(const Config& config);
 /// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or
 /// the key is in another section.
 std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
+
+/// What the option is called here that another framework (torchtitan, Megatron, transformers) calls
+/// by this key: "--tensor-model-parallel-size" is parallelism.tensor_parallel_degree. Empty text:
+/// moesh has nothing of the kind; nothing: the name is unknown.
+std::optional<std::string> name_elsewhere(const std::string& name);
+/// The same for axes of a mesh: "fsdp" is dp_shard.
+std::optional<std::string> axis_elsewhere(const std::string& axis);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.
 Value converted(const Setting& setting, const Value& like, const Rule& rule = {});

@@ -1,17 +1,19 @@
 // The rules of a configuration, on its final values.
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <numeric>
 
 #include "moesh/base/text.h"
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
-#include "moesh/data/packed.h"
-#include "moesh/models/registry.h"
+#include "moesh/models/disk.h"
 
 namespace moesh::config {
 namespace {
+
+using models::divisors;
 
 constexpr const char* kReplicate = "parallelism.data_parallel_replicate_degree";
 constexpr const char* kShard = "parallelism.data_parallel_shard_degree";
@@ -19,13 +21,6 @@ constexpr const char* kContext = "parallelism.context_parallel_degree";
 constexpr const char* kTensor = "parallelism.tensor_parallel_degree";
 constexpr const char* kExperts = "parallelism.expert_parallel_degree";
 constexpr const char* kExpertTensor = "parallelism.expert_tensor_parallel_degree";
-
-std::vector<std::int64_t> divisors(std::int64_t n) {
-  std::vector<std::int64_t> all;
-  for (std::int64_t d = 1; d <= n; ++d)
-    if (n % d == 0) all.push_back(d);
-  return all;
-}
 
 // Every degree that is not 1, with its origin: the reader sees which one to change.
 std::string describe_degrees(const Config& c) {
@@ -77,23 +72,24 @@ void check_mesh(const Config& c, int world_size) {
                              : detail::concat("choose degrees whose product is ", world_size)));
 }
 
-// "model.num_heads is 4 (deepseek_v3:tiny)", or where it was set by that name.
-std::string describe_fact(const Config& c, const std::string& key, std::int64_t value) {
-  return detail::concat("model.", key, " is ", value, " (", c.origin("model." + key).text, ")");
-}
-
 // `working` is a number that all values which work divide.
 void check_divides(const Config& c, const char* option, std::int64_t degree, const char* key,
                    std::int64_t count, std::int64_t working) {
   MOESH_CHECK(count % degree == 0, ErrorKind::config, describe_option(c, option), ", and ",
-              describe_fact(c, key, count), ", which does not divide by it; set ", option,
-              " to one of ", divisors(working));
+              describe_option(c, std::string("model.") + key),
+              ", which does not divide by it; set ", option, " to one of ", divisors(working));
 }
 
 void check_model(const Config& c, const models::ModelFacts& facts) {
   MOESH_CHECK(models::name(c.model.architecture) == c.model.name, "model.name is ", c.model.name,
               ", and the architecture is that of ", models::name(c.model.architecture),
               "; make a Config by merged() and changed()");
+  if (const auto broken = models::broken_rule(c.model.architecture)) {
+    std::string text;
+    for (const std::string& key : broken->keys)
+      text += (text.empty() ? "" : ", and ") + describe_option(c, "model." + key);
+    throw Error(ErrorKind::config, text + broken->cure);
+  }
   const ParallelismSection& p = c.parallelism;
   const std::int64_t heads = std::gcd(facts.num_heads, facts.num_kv_heads);
   check_divides(c, kTensor, p.tensor_parallel_degree, "num_heads", facts.num_heads, heads);
@@ -102,44 +98,56 @@ void check_model(const Config& c, const models::ModelFacts& facts) {
       p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
   check_divides(c, kExperts, p.expert_parallel_degree, "num_experts", facts.num_experts,
                 std::gcd(facts.num_experts, ranks / p.expert_tensor_parallel_degree));
-  MOESH_CHECK(facts.num_experts == 0 || facts.top_k <= facts.num_experts, ErrorKind::config,
-              describe_fact(c, "top_k", facts.top_k), ", and ",
-              describe_fact(c, "num_experts", facts.num_experts), "; set model.top_k to ",
-              facts.num_experts, " or less");
   MOESH_CHECK(facts.max_sequence == 0 || c.data.sequence_length <= facts.max_sequence,
               ErrorKind::config, describe_option(c, "data.sequence_length"), ", and ",
-              describe_fact(c, "max_sequence", facts.max_sequence),
-              "; set data.sequence_length to ", facts.max_sequence, " or less");
-  // Defaults are for models that have the bias; whoever asks for it in another is told.
-  MOESH_CHECK(facts.has_expert_bias || c.moe.load_balance_coeff == 0 ||
-                  c.origin("moe.load_balance_coeff").is_default,
-              ErrorKind::config, describe_option(c, "moe.load_balance_coeff"), ", and ",
-              c.model.name,
-              " has no expert bias; leave it out, and balance with moe.switch_loss_weight or "
-              "moe.sequence_loss_weight");
+              describe_option(c, "model.max_sequence"), "; set data.sequence_length to ",
+              facts.max_sequence, " or less");
+}
+
+// A checkpoint is also a model for others: what they compute with its config.json must be what was
+// trained. Better now than at the first save.
+void check_export(const Config& c, const models::ModelFacts& facts) {
+  if (!c.checkpoint.enable) return;
+  if (const auto lost = models::lost_key(c.model.architecture))
+    throw Error(ErrorKind::config,
+                detail::concat(describe_option(c, "model." + lost->name), ", and ",
+                               describe_option(c, "checkpoint.enable"), ", but a config.json of ",
+                               c.model.name, " has no place for it; set model.", lost->name, " to ",
+                               lost->read_back, ", or checkpoint.enable to false"));
+  MOESH_CHECK(
+      score_before_experts(c).value_or(facts.score_before_experts) == facts.score_before_experts,
+      ErrorKind::config, describe_option(c, "moe.score_before_experts"), ", and ",
+      describe_option(c, "checkpoint.enable"), ", but who reads a config.json of ", c.model.name,
+      " multiplies what ", facts.score_before_experts ? "goes into" : "comes out of",
+      " an expert; set moe.score_before_experts to auto, or checkpoint.enable to false");
 }
 
 void check_data(const Config& c, const models::ModelFacts& facts) {
-  const std::string kind = data::resolved_kind(c.data.kind, c.data.path);
-  MOESH_CHECK(kind != "synthetic" || c.data.path.empty(), ErrorKind::config,
+  const data::DatasetKind& kind = data::find_kind(data::resolved_kind(c.data.kind, c.data.path));
+  MOESH_CHECK(kind.reads_file || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
               "; leave out the path, or set data.kind to ", joined_by_or(data::file_choices()));
-  MOESH_CHECK(kind == "synthetic" || !c.data.path.empty(), ErrorKind::config,
+  MOESH_CHECK(!kind.reads_file || !c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
               "; name a file, or set data.kind to ", joined_by_or(data::choices_without_file()));
   if (facts.vocab_size == 0) return;
-  const std::string vocabulary = describe_fact(c, "vocab_size", facts.vocab_size);
-  if (kind == "synthetic") {
-    MOESH_CHECK(c.data.synthetic_successors <= facts.vocab_size, ErrorKind::config,
-                describe_option(c, "data.synthetic_successors"), ", and ", vocabulary,
-                "; set data.synthetic_successors to ", facts.vocab_size, " or less");
-  } else {
-    MOESH_CHECK(facts.vocab_size >= data::kNumByteTokens, ErrorKind::config,
-                describe_option(c, "data.path"), ", and a file is read as ", data::kNumByteTokens,
-                " different tokens (bytes, and one that ends a document), but ", vocabulary,
-                "; set model.vocab_size to ", data::kNumByteTokens,
-                " or more, or leave data.path empty for the synthetic language");
-  }
+  MOESH_CHECK(kind.num_tokens > 0 || c.data.synthetic_successors <= facts.vocab_size,
+              ErrorKind::config, describe_option(c, "data.synthetic_successors"), ", and ",
+              describe_option(c, "model.vocab_size"), "; set data.synthetic_successors to ",
+              facts.vocab_size, " or less");
+  if (facts.vocab_size >= kind.num_tokens) return;
+  // A larger model does not help where the name is wrong.
+  MOESH_CHECK(std::filesystem::exists(c.data.path), ErrorKind::config,
+              describe_option(c, "data.path"),
+              ", and there is no such file; name one that is there, "
+              "or leave data.path empty for the synthetic language");
+  throw Error(
+      ErrorKind::config,
+      detail::concat(describe_option(c, "data.path"), ", and a file is read as ", kind.num_tokens,
+                     " different tokens (bytes, and one that ends a document), but ",
+                     describe_option(c, "model.vocab_size"), "; set model.vocab_size to ",
+                     kind.num_tokens,
+                     " or more, or leave data.path empty for the synthetic language"));
 }
 
 void check_schedule(const Config& c) {
@@ -187,6 +195,7 @@ void validate(const Config& config, int world_size) {
   for (const Option& o : options()) check_option(config, o.name);
   check_mesh(config, world_size);
   check_model(config, facts);
+  check_export(config, facts);
   check_data(config, facts);
   check_schedule(config);
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,

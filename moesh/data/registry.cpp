@@ -61,8 +61,8 @@ std::vector<Extension> extensions() {
 const std::vector<DatasetKind>& dataset_kinds() {
   static const std::vector<DatasetKind> all{
       {"synthetic", /*reads_file=*/false, {}, open_synthetic},
-      {"text", /*reads_file=*/true, {""}, open_bytes<read_text_corpus>},
-      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>}};
+      {"text", /*reads_file=*/true, {""}, open_bytes<read_text_corpus>, kNumByteTokens},
+      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>, kNumByteTokens}};
   return all;
 }
 
@@ -95,18 +95,20 @@ std::string resolved_kind(const std::string& kind, const std::string& path) {
                              "'; name its kind: ", joined_by_or(file_choices())));
 }
 
-std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
-  const std::string name = resolved_kind(options.kind, options.path);
-  for (const auto& kind : dataset_kinds()) {
-    if (kind.name != name) continue;
-    MOESH_CHECK(kind.reads_file || options.path.empty(), ErrorKind::config, "data: kind is ", name,
-                ", and path is '", options.path, "'; leave out one of them");
-    MOESH_CHECK(!kind.reads_file || !options.path.empty(), ErrorKind::config, "data: kind is ",
-                name, ", and there is no path; name a file");
-    return kind.open(options);
-  }
+const DatasetKind& find_kind(const std::string& name) {
+  for (const auto& kind : dataset_kinds())
+    if (kind.name == name) return kind;
   throw Error(ErrorKind::config,
               detail::concat("data: kind is '", name, "'; use ", joined_by_or(dataset_choices())));
+}
+
+std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
+  const DatasetKind& kind = find_kind(resolved_kind(options.kind, options.path));
+  MOESH_CHECK(kind.reads_file || options.path.empty(), ErrorKind::config, "data: kind is ",
+              kind.name, ", and path is '", options.path, "'; leave out one of them");
+  MOESH_CHECK(!kind.reads_file || !options.path.empty(), ErrorKind::config, "data: kind is ",
+              kind.name, ", and there is no path; name a file");
+  return kind.open(options);
 }
 
 }  // namespace moesh::data

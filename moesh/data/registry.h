@@ -27,6 +27,7 @@ struct DatasetKind {
   /// How the files end that `auto` takes for it: ".jsonl"; "" is any file that no other kind takes.
   std::vector<std::string> extensions;
   std::unique_ptr<Dataset> (*open)(const DatasetOptions& options);
+  std::int64_t num_tokens = 0;  // different tokens of such data; 0: as many as the model has
 };
 
 const std::vector<DatasetKind>& dataset_kinds();
@@ -42,6 +43,8 @@ std::string dataset_help();
 /// What `auto` stands for: without a path the kind that reads none, else the kind with the longest
 /// extension that fits. Any other name is its own.
 std::string resolved_kind(const std::string& kind, const std::string& path);
+/// The one of that name; throws Error (config) where there is none.
+const DatasetKind& find_kind(const std::string& name);
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options);
 

@@ -1,7 +1,6 @@
 #include "moesh/kernels/gate.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/mm.h>
 
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
@@ -27,9 +26,7 @@ void check_gate(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
 at::Tensor gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
   check_gate(x_TD, gate_ED);
   const at::NoGradGuard no_grad;
-  const KernelTable& kernels = kernels_for(x_TD.device());
-  if (kernels.gate_forward) return kernels.gate_forward(x_TD.contiguous(), gate_ED.contiguous());
-  return at::mm(x_TD.to(gate_ED.scalar_type()), gate_ED.t());
+  return kernels_for(x_TD.device()).gate_forward(x_TD.contiguous(), gate_ED.contiguous());
 }
 
 GateGradients gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
@@ -41,11 +38,8 @@ GateGradients gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
               ErrorKind::data, "d_logits_TE is ", describe(d_logits_TE), "; the logits of x ",
               describe(x_TD), " and gate ", describe(gate_ED), " have a line for each token");
   const at::NoGradGuard no_grad;
-  const KernelTable& kernels = kernels_for(x_TD.device());
-  if (kernels.gate_backward)
-    return kernels.gate_backward(x_TD.contiguous(), gate_ED.contiguous(), d_logits_TE.contiguous());
-  return {at::mm(d_logits_TE, gate_ED).to(x_TD.scalar_type()),
-          at::mm(d_logits_TE.t(), x_TD.to(gate_ED.scalar_type()))};
+  return kernels_for(x_TD.device())
+      .gate_backward(x_TD.contiguous(), gate_ED.contiguous(), d_logits_TE.contiguous());
 }
 
 }  // namespace moesh::kernels

@@ -6,8 +6,8 @@
 
 namespace moesh::kernels {
 
-/// x gate' in the dtype of the gate (float32 or float64); x is of that dtype or bfloat16. Nothing
-/// of size [T, D] is made where own kernels take it: bfloat16 on compute capability 9.0.
+/// x gate' in the dtype of the gate (float32 or float64); x is of that dtype or bfloat16. Own
+/// kernels (bfloat16 on compute capability 9.0) make nothing of size [T, D] on the way.
 at::Tensor gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED);
 
 struct GateGradients {

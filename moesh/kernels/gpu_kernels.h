@@ -1,5 +1,6 @@
 #pragma once
-// Which kernels run on an accelerator: a setting of the process (`kernels.gpu` of a configuration).
+// Which kernels run on an accelerator (`kernels.gpu` of a configuration): a model carries it, and a
+// step of it runs under it.
 
 namespace moesh::kernels {
 
@@ -11,8 +12,19 @@ enum class GpuKernels {
 
 const char* to_string(GpuKernels kernels);
 
-/// Any thread may set and read it; a call that has begun is not changed.
-void set_gpu_kernels(GpuKernels kernels);
+/// What this thread has chosen; automatic if nothing.
 GpuKernels gpu_kernels();
+
+/// The choice of this thread as long as it lives; forward and backward run in one thread.
+class UseGpuKernels {
+ public:
+  explicit UseGpuKernels(GpuKernels kernels);
+  ~UseGpuKernels();
+  UseGpuKernels(const UseGpuKernels&) = delete;
+  UseGpuKernels& operator=(const UseGpuKernels&) = delete;
+
+ private:
+  GpuKernels before_;
+};
 
 }  // namespace moesh::kernels

@@ -1,14 +1,12 @@
 #include "moesh/kernels/table.h"
 
-#include <atomic>
-
 #include "moesh/base/error.h"
 #include "moesh/kernels/gpu_kernels.h"
 
 namespace moesh::kernels {
 namespace {
 
-std::atomic<GpuKernels> chosen{GpuKernels::automatic};
+thread_local GpuKernels chosen = GpuKernels::automatic;
 
 struct Row {
   at::DeviceType device;
@@ -44,8 +42,9 @@ const char* to_string(GpuKernels kernels) {
   return "unknown";
 }
 
-void set_gpu_kernels(GpuKernels kernels) { chosen = kernels; }
 GpuKernels gpu_kernels() { return chosen; }
+UseGpuKernels::UseGpuKernels(GpuKernels kernels) : before_(chosen) { chosen = kernels; }
+UseGpuKernels::~UseGpuKernels() { chosen = before_; }
 
 const KernelTable& own_or_library(const KernelTable& own, at::Device device) {
   if (!own.refuses_device) return own;

@@ -6,9 +6,14 @@
 #include <string>
 
 #include "moesh/kernels/attention.h"
+#include "moesh/kernels/cross_entropy.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gate.h"
+#include "moesh/kernels/latent.h"
+#include "moesh/kernels/norm.h"
+#include "moesh/kernels/rope.h"
 #include "moesh/kernels/sort.h"
+#include "moesh/kernels/swiglu.h"
 #include "moesh/kernels/topk.h"
 
 namespace moesh::kernels {
@@ -34,22 +39,46 @@ using AttentionBackwardKernel = AttentionGradients(const AttentionConfig& config
                                                    const AttentionInput& input,
                                                    const at::Tensor& lse_BhL,
                                                    const at::Tensor& dy_BLhv);
+using NormForwardKernel = NormOutput(const at::Tensor& x, const at::Tensor& weight_D, double eps);
+using NormBackwardKernel = NormGradients(const at::Tensor& x, const at::Tensor& weight_D,
+                                         const at::Tensor& r, const at::Tensor& dy);
+using LogitSumsKernel = LogitSums(const at::Tensor& logits_NV, const at::Tensor& label_N);
+using LogitGradientKernel = at::Tensor(const at::Tensor& logits_NV, const at::Tensor& label_N,
+                                       const at::Tensor& total_N, const at::Tensor& weight_N);
+using LatentForwardKernel = LatentHeads(const at::Tensor& kv, const at::Tensor& key,
+                                        std::int64_t num_own);
+using LatentBackwardKernel = LatentGradients(const at::Tensor& dk, const at::Tensor& dv,
+                                             std::int64_t num_own);
+using SwigluForwardKernel = at::Tensor(const at::Tensor& gate, const at::Tensor& up);
+using SwigluBackwardKernel = SwigluGradients(const at::Tensor& gate, const at::Tensor& up,
+                                             const at::Tensor& dh);
+using RotateKernel = at::Tensor(const Rotation& rotation, const at::Tensor& x_BLhd);
 
-/// Arguments are already checked, tensors are contiguous (those of attention need not be), and no
-/// gradient is recorded.
+/// Arguments are already checked, tensors are contiguous (heads, and rows of a norm, need not be),
+/// and no gradient is recorded.
 struct KernelTable {
   const char* name;
   TopKKernel* top_k;
   SortKernel* sort_by_expert;
   ReorderKernel* rank_major_to_expert_major;
+  GateForwardKernel* gate_forward;
+  GateBackwardKernel* gate_backward;
   GatherKernel* gather_rows;
   CombineKernel* combine_rows;
   ExpertsForwardKernel* experts_forward;
   ExpertsBackwardKernel* experts_backward;
+  NormForwardKernel* norm_forward;
+  NormBackwardKernel* norm_backward;
+  RotateKernel* rotate_forward;
+  RotateKernel* rotate_backward;
+  LogitSumsKernel* logit_sums;
+  LogitGradientKernel* logit_gradient_;
+  LatentForwardKernel* latent_heads_forward;
+  LatentBackwardKernel* latent_heads_backward;
+  SwigluForwardKernel* swiglu_forward;
+  SwigluBackwardKernel* swiglu_backward;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
-  GateForwardKernel* gate_forward = nullptr;    // null: as above
-  GateBackwardKernel* gate_backward = nullptr;  // null: as above
 
   /// Own kernels of an accelerator do not take everything. Both say why not, or "" if they do; null
   /// takes everything. They are asked in every call, so the answer for a device is worth keeping.

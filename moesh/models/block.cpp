@@ -1,5 +1,7 @@
 #include "moesh/models/block.h"
 
+#include <ATen/record_function.h>
+
 #include "moesh/nn/residual.h"
 
 namespace moesh::models {
@@ -39,6 +41,9 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   config.router.num_experts = config.experts.num_experts = c.num_experts;
   config.router.top_k = c.top_k;
   config.router.forced_balance = m.forced_balance;
+  if (m.score_before_experts)
+    config.experts.scores =
+        *m.score_before_experts ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
   config.dtype = o.dtype, config.device = o.device, config.init = o.init;
@@ -53,8 +58,11 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
     return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);
   };
-  const nn::Stream<Sp> after =
-      x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens), over_tp);
+  const nn::Stream<Sp> after = [&] {
+    RECORD_USER_SCOPE("attention");
+    return x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens), over_tp);
+  }();
+  RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   if (mlp_) return {after + nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp), {}, {}};
   const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens,
                            {.pass = options.pass,

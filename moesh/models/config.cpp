@@ -4,7 +4,7 @@ namespace moesh::models {
 
 ModelKeys DecoderConfig::keys() {
   return {
-      {"vocab_size", &vocab, "tokens of the vocabulary"},
+      {"vocab_size", &vocab, "tokens of the vocabulary", 2},
       {"dim", &dim, "width of the residual stream"},
       {"num_layers", &num_layers, "blocks", 1, 10000},
       {"num_heads", &num_heads, "attention heads"},
@@ -25,9 +25,22 @@ ModelFacts DecoderConfig::facts() const {
   return {.num_heads = num_heads,
           .num_kv_heads = num_heads,
           .num_experts = num_experts,
-          .top_k = top_k,
           .max_sequence = max_sequence,
           .vocab_size = vocab};
+}
+
+std::optional<BrokenRule> DecoderConfig::broken_rule() const {
+  if (top_k > num_experts)
+    return BrokenRule{{"top_k", "num_experts"},
+                      detail::concat("; set model.top_k to ", num_experts, " or less")};
+  return std::nullopt;
+}
+
+std::vector<std::int64_t> divisors(std::int64_t n) {
+  std::vector<std::int64_t> all;
+  for (std::int64_t d = 1; d <= n; ++d)
+    if (n % d == 0) all.push_back(d);
+  return all;
 }
 
 ModelKeys GroupedDecoderConfig::keys() {
@@ -42,8 +55,20 @@ ModelKeys GroupedDecoderConfig::keys() {
 ModelFacts GroupedDecoderConfig::facts() const {
   ModelFacts facts = DecoderConfig::facts();
   facts.num_kv_heads = num_kv_heads;
-  facts.has_expert_bias = false;
   return facts;
+}
+
+std::optional<BrokenRule> GroupedDecoderConfig::broken_rule() const {
+  if (num_heads % num_kv_heads != 0)
+    return BrokenRule{
+        {"num_kv_heads", "num_heads"},
+        detail::concat(", which does not divide by it; set model.num_kv_heads to one of ",
+                       divisors(num_heads))};
+  if (head_dim % 2 != 0)
+    return BrokenRule{{"head_dim"},
+                      detail::concat(", and features are rotated in pairs; set model.head_dim to ",
+                                     head_dim + 1, " or another even number")};
+  return DecoderConfig::broken_rule();
 }
 
 nn::GroupedAttentionConfig GroupedDecoderConfig::attention() const {

@@ -27,11 +27,20 @@ using ModelKeys = std::vector<ModelKey>;
 /// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
   std::int64_t num_heads = 0, num_kv_heads = 0;
-  std::int64_t num_experts = 0, top_k = 0;
+  std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  bool has_expert_bias =
-      true;  // balance without a loss: DeepSeek-V3 alone has a place for it on disk
+  // What the model was trained with: the step of its expert bias (balance without a loss), and
+  // whether scores multiply what goes into an expert or what comes out of it.
+  double load_balance_coeff = 0;
+  bool score_before_experts = false;
+  bool stores_expert_bias = false;  // its files have a place for the bias
+};
+
+/// A rule on the keys of a model that its configuration breaks.
+struct BrokenRule {
+  std::vector<std::string> keys;  // those that it is about, the one to change first
+  std::string cure;               // after their values: "; set model.top_k to 8 or less"
 };
 
 /// Every decoder. The values are those of the tiny size.
@@ -48,6 +57,8 @@ struct DecoderConfig {
   /// Points into this object.
   ModelKeys keys();
   ModelFacts facts() const;
+  /// The first rule that is broken, of those that the ranges of single keys do not say.
+  std::optional<BrokenRule> broken_rule() const;
 };
 
 /// A decoder with grouped-query attention.
@@ -58,9 +69,13 @@ struct GroupedDecoderConfig : DecoderConfig {
 
   ModelKeys keys();
   ModelFacts facts() const;
+  std::optional<BrokenRule> broken_rule() const;
   /// What follows from these sizes; models add the rest.
   nn::GroupedAttentionConfig attention() const;
 };
+
+/// 1, 2, 4 of 4: what a number takes that must divide another one.
+std::vector<std::int64_t> divisors(std::int64_t n);
 
 /// A configuration that comes with moesh.
 template <class Config>

@@ -14,7 +14,7 @@ bool decays(const Stored& w) {
 class Decoder final : public Model {
  public:
   Decoder(const DecoderPlan& plan, const ModelOptions& options)
-      : stage_(plan, options, {0, plan.config.num_layers}) {}
+      : stage_(plan, options, {0, plan.config.num_layers}), gpu_kernels_(options.gpu_kernels) {}
 
   ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) override {
     return options.sequence_parallel ? run<true>(batch, options) : run<false>(batch, options);
@@ -23,6 +23,7 @@ class Decoder final : public Model {
     stage_.each_param([&](Stored& w) { f(w, decays(w)); });
   }
   std::vector<nn::Router*> routers() override { return stage_.routers(); }
+  kernels::GpuKernels gpu_kernels() const override { return gpu_kernels_; }
   std::int64_t num_parameters() const override { return stage_.num_parameters(); }
   std::int64_t num_active_parameters() const override { return stage_.num_active_parameters(); }
   double flops_per_token(std::int64_t sequence) const override {
@@ -42,6 +43,7 @@ class Decoder final : public Model {
   }
 
   Stage stage_;
+  kernels::GpuKernels gpu_kernels_;
 };
 
 }  // namespace

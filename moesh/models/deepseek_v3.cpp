@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "moesh/nn/latent.h"
 #include "moesh/nn/norm.h"
 
 namespace moesh::models {
@@ -15,6 +16,16 @@ using nn::Full;
 using nn::Heads;
 using nn::Sum;
 using nn::Tokens;
+
+/// The first n features of each token, and the rest. Backward puts the gradients of both side by
+/// side in one pass; those of two slices it would add.
+std::pair<Full, Full> split_features(const Full& x, std::int64_t n) {
+  const auto parts = local(x).split_with_sizes({n, local(x).size(-1) - n}, -1);
+  const auto part = [&](size_t i) {
+    return map_rows([&](const at::Tensor&) { return parts[i]; }, x);
+  };
+  return {part(0), part(1)};
+}
 
 /// Multi-head latent attention: keys and values come from a small latent, and one rotated key is
 /// shared by all heads.
@@ -26,7 +37,8 @@ class Mla final : public nn::Attention {
         rope_dim_(c.qk_rope_dim),
         v_dim_(c.v_dim),
         latent_(c.kv_lora_rank),
-        rope_(c.rope) {
+        rope_(c.rope),
+        rope_tables_(o.rope_tables) {
     MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config,
                 "deepseek_v3: num_heads = ", num_heads_,
                 " do not divide by tp = ", current_mesh().size(tp),
@@ -48,30 +60,20 @@ class Mla final : public nn::Attention {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table = nn::rope_table(rope_, tokens.span_start(), tokens.span_length(),
-                                      local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto table = rope_tables_->at(rope_, tokens.span_start(), tokens.span_length(),
+                                        local(x_BLD).scalar_type(), local(x_BLD).device());
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
     const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
-    const Heads q = map_heads(
-        [&](const at::Tensor& t) {
-          return at::cat({t.narrow(-1, 0, nope_), rotated(t.narrow(-1, nope_, rope_dim_))}, -1);
-        },
-        nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
+    const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
-    const Full kv_a = linear(x_BLD, use(kv_a_));
-    const Heads kv =
-        nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
-    const Full shared_key = narrow(kv_a, -1, latent_, rope_dim_);
-    const Heads k = map_heads(
-        [&](const at::Tensor& t, const at::Tensor& key) {
-          const at::Tensor turned = rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1});
-          return at::cat({t.narrow(-1, 0, nope_), turned}, -1);
-        },
-        kv, shared_key);
-    const Heads v = narrow(kv, -1, nope_, v_dim_);
+    const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
+    const Full turned = map_rows(
+        [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
+    const auto [k, v] = nn::latent_heads(
+        nn::split_heads(linear(kv_norm_(latent), use(kv_b_)), nope_ + v_dim_), turned, nope_);
     const Heads y =
         nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
@@ -91,6 +93,7 @@ class Mla final : public nn::Attention {
  private:
   std::int64_t num_heads_, nope_, rope_dim_, v_dim_, latent_;
   nn::RopeConfig rope_;
+  std::shared_ptr<nn::RopeTables> rope_tables_;
   nn::AttentionOptions options_;
   std::optional<nn::Uncut> q_a_;
   std::optional<nn::RmsNorm> q_norm_;
@@ -103,9 +106,6 @@ class Mla final : public nn::Attention {
 }  // namespace
 
 DecoderPlan DeepseekV3Config::plan() const {
-  MOESH_CHECK(num_dense_layers >= 0 && num_dense_layers <= num_layers, ErrorKind::config,
-              "deepseek_v3: num_dense_layers = ", num_dense_layers,
-              " of num_layers = ", num_layers);
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
@@ -119,6 +119,45 @@ DecoderPlan DeepseekV3Config::plan() const {
   plan.moe.shared_ffn = moe_ffn * num_shared;
   plan.ffn = ffn;
   return plan;
+}
+
+ModelFacts DeepseekV3Config::facts() const {
+  ModelFacts facts = DecoderConfig::facts();
+  facts.load_balance_coeff = 1e-3, facts.stores_expert_bias = true;
+  return facts;
+}
+
+std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
+  if (num_dense_layers > num_layers)
+    return BrokenRule{{"num_dense_layers", "num_layers"},
+                      detail::concat("; set model.num_dense_layers to ", num_layers, " or less")};
+  if (qk_rope_dim % 2 != 0)
+    return BrokenRule{
+        {"qk_rope_dim"},
+        detail::concat(", and features are rotated in pairs; set model.qk_rope_dim to ",
+                       qk_rope_dim + 1, " or another even number")};
+  // Before the groups: what a wrong top_k is told must not be undone by the number of experts.
+  if (const auto broken = DecoderConfig::broken_rule()) return broken;
+  const std::int64_t of_group = num_experts / num_groups;
+  if (num_groups > 1 && (num_experts % num_groups != 0 || of_group < 2)) {
+    std::vector<std::int64_t> working = divisors(num_experts);
+    if (working.size() > 1) working.pop_back();  // one expert each
+    return BrokenRule{
+        {"num_groups", "num_experts"},
+        detail::concat(", and a group, which is judged by its best two experts, has as "
+                       "many as every other; set model.num_groups to one of ",
+                       working)};
+  }
+  if (top_groups > num_groups)
+    return BrokenRule{{"top_groups", "num_groups"},
+                      detail::concat("; set model.top_groups to ", num_groups, " or less")};
+  if (top_k > top_groups * of_group)
+    return BrokenRule{{"top_k", "top_groups", "num_groups", "num_experts"},
+                      detail::concat(", so a token may use ", top_groups * of_group,
+                                     " experts; set model.top_k to ", top_groups * of_group,
+                                     " or less, or model.top_groups to ",
+                                     (top_k + of_group - 1) / of_group, " or more")};
+  return std::nullopt;
 }
 
 ModelKeys DeepseekV3Config::keys() {

@@ -28,6 +28,8 @@ struct DeepseekV3Config : DecoderConfig {
   }
 
   ModelKeys keys();
+  ModelFacts facts() const;
+  std::optional<BrokenRule> broken_rule() const;
   DecoderPlan plan() const;
 };
 

@@ -56,7 +56,7 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
   const OneRankScope scope;
   const auto model = make_model(c, {.device = at::kMeta});
   std::set<std::string> gates;
-  if (c.facts().has_expert_bias)
+  if (c.facts().stores_expert_bias)
     for (auto* router : model->routers()) gates.insert(router->gate().name());
   DiskTable table;
   model->each_param([&](Stored& w, bool) {
@@ -81,7 +81,7 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
 }
 
 template <class Config>
-std::string config_text(const Config& c, formats::Dtype dtype) {
+std::string json_of(const Config& c, formats::Dtype dtype) {
   const JsonObject head{{"architectures", {JsonList{{Config::kArchitecture}}}},
                         {"model_type", {Config::kModelType}},
                         {"dtype", {torch_name(dtype)}}};
@@ -166,12 +166,43 @@ AnyConfig config_of(const std::string& config_json, const std::string& name) {
   }
 }
 
+std::optional<LostKey> lost_key(const AnyConfig& config) {
+  AnyConfig ours = config;
+  AnyConfig theirs =
+      config_of(std::visit([](const auto& c) { return json_of(c, formats::Dtype::f32); }, config),
+                "config.json");
+  const ModelKeys written = keys(ours), read = keys(theirs);
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    const bool is_same = std::visit(
+        [](const auto* a, const auto* b) {
+          if constexpr (std::same_as<decltype(a), decltype(b)>) return *a == *b;
+          return false;
+        },
+        written[i].target, read[i].target);
+    if (is_same) continue;
+    const auto text = [](const auto* value) -> std::string {
+      if constexpr (std::same_as<decltype(value), const bool*>) return *value ? "true" : "false";
+      return detail::concat(*value);
+    };
+    return LostKey{written[i].name, std::visit(text, read[i].target)};
+  }
+  return std::nullopt;
+}
+
 formats::ModelOnDisk on_disk(const AnyConfig& config) {
   return std::visit(
       [](const auto& c) -> formats::ModelOnDisk {
         return {.model_type = c.kModelType,
                 .table = [c](ExpertLayout layout) { return table_of(c, layout); },
-                .config_json = [c](formats::Dtype dtype) { return config_text(c, dtype); }};
+                .config_json =
+                    [c](formats::Dtype dtype) {
+                      const auto lost = lost_key(c);
+                      MOESH_CHECK(!lost, ErrorKind::config, c.kName,
+                                  ": its config.json has no place for "
+                                  "model.",
+                                  lost->name, "; set it to ", lost->read_back);
+                      return json_of(c, dtype);
+                    }};
       },
       config);
 }

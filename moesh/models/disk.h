@@ -21,6 +21,14 @@ std::string expert_bias_name(const std::string& gate_weight);
 AnyConfig config_of(const std::string& config_json, const std::string& name);
 formats::ModelOnDisk on_disk(const AnyConfig& config);
 
+/// A key of [model] for which the model's config.json has no place: what is read back is another
+/// value than the one that was written.
+struct LostKey {
+  std::string name;       // "window"
+  std::string read_back;  // "0"
+};
+std::optional<LostKey> lost_key(const AnyConfig& config);
+
 /// The experts of a layer: parameters name.w1 and name.w3 [E, F, D], name.w2 [E, D, F], with biases
 /// name.b1 and so on.
 struct LayerExperts {

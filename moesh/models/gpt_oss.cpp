@@ -11,8 +11,7 @@ DecoderPlan GptOssConfig::plan() const {
     if (layer % 2 == 1) attention.window = 0;
     return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
-  plan.moe.router = {
-      .scoring = nn::Scoring::softmax_chosen, .gate_bias = true, .balance_bias = false};
+  plan.moe.router = {.scoring = nn::Scoring::softmax_chosen, .gate_bias = true};
   plan.moe.experts.activation = kernels::Activation::clamped_swiglu;
   plan.moe.experts.biases = true;
   plan.moe.router_name = "router";

@@ -22,8 +22,6 @@ bool Llama4Config::has_positions(std::int64_t layer) const {
 }
 
 DecoderPlan Llama4Config::plan() const {
-  MOESH_CHECK(moe_step >= 1 && nope_step >= 1, ErrorKind::config, "llama4: moe_step ", moe_step,
-              ", nope_step ", nope_step, "; both take 1 or more");
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t layer, const std::string& name,
                                const nn::ModuleOptions& o) {
@@ -39,8 +37,7 @@ DecoderPlan Llama4Config::plan() const {
     return std::make_unique<nn::GroupedAttention>(attention, name, o);
   };
   plan.is_moe = [c = *this](std::int64_t layer) { return c.is_moe(layer); };
-  plan.moe.router = {
-      .scoring = nn::Scoring::sigmoid, .choose_on_logits = true, .balance_bias = false};
+  plan.moe.router = {.scoring = nn::Scoring::sigmoid, .choose_on_logits = true};
   plan.moe.experts.scores = kernels::ScoreSide::before;
   plan.moe.shared_ffn = moe_ffn;
   plan.moe.router_name = "router", plan.moe.shared_name = "shared_expert";

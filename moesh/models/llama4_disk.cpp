@@ -35,8 +35,6 @@ void read(const JsonValue& json, Llama4Config& c) {
 }
 
 JsonObject fields(const Llama4Config& c) {
-  MOESH_CHECK(c.window == 0, ErrorKind::config, "llama4: model.window is ", c.window,
-              ", and its config.json has no place for it; set it to 0");
   std::vector<std::int64_t> moe, rope;
   for (std::int64_t i = 0; i < c.num_layers; ++i) {
     if (c.is_moe(i)) moe.push_back(i);
@@ -47,7 +45,9 @@ JsonObject fields(const Llama4Config& c) {
                                   {"intermediate_size", {c.moe_ffn}},
                                   {"intermediate_size_mlp", {c.ffn}},
                                   {"num_local_experts", {c.num_experts}},
+                                  {"interleave_moe_layer_step", {c.moe_step}},
                                   {"moe_layers", {to_list(moe)}},
+                                  {"no_rope_layer_interval", {c.nope_step}},
                                   {"no_rope_layers", {to_list(rope)}},
                                   {"attention_chunk_size", chunk},
                                   {"use_qk_norm", {c.qk_norm}},

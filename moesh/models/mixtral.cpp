@@ -7,8 +7,7 @@ DecoderPlan MixtralConfig::plan() const {
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<nn::GroupedAttention>(c.attention(), name, o);
   };
-  plan.moe.router = {
-      .scoring = nn::Scoring::softmax, .normalize = true, .epsilon = 0, .balance_bias = false};
+  plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = true, .epsilon = 0};
   plan.mlp_name = "block_sparse_moe";
   return plan;
 }

@@ -10,9 +10,6 @@ void read(const JsonValue& json, MixtralConfig& c) {
 }
 
 JsonObject fields(const MixtralConfig& c) {
-  MOESH_CHECK(
-      !c.attention_bias, ErrorKind::config,
-      "mixtral: model.attention_bias is true, and its config.json has no place for it; set it to false");
   const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
   return joined(grouped_json(c), {{"intermediate_size", {c.moe_ffn}},
                                   {"num_local_experts", {c.num_experts}},

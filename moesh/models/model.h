@@ -3,9 +3,11 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
@@ -25,6 +27,9 @@ struct MicroBatch {
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches.
   std::int64_t num_step_tokens = 1;
   std::int64_t index = 0;  // of the micro-batch in its step
+
+  /// bool: the tokens that count, those with a label.
+  at::Tensor valid_BL() const { return labels_BL.ne(-100); }
 };
 
 struct ForwardOptions {
@@ -51,6 +56,10 @@ struct ModelOptions {
   std::uint64_t seed = 0;
   nn::Dispatcher dispatcher = nn::Dispatcher::automatic;
   bool forced_balance = false;
+  // Scores multiply what goes into an expert, or what comes out of it; nothing: the model's own
+  // way.
+  std::optional<bool> score_before_experts = {};
+  kernels::GpuKernels gpu_kernels = kernels::GpuKernels::automatic;
 };
 
 class Model {
@@ -60,6 +69,8 @@ class Model {
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   virtual std::vector<nn::Router*> routers() = 0;
+  /// Who calls forward and backward does so under UseGpuKernels of this.
+  virtual kernels::GpuKernels gpu_kernels() const = 0;
   /// Parameters of the whole model, and those that one token meets.
   virtual std::int64_t num_parameters() const = 0;
   virtual std::int64_t num_active_parameters() const = 0;

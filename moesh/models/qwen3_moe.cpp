@@ -5,8 +5,6 @@
 namespace moesh::models {
 
 DecoderPlan Qwen3MoeConfig::plan() const {
-  MOESH_CHECK(sparse_step >= 1, ErrorKind::config, "qwen3_moe: sparse_step is ", sparse_step,
-              "; it takes 1 or more");
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     nn::GroupedAttentionConfig attention = c.attention();
@@ -16,8 +14,7 @@ DecoderPlan Qwen3MoeConfig::plan() const {
   plan.is_moe = [step = sparse_step, dense = mlp_only_layers](std::int64_t layer) {
     return (layer + 1) % step == 0 && std::find(dense.begin(), dense.end(), layer) == dense.end();
   };
-  plan.moe.router = {
-      .scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0, .balance_bias = false};
+  plan.moe.router = {.scoring = nn::Scoring::softmax, .normalize = normalize, .epsilon = 0};
   plan.ffn = ffn;
   return plan;
 }

@@ -45,10 +45,35 @@ ModelKeys keys(AnyConfig& config) {
 }
 
 ModelFacts facts(const AnyConfig& config) {
-  return std::visit([](const auto& c) { return c.facts(); }, config);
+  return std::visit(
+      [](const auto& c) {
+        ModelFacts facts = c.facts();
+        facts.score_before_experts =
+            c.plan().moe.experts.scores == kernels::ScoreSide::before;  // said once, in the plan
+        return facts;
+      },
+      config);
+}
+
+std::optional<BrokenRule> broken_rule(const AnyConfig& config) {
+  return std::visit([](const auto& c) { return c.broken_rule(); }, config);
 }
 
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options) {
+  if (const auto broken = broken_rule(config)) {
+    AnyConfig copy = config;  // keys point into what they are taken of
+    std::string text;
+    for (const std::string& name : broken->keys)
+      for (const ModelKey& key : keys(copy))
+        if (key.name == name)
+          std::visit(
+              [&](const auto* value) {
+                text +=
+                    detail::concat(text.empty() ? "model." : ", and model.", name, " is ", *value);
+              },
+              key.target);
+    throw Error(ErrorKind::config, models::name(config) + ": " + text + broken->cure);
+  }
   return std::visit([&](const auto& c) { return make_decoder(c.plan(), options); }, config);
 }
 

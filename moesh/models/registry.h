@@ -37,7 +37,9 @@ std::string name(const AnyConfig& config);
 /// Points into the configuration.
 ModelKeys keys(AnyConfig& config);
 ModelFacts facts(const AnyConfig& config);
-/// On the current mesh.
+/// The first rule of its keys that the configuration breaks.
+std::optional<BrokenRule> broken_rule(const AnyConfig& config);
+/// On the current mesh. Throws Error (config) where a rule is broken.
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options);
 
 }  // namespace moesh::models

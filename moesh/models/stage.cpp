@@ -2,6 +2,8 @@
 
 #include "moesh/models/stage.h"
 
+#include <ATen/record_function.h>
+
 #include "moesh/base/error.h"
 #include "moesh/nn/residual.h"
 #include "moesh/spmd/recompute.h"
@@ -50,12 +52,13 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
   MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config,
               "input_ids are ", ids.sizes(), "; the model takes sequences of up to ",
               config_.max_sequence, " tokens");
-  return {current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel};
+  return {current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel, batch.valid_BL()};
 }
 
 template <bool Sp>
 nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
                             const ForwardOptions& options) const {
+  RECORD_USER_SCOPE("embedding");
   MOESH_CHECK(embedding_, "embed of a stage that does not begin with the first block");
   const auto x =
       nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
@@ -105,13 +108,14 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
 template <bool Sp>
 nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                          const nn::Tokens& tokens, const ForwardOptions& options) const {
+  RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
-  const auto logits_BLV = linear(x, use(head_ ? *head_ : embedding_->weight()));
-  if (options.probe) options.probe->on_logits(local(logits_BLV));
+  const auto weight = use(head_ ? *head_ : embedding_->weight());
+  if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
-  const auto per_token = nn::cross_entropy(flatten(logits_BLV, 0, 1), labels, config_.vocab);
-  return once<tp>(scale(sum_all(per_token), 1.0 / static_cast<double>(batch.num_step_tokens)));
+  const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
+  return once<tp>(scale(sum, 1.0 / static_cast<double>(batch.num_step_tokens)));
 }
 
 void Stage::each_param(const std::function<void(Stored&)>& f) {

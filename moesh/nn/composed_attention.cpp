@@ -1,6 +1,7 @@
 #include "moesh/nn/composed_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 
 #include "moesh/base/error.h"
 
@@ -23,14 +24,36 @@ at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionCo
   return visible;
 }
 
+// [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits). The
+// gradient flows through the first, as through a key's feature.
+at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType dtype) {
+  const at::Tensor whole = sinks_h / scale, first = whole.to(dtype);
+  at::Tensor rest = whole.detach() - first.detach();
+  const at::Tensor second = rest.to(dtype);
+  rest = rest - second;
+  return at::stack({first, second, rest.to(dtype)}, 1);
+}
+
 // On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a
 // fused kernel.
 at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                 const std::optional<at::Tensor>& mask, bool is_causal, double scale) {
+                 const std::optional<at::Tensor>& mask, bool is_causal, double scale,
+                 bool is_grouped = false) {
   if (q.is_meta())
     return std::get<0>(
         at::_scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, mask, scale));
-  return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale);
+  return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale, is_grouped);
+}
+
+// Whether a fused kernel takes values of another width than keys, and fewer key heads than query
+// heads, as they are: cuDNN's does in bfloat16 on Hopper, twice as fast as what takes them padded
+// and repeated. (The memory-efficient kernel takes other widths, too, but is slower.)
+bool takes_as_is(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+                 bool is_grouped) {
+  if (q.is_meta()) return true;
+  const auto kernel = static_cast<at::SDPBackend>(
+      at::_fused_sdp_choice(q, k, v, {}, 0.0, /*is_causal=*/true, scale, is_grouped));
+  return kernel == at::SDPBackend::cudnn_attention || kernel == at::SDPBackend::flash_attention;
 }
 
 }  // namespace
@@ -43,21 +66,26 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   MOESH_CHECK(groups == 0 || num_heads % groups == 0, ErrorKind::config,
               "attention: this rank has ", num_heads, " query heads and ", groups,
               " key heads; choose a tp that divides both numbers of heads");
-  if (groups > 0 && groups != num_heads) {
+  const bool is_grouped = groups > 0 && groups != num_heads;
+  const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
+  const bool is_causal = length == all && sees_all && !in.sinks_h.defined();
+  if (is_causal && queries.numel() > 0 && takes_as_is(queries, keys, values, c.scale, is_grouped))
+    return heads(fused(queries, keys, values, {}, /*is_causal=*/true, c.scale, is_grouped));
+  if (is_grouped) {
     keys = keys.repeat_interleave(num_heads / groups, 1);
     values = values.repeat_interleave(num_heads / groups, 1);
   }
   if (in.sinks_h.defined()) {
     // A sink is one more key, which every query sees with the score of its head and whose value is
-    // zero. An extra feature does it, 1 in the queries, 0 in the keys and sink / scale in this one,
-    // and the fused kernels stay as they are. Seven zeros go with it: the kernels want aligned
-    // widths.
+    // zero. Extra features do it, 1 in the queries, 0 in the keys and sink / scale in this one, and
+    // the fused kernels stay as they are: they sum a score in float32, so that three features of
+    // bfloat16 hold a sink of float32. Five zeros go with them: the kernels want aligned widths.
     const auto width = queries.size(3);
-    queries = at::cat({queries, at::ones_like(queries.narrow(3, 0, 1)),
-                       at::zeros_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 7})},
-                      3);
-    const at::Tensor sink = at::constant_pad_nd(
-        in.sinks_h.to(keys.scalar_type()).reshape({1, num_heads, 1, 1}) / c.scale, {width, 7});
+    const at::Tensor ones = at::ones_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 3});
+    queries = at::constant_pad_nd(at::cat({queries, ones}, 3), {0, 5});
+    const at::Tensor sink =
+        at::constant_pad_nd(sink_features(in.sinks_h, c.scale, keys.scalar_type()), {width, 5})
+            .reshape({1, num_heads, 1, width + 8});
     keys = at::cat({at::constant_pad_nd(keys, {0, 8}), sink.expand({keys.size(0), -1, -1, -1})}, 2);
     values = at::constant_pad_nd(values, {0, 0, 0, 1});
   }
@@ -68,9 +96,8 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   const auto width = values.size(-1), key_width = keys.size(-1);
   // The fused kernels want heads of one width.
   if (width < key_width) values = at::constant_pad_nd(values, {0, key_width - width});
-  const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
   at::Tensor out;
-  if (length == all && sees_all && !in.sinks_h.defined()) {
+  if (is_causal) {
     out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
     at::Tensor visible = visible_keys(length, all, c, queries.device());

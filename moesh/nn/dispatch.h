@@ -3,6 +3,7 @@
 // which way is taken depends on the configuration only, never on counts: a choice by counts would
 // differ between ranks and hang. One file in nn/dispatch/ for each way.
 
+#include <array>
 #include <memory>
 
 #include "moesh/nn/experts.h"
@@ -19,6 +20,8 @@ enum class Dispatcher {
   all_gather,  // all tokens go to all ranks of ep x etp (one row a token), and outputs are summed
 };
 
+inline constexpr std::array kDispatchers{Dispatcher::automatic, Dispatcher::local,
+                                         Dispatcher::all_to_all, Dispatcher::all_gather};
 const char* to_string(Dispatcher d);
 
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is

@@ -35,6 +35,7 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
       options_{.scale = std::pow(static_cast<double>(c.head_dim), -0.5),
                .window = c.window,
                .chunk = c.chunk},
+      rope_tables_(o.rope_tables),
       q_(name + ".q_proj", c.num_heads * c.head_dim, c.dim, c.biases, o),
       k_(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
       v_(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
@@ -58,14 +59,14 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
   if (config_.rope) {
     const auto table =
-        rope_table(*config_.rope, tokens.span_start(), tokens.span_length(), dtype, device);
+        rope_tables_->at(*config_.rope, tokens.span_start(), tokens.span_length(), dtype, device);
     const auto rotated = [&](const at::Tensor& t) {
       return rotate(t, table, config_.rope->interleaved);
     };
     q = map_heads(rotated, q), k = map_heads(rotated, k);
   }
   if (config_.qk_norm == QkNorm::plain) {
-    const auto normal = [&](const at::Tensor& t) { return raw::rms_norm(t, {}, config_.norm_eps); };
+    const auto normal = [&](const at::Tensor& t) { return rms_norm(t, {}, config_.norm_eps); };
     q = map_heads(normal, q), k = map_heads(normal, k);
   }
   if (config_.growth != 0) {

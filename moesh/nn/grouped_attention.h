@@ -47,6 +47,7 @@ class GroupedAttention final : public Attention {
  private:
   GroupedAttentionConfig config_;
   AttentionOptions options_;
+  std::shared_ptr<RopeTables> rope_tables_;
   ColumnLinear q_, k_, v_;
   RowLinear o_;
   std::optional<RmsNorm> q_norm_, k_norm_;

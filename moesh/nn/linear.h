@@ -1,9 +1,11 @@
 #pragma once
 // Linear layers and their weights [out, in], by how tp cuts them.
 
+#include <memory>
 #include <optional>
 #include <string>
 
+#include "moesh/nn/rope.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
@@ -19,6 +21,7 @@ struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
 
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {

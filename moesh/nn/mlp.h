@@ -9,6 +9,18 @@
 
 namespace moesh::nn {
 
+/// silu(gate) up of plain tensors; kept for backward are these two alone.
+at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+
+/// The same of each feature that a rank has.
+template <auto L>
+auto swiglu(const Tensor<L>& gate, const Tensor<L>& up) {
+  const auto each = [](const Tensor<L>& x) { return unflatten(x, -1, {local(x).size(-1), 1}); };
+  return flatten(map_heads([](const at::Tensor& g, const at::Tensor& u) { return swiglu(g, u); },
+                           each(gate), each(up)),
+                 -2, -1);
+}
+
 class Mlp {
  public:
   Mlp(const std::string& name, std::int64_t dim, std::int64_t ffn, const ModuleOptions& o)
@@ -17,7 +29,7 @@ class Mlp {
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
   Sum operator()(const Full& x) const {
-    return linear(silu(linear(x, use(gate_))) * linear(x, use(up_)), use(down_));
+    return linear(swiglu(linear(x, use(gate_)), linear(x, use(up_))), use(down_));
   }
 
   template <class Fn>

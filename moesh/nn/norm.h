@@ -6,10 +6,20 @@
 
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
-#include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
 
 namespace moesh::nn {
+
+/// Of the rows of a plain tensor [.., features]; an undefined weight is none.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+
+/// Each row with all of its features.
+template <auto A, auto B>
+auto rms_norm(const Tensor<A>& x, const Tensor<B>& weight, double eps) {
+  return map_rows(
+      [&](const at::Tensor& rows, const at::Tensor& w) { return rms_norm(rows, w, eps); }, x,
+      weight);
+}
 
 class RmsNorm {
  public:
@@ -38,8 +48,8 @@ class RmsNorm {
   Tensor<Dense{Place::T, Place::T, Place::F}> per_head(
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
     return map_heads(
-        [&](const at::Tensor& heads, const at::Tensor& w) { return raw::rms_norm(heads, w, eps_); },
-        x, use(weight_));
+        [&](const at::Tensor& heads, const at::Tensor& w) { return rms_norm(heads, w, eps_); }, x,
+        use(weight_));
   }
 
   template <class Fn>

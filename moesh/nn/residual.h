@@ -12,7 +12,6 @@ namespace moesh::nn {
 // All tokens of this cp rank, to be worked on in slices, and what comes out of that work.
 using Full = Tensor<Dense{Place::T, Place::T, Place::R}>;
 using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;
-using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has its own tokens
 
 template <bool Sp>
 using Stream = Tensor<Dense{Place::T, Place::T, Sp ? Place::T : Place::I}>;

@@ -7,10 +7,14 @@
 #include <numbers>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/rope.h"
 #include "moesh/spmd/dtype.h"
+#include "moesh/spmd/map.h"
 
 namespace moesh::nn {
 namespace {
+
+constexpr std::size_t kMostTables = 8;  // kinds of layers times lengths of sequences
 
 double growth(double factor, double scale) {
   return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1;
@@ -97,18 +101,28 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
 }
 
-at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {
-  const auto wide = table.cos.scalar_type();
-  const auto half = x.size(-1) / 2;
-  at::Tensor a, b;
-  if (interleaved) {
-    const at::Tensor pairs = x.to(wide).unflatten(-1, {half, 2});
-    a = pairs.select(-1, 0), b = pairs.select(-1, 1);
+RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int64_t length,
+                         at::ScalarType dtype, at::Device device) {
+  const auto wide = wide_dtype(dtype);
+  const auto found = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& e) {
+    return e.config == config && e.start == start && e.length == length && e.dtype == wide &&
+           e.device == device;
+  });
+  if (found != entries_.end()) {
+    std::rotate(found, found + 1, entries_.end());
   } else {
-    a = x.to(wide).narrow(-1, 0, half), b = x.to(wide).narrow(-1, half, half);
+    if (entries_.size() == kMostTables) entries_.erase(entries_.begin());
+    entries_.push_back(
+        {config, start, length, wide, device, rope_table(config, start, length, dtype, device)});
   }
-  const at::Tensor cos = table.cos.unsqueeze(1), sin = table.sin.unsqueeze(1);  // [L, 1, dim / 2]
-  return at::cat({a * cos - b * sin, b * cos + a * sin}, -1).to(x.scalar_type());
+  return entries_.back().table;
+}
+
+at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {
+  const kernels::Rotation rotation{table.cos, table.sin, interleaved};
+  return raw::map_linear(
+      x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t); },
+      [rotation](const at::Tensor& g) { return kernels::rotate_backward(rotation, g); });
 }
 
 }  // namespace moesh::nn

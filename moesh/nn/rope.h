@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace moesh::nn {
 
@@ -32,6 +33,7 @@ struct RopeConfig {
       0;  // what cos and sin are multiplied with; 0: it follows from the factor and these two
   bool truncate = true;  // YaRN's bounds are rounded outwards to whole frequencies
 
+  bool operator==(const RopeConfig&) const = default;
   void validate() const;
   /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
   /// without.
@@ -48,7 +50,26 @@ struct RopeTable {
 RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length,
                      at::ScalarType dtype, at::Device device);
 
-/// Rotates x [B, L, heads, dim] by the table of its L positions.
+/// The tables of a model on one rank, which its layers share. They are computed on the host in
+/// float64: each is made when it is first asked for, and kept.
+class RopeTables {
+ public:
+  RopeTable at(const RopeConfig& config, std::int64_t start, std::int64_t length,
+               at::ScalarType dtype, at::Device device);
+
+ private:
+  struct Entry {
+    RopeConfig config;
+    std::int64_t start, length;
+    at::ScalarType dtype;
+    at::Device device;
+    RopeTable table;
+  };
+  std::vector<Entry> entries_;  // the last one asked for is the last
+};
+
+/// Rotates the last features of x [B, L, heads, ..], two for each column of the table, by the table
+/// of its L positions; those before them stay.
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);
 
 }  // namespace moesh::nn

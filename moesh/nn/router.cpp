@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/topk.h"
+#include "moesh/nn/gate.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
@@ -23,16 +24,23 @@ ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at
   return {.name = name, .shape = std::move(shape), .dtype = wide_dtype(run), .device = device};
 }
 
-// Only experts of the best groups stay: the others get -inf.
-at::Tensor limit_to_groups(const at::Tensor& choice_NE, const RouterConfig& c) {
-  const auto n = choice_NE.size(0), per_group = c.num_experts / c.num_groups;
-  const at::Tensor grouped = choice_NE.reshape({n, c.num_groups, per_group});
-  const at::Tensor best_two = std::get<0>(grouped.topk(2, -1)).sum(-1);
-  const at::Tensor kept = kernels::top_k(best_two, c.top_groups).experts_TK;
-  const at::Tensor mask =
-      at::zeros({n, c.num_groups}, choice_NE.options().dtype(at::kBool)).scatter_(1, kept, true);
-  return grouped.masked_fill(mask.logical_not().unsqueeze(-1), -INFINITY)
-      .reshape({n, c.num_experts});
+// The indices of the k largest of each token.
+PerToken best(const PerToken& scores_NE, std::int64_t k) {
+  return map_rows([k](const at::Tensor& s) { return kernels::top_k(s, k).experts_TK; }, scores_NE);
+}
+
+// Only experts of the best groups stay: the others get -inf. g groups, m experts of each
+PerToken limit_to_groups(const PerToken& choice_NE, const RouterConfig& c) {
+  const PerToken choice_Ngm = unflatten(choice_NE, 1, {c.num_groups, c.num_experts / c.num_groups});
+  const PerToken best_two_Ng =
+      map_rows([](const at::Tensor& x) { return std::get<0>(x.topk(2, -1)).sum(-1); }, choice_Ngm);
+  const PerToken kept_Ng = one_hot(best(best_two_Ng, c.top_groups), c.num_groups);
+  const PerToken limited_Ngm = map_rows(
+      [](const at::Tensor& x, const at::Tensor& kept) {
+        return x.masked_fill(kept.logical_not().unsqueeze(-1), -INFINITY);
+      },
+      choice_Ngm, kept_Ng);
+  return flatten(limited_Ngm, 1, 2);
 }
 
 // Round robin over the experts by global token: every expert gets the same number, whatever the
@@ -42,11 +50,9 @@ at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Devi
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
 }
 
-// 1 for tokens that count, 0 for the others, as a column of x's dtype.
-at::Tensor valid_column(const Route& route, const at::Tensor& like) {
-  if (!route.valid_N.defined())
-    return at::ones({like.size(0), 1}, like.options().requires_grad(false));
-  return route.valid_N.to(like.scalar_type()).unsqueeze(1);
+// x of the tokens that count, 0 of the others.
+PerToken of_valid(const Route& route, const PerToken& x) {
+  return local(route.valid_N1).defined() ? x * route.valid_N1 : x;
 }
 
 }  // namespace
@@ -87,25 +93,30 @@ Router::Router(const RouterConfig& config, const std::string& name, std::int64_t
   if (config.gate_bias)
     gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
   expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(wide_dtype(dtype)));
-  pending_counts_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(at::kLong));
+  clear_counts();
 }
 
-at::Tensor Router::choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
-                                  const Tokens& tokens, const RouteOptions& options) const {
+PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logits_NE,
+                                const Tokens& tokens, const RouteOptions& options) const {
   const at::NoGradGuard no_grad;
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
-  at::Tensor choice = (on_logits ? logits_NE : scores_NE).detach() + expert_bias_E_;
+  PerToken choice = detach(on_logits ? logits_NE : scores_NE) + constant(expert_bias_E_);
   if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
-  at::Tensor experts = kernels::top_k(choice, config_.top_k).experts_TK;
-  if (config_.forced_balance) experts = balanced_choice(tokens, config_, experts.device());
-  if (options.probe)
-    experts = options.probe->on_choice({.layer = options.layer,
-                                        .micro_batch = options.micro_batch,
-                                        .pass = options.pass,
-                                        .tokens = tokens,
-                                        .scores_NE = choice,
-                                        .experts_NK = experts});
-  return experts;
+  PerToken experts = best(choice, config_.top_k);
+  if (config_.forced_balance)
+    experts = map_rows(
+        [&](const at::Tensor& e) { return balanced_choice(tokens, config_, e.device()); }, experts);
+  if (!options.probe) return experts;
+  return map_rows(
+      [&](const at::Tensor& scores, const at::Tensor& chosen) {
+        return options.probe->on_choice({.layer = options.layer,
+                                         .micro_batch = options.micro_batch,
+                                         .pass = options.pass,
+                                         .tokens = tokens,
+                                         .scores_NE = scores,
+                                         .experts_NK = chosen});
+      },
+      choice, experts);
 }
 
 at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
@@ -119,9 +130,8 @@ at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_N
 
 Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options) {
   Route route;
-  route.valid_N = options.valid_N;
-  const auto dtype = gate_.stored().spec.dtype;
-  auto logits = linear(cast(x_ND, dtype), use(gate_));
+  route.valid_N1 = tokens.valid_N1();
+  auto logits = gate_logits(x_ND, use(gate_));
   if (gate_bias_) logits = logits + use(*gate_bias_);
   route.logits_NE = logits;
 
@@ -132,32 +142,27 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
   if (is_sigmoid)
     route.probabilities_NE =
         map_rows([](const at::Tensor& s) { return s / (s.sum(-1, true) + 1e-20); }, scores);
-  route.experts_NK =
-      map_rows([&](const at::Tensor& s,
-                   const at::Tensor& l) { return choose_experts(s, l, tokens, options); },
-               scores, logits);
+  route.experts_NK = choose_experts(scores, logits, tokens, options);
   route.weights_NK = map_rows([&](const at::Tensor& s, const at::Tensor& l,
                                   const at::Tensor& experts) { return weigh(s, l, experts); },
                               scores, logits, route.experts_NK);
 
   // Tokens that do not count choose one more expert, which nobody looks at.
   const auto num_experts = config_.num_experts;
-  const auto counted = map_rows(
-      [&](const at::Tensor& experts) {
-        return options.valid_N.defined()
-                   ? experts.masked_fill(options.valid_N.logical_not().unsqueeze(1), num_experts)
-                   : experts;
-      },
-      route.experts_NK);
+  PerToken counted = route.experts_NK;
+  if (local(route.valid_N1).defined())
+    counted = map_rows(
+        [&](const at::Tensor& experts, const at::Tensor& valid) {
+          return experts.masked_fill(valid.logical_not(), num_experts);
+        },
+        counted, route.valid_N1);
   route.counts_E = narrow(count(counted, num_experts + 1), 0, 0, num_experts);
-  if (options.pass == Pass::training) pending_counts_E_ += local(route.counts_E);
+  if (options.pass == Pass::training) pending_counts_E_ = pending_counts_E_ + route.counts_E;
   return route;
 }
 
 void Router::update_bias(double coeff) {
-  if (!config_.balance_bias) return clear_counts();
-  const auto mine = assume<TokenSum::layout>(pending_counts_E_);
-  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(mine));
+  const at::Tensor total_E = whole(all_reduce<kTokenAxes>(pending_counts_E_));
   const at::Tensor sign =
       (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
   const at::Tensor step = sign * coeff;
@@ -165,15 +170,17 @@ void Router::update_bias(double coeff) {
   clear_counts();
 }
 
-void Router::clear_counts() { pending_counts_E_ = at::zeros_like(pending_counts_E_); }
+void Router::clear_counts() {
+  set_pending_counts(
+      constant(at::zeros({config_.num_experts}, expert_bias_E_.options().dtype(at::kLong))));
+}
+
+void Router::set_pending_counts(const Tensor<Dense{R, R, R}>& total_E) {
+  pending_counts_E_ = once<kTokenAxes>(total_E);
+}
 
 PerToken routing_map(const Route& route, std::int64_t num_experts) {
-  return map_rows(
-      [&](const at::Tensor& experts) {
-        return at::zeros({experts.size(0), num_experts}, experts.options().dtype(at::kBool))
-            .scatter(1, experts, true);
-      },
-      route.experts_NK);
+  return one_hot(route.experts_NK, num_experts);
 }
 
 RouterStatistics statistics(const Route& route) {
@@ -191,9 +198,7 @@ TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_
   const auto counts_E = cast(all_reduce<kTokenAxes>(route.counts_E), dtype);  // no gradient
   const at::Tensor tokens =
       (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto valid = map_rows([&](const at::Tensor& p) { return p * valid_column(route, p); },
-                              route.probabilities_NE);
-  const auto sum_E = sum<Over::tokens>(valid, {0});  // P: left pending
+  const auto sum_E = sum<Over::tokens>(of_valid(route, route.probabilities_NE));  // P: left pending
   const auto factor = constant(static_cast<double>(config.num_experts) /
                                static_cast<double>(config.top_k * num_step_tokens) / tokens);
   return sum_all(sum_E * counts_E * factor);
@@ -206,12 +211,12 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
   // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
   // each sequence.
   const at::Tensor member =
-      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type()) *
-      valid_column(route, p).t();
+      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type());
   // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
   const auto of_sequence = [&](const PerToken& x) {
     return declare<Dense{T, P, P}>(
-        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); }, x);
+        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); },
+        of_valid(route, x));
   };
   const auto counts_BE =
       all_reduce<kSequenceAxes>(of_sequence(routing_map(route, config.num_experts)));
@@ -227,12 +232,10 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
 }
 
 TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
-  const auto squares = map_rows(
-      [&](const at::Tensor& logits) {
-        return logits.logsumexp(-1, true).square() * valid_column(route, logits);
-      },
-      route.logits_NE);
-  return sum_all(scale(squares, 1.0 / static_cast<double>(num_step_tokens)));
+  const auto squares =
+      map_rows([](const at::Tensor& logits) { return logits.logsumexp(-1, true).square(); },
+               route.logits_NE);
+  return sum_all(scale(of_valid(route, squares), 1.0 / static_cast<double>(num_step_tokens)));
 }
 
 }  // namespace moesh::nn

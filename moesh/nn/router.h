@@ -33,8 +33,6 @@ struct RouterConfig {
   double epsilon = 1e-20;  // added to that sum
   double scale = 1;
   bool gate_bias = false;
-  // An expert bias steers the choice and is moved by update_bias; without it only losses balance.
-  bool balance_bias = true;
   bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
@@ -42,7 +40,6 @@ struct RouterConfig {
 
 struct RouteOptions {
   Pass pass = Pass::training;
-  at::Tensor valid_N = {};  // bool: tokens that count for balance and losses; undefined: all
   Probe* probe = nullptr;
   std::int64_t layer = 0, micro_batch = 0;  // what the probe is told of this call
 };
@@ -51,8 +48,8 @@ struct Route {
   PerToken experts_NK;  // int64
   PerToken weights_NK;  // multiply an expert's input or output; float32 (float64 in float64 runs)
   PerToken logits_NE, probabilities_NE;
-  TokenSum counts_E;  // int64: rows of each expert, of valid tokens
-  at::Tensor valid_N;
+  TokenSum counts_E;  // int64: rows of each expert, of the tokens that count
+  PerToken valid_N1;  // bool: the tokens that count for balance and losses; undefined: all
 };
 
 struct RouterStatistics {
@@ -74,8 +71,7 @@ class Router {
 
   /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from
   /// the counts of all training passes since the last call, summed over dp, cp and tp. A skipped
-  /// step calls clear_counts instead. A model without a balance bias keeps it zero: what is trained
-  /// must be what is exported.
+  /// step, and a run without the bias, calls clear_counts instead.
   void update_bias(double coeff);
   void clear_counts();
 
@@ -84,13 +80,14 @@ class Router {
   std::optional<Gate>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
-  /// int64: what this rank has counted since the bias moved last. The sum over dp, cp and tp
-  /// matters, not who has it.
-  at::Tensor& pending_counts() { return pending_counts_E_; }
+  /// int64: what was counted since the bias moved last, not yet summed over dp, cp and tp.
+  const TokenSum& pending_counts() const { return pending_counts_E_; }
+  /// What all ranks have counted together, as a checkpoint has it.
+  void set_pending_counts(const Tensor<Dense{Place::R, Place::R, Place::R}>& total_E);
 
  private:
-  at::Tensor choose_experts(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
-                            const Tokens& tokens, const RouteOptions& options) const;
+  PerToken choose_experts(const PerToken& scores_NE, const PerToken& logits_NE,
+                          const Tokens& tokens, const RouteOptions& options) const;
   at::Tensor weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
                    const at::Tensor& experts_NK) const;
 
@@ -98,11 +95,10 @@ class Router {
   Gate gate_;
   std::optional<Gate> gate_bias_;
   at::Tensor expert_bias_E_;
-  at::Tensor pending_counts_E_;  // int64: this rank's own
+  TokenSum pending_counts_E_;  // int64
 };
 
-/// The map of chosen experts [N, E], bool: a scatter along the expert dimension, local to each
-/// token.
+/// The map of chosen experts [N, E], bool.
 PerToken routing_map(const Route& route, std::int64_t num_experts);
 /// Summed over all ranks.
 RouterStatistics statistics(const Route& route);

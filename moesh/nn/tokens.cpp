@@ -2,15 +2,30 @@
 
 #include <ATen/ops/empty.h>
 
+#include "moesh/base/error.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
+
 namespace moesh::nn {
 
-Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel)
+using enum Place;
+
+Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
+               const at::Tensor& valid_BL)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
       rank_(mesh.rank()),
-      num_dp_(mesh.size(dp)) {}
+      num_dp_(mesh.size(dp)) {
+  if (!valid_BL.defined()) return;
+  MOESH_CHECK(
+      valid_BL.sizes() == at::IntArrayRef({batch, sequence}) && valid_BL.scalar_type() == at::kBool,
+      ErrorKind::config, "tokens: which of them count is given as ", valid_BL.scalar_type(), " ",
+      valid_BL.sizes(), "; it takes Bool [", batch, ", ", sequence, "]");
+  // A dp rank has its own sequences, and their labels are the same on its cp and tp ranks.
+  valid_N1_ = own(assume<Dense{T, R, R}>(valid_BL.unsqueeze(2)));
+}
 
 SequenceShard Tokens::shard(int rank) const {
   if (sequence_parallel_)
@@ -57,6 +72,12 @@ Along Tokens::over_tp() const {
     along.sizes.push_back(
         SequenceShard(batch_, sequence_, mesh_.size(kSequenceAxes), first + t).length());
   return along;
+}
+
+PerToken Tokens::own(const Tensor<Dense{T, R, R}>& x) const {
+  const auto span = keep<cp>(x, over_cp());
+  if (sequence_parallel_) return flatten(keep<tp>(span, over_tp()), 0, 1);
+  return keep<tp>(flatten(span, 0, 1), {.dim = 0, .sizes = rows(*mesh_.group(tp))});
 }
 
 GlobalToken Tokens::global(LocalToken t) const {

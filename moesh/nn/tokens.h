@@ -1,5 +1,6 @@
 #pragma once
-// The tokens of one micro-batch: which of them each rank holds, and their places in the whole.
+// The tokens of one micro-batch: which of them each rank holds, their places in the whole, and
+// which of them count.
 
 #include <ATen/core/Tensor.h>
 
@@ -7,9 +8,12 @@
 
 #include "moesh/comm/mesh.h"
 #include "moesh/spmd/raw.h"
+#include "moesh/spmd/tensor.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
+
+using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has its own tokens
 
 /// Every dp rank has `batch` sequences of `sequence` tokens, and dp numbers them all. The sequence
 /// is cut over cp x tp. With sequence parallelism a rank holds its own piece [batch, len]; without
@@ -17,7 +21,10 @@ namespace moesh::nn {
 /// piece of it.
 class Tokens {
  public:
-  Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel);
+  /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
+  /// those with a label; undefined: all.
+  Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
+         const at::Tensor& valid_BL = {});
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return sequence_; }
@@ -48,6 +55,12 @@ class Tokens {
   /// The span of this cp rank, the same for its tp ranks.
   at::Tensor my_span(const at::Tensor& x) const { return x.narrow(1, span_start(), span_length()); }
 
+  /// [batch, sequence, ..], this dp rank's sequences, which its cp and tp ranks have whole -> this
+  /// rank's own tokens [num_local, ..].
+  PerToken own(const Tensor<Dense{Place::T, Place::R, Place::R}>& x) const;
+  /// bool [num_local, 1]: which of this rank's own tokens count; undefined: all.
+  const PerToken& valid_N1() const { return valid_N1_; }
+
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
   at::Tensor global_ids(at::Device device = at::kCPU) const;
@@ -66,6 +79,7 @@ class Tokens {
   bool sequence_parallel_;
   int rank_;
   std::int64_t num_dp_;
+  PerToken valid_N1_;
 };
 
 }  // namespace moesh::nn

@@ -1,9 +1,13 @@
 #include "moesh/nn/vocabulary.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <memory>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/attach.h"
+#include "moesh/kernels/cross_entropy.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
 
@@ -13,6 +17,103 @@ namespace {
 using enum Place;
 
 constexpr std::int64_t kIgnored = -100;
+
+/// This rank's words of the vocabulary.
+struct Words {
+  explicit Words(std::int64_t vocab) {
+    const auto& mesh = current_mesh();
+    const Pieces cut{vocab, mesh.size(tp)};
+    group = mesh.group(tp);
+    start = cut.start(mesh.coordinate(tp)), length = cut.length(mesh.coordinate(tp));
+    most = cut.length(0);
+  }
+  /// Tokens whose logits are there at once, the same on all ranks: 64 M numbers, or a thousand
+  /// tokens, as each chunk adds to a gradient of the size of the weights.
+  std::int64_t default_chunk() const {
+    constexpr std::int64_t kNumbers = 1 << 26, kTokens = 1024;
+    return std::max<std::int64_t>(1, kNumbers / std::max<std::int64_t>(1, most) / kTokens) *
+           kTokens;
+  }
+  std::shared_ptr<comm::Group> group;
+  std::int64_t start = 0, length = 0, most = 0;  // of this rank; of the rank with most of them
+};
+
+void check_labels(const at::Tensor& labels_N, std::int64_t vocab) {
+  const at::Tensor wrong =
+      labels_N.ne(kIgnored).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab)));
+  MOESH_CHECK(!wrong.any().item<bool>(), ErrorKind::data, "label ",
+              labels_N.masked_select(wrong)[0].item<std::int64_t>(),
+              " is outside of the vocabulary of ", vocab, "; ignored positions have the label ",
+              kIgnored);
+}
+
+// sum += a b, where the sum may be of a wider type. (Only CUDA's product gives one.)
+void add_product(at::Tensor& sum, const at::Tensor& a, const at::Tensor& b) {
+  if (sum.scalar_type() == a.scalar_type())
+    sum.addmm_(a, b);
+  else if (sum.is_cuda())
+    at::addmm_out(sum, sum, a, b, sum.scalar_type());
+  else
+    sum += at::mm(a, b);
+}
+
+/// The loss, and its gradients where they are wanted.
+struct Loss {
+  at::Tensor sum, dx, dw;
+};
+
+// The logits of a chunk become their gradient, and both products with it are taken at once: nothing
+// of size [N, V] outlives its chunk.
+Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const at::Tensor& labels_N,
+                    const Words& words, std::int64_t chunk, bool with_gradients) {
+  const at::NoGradGuard no_grad;
+  const auto wide = wide_dtype(x_ND.scalar_type());
+  const at::Tensor valid_N = labels_N.ne(kIgnored).to(wide);
+  const at::Tensor column_N = labels_N - words.start;
+  const at::Tensor label_N =
+      column_N.masked_fill(column_N.lt(0).logical_or(column_N.ge(words.length)), -1);
+  Loss loss{.sum = at::zeros({}, valid_N.options())};
+  if (with_gradients) {
+    loss.dx = at::empty_like(x_ND);
+    loss.dw = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
+  }
+  for (std::int64_t begin = 0; begin < x_ND.size(0); begin += chunk) {
+    const auto part = [&](const at::Tensor& t) {
+      return t.narrow(0, begin, std::min(chunk, x_ND.size(0) - begin));
+    };
+    const at::Tensor logits = at::mm(part(x_ND), weight_VD.t());
+    const auto own = kernels::logit_sums(logits, part(label_N));
+    const at::Tensor max_N = words.group->all_reduce(own.max_N, comm::ReduceOp::max);
+    const at::Tensor mine = own.sum_N * (own.max_N - max_N).exp();
+    // One message for both sums: [N, 2].
+    const at::Tensor sums = words.group->all_reduce(at::stack({mine, own.picked_N}, 1));
+    const at::Tensor total_N = sums.select(1, 0).log() + max_N;
+    loss.sum += ((total_N - sums.select(1, 1)) * part(valid_N)).sum();
+    if (!with_gradients) continue;
+    const at::Tensor d = kernels::logit_gradient_(logits, part(label_N), total_N, part(valid_N));
+    at::Tensor dx = part(loss.dx);
+    at::mm_out(dx, d, weight_VD);
+    add_product(loss.dw, d.t(), part(x_ND));
+  }
+  return loss;
+}
+
+class LossFunction : public torch::autograd::Function<LossFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*x*/,
+                            const at::Tensor& weight, const at::Tensor& sum, const at::Tensor& dx,
+                            const at::Tensor& dw) {
+    context->save_for_backward({dx, dw});
+    context->saved_data["dtype"] = static_cast<std::int64_t>(weight.scalar_type());
+    return sum.detach();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
+    return {saved[0] * grads[0], (saved[1] * grads[0]).to(dtype), {}, {}, {}};
+  }
+};
 
 }  // namespace
 
@@ -47,48 +148,23 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
   return assume<Dense{T, T, P}>(rows);
 }
 
-Tensor<Dense{T, T, I}> cross_entropy(const Tensor<Dense{T, T, F}>& logits_NV,
-                                     const at::Tensor& labels_N, std::int64_t vocab) {
-  const auto& mesh = current_mesh();
-  const auto group = mesh.group(tp);
-  const Pieces cut{vocab, mesh.size(tp)};
-  const std::int64_t start = cut.start(mesh.coordinate(tp)), size = cut.length(mesh.coordinate(tp));
-  const at::Tensor& logits = local(logits_NV);
-  const auto wide = wide_dtype(logits.scalar_type());
-  const at::Tensor x = logits.detach().to(wide);
-  MOESH_CHECK(x.dim() == 2 && x.size(1) == size && labels_N.numel() == x.size(0),
-              ErrorKind::internal, "cross_entropy: logits ", x.sizes(), ", labels ",
-              labels_N.sizes(), ", and this rank has ", size, " of ", vocab, " words");
-
-  const auto n = x.size(0);
-  const at::Tensor wrong =
-      labels_N.ne(kIgnored).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab)));
-  MOESH_CHECK(!wrong.any().item<bool>(), ErrorKind::data, "label ",
-              labels_N.masked_select(wrong)[0].item<std::int64_t>(),
-              " is outside of the vocabulary of ", vocab, "; ignored positions have the label ",
-              kIgnored);
-  const at::Tensor own_max = size > 0 ? x.amax(1) : at::full({n}, -INFINITY, x.options());
-  const at::Tensor max_N = group->all_reduce(own_max, comm::ReduceOp::max);
-  const at::Tensor e_NV = (x - max_N.unsqueeze(1)).exp();
-  const at::Tensor valid = labels_N.ne(kIgnored),
-                   mine =
-                       valid.logical_and(labels_N.ge(start)).logical_and(labels_N.lt(start + size));
-  const at::Tensor column =
-      (labels_N - start).clamp(0, std::max<std::int64_t>(size - 1, 0)).unsqueeze(1);
-  const at::Tensor picked =
-      size > 0 ? x.gather(1, column).squeeze(1) * mine.to(wide) : at::zeros({n}, x.options());
-  // One message for both sums: [N, 2].
-  const at::Tensor sums = group->all_reduce(at::stack({e_NV.sum(1), picked}, 1));
-  const at::Tensor loss = (sums.select(1, 0).log() + max_N - sums.select(1, 1)) * valid.to(wide);
-  const at::Tensor scale_N = sums.select(1, 0).reciprocal();
-  const at::Tensor out =
-      raw::attach(logits, loss, [=, dtype = logits.scalar_type()](const at::Tensor& grad) {
-        const at::Tensor g = (grad * valid.to(wide)).unsqueeze(1);
-        at::Tensor d = e_NV * (scale_N.unsqueeze(1) * g);
-        if (size > 0) d.scatter_add_(1, column, -(g * mine.to(wide).unsqueeze(1)));
-        return d.to(dtype);
-      });
-  return assume<Dense{T, T, I}>(out);
+Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
+                                     const Tensor<Dense{R, R, F}>& weight_VD,
+                                     const at::Tensor& labels_N, std::int64_t vocab,
+                                     std::int64_t chunk) {
+  const at::Tensor &x = local(x_ND), &weight = local(weight_VD);
+  const Words words(vocab);
+  MOESH_CHECK(x.dim() == 2 && weight.size(0) == words.length && labels_N.numel() == x.size(0),
+              ErrorKind::internal, "cross_entropy: x ", x.sizes(), ", weight ", weight.sizes(),
+              ", labels ", labels_N.sizes(), ", and this rank has ", words.length, " of ", vocab,
+              " words");
+  check_labels(labels_N, vocab);
+  const bool with_gradients =
+      at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());
+  const auto loss = loss_in_chunks(x.detach(), weight.detach(), labels_N, words,
+                                   chunk > 0 ? chunk : words.default_chunk(), with_gradients);
+  return assume<Dense{P, P, I}>(
+      with_gradients ? LossFunction::apply(x, weight, loss.sum, loss.dx, loss.dw) : loss.sum);
 }
 
 }  // namespace moesh::nn

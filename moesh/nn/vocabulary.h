@@ -1,5 +1,6 @@
 #pragma once
-// What is cut over the vocabulary: embedding and cross-entropy. The full logits exist on no rank.
+// What is cut over the vocabulary: embedding and cross-entropy. All logits of a batch
+// exist on no rank.
 
 #include <string>
 
@@ -27,11 +28,13 @@ class Embedding {
   Weight weight_;
 };
 
-/// -log softmax(logits)[label] of every token, 0 where the label is -100. Logits [N, V of this
-/// rank] of the vocabulary [start, start + V): F on tp -> I on tp. Three numbers a token travel,
-/// never the logits.
-Tensor<Dense{Place::T, Place::T, Place::I}> cross_entropy(
-    const Tensor<Dense{Place::T, Place::T, Place::F}>& logits_NV, const at::Tensor& labels_N,
-    std::int64_t vocab);
+/// The sum over the tokens of -log softmax(x w')[label], 0 where the label is -100; w has this
+/// rank's words. R and F on tp -> I on tp. Logits exist for `chunk` tokens at a time (0: as many as
+/// suits), their gradient takes their place, and both are gone before the next chunk. Three numbers
+/// a token travel, never the logits.
+Tensor<Dense{Place::P, Place::P, Place::I}> cross_entropy(
+    const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND,
+    const Tensor<Dense{Place::R, Place::R, Place::F}>& weight_VD, const at::Tensor& labels_N,
+    std::int64_t vocab, std::int64_t chunk = 0);
 
 }  // namespace moesh::nn

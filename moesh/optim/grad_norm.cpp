@@ -1,6 +1,9 @@
 #include "moesh/optim/grad_norm.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -16,18 +19,28 @@ namespace {
 
 using enum Place;
 
-// Squares and sums are in float64. By chunks, so that the wide copies stay in the cache of a CPU
-// (one large copy of 8 M elements takes ten times as long), and small beside the model on an
-// accelerator.
+// Squares and sums are in float64. On the CPU by chunks, so that the wide copies stay in its cache
+// (one large copy of 8 M elements takes ten times as long).
 at::Tensor sum_of_squares(const at::Tensor& x) {
-  const std::int64_t chunk = x.is_cpu() ? 1 << 15 : 1 << 24;
+  constexpr std::int64_t kChunk = 1 << 15;
   at::Tensor sum = at::zeros({}, x.options().dtype(at::kDouble));
   const at::Tensor flat = x.reshape({-1});
-  for (std::int64_t begin = 0; begin < flat.numel(); begin += chunk) {
+  for (std::int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
     const at::Tensor wide =
-        flat.narrow(0, begin, std::min(chunk, flat.numel() - begin)).to(at::kDouble);
+        flat.narrow(0, begin, std::min(kChunk, flat.numel() - begin)).to(at::kDouble);
     sum.add_(wide.mul(wide).sum());
   }
+  return sum;
+}
+
+// Of all of them together. On an accelerator a few launches read each once and make no copy.
+at::Tensor sum_of_squares(const std::vector<at::Tensor>& gradients, at::Device device) {
+  const auto wide = at::TensorOptions(device).dtype(at::kDouble);
+  if (gradients.empty()) return at::zeros({}, wide);
+  if (!device.is_cpu())
+    return at::stack(at::_foreach_norm(gradients, 2, at::kDouble)).square_().sum();
+  at::Tensor sum = at::zeros({}, wide);
+  for (const auto& gradient : gradients) sum.add_(sum_of_squares(gradient));
   return sum;
 }
 
@@ -39,13 +52,16 @@ Norm grad_norm(const ParamList& params) {
   const at::NoGradGuard no_grad;
   const auto& mesh = current_mesh();
   const auto gradients = params.gradients();
-  at::Tensor mine;
+  std::vector<at::Tensor> own, others;  // what this rank counts, and what another does
   for (std::size_t i = 0; i < params.size(); ++i) {
-    at::Tensor sum = sum_of_squares(gradients[i]);
-    if (mesh.coordinate(params[i].stored->replicas) != 0)
-      sum.mul_(0.0);  // another rank counts it; 0 times inf or NaN is NaN, which all must see
-    mine = mine.defined() ? mine.add_(sum) : sum;
+    if (gradients[i].numel() == 0) continue;
+    const bool is_own = mesh.coordinate(params[i].stored->replicas) == 0;
+    (is_own ? own : others).push_back(gradients[i]);
   }
+  const at::Device device = gradients[0].device();
+  at::Tensor mine = sum_of_squares(own, device);
+  // 0 times inf or NaN is NaN, which all must see.
+  if (!others.empty()) mine = mine + sum_of_squares(others, device) * 0.0;
   const auto stage = all_reduce<kTokenAxes, I>(assume<Dense{P, P, P}>(mine));
   return sqrt(sum_over_stages(stage));
 }

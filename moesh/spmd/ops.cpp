@@ -1,19 +1,18 @@
 #include "moesh/spmd/ops.h"
 
 #include <ATen/ops/add.h>
-#include <ATen/ops/bincount.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/mean.h>
 #include <ATen/ops/mul.h>
-#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/sqrt.h>
 #include <ATen/ops/square.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 
-#include "moesh/spmd/dtype.h"
+#include "moesh/base/error.h"
 
 namespace moesh::raw {
 
@@ -24,17 +23,36 @@ at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor)
 at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps) {
-  const auto wide = wide_dtype(x.scalar_type());
-  const at::Tensor y = x.to(wide);
-  const at::Tensor normal = y * at::rsqrt(at::mean(at::square(y), {-1}, /*keepdim=*/true) + eps);
-  return (w.defined() ? normal * w.to(wide) : normal).to(x.scalar_type());
+std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x) {
+  const std::int64_t all = x.dim(), rows = all >= 3 && over != Over::experts ? 2 : 1;
+  const std::int64_t first = over == Over::features ? rows : 0,
+                     last = over == Over::features ? all : rows;
+  MOESH_CHECK(first < last && last <= all, ErrorKind::config, "a sum over ",
+              over == Over::tokens     ? "tokens"
+              : over == Over::features ? "features"
+                                       : "experts",
+              " of a tensor ", x.sizes(),
+              ", which has no such dimension: rows come first ([N, ..], [B, L, D], [B, L, h, d]), "
+              "features follow");
+  std::vector<std::int64_t> dims;
+  for (std::int64_t d = first; d < last; ++d) dims.push_back(d);
+  return dims;
 }
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
   return dims.empty() ? at::sum(x) : at::sum(x, dims);
 }
+at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values) {
+  auto shape = index.sizes().vec();
+  shape.back() = num_values;
+  return at::zeros(shape, index.options().dtype(at::kBool)).scatter(-1, index, true);
+}
 at::Tensor count(const at::Tensor& x, std::int64_t num_values) {
-  return at::bincount(x.flatten(), {}, num_values);
+  // Not bincount, for whose answer the host waits for an accelerator. Whole numbers add up to the
+  // same in any order; those of 32 bits have an addition of their own there.
+  const at::Tensor one = at::ones({1}, x.options().dtype(at::kInt));
+  return at::zeros({num_values}, one.options())
+      .scatter_add_(0, x.flatten(), one.expand({x.numel()}))
+      .to(at::kLong);
 }
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) { return x.to(dtype); }
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last) {

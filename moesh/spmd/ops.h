@@ -17,9 +17,12 @@ at::Tensor scale(const at::Tensor& x, double factor);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
-/// In float32 or wider inside; an undefined w is no weight.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& w, double eps);
+/// The dimensions that hold tokens, features or experts, by their place: rows come first, which is
+/// dimension 0 of [N, D], and 0 and 1 of [B, L, D] and [B, L, heads, d]; the rest are features.
+/// Experts, or the rows that were sent to them, are dimension 0. Throws where there is none.
+std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x);
 at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims);
+at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values);
 at::Tensor count(const at::Tensor& x, std::int64_t num_values);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
 at::Tensor flatten(const at::Tensor& x, std::int64_t first, std::int64_t last);
@@ -74,19 +77,21 @@ auto sqrt(const Tensor<L>& x) {
   return assume<out>(raw::sqrt(x.local()));
 }
 
-/// x / sqrt(mean(x^2) + eps) * w over the last dimension.
-template <auto A, auto B>
-auto rms_norm(const Tensor<A>& x, const Tensor<B>& w, double eps) {
-  constexpr auto out = mix(Op::mul, apply(Unary::over_features, A), B);
-  return assume<out>(raw::rms_norm(x.local(), w.local(), eps));
-}
-
-/// The sum over the given dimensions, which hold tokens, features or experts: P on every axis where
-/// that very thing varies.
+/// The sum over the dimensions that hold tokens, features or experts (raw::dims_of): P on every
+/// axis where that very thing varies.
 template <Over O, auto L>
-auto sum(const Tensor<L>& x, const std::vector<std::int64_t>& dims) {
+auto sum(const Tensor<L>& x) {
   constexpr auto out = sum(O, L);
-  return assume<out>(raw::sum(x.local(), dims));
+  return assume<out>(raw::sum(x.local(), raw::dims_of(O, x.local())));
+}
+// A dimension by its number may hold anything: the compiler's message is the cure.
+template <auto>
+inline constexpr bool kDimsAreNamedByTheirKind = false;
+template <Over O, auto L>
+auto sum(const Tensor<L>&, const std::vector<std::int64_t>&) {
+  static_assert(kDimsAreNamedByTheirKind<L>,
+                "dimensions are named by what they hold: sum<Over::tokens>(x) sums those of the "
+                "tokens, sum<Over::features>(x) those of the features");
 }
 
 /// P wherever anything varies.
@@ -99,6 +104,14 @@ template <auto L>
 auto sum_all(const Tensor<L>& x) {
   constexpr auto out = sum_of_all(L);
   return assume<out>(raw::sum(x.local(), {}));
+}
+
+/// bool [.., num_values] of indices [.., K]: true at those that are among the K of their row, which
+/// has all values.
+template <auto L>
+auto one_hot(const Tensor<L>& index, std::int64_t num_values) {
+  constexpr auto out = apply(Unary::over_features, L);
+  return assume<out>(raw::one_hot(index.local(), num_values));
 }
 
 /// How often each of 0 .. num_values - 1 occurs in x: int64 [num_values].

@@ -64,15 +64,17 @@ at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t 
 at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
                 const char* what) {
   const auto group = current_mesh().group(axes);
-  if (group->size() == 1) return x;
   const Step forward = step(from, to), backward = backward_step(from, to);
   const bool is_cut = varies(from) || varies(to);
   Along normal = along;
-  std::vector<std::int64_t> sizes;
-  if (is_cut) {
-    normal.dim = at::maybe_wrap_dim(along.dim, x.dim());
-    sizes = resolve(normal, x, varies(from), *group, what);
-  }
+  if (is_cut) normal.dim = at::maybe_wrap_dim(along.dim, x.dim());
+  MOESH_CHECK(normal.dim < 2 || (from != Place::T && to != Place::T), ErrorKind::config, what,
+              " of tokens (T on ", to_string(axes), ") along dimension ", normal.dim,
+              " of a tensor ", x.sizes(),
+              ", which holds features; tokens are dimension 0 of [N, D], 0 and 1 of [B, L, D]");
+  if (group->size() == 1) return x;
+  const auto sizes =
+      is_cut ? resolve(normal, x, varies(from), *group, what) : std::vector<std::int64_t>();
   const at::Tensor value = x.detach();
   if (is_whole(from))
     group->expect_same(value, detail::concat("input of ", what, " on ", to_string(axes)));

@@ -25,13 +25,14 @@ optim::Schedule schedule(const Config& config) {
 }  // namespace
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
-  kernels::set_gpu_kernels(gpu_kernels(config));  // of the process: its ranks run one configuration
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,
                              .seed = static_cast<std::uint64_t>(config.training.seed),
                              .dispatcher = dispatcher(config),
-                             .forced_balance = config.moe.force_load_balance});
+                             .forced_balance = config.moe.force_load_balance,
+                             .score_before_experts = score_before_experts(config),
+                             .gpu_kernels = gpu_kernels(config)});
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {
@@ -69,15 +70,23 @@ std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
   return data::open_dataset(dataset_options(config));
 }
 
-std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
                                              const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
   std::vector<models::MicroBatch> batches;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
-    batches.push_back({.input_ids_BL = b.input_ids_BL.to(device(config)),
-                       .labels_BL = b.labels_BL.to(device(config))});
+    batches.push_back({.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL});
+  }
+  return batches;
+}
+
+std::vector<models::MicroBatch> on_device(const Config& config,
+                                          std::vector<models::MicroBatch> batches) {
+  for (auto& b : batches) {
+    b.input_ids_BL = b.input_ids_BL.to(device(config));
+    b.labels_BL = b.labels_BL.to(device(config));
   }
   return batches;
 }

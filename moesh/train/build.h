@@ -30,9 +30,17 @@ double learning_rate(const Config& config, std::int64_t step);
 std::unique_ptr<data::Dataset> open_dataset(const Config& config);
 
 /// The micro-batches of this dp rank in the optimizer step whose first sample of the global order
-/// is `data_position`.
-std::vector<models::MicroBatch> step_batches(const Config& config, const data::Dataset& dataset,
+/// is `data_position`, on the host: any thread may make them.
+std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
                                              const Mesh& mesh, std::int64_t data_position);
+/// The same on the device of the configuration.
+std::vector<models::MicroBatch> on_device(const Config& config,
+                                          std::vector<models::MicroBatch> batches);
+inline std::vector<models::MicroBatch> step_batches(const Config& config,
+                                                    const data::Dataset& dataset, const Mesh& mesh,
+                                                    std::int64_t data_position) {
+  return on_device(config, host_batches(config, dataset, mesh, data_position));
+}
 
 /// The model's names in folders.
 formats::ModelOnDisk on_disk(const Config& config);

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
@@ -101,18 +102,64 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   return text;
 }
 
+// The keys of [model] that the folder has with other values, as one would set them.
+std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
+  if (models::name(theirs) != config.model.name) return "model.name = " + models::name(theirs);
+  Config other = config;
+  other.model.architecture = theirs;
+  std::string text;
+  for (const auto& [key, value] : config::model_values(other)) {
+    const auto ours = config::model_value(config, key);
+    if (key == "model.init_std" || key == "model.max_sequence" || ours == value) continue;
+    text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
+  }
+  return text;
+}
+
 // The folder must hold the model that the run has.
 void check_model(const std::filesystem::path& folder, const Config& config) {
-  const auto theirs = models::on_disk(models::config_of(checkpoint::read_config(folder),
-                                                        (folder / "config.json").string()))
-                          .config_json(Dtype::f32);
-  const auto ours = on_disk(config).config_json(Dtype::f32);
-  const auto theirs_json = formats::parse_json(theirs, "config.json"),
-             ours_json = formats::parse_json(ours, "config.json");
-  const std::string a = own_values(theirs_json, ours_json), b = own_values(ours_json, theirs_json);
-  MOESH_CHECK(a.empty() && b.empty(), ErrorKind::config, "'", folder.string(),
-              "' holds another model than [model] asks for: it has ", a, ", and the run ", b,
-              "; set the keys of [model] to what is there, or choose another folder");
+  const auto theirs =
+      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
+  const auto json = [](const models::AnyConfig& model) {
+    return formats::parse_json(models::on_disk(model).config_json(Dtype::f32), "config.json");
+  };
+  const std::string others = other_keys(config, theirs);
+  MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than the run asks for; set ", others,
+              " as it has it, or choose another folder");
+  // What no key of [model] says: a variant of attention, a list of layers.
+  const auto a = json(theirs), b = json(config.model.architecture);
+  const std::string there = own_values(a, b), here = own_values(b, a);
+  MOESH_CHECK(there.empty() && here.empty(), ErrorKind::config, "'", folder.string(),
+              "' holds another model than the run asks for: its config.json has ", there,
+              ", and that of the run ", here, "; choose another folder, or another model.size");
+}
+
+// What a checkpoint holds besides the weights; nothing where others wrote the folder.
+std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
+  // Whoever wants the weights alone may have deleted the rest.
+  if (!std::filesystem::exists(folder / formats::kManifestFile) ||
+      !std::filesystem::exists((folder / kStatePrefix).parent_path()))
+    return std::nullopt;
+  const auto manifest = formats::read_manifest(folder.string());
+  if (!manifest.extra.contains(kOptimizerSteps)) return std::nullopt;  // converted weights
+  return checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
+}
+
+// The expert biases of a checkpoint whose weights have no place for them.
+void load_biases_apart(const std::filesystem::path& folder, models::Model& model, int rank,
+                       const std::set<std::string>& among_weights) {
+  const auto source = state_of(folder);
+  if (!source) return;
+  std::vector<Part> parts;
+  for (const Part& part : weight_parts(model, rank)) {
+    const auto kept = master_name(part.name);
+    if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
+    parts.push_back(part);
+    parts.back().name = kept;
+  }
+  const auto table = own_names(parts);
+  checkpoint::Loader(*source, table).load(parts);
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
@@ -128,9 +175,27 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   for (const auto& part : weight_parts(model, rank))
     if (known.contains(part.name)) parts.push_back(part);
   checkpoint::Loader(source, table).load(parts);
+  load_biases_apart(folder, model, rank, known);
 }
 
 }  // namespace
+
+bool keeps_bias_apart(const std::filesystem::path& folder) {
+  const auto source = state_of(folder);
+  const auto described = (folder / "config.json").string();
+  if (!source || models::facts(models::config_of(checkpoint::read_config(folder), described))
+                     .stores_expert_bias)
+    return false;
+  std::vector<Part> biases;
+  for (const auto& [name, found] : source->tensors())
+    if (name.ends_with(master_name(".expert_bias")))
+      biases.push_back(
+          checkpoint::replicated_part(name, at::zeros(found.info->shape, at::kDouble), /*rank=*/0));
+  const auto table = own_names(biases);
+  checkpoint::Loader(*source, table).load(biases);
+  return std::any_of(biases.begin(), biases.end(),
+                     [](const Part& p) { return p.value.any().item<bool>(); });
+}
 
 Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
                            optim::Optimizer& optimizer)
@@ -139,7 +204,7 @@ Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Mod
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
               .keep_latest = c.keep_latest_k};
-  if (c.enable && c.async) background_group_ = world.split(0, world.rank(), "checkpoint");
+  if (c.enable && c.async) background_group_ = world.background("checkpoint");
 }
 
 Checkpointer::~Checkpointer() {
@@ -176,7 +241,7 @@ checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) 
     set.parts.push_back(part);
   }
   for (auto* router : model_.routers()) {
-    const at::Tensor total = world_.all_reduce(router->pending_counts());
+    const at::Tensor total = world_.all_reduce(local(router->pending_counts()));
     set.parts.push_back(checkpoint::replicated_part(counts_name(*router), total, world_.rank()));
   }
   set.tensors = own_names(set.parts).tensors;
@@ -214,7 +279,6 @@ void Checkpointer::save(const Position& position, bool in_background) {
   }
   background_ = std::thread([this, start, is_first, copy = checkpoint::copied(now)] {
     set_log_rank(world_.rank());
-    comm::use_device(background_group_->control_device());
     try {
       const auto path = checkpoint::save(copy, options_, *background_group_);
       if (is_first)
@@ -318,7 +382,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   }
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers()) {
-    counts.push_back(at::empty_like(router->pending_counts()));
+    counts.push_back(at::empty_like(local(router->pending_counts())));
     parts.push_back(
         checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
   }
@@ -327,8 +391,8 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   checkpoint::Loader(source, table).load(parts);
 
   const auto routers = model_.routers();
-  for (std::size_t i = 0; i < routers.size(); ++i)  // they count once, wherever they are
-    routers[i]->pending_counts() = world_.rank() == 0 ? counts[i] : at::zeros_like(counts[i]);
+  for (std::size_t i = 0; i < routers.size(); ++i)
+    routers[i]->set_pending_counts(constant(counts[i]));
   const auto steps = manifest.extra.find(kOptimizerSteps);
   MOESH_CHECK(steps != manifest.extra.end(), ErrorKind::data, "'", folder.string(),
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");

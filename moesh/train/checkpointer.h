@@ -27,6 +27,11 @@ struct Position {
 /// folder holds another model.
 void load_initial_weights(const Config& config, models::Model& model, int rank);
 
+/// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
+/// weights, because the files of its model have no place for them: whoever reads the weights alone
+/// chooses other experts.
+bool keeps_bias_apart(const std::filesystem::path& folder);
+
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:
@@ -62,8 +67,8 @@ class Checkpointer {
   optim::Optimizer& optimizer_;
   checkpoint::SaveOptions options_;
   std::optional<std::int64_t> last_saved_;
-  // One save at a time is under way. Its collectives have a group of their own: they cannot meet
-  // those of training.
+  // One save at a time is under way. Its collectives have a group of their own, on the host: they
+  // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;
   std::thread background_;
   std::string fault_;  // of the last save in the background

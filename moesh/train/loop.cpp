@@ -7,7 +7,9 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <future>
 
+#include "moesh/base/log.h"
 #include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
 #include "moesh/spmd/spmd.h"
@@ -49,6 +51,16 @@ bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point sta
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
+void warn_of_bias_kept_apart(const Config& config) {
+  if (!config.checkpoint.enable || config.moe.load_balance_coeff == 0 ||
+      models::facts(config.model.architecture).stores_expert_bias)
+    return;
+  log_warn(
+      describe_option(config, "moe.load_balance_coeff"), ", and the files of a ", config.model.name,
+      " have no place for an expert bias: checkpoints keep it beside the optimizer's state, and "
+      "whoever reads their weights alone chooses experts without it");
+}
+
 void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
               Clock::time_point start, RunSummary& summary) {
   const Mesh mesh(world, mesh_shape(config));
@@ -62,26 +74,35 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const bool is_first = world.rank() == 0;
   MetricSinks sinks;
   if (is_first) {
+    warn_of_bias_kept_apart(config);
     sinks = open_sinks(config, first_step);
     summary.first_step = first_step;
     summary.folder = config.metrics.folder;
-    std::printf("%s %s: %s parameters, %s active, on %d ranks (%s)\n", config.model.name.c_str(),
+    std::printf("%s %s: %s parameters, %s active, on %d rank%s (%s)\n", config.model.name.c_str(),
                 config.model.size.c_str(), with_commas(model->num_parameters()).c_str(),
                 with_commas(model->num_active_parameters()).c_str(), world.size(),
-                mesh.shape().describe().c_str());
+                world.size() == 1 ? "" : "s", mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
     std::fflush(stdout);
   }
   const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
   auto last = start;
+  // The batches of the next step are made while this one computes.
+  const auto prepare = [&](std::int64_t data_position) {
+    return std::async(std::launch::async, [&, data_position] {
+      return host_batches(config, dataset, mesh, data_position);
+    });
+  };
+  auto next = prepare(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
-    const Gradients g = accumulate_gradients(
-        *model, step_batches(config, dataset, mesh, position.data_position), options);
+    auto batches = on_device(config, next.get());
+    const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
+    if (step + 1 < config.training.steps) next = prepare(data_position);
+    const Gradients g = accumulate_gradients(*model, std::move(batches), options);
     const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
-    position = {.step = step + 1,
-                .data_position = position.data_position + sample_order(config).num_per_step()};
+    position = {.step = step + 1, .data_position = data_position};
     const bool stop = stop_agreed(world, config, start);
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();

@@ -10,6 +10,7 @@
 #include <regex>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 #include "moesh/formats/safetensors.h"
 
 namespace moesh::verify {
@@ -85,6 +86,22 @@ struct Tensors {
                     ": two of its files hold ", info.name, "; keep one of them");
       }
     }
+    if (is_alphabetical())
+      std::stable_sort(order.begin(), order.end(), [](const Entry& x, const Entry& y) {
+        return in_natural_order(x.info->name, y.info->name);
+      });
+  }
+
+  // Whether the order of the tensors says nothing: Python's safetensors writes them by name, within
+  // each dtype. A dump of moesh has them in the order in which they were computed.
+  bool is_alphabetical() const {
+    std::map<std::pair<const formats::SafetensorsFile*, Dtype>, std::string> last;
+    return std::all_of(order.begin(), order.end(), [&](const Entry& e) {
+      std::string& before = last[{e.file, e.info->dtype}];
+      const bool is_next = before < e.info->name || before.empty();
+      before = e.info->name;
+      return is_next;
+    });
   }
 };
 

@@ -37,7 +37,9 @@ struct ComparedTensor {
 };
 
 struct Comparison {
-  std::vector<ComparedTensor> tensors;  // in the file order of A, then what only B has
+  // In the order of A's files where somebody chose one, else in natural order (layers.2 before
+  // layers.10); then what only B has.
+  std::vector<ComparedTensor> tensors;
   bool same() const;
   const ComparedTensor* first_difference() const;
 };

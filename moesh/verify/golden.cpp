@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <set>
 
 #include "moesh/base/error.h"
@@ -42,23 +43,69 @@ std::filesystem::path checkpoint_of(const config::Settings& settings,
   return folder;
 }
 
+// A setting that asks for another value than the checkpoint or the file has: there is nothing to
+// compare such a run with.
+[[noreturn]] void refuse(const config::Setting& s, const std::string& has) {
+  const auto* text = std::get_if<std::string>(&s.value);
+  throw Error(
+      ErrorKind::config,
+      detail::concat(s.name, " is ", text ? *text : formats::to_toml(s.value), " (", s.origin.text,
+                     "), and ", has, ", for which the golden file was recorded; leave it out"));
+}
+
+// What the settings say of the model must be true of the checkpoint.
+void check_model_settings(const config::Settings& settings, const config::GivenModel& given) {
+  using config::Setting;
+  const Config config = config::merged({}, given);
+  const auto text_of = [](const Setting& s) {
+    return std::get<std::string>(converted(s, std::string()));
+  };
+  for (const Setting& s : settings) {
+    if (s.name == "model.name" && text_of(s) != config.model.name)
+      refuse(s, given.origin + " is of " + config.model.name);
+    if (s.name == "model.size") {
+      const Config named = config::merged(
+          {{"model.name", config.model.name, s.origin}, {"model.size", text_of(s), s.origin}});
+      for (const auto& [key, value] : model_values(named)) {
+        const auto is_set = [&key](const Setting& other) { return other.name == key; };
+        if (model_value(config, key) != value &&
+            std::none_of(settings.begin(), settings.end(), is_set))
+          refuse(s, detail::concat(given.origin, " has ", key, " = ",
+                                   formats::to_toml(*model_value(config, key)), ", not ",
+                                   formats::to_toml(value)));
+      }
+    }
+    if (config::find_option(s.name)) continue;
+    const auto value = model_value(config, s.name);  // where there is none, the merge says so
+    if (value && converted(s, *value) != *value)
+      refuse(s, detail::concat(given.origin, " has ", formats::to_toml(*value)));
+  }
+}
+
 // The file has one micro-batch, and its loss is cross-entropy alone.
 Config golden_config(config::Settings settings, const config::GivenModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
+  check_model_settings(settings, model);
   const auto num_sequences = input_ids_BL.size(0), length = input_ids_BL.size(1);
   const config::Origin origin{file.string()};
-  std::erase_if(settings, [](const auto& s) { return s.name.starts_with("model."); });
-  settings.push_back({"data.sequence_length", length, origin});
-  settings.push_back({"training.gradient_accumulation_steps", std::int64_t{1}, origin});
+  std::erase_if(settings,
+                [](const auto& s) { return s.name == "model.name" || s.name == "model.size"; });
+  config::Settings of_file{{"data.sequence_length", length, origin},
+                           {"training.gradient_accumulation_steps", std::int64_t{1}, origin}};
   for (const char* weight :
        {"moe.switch_loss_weight", "moe.sequence_loss_weight", "moe.z_loss_weight"})
-    settings.push_back({weight, 0.0, origin});
-  const Config config = merged(settings, model);
-  const auto num_dp = sample_order(config).num_dp;
+    of_file.push_back({weight, 0.0, origin});
+  const auto num_dp = sample_order(merged(settings, model)).num_dp;
   MOESH_CHECK(num_sequences % num_dp == 0, ErrorKind::config, "the golden file has ", num_sequences,
               " sequences, which do not divide over dp_replicate * dp_shard = ", num_dp,
               " ranks; choose another mesh, or record more sequences");
-  return changed(config, {{"data.batch_size", num_sequences / num_dp, origin}});
+  of_file.push_back({"data.batch_size", num_sequences / num_dp, origin});
+  for (const config::Setting& fixed : of_file)
+    for (const config::Setting& s : settings)
+      if (s.name == fixed.name && converted(s, fixed.value) != fixed.value)
+        refuse(s, detail::concat(file.string(), " has ", formats::to_toml(fixed.value)));
+  settings.insert(settings.end(), of_file.begin(), of_file.end());
+  return merged(settings, model);
 }
 
 using NamedList = std::vector<std::pair<std::string, at::Tensor>>;

@@ -23,7 +23,8 @@ struct Golden : NamedTensors {
 };
 
 /// `settings` name the checkpoint for which `file` was recorded, checkpoint.initial_load: gradients
-/// have its names. What they say of the model does not count.
+/// have its names. What they say of the model, or of what the file fixes (its sizes, a loss that is
+/// cross-entropy alone), must be so: another value throws Error (config).
 Golden read_golden(const std::filesystem::path& file, const config::Settings& settings);
 
 /// Loads the checkpoint on the mesh of the configuration, runs one forward and backward, and

@@ -18,6 +18,14 @@ double inner_product(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
 }
 
+using NamedList = std::vector<std::pair<std::string, at::Tensor>>;
+
+const at::Tensor* find(const NamedList& list, const std::string& name) {
+  const auto found =
+      std::ranges::find_if(list, [&](const auto& entry) { return entry.first == name; });
+  return found == list.end() ? nullptr : &found->second;
+}
+
 // The smallest |ref| that a gradient is measured against: some are exactly zero.
 double gradient_floor(const NamedTensors& reference) {
   double squares = 0;
@@ -25,6 +33,19 @@ double gradient_floor(const NamedTensors& reference) {
   for (const auto& [name, value] : reference.tensors)
     if (name.starts_with("d(")) squares += std::pow(size_of(value), 2), ++count;
   return 1e-3 * std::sqrt(squares) / std::sqrt(std::max(1, count));
+}
+
+// How much of a gradient is rounding in the reference, as a mean over all of them: of a small one
+// alone its own says little, and a mesh may round it worse.
+double gradient_rounding(const NamedTensors& reference, double floor) {
+  double squares = 0;
+  int count = 0;
+  for (const auto& [name, wide] : reference.wide)
+    if (name.starts_with("d(")) {
+      const at::Tensor value = reference[name].to(at::kDouble);
+      squares += std::pow(size_of(value - wide) / std::max(size_of(value), floor), 2), ++count;
+    }
+  return std::sqrt(squares / std::max(1, count));
 }
 
 // The mean of the factors over the ranks of each axis, where it is the same for every line of ranks
@@ -57,8 +78,7 @@ at::Tensor slice(at::Tensor x, const Region& r) {
 }
 
 const at::Tensor& NamedTensors::operator[](const std::string& name) const {
-  for (const auto& [key, value] : tensors)
-    if (key == name) return value;
+  if (const at::Tensor* found = find(tensors, name)) return *found;
   throw Error(ErrorKind::internal, "the reference has no tensor '" + name + "'");
 }
 
@@ -79,14 +99,51 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
       reference_(reference),
       tolerance_(tolerance),
       floor_(gradient_floor(reference)),
+      gradient_rounding_(gradient_rounding(reference, floor_)),
       by_rank_(static_cast<size_t>(num_ranks)) {}
 
-void Findings::compare(const RankTensor& tensor, int rank) {
+double Findings::Finding::ratio() const {
+  return allowed > 0 ? error / allowed : error > 0 ? INFINITY : 0;
+}
+
+// The worst of the units that are judged by themselves.
+Findings::Finding Findings::judge_movement(const RankTensor& tensor) const {
+  const Movement& movement = *tensor.movement;
+  const auto mine = [&](const at::Tensor& whole) { return tensor.place(whole).to(at::kDouble); };
+  const at::Tensor* gradient = find(reference_.gradients, tensor.name);
+  const at::Tensor* wide = find(reference_.wide, tensor.name);
+  MOESH_CHECK(gradient, "parity: the reference has no gradient for '", tensor.name, "'");
+  // A hundredth of the gradient's mean size besides: elements that only decay count, too.
+  const double mean = size_of(*gradient) / std::sqrt(std::max<double>(1, gradient->numel()));
+  const at::Tensor weight = mean > 0 ? mine(*gradient).abs() + 0.01 * mean
+                                     : at::ones(tensor.value.sizes(), tensor.value.options());
+  const at::Tensor expected = mine(reference_[tensor.name]) * weight,
+                   value = tensor.value.to(at::kDouble) * weight;
+  const at::Tensor rounding = wide ? expected - mine(*wide) * weight : at::Tensor();
+  const auto judge_unit = [&](const auto& of) {
+    const double size = size_of(of(expected)), error = size_of(of(value) - of(expected));
+    const double rounded = wide ? std::min(4 * size_of(of(rounding)), size / 2) : 0;
+    const bool known = std::isfinite(size) && std::isfinite(rounded);
+    return Finding{.error = std::isfinite(error) ? error : INFINITY,
+                   .allowed = known ? std::max(movement.tolerance * size, rounded) : 0,
+                   .factor = size > 0 ? inner_product(of(value), of(expected)) / (size * size) : 1};
+  };
+  if (!movement.by_expert) return judge_unit([](const at::Tensor& t) { return t; });
+  Finding worst;
+  for (std::int64_t e = 0; e < value.size(0); ++e) {
+    const Finding found = judge_unit([&](const at::Tensor& t) { return t[e]; });
+    if (e == 0 || found.ratio() > worst.ratio()) worst = found;
+  }
+  return worst;
+}
+
+Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
   const at::Tensor& whole = reference_[tensor.name];
   const at::Tensor expected = tensor.place(whole).to(at::kDouble),
                    value = tensor.value.to(at::kDouble);
   MOESH_CHECK(value.sizes() == expected.sizes(), "parity: rank ", rank, " has ", value.sizes(),
               " of '", tensor.name, "', where the reference has ", expected.sizes());
+  if (tensor.movement) return judge_movement(tensor);
   const at::Tensor delta = value - expected;
   const bool finite = delta.numel() == 0 || at::isfinite(delta).all().item<bool>();
   const double size =
@@ -99,14 +156,22 @@ void Findings::compare(const RankTensor& tensor, int rank) {
   Finding found{.error = finite ? size_of(delta) : INFINITY,
                 .allowed = allowed(size),
                 .factor = square > 0 ? inner_product(value, expected) / square : 1};
-  for (const auto& [name, wide] : reference_.wide)
-    if (name == tensor.name && !tensor.exact && std::isfinite(size))
-      found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - wide));
+  if (const at::Tensor* wide = find(reference_.wide, tensor.name);
+      wide && !tensor.exact && std::isfinite(size)) {
+    found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - *wide));
+    if (tensor.name.starts_with("d("))
+      found.allowed = std::max(found.allowed, std::min(4 * gradient_rounding_, 0.25) * size);
+  }
   if (tensor.tokens && finite && delta.numel() > 0) {
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
     found.batch = static_cast<double>(tensor.tokens->batch + worst / delta.size(1));
     found.position = static_cast<double>(tensor.tokens->position + worst % delta.size(1));
   }
+  return found;
+}
+
+void Findings::compare(const RankTensor& tensor, int rank) {
+  const Finding found = judge(tensor, rank);
   const std::lock_guard lock(mutex_);
   auto& mine = by_rank_[static_cast<size_t>(rank)];
   if (mine.size() == names_.size()) names_.push_back(tensor.name);
@@ -142,14 +207,15 @@ void Findings::exchange(comm::Group& world, at::Device device) {
 std::vector<Mismatch> Findings::collect() const {
   std::vector<Mismatch> all;
   for (size_t i = 0; i < names_.size(); ++i) {
-    Mismatch m{
-        .tensor = names_[i], .error = -1, .factors = std::vector<double>(by_rank_.size(), 1)};
+    Mismatch m{.tensor = names_[i], .factors = std::vector<double>(by_rank_.size(), 1)};
+    double worst = -1;
     for (size_t r = 0; r < by_rank_.size(); ++r) {
       if (by_rank_[r].size() <= i) continue;
       const Finding& f = by_rank_[r][i];
-      m.allowed = f.allowed, m.factors[r] = f.factor;
-      if (f.error <= m.error) continue;
-      m.error = f.error, m.worst_rank = static_cast<int>(r);
+      m.factors[r] = f.factor;
+      if (f.ratio() <= worst) continue;
+      worst = f.ratio();
+      m.error = f.error, m.allowed = f.allowed, m.worst_rank = static_cast<int>(r);
       m.worst_batch = static_cast<std::int64_t>(f.batch),
       m.worst_position = static_cast<std::int64_t>(f.position);
     }

@@ -22,12 +22,27 @@ struct NamedTensors {
   /// The same tensors in a wider dtype, or empty: how far `tensors` are from these is rounding,
   /// which no mesh avoids.
   std::vector<std::pair<std::string, at::Tensor>> wide = {};
+  /// Of movements, by the same names: RankTensor::Movement::gradient.
+  std::vector<std::pair<std::string, at::Tensor>> gradients = {};
   const at::Tensor& operator[](const std::string& name) const;
 };
 
 /// Where the first token of a rank's [B, L, ..] is in the whole.
 struct TokenOrigin {
   std::int64_t batch, position;
+};
+
+/// What a tensor is judged by that says how far the steps moved a parameter. A movement is small
+/// beside the parameter, so it has a tolerance of its own; it is judged against the reference's
+/// movement of the same elements, not of the whole parameter, so that one shard or one expert that
+/// stays cannot hide behind the others.
+struct Movement {
+  double tolerance = 0;
+  /// Of the first step in which the row (index of dim 0) had one: an expert may get no token in the
+  /// first. AdamW moves an element by about lr * sign(g), however small g is: in bfloat16 one whose
+  /// gradient is rounding alone goes either way. So elements count by the size of their gradient.
+  at::Tensor gradient = {};
+  bool by_expert = false;  // each index of dim 0 is judged by itself
 };
 
 /// What a rank has of one tensor, and where it belongs in the whole.
@@ -39,6 +54,7 @@ struct RankTensor {
   std::optional<TokenOrigin> tokens = {};  // of tensors that hold tokens
   /// What |ref| is taken for at least: the size of the terms of a sum that may cancel.
   double floor = 0;
+  std::optional<Movement> movement = {};
 };
 
 /// The box of a tensor that a region names.
@@ -59,7 +75,9 @@ struct Mismatch {
 /// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all
 /// gradients| / sqrt(their number)): the floor is there because some gradients are exactly zero.
 /// Where the reference knows its own rounding, four times that is allowed too: a mesh rounds at
-/// other places than one rank.
+/// other places than one rank; to a gradient also four times what the gradients have in the mean,
+/// but no more than a quarter of it. (Of a movement never more than half of it: one that is left
+/// out or made twice is off by the whole.)
 class Findings {
  public:
   Findings(int num_ranks, const NamedTensors& reference, double tolerance);
@@ -76,13 +94,16 @@ class Findings {
  private:
   struct Finding {
     double error = 0, allowed = 0, factor = 1, batch = -1, position = -1;
+    double ratio() const;
   };
+  Finding judge(const RankTensor& tensor, int rank) const;
+  Finding judge_movement(const RankTensor& tensor) const;
   /// By name, in forward order.
   std::vector<Mismatch> collect() const;
 
   int num_ranks_;
   const NamedTensors& reference_;
-  double tolerance_, floor_;
+  double tolerance_, floor_, gradient_rounding_;
   mutable std::mutex mutex_;
   std::vector<std::string> names_;             // in the order in which every rank compares
   std::vector<std::vector<Finding>> by_rank_;  // [rank][name]

@@ -61,6 +61,51 @@ Routing make_records(const VerifyCase& c, models::Model& model) {
   return routing;
 }
 
+// Where every element of its row is zero: of a single element zero may be rounding.
+at::Tensor is_empty_row(const at::Tensor& t) {
+  if (t.dim() < 2 || t.numel() == 0) return (t == 0).all();
+  std::vector<std::int64_t> rows(static_cast<size_t>(t.dim()), 1);
+  rows[0] = t.size(0);
+  return (t == 0).flatten(1).all(1).reshape(rows);
+}
+
+// How far the steps move each parameter: what was stored at first, and the first gradient of each
+// row that is not zero.
+class Movements {
+ public:
+  explicit Movements(models::Model& model) : model_(model) {
+    model_.each_param([&](Stored& w, bool) {
+      initial_.push_back(w.value.detach().clone());
+      gradients_.push_back(at::zeros_like(initial_.back()));
+    });
+  }
+  /// With the gradients of a step, before they are applied.
+  void observe() {
+    size_t i = 0;
+    model_.each_param([&](Stored& w, bool) {
+      at::Tensor& first = gradients_[i++];
+      if (const at::Tensor& gradient = w.value.grad(); gradient.defined())
+        first = at::where(is_empty_row(first), gradient.detach(), first);
+    });
+  }
+  void report(double tolerance, const std::function<void(const RankTensor&)>& report) {
+    size_t i = 0;
+    model_.each_param([&](Stored& w, bool) {
+      RankTensor moved{"movement of " + w.spec.name,
+                       w.value.detach().to(at::kDouble) - initial_[i].to(at::kDouble),
+                       [region = w.shard](const at::Tensor& t) { return slice(t, region); }};
+      moved.movement = {
+          .tolerance = tolerance, .gradient = gradients_[i], .by_expert = contains(w.cutting, ep)};
+      report(moved);
+      ++i;
+    });
+  }
+
+ private:
+  models::Model& model_;
+  std::vector<at::Tensor> initial_, gradients_;
+};
+
 at::Tensor whole_tensor(const at::Tensor& t) { return t; }
 at::Tensor scalar(double x) { return at::full({}, x, at::kDouble); }
 
@@ -130,6 +175,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   if (record) *record = make_records(c, *model);
   const auto optimizer = make_optimizer(*model, config);
   StepOptions options = step_options(config);
+  Movements movements(*model);
   VerifyProbe probe;
   options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
@@ -139,6 +185,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
         *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
         options);
     report_gradients(c, mesh, *model, g, probe, step, report);
+    movements.observe();
     const Update update =
         apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
     report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
@@ -152,11 +199,19 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     report({w.spec.name, raw::gather(w, w.value.detach()),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
+  movements.report(c.movement_tolerance(), report);
 }
 
 double VerifyCase::tolerance() const {
   const auto dtype = scalar_type(config);
   return dtype == at::kDouble ? 1e-9 : dtype == at::kFloat ? 1e-4 : 2e-2;
+}
+
+// The largest that healthy meshes of up to eight ranks of the five models show
+// (docs/performance.md, "The sweeps") are 3e-12, 5e-5 and 0.15.
+double VerifyCase::movement_tolerance() const {
+  const auto dtype = scalar_type(config);
+  return dtype == at::kDouble ? 1e-9 : dtype == at::kFloat ? 1e-3 : 0.25;
 }
 
 std::string VerifyReport::describe(const MeshShape& mesh) const {
@@ -184,7 +239,10 @@ VerifyReference run_reference(const VerifyCase& c) {
     return
         [&tensors](const RankTensor& t) { tensors.emplace_back(t.name, t.value.detach().clone()); };
   };
-  run_steps(whole, *data, *world, &result.routing, nullptr, keep(result.tensors));
+  run_steps(whole, *data, *world, &result.routing, nullptr, [&](const RankTensor& t) {
+    keep(result.tensors)(t);
+    if (t.movement) result.gradients.emplace_back(t.name, t.movement->gradient.clone());
+  });
   if (c.config.training.dtype == "bfloat16") {  // what its rounding alone does
     whole.config =
         changed(whole.config, {{"training.dtype", std::string("float32"), {"one rank"}}});

@@ -21,6 +21,8 @@ struct VerifyCase {
   double ignored = 0.1;    // fraction of labels that do not count, besides what the data ignores
 
   double tolerance() const;
+  /// Of the movement of parameters, where one that is left out or made twice is off by 1.
+  double movement_tolerance() const;
   /// In narrow dtypes near ties would flip: the mesh takes the routing of the reference.
   bool replays() const { return config.training.dtype != "float64"; }
 };

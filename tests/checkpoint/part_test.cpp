@@ -159,7 +159,7 @@ TEST(Layouts, TablesOfTheModelsCoverEveryTensorAndEveryParameter) {
       std::map<std::string, std::int64_t> wanted;
       const auto model = models::make_model(config, {.device = at::kMeta});
       model->each_param([&](Stored& w, bool) { wanted[w.spec.name] = num_elements(w.spec.shape); });
-      if (models::facts(config).has_expert_bias)
+      if (models::facts(config).stores_expert_bias)
         for (auto* router : model->routers())
           wanted[models::expert_bias_name(router->gate().name())] = router->config().num_experts;
       for (const auto layout : formats::kExpertLayouts) {

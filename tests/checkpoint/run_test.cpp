@@ -94,7 +94,7 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
   for (const std::string& name : models::model_names()) {
     SCOPED_TRACE(name);
     const TemporaryFolder folder;
-    const Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0"};
+    const Args model{"--model=" + name + ":tiny", "--moe.load_balance_coeff=0.01"};
     Args options = model;
     options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
     run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
@@ -106,6 +106,36 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
       pass_on(last, next, mesh, model);
       expect_same_contents(step(last, 2), step(next, 2));
       last = next;
+    }
+  }
+}
+
+// Where the files of a model have no place for an expert bias, its checkpoints keep it all the
+// same, and weights that are taken from one bring it along.
+TEST(ExpertBias, OfEveryModelStaysInItsCheckpoints) {
+  for (const std::string& name : models::model_names()) {
+    SCOPED_TRACE(name);
+    const TemporaryFolder folder;
+    const auto trained = [&](const std::string& coeff) {
+      const path at = folder.path() / coeff;
+      run(at, "tp=2,ep=2",
+          {"--model=" + name + ":tiny", "--steps=2", "--moe.load_balance_coeff=" + coeff});
+      return step(at, 2);
+    };
+    const path with = trained("0.01"), without = trained("0");
+    EXPECT_EQ(train::keeps_bias_apart(with), name != "deepseek_v3");
+    EXPECT_FALSE(train::keeps_bias_apart(without));
+    for (const auto& from : {with, without}) {
+      const auto c = config::load_config(
+          {"--model=" + name + ":tiny", "--checkpoint.initial_load=" + from.string()});
+      comm::launch(1, [&](comm::Group& world) {
+        const Mesh mesh(world, {});
+        const MeshScope scope(mesh);
+        const auto model = train::make_model(c);
+        train::load_initial_weights(c, *model, 0);
+        for (auto* router : model->routers())
+          EXPECT_EQ(router->expert_bias().any().item<bool>(), from == with);
+      });
     }
   }
 }

@@ -86,9 +86,15 @@ def bad_values_name_the_option(tmp, moesh):
             fails([moesh, command, f"--model.{key}={value}"], f"model.{key} is ", "(command line); it takes ")
     fails([moesh, "verify", "--sweep", "2", "--data.sequence_length=-5"], "data.sequence_length is -5")
     fails([moesh, "verify", "--sweep", "2", "--optimizer.name=bar"], "optimizer.name")
-    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep 2", "leave one of them out")
+    fails([moesh, "verify", "--sweep", "2", "--mesh", "tp=2"], "--sweep goes through every mesh of 1 to 2 ranks", "leave one of them out")
+    fails([moesh, "verify", "--shard", "1/2"], "give it, as in --sweep 8")
+    fails([moesh, "verify", "--sweep", "2", "--sample-seed", "3"], "there is no --sample")
+    fails([moesh, "verify", "--sweep", "2", "--shard", "3/2"], "--shard is '3/2'")
     fails([moesh, "verify", "--json", "--dtype", "float64"], "--json needs a value")
     fails([moesh, "demo", "--steps", "3"], "takes no options")
+    for memory in ("80", "80 gigabytes", "-1GiB"):
+        fails([moesh, "estimate", "--memory", memory], f"--memory is '{memory}'; it takes a number with its unit, such as 80GiB")
+    assert subprocess.run([moesh, "estimate", "--memory", "80GiB"], capture_output=True).returncode == 0
 
 
 def nothing_is_written_nowhere(tmp, moesh):
@@ -107,6 +113,19 @@ def mpi_verifies(tmp, moesh, *mpirun):
     run = subprocess.run([*mpirun, "-n", "2", moesh, "train", *TINY, "--mesh", "tp=1", "--steps", "1"], capture_output=True, text=True,
                          timeout=120)
     assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
+
+
+def threads_do_not_spin(tmp, moesh):
+    """What libgomp says that it read: it must know before main, and what the user sets counts."""
+    def spin_count(**variables):
+        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+        run = subprocess.run([moesh, "--version"], env={**inherited, "OMP_DISPLAY_ENV": "verbose", **variables}, capture_output=True,
+                             text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        return int([line for line in run.stderr.splitlines() if "GOMP_SPINCOUNT" in line][-1].split("'")[1])
+    assert spin_count() == 0, spin_count()
+    assert spin_count(OMP_WAIT_POLICY="active") > 1000000
+    assert spin_count(GOMP_SPINCOUNT="1234") == 1234
 
 
 def interrupt_ends_after_the_step(tmp, moesh):

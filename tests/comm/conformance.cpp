@@ -692,6 +692,61 @@ void equal_values_keep_their_promise(Group& g, const Setup& s) {
   check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {5}, 1);
 }
 
+// A second thread of each rank, and what it threw.
+class Beside {
+ public:
+  explicit Beside(const std::function<void()>& f)
+      : thread_([this, f] {
+          try {
+            f();
+          } catch (...) {
+            fault_ = std::current_exception();
+          }
+        }) {}
+  ~Beside() {
+    if (thread_.joinable()) thread_.join();
+  }
+  void end() {
+    thread_.join();
+    if (fault_) std::rethrow_exception(fault_);
+  }
+
+ private:
+  std::exception_ptr fault_;
+  std::thread thread_;
+};
+
+// Every other rank enters the group only when it has left the background: on one stream the ranks
+// would wait for each other for ever.
+void background_runs_in_any_order(Group& g, const Setup& s) {
+  const auto beside = g.background("beside");
+  require(beside->size() == g.size() && beside->rank() == g.rank(), "the ranks are others");
+  const Setup on_host{.checked = s.checked};
+  const auto theirs = [&] { check_all_reduce(*beside, on_host, at::kLong, ReduceOp::sum, {7}, 3); };
+  for (int round = 0; round < 20; ++round) {
+    const auto x = host(at::kLong, {5}, g.rank(), round).to(s.device);
+    Beside other(theirs);
+    const bool comes_last = (g.rank() + round) % 2 == 0;
+    if (comes_last) other.end();
+    g.all_reduce(x);
+    if (!comes_last) other.end();
+  }
+}
+
+// Both groups are busy at once, and none sees the other's messages.
+void background_keeps_its_messages(Group& g, const Setup& s) {
+  const auto beside = g.background("beside");
+  const Setup on_host{.checked = s.checked};
+  const auto alone = digest(g, s, 31), alone_beside = digest(*beside, on_host, 37);
+  for (int round = 0; round < 3; ++round) {
+    Beside other([&] {
+      require(digest(*beside, on_host, 37) == alone_beside, "the background has other bits");
+    });
+    require(digest(g, s, 31) == alone, "beside the background, the group has other bits");
+    other.end();
+  }
+}
+
 void random_collectives(Group& g, const Setup& s) { digest(g, s, 23); }
 
 }  // namespace
@@ -717,6 +772,8 @@ const std::vector<Case>& cases() {
       {"bad_arguments_are_refused", bad_arguments_are_refused},
       {"equal_values_keep_their_promise", equal_values_keep_their_promise},
       {"random_collectives", random_collectives},
+      {"background_runs_in_any_order", background_runs_in_any_order},
+      {"background_keeps_its_messages", background_keeps_its_messages},
   };
   return all;
 }

@@ -2,6 +2,8 @@
 // then shows. The #else branch is the cure which the sentence names: the control compiles them all.
 #include "moesh/spmd/spmd.h"
 
+#include "moesh/nn/norm.h"
+
 namespace moesh {
 
 using enum Place;
@@ -240,11 +242,32 @@ auto vocabulary(const Columns& logits) {
 
 #if defined(FAIL_norm_over_sharded_features)
 // expect: a norm, softmax or top-k over features needs all of them
-auto norm(const Columns& x, const NormWeight& w) { return rms_norm(x, use(w), 1e-6); }
+auto norm(const Columns& x, const NormWeight& w) { return nn::rms_norm(x, use(w), 1e-6); }
 #else
 auto norm(const Columns& x, const NormWeight& w) {
-  return rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
+  return nn::rms_norm(all_gather<tp>(x, {.dim = 1}), use(w), 1e-6);
 }
+#endif
+
+#if defined(FAIL_sum_over_a_numbered_dimension)
+// expect: dimensions are named by what they hold
+auto feature_sums(const Shards& x) { return sum<Over::features>(x, {0}); }
+#else
+auto feature_sums(const Shards& x) { return sum<Over::features>(x); }
+#endif
+
+#if defined(FAIL_map_of_a_slice_of_the_experts)
+// expect: this rank holds a slice (F): all_gather<axis>(x) first
+auto routing_map(const Columns& chosen) { return one_hot(chosen, 8); }
+#else
+auto routing_map(const Columns& chosen) { return one_hot(all_gather<tp>(chosen, {.dim = 1}), 8); }
+#endif
+
+#if defined(FAIL_map_of_a_partial_sum)
+// expect: a nonlinear function of a partial sum (P)
+auto group_mask(const Sum& kept) { return one_hot(kept, 4); }
+#else
+auto group_mask(const Sum& kept) { return one_hot(all_reduce<tp>(kept), 4); }
 #endif
 
 #if defined(FAIL_row_function_of_rows_and_experts)
@@ -333,7 +356,7 @@ void train(const Pending& loss) { backward(all_reduce<kTokenAxes, I>(loss)); }
 // expect: sum over tokens first (sum<Over::tokens>)
 void train_on_tokens(const Shards& losses) { backward(losses); }
 #else
-void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses, {0})); }
+void train_on_tokens(const Shards& losses) { backward(sum<Over::tokens>(losses)); }
 #endif
 
 #if defined(FAIL_partial_loss_logged)
@@ -345,12 +368,10 @@ double report(const Pending& loss) { return number(all_reduce<kTokenAxes>(loss))
 
 #if defined(FAIL_partial_count_as_whole)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
-double load_of_first(const Shards& map) {
-  return number(select(sum<Over::tokens>(map, {0}), 0, 0));
-}
+double load_of_first(const Shards& map) { return number(select(sum<Over::tokens>(map), 0, 0)); }
 #else
 double load_of_first(const Shards& map) {
-  return number(select(all_reduce<kTokenAxes>(sum<Over::tokens>(map, {0})), 0, 0));
+  return number(select(all_reduce<kTokenAxes>(sum<Over::tokens>(map)), 0, 0));
 }
 #endif
 

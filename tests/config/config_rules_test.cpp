@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <set>
 
 #include "moesh/config/options.h"
+#include "moesh/spmd/one_rank.h"
+#include "moesh/train/build.h"
 #include "tests/support.h"
 
 namespace moesh::config {
@@ -228,14 +231,14 @@ TEST(ConfigRules, TheModel) {
                .texts = {"model.vocab_size is 5", "to 5 or less"},
                .cure = {{"data.synthetic_successors", n(5)}},
                .given = {{"model.vocab_size", n(5)}}});
-  expect_case({.values = {{"data.path", std::string("corpus.txt")}},
+  expect_case({.values = {{"data.path", std::string("no/such/corpus.txt")}},
+               .texts = {"there is no such file", "leave data.path empty"},
+               .cure = {{"data.path", std::string()}}});
+  const TemporaryFile corpus("corpus.txt", "text");
+  expect_case({.values = {{"data.path", corpus.path()}},
                .texts = {"257 different tokens", "model.vocab_size is 96 (deepseek_v3:tiny)",
                          "model.vocab_size to 257 or more", "leave data.path empty"},
                .cure = {{"data.path", std::string()}}});
-  expect_case({.values = {{"moe.load_balance_coeff", 0.01}},
-               .texts = {"has no expert bias", "moe.switch_loss_weight"},
-               .cure = {{"moe.load_balance_coeff", 0.0}},
-               .given = {{"model.name", std::string("mixtral")}}});
   expect_case(
       {.values = {{"parallelism.moe_dispatcher", std::string("local")}, {ep, n(2)}, {tp, n(2)}},
        .texts = {"auto, all_to_all or all_gather", ep + " is 2"},
@@ -243,6 +246,127 @@ TEST(ConfigRules, TheModel) {
   expect_case({.values = {{"checkpoint.folder", std::string()}, {"checkpoint.enable", true}},
                .texts = {"checkpoint.enable is true", "set checkpoint.folder to"},
                .cure = {{"checkpoint.folder", std::string("checkpoints")}}});
+}
+
+TEST(ConfigRules, KeysOfTheModel) {
+  const auto model_case = [](const std::string& model, const Values& values,
+                             const std::vector<std::string>& texts, const Values& cure) {
+    expect_case({.values = values, .texts = texts, .cure = cure, .given = {{"model.name", model}}});
+  };
+  model_case("deepseek_v3", {{"model.num_groups", n(3)}},
+             {"model.num_experts is 8 (deepseek_v3:tiny)", "model.num_groups to one of [1, 2, 4]"},
+             {{"model.num_groups", n(4)}});
+  model_case("deepseek_v3", {{"model.num_groups", n(8)}},
+             {"judged by its best two", "model.num_groups to one of [1, 2, 4]"},
+             {{"model.num_groups", n(4)}});
+  model_case("deepseek_v3", {{"model.top_groups", n(3)}},
+             {"model.num_groups is 2", "model.top_groups to 2 or less"},
+             {{"model.top_groups", n(2)}});
+  model_case("deepseek_v3", {{"model.top_k", n(5)}},
+             {"model.top_groups is 1", "model.num_groups is 2", "a token may use 4 experts",
+              "model.top_k to 4 or less", "model.top_groups to 2 or more"},
+             {{"model.top_k", n(4)}});
+  model_case("deepseek_v3", {{"model.top_k", n(5)}}, {}, {{"model.top_groups", n(2)}});
+  model_case("deepseek_v3", {{"model.qk_rope_dim", n(3)}},
+             {"rotated in pairs", "model.qk_rope_dim to 4"}, {{"model.qk_rope_dim", n(4)}});
+  model_case("deepseek_v3", {{"model.num_dense_layers", n(9)}},
+             {"model.num_layers is 3", "model.num_dense_layers to 3 or less"},
+             {{"model.num_dense_layers", n(3)}});
+  for (const auto& name : models::model_names()) {
+    if (name == "deepseek_v3") continue;
+    model_case(name, {{"model.num_kv_heads", n(3)}},
+               {"model.num_heads is 8 (" + name + ":tiny)", "does not divide by it",
+                "model.num_kv_heads to one of [1, 2, 4, 8]"},
+               {{"model.num_kv_heads", n(2)}});
+    model_case(name, {{"model.head_dim", n(7)}}, {"rotated in pairs", "model.head_dim to 8"},
+               {{"model.head_dim", n(8)}});
+    model_case(name, {{"model.top_k", n(9)}},
+               {"model.num_experts is 8", "model.top_k to 8 or less"}, {{"model.top_k", n(8)}});
+  }
+}
+
+// What validation lets through, a model can be made of, and a step can be taken with: no rule is
+// hidden in the ranks.
+TEST(ConfigRules, EveryKeyThatIsAllowedRuns) {
+  int num_run = 0, num_refused = 0;
+  for (const auto& name : models::model_names())
+    for (const auto& [key, value] : model_values(load_config({"--model=" + name}))) {
+      if (!std::holds_alternative<std::int64_t>(value)) continue;
+      for (const char* other : {"0", "1", "3", "9"}) {
+        SCOPED_TRACE(name + " " + key + "=" + other);
+        Config config;
+        try {
+          config = load_config({"--model=" + name, "--" + key + "=" + other, "--steps=1",
+                                "--data.sequence_length=1", "--data.synthetic_successors=1",
+                                "--data.batch_size=1"});
+        } catch (const Error& e) {
+          EXPECT_EQ(e.kind(), ErrorKind::config);
+          expect_parts(e.what(), {key + " is " + other + " (command line)"});
+          ++num_refused;
+          continue;
+        }
+        EXPECT_NO_THROW({
+          const OneRankScope scope;
+          const auto model = train::make_model(config);
+          const auto data = train::open_dataset(config);
+          train::accumulate_gradients(*model, train::step_batches(config, *data, current_mesh(), 0),
+                                      train::step_options(config));
+        });
+        ++num_run;
+      }
+    }
+  EXPECT_GT(num_run, 150);
+  EXPECT_GT(num_refused, 50);
+}
+
+// What a checkpoint's config.json could not say is refused before the first step.
+TEST(ConfigRules, WhatACheckpointCouldNotSay) {
+  const std::string side = "moe.score_before_experts", enable = "checkpoint.enable";
+  for (const auto& name : models::model_names()) {
+    const bool before = name == "llama4";
+    expect_case({.values = {{side, std::string(before ? "false" : "true")}, {enable, true}},
+                 .texts = {enable + " is true", "config.json of " + name,
+                           before ? "goes into an expert" : "comes out of an expert",
+                           "set " + side + " to auto, or " + enable + " to false"},
+                 .cure = {{side, std::string("auto")}},
+                 .given = {{"model.name", name}}});
+    const std::vector<std::string> args{"--model=" + name, "--" + side + "=",
+                                        "--checkpoint.enable=true"};
+    EXPECT_NO_THROW(load_config({args[0], args[1] + (before ? "true" : "false"), args[2]}));
+    EXPECT_NO_THROW(load_config({args[0], args[1] + (before ? "false" : "true")}));
+  }
+  expect_case({.values = {{"model.window", n(3)}, {enable, true}},
+               .texts = {enable + " is true", "config.json of llama4 has no place for it",
+                         "set model.window to 0, or " + enable + " to false"},
+               .cure = {{"model.window", n(0)}},
+               .given = {{"model.name", std::string("llama4")}}});
+  expect_case({.values = {{"model.attention_bias", true}, {enable, true}},
+               .texts = {"config.json of mixtral has no place for it"},
+               .cure = {{enable, false}},
+               .given = {{"model.name", std::string("mixtral")}}});
+}
+
+// Every key of every model, with another value: it is read back from its config.json, or refused.
+TEST(ConfigRules, EveryKeyIsInConfigJsonOrRefused) {
+  std::set<std::string> lost;
+  for (const auto& name : models::model_names())
+    for (const auto& [key, value] : model_values(load_config({"--model=" + name}))) {
+      const auto* flag = std::get_if<bool>(&value);
+      const auto* whole = std::get_if<std::int64_t>(&value);
+      const std::string other = flag    ? (*flag ? "false" : "true")
+                                : whole ? std::to_string(2 * *whole + 2)
+                                        : formats::to_toml(2 * std::get<double>(value) + 1);
+      std::vector<std::string> args{"--model=" + name, "--" + key + "=" + other,
+                                    "--checkpoint.enable"};
+      try {
+        load_config(args);
+      } catch (const Error& e) {
+        if (std::string(e.what()).find("has no place for it") != std::string::npos)
+          lost.insert(name + " " + key);
+        expect_parts(e.what(), {key + " is "});
+      }
+    }
+  EXPECT_EQ(lost, (std::set<std::string>{"llama4 model.window", "mixtral model.attention_bias"}));
 }
 
 // What [model] sets is named where it was set, from both sides.

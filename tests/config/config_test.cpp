@@ -31,7 +31,7 @@ TEST(Config, WithoutArgumentsItIsTheDefaultsAndTheyAreValid) {
   const Config config = load_config({});
   for (const Option& o : options()) {
     EXPECT_EQ(o.get(config), o.initial()) << o.name;
-    EXPECT_EQ(config.origin(o.name).text, "default");
+    EXPECT_EQ(config.origin(o.name).text, o.of_model ? "deepseek_v3:tiny" : "default");
   }
   EXPECT_NO_THROW(validate(config));
   EXPECT_NO_THROW(validate(config, 1));
@@ -58,7 +58,7 @@ TEST(Config, EveryOptionIsReadFromTheCommandLineInBothForms) {
     EXPECT_EQ(o.get(with({"--" + o.name, value})), o.get(config)) << o.name;
     // It changes this option and no other.
     for (const Option& other : options())
-      if (other.name != o.name) {
+      if (other.name != o.name && !(o.name == "model.name" && other.of_model)) {
         EXPECT_EQ(other.get(config), other.get(before)) << o.name << " changes " << other.name;
       }
   }
@@ -73,9 +73,37 @@ TEST(Config, DefaultsOfACommandAreBelowTheFile) {
   EXPECT_EQ(config.training.seed, 4);
   EXPECT_EQ(config.origin("training.seed").text, "verify's default");
   EXPECT_EQ(config.training.steps, 7);
-  // Nobody asked for it, so a model without an expert bias does not refuse it.
+  // And above what a model would have.
   EXPECT_EQ(load_config({"--model=mixtral"}, defaults).moe.load_balance_coeff, 0.5);
-  EXPECT_THROW(load_config({"--model=mixtral", "--moe.load_balance_coeff=0.5"}), Error);
+}
+
+TEST(Config, TheStepOfTheExpertBiasIsTheModelsOwnUntilItIsSet) {
+  const std::string name = "moe.load_balance_coeff";
+  for (const auto& model : models::model_names()) {
+    const Config config = load_config({"--model=" + model + ":debug"});
+    EXPECT_EQ(config.moe.load_balance_coeff, model == "deepseek_v3" ? 1e-3 : 0) << model;
+    EXPECT_EQ(config.origin(name).text, model + ":debug");
+    EXPECT_TRUE(config.origin(name).is_default);
+    const Config asked = load_config({"--model=" + model, "--" + name + "=0.25"});
+    EXPECT_EQ(asked.moe.load_balance_coeff, 0.25) << model;
+    EXPECT_EQ(asked.origin(name).text, "command line");
+    // Another model has its own, and what was asked for stays.
+    const Settings to_deepseek{{"model.name", std::string("deepseek_v3"), {"test"}}};
+    EXPECT_EQ(changed(config, to_deepseek).moe.load_balance_coeff, 1e-3) << model;
+    EXPECT_EQ(changed(asked, to_deepseek).moe.load_balance_coeff, 0.25) << model;
+  }
+}
+
+TEST(Config, AFlagOfThreeValuesIsReadFromAFileToo) {
+  for (const std::string value : {"true", "false", "\"true\"", "\"auto\""}) {
+    const TemporaryFile file("run.toml", "[moe]\nscore_before_experts = " + value + "\n");
+    const auto read = score_before_experts(load_config({"--config", file.path()}));
+    EXPECT_EQ(read.has_value(), value != "\"auto\"");
+    EXPECT_EQ(read.value_or(false), value.find("true") != std::string::npos) << value;
+  }
+  const TemporaryFile file("run.toml", "[optimizer]\nname = true\n");
+  expect_parts(error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config),
+               {"optimizer.name is true"});
 }
 
 TEST(Config, AVariationIsANewOne) {
@@ -167,6 +195,8 @@ TEST(Config, MeshIsShortForAllDegrees) {
   };
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
                                      "dp_replicate, dp_shard, cp, tp, ep, etp"});
+  expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
+  expect_parts(error("pp=2"), {"no axis 'pp'", "moesh has no pipeline parallelism"});
   expect_parts(error("tp"), {"'tp' has no size"});
   expect_parts(error("tp=two"),
                {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
@@ -193,7 +223,7 @@ TEST(Config, UnknownKeysNameTheNearest) {
   in_file("steps = 1\n", {":1: unknown key steps", "nearest known key is training.steps"});
   in_file("[parallelism]\ntensor_paralel_degree = 2\n",
           {"nearest known key is parallelism.tensor_parallel_degree"});
-  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "nearest known key is optimizer.lr"});
+  in_file("[a.b]\nlr = 2\n", {":2: unknown key a.b.lr", "here it is optimizer.lr"});
   in_file("[training]\nsteps = \n", {":2: "});
 
   const auto on_line = [](const std::vector<std::string>& args,
@@ -204,6 +234,15 @@ TEST(Config, UnknownKeysNameTheNearest) {
                                    "nearest known option is --training.steps"});
   on_line({"--training.stepz"}, {"unknown option --training.stepz"});
   on_line({"--meshes", "tp=2"}, {"unknown option --meshes", "nearest known option is --mesh"});
+  on_line({"--lr=3e-4"}, {"unknown option --lr (command line)", "here it is --optimizer.lr"});
+  on_line({"--tensor-model-parallel-size", "2"},
+          {"here it is --parallelism.tensor_parallel_degree"});
+  on_line({"--micro-batch-size=2"}, {"here it is --data.batch_size"});
+  on_line({"--pipeline-model-parallel-size=2"}, {"moesh has no pipeline parallelism"});
+  on_line({"--num-layers=2"}, {"nearest known option is --model.num_layers"});
+  in_file("[training]\nseq_len = 5\n",
+          {":2: unknown key training.seq_len", "here it is data.sequence_length"});
+  in_file("[model]\nflavor = \"debug\"\n", {":2: unknown key model.flavor", "model.size"});
   on_line({"--dtipe=float32"}, {"nearest known option is --dtype"});
   on_line({"training.steps=4"}, {"'training.steps=4'", "--section.key=value"});
   on_line({"--"}, {"'--'"});
@@ -216,6 +255,33 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--mesh"}, {"--mesh (command line) has no value"});
   on_line({"--config", "a.toml", "--config=b.toml"}, {"--config b.toml", "a.toml"});
   on_line({"--config", "no_such_file.toml"}, {"no_such_file.toml", "No such file"});
+}
+
+// Every name of another framework leads to an option, or to a key that some model has.
+TEST(Config, NamesOfOtherFrameworksLeadToOurs) {
+  const std::map<std::string, std::string> names{
+      {"training.seq_len", "data.sequence_length"},
+      {"training.local_batch_size", "data.batch_size"},
+      {"model.flavor", "model.size"},
+      {"tensor-model-parallel-size", "parallelism.tensor_parallel_degree"},
+      {"expert-model-parallel-size", "parallelism.expert_parallel_degree"},
+      {"micro-batch-size", "data.batch_size"},
+      {"train-iters", "training.steps"},
+      {"lr", "optimizer.lr"},
+      {"moe-router-topk", "model.top_k"},
+      {"moe-router-bias-update-rate", "moe.load_balance_coeff"},
+      {"learning_rate", "optimizer.lr"},
+      {"num_key_value_heads", "model.num_kv_heads"}};
+  for (const auto& [theirs, ours] : names) {
+    EXPECT_EQ(name_elsewhere(theirs), ours);
+    bool exists = find_option(ours) != nullptr;
+    for (const auto& model : models::model_names())
+      exists = exists || model_value(load_config({"--model=" + model}), ours);
+    EXPECT_TRUE(exists) << ours;
+  }
+  // No option of ours is shadowed.
+  for (const Option& o : options())
+    if (const auto elsewhere = name_elsewhere(o.name)) EXPECT_EQ(*elsewhere, o.name);
 }
 
 TEST(Config, ModelKeysGoToTheModel) {
@@ -277,6 +343,18 @@ TEST(Config, WhatIsPrintedReadsBackTheSame) {
     return out;
   };
   EXPECT_EQ(without_comments(print_config(copy)), without_comments(printed));
+}
+
+TEST(Config, WhatIsPrintedOfEveryModelReadsBackTheSame) {
+  for (const auto& name : models::model_names())
+    for (const auto& size : models::model_sizes(name)) {
+      SCOPED_TRACE(name + ":" + size);
+      const Config config = load_config({"--model=" + name + ":" + size});
+      const TemporaryFile file("run.toml", print_config(config));
+      const Config copy = load_config({"--config", file.path()});
+      for (const Option& o : options()) EXPECT_EQ(o.get(copy), o.get(config)) << o.name;
+      EXPECT_EQ(model_values(copy), model_values(config));
+    }
 }
 
 // The words of a text, however its lines are broken.

@@ -1,19 +1,13 @@
 #include "moesh/kernels/table.h"
 
+#include <thread>
+
 #include "moesh/base/error.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {
 namespace {
-
-// Puts the setting back.
-struct Chosen {
-  explicit Chosen(GpuKernels kernels) { set_gpu_kernels(kernels); }
-  ~Chosen() { set_gpu_kernels(GpuKernels::automatic); }
-  Chosen(const Chosen&) = delete;
-  Chosen& operator=(const Chosen&) = delete;
-};
 
 const at::Device kElsewhere("xpu:0");  // a device type without a row
 
@@ -32,7 +26,11 @@ TEST(KernelTable, HasEveryEntryOnEveryDevice) {
   for (const KernelTable* t :
        {&cpu_kernels(), &aten_kernels(), &meta_kernels(), &hopper_kernels()}) {
     EXPECT_TRUE(t->top_k && t->sort_by_expert && t->rank_major_to_expert_major && t->gather_rows &&
-                t->combine_rows && t->experts_forward && t->experts_backward)
+                t->gate_forward && t->gate_backward && t->combine_rows && t->experts_forward &&
+                t->experts_backward && t->norm_forward && t->norm_backward && t->rotate_forward &&
+                t->rotate_backward && t->logit_sums && t->logit_gradient_ &&
+                t->latent_heads_forward && t->latent_heads_backward && t->swiglu_forward &&
+                t->swiglu_backward)
         << t->name;
     EXPECT_EQ(t->attention_forward == nullptr, t->attention_backward == nullptr) << t->name;
   }
@@ -40,14 +38,14 @@ TEST(KernelTable, HasEveryEntryOnEveryDevice) {
 
 TEST(KernelTable, IsChosenByTheDevice) {
   for (auto choice : {GpuKernels::automatic, GpuKernels::own, GpuKernels::library}) {
-    const Chosen chosen(choice);  // says nothing about these two
+    const UseGpuKernels chosen(choice);  // says nothing about these two
     EXPECT_EQ(&kernels_for(at::kCPU), &cpu_kernels()) << to_string(choice);
     EXPECT_EQ(&kernels_for(at::kMeta), &meta_kernels()) << to_string(choice);
   }
   EXPECT_EQ(&kernels_for(kElsewhere), &aten_kernels());
   EXPECT_TRUE(has_attention(at::kCPU));
   EXPECT_FALSE(has_attention(kElsewhere));
-  const Chosen chosen(GpuKernels::own);
+  const UseGpuKernels chosen(GpuKernels::own);
   EXPECT_EQ(message_of([] { kernels_for(kElsewhere); }),
             "kernels.gpu is own, but moesh has no kernels for xpu:0; use auto or library");
 }
@@ -73,11 +71,11 @@ TEST(KernelTable, WhatIsRefusedGoesToTheLibraryUnlessOwnIsAskedFor) {
   EXPECT_EQ(&own_or_library(own, kElsewhere), &aten_kernels());
   EXPECT_EQ(&own_or_library(own, {}, refused), &aten_kernels());
   {
-    const Chosen chosen(GpuKernels::library);
+    const UseGpuKernels chosen(GpuKernels::library);
     EXPECT_EQ(&own_or_library(own, at::kCPU), &aten_kernels());
     EXPECT_EQ(&own_or_library(own, {}, taken), &aten_kernels());
   }
-  const Chosen chosen(GpuKernels::own);
+  const UseGpuKernels chosen(GpuKernels::own);
   EXPECT_EQ(&own_or_library(own, {}, taken), &own);
   EXPECT_EQ(message_of([&] { own_or_library(own, kElsewhere); }),
             "kernels.gpu is own, but xpu:0 has compute capability 8.0; use auto or library");
@@ -85,11 +83,21 @@ TEST(KernelTable, WhatIsRefusedGoesToTheLibraryUnlessOwnIsAskedFor) {
             "kernels.gpu is own, but the weights are not bfloat16; use auto or library");
 }
 
+TEST(KernelTable, AChoiceIsThatOfItsThreadAndEnds) {
+  const UseGpuKernels outer(GpuKernels::library);
+  {
+    const UseGpuKernels inner(GpuKernels::own);
+    EXPECT_EQ(gpu_kernels(), GpuKernels::own);
+    std::thread([] { EXPECT_EQ(gpu_kernels(), GpuKernels::automatic); }).join();
+  }
+  EXPECT_EQ(gpu_kernels(), GpuKernels::library);
+}
+
 // Where this program has kernels for CUDA they may also take the device of this machine.
 TEST(KernelTable, OwnKernelsForCudaRunOrSayWhyNot) {
   const at::Device cuda("cuda:0");
   const std::string reason = hopper_kernels().refuses_device(cuda);
-  const Chosen chosen(GpuKernels::own);
+  const UseGpuKernels chosen(GpuKernels::own);
   EXPECT_EQ(message_of([&] { kernels_for(cuda); }),
             reason.empty() ? "nothing was thrown"
                            : "kernels.gpu is own, but " + reason + "; use auto or library");

@@ -194,6 +194,24 @@ TEST(ComposedAttention, IsTheFormula) {
     }
 }
 
+// Between 8 and 16 the numbers of bfloat16 are 1/16 apart: rounded sinks would change the outputs
+// by up to 3 %.
+TEST(ComposedAttention, DoesNotRoundSinks) {
+  auto in = make_inputs(2, 7, 4, 2);
+  const AttentionOptions o{.scale = 0.4};
+  const auto narrow = [](const at::Tensor& x) { return x.to(test_device(), at::kBFloat16); };
+  const at::Tensor q = narrow(in.q), k = narrow(in.k), v = narrow(in.v);
+  for (const double sink : {8.03, 9.031, 11.97, 14.1}) {
+    in.sinks.fill_(sink);
+    const at::Tensor sinks = in.sinks.to(test_device(), at::kFloat);
+    const at::Tensor y =
+        nn::composed_attention({.scale = o.scale}, {q, k, v, sinks}).cpu().to(at::kDouble);
+    const auto wide = [](const at::Tensor& x) { return x.cpu().to(at::kDouble); };
+    const at::Tensor expected = formula(wide(q), wide(k), wide(v), in.sinks, o);
+    EXPECT_LT((y - expected).norm().item<double>(), 5e-3 * expected.norm().item<double>()) << sink;
+  }
+}
+
 TEST(Attention, WithASinkFarBelowIsAttentionWithout) {
   auto in = make_inputs(1, 5, 2, 2);
   in.sinks.fill_(-100);

@@ -9,6 +9,7 @@
 #include <functional>
 
 #include "moesh/nn/experts.h"
+#include "moesh/nn/gate.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
 #include "moesh/spmd/spmd.h"
@@ -78,31 +79,54 @@ TEST(Layouts, AnEmbeddingIsAPartialSum) {
 }
 
 TEST(Layouts, ALossOfTheVocabularyIsTheSameOnTp) {
-  constexpr std::int64_t V = 7, L = 5;
+  constexpr std::int64_t V = 7, L = 5, D = 3;
   for (const auto& shape : kMeshes) {
     const std::int64_t B = shape.dp_shard;
-    const at::Tensor logits = random({B, L, V});
+    const at::Tensor states = random({B, L, D}), weight = random({V, D});
     const at::Tensor labels = at::arange(B * L).remainder(V).reshape({B, L}).to(test_device());
-    const at::Tensor leaf = logits.flatten(0, 1).clone().requires_grad_(true);
+    const at::Tensor leaf = states.flatten(0, 1).clone().requires_grad_(true),
+                     words_leaf = weight.clone().requires_grad_(true);
     const at::Tensor alone =
-        at::cross_entropy_loss(leaf, labels.flatten(), {}, /*reduction=none*/ 0);
-    alone.sum().backward();
+        at::cross_entropy_loss(leaf.mm(words_leaf.t()), labels.flatten(), {}, at::Reduction::Sum);
+    alone.backward();
     on_mesh(shape, [&](const Mesh& mesh) {
       const Tokens tokens(mesh, 1, L, true);
       const Pieces words{V, mesh.size(tp)};
-      const at::Tensor mine =
-          my_tokens(logits, mesh, tokens)
-              .narrow(2, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp)))
-              .flatten(0, 1);
-      const auto x = as_leaf(assume<Dense{T, T, F}>(mine));
-      const auto y = cross_entropy(x, my_tokens(labels, mesh, tokens).flatten(), V);
-      EXPECT_EQ(layout_complaint(mesh, y, {0, 0, 0}, alone.detach()), "") << shape.describe();
-      backward(sum_all(y));
-      EXPECT_EQ(layout_complaint(mesh, grad(x), {0, 0, 1}, leaf.grad()), "") << shape.describe();
-      const auto as_sum = assume<Dense{T, T, P}>(local(y));
-      EXPECT_EQ(layout_complaint(mesh, as_sum, {0, 0, 0}, alone.detach()) == "", shape.tp == 1);
+      const auto x = as_leaf(assume<Dense{T, T, R}>(my_tokens(states, mesh, tokens).flatten(0, 1)));
+      const auto w = as_leaf(assume<Dense{R, R, F}>(
+          weight.narrow(0, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp)))));
+      const auto y = cross_entropy(x, w, my_tokens(labels, mesh, tokens).flatten(), V);
+      EXPECT_EQ(layout_complaint(mesh, y, {}, alone.detach()), "") << shape.describe();
+      backward(y);
+      EXPECT_EQ(layout_complaint(mesh, grad(x), {0, 0, 0}, leaf.grad()), "") << shape.describe();
+      EXPECT_EQ(layout_complaint(mesh, grad(w), {0, 0, 0}, words_leaf.grad()), "")
+          << shape.describe();
+      const auto as_sum = assume<Dense{P, P, P}>(local(y));
+      EXPECT_EQ(layout_complaint(mesh, as_sum, {}, alone.detach()) == "", shape.tp == 1);
     });
   }
+}
+
+// Of every token its number, which is where it must be; and the marks of those that count.
+TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
+  constexpr std::int64_t B = 2, L = 5;
+  for (const auto& shape : kMeshes)
+    for (bool sp : {true, false}) {
+      const std::int64_t S = B * shape.dp_shard;
+      const at::Tensor number = at::arange(S * L).reshape({S, L}).to(test_device());
+      on_mesh(shape, [&](const Mesh& mesh) {
+        const at::Tensor mine = number.narrow(0, mesh.coordinate(dp) * B, B);
+        const Tokens tokens(mesh, B, L, sp, mine.remainder(3).ne(1));
+        const at::Tensor ids = tokens.global_ids(test_device());
+        const auto whole = assume<Dense{T, R, R}>(mine);
+        EXPECT_EQ(layout_complaint(mesh, whole, {0, 0, 0}, number), "") << shape.describe();
+        EXPECT_TRUE(at::equal(local(tokens.own(whole)), ids)) << shape.describe() << sp;
+        EXPECT_TRUE(at::equal(local(tokens.valid_N1()), ids.remainder(3).ne(1).unsqueeze(1)));
+        const auto as_shards = assume<Dense{T, T, T}>(mine);
+        EXPECT_EQ(layout_complaint(mesh, as_shards, {0, 1, 1}, number) == "",
+                  shape.cp * shape.tp == 1);
+      });
+    }
 }
 
 // A router on all tokens of B sequences, and its input as a leaf.
@@ -127,13 +151,16 @@ TEST(Layouts, PendingCountsAreAPartialSum) {
   for (const auto& shape : kMeshes) {
     const at::Tensor x = random({shape.dp_shard, 5, 4});
     const at::Tensor alone = on_one_rank(
-        [&](const Mesh& mesh) { return Routed(mesh, x).router.pending_counts().clone(); });
+        [&](const Mesh& mesh) { return local(Routed(mesh, x).router.pending_counts()); });
     on_mesh(shape, [&](const Mesh& mesh) {
       Routed r(mesh, x);
-      const at::Tensor& mine = r.router.pending_counts();
-      EXPECT_EQ(layout_complaint(mesh, assume<TokenSum::layout>(mine), {}, alone), "");
-      const auto without_cp = assume<Dense{P, I, P}>(mine);
+      const TokenSum mine = r.router.pending_counts();
+      EXPECT_EQ(layout_complaint(mesh, mine, {}, alone), "");
+      const auto without_cp = assume<Dense{P, I, P}>(local(mine));
       EXPECT_EQ(layout_complaint(mesh, without_cp, {}, alone) == "", shape.cp == 1);
+      // As a checkpoint gives them back: to all ranks, and they count once.
+      r.router.set_pending_counts(all_reduce<kTokenAxes>(mine));
+      EXPECT_EQ(layout_complaint(mesh, r.router.pending_counts(), {}, alone), "");
     });
   }
 }
@@ -160,6 +187,30 @@ TEST(Layouts, SumsOfASequenceArePartialOnCpAndTp) {
       backward(sum);
       EXPECT_EQ(layout_complaint(mesh, grad(r.x_ND), {0, 0, 0}, d_x), "") << shape.describe();
       EXPECT_NE(layout_complaint(mesh, assume<Dense{I, I, I}>(local(sum)), {}, loss), "");
+    });
+  }
+}
+
+TEST(Layouts, LogitsAreThoseOfEachToken) {
+  constexpr std::int64_t L = 5, D = 4, kExperts = 6;
+  const auto run = [&](const Mesh& mesh, const at::Tensor& x_BLD, const auto& gate) {
+    const Tokens tokens(mesh, 1, L, true);
+    const at::Tensor mine = tokens.mine(x_BLD.narrow(0, mesh.coordinate(dp), 1)).flatten(0, 1);
+    return gate_logits(assume<Dense{T, T, T}>(mine), gate);
+  };
+  for (const auto& shape : kMeshes) {
+    const at::Tensor x = random({shape.dp_shard, L, D}), gate = random({kExperts, D});
+    const at::Tensor leaf = gate.clone().requires_grad_(true);
+    const at::Tensor alone = x.flatten(0, 1).mm(leaf.t());
+    alone.square().sum().backward();
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto mine = as_leaf(assume<Dense{R, R, R}>(gate));
+      const auto logits = run(mesh, x, mine);
+      EXPECT_EQ(layout_complaint(mesh, logits, {0, 0, 0}, alone.detach()), "") << shape.describe();
+      backward(sum_all(square(logits)));
+      EXPECT_EQ(layout_complaint(mesh, grad(mine), {}, leaf.grad()), "") << shape.describe();
+      const auto as_whole = assume<Dense{R, R, R}>(local(grad(mine)));
+      EXPECT_NE(layout_complaint(mesh, as_whole, {}, leaf.grad()), "");
     });
   }
 }

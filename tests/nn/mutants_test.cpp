@@ -12,6 +12,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/mutants/check.h"
 #include "tests/train/device.h"
+#include "tests/train/loss_check.h"
 
 namespace moesh {
 namespace {
@@ -58,7 +59,7 @@ const mutants::Provide layer("layer", [](Settings& settings) -> Check {
   };
 });
 
-// One step of a small model on a mesh.
+// One step of a small model on a mesh, in float64 if the settings do not name another dtype.
 verify::VerifyCase step_case(const MeshShape& mesh, const config::Settings& more = {}) {
   config::Settings settings = verify::verify_defaults(1);
   for (const auto& s : {config::mesh_settings(mesh, "test"), test_settings(), more})
@@ -68,13 +69,38 @@ verify::VerifyCase step_case(const MeshShape& mesh, const config::Settings& more
 
 const mutants::Provide step("step", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();
-  const auto c = step_case(mesh, {{"training.max_norm", 0.01, {"test"}}});
+  config::Settings more{{"training.max_norm", 0.01, {"test"}}};
+  for (const std::string dtype : {"float32", "bfloat16"})
+    if (settings.take(dtype) != 0) more.push_back({"training.dtype", dtype, {"test"}});
+  const auto c = step_case(mesh, more);
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
 });
 
+// The loss terms of a step against their formulas.
+const mutants::Provide losses_of_a_step("losses", [](Settings& settings) -> Check {
+  const MeshShape mesh = settings.take_mesh();
+  const bool sequence_parallel = settings.take("sequence_parallel", 1) != 0;
+  const auto mask = settings.take("none_in_one_sequence") != 0 ? losses::Mask::none_in_one_sequence
+                    : settings.take("few") != 0                ? losses::Mask::few
+                                                               : losses::Mask::all;
+  return [=] { return losses::step_complaint(mesh, mask, sequence_parallel); };
+});
+
 // Someone who has two files of gradients, of ep=4 and ep=2, and no verify: compare finds the tensor
 // and the factor, and the tensors that differ are those of experts alone.
+// One rank and a mesh would make the same mistake: two runs are compared instead.
+const mutants::Provide score_sides("score_sides", [](Settings&) -> Check {
+  return []() -> std::string {
+    const auto loss = [](const char* before) {
+      return verify::run_reference(step_case(
+          {}, {{"moe.score_before_experts", std::string(before), {"test"}}}))["step 0 loss"]
+          .item<double>();
+    };
+    return loss("true") == loss("false") ? "the same numbers before and after the experts" : "";
+  };
+});
+
 const mutants::Provide compare("compare", [](Settings&) -> Check {
   const auto reference =
       std::make_shared<verify::VerifyReference>(verify::run_reference(step_case({.dp_shard = 4})));

@@ -106,6 +106,44 @@ TEST(Rope, LinearStretchesAll) {
   EXPECT_EQ(frequency(c, 3), frequency({.dim = 8}, 3) / 4);
 }
 
+TEST(Rope, LeavesTheFirstFeaturesAndHasTheTransposedMatrixAsItsGradient) {
+  const RopeConfig c{.dim = 4, .theta = 100};
+  const auto table = nn::rope_table(c, 3, 5, at::kDouble, at::kCPU);
+  const at::Tensor x = at::randn({2, 5, 3, 7}, at::kDouble).requires_grad_(true),
+                   dy = at::randn({2, 5, 3, 7}, at::kDouble);
+  for (bool interleaved : {false, true}) {
+    const at::Tensor y = nn::rotate(x, table, interleaved);
+    EXPECT_TRUE(at::equal(y.narrow(3, 0, 3), x.narrow(3, 0, 3)));
+    EXPECT_TRUE(at::allclose(y.narrow(3, 3, 4), turned(x.narrow(3, 3, 4), c, 3, interleaved)));
+    x.mutable_grad().reset();
+    y.backward(dy);
+    // <A x, dy> = <x, A' dy>
+    EXPECT_NEAR((y * dy).sum().item<double>(), (x * x.grad()).sum().item<double>(), 1e-10);
+  }
+}
+
+TEST(Rope, MakesTheTableOfAModelOnce) {
+  nn::RopeTables tables;
+  const RopeConfig c{.dim = 8};
+  RopeConfig other = c;
+  other.theta = 500;
+  const auto at = [&](const RopeConfig& config, std::int64_t start, std::int64_t length,
+                      at::ScalarType dtype = at::kFloat) {
+    return tables.at(config, start, length, dtype, at::kCPU);
+  };
+  const auto first = at(c, 2, 5);
+  EXPECT_TRUE(at::equal(first.cos, nn::rope_table(c, 2, 5, at::kFloat, at::kCPU).cos));
+  EXPECT_TRUE(at(c, 2, 5).cos.is_same(first.cos));
+  EXPECT_TRUE(at(c, 2, 5, at::kBFloat16).sin.is_same(first.sin));  // both compute in float32
+  EXPECT_EQ(at(c, 2, 5, at::kDouble).cos.scalar_type(), at::kDouble);
+  EXPECT_FALSE(at::equal(at(c, 3, 5).cos, first.cos));
+  EXPECT_FALSE(at::equal(at(other, 2, 5).cos, first.cos));
+  EXPECT_EQ(at(c, 2, 6).cos.size(0), 6);
+  EXPECT_TRUE(at(c, 2, 5).cos.is_same(first.cos));
+  for (std::int64_t length = 10; length < 40; ++length)  // the oldest go, the one in use stays
+    EXPECT_TRUE((at(c, 0, length), at(c, 2, 5).cos.is_same(first.cos)));
+}
+
 TEST(Rope, RefusesWhatItCannotRotate) {
   expect_parts(error_of([] { nn::rope_frequencies({.dim = 5}); }, ErrorKind::config),
                {"5", "even"});

@@ -3,8 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "moesh/base/error.h"
 #include "moesh/spmd/spmd.h"
+#include "tests/nn/loss_reference.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::nn {
@@ -225,10 +228,10 @@ TEST(Router, TokensThatDoNotCount) {
     Router router = identity_router({.num_experts = 4, .top_k = 2});
     const at::Tensor logits = random_rows(5, 4);
     const at::Tensor valid = at::tensor({1, 0, 1, 1, 0}, at::kLong).to(test_device()).to(at::kBool);
-    const Route some = route_of(router, logits, mesh, {.valid_N = valid});
+    const Tokens all_tokens(mesh, 1, 5, true, valid.unsqueeze(0)), kept_tokens(mesh, 1, 3, true);
+    const Route some = router.choose(assume<Dense{T, T, T}>(logits), all_tokens, {});
     const Route kept = route_of(router, logits.index({valid}), mesh);
     EXPECT_TRUE(at::equal(local(some.counts_E), local(kept.counts_E)));
-    const Tokens all_tokens(mesh, 1, 5, true), kept_tokens(mesh, 1, 3, true);
     const auto& config = router.config();
     const auto same = [](const TokenSum& a, const TokenSum& b) {
       EXPECT_NEAR(local(a).item<double>(), local(b).item<double>(), 1e-14);
@@ -265,6 +268,86 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
     EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(),
                 switch_form(chosen, p) / 4, 1e-14);
   });
+}
+
+// Values, gradients, counts and the bias over the tokens with a label, on every mesh, against
+// formulas on all tokens at once.
+TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
+  constexpr std::int64_t E = 5, B = 2, L = 9;
+  struct Term {
+    std::function<TokenSum(const Route&, const RouterConfig&, const Tokens&, std::int64_t)> loss;
+    at::Tensor (*formula)(const losses::Routed&, const at::Tensor&, std::int64_t);
+  };
+  const Term kTerms[] = {
+      {[](const auto& r, const auto& c, const auto&, auto n) { return switch_loss(r, c, n); },
+       losses::switch_loss},
+      {[](const auto& r, const auto& c, const auto& t, auto n) {
+         return sequence_loss(r, c, t, n);
+       },
+       losses::sequence_loss},
+      {[](const auto& r, const auto&, const auto&, auto n) { return z_loss(r, n); },
+       losses::z_loss}};
+  for (auto scoring : {Scoring::sigmoid, Scoring::softmax})
+    for (const auto& shape :
+         {MeshShape{}, MeshShape{.dp_shard = 2, .cp = 2}, MeshShape{.cp = 2, .tp = 2},
+          MeshShape{.tp = 4}, MeshShape{.dp_replicate = 2, .cp = 2, .tp = 2}})
+      for (const auto mask : losses::kMasks)
+        for (bool sp : {true, false}) {
+          const RouterConfig config{.num_experts = E, .top_k = 2, .scoring = scoring};
+          const std::int64_t sequences = B * shape.dp_replicate * shape.dp_shard;
+          const at::Tensor x_SLE = at::randn({sequences, L, E}, at::kDouble),
+                           valid = losses::valid_tokens(mask, sequences, L);
+          const auto num_step =
+              std::max<std::int64_t>(1, 3 * valid.sum().item<std::int64_t>());  // a third of it
+          std::vector<double> values;
+          std::vector<at::Tensor> gradients;
+          at::Tensor counts;
+          for (const Term& term : kTerms) {
+            const at::Tensor leaf = x_SLE.flatten(0, 1).clone().requires_grad_(true);
+            const at::Tensor s = scoring == Scoring::sigmoid ? leaf.sigmoid() : leaf.softmax(-1);
+            const losses::Routed all{leaf, s / s.sum(-1, true), sorted_choice(s.detach(), 2)};
+            const at::Tensor value = term.formula(all, valid, num_step);
+            value.backward();
+            values.push_back(value.item<double>());
+            gradients.push_back(leaf.grad().reshape({sequences, L, E}));
+            counts = losses::counts(all, valid);
+          }
+          const at::Tensor sign = (counts.sum() - E * counts).sign().to(at::kDouble);
+          comm::launch(
+              shape.num_ranks(),
+              [&](comm::Group& world) {
+                const Mesh mesh(world, shape);
+                const MeshScope scope(mesh);
+                const auto mine = [&](const at::Tensor& t) {
+                  return t.narrow(0, mesh.coordinate(dp) * B, B).to(test_device());
+                };
+                const Tokens tokens(mesh, B, L, sp, mine(valid));
+                const auto own = [&](const at::Tensor& t) {
+                  return tokens.own(assume<Dense{T, R, R}>(mine(t)));
+                };
+                Router router = identity_router(config);
+                const auto where = [&](size_t i) {
+                  return "term " + std::to_string(i) + " on " + shape.describe() +
+                         (sp ? "" : " without sequence parallelism") +
+                         ", labels: " + losses::to_string(mask);
+                };
+                for (size_t i = 0; i < 3; ++i) {
+                  const auto x = as_leaf(own(x_SLE));
+                  const Route route =
+                      router.choose(x, tokens, {.pass = i == 0 ? Pass::training : Pass::recompute});
+                  const auto loss = kTerms[i].loss(route, config, tokens, num_step);
+                  EXPECT_NEAR(number(all_reduce<kTokenAxes>(loss)), values[i], 1e-12) << where(i);
+                  backward(loss);
+                  EXPECT_TRUE(at::allclose(local(grad(x)), local(own(gradients[i])), 1e-10, 1e-13))
+                      << where(i);
+                  EXPECT_TRUE(at::equal(statistics(route).counts_E, counts)) << where(i);
+                }
+                router.update_bias(0.5);
+                EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), 0.5 * (sign - sign.mean())))
+                    << where(0);
+              },
+              test_options());
+        }
 }
 
 TEST(Balance, MovesTheBiasOncePerStepByTheSign) {

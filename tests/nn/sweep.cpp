@@ -10,6 +10,8 @@ using verify::LayerResult;
 
 constexpr int kNumOptions = static_cast<int>(std::size(Choice::kLevels));
 
+constexpr int kAutomatic = 2;  // of Choice::dispatcher
+
 Choice from_levels(const std::vector<int>& v) { return {v[0], v[1], v[2], v[3], v[4], v[5], v[6]}; }
 
 // The single-rank run that a case is compared with does not depend on how the mesh cuts it.
@@ -55,15 +57,8 @@ std::vector<Choice> select(int mesh_number, int per_mesh) {
 
 std::vector<Choice> every_choice() {
   std::vector<Choice> all;
-  const Random random(2026, "variants");
-  for (int i = 0; i < num_choices() / Choice::kLevels[kNumOptions - 1]; ++i) {
-    Choice c = choice(i);
-    if (c.dispatcher == 2) continue;
-    c.variant = static_cast<int>(
-        random.below(static_cast<std::uint64_t>(i),
-                     static_cast<std::uint64_t>(Choice::kLevels[kNumOptions - 1])));
-    all.push_back(c);
-  }
+  for (int i = 0; i < num_choices(); ++i)
+    if (choice(i).dispatcher != kAutomatic) all.push_back(choice(i));
   return all;
 }
 

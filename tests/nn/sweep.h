@@ -45,8 +45,7 @@ void run_mesh(const MeshShape& shape, const std::vector<Choice>& choices, at::Sc
 /// `per_mesh` choices for the mesh with this number: different ones for every mesh.
 std::vector<Choice> select(int mesh_number, int per_mesh);
 
-/// Every combination of the options, each with one of the variants; `automatic` is left out, it is
-/// one of the other dispatchers.
+/// Every combination of the options; `automatic` is left out, it is one of the other dispatchers.
 std::vector<Choice> every_choice();
 
 /// How many pairs of options exist.

@@ -23,7 +23,6 @@ TEST(Ops, AgreeWithLibTorchAndCarryTheirLayout) {
   const auto x = assume<Dense{T, T, R}>(random({3, 4}));
   const auto w = assume<Dense{R, R, F}>(random({5, 4}));
   const auto w2 = assume<Dense{R, R, F}>(random({4, 5}));
-  const auto norm = assume<Dense{R, R, R}>(random({4}));
 
   const auto h = linear(x, w);
   static_assert(layout_of<decltype(h)> == Dense{T, T, F});
@@ -39,28 +38,58 @@ TEST(Ops, AgreeWithLibTorchAndCarryTheirLayout) {
   EXPECT_TRUE(at::equal(local(scale(y, 2)), local(y) * 2));
   EXPECT_TRUE(at::equal(local(square(x)), local(x) * local(x)));
   EXPECT_TRUE(at::allclose(local(sqrt(square(x))), local(x).abs()));
-  const auto n = rms_norm(x, norm, 1e-6);
-  static_assert(layout_of<decltype(n)> == Dense{T, T, R});
-  EXPECT_TRUE(at::allclose(local(n), at::rms_norm(local(x), {4}, local(norm), 1e-6)));
-  EXPECT_TRUE(
-      at::allclose(local(rms_norm(x, norm, 0.5)), at::rms_norm(local(x), {4}, local(norm), 0.5)));
   EXPECT_EQ(local(cast(x, at::kFloat)).scalar_type(), at::kFloat);
 }
 
 TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
   const auto x = assume<Dense{T, T, F}>(random({3, 4}));
-  static_assert(layout_of<decltype(sum<Over::tokens>(x, {0}))> == Dense{P, P, F});
-  static_assert(layout_of<decltype(sum<Over::features>(x, {1}))> == Dense{T, T, P});
+  static_assert(layout_of<decltype(sum<Over::tokens>(x))> == Dense{P, P, F});
+  static_assert(layout_of<decltype(sum<Over::features>(x))> == Dense{T, T, P});
   static_assert(layout_of<decltype(sum_all(x))> == Dense{P, P, P});
   const auto rows = assume<Sparse{T, E, R}>(random({3, 4}));
-  static_assert(layout_of<decltype(sum<Over::experts>(rows, {0}))> == Sparse{T, P, R});
-  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(x, {0})), local(x).sum(0)));
-  EXPECT_TRUE(at::allclose(local(sum<Over::features>(x, {1})), local(x).sum(1)));
+  static_assert(layout_of<decltype(sum<Over::experts>(rows))> == Sparse{T, P, R});
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(x)), local(x).sum(0)));
+  EXPECT_TRUE(at::allclose(local(sum<Over::features>(x)), local(x).sum(1)));
   EXPECT_TRUE(at::allclose(local(sum_all(x)), local(x).sum()));
   const auto choices = assume<Dense{T, T, T}>(
       at::tensor({2, 0, 2, 1}, at::TensorOptions(at::kLong).device(test_device())));
   static_assert(layout_of<decltype(count(choices, 4))> == Dense{P, P, P});
   EXPECT_TRUE(at::equal(local(count(choices, 4)).cpu(), at::tensor({1, 1, 2, 0}, at::kLong)));
+}
+
+TEST(Ops, SumsGoOverTheDimensionsOfTheirKind) {
+  const auto x = random({2, 3, 4, 5});  // [B, L, heads, d]
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, F}>(x))), x.sum({0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::features>(assume<Dense{T, T, F}>(x))), x.sum({2, 3})));
+  EXPECT_TRUE(
+      at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0]))), x[0].sum({0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::experts>(assume<Sparse{R, E, F}>(x[0]))), x[0].sum(0)));
+  EXPECT_TRUE(
+      at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0][0][0]))), x[0][0][0].sum()));
+  const auto refused = [](const auto& f) {
+    try {
+      f();
+      return std::string("nothing was thrown");
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  };
+  EXPECT_EQ(refused([&] { sum<Over::features>(assume<Dense{T, T, F}>(x[0][0][0])); }),
+            "a sum over features of a tensor [5], which has no such dimension: rows come first "
+            "([N, ..], [B, L, D], [B, L, h, d]), features follow");
+  EXPECT_EQ(refused([&] {
+              sum<Over::tokens>(assume<Dense{T, T, F}>(at::ones({})));
+            }).find("a sum over tokens of a tensor [], which has no such dimension"),
+            0u);
+}
+
+TEST(Ops, AMapIsTrueAtItsIndices) {
+  const auto index = assume<Dense{T, T, T}>(
+      at::tensor({2, 0, 1, 1}, at::TensorOptions(at::kLong).device(test_device())).reshape({2, 2}));
+  const auto map = one_hot(index, 3);
+  static_assert(layout_of<decltype(map)> == Dense{T, T, T});
+  EXPECT_TRUE(at::equal(local(map).cpu().to(at::kLong),
+                        at::tensor({1, 0, 1, 0, 1, 0}, at::kLong).reshape({2, 3})));
 }
 
 TEST(Ops, OtherViewsKeepTheLayout) {

@@ -9,6 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/spmd/device_random.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
@@ -280,6 +281,48 @@ TEST(Param, InitialValuesAreTheStreamOfItsName) {
     ASSERT_EQ(n[i], 0.5 * normals[i]) << i;
     ASSERT_EQ(u[i], 0.5 * (2 * random.uniform(i) - 1)) << i;
   }
+}
+
+// What a device makes by LibTorch's operations, here on any device, is what the host makes.
+TEST(DeviceRandom, HasTheNumbersOfTheHost) {
+  for (const auto& [seed, name] :
+       {std::pair<std::uint64_t, const char*>{0, "w"}, {0xFEDCBA9876543210, "model.layers.3"}}) {
+    const Random random(seed, name);
+    std::vector<std::int64_t> indices{
+        0, 1, 2, 7, 1000, (std::int64_t{1} << 33) + 5, (std::int64_t{1} << 62) + 12345};
+    const at::Tensor index = at::tensor(indices, at::kLong).to(test_device());
+    const at::Tensor uniform = raw::uniforms(random, index).cpu(),
+                     normal = raw::normals(random, index).cpu();
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      const auto at = static_cast<std::int64_t>(i);
+      const auto number = static_cast<std::uint64_t>(indices[i]);
+      EXPECT_EQ(uniform[at].item<double>(), random.uniform(number)) << indices[i];
+      EXPECT_NEAR(normal[at].item<double>(), random.normal(number), 1e-14) << indices[i];
+    }
+  }
+}
+
+TEST(DeviceRandom, FillsABoxOfATensor) {
+  const std::vector<std::int64_t> shape{4, 6, 10};
+  for (const auto kind : {Init::Kind::normal, Init::Kind::uniform, Init::Kind::ones})
+    for (const std::int64_t first : {0, 3, 4})  // lines that begin within a pair, and at one
+      for (const std::int64_t width : {5, 6}) {
+        const Init init{.kind = kind, .scale = 0.3, .seed = 9};
+        const Random random(init.seed, "w");
+        at::Tensor box =
+            at::empty({3, 2, width}, at::TensorOptions(test_device()).dtype(at::kDouble));
+        raw::fill_on_device(box, shape, {1, 4, first}, init, random);
+        box = box.cpu();
+        for (std::int64_t i = 0; i < box.numel(); ++i) {
+          const std::int64_t a = i / (2 * width) + 1, b = i / width % 2 + 4, c = i % width + first;
+          const auto index = static_cast<std::uint64_t>((a * 6 + b) * 10 + c);
+          const double expected = kind == Init::Kind::normal ? 0.3 * random.normal(index)
+                                  : kind == Init::Kind::uniform
+                                      ? 0.3 * (2 * random.uniform(index) - 1)
+                                      : 0.3;
+          EXPECT_NEAR(box.flatten()[i].item<double>(), expected, 1e-14) << a << b << c;
+        }
+      }
 }
 
 // Which layouts a parameter may have, asked at run time.

@@ -133,7 +133,7 @@ void check_letter(comm::Group& g, const Pattern& p) {
 template <auto View, Axes A>
 void check_axis(comm::Group& g) {
   for (const auto& p : patterns(g.size())) {
-    check_letter<View, A, T>(g, p);
+    if (p.name != "even, last dim") check_letter<View, A, T>(g, p);  // features: they are refused
     check_letter<View, A, F>(g, p);
     check_letter<View, A, E>(g, p);
     check_map(g, p, P, R, true,
@@ -245,6 +245,24 @@ TEST(TransitionErrors, NameTheSizesAndTheCure) {
         "all_gather along dimension 0: rank 1 of group 'tp' has size 1, and the parts [2, 2] want 2; pass Along{dim, "
         "total} or Along{.dim, .sizes} with the true sizes");
   }
+}
+
+TEST(TransitionErrors, TokensAreNotCutAlongFeatures) {
+  for (int ranks : {1, 2})
+    on_mesh({.tp = ranks}, [](auto&, auto&) {
+      const auto x = assume<Dense{T, T, I}>(at::ones({2, 4, 6}));
+      EXPECT_NO_THROW(keep<tp>(x, {.dim = 1}));
+      EXPECT_NO_THROW((keep<tp, F>(x, {.dim = 2})));
+      try {
+        keep<tp>(x, {.dim = -1});
+        FAIL() << "nothing was thrown";
+      } catch (const Error& e) {
+        EXPECT_STREQ(
+            e.what(),
+            "keep of tokens (T on tp) along dimension 2 of a tensor [2, 4, 6], which holds "
+            "features; tokens are dimension 0 of [N, D], 0 and 1 of [B, L, D]");
+      }
+    });
 }
 
 TEST(Crossing, IsCheckedAtRunTimeWhereLettersDiffer) {

@@ -13,6 +13,7 @@
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
+#include "tests/train/loss_check.h"
 
 namespace moesh::train {
 namespace {
@@ -129,6 +130,32 @@ TEST_P(Steps, CountsTheValidTokensOfAllRanksOnce) {
   });
 }
 
+// What the model carries is what the kernels are chosen by in forward, and when it is computed
+// again in backward; on the thread of the rank alone, and no longer than that.
+TEST_P(Steps, RunUnderTheKernelsOfTheirModel) {
+  struct Watch : nn::Probe {
+    std::vector<kernels::GpuKernels> seen;
+    at::Tensor on_choice(const nn::Choice& choice) override {
+      seen.push_back(kernels::gpu_kernels());
+      return choice.experts_NK;
+    }
+  };
+  on_each_rank([](Trainer& t, comm::Group&) {
+    using enum kernels::GpuKernels;
+    const auto asked = t.mesh.coordinate(tp) == 0 ? library : automatic;
+    t.model = models::make_model(
+        models::built_in("deepseek_v3", "tiny"),
+        {.dtype = at::kDouble, .device = test_device(), .seed = 1, .gpu_kernels = asked});
+    Watch watch;
+    t.options.forward.probe = &watch;
+    t.options.forward.recompute = true;
+    t.gradients();
+    const size_t num_layers = t.model->routers().size();
+    EXPECT_EQ(watch.seen, std::vector<kernels::GpuKernels>(2 * num_layers, asked));
+    EXPECT_EQ(kernels::gpu_kernels(), automatic);
+  });
+}
+
 TEST_P(Steps, WithoutAValidTokenNothingMoves) {
   on_each_rank([](Trainer& t, comm::Group&) {
     const auto before = t.state();
@@ -138,6 +165,18 @@ TEST_P(Steps, WithoutAValidTokenNothingMoves) {
     EXPECT_TRUE(t.apply(g).skipped);
     EXPECT_TRUE(same(before, t.state()));
   });
+}
+
+// Against formulas that no rank computes with: one rank and a mesh may make the same mistake.
+TEST(Losses, EveryTermIsItsFormulaOverTheTokensWithALabel) {
+  for (const auto& shape : {MeshShape{}, MeshShape{.dp_shard = 2, .ep = 2}, MeshShape{.cp = 4},
+                            MeshShape{.tp = 4}, MeshShape{.cp = 2, .tp = 2, .ep = 2, .etp = 2}})
+    for (const auto mask : losses::kMasks)
+      for (bool sequence_parallel : {true, false}) {
+        if (!sequence_parallel && shape.tp == 1) continue;
+        EXPECT_EQ(losses::step_complaint(shape, mask, sequence_parallel), "")
+            << shape.describe() << (sequence_parallel ? "" : ", no sequence parallelism");
+      }
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/formats/safetensors.h"
 
@@ -86,6 +87,35 @@ TEST_F(Compare, AFactorIsNamed) {
   EXPECT_NE(c.tensors[2].diagnosis().find("a is 1/4 of b"), std::string::npos)
       << c.tensors[2].diagnosis();
   EXPECT_EQ(run_compare({a, b}), 1);
+}
+
+// Python's safetensors writes tensors by name within each dtype: layers.10 before layers.2.
+TEST_F(Compare, AnAlphabeticalFileIsReadInNaturalOrder) {
+  const auto x = random(4, "x"), y = random(4, "y");
+  std::vector<Named> tensors, others;
+  for (const char* name : {"a.weight", "layers.1.w", "layers.10.w", "layers.11.w", "layers.2.w"}) {
+    tensors.push_back({name, {4}, x});
+    others.push_back({name, {4}, std::string(name).starts_with("layers") ? y : x});
+  }
+  others[1].values = x;
+  const auto c = compare(write("a.safetensors", tensors), write("b.safetensors", others));
+  std::string order;
+  for (const auto& t : c.tensors) order += t.name + " ";
+  EXPECT_EQ(order, "a.weight layers.1.w layers.2.w layers.10.w layers.11.w ");
+  EXPECT_EQ(c.first_difference()->name, "layers.2.w");
+  // An order that somebody chose stays.
+  std::swap(tensors[0], tensors[4]);
+  EXPECT_EQ(
+      compare(write("c.safetensors", tensors), write("b.safetensors", others)).tensors[0].name,
+      "layers.2.w");
+}
+
+TEST(NaturalOrder, NumbersCountAsNumbers) {
+  const std::vector<std::string> sorted{"",     "a",   "a0",    "a1",     "a1b", "a2",
+                                        "a02b", "a10", "a10.9", "a10.10", "ab",  "b"};
+  for (size_t i = 0; i < sorted.size(); ++i)
+    for (size_t j = 0; j < sorted.size(); ++j)
+      EXPECT_EQ(in_natural_order(sorted[i], sorted[j]), i < j) << sorted[i] << " and " << sorted[j];
 }
 
 TEST_F(Compare, TheWorstElementIsFound) {

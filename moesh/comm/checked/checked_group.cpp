@@ -51,6 +51,11 @@ class CheckedGroup final : public Group {
 
   at::Device control_device() const override { return inner_->control_device(); }
 
+  std::shared_ptr<Group> background(const std::string& name) override {
+    const TracePause quiet;
+    return checked(inner_->background(name));
+  }
+
   void expect_same(const at::Tensor& x, std::string_view what) override {
     const auto hash = hash_of(x);
     const at::Tensor all = gather({static_cast<std::int64_t>(hash)}, x.device());

@@ -181,7 +181,9 @@ struct News {
 // What the groups of one rank share.
 struct RankInfo {
   int next_context = kWorldContext + 1;
-  std::int64_t num_blocks = 0;  // sent so far
+  // Spans sent so far. The groups of a rank may be used by two threads, and no two spans in
+  // progress may have one tag.
+  std::atomic<std::int64_t> num_blocks = 0;
 };
 
 // A group as its exchanges know it.

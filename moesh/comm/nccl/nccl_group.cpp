@@ -104,14 +104,23 @@ NcclUniqueId id_of(const at::Tensor& words) {
 
 class NcclGroup final : public Group {
  public:
+  /// `host` is the same ranks on the host, of the world group alone.
   NcclGroup(std::shared_ptr<NcclWorld> world, NcclComm comm,
-            std::shared_ptr<const NcclGroupInfo> info, int rank)
+            std::shared_ptr<const NcclGroupInfo> info, int rank, std::shared_ptr<Group> host = {})
       : Group(info->name, rank, info->members),
         world_(std::move(world)),
         comm_(comm),
-        info_(std::move(info)) {}
+        info_(std::move(info)),
+        host_(std::move(host)) {}
 
   at::Device control_device() const override { return world_->device(); }
+
+  // A second thread cannot use NCCL: the rank has one stream, and the order of the calls on it must
+  // be that of every other rank.
+  std::shared_ptr<Group> background(const std::string& name) override {
+    MOESH_CHECK(host_, "background of group '", this->name(), "': only the world has one");
+    return host_->background(name);
+  }
   NcclWorld& world() { return *world_; }
 
  private:
@@ -134,6 +143,7 @@ class NcclGroup final : public Group {
   std::shared_ptr<NcclWorld> world_;
   NcclComm comm_;
   std::shared_ptr<const NcclGroupInfo> info_;
+  std::shared_ptr<Group> host_;
   std::int64_t sequence_ = 0;
 };
 
@@ -327,7 +337,8 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const Ncc
   auto info =
       std::make_shared<const NcclGroupInfo>(NcclGroupInfo{bootstrap.name(), bootstrap.members()});
   NcclComm comm = world->join(id, rank, info);
-  return std::make_shared<NcclGroup>(std::move(world), comm, std::move(info), rank);
+  return std::make_shared<NcclGroup>(std::move(world), comm, std::move(info), rank,
+                                     bootstrap.background("host"));
 }
 
 void close_nccl(Group& group) { world_of(group).close(); }

@@ -84,10 +84,11 @@ Reordered rank_major_to_expert_major(const at::Tensor& counts_re, at::Device dev
   const at::Tensor shift_er = starts(counts_re).t() - starts(counts_er);  // from expert-major on
   const at::Tensor ends_e = counts_er.sum(1).cumsum(0);
   const std::int64_t num_rows = counts_re.sum().item<std::int64_t>(), n = counts_re.numel();
-  const at::Tensor sent = at::cat({counts_er.flatten(), shift_er.flatten(), counts_re.flatten(),
-                                   shift_er.t().neg().flatten(), ends_e})
-                              .to(at::kInt)
-                              .to(device);
+  at::Tensor sent = at::cat({counts_er.flatten(), shift_er.flatten(), counts_re.flatten(),
+                             shift_er.t().neg().flatten(), ends_e})
+                        .to(at::kInt);
+  if (device.is_cuda()) sent = sent.pin_memory();  // the host does not wait until it has arrived
+  sent = sent.to(device, /*non_blocking=*/true);
   const at::Tensor rows_R = at::arange(num_rows, sent.options());
   const auto shifted = [&](std::int64_t part) {
     const at::Tensor counts = sent.narrow(0, part * n, n), shift = sent.narrow(0, part * n + n, n);

@@ -3,14 +3,26 @@
 namespace moesh::kernels {
 namespace aten {
 
-// In routing.cpp and experts.cpp.
+// Each is in a file of its kind.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
 GatherKernel gather_rows;
+GateForwardKernel gate_forward;
+GateBackwardKernel gate_backward;
 CombineKernel combine_rows;
 ExpertsForwardKernel experts_forward;
 ExpertsBackwardKernel experts_backward;
+NormForwardKernel norm_forward;
+NormBackwardKernel norm_backward;
+RotateKernel rotate_forward;
+RotateKernel rotate_backward;
+LogitSumsKernel logit_sums;
+LogitGradientKernel logit_gradient_;
+LatentForwardKernel latent_heads_forward;
+LatentBackwardKernel latent_heads_backward;
+SwigluForwardKernel swiglu_forward;
+SwigluBackwardKernel swiglu_backward;
 
 }  // namespace aten
 
@@ -19,10 +31,22 @@ const KernelTable& aten_kernels() {
                                  .top_k = aten::top_k,
                                  .sort_by_expert = aten::sort_by_expert,
                                  .rank_major_to_expert_major = aten::rank_major_to_expert_major,
+                                 .gate_forward = aten::gate_forward,
+                                 .gate_backward = aten::gate_backward,
                                  .gather_rows = aten::gather_rows,
                                  .combine_rows = aten::combine_rows,
                                  .experts_forward = aten::experts_forward,
                                  .experts_backward = aten::experts_backward,
+                                 .norm_forward = aten::norm_forward,
+                                 .norm_backward = aten::norm_backward,
+                                 .rotate_forward = aten::rotate_forward,
+                                 .rotate_backward = aten::rotate_backward,
+                                 .logit_sums = aten::logit_sums,
+                                 .logit_gradient_ = aten::logit_gradient_,
+                                 .latent_heads_forward = aten::latent_heads_forward,
+                                 .latent_heads_backward = aten::latent_heads_backward,
+                                 .swiglu_forward = aten::swiglu_forward,
+                                 .swiglu_backward = aten::swiglu_backward,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;

@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace cpu {
 
-// Each is in the file of its name.
+// Each is in the file of its name. The gate is a small product, left to the library.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -21,10 +21,22 @@ const KernelTable& cpu_kernels() {
                                  .top_k = cpu::top_k,
                                  .sort_by_expert = cpu::sort_by_expert,
                                  .rank_major_to_expert_major = cpu::rank_major_to_expert_major,
+                                 .gate_forward = aten_kernels().gate_forward,
+                                 .gate_backward = aten_kernels().gate_backward,
                                  .gather_rows = cpu::gather_rows,
                                  .combine_rows = cpu::combine_rows,
                                  .experts_forward = cpu::experts_forward,
                                  .experts_backward = cpu::experts_backward,
+                                 .norm_forward = aten_kernels().norm_forward,
+                                 .norm_backward = aten_kernels().norm_backward,
+                                 .rotate_forward = aten_kernels().rotate_forward,
+                                 .rotate_backward = aten_kernels().rotate_backward,
+                                 .logit_sums = aten_kernels().logit_sums,
+                                 .logit_gradient_ = aten_kernels().logit_gradient_,
+                                 .latent_heads_forward = aten_kernels().latent_heads_forward,
+                                 .latent_heads_backward = aten_kernels().latent_heads_backward,
+                                 .swiglu_forward = aten_kernels().swiglu_forward,
+                                 .swiglu_backward = aten_kernels().swiglu_backward,
                                  .attention_forward = cpu::attention_forward,
                                  .attention_backward = cpu::attention_backward};
   return table;

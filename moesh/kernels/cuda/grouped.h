@@ -202,9 +202,11 @@ __device__ inline void clear_rest(uint32_t stage, int num_rows) {
 }
 
 /// The depth of one tile. kN = 0: nothing of this slab exists, the stages are only passed on.
-template <Gemm kGemm, int kN>
+/// `meanwhile` is called while the last steps are multiplied.
+template <Gemm kGemm, int kN, class Function>
 __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& shared, const Tile& t,
-                                              int slab, Ring& ring, float (&acc)[kTileN / 2]) {
+                                              int slab, Ring& ring, float (&acc)[kTileN / 2],
+                                              const Function& meanwhile) {
   using F = Flow<kGemm>;
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
   const uint32_t stages = ptx::shared_address(shared.stages);
@@ -220,6 +222,7 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
         clear_rest(stages + ring.stage * kStageBytes, t.num_rows - step * kTileK);
       release(ring.stage);
     }
+    meanwhile();
   } else {
     const uint64_t first_a = ptx::matrix_descriptor(stages + slab * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + kBytesA);
@@ -233,6 +236,7 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
       if (step > 0) release(previous);
       previous = ring.stage;
     }
+    meanwhile();
     ptx::wgmma_wait<0>();
     if (whole > 0) release(previous);
     if (F::kOverRows && whole < steps) {
@@ -271,17 +275,26 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
   float acc[kTileN / 2];
   Ring ring;
   uint32_t phase = 0;
-  for (int index = blockIdx.x / 2; index < tiles.size(); index += gridDim.x / 2) {
-    const Tile t = tiles.at(index, rank);
+  const int size = tiles.size(), stride = gridDim.x / 2;
+  int index = blockIdx.x / 2;
+  Tile next = index < size ? tiles.at(index, rank) : Tile{};
+  while (index < size) {
+    const Tile t = next;
+    index += stride;
+    // To find a tile takes some 600 cycles, as many as half a step of multiplications: not between
+    // two tiles.
+    const auto find_next = [&] {
+      if (index < size) next = tiles.at(index, rank);
+    };
     const bool half = !F::kTwins && p.width - t.column * kTileN <= kTileN / 2;
     if (t.height <= slab * kSlab) {
-      multiply_tile<kGemm, 0>(p, shared, t, slab, ring, acc);
+      multiply_tile<kGemm, 0>(p, shared, t, slab, ring, acc, find_next);
       continue;
     }
     if (!F::kTwins && half)
-      multiply_tile<kGemm, kTileN / 2>(p, shared, t, slab, ring, acc);
+      multiply_tile<kGemm, kTileN / 2>(p, shared, t, slab, ring, acc, find_next);
     else
-      multiply_tile<kGemm, kTileN>(p, shared, t, slab, ring, acc);
+      multiply_tile<kGemm, kTileN>(p, shared, t, slab, ring, acc, find_next);
 
     ptx::barrier_wait(taken, phase ^ 1);
     phase ^= 1;

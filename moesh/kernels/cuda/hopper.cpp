@@ -1,5 +1,6 @@
 // The torch side of the kernels for Hopper: allocates, and calls launch.h. Nothing here waits for
 // the device, but for a sort of a part of the experts, whose number of rows is not known before.
+// Experts and gate take tensors on meta, too: what is allocated is the same, and nothing is called.
 // T tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
 
 #include <ATen/TensorOperators.h>
@@ -7,51 +8,31 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/logical_and.h>
-#include <ATen/ops/mm.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <mutex>
 #include <utility>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cuda/launch.h"
+#include "moesh/kernels/cuda/on_device.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
 namespace hopper {
-using namespace cuda;  // launch.h
+
+// In hopper_around.cpp.
+NormForwardKernel norm_forward;
+NormBackwardKernel norm_backward;
+RotateKernel rotate_forward;
+RotateKernel rotate_backward;
+LogitSumsKernel logit_sums;
+LogitGradientKernel logit_gradient_;
+LatentForwardKernel latent_heads_forward;
+LatentBackwardKernel latent_heads_backward;
+SwigluForwardKernel swiglu_forward;
+SwigluBackwardKernel swiglu_backward;
+
 namespace {
-
-/// Makes the device of a tensor current, and calls kernels on its stream.
-class OnDeviceOf {
- public:
-  explicit OnDeviceOf(const at::Tensor& t)
-      : guard_(t.device()),
-        stream_(
-            c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device()).native_handle()) {}
-  template <class Kernel, class... Arguments>
-  void operator()(const char* name, Kernel* kernel, const Arguments&... arguments) const {
-    const cuda::Error error = kernel(arguments..., stream_);
-    MOESH_CHECK(!error, ErrorKind::device, "kernel ", name, ": ", error);
-  }
-
- private:
-  c10::DeviceGuard guard_;
-  Stream stream_;
-};
-
-const void* in(const at::Tensor& t) { return t.defined() ? t.const_data_ptr() : nullptr; }
-void* out(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; }
-const std::int32_t* indices(const at::Tensor& t) {
-  return t.defined() ? t.const_data_ptr<std::int32_t>() : nullptr;
-}
-float* floats(const at::Tensor& t) { return t.defined() ? t.mutable_data_ptr<float>() : nullptr; }
-
-bool in_chunks(const at::Tensor& t) {  // of 16 bytes, as the kernels read and write
-  return reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
-}
-/// A view may begin anywhere.
-at::Tensor aligned(const at::Tensor& t) { return !t.defined() || in_chunks(t) ? t : t.clone(); }
 
 /// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
 class Call {
@@ -87,13 +68,14 @@ class Call {
     return {at_tokens(y_RD), {given, gate_RF, up_RF}};
   }
 
-  /// gate_RF and up_RF become their gradients.
+  /// gate_RF and up_RF become their gradients. The gradients of the weights get their memory when
+  /// they are made: those of w1 and w3 after the hidden state is gone.
   ExpertsGradients backward(const at::Tensor& gate_RF, const at::Tensor& up_RF,
                             const at::Tensor& dy) {
     ExpertsGradients d;
     const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
-    d.weights = {like(weights_.w1_eFD), like(weights_.w3_eFD), like(weights_.w2_eDF),
-                 like(weights_.b1_eF),  like(weights_.b3_eF),  like(weights_.b2_eD)};
+    d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
+    d.weights.b2_eD = like(weights_.b2_eD);
     {
       const at::Tensor dy_RD = at_experts(dy), act_RF = empty_hidden();
       at::Tensor terms;
@@ -106,6 +88,7 @@ class Call {
       if (terms.defined())
         run_("score_gradient", score_gradient, experts_, in(dy_RD),
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
+      d.weights.w2_eDF = like(weights_.w2_eDF);
       run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
       run_("bias_gradients", bias_gradients, experts_, in(dy_RD), in(gate_RF), in(up_RF),
            out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
@@ -113,6 +96,7 @@ class Call {
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
     run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));
     d.x = at_tokens(dx_RD);
+    d.weights.w1_eFD = like(weights_.w1_eFD), d.weights.w3_eFD = like(weights_.w3_eFD);
     run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(gate_RF), in(up_RF),
          out(d.weights.w1_eFD), out(d.weights.w3_eFD));
     return d;
@@ -254,7 +238,7 @@ struct Gate {
 
 at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
   const Gate gate(x, gate_ED);
-  if (!gate.taken()) return at::mm(x.to(gate_ED.scalar_type()), gate_ED.t());
+  if (!gate.taken()) return aten_kernels().gate_forward(x, gate_ED);
   const at::Tensor logits_TE = at::empty({x.size(0), gate_ED.size(0)}, gate_ED.options());
   OnDeviceOf{x}("route", route, gate.router, in(gate.x_TD), in(gate.terms), floats(logits_TE),
                 static_cast<std::int32_t*>(nullptr), static_cast<float*>(nullptr),
@@ -265,9 +249,7 @@ at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
 GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
                             const at::Tensor& d_logits_TE) {
   const Gate gate(x, gate_ED);
-  if (!gate.taken())
-    return {at::mm(d_logits_TE, gate_ED).to(x.scalar_type()),
-            at::mm(d_logits_TE.t(), x.to(gate_ED.scalar_type()))};
+  if (!gate.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE);
   GateGradients d{at::empty_like(gate.x_TD), at::empty_like(gate_ED)};
   const at::Tensor workspace =
       at::empty({route_workspace(gate.router)}, x.options().dtype(at::kByte));
@@ -287,9 +269,25 @@ GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
   return d;
 }
 
+/// Asked in every call, so that the driver is asked once for each device.
 std::string refuses_device(at::Device device) {
-  const cuda::Error error = check_device(device.has_index() ? device.index() : 0);
-  return error ? error : "";
+  constexpr int kMaxDevices = 64;
+  struct Answer {
+    std::once_flag asked;
+    cuda::Error error = nullptr;
+  };
+  static Answer answers[kMaxDevices];
+  int index = device.index();
+  if (index < 0) {  // the current one; where there is none, what a question for the first says
+    const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
+                             c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
+    index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;
+  }
+  if (index >= kMaxDevices)
+    return detail::concat("own kernels take devices 0 to ", kMaxDevices - 1);
+  Answer& answer = answers[index];
+  std::call_once(answer.asked, [&] { answer.error = check_device(index); });
+  return answer.error ? answer.error : "";
 }
 
 std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
@@ -321,6 +319,16 @@ const KernelTable& hopper_kernels() {
     t.gate_backward = hopper::gate_backward;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
+    t.norm_forward = hopper::norm_forward;
+    t.norm_backward = hopper::norm_backward;
+    t.rotate_forward = hopper::rotate_forward;
+    t.rotate_backward = hopper::rotate_backward;
+    t.logit_sums = hopper::logit_sums;
+    t.logit_gradient_ = hopper::logit_gradient_;
+    t.latent_heads_forward = hopper::latent_heads_forward;
+    t.latent_heads_backward = hopper::latent_heads_backward;
+    t.swiglu_forward = hopper::swiglu_forward;
+    t.swiglu_backward = hopper::swiglu_backward;
     t.refuses_device = hopper::refuses_device;
     t.refuses_experts = hopper::refuses_experts;
     return t;

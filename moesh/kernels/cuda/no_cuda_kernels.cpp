@@ -1,5 +1,5 @@
 // Stands in for the kernels where moesh was built without a CUDA compiler.
-#include "moesh/kernels/cuda/launch.h"
+#include "moesh/kernels/cuda/around.h"
 
 namespace moesh::kernels::cuda {
 namespace {
@@ -41,5 +41,22 @@ Error top_k(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std:
 }
 std::int64_t route_workspace(const Router&) { return 0; }
 Error route_backward(const Router&, const RouteGradients&, Stream) { return kNone; }
+
+Error norm(const Norm&, const void*, void*, float*, Stream) { return kNone; }
+std::int64_t norm_workspace(const Norm&) { return 0; }
+Error norm_backward(const Norm&, const void*, const float*, const void*, float*, void*, float*,
+                    Stream) {
+  return kNone;
+}
+Error rope(const Rope&, const void*, void*, Stream) { return kNone; }
+Error logit_sums(const Logits&, const void*, float*, float*, float*, Stream) { return kNone; }
+Error logit_gradient(const Logits&, void*, const float*, const float*, Stream) { return kNone; }
+Error latent_heads(const Latent&, Stream) { return kNone; }
+Error latent_heads_backward(const Latent&, Stream) { return kNone; }
+Error dense_swiglu(const void*, const void*, void*, std::int64_t, Stream) { return kNone; }
+Error dense_swiglu_backward(const void*, const void*, const void*, void*, void*, std::int64_t,
+                            Stream) {
+  return kNone;
+}
 
 }  // namespace moesh::kernels::cuda

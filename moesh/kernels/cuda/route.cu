@@ -104,8 +104,10 @@ __device__ __forceinline__ void limit_to_groups(Choice<kPer>& choice, const Rout
   }
 }
 
+/// Logits of the first 128 experts, and of the next.
 template <int kPer>
-__device__ void choose(const RouteParams& p, const float* logits, int token, int lane) {
+__device__ void choose(const RouteParams& p, const float* first, const float* second, int token,
+                       int lane) {
   const Router& r = p.router;
   const int num_experts = static_cast<int>(r.num_experts), top_k = static_cast<int>(r.top_k);
   float logit[kPer], score[kPer];
@@ -114,7 +116,7 @@ __device__ void choose(const RouteParams& p, const float* logits, int token, int
     const int e = j * 32 + lane;
     logit[j] = -INFINITY;
     if (e >= num_experts) continue;
-    logit[j] = logits[e] + (r.gate_bias_E ? r.gate_bias_E[e] : 0.f);
+    logit[j] = (j < 4 ? first[e] : second[e - 128]) + (r.gate_bias_E ? r.gate_bias_E[e] : 0.f);
     if (p.logits_TE) p.logits_TE[static_cast<int64_t>(token) * num_experts + e] = logit[j];
   }
   if (!p.experts_TK) return;
@@ -176,23 +178,43 @@ __device__ void choose(const RouteParams& p, const float* logits, int token, int
   p.weights_TK[at] = weight * r.scale;
 }
 
+/// 256 columns are two passes over x; the logits of the first lie behind the stages of the second.
+template <int kN>
+struct RouteShape {
+  static constexpr int kWidth = smaller(kN, 128), kPasses = kN / kWidth, kPitch = kWidth + 4;
+  static constexpr int kMostStages = kPasses == 1 ? 4 : 2;
+  static constexpr int kStageBytes = thin::Shape<kWidth, 3, kMostStages>::kBytes;
+  static constexpr int kFirst = kPasses == 1 ? 0 : (kStageBytes + 15) / 16 * 16;  // pass 0's logits
+  static constexpr int kLogitBytes = kTileM * kPitch * 4;
+  static constexpr int kBytes = kPasses == 1 ? kStageBytes : kFirst + kLogitBytes;
+  static_assert(kStageBytes >= kLogitBytes && kBytes <= 227 * 1024);
+};
+
 template <int kN>
 __global__ void __launch_bounds__(thin::kThreads, 1)
     route_kernel(const __grid_constant__ RouteParams p) {
+  using S = RouteShape<kN>;
   extern __shared__ __align__(1024) uint8_t memory[];
-  constexpr int kPitch = kN + 4;
   const int first_token = blockIdx.x * kTileM, num_tokens = static_cast<int>(p.router.num_tokens);
   const int steps = ceil_div(static_cast<int>(p.router.model), kTileK);
-  float acc[kN / 2];
-  thin::multiply<kN, 3, false>(p.operands, memory, first_token, 0, steps, acc);
-  float* logits = reinterpret_cast<float*>(memory);
-  if (threadIdx.x < thin::kMathThreads)
-    thin::each_result<kN>(
-        acc, [&](int row, int column, float value) { logits[row * kPitch + column] = value; });
-  __syncthreads();
+  float* first = reinterpret_cast<float*>(memory + S::kFirst);
+  float* second = reinterpret_cast<float*>(memory);
+#pragma unroll 1
+  for (int pass = 0; pass < S::kPasses; ++pass) {
+    float acc[S::kWidth / 2];
+    thin::multiply<S::kWidth, 3, false, S::kMostStages>(p.operands, memory, first_token,
+                                                        pass * S::kWidth, 0, steps, acc);
+    __syncthreads();
+    float* logits = pass == 0 ? first : second;
+    if (threadIdx.x < thin::kMathThreads)
+      thin::each_result<S::kWidth>(
+          acc, [&](int row, int column, float value) { logits[row * S::kPitch + column] = value; });
+    __syncthreads();
+  }
   for (int row = threadIdx.x / 32; row < kTileM; row += thin::kThreads / 32) {
     if (first_token + row >= num_tokens) break;
-    choose<kN / 32>(p, logits + row * kPitch, first_token + row, threadIdx.x % 32);
+    choose<kN / 32>(p, first + row * S::kPitch, second + row * S::kPitch, first_token + row,
+                    threadIdx.x % 32);
   }
 }
 
@@ -227,8 +249,7 @@ __global__ void __launch_bounds__(256)
 template <int kN>
 Error launch(const RouteParams& p, cudaStream_t stream) {
   static Prepared prepared;
-  constexpr int kBytes = thin::Shape<kN, 3>::kBytes;
-  static_assert(kBytes >= kTileM * (kN + 4) * 4 && kBytes <= 227 * 1024);
+  constexpr int kBytes = RouteShape<kN>::kBytes;
   int num_blocks = 0;
   if (Error error = prepared(route_kernel<kN>, thin::kThreads, kBytes, 1, num_blocks)) return error;
   num_blocks = ceil_div(static_cast<int>(p.router.num_tokens), kTileM);
@@ -258,7 +279,8 @@ Error route(const Router& r, const void* x_TD, const void* terms, float* logits_
   Error error = nullptr;
   RouteParams p = {};
   p.operands.a = tensor_map(x_TD, r.model, r.num_tokens, 1, kTileK, kTileM, error);
-  if (!error) p.operands.b = tensor_map(terms, r.model, padded, 4, kTileK, columns, error);
+  if (!error)
+    p.operands.b = tensor_map(terms, r.model, padded, 4, kTileK, smaller(columns, 128), error);
   if (error) return error;
   p.router = r;
   p.logits_TE = logits_TE, p.experts_TK = experts_TK, p.weights_TK = weights_TK;

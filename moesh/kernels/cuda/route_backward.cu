@@ -142,20 +142,20 @@ struct GateParams {
   int model, padded, num_steps, steps_of_part;
 };
 
-/// A block has 128 of D and one part of the tokens.
+/// A block has 128 of D, one part of the tokens and kN of the experts.
 template <int kN>
 __global__ void __launch_bounds__(thin::kThreads, 1)
     gate_kernel(const __grid_constant__ GateParams p) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  const int m = blockIdx.x * kTileM, first = blockIdx.y * p.steps_of_part;
+  const int m = blockIdx.x * kTileM, first = blockIdx.y * p.steps_of_part, n = blockIdx.z * kN;
   float acc[kN / 2];
-  thin::multiply<kN, 2, true>(p.operands, memory, m, first,
+  thin::multiply<kN, 2, true>(p.operands, memory, m, n, first,
                               min(p.num_steps, first + p.steps_of_part), acc);
   if (threadIdx.x >= thin::kMathThreads) return;
   float* out = p.parts + static_cast<int64_t>(blockIdx.y) * p.model * p.padded;
   thin::each_result<kN>(acc, [&](int row, int column, float value) {
-    if (m + row < p.model && column < p.padded)
-      out[static_cast<int64_t>(m + row) * p.padded + column] = value;
+    if (m + row < p.model && n + column < p.padded)
+      out[static_cast<int64_t>(m + row) * p.padded + n + column] = value;
   });
 }
 
@@ -190,7 +190,7 @@ __global__ void sum_bias_parts(const float* parts, float* d_bias_E, int padded, 
   d_bias_E[e] = sum;
 }
 
-template <int kN>
+template <int kN, int kPer>
 Error launch(const LogitsParams& l, const GateParams& g, const Layout& layout,
              cudaStream_t stream) {
   static Prepared prepared;
@@ -198,8 +198,8 @@ Error launch(const LogitsParams& l, const GateParams& g, const Layout& layout,
   int ignored = 0;
   if (Error error = prepared(gate_kernel<kN>, thin::kThreads, kBytes, 1, ignored)) return error;
   const int tokens = static_cast<int>(l.router.num_tokens);
-  logits_kernel<kN / 32><<<ceil_div(tokens, kWarps), kWarps * 32, 0, stream>>>(l);
-  const dim3 grid(ceil_div(g.model, kTileM), layout.num_parts);
+  logits_kernel<kPer><<<ceil_div(tokens, kWarps), kWarps * 32, 0, stream>>>(l);
+  const dim3 grid(ceil_div(g.model, kTileM), layout.num_parts, ceil_div(layout.padded, kN));
   gate_kernel<kN><<<grid, thin::kThreads, kBytes, stream>>>(g);
   return text_of(cudaGetLastError());
 }
@@ -237,9 +237,9 @@ Error route_backward(const Router& r, const RouteGradients& g, Stream stream) {
   p.model = static_cast<int>(r.model), p.padded = layout.padded;
   p.num_steps = ceil_div(static_cast<int>(r.num_tokens), kTileK);
   p.steps_of_part = layout.steps_of_part;
-  error = r.num_experts <= 64    ? launch<64>(l, p, layout, queue)
-          : r.num_experts <= 128 ? launch<128>(l, p, layout, queue)
-                                 : launch<256>(l, p, layout, queue);
+  error = r.num_experts <= 64    ? launch<64, 2>(l, p, layout, queue)
+          : r.num_experts <= 128 ? launch<128, 4>(l, p, layout, queue)
+                                 : launch<128, 8>(l, p, layout, queue);
   if (error) return error;
   sum_parts<<<static_cast<unsigned>((r.model * layout.padded + 255) / 256), 256, 0, queue>>>(
       parts, g.d_gate_ED, layout.num_parts, r.model, layout.padded,

@@ -1,5 +1,5 @@
 #pragma once
-// A GEMM with few columns: a block multiplies 128 x kN, kN up to 256, and B is a sum of bf16 terms
+// A GEMM with few columns: a block multiplies 128 x kN, kN 64 or 128, and B is a sum of bf16 terms
 // (a float32 number is the sum of three, its first eight bits, the next eight and the last), all
 // added up in one accumulator. Two warp groups multiply 64 rows each, one more warp loads.
 //   kMn = false   A [M, K] and B [kN, K]: the terms are matrices of a stack
@@ -18,21 +18,23 @@ struct Operands {
   int term_columns[3];  // kMn: where each term of B begins
 };
 
-template <int kN, int kTerms>
+template <int kN, int kTerms, int kMostStages = 4>
 struct Shape {
   static constexpr int kTermBytes = kN * 128;
   static constexpr int kStageBytes = 2 * kBlockBytes + kTerms * kTermBytes;
-  static constexpr int kStages = smaller(4, 224 * 1024 / kStageBytes);
+  static constexpr int kStages = smaller(kMostStages, 224 * 1024 / kStageBytes);
   static constexpr int kBytes = kStages * kStageBytes + 2 * 8 * kStages;
 };
 
-/// The sum over steps [first, last) of depth 64 into acc; the rows of A begin at m. `memory` is
-/// Shape::kBytes, aligned to 1024. All kThreads call it; those of the first two warp groups get
-/// results. Afterwards the memory is free, and all have come together.
-template <int kN, int kTerms, bool kMn>
-__device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int m, int first,
-                                         int last, float (&acc)[kN / 2]) {
-  using S = Shape<kN, kTerms>;
+/// The sum over steps [first, last) of depth 64 into acc; the rows of A begin at m, the columns of
+/// each term of B at n. `memory` is Shape::kBytes, aligned to 1024. All kThreads call it; those of
+/// the first two warp groups get results. Afterwards the memory is free, and all have come
+/// together.
+template <int kN, int kTerms, bool kMn, int kMostStages = 4>
+__device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int m, int n,
+                                         int first, int last, float (&acc)[kN / 2]) {
+  static_assert(kN <= 128);  // of 256 there would be no registers for sums apart
+  using S = Shape<kN, kTerms, kMostStages>;
   const uint32_t stages = ptx::shared_address(memory);
   const uint32_t full = stages + S::kStages * S::kStageBytes, empty = full + 8 * S::kStages;
   if (threadIdx.x == 0) {
@@ -65,10 +67,10 @@ __device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int
         const uint32_t at = to + 2 * kBlockBytes + term * S::kTermBytes;
         if constexpr (kMn) {
           for (int block = 0; block < kN / 64; ++block)
-            ptx::tma_load(at + block * kBlockBytes, &o.b, o.term_columns[term] + block * 64, k, 0,
-                          ready);
+            ptx::tma_load(at + block * kBlockBytes, &o.b, o.term_columns[term] + n + block * 64, k,
+                          0, ready);
         } else {
-          ptx::tma_load(at, &o.b, k, 0, term, ready);
+          ptx::tma_load(at, &o.b, k, n, term, ready);
         }
       }
     }
@@ -77,7 +79,7 @@ __device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int
     const uint64_t first_a = ptx::matrix_descriptor(stages + warp / 4 * kBlockBytes);
     const uint64_t first_b = ptx::matrix_descriptor(stages + 2 * kBlockBytes);
     // The tensor cores cut off what float32 would round, and so lose a bit of the sum with every
-    // addition: a few steps are added up apart, where there are registers for it.
+    // addition: a few steps are added up apart.
     constexpr int kApart = 4;
     for (int i = 0; i < kN / 2; ++i) acc[i] = 0.f;
     auto multiply_stage = [&](float(&sum)[kN / 2], int accumulate) {
@@ -97,21 +99,19 @@ __device__ __forceinline__ void multiply(const Operands& o, uint8_t* memory, int
       ptx::wgmma_end(sum);
       if (lane == 0) ptx::barrier_arrive(empty + 8 * stage);
     };
-    if constexpr (kN <= 128) {
-      float part[kN / 2];
-      for (int step = first; step < last; ++step, next()) {
-        const int place = (step - first) % kApart;
-        multiply_stage(part, place);
-        if (place != kApart - 1 && step + 1 < last) continue;
+    float part[kN / 2];
+    for (int step = first; step < last; ++step, next()) {
+      const int place = (step - first) % kApart;
+      multiply_stage(part, place);
+      if (place != kApart - 1 && step + 1 < last) continue;
 #pragma unroll
-        for (int i = 0; i < kN / 2; ++i) acc[i] += part[i];
-      }
-    } else {
-      for (int step = first; step < last; ++step, next()) multiply_stage(acc, 1);
+      for (int i = 0; i < kN / 2; ++i) acc[i] += part[i];
     }
   }
   __syncwarp();
   __syncthreads();
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2 * S::kStages; ++i) ptx::barrier_invalidate(full + 8 * i);
 }
 
 /// Calls f(row, column, value) for all accumulators of this thread: rows of its block of 128.

@@ -84,11 +84,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> embedding_bag(
           at::empty_like(offsets), at::empty_like(offsets)};
 }
 
-at::Tensor bincount(const at::Tensor& x, const std::optional<at::Tensor>& /*weights*/,
-                    std::int64_t min_length) {
-  return at::empty({min_length}, x.options());
-}
-
 at::Tensor extreme(const at::Tensor& x) { return at::empty({}, x.options()); }
 
 at::Tensor absolute(const at::Tensor& x) { return at::empty_like(x); }
@@ -131,12 +126,12 @@ void adamw(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::T
            at::TensorList, double, double, double, double, double, bool, bool,
            const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {}
 
-// Fused attention: the output as the queries lie, and one number for each query.
+// Fused attention: the output by positions, then heads, and one number for each query.
 std::tuple<at::Tensor, at::Tensor> sdpa(const at::Tensor& q, const at::Tensor& /*k*/,
-                                        const at::Tensor& /*v*/, double, bool,
+                                        const at::Tensor& v, double, bool,
                                         const std::optional<at::Tensor>& /*mask*/,
                                         std::optional<double>) {
-  return {at::empty_like(q),
+  return {at::empty({q.size(0), q.size(2), q.size(1), v.size(3)}, q.options()).transpose(1, 2),
           at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat))};
 }
 
@@ -173,7 +168,6 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("index_select", TORCH_FN(index_select));
   m.impl("embedding_dense_backward", TORCH_FN(embedding_dense_backward));
   m.impl("_embedding_bag_forward_only", TORCH_FN(embedding_bag));
-  m.impl("bincount", TORCH_FN(bincount));
   m.impl("min", TORCH_FN(extreme));
   m.impl("max", TORCH_FN(extreme));
   m.impl("abs", TORCH_FN(absolute));
@@ -202,6 +196,7 @@ DryRun::~DryRun() {
   modelled = at::kCPU;
 }
 
+std::int64_t DryRun::live() const { return CountingAllocator::live; }
 std::int64_t DryRun::peak() const { return CountingAllocator::peak; }
 
 }  // namespace moesh::kernels::meta

@@ -20,7 +20,9 @@ class DryRun {
   DryRun(const DryRun&) = delete;
   DryRun& operator=(const DryRun&) = delete;
 
-  /// The most bytes of tensors that lived at once.
+  /// The bytes of tensors that live now.
+  std::int64_t live() const;
+  /// The most that lived at once.
   std::int64_t peak() const;
 
  private:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/table.h"
 
@@ -93,6 +94,69 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return out;
 }
 
+// What the kernels of an accelerator hold: bfloat16 is taken to run on the own kernels for Hopper
+// unless `kernels.gpu` is library. Both kinds run on meta themselves, so that their temporaries are
+// what is counted.
+const KernelTable& of_accelerator_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
+  const KernelTable& own = hopper_kernels();
+  const bool takes =
+      gpu_kernels() != GpuKernels::library && own.refuses_experts(config, weights).empty();
+  return takes ? own : aten_kernels();
+}
+ExpertsOutput accelerator_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                  const ExpertsInput& input) {
+  return of_accelerator_for(config, weights).experts_forward(config, weights, input);
+}
+ExpertsGradients accelerator_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
+                                      ExpertsSaved saved, const at::Tensor& dy) {
+  return of_accelerator_for(config, weights)
+      .experts_backward(config, weights, std::move(saved), dy);
+}
+const KernelTable& of_accelerator_gate() {
+  return gpu_kernels() == GpuKernels::library ? aten_kernels() : hopper_kernels();
+}
+at::Tensor accelerator_gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
+  return of_accelerator_gate().gate_forward(x_TD, gate_ED);
+}
+GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
+                                        const at::Tensor& d_logits_TE) {
+  return of_accelerator_gate().gate_backward(x_TD, gate_ED, d_logits_TE);
+}
+
+// The kernels of an accelerator: results, and no temporaries.
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/) {
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty(x.sizes(), x.options()),
+          at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide))};
+}
+NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
+                            const at::Tensor& /*r*/, const at::Tensor& /*dy*/) {
+  return {at::empty(x.sizes(), x.options()), like(weight_D)};
+}
+at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
+  return at::empty(x_BLhd.sizes(), x_BLhd.options());
+}
+
+LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
+  const auto wide = logits_NV.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto fresh = [&] {
+    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(wide));
+  };
+  return {fresh(), fresh(), fresh()};
+}
+at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/,
+                           const at::Tensor& /*total_N*/, const at::Tensor& /*weight_N*/) {
+  return logits_NV;
+}
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
+  return at::empty_like(gate);
+}
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& /*up*/,
+                                const at::Tensor& /*dh*/) {
+  return {at::empty_like(gate), at::empty_like(gate)};
+}
+
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -115,17 +179,34 @@ const KernelTable& meta_kernels() {
                                   .top_k = meta::top_k,
                                   .sort_by_expert = meta::sort_by_expert,
                                   .rank_major_to_expert_major = meta::rank_major_to_expert_major,
+                                  .gate_forward = aten_kernels().gate_forward,
+                                  .gate_backward = aten_kernels().gate_backward,
                                   .gather_rows = meta::gather_rows,
                                   .combine_rows = meta::combine_rows,
                                   .experts_forward = meta::experts_forward,
                                   .experts_backward = meta::experts_backward,
+                                  .norm_forward = aten_kernels().norm_forward,
+                                  .norm_backward = aten_kernels().norm_backward,
+                                  .rotate_forward = aten_kernels().rotate_forward,
+                                  .rotate_backward = aten_kernels().rotate_backward,
+                                  .logit_sums = aten_kernels().logit_sums,
+                                  .logit_gradient_ = aten_kernels().logit_gradient_,
+                                  .latent_heads_forward = aten_kernels().latent_heads_forward,
+                                  .latent_heads_backward = aten_kernels().latent_heads_backward,
+                                  .swiglu_forward = aten_kernels().swiglu_forward,
+                                  .swiglu_backward = aten_kernels().swiglu_backward,
                                   .attention_forward = meta::attention_forward,
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {
     KernelTable t = of_cpu;
-    // LibTorch ops run on meta themselves: their temporaries are those of the accelerator.
-    t.experts_forward = aten_kernels().experts_forward;
-    t.experts_backward = aten_kernels().experts_backward;
+    t.experts_forward = meta::accelerator_forward;
+    t.experts_backward = meta::accelerator_backward;
+    t.gate_forward = meta::accelerator_gate_forward;
+    t.gate_backward = meta::accelerator_gate_backward;
+    t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
+    t.rotate_forward = t.rotate_backward = meta::rotate;
+    t.swiglu_forward = meta::swiglu_forward, t.swiglu_backward = meta::swiglu_backward;
+    t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;
   }();

@@ -1,0 +1,247 @@
+// Where the time of a training step goes, by section of the model and by kernel.
+//   bench_step [--warmup N] [--profile N] [--trace FILE] OPTIONS OF moesh train
+// Runs N steps without a profiler (the median is what a step takes), then N with LibTorch's, and
+// prints the time of the device by section (what the host was in when it launched a kernel: a
+// forward section, or a node of backward) and by kernel; on the CPU, that of LibTorch's operations,
+// without what they call. One rank.
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/profiler_kineto.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/build.h"
+#include "moesh/train/memory.h"
+#include "moesh/train/step.h"
+
+namespace moesh {
+namespace {
+
+namespace kineto = torch::autograd::profiler;
+using torch::profiler::impl::ActivityType;
+
+struct Options {
+  int num_warm = 10, num_profiled = 5;
+  std::string trace;
+  std::vector<std::string> rest;
+};
+
+Options read_options(int argc, char** argv) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&] {
+      MOESH_CHECK(i + 1 < argc, ErrorKind::config, name, " takes a value");
+      return std::string(argv[++i]);
+    };
+    if (name == "--warmup")
+      o.num_warm = std::stoi(value());
+    else if (name == "--profile")
+      o.num_profiled = std::stoi(value());
+    else if (name == "--trace")
+      o.trace = value();
+    else
+      o.rest.push_back(name);
+  }
+  MOESH_CHECK(o.num_warm >= 2 && o.num_profiled >= 1, ErrorKind::config, "--warmup ", o.num_warm,
+              ", --profile ", o.num_profiled, "; the first takes 2 or more, the second 1 or more");
+  return o;
+}
+
+// A range of the host in which kernels were launched.
+struct Range {
+  std::uint64_t begin, end;
+  std::string name;
+};
+
+const std::string kNode = "autograd::engine::evaluate_function: ";
+
+// Of backward, the node; of what is called there, the step's part.
+bool is_section(const kineto::KinetoEvent& e) {
+  return e.name().starts_with(kNode) ||
+         e.scope() == static_cast<uint8_t>(at::RecordScope::USER_SCOPE);
+}
+
+/// The time of each name, and how often.
+class Table {
+ public:
+  void add(const std::string& name, double ms) { rows_[name].first += ms, ++rows_[name].second; }
+  void print(const char* title, int num_steps) const {
+    std::vector<std::pair<std::string, std::pair<double, int>>> rows(rows_.begin(), rows_.end());
+    std::sort(rows.begin(), rows.end(),
+              [](const auto& a, const auto& b) { return a.second.first > b.second.first; });
+    double sum = 0;
+    for (const auto& row : rows) sum += row.second.first;
+    std::printf("\n%-9s %-7s %-7s %s\n", "ms", "share", "calls", title);
+    for (const auto& [name, row] : rows) {
+      if (row.first < sum * 5e-4) break;
+      std::printf("%-9.3f %-7.3f %-7.1f %.140s\n", row.first / num_steps, row.first / sum,
+                  static_cast<double>(row.second) / num_steps, name.c_str());
+    }
+    std::printf("%-9.3f %-7.3f %-7s all\n", sum / num_steps, 1.0, "");
+  }
+
+ private:
+  std::map<std::string, std::pair<double, int>> rows_;
+};
+
+// As libkineto numbers them.
+bool is_kernel(const kineto::KinetoEvent& e) {  // or a copy, or a fill
+  return e.activityType() >= 3 && e.activityType() <= 5;
+}
+bool is_launch(const kineto::KinetoEvent& e) {  // a call of CUDA's runtime or driver
+  return e.activityType() == 7 || e.activityType() == 8;
+}
+
+// The innermost section that holds a time of the host. They nest, and come in the order of their
+// beginnings.
+std::string section_at(const std::vector<Range>& ranges, std::uint64_t time) {
+  auto it = std::upper_bound(ranges.begin(), ranges.end(), time,
+                             [](std::uint64_t t, const Range& r) { return t < r.begin; });
+  while (it != ranges.begin()) {
+    --it;
+    if (time < it->end) return it->name;
+  }
+  return "outside of any section";
+}
+
+void print_device_tables(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
+  std::vector<Range> ranges;
+  std::unordered_map<std::uint64_t, std::uint64_t> launched_at;  // by correlation
+  for (const auto& e : events) {
+    if (is_launch(e)) launched_at[e.correlationId()] = e.startNs();
+    if (e.deviceType() == at::kCPU && is_section(e))
+      ranges.push_back(
+          {e.startNs(), e.endNs(),
+           e.name().starts_with(kNode) ? "backward: " + e.name().substr(kNode.size()) : e.name()});
+  }
+  std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
+    return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
+  });
+  Table sections, kernels;
+  for (const auto& e : events) {
+    if (!is_kernel(e)) continue;
+    const double ms = static_cast<double>(e.durationNs()) * 1e-6;
+    kernels.add(e.name(), ms);
+    const auto found = launched_at.find(e.correlationId());
+    sections.add(found == launched_at.end() ? "unknown" : section_at(ranges, found->second), ms);
+  }
+  sections.print("section", num_steps);
+  kernels.print("kernel", num_steps);
+}
+
+// Each operation without those that it calls.
+void print_host_table(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
+  struct Open {
+    std::uint64_t end;
+    std::string name;
+  };
+  std::map<std::uint64_t, std::vector<const kineto::KinetoEvent*>> threads;
+  for (const auto& e : events)
+    if (e.deviceType() == at::kCPU) threads[e.startThreadId()].push_back(&e);
+  Table table;
+  for (auto& [thread, list] : threads) {
+    std::stable_sort(list.begin(), list.end(), [](const auto* a, const auto* b) {
+      return a->startNs() != b->startNs() ? a->startNs() < b->startNs() : a->endNs() > b->endNs();
+    });
+    std::vector<Open> open;
+    for (const auto* e : list) {
+      while (!open.empty() && open.back().end <= e->startNs()) open.pop_back();
+      const double ms = static_cast<double>(e->durationNs()) * 1e-6;
+      table.add(e->name(), ms);
+      if (!open.empty()) table.add(open.back().name, -ms);
+      open.push_back({e->endNs(), e->name()});
+    }
+  }
+  table.print("operation (calls: and what it calls)", num_steps);
+}
+
+torch::profiler::impl::ProfilerConfig profiler_config() {
+  return torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO);
+}
+
+std::set<ActivityType> activities(const config::Config& config) {
+  if (config.training.device == "cpu") return {ActivityType::CPU};
+  return {ActivityType::CPU, ActivityType::CUDA};
+}
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void run(comm::Group& world, const config::Config& config, const Options& o) {
+  const auto begin = Clock::now();
+  const Mesh mesh(world, config::mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto dataset = train::open_dataset(config);
+  const auto model = train::make_model(config);
+  const auto optimizer = train::make_optimizer(*model, config);
+  const auto options = train::step_options(config);
+  std::printf("data, model and optimizer made in %.3f s, ", seconds_since(begin));
+  std::int64_t step = 0;
+  const auto take_step = [&] {
+    const auto g = train::accumulate_gradients(
+        *model,
+        train::step_batches(config, *dataset, mesh,
+                            step * config::sample_order(config).num_per_step()),
+        options);
+    train::apply_gradients(*model, *optimizer, g, train::learning_rate(config, step++), options);
+  };
+  std::vector<double> seconds;
+  for (int i = 0; i < o.num_warm; ++i) {
+    const auto start = Clock::now();
+    take_step();
+    seconds.push_back(seconds_since(start));
+  }
+  std::printf("first step %.3f s, ", seconds[0]);
+  std::sort(seconds.begin() + 1, seconds.end());
+  const auto count = seconds.size() - 1;
+  std::printf("then median %.4f s, quartiles %.4f and %.4f s of %zu; %.2f GiB\n",
+              seconds[1 + count / 2], seconds[1 + count / 4], seconds[1 + count * 3 / 4], count,
+              train::peak_memory_gib(config.training.device));
+  const bool on_device = config.training.device != "cpu";
+  kineto::enableProfiler(
+      profiler_config(), activities(config),
+      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
+  for (int i = 0; i < o.num_profiled; ++i) take_step();
+  const auto result = kineto::disableProfiler();
+  if (!o.trace.empty()) result->save(o.trace);
+  if (on_device)
+    print_device_tables(result->events(), o.num_profiled);
+  else
+    print_host_table(result->events(), o.num_profiled);
+}
+
+int main(int argc, char** argv) try {
+  const Options o = read_options(argc, argv);
+  const config::Config config = config::load_config(o.rest);
+  MOESH_CHECK(config::mesh_shape(config).num_ranks() == 1, ErrorKind::config,
+              "the profile is of one rank, and the mesh has ",
+              config::mesh_shape(config).num_ranks());
+  // Here, and not in the thread of the rank: the profiler begins in the thread that loaded it.
+  kineto::prepareProfiler(profiler_config(), activities(config));
+  comm::launch(
+      1, [&](comm::Group& world) { run(world, config, o); }, config::launch_options(config));
+  return 0;
+} catch (const Error& e) {
+  std::fprintf(stderr, "%s\n", e.what());
+  return 1;
+}
+
+}  // namespace
+}  // namespace moesh
+
+int main(int argc, char** argv) { return moesh::main(argc, argv); }

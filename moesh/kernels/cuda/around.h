@@ -1,0 +1,72 @@
+#pragma once
+// The kernels around the MoE layer, under the rules of launch.h. They pass memory once, in pieces
+// of 16 bytes: eight features of a row.
+
+#include "moesh/kernels/cuda/launch.h"
+
+namespace moesh::kernels::cuda {
+
+/// RMSNorm of N rows of D features: y = r x w, r = 1 / sqrt(mean(x^2) + eps).
+struct Norm {
+  std::int64_t num_rows;
+  std::int64_t width;        // D, a multiple of 8, at most 8192
+  std::int64_t stride;       // from a row of x to the next, a multiple of 8; y, dy, dx have no gaps
+  float eps = 0.f;           // of forward
+  const float* weight = {};  // [D]; null: none
+};
+Error norm(const Norm&, const void* x, void* y, float* r_N, Stream);
+/// The number of floats that norm_backward needs besides its results.
+std::int64_t norm_workspace(const Norm&);
+/// d_weight is null where there is no weight. Its terms are summed in a fixed order.
+Error norm_backward(const Norm&, const void* x, const float* r_N, const void* dy, float* workspace,
+                    void* dx, float* d_weight, Stream);
+
+/// Rotary embedding of heads [batch, length, num_heads, num_kept + 2 num_turns].
+struct Rope {
+  std::int64_t batch, length, num_heads;
+  std::int64_t num_kept;    // features before those that turn, a multiple of 8
+  std::int64_t num_turns;   // frequencies, a multiple of 8
+  std::int64_t strides[3];  // of x, from a sequence, position and head to the next: multiples of 8
+  bool interleaved;         // x has pairs side by side, y evens then odds
+  bool adjoint;             // from the gradient of y to that of x
+  const float *cos, *sin;   // [length, num_turns]
+};
+/// y has no gaps.
+Error rope(const Rope&, const void* x, void* y, Stream);
+
+/// Logits of N tokens, without gaps.
+struct Logits {
+  std::int64_t num_tokens, num_words;  // words: a multiple of 8
+  const std::int64_t* label_N;         // a column, or -1: not here
+};
+/// The largest, the sum of exponentials of the distance from it, and the logit of the label (0: not
+/// here).
+Error logit_sums(const Logits&, const void* logits_NV, float* max_N, float* sum_N, float* picked_N,
+                 Stream);
+/// weight (exp(logit - total), less 1 at the label), over the logits.
+Error logit_gradient(const Logits&, void* logits_NV, const float* total_N, const float* weight_N,
+                     Stream);
+
+/// Features of heads, and the strides of a sequence, a position and a head: multiples of 8.
+struct HeadsAt {
+  void* data;
+  std::int64_t strides[3];
+};
+/// Latent attention: kv has num_own features of a key and num_value of a value in each head, key
+/// num_shared features for all heads; k and v are what attention takes. Numbers are multiples of 8.
+struct Latent {
+  std::int64_t batch, length, num_heads;
+  std::int64_t num_own, num_shared, num_value;
+  HeadsAt kv, key, k, v;
+};
+/// From kv and key to k and v.
+Error latent_heads(const Latent&, Stream);
+/// From the gradients of k and v to those of kv and key, which is summed over the heads in order.
+Error latent_heads_backward(const Latent&, Stream);
+
+/// h = silu(gate) up of `size` numbers, a multiple of 8.
+Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size, Stream);
+Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
+                            void* d_up, std::int64_t size, Stream);
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,211 @@
+// The torch side of the kernels around the MoE layer (around.h). What they do not take goes to
+// LibTorch's ops.
+
+#include <ATen/ops/empty.h>
+
+#include "moesh/kernels/cuda/around.h"
+#include "moesh/kernels/cuda/on_device.h"
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels::hopper {
+namespace {
+
+constexpr std::int64_t kMaxWidth = 8192;
+
+const float* read_floats(const at::Tensor& t) {
+  return t.defined() ? t.const_data_ptr<float>() : nullptr;
+}
+
+/// [rows, width] with the features of a row side by side; a view where x allows it.
+at::Tensor rows_of(const at::Tensor& x) {
+  const at::Tensor rows = x.reshape({-1, x.size(-1)});
+  return rows.stride(1) == 1 && rows.stride(0) % 8 == 0 && in_chunks(rows) ? rows
+                                                                           : rows.contiguous();
+}
+
+bool takes_norm(const at::Tensor& x) {
+  return x.scalar_type() == at::kBFloat16 && x.size(-1) >= 8 && x.size(-1) % 8 == 0 &&
+         x.size(-1) <= kMaxWidth;
+}
+
+Norm norm_of(const at::Tensor& rows, const at::Tensor& weight_D, double eps) {
+  return {.num_rows = rows.size(0),
+          .width = rows.size(1),
+          .stride = rows.size(0) > 1 ? rows.stride(0) : rows.size(1),
+          .eps = static_cast<float>(eps),
+          .weight = read_floats(weight_D)};
+}
+
+bool takes_rotation(const Rotation& r, const at::Tensor& x) {
+  bool is_taken = x.scalar_type() == at::kBFloat16 && x.stride(3) == 1 && in_chunks(x) &&
+                  r.cos_Lf.size(1) >= 8 && r.cos_Lf.size(1) % 8 == 0 && x.size(3) % 8 == 0;
+  for (int d = 0; d < 3; ++d) is_taken = is_taken && x.stride(d) % 8 == 0;
+  return is_taken;
+}
+
+at::Tensor rotated(const Rotation& r, const at::Tensor& x, bool adjoint) {
+  const at::Tensor y = at::empty(x.sizes(), x.options());
+  const Rope rope{.batch = x.size(0),
+                  .length = x.size(1),
+                  .num_heads = x.size(2),
+                  .num_kept = x.size(3) - 2 * r.cos_Lf.size(1),
+                  .num_turns = r.cos_Lf.size(1),
+                  .strides = {x.stride(0), x.stride(1), x.stride(2)},
+                  .interleaved = r.interleaved,
+                  .adjoint = adjoint,
+                  .cos = read_floats(r.cos_Lf),
+                  .sin = read_floats(r.sin_Lf)};
+  OnDeviceOf{x}("rope", cuda::rope, rope, in(x), out(y));
+  return y;
+}
+
+}  // namespace
+
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
+  if (!takes_norm(x)) return aten_kernels().norm_forward(x, weight_D, eps);
+  const at::Tensor rows = rows_of(x), weight = aligned(weight_D);
+  const auto sizes = x.sizes();
+  NormOutput y{at::empty(sizes, x.options()),
+               at::empty(sizes.slice(0, sizes.size() - 1), x.options().dtype(at::kFloat))};
+  OnDeviceOf{x}("norm", cuda::norm, norm_of(rows, weight, eps), in(rows), out(y.y), floats(y.r));
+  return y;
+}
+
+NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
+                            const at::Tensor& dy) {
+  if (!takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy);
+  const at::Tensor rows = rows_of(x), weight = aligned(weight_D),
+                   dy_rows = aligned(dy.contiguous());
+  const Norm norm = norm_of(rows, weight, 0);
+  const auto wide = x.options().dtype(at::kFloat);
+  const at::Tensor workspace = at::empty({norm_workspace(norm)}, wide);
+  NormGradients d{at::empty(x.sizes(), x.options()), {}};
+  if (weight.defined()) d.weight_D = at::empty({norm.width}, wide);
+  OnDeviceOf{x}("norm_backward", cuda::norm_backward, norm, in(rows), read_floats(r), in(dy_rows),
+                floats(workspace), out(d.x), floats(d.weight_D));
+  return d;
+}
+
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {
+  return takes_rotation(rotation, x_BLhd) ? rotated(rotation, x_BLhd, false)
+                                          : aten_kernels().rotate_forward(rotation, x_BLhd);
+}
+
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) {
+  return takes_rotation(rotation, dy_BLhd) ? rotated(rotation, dy_BLhd, true)
+                                           : aten_kernels().rotate_backward(rotation, dy_BLhd);
+}
+
+namespace {
+
+bool takes_logits(const at::Tensor& logits_NV) {
+  return logits_NV.scalar_type() == at::kBFloat16 && logits_NV.size(1) >= 8 &&
+         logits_NV.size(1) % 8 == 0 && in_chunks(logits_NV);
+}
+
+Logits logits_of(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  return {.num_tokens = logits_NV.size(0),
+          .num_words = logits_NV.size(1),
+          .label_N = label_N.const_data_ptr<std::int64_t>()};
+}
+
+}  // namespace
+
+LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  if (!takes_logits(logits_NV)) return aten_kernels().logit_sums(logits_NV, label_N);
+  const auto fresh = [&] {
+    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(at::kFloat));
+  };
+  LogitSums sums{fresh(), fresh(), fresh()};
+  OnDeviceOf{logits_NV}("logit_sums", cuda::logit_sums, logits_of(logits_NV, label_N),
+                        in(logits_NV), floats(sums.max_N), floats(sums.sum_N),
+                        floats(sums.picked_N));
+  return sums;
+}
+
+at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_N,
+                           const at::Tensor& total_N, const at::Tensor& weight_N) {
+  if (!takes_logits(logits_NV))
+    return aten_kernels().logit_gradient_(logits_NV, label_N, total_N, weight_N);
+  OnDeviceOf{logits_NV}("logit_gradient", cuda::logit_gradient, logits_of(logits_NV, label_N),
+                        out(logits_NV), read_floats(total_N), read_floats(weight_N));
+  return logits_NV;
+}
+
+namespace {
+
+bool takes_heads(const at::Tensor& t) {
+  bool is_taken = t.scalar_type() == at::kBFloat16 && t.stride(-1) == 1 && in_chunks(t);
+  for (std::int64_t d = 0; d + 1 < t.dim(); ++d) is_taken = is_taken && t.stride(d) % 8 == 0;
+  return is_taken && t.size(-1) % 8 == 0;
+}
+
+HeadsAt heads_at(const at::Tensor& t) {  // a tensor of three dimensions has one head for all
+  return {const_cast<void*>(t.const_data_ptr()),
+          {t.stride(0), t.stride(1), t.dim() == 4 ? t.stride(2) : 0}};
+}
+
+Latent latent_of(const at::Tensor& kv, const at::Tensor& key, const at::Tensor& k,
+                 const at::Tensor& v) {
+  return {.batch = kv.size(0),
+          .length = kv.size(1),
+          .num_heads = kv.size(2),
+          .num_own = kv.size(3) - v.size(3),
+          .num_shared = key.size(2),
+          .num_value = v.size(3),
+          .kv = heads_at(kv),
+          .key = heads_at(key),
+          .k = heads_at(k),
+          .v = heads_at(v)};
+}
+
+bool takes_swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  return gate.scalar_type() == at::kBFloat16 && gate.numel() % 8 == 0 && in_chunks(gate) &&
+         in_chunks(up);
+}
+
+}  // namespace
+
+LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
+                                 std::int64_t num_own) {
+  if (!takes_heads(kv) || !takes_heads(key) || num_own % 8 != 0)
+    return aten_kernels().latent_heads_forward(kv, key, num_own);
+  const auto fresh = [&](std::int64_t width) {
+    return at::empty({kv.size(0), kv.size(1), kv.size(2), width}, kv.options());
+  };
+  LatentHeads y{fresh(num_own + key.size(2)), fresh(kv.size(3) - num_own)};
+  OnDeviceOf{kv}("latent_heads", cuda::latent_heads, latent_of(kv, key, y.k_BLhd, y.v_BLhv));
+  return y;
+}
+
+LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
+                                      std::int64_t num_own) {
+  if (!takes_heads(dk) || !takes_heads(dv) || num_own % 8 != 0)
+    return aten_kernels().latent_heads_backward(dk, dv, num_own);
+  LatentGradients d{
+      at::empty({dk.size(0), dk.size(1), dk.size(2), num_own + dv.size(3)}, dk.options()),
+      at::empty({dk.size(0), dk.size(1), dk.size(3) - num_own}, dk.options())};
+  OnDeviceOf{dk}("latent_heads_backward", cuda::latent_heads_backward,
+                 latent_of(d.kv, d.key, dk, dv));
+  return d;
+}
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+  if (!takes_swiglu(gate, up)) return aten_kernels().swiglu_forward(gate, up);
+  const at::Tensor h = at::empty(gate.sizes(), gate.options());
+  OnDeviceOf{gate}("dense_swiglu", dense_swiglu, in(gate), in(up), out(h), gate.numel());
+  return h;
+}
+
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
+                                const at::Tensor& dh) {
+  if (!takes_swiglu(gate, up) || !in_chunks(dh))
+    return aten_kernels().swiglu_backward(gate, up, dh);
+  SwigluGradients d{at::empty(gate.sizes(), gate.options()),
+                    at::empty(gate.sizes(), gate.options())};
+  OnDeviceOf{gate}("dense_swiglu_backward", dense_swiglu_backward, in(gate), in(up), in(dh),
+                   out(d.gate), out(d.up), gate.numel());
+  return d;
+}
+
+}  // namespace moesh::kernels::hopper

@@ -1,0 +1,108 @@
+// Rotary embedding of heads and its adjoint: one pass, in which the features that stay are copied.
+
+#include "moesh/kernels/cuda/activation.h"
+#include "moesh/kernels/cuda/around.h"
+#include "moesh/kernels/cuda/host.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct RopeParams {
+  const bf16* x;
+  bf16* y;
+  const float *cos, *sin;
+  int64_t strides[3];
+  int64_t size;                     // pieces in all
+  int length, num_heads, num_kept;  // features that stay
+  int num_turns;
+  float sign;  // -1: the adjoint
+};
+
+__device__ __forceinline__ void load_floats(const float* from, float (&v)[8]) {
+  const float4 a = __ldg(reinterpret_cast<const float4*>(from)),
+               b = __ldg(reinterpret_cast<const float4*>(from) + 1);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+/// A thread copies 8 features, or turns 8 pairs. Pairs lie side by side, or `num_turns` apart.
+template <bool kPairsIn, bool kPairsOut>
+__global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= p.size) return;
+  const int pieces = (p.num_kept + p.num_turns) / 8;
+  const int64_t head_at = at / pieces;
+  const int piece = static_cast<int>(at - head_at * pieces);
+  const int64_t token = head_at / p.num_heads;
+  const int head = static_cast<int>(head_at - token * p.num_heads);
+  const int64_t sequence = token / p.length;
+  const int position = static_cast<int>(token - sequence * p.length);
+  const bf16* x = p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2];
+  bf16* y = p.y + head_at * (p.num_kept + 2 * p.num_turns);
+  if (piece * 8 < p.num_kept) {
+    store16(y + piece * 8, load16(x + piece * 8));
+    return;
+  }
+  const int turn = piece * 8 - p.num_kept;
+  x += p.num_kept, y += p.num_kept;
+  float a[8], b[8], cos[8], sin[8];
+  {
+    float u[8], v[8];
+    unpack(load16(x + (kPairsIn ? 2 * turn : turn)), u);
+    unpack(load16(x + (kPairsIn ? 2 * turn + 8 : turn + p.num_turns)), v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      a[i] = !kPairsIn ? u[i] : i < 4 ? u[2 * i % 8] : v[2 * i % 8];
+      b[i] = !kPairsIn ? v[i] : i < 4 ? u[2 * i % 8 + 1] : v[2 * i % 8 + 1];
+    }
+  }
+  const int64_t angle = static_cast<int64_t>(position) * p.num_turns + turn;
+  load_floats(p.cos + angle, cos), load_floats(p.sin + angle, sin);
+  float c[8], d[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float s = p.sign * sin[i];
+    c[i] = a[i] * cos[i] - b[i] * s;
+    d[i] = b[i] * cos[i] + a[i] * s;
+  }
+  float u[8], v[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    u[i] = !kPairsOut ? c[i] : i % 2 == 0 ? c[i / 2] : d[i / 2];
+    v[i] = !kPairsOut ? d[i] : i % 2 == 0 ? c[4 + i / 2] : d[4 + i / 2];
+  }
+  store16(y + (kPairsOut ? 2 * turn : turn), packed(u));
+  store16(y + (kPairsOut ? 2 * turn + 8 : turn + p.num_turns), packed(v));
+}
+
+}  // namespace
+
+Error rope(const Rope& r, const void* x, void* y, Stream stream) {
+  if (r.num_kept % 8 != 0 || r.num_turns < 8 || r.num_turns % 8 != 0 || r.strides[0] % 8 != 0 ||
+      r.strides[1] % 8 != 0 || r.strides[2] % 8 != 0)
+    return "a rotation takes multiples of 8 features that stay and of 8 frequencies";
+  const RopeParams p{.x = static_cast<const bf16*>(x),
+                     .y = static_cast<bf16*>(y),
+                     .cos = r.cos,
+                     .sin = r.sin,
+                     .strides = {r.strides[0], r.strides[1], r.strides[2]},
+                     .size = r.batch * r.length * r.num_heads * ((r.num_kept + r.num_turns) / 8),
+                     .length = static_cast<int>(r.length),
+                     .num_heads = static_cast<int>(r.num_heads),
+                     .num_kept = static_cast<int>(r.num_kept),
+                     .num_turns = static_cast<int>(r.num_turns),
+                     .sign = r.adjoint ? -1.f : 1.f};
+  if (p.size == 0) return nullptr;
+  const auto num_blocks = static_cast<unsigned>((p.size + kThreads - 1) / kThreads);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (!r.interleaved)
+    rope_kernel<false, false><<<num_blocks, kThreads, 0, queue>>>(p);
+  else if (r.adjoint)
+    rope_kernel<false, true><<<num_blocks, kThreads, 0, queue>>>(p);
+  else
+    rope_kernel<true, false><<<num_blocks, kThreads, 0, queue>>>(p);
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,36 @@
+#include "moesh/nn/norm.h"
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "moesh/kernels/norm.h"
+
+namespace moesh::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Saved are the input, which the residual stream holds anyway, and a number for each row.
+class NormFunction : public torch::autograd::Function<NormFunction> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const std::optional<at::Tensor>& weight, double eps) {
+    const at::Tensor w = weight.value_or(at::Tensor());
+    const auto out = kernels::norm_forward(x, w, eps);
+    context->save_for_backward({x, w, out.r});
+    return out.y;
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const auto d = kernels::norm_backward(saved[0], saved[1], saved[2], grads[0]);
+    return {d.x, d.weight_D, {}};
+  }
+};
+
+}  // namespace
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps);
+}
+
+}  // namespace moesh::nn

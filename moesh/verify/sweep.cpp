@@ -1,0 +1,75 @@
+#include "moesh/verify/sweep.h"
+
+#include <algorithm>
+#include <charconv>
+#include <utility>
+
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+
+namespace moesh::verify {
+namespace {
+
+// "A<separator>B", two whole numbers, 1 or more.
+std::optional<std::pair<int, int>> two_numbers(const std::string& text, char separator) {
+  int a = 0, b = 0;
+  const char *begin = text.data(), *end = begin + text.size();
+  const auto first = std::from_chars(begin, end, a);
+  if (first.ec != std::errc() || first.ptr == end || *first.ptr != separator) return {};
+  const auto second = std::from_chars(first.ptr + 1, end, b);
+  if (second.ec != std::errc() || second.ptr != end || a < 1 || b < 1) return {};
+  return {{a, b}};
+}
+
+// The chosen ones, in the order in which they were. (Fisher-Yates, stopped after `count`.)
+std::vector<MeshShape> sampled(std::vector<MeshShape> all, const Sample& sample) {
+  const Random random(sample.seed, "meshes of a sweep");
+  std::vector<size_t> order(all.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  const auto count = static_cast<size_t>(sample.count);
+  for (size_t i = 0; i < count; ++i)
+    std::swap(order[i], order[i + random.below(i, order.size() - i)]);
+  std::sort(order.begin(), order.begin() + sample.count);
+  std::vector<MeshShape> chosen;
+  for (size_t i = 0; i < count; ++i) chosen.push_back(all[order[i]]);
+  return chosen;
+}
+
+}  // namespace
+
+std::vector<MeshShape> Sweep::shapes() const {
+  std::vector<MeshShape> all;
+  for (int n = least_ranks; n <= most_ranks; ++n)
+    for (const auto& shape : all_mesh_shapes(n)) all.push_back(shape);
+  if (sample) {
+    MOESH_CHECK(sample->count >= 1 && static_cast<size_t>(sample->count) <= all.size(),
+                ErrorKind::config, "--sample ", sample->count, " of the ", all.size(),
+                " meshes with ", least_ranks, " to ", most_ranks,
+                " ranks; take 1 or more and no more than there are");
+    all = sampled(std::move(all), *sample);
+  }
+  std::vector<MeshShape> mine;
+  for (size_t i = static_cast<size_t>(shard.index - 1); i < all.size();
+       i += static_cast<size_t>(shard.count))
+    mine.push_back(all[i]);
+  MOESH_CHECK(!mine.empty(), ErrorKind::config, "--shard ", shard.index, "/", shard.count,
+              " has no mesh: there are ", all.size(), "; use no more shards than that");
+  return mine;
+}
+
+Sweep parse_sweep(const std::string& text) {
+  const auto range = two_numbers(text.find('-') == text.npos ? "1-" + text : text, '-');
+  MOESH_CHECK(range && range->first <= range->second, ErrorKind::config, "--sweep is '", text,
+              "'; it takes the most ranks that a mesh may have, as in 8, or the least and the "
+              "most, as in 5-8");
+  return {.least_ranks = range->first, .most_ranks = range->second};
+}
+
+SweepShard parse_shard(const std::string& text) {
+  const auto shard = two_numbers(text, '/');
+  MOESH_CHECK(shard && shard->first <= shard->second, ErrorKind::config, "--shard is '", text,
+              "'; it takes which piece of how many, as in 2/5 for the second of five");
+  return {.index = shard->first, .count = shard->second};
+}
+
+}  // namespace moesh::verify

@@ -1,0 +1,62 @@
+// Which of LibTorch's kernels attention gets on a GPU, and that its results are right.
+
+#include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
+#include <gtest/gtest.h>
+
+#include "moesh/nn/composed_attention.h"
+
+namespace moesh {
+namespace {
+
+struct Shape {
+  std::int64_t heads, groups, width, value_width;
+};
+
+at::Tensor causal(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  const auto per_group = q.size(2) / k.size(2);
+  const at::Tensor keys = k.repeat_interleave(per_group, 2).permute({0, 2, 3, 1}),
+                   values = v.repeat_interleave(per_group, 2).transpose(1, 2);
+  const at::Tensor scores = q.transpose(1, 2).matmul(keys) * scale;
+  const at::Tensor hidden = at::ones({q.size(1), q.size(1)}, q.options().dtype(at::kBool)).triu(1);
+  return scores.masked_fill(hidden, -INFINITY).softmax(-1).matmul(values).transpose(1, 2);
+}
+
+double error(const at::Tensor& got, const at::Tensor& want) {
+  return ((got.to(at::kDouble) - want).norm() / want.norm()).item<double>();
+}
+
+// On Hopper, cuDNN's kernel: values narrower than keys (MLA), and fewer key heads than query heads,
+// go to it as they are.
+TEST(AttentionOnAGpu, GoesToTheFastestKernelAsItIs) {
+  at::manual_seed(1);
+  for (const Shape& s : {Shape{4, 4, 192, 128}, Shape{8, 2, 128, 128}, Shape{8, 1, 64, 64}}) {
+    const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+    const auto leaf = [&](std::int64_t heads, std::int64_t width) {
+      return at::randn({2, 200, heads, width}, options).requires_grad_(true);
+    };
+    const at::Tensor q = leaf(s.heads, s.width), k = leaf(s.groups, s.width),
+                     v = leaf(s.groups, s.value_width);
+    const double scale = 1 / std::sqrt(static_cast<double>(s.width));
+    const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
+    const auto kernel = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+        heads(q), heads(k), heads(v), {}, 0.0, true, scale, s.heads != s.groups));
+    EXPECT_EQ(kernel, at::SDPBackend::cudnn_attention) << s.width << ", " << s.value_width;
+    const auto wide = [](const at::Tensor& x) {
+      return x.detach().to(at::kDouble).requires_grad_(true);
+    };
+    const at::Tensor wq = wide(q), wk = wide(k), wv = wide(v), want = causal(wq, wk, wv, scale);
+    const at::Tensor dy = at::randn(want.sizes(), options);
+    const at::Tensor y = nn::composed_attention({.scale = scale}, {q, k, v, {}});
+    ASSERT_EQ(y.sizes(), want.sizes());
+    EXPECT_TRUE(y.is_contiguous());  // merging heads copies nothing
+    y.backward(dy), want.backward(dy.to(at::kDouble));
+    EXPECT_LT(error(y, want), 1e-2);
+    EXPECT_LT(error(q.grad(), wq.grad()), 1e-2);
+    EXPECT_LT(error(k.grad(), wk.grad()), 1e-2);
+    EXPECT_LT(error(v.grad(), wv.grad()), 1e-2);
+  }
+}
+
+}  // namespace
+}  // namespace moesh
