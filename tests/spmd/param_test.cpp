@@ -258,6 +258,31 @@ TEST(ParamErrors, NameTheParameterAndTheCure) {
   });
 }
 
+// Element i is number i of the stream that has the parameter's name; large enough for threads whose
+// shares end within a row.
+TEST(Param, InitialValuesAreTheStreamOfItsName) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const int before = at::get_num_threads();
+  at::set_num_threads(3);
+  const ParamSpec spec{.name = "w", .shape = {3, 100, 257}, .dtype = at::kDouble};
+  const Random random(42, "w");
+  std::vector<double> normals(3 * 100 * 257);
+  random.normals(0, normals);
+  using Uncut = Param<Dense{I, I, I}>;
+  const at::Tensor normal =
+      local(value(Uncut(spec, {.kind = Init::Kind::normal, .scale = 0.5, .seed = 42}))).flatten();
+  const at::Tensor uniform =
+      local(value(Uncut(spec, {.kind = Init::Kind::uniform, .scale = 0.5, .seed = 42}))).flatten();
+  at::set_num_threads(before);
+  const auto *n = normal.const_data_ptr<double>(), *u = uniform.const_data_ptr<double>();
+  for (size_t i = 0; i < normals.size(); ++i) {
+    ASSERT_EQ(n[i], 0.5 * normals[i]) << i;
+    ASSERT_EQ(u[i], 0.5 * (2 * random.uniform(i) - 1)) << i;
+  }
+}
+
 // What a device makes by LibTorch's operations, here on any device, is what the host makes.
 TEST(DeviceRandom, HasTheNumbersOfTheHost) {
   for (const auto& [seed, name] :

@@ -275,6 +275,8 @@ TEST(Crossing, IsCheckedAtRunTimeWhereLettersDiffer) {
   on_mesh({.dp_shard = 2, .tp = 2, .ep = 4}, [](auto&, auto&) {
     EXPECT_THROW(sparse(assume<Dense{T, T, R}>(at::ones({1}))), Error);
     EXPECT_NO_THROW(sparse(assume<Dense{T, T, T}>(at::ones({1}))));
+    EXPECT_THROW(dense(assume<Sparse{T, R, R}>(at::ones({1}))), Error);
+    EXPECT_NO_THROW(dense(assume<Sparse{T, T, T}>(at::ones({1}))));
   });
 }
 
