@@ -59,18 +59,21 @@ class Mla final : public nn::Attention {
     const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
 
     const Full kv_a = linear(x_BLD, use(kv_a_));
+    const Full own_key =
+        map_heads(rotated, unflatten(narrow(kv_a, -1, latent_, rope_dim_), -1, {1, rope_dim_}));
+    // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
+    const Full seen = nn::seen_positions(
+        cat(std::vector{kv_norm_(narrow(kv_a, -1, 0, latent_)), flatten(own_key, 2, 3)}, -1),
+        tokens, options_);
     const Heads kv =
-        nn::split_heads(linear(kv_norm_(narrow(kv_a, -1, 0, latent_)), use(kv_b_)), nope_ + v_dim_);
-    const Full shared_key = narrow(kv_a, -1, latent_, rope_dim_);
+        nn::split_heads(linear(narrow(seen, -1, 0, latent_), use(kv_b_)), nope_ + v_dim_);
     const Heads k = map_heads(
         [&](const at::Tensor& t, const at::Tensor& key) {
-          const at::Tensor turned = rotated(key.unsqueeze(2)).expand({-1, -1, t.size(2), -1});
-          return at::cat({t.narrow(-1, 0, nope_), turned}, -1);
+          return at::cat({t.narrow(-1, 0, nope_), key.unsqueeze(2).expand({-1, -1, t.size(2), -1})},
+                         -1);
         },
-        kv, shared_key);
-    const Heads v = narrow(kv, -1, nope_, v_dim_);
-    const Heads y =
-        nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
+        kv, narrow(seen, -1, latent_, rope_dim_));
+    const Heads y = nn::attend(q, k, narrow(kv, -1, nope_, v_dim_), tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
   }
 

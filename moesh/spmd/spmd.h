@@ -9,6 +9,7 @@
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/param.h"
+#include "moesh/spmd/reach.h"
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/reshard.h"
 #include "moesh/spmd/transitions.h"

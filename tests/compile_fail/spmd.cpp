@@ -231,6 +231,17 @@ auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) {
 }
 #endif
 
+#if defined(FAIL_keys_fetched_that_are_there)
+// expect: with_reach takes a rank's own tokens (T)
+auto keys(const Tensor<Dense{T, R, F}>& k, const Along& pieces, const std::vector<Reach>& seen) {
+  return with_reach<cp>(k, pieces, seen);
+}
+#else
+auto keys(const Columns& k, const Along& pieces, const std::vector<Reach>& seen) {
+  return with_reach<cp>(k, pieces, seen);
+}
+#endif
+
 #if defined(FAIL_softmax_over_sharded_vocabulary)
 // expect: this rank holds a slice (F): all_gather<axis>(x) first
 auto vocabulary(const Columns& logits) { return map_rows(softmax, logits); }
