@@ -12,5 +12,6 @@
 #include "moesh/spmd/reach.h"
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/reshard.h"
+#include "moesh/spmd/together.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"

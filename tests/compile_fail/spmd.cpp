@@ -231,6 +231,17 @@ auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) {
 }
 #endif
 
+#if defined(FAIL_partial_scores_gathered_with_their_rows)
+// expect: all_gather of a partial sum (P): all_reduce or reduce_scatter<axis> instead
+auto rows_and_scores(const Shards& rows, const Sum& scores, const Splits& sizes) {
+  return all_gather_together<tp>(sizes, rows, scores);
+}
+#else
+auto rows_and_scores(const Shards& rows, const Shards& scores, const Splits& sizes) {
+  return all_gather_together<tp>(sizes, rows, scores);
+}
+#endif
+
 #if defined(FAIL_keys_fetched_that_are_there)
 // expect: with_reach takes a rank's own tokens (T)
 auto keys(const Tensor<Dense{T, R, F}>& k, const Along& pieces, const std::vector<Reach>& seen) {
