@@ -72,10 +72,12 @@ class Mla final : public nn::Attention {
     const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
+    // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
+    const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const auto [k, v] = nn::latent_heads(
-        nn::split_heads(linear(kv_norm_(latent), use(kv_b_)), nope_ + v_dim_), turned, nope_);
-    const Heads y =
-        nn::attend(q, nn::all_positions(k, tokens), nn::all_positions(v, tokens), tokens, options_);
+        nn::split_heads(linear(seen(kv_norm_(latent)), use(kv_b_)), nope_ + v_dim_), seen(turned),
+        nope_);
+    const Heads y = nn::attend(q, k, v, tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
   }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "moesh/base/error.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/fused_attention.h"
 #include "moesh/spmd/map.h"
@@ -17,11 +18,21 @@ namespace {
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h, const Tokens& tokens,
                         const AttentionOptions& o) {
-  const kernels::AttentionConfig config{
-      .scale = o.scale, .start = tokens.span_start(), .window = o.window, .chunk = o.chunk};
+  const Reach seen = reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+  MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
+              "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
+              " values, and the queries of this cp rank see ", seen.end - seen.begin,
+              " positions; take both from seen_positions with the same options");
+  // Positions count from the first key: chunks begin where they did.
+  const kernels::AttentionConfig config{.scale = o.scale,
+                                        .start = tokens.span_start() - seen.begin,
+                                        .window = o.window,
+                                        .chunk = o.chunk};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
-  return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
-                                                 : composed_attention(config, input);
+  // Without a query there may be no key either.
+  return kernels::has_attention(q_BLhd.device()) && q_BLhd.numel() > 0
+             ? fused_attention(config, input)
+             : composed_attention(config, input);
 }
 
 }  // namespace
@@ -32,8 +43,19 @@ Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int
 
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x) { return flatten(x, 2, 3); }
 
-AllHeads all_positions(const Heads& x, const Tokens& tokens) {
-  return all_gather<cp>(x, tokens.over_cp());
+std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
+  const std::int64_t all = tokens.sequence();
+  const bool sees_all = (o.window == 0 || o.window >= all) && (o.chunk == 0 || o.chunk >= all);
+  std::vector<Reach> found;
+  std::int64_t start = 0;
+  for (auto length : tokens.over_cp().sizes) {
+    std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
+    if (o.chunk > 0) first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
+    if (length == 0) first = start;
+    found.push_back(sees_all ? Reach{0, all} : Reach{first, start + length});
+    start += length;
+  }
+  return found;
 }
 
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
@@ -47,7 +69,7 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
 }
 
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens,
+Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
@@ -56,7 +78,7 @@ Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens&
       q, k, v);
 }
 
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks,
+Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,

@@ -1,27 +1,25 @@
 #pragma once
 // Softmax attention of the heads that a tp rank holds. Queries are the tokens of this cp rank, keys
-// and values those of all. B batch, L tokens of this cp rank, S all tokens, h heads of this tp
-// rank, d width of a head
+// and values those that they see, also of other cp ranks. B batch, L tokens of this cp rank, S
+// tokens that they see, h heads of this tp rank, d width of a head
 
 #include <functional>
+#include <vector>
 
 #include "moesh/nn/residual.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
+#include "moesh/spmd/reach.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
-using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;     // [B, L, h, d]: own positions
-using AllHeads = Tensor<Dense{Place::T, Place::R, Place::F}>;  // [B, S, h, d]: all positions
-using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;   // [h]: a number of each own head
+using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;    // [B, L, h, d]: own positions
+using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number of each own head
 
 /// [B, L, h * width] -> [B, L, h, width], and back.
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
-
-/// Keys or values of all cp ranks. T -> R on cp; backward: reduce_scatter.
-AllHeads all_positions(const Heads& x, const Tokens& tokens);
 
 /// A query sees itself and what is before it, as far as the window and its chunk reach.
 struct AttentionOptions {
@@ -31,14 +29,27 @@ struct AttentionOptions {
   std::int64_t chunk = 0;
 };
 
+/// For each cp rank, the positions that its queries see, its own among them: up to the end of its
+/// span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options);
+
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
+/// only these travel. Keys and values may be made before or after, whichever is smaller on its way.
+template <auto L>
+Tensor<L> seen_positions(const Tensor<L>& x, const Tokens& tokens,
+                         const AttentionOptions& options) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, options));
+}
+
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
 
-/// Causal attention, [B, L, h, d of v]. h may be smaller for keys and values (grouped queries).
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const Tokens& tokens,
+/// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options. h may
+/// be smaller for them (grouped queries).
+Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
-Heads attend(const Heads& q, const AllHeads& k, const AllHeads& v, const PerHead& sinks,
+Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options);
 
 /// What a decoder's block needs of its attention, whatever the kind.

@@ -46,7 +46,8 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
   }
   if (c.sinks) {
     ParamSpec spec = o.spec(name + ".sinks", {c.num_heads}, {{tp, 0}});
-    spec.compute.reset();  // a score, like those it competes with: float32 in bfloat16 runs
+    spec.compute.reset();  // a score, like those it competes with: float32 in
+                           // bfloat16 runs
     sinks_.emplace(spec, o.init);
   }
 }
@@ -78,7 +79,8 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
     q = map_heads([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
                   q);
   }
-  const AllHeads keys = all_positions(k, tokens), values = all_positions(v, tokens);
+  const Heads keys = seen_positions(k, tokens, options_),
+              values = seen_positions(v, tokens, options_);
   return o_(merge_heads(sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_)
                                : attend(q, keys, values, tokens, options_)));
 }

@@ -5,13 +5,17 @@
 
 #include <exception>
 #include <utility>
+#include <vector>
 
 namespace moesh::raw {
 namespace {
 
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
 struct Adjoint : torch::CustomClassHolder {
-  explicit Adjoint(std::function<at::Tensor(const at::Tensor&)> f) : apply(std::move(f)) {}
-  std::function<at::Tensor(const at::Tensor&)> apply;
+  explicit Adjoint(std::function<variable_list(const variable_list&)> f) : apply(std::move(f)) {}
+  std::function<variable_list(const variable_list&)> apply;
 };
 
 thread_local std::exception_ptr
@@ -19,18 +23,22 @@ thread_local std::exception_ptr
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*x*/,
-                            const at::Tensor& out, const c10::intrusive_ptr<Adjoint>& adjoint) {
+  static variable_list forward(AutogradContext* context, at::TensorList /*xs*/,
+                               const variable_list& outs,
+                               const c10::intrusive_ptr<Adjoint>& adjoint) {
     context->saved_data["adjoint"] = c10::IValue::make_capsule(adjoint);
-    return out.detach();  // a tensor of its own, also where the step returned its input
+    variable_list own;  // tensors of their own, also where the step returned its input
+    for (const auto& out : outs) own.push_back(out.detach());
+    return own;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list grads) {
+  static variable_list backward(AutogradContext* context, variable_list grads) {
     const at::NoGradGuard no_grad;
     const auto adjoint =
         c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
     try {
-      return {adjoint->apply(grads[0]), at::Tensor(), at::Tensor()};
+      variable_list result = adjoint->apply(grads);
+      result.resize(result.size() + 2);  // nothing for the outs and the adjoint
+      return result;
     } catch (...) {
       if (!fault) fault = std::current_exception();
       throw;
@@ -52,8 +60,25 @@ void run_backward(const std::function<void()>& backward) {
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
                   std::function<at::Tensor(const at::Tensor&)> adjoint) {
-  if (!at::GradMode::is_enabled() || !x.requires_grad()) return out;
-  return LinearFunction::apply(x, out, c10::make_intrusive<Adjoint>(std::move(adjoint)));
+  return attach_all({x}, {out}, [adjoint = std::move(adjoint)](const variable_list& grads) {
+    return variable_list{adjoint(grads[0])};
+  })[0];
+}
+
+variable_list attach_all(const variable_list& xs, const variable_list& outs,
+                         std::function<variable_list(const variable_list&)> adjoint) {
+  if (!at::GradMode::is_enabled()) return outs;
+  variable_list inputs, values;
+  for (size_t i = 0; i < xs.size(); ++i)
+    if (xs[i].requires_grad()) inputs.push_back(xs[i]), values.push_back(outs[i]);
+  if (inputs.empty()) return outs;
+  const auto attached = LinearFunction::apply(at::TensorList(inputs), values,
+                                              c10::make_intrusive<Adjoint>(std::move(adjoint)));
+  variable_list all = outs;
+  size_t next = 0;
+  for (size_t i = 0; i < xs.size(); ++i)
+    if (xs[i].requires_grad()) all[i] = attached[next++];
+  return all;
 }
 
 }  // namespace moesh::raw

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <vector>
 
 namespace moesh::raw {
 
@@ -10,6 +11,12 @@ namespace moesh::raw {
 /// (then with zeros): it may hold collectives.
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
                   std::function<at::Tensor(const at::Tensor&)> adjoint);
+
+/// The same for several tensors at once: `adjoint` takes the gradients of those outs whose x needs
+/// one to the gradients of these xs, and is not called where none does.
+std::vector<at::Tensor> attach_all(
+    const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& outs,
+    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint);
 
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.

@@ -136,18 +136,23 @@ at::Tensor use(const Stored& w, Axes replicas) {
   const auto replica_group = mesh.group(replicas);
   const auto compute = w.spec.compute.value_or(w.spec.dtype);
   at::Tensor out = w.value.detach();
-  if (replica_group->size() > 1) replica_group->expect_same(out, w.spec.name);
+  // Also where ranks that have it do the same work with it, and need no sum of their gradients.
+  mesh.group(w.replicas)->expect_same(out, w.spec.name);
+  const auto same_work = mesh.group(without(w.replicas, replicas));
   // Cast before the gather: fewer bytes travel.
   out = storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : out.to(compute);
-  return attach(w.value, out,
-                [storage_group, replica_group, dim = w.spec.storage_dim, sizes = w.storage_sizes,
-                 dtype = w.spec.dtype](const at::Tensor& grad) {
-                  // The reduction is in the precision of the master weights.
-                  at::Tensor sum = converted(grad, dtype);
-                  if (storage_group->size() > 1)
-                    sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
-                  return replica_group->all_reduce(sum);
-                });
+  return attach(
+      w.value, out,
+      [storage_group, replica_group, same_work, name = w.spec.name, dim = w.spec.storage_dim,
+       sizes = w.storage_sizes, dtype = w.spec.dtype](const at::Tensor& grad) {
+        // The reduction is in the precision of the master weights.
+        at::Tensor sum = converted(grad, dtype);
+        if (storage_group->size() > 1)
+          sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
+        sum = replica_group->all_reduce(sum);
+        same_work->expect_same(sum, "d(" + name + ")");
+        return sum;
+      });
 }
 
 at::Tensor gather(const Stored& w, const at::Tensor& shard) {

@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/spmd/attach.h"
+#include "moesh/spmd/together.h"
 #include "moesh/types/token.h"
 
 namespace moesh::raw {
@@ -31,6 +32,12 @@ std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool 
               ", and the parts ", sizes, " want ", is_part ? mine : total,
               "; pass Along{dim, total} or Along{.dim, .sizes} with the true sizes");
   return sizes;
+}
+
+at::Tensor packed(const std::vector<at::Tensor>& xs) {
+  std::vector<at::Tensor> values;
+  for (const auto& x : xs) values.push_back(x.detach());
+  return pack_rows(values);
 }
 
 std::int64_t start_of(const std::vector<std::int64_t>& sizes, int rank) {
@@ -102,20 +109,22 @@ at::Tensor once(const at::Tensor& x, Axes axes, Place from) {
   return attach(x, keep_first(value), adjoint);
 }
 
-RowExchange::RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send,
+RowExchange::RowExchange(std::vector<at::Tensor> xs, Axes axes, std::vector<std::int64_t> send,
                          std::vector<std::int64_t> recv)
-    : x_(x),
+    : xs_(std::move(xs)),
       group_(current_mesh().group(axes)),
       send_(std::move(send)),
       recv_(std::move(recv)),
-      handle_(group_->start_all_to_all(x.detach(), send_, recv_)) {}
+      handle_(group_->start_all_to_all(group_->size() == 1 ? xs_[0].detach() : packed(xs_), send_,
+                                       recv_)) {}
 
-at::Tensor RowExchange::wait() {
-  if (group_->size() == 1) return x_;
-  return attach(x_, handle_.wait(),
-                [group = group_, send = send_, recv = recv_](const at::Tensor& grad) {
-                  return group->all_to_all(grad, recv, send);
-                });
+std::vector<at::Tensor> RowExchange::wait() {
+  if (group_->size() == 1) return xs_;
+  return attach_all(
+      xs_, unpack_rows(handle_.wait(), xs_),
+      [group = group_, send = send_, recv = recv_](const std::vector<at::Tensor>& grads) {
+        return unpack_rows(group->all_to_all(pack_rows(grads), recv, send), grads);
+      });
 }
 
 }  // namespace moesh::raw

@@ -33,15 +33,16 @@ at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Alon
 /// identity from I.
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
-/// Rows to other ranks, under way; backward sends the gradients back.
+/// Rows of one or more tensors to other ranks in one message (together.h), under way; backward
+/// sends the gradients back in one.
 class RowExchange {
  public:
-  RowExchange(const at::Tensor& x, Axes axes, std::vector<std::int64_t> send,
+  RowExchange(std::vector<at::Tensor> xs, Axes axes, std::vector<std::int64_t> send,
               std::vector<std::int64_t> recv);
-  at::Tensor wait();
+  std::vector<at::Tensor> wait();
 
  private:
-  at::Tensor x_;
+  std::vector<at::Tensor> xs_;
   std::shared_ptr<comm::Group> group_;
   std::vector<std::int64_t> send_, recv_;
   comm::Handle handle_;

@@ -231,6 +231,28 @@ auto dispatch(const Rows& rows, const Splits& send, const Splits& recv) {
 }
 #endif
 
+#if defined(FAIL_partial_scores_gathered_with_their_rows)
+// expect: all_gather of a partial sum (P): all_reduce or reduce_scatter<axis> instead
+auto rows_and_scores(const Shards& rows, const Sum& scores, const Splits& sizes) {
+  return all_gather_together<tp>(sizes, rows, scores);
+}
+#else
+auto rows_and_scores(const Shards& rows, const Shards& scores, const Splits& sizes) {
+  return all_gather_together<tp>(sizes, rows, scores);
+}
+#endif
+
+#if defined(FAIL_keys_fetched_that_are_there)
+// expect: with_reach takes a rank's own tokens (T)
+auto keys(const Tensor<Dense{T, R, F}>& k, const Along& pieces, const std::vector<Reach>& seen) {
+  return with_reach<cp>(k, pieces, seen);
+}
+#else
+auto keys(const Columns& k, const Along& pieces, const std::vector<Reach>& seen) {
+  return with_reach<cp>(k, pieces, seen);
+}
+#endif
+
 #if defined(FAIL_softmax_over_sharded_vocabulary)
 // expect: this rank holds a slice (F): all_gather<axis>(x) first
 auto vocabulary(const Columns& logits) { return map_rows(softmax, logits); }

@@ -5,9 +5,12 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "moesh/models/registry.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/verify/verify.h"
+#include "tests/support.h"
 #include "tests/train/device.h"
 
 namespace moesh {
@@ -87,6 +90,89 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
     const auto report = verify::verify(c, verify::run_reference(c));
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }
+}
+
+// With every promise looked at: values that are R or I are compared over the ranks, and so are the
+// calls.
+TEST(Checked, EveryModelKeepsItsPromises) {
+  for (const auto& name : models::model_names())
+    for (bool sequence_parallel : {false, true}) {
+      const MeshShape mesh = sequence_parallel ? MeshShape{.cp = 2, .tp = 2, .ep = 2, .etp = 2}
+                                               : MeshShape{.dp_replicate = 2, .tp = 2, .ep = 2};
+      config::Settings settings = verify::verify_defaults(1);
+      for (const auto& more : {config::mesh_settings(mesh, "test"), test_settings()})
+        settings.insert(settings.end(), more.begin(), more.end());
+      const config::Origin test{"test"};
+      settings.push_back({"model.name", name, test});
+      settings.push_back({"debug.checked", true, test});
+      settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
+      const verify::VerifyCase c{config::merged(settings), 1};
+      const auto report = verify::verify(c, verify::run_reference(c));
+      EXPECT_TRUE(report.holds()) << name << ": " << report.describe(mesh);
+    }
+}
+
+// A norm of the residual stream that one tp rank has otherwise, with and without sequence
+// parallelism.
+TEST(Checked, FindsANormThatDiffersOverTp) {
+  for (bool sequence_parallel : {false, true}) {
+    auto options = test_options();
+    options.checked = true;
+    const auto run = [&] {
+      comm::launch(
+          2,
+          [&](comm::Group& world) {
+            const Mesh mesh(world, {.tp = 2, .ep = 2});
+            const MeshScope scope(mesh);
+            const auto model = models::make_model(models::built_in("qwen3_moe", "tiny"),
+                                                  {.dtype = at::kDouble, .device = test_device()});
+            model->each_param([&](Stored& w, bool) {
+              const at::NoGradGuard no_grad;
+              if (w.spec.name == "model.layers.1.post_attention_layernorm.weight" &&
+                  world.rank() == 1)
+                w.value[0] += 1e-9;
+            });
+            const at::Tensor ids = at::arange(8).reshape({1, 8}).to(test_device());
+            model->forward({.input_ids_BL = ids, .labels_BL = ids},
+                           {.sequence_parallel = sequence_parallel});
+          },
+          options);
+    };
+    expect_parts(error_of(run, ErrorKind::comm),
+                 {"'model.layers.1.post_attention_layernorm.weight' is "
+                  "promised to be the same",
+                  "rank 1 holds a different value from rank 0"});
+  }
+}
+
+// What travels between cp ranks is the latent and the one rotated key, not the keys and values of
+// all heads that come of them.
+TEST(Mla, SendsTheLatentBetweenCpRanks) {
+  const auto config = models::DeepseekV3Config::named("tiny");
+  constexpr std::int64_t B = 2, L = 4;  // of each rank
+  comm::launch(
+      2,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {.cp = 2});
+        const MeshScope scope(mesh);
+        const auto model =
+            models::make_model(config, {.dtype = at::kDouble, .device = test_device()});
+        std::map<std::int64_t, std::int64_t> expected;  // bytes of a gather -> how often
+        model->each_param(
+            [&](Stored& w, bool) { ++expected[static_cast<std::int64_t>(w.value.nbytes())]; });
+        expected[B * L * config.kv_lora_rank * 8] += config.num_layers;
+        expected[B * L * config.qk_rope_dim * 8] += config.num_layers;
+        const at::Tensor ids = at::arange(B * 2 * L).reshape({B, 2 * L}).to(test_device());
+        const comm::Trace trace;
+        model->forward({.input_ids_BL = ids, .labels_BL = ids}, {});
+        std::map<std::int64_t, std::int64_t> found;
+        for (const auto& e : trace.entries()) {
+          EXPECT_EQ(e.op, comm::Collective::all_gather);
+          ++found[e.bytes];
+        }
+        EXPECT_EQ(found, expected) << "the shards of the parameters, and the latents";
+      },
+      test_options());
 }
 
 // The loss and the gradients of one step on one rank, by name.

@@ -84,8 +84,8 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
         const auto num_sinks = in.sinks.numel() / mesh.size(tp);
         const at::Tensor sinks =
             leaf(in.sinks.narrow(0, mesh.coordinate(tp) * num_sinks, num_sinks));
-        const auto keys = nn::all_positions(assume<kHeads>(k), tokens),
-                   values = nn::all_positions(assume<kHeads>(v), tokens);
+        const auto keys = nn::seen_positions(assume<kHeads>(k), tokens, o),
+                   values = nn::seen_positions(assume<kHeads>(v), tokens, o);
         const auto y = with_sinks ? nn::attend(assume<kHeads>(q), keys, values,
                                                assume<Dense{R, R, F}>(sinks), tokens, o)
                                   : nn::attend(assume<kHeads>(q), keys, values, tokens, o);
@@ -155,8 +155,8 @@ const std::vector<MeshShape> kMeshes{{},        {.tp = 2},          {.cp = 2},
                                      {.cp = 3}, {.cp = 2, .tp = 2}, {.cp = 8}};
 
 TEST(Attention, IsTheFormulaOnEveryMesh) {
-  const auto in =
-      make_inputs(2, 7, 4, 2);  // 7 tokens: uneven over 2 and 3 ranks, and fewer than 8 ranks
+  const auto in = make_inputs(2, 7, 4,
+                              2);  // 7 tokens: uneven over 2 and 3 ranks, and fewer than 8 ranks
   for (const AttentionOptions& o : kOptions)
     for (bool with_sinks : {false, true}) {
       const Outputs expected = by_formula(in, o, with_sinks);
@@ -164,6 +164,51 @@ TEST(Attention, IsTheFormulaOnEveryMesh) {
         expect_equal(on_mesh(in, o, with_sinks, shape), expected,
                      shape.describe() + ", " + describe(o, with_sinks));
     }
+}
+
+// Between cp ranks travels what the queries see: all of it, or the window, or the chunk. In bytes
+// that each of 4 ranks puts into messages of forward and of backward, keys and values together.
+TEST(Attention, SendsWhatQueriesSee) {
+  const auto sent = [](const AttentionOptions& o, int rank, bool in_backward) {
+    std::int64_t sum = 0;
+    comm::launch(
+        4,
+        [&](comm::Group& world) {
+          const Mesh mesh(world, {.cp = 4});
+          const MeshScope scope(mesh);
+          const Tokens tokens(mesh, 2, 16, true);  // 4 tokens a rank
+          const auto heads = [&] {
+            return as_leaf(assume<kHeads>(
+                at::randn({2, 4, 3, 5}, at::TensorOptions(at::kDouble).device(test_device()))));
+          };
+          const auto q = heads(), k = heads(), v = heads();
+          const comm::Trace forward;
+          const auto y = nn::attend(q, nn::seen_positions(k, tokens, o),
+                                    nn::seen_positions(v, tokens, o), tokens, o);
+          const comm::Trace backward_trace;
+          if (in_backward) local(y).sum().backward();
+          if (world.rank() == rank)
+            for (const auto& e : (in_backward ? backward_trace : forward).entries()) sum += e.bytes;
+        },
+        test_options());
+    constexpr std::int64_t kPosition = 2 * (2 * 3 * 5) * 8;  // keys and values of 2 sequences
+    EXPECT_EQ(sum % kPosition, 0);
+    return sum / kPosition;
+  };
+  using Positions = std::vector<std::int64_t>;
+  const auto of_all = [&](const AttentionOptions& o, bool in_backward) {
+    Positions all;
+    for (int r = 0; r < 4; ++r) all.push_back(sent(o, r, in_backward));
+    return all;
+  };
+  EXPECT_EQ(of_all({}, false), (Positions{4, 4, 4, 4})) << "its own, to all";
+  EXPECT_EQ(of_all({}, true), (Positions{16, 16, 16, 16}));
+  EXPECT_EQ(of_all({.window = 3}, false), (Positions{2, 2, 2, 0})) << "its last two, to the next";
+  EXPECT_EQ(of_all({.window = 3}, true), (Positions{0, 2, 2, 2}));
+  EXPECT_EQ(of_all({.window = 6}, false), (Positions{5, 5, 4, 0})) << "four, and one to the next";
+  EXPECT_EQ(of_all({.chunk = 8}, false), (Positions{4, 0, 4, 0})) << "to the rank of its chunk";
+  EXPECT_EQ(of_all({.chunk = 4}, false), (Positions{0, 0, 0, 0})) << "a chunk a rank: nothing";
+  EXPECT_EQ(of_all({.window = 1}, false), (Positions{0, 0, 0, 0}));
 }
 
 // The form for devices without a kernel of ours, here on any device; with all queries, and with

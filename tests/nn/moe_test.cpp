@@ -3,6 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <map>
+#include <mutex>
+
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/kernels/ref/moe.h"
@@ -380,52 +383,102 @@ using Lines = std::vector<std::string>;
 TEST(Trace, TensorParallelExperts) {  // ep = 1, etp = tp
   const MeshShape shape{.tp = 2, .etp = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"etp all_gather", "etp all_gather", "etp all_gather", "etp reduce_scatter"}))
-      << "counts, rows, scores, and one reduction";
+            (Lines{"etp all_gather", "etp all_gather", "etp reduce_scatter"}))
+      << "counts, rows with their scores, and one reduction";
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
-            (Lines{"etp all_gather", "etp reduce_scatter", "etp reduce_scatter", "tp all_reduce"}))
-      << "d(y), d(scores), d(rows), and the gate once";
+            (Lines{"etp all_gather", "etp all_to_all", "tp all_reduce"}))
+      << "d(y), the terms of d(rows) with those of d(scores), and the gate "
+         "once";
 }
 
 TEST(Trace, ExpertsOnTheTensorParallelRanks) {  // tp2ep
   const MeshShape shape{.tp = 2, .ep = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"ep all_gather", "ep all_to_all", "ep all_to_all", "ep all_to_all"}));
+            (Lines{"ep all_gather", "ep all_to_all", "ep all_to_all"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
-            (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "tp all_reduce"}));
+            (Lines{"ep all_to_all", "ep all_to_all", "tp all_reduce"}));
 }
 
 TEST(Trace,
-     ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in shards, the experts are not
+     ExpertsOnTheDataParallelRanks) {  // dp2ep: the gate is stored in shards,
+                                       // the experts are not
   const MeshShape shape{.dp_shard = 2, .ep = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"dp_shard all_gather", "ep all_gather", "ep all_to_all", "ep all_to_all",
-                   "ep all_to_all"}));
+            (Lines{"dp_shard all_gather", "ep all_gather", "ep all_to_all", "ep all_to_all"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
-            (Lines{"ep all_to_all", "ep all_to_all", "ep all_to_all", "dp_shard reduce_scatter"}));
+            (Lines{"ep all_to_all", "ep all_to_all", "dp_shard reduce_scatter"}));
 }
 
 TEST(Trace, ExpertAndExpertTensorParallel) {
   const MeshShape shape{.tp = 4, .ep = 2, .etp = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, false),
-            (Lines{"ep|etp all_gather", "ep all_to_all", "ep all_to_all", "etp all_gather",
-                   "etp all_gather", "etp reduce_scatter", "ep all_to_all"}));
+            (Lines{"ep|etp all_gather", "ep all_to_all", "etp all_gather", "etp reduce_scatter",
+                   "ep all_to_all"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_to_all, 0, true, true),
-            (Lines{"ep all_to_all", "etp all_gather", "etp reduce_scatter", "ep all_to_all",
-                   "etp reduce_scatter", "ep all_to_all", "tp all_reduce"}))
-      << "d(y); then d(scores), and d(rows); the gate once";
+            (Lines{"ep all_to_all", "etp all_gather", "etp all_to_all", "ep all_to_all",
+                   "tp all_reduce"}))
+      << "d(y); d(rows) with d(scores); the gate once";
 }
 
 TEST(Trace, AllGatherOverTpSharesItsGatherAndItsReduction) {
   const MeshShape shape{.tp = 2, .ep = 2};
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, true, false),
-            (Lines{"tp all_gather", "tp all_gather", "tp all_gather", "tp reduce_scatter"}))
-      << "x, scores, choices; one reduction for routed and shared experts";
+            (Lines{"tp all_gather", "tp reduce_scatter"}))
+      << "x, scores and choices; one reduction for routed and shared experts";
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, true, true),
-            (Lines{"tp all_gather", "tp reduce_scatter", "tp reduce_scatter", "tp all_reduce"}));
+            (Lines{"tp all_gather", "tp all_to_all", "tp all_reduce"}));
   EXPECT_EQ(trace(shape, nn::Dispatcher::all_gather, 4, false, false),
-            (Lines{"tp all_gather", "tp all_gather", "tp all_reduce"}))
+            (Lines{"tp all_gather", "tp all_reduce"}))
       << "without sequence parallelism x is everywhere already";
+}
+
+// In bfloat16: a row of 6 features has 12 bytes, and its score 4 more; over all ranks, since the
+// router decides how many rows each sends.
+TEST(Trace, AMessageHasTheRowsAndTheirScores) {
+  const auto bytes = [](const MeshShape& shape, nn::Dispatcher dispatcher) {
+    std::mutex mutex;
+    std::map<std::string, std::int64_t> sums;
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, shape);
+          const MeshScope scope(mesh);
+          LayerCase c = small_case();
+          c.layer.dtype = at::kBFloat16;
+          c.layer.dispatcher = dispatcher;
+          nn::Moe moe(c.layer);
+          const nn::Tokens tokens(mesh, 2, 8, true);
+          const auto x = as_leaf(assume<Dense{T, T, T}>(
+              at::randn({2, tokens.length(), 6}, at::TensorOptions(at::kDouble))
+                  .to(test_device(), at::kBFloat16)));
+          const auto record = [&](const std::string& pass, const comm::Trace& t) {
+            const std::lock_guard lock(mutex);
+            for (const auto& e : t.entries())
+              sums[pass + " " + e.group + " " + comm::to_string(e.op)] += e.bytes;
+          };
+          const comm::Trace forward;
+          const auto out = moe(x, tokens);
+          record("forward", forward);
+          const comm::Trace backward_trace;
+          local(out.y).sum().backward();
+          record("backward", backward_trace);
+        },
+        test_options());
+    return sums;
+  };
+  const std::int64_t top_k = small_case().layer.router.top_k, tokens = 16, rows = tokens * top_k;
+  constexpr std::int64_t kRow = 6 * 2, kScore = 4;
+  auto sums = bytes({.tp = 2, .ep = 2}, nn::Dispatcher::all_to_all);
+  EXPECT_EQ(sums["forward ep all_to_all"], rows * (kRow + kScore) + rows * kRow);
+  EXPECT_EQ(sums["backward ep all_to_all"], rows * kRow + rows * (kRow + kScore));
+  sums = bytes({.tp = 2, .etp = 2}, nn::Dispatcher::all_to_all);
+  EXPECT_EQ(sums["forward etp all_gather"],
+            2 * small_case().layer.router.num_experts * 8 + rows * (kRow + kScore));
+  EXPECT_EQ(sums["backward etp all_to_all"], 2 * rows * (kRow + kScore)) << "of two ranks' terms";
+  sums = bytes({.tp = 2, .ep = 2}, nn::Dispatcher::all_gather);
+  EXPECT_EQ(sums["forward tp all_gather"], tokens * (kRow + top_k * (kScore + 4)))
+      << "k scores and k numbers of experts a token";
+  EXPECT_EQ(sums["backward tp all_to_all"], 2 * tokens * (kRow + top_k * kScore));
 }
 
 TEST(MoeErrors, NameTheValueAndTheCure) {
@@ -445,24 +498,24 @@ TEST(MoeErrors, NameTheValueAndTheCure) {
     }
     return text;
   };
-  EXPECT_EQ(
-      message(
-          [](const Mesh&) {
-            LayerCase c = small_case();
-            c.layer.router.num_experts = c.layer.experts.num_experts = 7;
-            nn::Moe moe(c.layer);
-          },
-          {.tp = 2, .ep = 2}),
-      "experts: num_experts = 7 do not divide by ep = 2; every rank of ep holds the same number of experts");
-  EXPECT_EQ(
-      message(
-          [](const Mesh&) {
-            LayerCase c = small_case();
-            c.layer.dispatcher = nn::Dispatcher::local;
-            nn::Moe moe(c.layer);
-          },
-          {.tp = 2, .ep = 2}),
-      "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use 'auto', 'all_to_all' or 'all_gather'.");
+  EXPECT_EQ(message(
+                [](const Mesh&) {
+                  LayerCase c = small_case();
+                  c.layer.router.num_experts = c.layer.experts.num_experts = 7;
+                  nn::Moe moe(c.layer);
+                },
+                {.tp = 2, .ep = 2}),
+            "experts: num_experts = 7 do not divide by ep = 2; every rank of "
+            "ep holds the same number of experts");
+  EXPECT_EQ(message(
+                [](const Mesh&) {
+                  LayerCase c = small_case();
+                  c.layer.dispatcher = nn::Dispatcher::local;
+                  nn::Moe moe(c.layer);
+                },
+                {.tp = 2, .ep = 2}),
+            "dispatcher 'local' needs ep = etp = 1; here ep = 2, etp = 1. Use "
+            "'auto', 'all_to_all' or 'all_gather'.");
   EXPECT_EQ(message([](const Mesh& mesh) {
               nn::Moe moe(small_case().layer);
               moe(assume<Dense{T, T, T}>(at::zeros({2, 5, 6}, at::kDouble)),

@@ -77,6 +77,14 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
 });
 
+// The same of a model whose attention has a window.
+const mutants::Provide windowed_step("windowed_step", [](Settings& settings) -> Check {
+  const MeshShape mesh = settings.take_mesh();
+  const auto c = step_case(mesh, {{"model.name", std::string("gpt_oss"), {"test"}}});
+  const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
+  return [=] { return first_of(verify::verify(c, *reference), mesh); };
+});
+
 // The loss terms of a step against their formulas.
 const mutants::Provide losses_of_a_step("losses", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();

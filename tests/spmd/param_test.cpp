@@ -208,6 +208,34 @@ TEST(Param, CheckedFindsAValueThatDiffersAndNamesIt) {
   }
 }
 
+// A norm on a stream that is the same on all tp ranks (I) does the same work on all of them: they
+// must have the same weight, and find the same gradient.
+TEST(Param, CheckedComparesWhatRanksDoTheSameWorkWith) {
+  auto options = test_options();
+  options.checked = true;
+  const auto message = [&](auto f) {
+    try {
+      on_mesh({.dp_replicate = 2, .tp = 2}, f, options);
+      return std::string("nothing was thrown");
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  };
+  const auto weight = message([](const Mesh& mesh) {
+    Param<Dense{I, I, I}> w(norm_spec(), kNormal);
+    const at::NoGradGuard no_grad;
+    if (mesh.coordinate(tp) == 1) w.stored().value[3] += 1e-9;  // the same on dp_replicate
+    use<tp>(w);
+  });
+  EXPECT_NE(weight.find("'norm' is promised to be the same"), std::string::npos) << weight;
+  const auto gradient = message([](const Mesh& mesh) {
+    const Param<Dense{I, I, I}> w(norm_spec(), kNormal);
+    const auto x = use<tp>(w);
+    raw::run_backward([&] { (local(x) * (1.0 + mesh.coordinate(tp))).sum().backward(); });
+  });
+  EXPECT_NE(gradient.find("'d(norm)' is promised to be the same"), std::string::npos) << gradient;
+}
+
 TEST(Param, CheckedFindsAResidualThatDiffers) {
   auto options = test_options();
   options.checked = true;

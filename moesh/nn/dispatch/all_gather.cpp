@@ -3,6 +3,7 @@
 
 #include "moesh/nn/dispatch/ways.h"
 #include "moesh/spmd/cross.h"
+#include "moesh/spmd/together.h"
 #include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
@@ -12,11 +13,10 @@ class AllGather final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
     meanwhile();
     const Along rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
-    const auto x = all_gather<kExpertAxes>(sparse(in.x_ND), rows);                   // T,R,R
-    const auto scores = all_gather<kExpertAxes>(sparse(in.route.weights_NK), rows);  // T,R,R
-    const auto chosen = all_gather<kExpertAxes>(sparse(in.route.experts_NK), rows);  // T,R,R
-    const auto y = in.experts.apply_to_tokens(x, scores, local(chosen));             // T,P,P
-    return dense(reduce_scatter<kExpertAxes>(y, rows));                              // T,T,T
+    const auto [x, scores, chosen] = all_gather_together<kExpertAxes>(
+        rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)));
+    const auto y = in.experts.apply_to_tokens(x, scores, experts_of(chosen));  // T,R,R -> T,P,P
+    return dense(reduce_scatter<kExpertAxes>(y, rows));                        // T,T,T
   }
 };
 

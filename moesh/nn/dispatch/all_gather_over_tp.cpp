@@ -4,6 +4,7 @@
 #include "moesh/nn/dispatch/ways.h"
 #include "moesh/nn/residual.h"
 #include "moesh/spmd/cross.h"
+#include "moesh/spmd/together.h"
 
 namespace moesh::nn {
 namespace {
@@ -21,11 +22,22 @@ class AllGatherOverTp final : public Dispatch {
   template <bool Sp>
   static Stream<Sp> run(const DispatchInput& in, const Stream<Sp>& x_ND) {
     const Along rows = rows_over_tp(in.tokens);
-    const Full x = to_full<Sp>(x_ND, rows);
-    const auto scores = all_gather<tp>(in.route.weights_NK, rows);
-    const auto chosen = all_gather<tp>(in.route.experts_NK, rows);
-    const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), local(chosen)));
+    const auto [x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes);
+    const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), experts_of(chosen)));
     return to_stream<Sp>(in.shared ? y + (*in.shared)(x) : y, rows);
+  }
+
+  // x, scores and choices of all tokens of the tp ranks.
+  template <bool Sp>
+  static std::tuple<Full, Full, Full> gather(const DispatchInput& in, const Stream<Sp>& x_ND,
+                                             const std::vector<std::int64_t>& rows) {
+    const auto& scores_NK = in.route.weights_NK;
+    if constexpr (Sp) {
+      return all_gather_together<tp>(rows, x_ND, scores_NK, numbers(in.route));
+    } else {  // x is everywhere already
+      return std::tuple_cat(std::tuple(enter<tp>(x_ND)),
+                            all_gather_together<tp>(rows, scores_NK, numbers(in.route)));
+    }
   }
 };
 

@@ -57,18 +57,17 @@ class AllToAll final : public RoundTrip {
     const auto rows = spread_rows(in.x_ND, sorted.token_R, sorted.inverse_TK);
     const auto scores = permute_rows(flatten(in.route.weights_NK, 0, 1), sorted.order_R,
                                      sorted.inverse_TK.flatten());
-    auto moving_rows = start_to_experts<ep>(sparse(rows), traffic.send, traffic.recv);
-    auto moving_scores = start_to_experts<ep>(sparse(scores), traffic.send, traffic.recv);
+    auto moving = start_to_experts<ep>(traffic.send, traffic.recv, sparse(rows), sparse(scores));
     meanwhile();
+    const auto [arrived_rows, arrived_scores] = moving.wait();
     // T,E,R: what a rank of etp finds for d(rows) and d(scores) is a partial sum, which the adjoint
     // of the gather takes.
-    const Along over_etp{.dim = 0, .sizes = traffic.gathered};
-    const auto rows_RD = all_gather<etp>(moving_rows.wait(), over_etp);
-    const auto scores_R = all_gather<etp>(moving_scores.wait(), over_etp);
+    const auto [rows_RD, scores_R] =
+        all_gather_together<etp>(traffic.gathered, arrived_rows, arrived_scores);
     const auto order =
         kernels::rank_major_to_expert_major(traffic.counts_se, local(in.x_ND).device());
     const auto y_RD = reduce_scatter<etp>(in.experts.apply_to_rows(rows_RD, scores_R, order),
-                                          over_etp);  // T,E,P -> T,E,T
+                                          {.dim = 0, .sizes = traffic.gathered});  // T,E,P -> T,E,T
     const auto home = dense(to_owners<ep>(y_RD, traffic.recv, traffic.send));
     return combine_rows(home, sorted.token_R, sorted.inverse_TK);
   }

@@ -9,6 +9,8 @@ Along rows_over_tp(const Tokens& tokens) {
   return {.dim = 0, .sizes = tokens.rows(*current_mesh().group(tp))};
 }
 
+PerToken numbers(const Route& route) { return cast(route.experts_NK, at::kInt); }
+
 Stream<true> RoundTrip::operator()(const DispatchInput& in, const Stream<true>& x_ND) const {
   const Along rows = rows_over_tp(in.tokens);
   Stream<true> shared;

@@ -16,6 +16,13 @@ std::unique_ptr<const Dispatch> make_all_gather_over_tp();
 /// How the flat tokens [N, D] inside the layer are cut over tp.
 Along rows_over_tp(const Tokens& tokens);
 
+/// The chosen experts as they travel, in half the bytes, and what came of them.
+PerToken numbers(const Route& route);
+template <auto L>
+at::Tensor experts_of(const Tensor<L>& numbers_NK) {
+  return local(numbers_NK).to(at::kLong);
+}
+
 /// Takes own tokens to their experts and back home; the shared experts work while rows are on their
 /// way.
 class RoundTrip : public Dispatch {

@@ -1,0 +1,137 @@
+#include "moesh/spmd/reach.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "moesh/base/error.h"
+#include "moesh/spmd/attach.h"
+#include "moesh/spmd/dtype.h"
+
+namespace moesh::raw {
+namespace {
+
+std::int64_t length(const Reach& r) { return std::max<std::int64_t>(0, r.end - r.begin); }
+Reach both(const Reach& a, const Reach& b) {
+  return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+}
+
+// Who sends which rows to whom; dimension 0 is the sequence.
+struct Exchange {
+  std::shared_ptr<comm::Group> group;
+  std::vector<Reach> pieces, reaches;  // of each rank
+
+  Reach piece() const { return pieces[static_cast<size_t>(group->rank())]; }
+  Reach reach() const { return reaches[static_cast<size_t>(group->rank())]; }
+
+  // What rank `from` has and rank `to` asks for, besides what a rank has itself.
+  std::int64_t rows(size_t from, size_t to) const {
+    return from == to ? 0 : length(both(pieces[from], reaches[to]));
+  }
+  std::vector<std::int64_t> sent() const {
+    std::vector<std::int64_t> n;
+    for (size_t r = 0; r < pieces.size(); ++r)
+      n.push_back(rows(static_cast<size_t>(group->rank()), r));
+    return n;
+  }
+  std::vector<std::int64_t> received() const {
+    std::vector<std::int64_t> n;
+    for (size_t r = 0; r < pieces.size(); ++r)
+      n.push_back(rows(r, static_cast<size_t>(group->rank())));
+    return n;
+  }
+  // Every rank knows whether anybody sends anything.
+  bool is_silent() const {
+    for (size_t from = 0; from < pieces.size(); ++from)
+      for (size_t to = 0; to < pieces.size(); ++to)
+        if (rows(from, to) > 0) return false;
+    return true;
+  }
+  // Rows of lower ranks that came, in their order: they lie before its own.
+  std::int64_t num_before() const {
+    const auto n = received();
+    std::int64_t sum = 0;
+    for (int r = 0; r < group->rank(); ++r) sum += n[static_cast<size_t>(r)];
+    return sum;
+  }
+
+  at::Tensor forward(const at::Tensor& x) const {
+    const Reach mine = piece(), own = both(mine, reach());
+    const at::Tensor kept = x.narrow(0, own.begin - mine.begin, length(own));
+    if (is_silent()) return kept;
+    std::vector<at::Tensor> parts{x.narrow(0, 0, 0)};
+    for (size_t r = 0; r < reaches.size(); ++r)
+      if (rows(static_cast<size_t>(group->rank()), r) > 0) {
+        const Reach asked = both(mine, reaches[r]);
+        parts.push_back(x.narrow(0, asked.begin - mine.begin, length(asked)));
+      }
+    const at::Tensor got = group->all_to_all(at::cat(parts), sent(), received());
+    const auto before = num_before();
+    return at::cat({got.narrow(0, 0, before), kept, got.narrow(0, before, got.size(0) - before)});
+  }
+
+  at::Tensor backward(const at::Tensor& grad) const {
+    const Reach mine = piece(), own = both(mine, reach());
+    auto shape = grad.sizes().vec();
+    shape[0] = length(mine);
+    at::Tensor sum = at::zeros(shape, grad.options().dtype(wide_dtype(grad.scalar_type())));
+    const auto before = num_before();
+    sum.narrow(0, own.begin - mine.begin, length(own)).copy_(grad.narrow(0, before, length(own)));
+    if (is_silent()) return sum.to(grad.scalar_type());
+    const auto after = before + length(own);
+    const at::Tensor copies =
+        at::cat({grad.narrow(0, 0, before), grad.narrow(0, after, grad.size(0) - after)});
+    const at::Tensor back = group->all_to_all(copies, received(), sent());
+    const auto n = sent();
+    std::int64_t first = 0;
+    for (size_t r = 0; r < n.size(); first += n[r++]) {
+      if (n[r] == 0) continue;
+      const std::int64_t at = both(mine, reaches[r]).begin - mine.begin;
+      sum.narrow(0, at, n[r]) += back.narrow(0, first, n[r]);
+    }
+    return sum.to(grad.scalar_type());
+  }
+};
+
+}  // namespace
+
+at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
+                 const std::vector<Reach>& reaches) {
+  const auto group = current_mesh().group(axes);
+  const auto n = static_cast<size_t>(group->size());
+  MOESH_CHECK(along.sizes.size() == n && reaches.size() == n, "with_reach on ", n,
+              " ranks: ", along.sizes.size(), " pieces and ", reaches.size(), " reaches are given");
+  std::vector<Reach> pieces;
+  for (auto size : along.sizes) {
+    const auto start = pieces.empty() ? 0 : pieces.back().end;
+    pieces.push_back({start, start + size});
+  }
+  const Reach whole{0, pieces.back().end};
+  for (size_t r = 0; r < n; ++r) {
+    const bool has_own = length(both(pieces[r], reaches[r])) == length(pieces[r]);
+    MOESH_CHECK(has_own || length(reaches[r]) == 0, "with_reach: rank ", r, " holds [",
+                pieces[r].begin, ", ", pieces[r].end, ") and asks for [", reaches[r].begin, ", ",
+                reaches[r].end, "): it asks for its own rows too, or for none");
+    MOESH_CHECK(both(whole, reaches[r]) == reaches[r], "with_reach: rank ", r, " asks for [",
+                reaches[r].begin, ", ", reaches[r].end, ") of ", whole.end, " rows");
+  }
+  const auto dim = along.dim;
+  const bool all_want_all =
+      std::all_of(reaches.begin(), reaches.end(), [&](const Reach& r) { return r == whole; });
+  if (all_want_all && group->size() > 1) {
+    const auto sizes = along.sizes;
+    return attach(x, run(Step::all_gather, x.detach(), *group, dim, sizes),
+                  [group, dim, sizes](const at::Tensor& grad) {
+                    return run(Step::reduce_scatter, grad, *group, dim, sizes);
+                  });
+  }
+  const Exchange exchange{group, std::move(pieces), reaches};
+  if (group->size() == 1 && all_want_all) return x;
+  return attach(x, exchange.forward(x.detach().movedim(dim, 0)).movedim(0, dim),
+                [exchange, dim](const at::Tensor& grad) {
+                  return exchange.backward(grad.movedim(dim, 0)).movedim(0, dim);
+                });
+}
+
+}  // namespace moesh::raw

@@ -1,0 +1,40 @@
+#pragma once
+// Rows of a sequence which the ranks hold in pieces, and copies of those around them: what a rank's
+// tokens look at (keys and values).
+
+#include <vector>
+
+#include "moesh/spmd/raw.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh {
+
+/// Positions [begin, end) of the whole.
+struct Reach {
+  std::int64_t begin, end;
+  bool operator==(const Reach&) const = default;
+};
+
+namespace raw {
+at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
+                 const std::vector<Reach>& reaches);
+}  // namespace raw
+
+/// Of x, whose pieces side by side are the whole, rank r gets the rows reaches[r]: its own, if it
+/// has any, and those of others. Only what is asked for travels: where all ranks ask for the whole,
+/// in an all_gather, else straight to who asks. Backward: the gradients of copies go back to the
+/// owner of the row, who adds them up. The result is T, each rank does its own work with it; but
+/// rows lie on several ranks, so that it is no list of tokens: a sum over tokens would count
+/// copies.
+template <Axes A, auto L>
+Tensor<L> with_reach(const Tensor<L>& x, const Along& along, const std::vector<Reach>& reaches) {
+  constexpr auto checked = [] {
+    if (on(L, A) != Place::T)
+      throw "with_reach takes a rank's own tokens (T): a value that every rank has whole needs none";
+    return true;
+  }();
+  static_assert(checked);
+  return assume<L>(raw::reach(x.local(), A, along, reaches));
+}
+
+}  // namespace moesh
