@@ -188,6 +188,15 @@ class Tree:
         m.state, m.by = "refused", message
         self.folder.remember(self.memory(m, "refused"), message)
 
+    def refuse_beside(self, number):
+        """Those that are chosen in the same place: judge_alone looks at each."""
+        m = self.by_number[number]
+        beside = [o for o in self.by_file[m.file] if o.state != "refused" and
+                  (o.site.begin, o.site.end) == (m.site.begin, m.site.end)]
+        for o in beside:
+            self.refuse(o, m.by)
+        return {o.number: o.by for o in beside}
+
     def name_of(self, path):
         try:
             return pathlib.Path(os.path.normpath(self.folder.build / path)).relative_to(
@@ -277,7 +286,8 @@ def configure(folder, flags):
     code, output = run(
         ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
          "-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}", "-DMOESH_TESTS=mutate",
-         "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_USE_MPI=OFF"], folder.root)
+         "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_USE_MPI=OFF", "-DMOESH_CUDA=OFF"],
+        folder.root)
     if code:
         raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")
 
@@ -318,6 +328,9 @@ def check_syntax(tree, jobs):
                     left += [f"{name}: {e}" for e in rest[:3]]
         if not all_refused and left:
             raise Fault("errors that belong to no mistake:\n" + "\n".join(left))
+        if round_number >= 3:  # a compiler shows one error of a chain: the others go with it
+            for number in list(all_refused):
+                all_refused.update(tree.refuse_beside(number))
         for name in {tree.by_number[n].file for n in all_refused}:
             tree.render(name)
         print(f"    {len(all_refused)} refused", flush=True)
