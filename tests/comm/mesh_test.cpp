@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "moesh/base/error.h"
 #include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/launch.h"
@@ -25,6 +27,7 @@ TEST(MeshShape, FillsInWhatIsLeftForTheExperts) {
   EXPECT_EQ(s.size(dp | cp), 4);
   EXPECT_EQ(s.size(efsdp | ep | etp), 8);
   EXPECT_EQ(s.describe(), "dp_shard=2 cp=2 tp=2 efsdp=2 ep=2 etp=2");
+  EXPECT_EQ((MeshShape{.pp = 2, .dp_replicate = 3}.describe()), "pp=2 dp_replicate=3");
 }
 
 TEST(MeshShape, NamesSizesThatDoNotMultiplyUp) {
@@ -144,6 +147,27 @@ TEST(Mesh, PrintsASmallTable) {
                 "2       1  0  0            0  2  0  \n"
                 "3       1  0  1            0  3  0  \n");
   });
+}
+
+// Where every axis has another coordinate.
+TEST(Mesh, PrintsEachAxisInItsColumn) {
+  comm::Ledger ledger;
+  std::vector<std::string> names;
+  const auto make = [&](const std::string& name, int rank, const std::vector<int>& members) {
+    names.push_back(name);
+    return comm::fake_group(name, rank, members, ledger);
+  };
+  const Mesh mesh({.dp_shard = 2, .tp = 4, .ep = 2, .etp = 2}, 0, make);
+  const std::string table = mesh.table();
+  for (const char* row :
+       {"1       0  0  1            0  0  1  \n", "2       0  0  2            0  1  0  \n",
+        "6       1  0  2            1  1  0  \n"})
+    EXPECT_NE(table.find(row), std::string::npos) << table;
+  std::ranges::sort(names);
+  EXPECT_EQ(std::ranges::adjacent_find(names), names.end()) << "a group is made once";
+  names.clear();
+  EXPECT_TRUE(Mesh({}, 0, make).table().starts_with("mesh of 1 rank\n"));
+  EXPECT_TRUE(names.empty()) << "one rank needs no groups";
 }
 
 TEST(Mesh, ScopesNest) {

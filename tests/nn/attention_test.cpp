@@ -269,6 +269,8 @@ TEST(Attention, CountsWhatAQuerySees) {
   EXPECT_EQ(nn::mean_visible(4, {.window = 2}), (1 + 2 + 2 + 2) / 4.0);
   EXPECT_EQ(nn::mean_visible(5, {.chunk = 2}), (1 + 2 + 1 + 2 + 1) / 5.0);
   EXPECT_EQ(nn::mean_visible(0, {}), 0);
+  EXPECT_EQ(nn::mean_visible(4, {.window = 1}), 1);
+  EXPECT_EQ(nn::mean_visible(4, {.chunk = 1}), 1);
 }
 
 TEST(GroupedAttention, NamesHeadsThatTpDoesNotDivide) {

@@ -193,6 +193,39 @@ TEST(Placement, IdentityExpertsReturnEveryTokenToItsPlace) {
 }
 
 // The layer on one rank against a loop over tokens and experts that shares no code with it.
+// On meshes whose experts are not the tp ranks, where each way calls the shared experts itself.
+TEST(Edge, SharedExpertsBesideEveryDispatcher) {
+  LayerCase c = small_case();
+  c.layer.shared_ffn = 5;
+  expect_parity(c, {{.dp_shard = 2, .ep = 2}, {.dp_shard = 4, .tp = 2, .ep = 4, .etp = 2}});
+}
+
+// The layer with shared experts less the layer without is their SwiGLU, written out.
+TEST(Reference, SharedExpertsAddTheirSwiglu) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const at::NoGradGuard no_grad;
+  const nn::Tokens tokens(mesh, 2, 7, true);
+  const at::Tensor x = at::randn({2, 7, 6}, at::TensorOptions(at::kDouble).device(test_device()));
+  const auto y = [&](nn::Moe& moe) { return local(moe(assume<Dense{T, T, T}>(x), tokens).y); };
+  nn::MoeConfig config = small_case().layer;
+  nn::Moe without(config);
+  for (const std::int64_t ffn : {1, 5}) {
+    config.shared_ffn = ffn;
+    nn::Moe with(config);
+    std::map<std::string, at::Tensor> weights;
+    with.each_param([&](auto& w) { weights[w.name()] = w.stored().value.detach(); });
+    const auto product = [&](const at::Tensor& t, const char* name) {
+      return t.matmul(weights.at(std::string("moe.shared_experts.") + name + ".weight").t());
+    };
+    const at::Tensor expected =
+        product(at::silu(product(x, "gate_proj")) * product(x, "up_proj"), "down_proj");
+    EXPECT_GT(expected.abs().max().item<double>(), 1e-3);
+    EXPECT_TRUE(at::allclose(y(with) - y(without), expected, 1e-10, 1e-12)) << ffn;
+  }
+}
+
 TEST(Reference, OneRankAgreesWithTheSlowLoop) {
   namespace ref = kernels::ref;
   struct Kind {

@@ -111,5 +111,37 @@ TEST(Reshard, APrefetchThatAnUpdateOvertookIsNotUsed) {
       test_options());
 }
 
+// Every gather is counted once while it is there, and none where nothing is gathered.
+TEST(Reshard, CountsTheBytesOfAPrefetchOnce) {
+  const ParamSpec spec{.name = "w", .shape = {6, 5}, .dtype = at::kDouble, .device = test_device()};
+  comm::launch(
+      2,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        const Param<Dense{I, I, I}> w(spec);
+        const std::int64_t before = gather_bytes().now, one = 6 * 5 * 8;
+        prefetch({&w.stored()});
+        prefetch({&w.stored()});  // is under way
+        EXPECT_EQ(gather_bytes().now, before + one);
+        {
+          const ReshardScope gathers;
+          use(w);
+        }
+        use(w);  // after the prefetch was taken, and outside of the scope
+        EXPECT_EQ(gather_bytes().now, before + one) << "the scope has it";
+        reset_gather_bytes();
+        EXPECT_EQ(gather_bytes().most, gather_bytes().now);
+      },
+      test_options());
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const Param<Dense{I, I, I}> w(spec);
+  const std::int64_t before = gather_bytes().now;
+  prefetch({&w.stored()});
+  EXPECT_EQ(gather_bytes().now, before) << "one rank gathers nothing";
+}
+
 }  // namespace
 }  // namespace moesh
