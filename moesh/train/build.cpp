@@ -26,11 +26,15 @@ optim::Schedule schedule(const Config& config) {
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
   kernels::set_gpu_kernels(gpu_kernels(config));  // of the process: its ranks run one configuration
+  // By the device of the run, whose numbers an estimate counts on another.
+  const nn::Dispatcher way = nn::resolve(dispatcher(config), mesh_shape(config),
+                                         models::facts(config.model.architecture).top_k,
+                                         nn::exchange_of(config::device(config)));
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,
                              .seed = static_cast<std::uint64_t>(config.training.seed),
-                             .dispatcher = dispatcher(config),
+                             .dispatcher = way,
                              .forced_balance = config.moe.force_load_balance});
 }
 
