@@ -15,18 +15,16 @@ const char* to_string(Dispatcher d) {
   return "unknown";
 }
 
-Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k) {
+Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k,
+                   Exchange exchange) {
   const int ranks = shape.ep * shape.etp;
   MOESH_CHECK(asked != Dispatcher::local || ranks == 1, ErrorKind::config,
               "dispatcher 'local' needs ep = etp = 1; here ep = ", shape.ep, ", etp = ", shape.etp,
               ". Use 'auto', 'all_to_all' or 'all_gather'.");
   if (asked != Dispatcher::automatic) return asked;
   if (ranks == 1) return Dispatcher::local;
-  // Rows that leave a rank, per token and way: K rows over ep, each gathered by etp - 1 others; or
-  // one row to every other rank.
-  const double by_rows =
-      static_cast<double>(top_k) * ((shape.ep - 1.0) / shape.ep + (shape.etp - 1.0));
-  return by_rows < ranks - 1.0 ? Dispatcher::all_to_all : Dispatcher::all_gather;
+  const DispatchTimes times = dispatch_times(dispatch_rates(exchange), shape, top_k);
+  return times.all_to_all < times.all_gather ? Dispatcher::all_to_all : Dispatcher::all_gather;
 }
 
 std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape) {

@@ -6,6 +6,7 @@
 #include <array>
 #include <memory>
 
+#include "moesh/nn/dispatch_time.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
@@ -14,7 +15,7 @@ namespace moesh::nn {
 
 /// What a configuration may ask for.
 enum class Dispatcher {
-  automatic,   // the one that moves fewer bytes
+  automatic,   // the one that takes less time, as measured on the backend
   local,       // ep = etp = 1: nothing moves
   all_to_all,  // rows go to the ranks of their experts (K rows a token), and are gathered over etp
   all_gather,  // all tokens go to all ranks of ep x etp (one row a token), and outputs are summed
@@ -26,7 +27,7 @@ const char* to_string(Dispatcher d);
 
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is
 /// asked for and ep x etp > 1.
-Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k);
+Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k, Exchange exchange);
 
 /// What a MoE layer computes with.
 struct DispatchInput {

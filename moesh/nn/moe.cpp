@@ -32,9 +32,10 @@ void MoeConfig::validate() const {
 }
 
 Moe::Moe(const MoeConfig& config)
-    : dispatch_((config.validate(), make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                                          config.router.top_k),
-                                                  current_mesh().shape()))),
+    : dispatch_((config.validate(),
+                 make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
+                                       config.router.top_k, exchange_of(config.device)),
+                               current_mesh().shape()))),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim,
               config.dtype, config.device, config.init),
       experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init) {

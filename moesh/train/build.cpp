@@ -25,11 +25,15 @@ optim::Schedule schedule(const Config& config) {
 }  // namespace
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
+  // By the device of the run, whose numbers an estimate counts on another.
+  const nn::Dispatcher way = nn::resolve(dispatcher(config), mesh_shape(config),
+                                         models::facts(config.model.architecture).top_k,
+                                         nn::exchange_of(config::device(config)));
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,
                              .seed = static_cast<std::uint64_t>(config.training.seed),
-                             .dispatcher = dispatcher(config),
+                             .dispatcher = way,
                              .forced_balance = config.moe.force_load_balance,
                              .score_before_experts = score_before_experts(config),
                              .gpu_kernels = gpu_kernels(config)});
