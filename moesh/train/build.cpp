@@ -24,10 +24,13 @@ optim::Schedule schedule(const Config& config) {
 
 }  // namespace
 
+std::int64_t top_k(const Config& config) {
+  return std::visit([](const auto& m) { return m.top_k; }, config.model.architecture);
+}
+
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
   // By the device of the run, whose numbers an estimate counts on another.
-  const nn::Dispatcher way = nn::resolve(dispatcher(config), mesh_shape(config),
-                                         models::facts(config.model.architecture).top_k,
+  const nn::Dispatcher way = nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
                                          nn::exchange_of(config::device(config)));
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),

@@ -15,6 +15,9 @@ namespace moesh::train {
 
 using config::Config;
 
+/// How many experts a token goes to.
+std::int64_t top_k(const Config& config);
+
 /// On the current mesh; with its initial weights, before checkpoint.initial_load.
 std::unique_ptr<models::Model> make_model(const Config& config);
 /// On another device than that of the configuration: meta has shapes alone.

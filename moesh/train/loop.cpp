@@ -147,8 +147,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ",
-               nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(),
-                                   models::facts(config.model.architecture).top_k));
+               nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
   }
   const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;

@@ -48,6 +48,18 @@ double gradient_rounding(const NamedTensors& reference, double floor) {
   return std::sqrt(squares / std::max(1, count));
 }
 
+// How much an element of a movement counts: by its gradient, and by a hundredth of the mean
+// besides, so that elements that only decay count, too.
+at::Tensor movement_weight(const at::Tensor& gradient, double mean) {
+  return mean > 0 ? gradient.to(at::kDouble).abs() + 0.01 * mean
+                  : at::ones(gradient.sizes(), gradient.options().dtype(at::kDouble));
+}
+
+double typical_movement(const at::Tensor& moved, const at::Tensor& gradient, double mean) {
+  return size_of(moved.to(at::kDouble) * movement_weight(gradient, mean)) /
+         std::sqrt(std::max<double>(1, static_cast<double>(moved.numel())));
+}
+
 // The mean of the factors over the ranks of each axis, where it is the same for every line of ranks
 // along that axis. A reduction left out over an axis gives exactly 1 / size there, one too many
 // gives size.
@@ -113,19 +125,21 @@ Findings::Finding Findings::judge_movement(const RankTensor& tensor) const {
   const at::Tensor* gradient = find(reference_.gradients, tensor.name);
   const at::Tensor* wide = find(reference_.wide, tensor.name);
   MOESH_CHECK(gradient, "parity: the reference has no gradient for '", tensor.name, "'");
-  // A hundredth of the gradient's mean size besides: elements that only decay count, too.
   const double mean = size_of(*gradient) / std::sqrt(std::max<double>(1, gradient->numel()));
-  const at::Tensor weight = mean > 0 ? mine(*gradient).abs() + 0.01 * mean
-                                     : at::ones(tensor.value.sizes(), tensor.value.options());
+  const at::Tensor weight = movement_weight(tensor.place(*gradient), mean);
   const at::Tensor expected = mine(reference_[tensor.name]) * weight,
                    value = tensor.value.to(at::kDouble) * weight;
+  // What an element moves in the mean. One more is counted with each unit: where a shard is a few
+  // elements with hardly a gradient, rounding decides where they go.
+  const double typical = typical_movement(reference_[tensor.name], *gradient, mean);
   const at::Tensor rounding = wide ? expected - mine(*wide) * weight : at::Tensor();
   const auto judge_unit = [&](const auto& of) {
     const double size = size_of(of(expected)), error = size_of(of(value) - of(expected));
     const double rounded = wide ? std::min(4 * size_of(of(rounding)), size / 2) : 0;
-    const bool known = std::isfinite(size) && std::isfinite(rounded);
+    const double scale = std::hypot(size, typical);
+    const bool known = std::isfinite(scale) && std::isfinite(rounded);
     return Finding{.error = std::isfinite(error) ? error : INFINITY,
-                   .allowed = known ? std::max(movement.tolerance * size, rounded) : 0,
+                   .allowed = known ? std::max(movement.tolerance * scale, rounded) : 0,
                    .factor = size > 0 ? inner_product(of(value), of(expected)) / (size * size) : 1};
   };
   if (!movement.by_expert) return judge_unit([](const at::Tensor& t) { return t; });

@@ -35,7 +35,7 @@ struct TokenOrigin {
 /// What a tensor is judged by that says how far the steps moved a parameter. A movement is small
 /// beside the parameter, so it has a tolerance of its own; it is judged against the reference's
 /// movement of the same elements, not of the whole parameter, so that one shard or one expert that
-/// stays cannot hide behind the others.
+/// stays cannot hide behind the others. (To a unit one element of the mean size is added.)
 struct Movement {
   double tolerance = 0;
   /// Of the first step in which the row (index of dim 0) had one: an expert may get no token in the
