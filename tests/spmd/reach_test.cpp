@@ -57,7 +57,6 @@ TEST(Reach, GivesTheRowsAskedForAndTheirGradientsComeBack) {
                                       whole.narrow(dim, asked.begin, asked.end - asked.begin)))
                     << ranks << " ranks, " << length << " rows, way " << way;
                 // Rank r weighs its copy of a row by r + 1: a row's gradient is the sum of those.
-                if (local(y).numel() + local(x).numel() == 0) return;
                 local(y).backward(at::full_like(local(y), world.rank() + 1.0));
                 at::Tensor expected = at::zeros_like(whole);
                 for (int r = 0; r < ranks; ++r) {
