@@ -103,7 +103,8 @@ const DatasetKind& find_kind(const std::string& name) {
 }
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
-  const DatasetKind& kind = find_kind(resolved_kind(options.kind, options.path));
+  const std::string name = resolved_kind(options.kind, options.path);
+  const DatasetKind& kind = find_kind(name);
   MOESH_CHECK(kind.reads_file || options.path.empty(), ErrorKind::config, "data: kind is ",
               kind.name, ", and path is '", options.path, "'; leave out one of them");
   MOESH_CHECK(!kind.reads_file || !options.path.empty(), ErrorKind::config, "data: kind is ",

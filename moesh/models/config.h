@@ -93,7 +93,7 @@ Config built_in(const std::string& size) {
     sizes += (sizes.empty() ? "" : ", ") + b.size;
   }
   throw Error(ErrorKind::config,
-              std::string(Config::kName) + " has no size '" + size + "'; it comes as " + sizes);
+              detail::concat(Config::kName, " has no size '", size, "'; it comes as ", sizes));
 }
 
 }  // namespace moesh::models
