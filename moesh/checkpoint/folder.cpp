@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <optional>
 #include <string_view>
 
 #include "moesh/base/error.h"
@@ -21,9 +22,17 @@ std::string named(std::string_view prefix, std::int64_t step) {
   return std::string(prefix) + step_name(step);
 }
 
-bool is_left_over(const std::string& name) {
+// The step whose folder has this name.
+std::optional<std::int64_t> step_of(std::string_view name) {
+  if (!name.starts_with(kStep)) return std::nullopt;
+  std::int64_t step = 0;
+  std::from_chars(name.data() + kStep.size(), name.data() + name.size(), step);
+  return name == step_name(step) ? std::optional(step) : std::nullopt;
+}
+
+bool is_left_over(std::string_view name) {
   for (const auto prefix : {kTemporary, kReplaced, kPurged})
-    if (name.starts_with(prefix)) return true;
+    if (name.starts_with(prefix)) return step_of(name.substr(prefix.size())).has_value();
   return false;
 }
 
@@ -40,12 +49,8 @@ std::string purged_name(std::int64_t step) { return named(kPurged, step); }
 
 std::vector<std::int64_t> saved_steps(const std::filesystem::path& folder) {
   std::vector<std::int64_t> steps;
-  for (const auto& name : formats::names_in(folder)) {
-    if (!name.starts_with(kStep)) continue;
-    std::int64_t step = 0;
-    std::from_chars(name.data() + kStep.size(), name.data() + name.size(), step);
-    if (name == step_name(step)) steps.push_back(step);
-  }
+  for (const auto& name : formats::names_in(folder))
+    if (const auto step = step_of(name)) steps.push_back(*step);
   std::sort(steps.begin(), steps.end());
   return steps;
 }

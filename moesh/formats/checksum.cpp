@@ -34,7 +34,10 @@ void BlockSums::add(std::uint64_t offset, std::string_view bytes) {
   const auto add_some = [&](std::uint64_t skipped, std::size_t count) {
     std::uint64_t word = 0;
     std::memcpy(reinterpret_cast<char*>(&word) + skipped, bytes.data(), count);
-    sums_[offset / kBlockBytes] += word * factor(offset / kWord);
+    // By halves: of a whole word the product would keep no more of bit 63 than its parity.
+    const auto place = 2 * (offset / kWord);
+    sums_[offset / kBlockBytes] +=
+        (word & 0xffffffff) * factor(place) + (word >> 32) * factor(place + 1);
     offset += count;
     bytes.remove_prefix(count);
   };

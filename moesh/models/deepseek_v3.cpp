@@ -74,9 +74,9 @@ class Mla final : public nn::Attention {
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
+    const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
     const auto [k, v] = nn::latent_heads(
-        nn::split_heads(linear(seen(kv_norm_(latent)), use(kv_b_)), nope_ + v_dim_), seen(turned),
-        nope_);
+        nn::split_heads(linear(seen_latent, use(kv_b_)), nope_ + v_dim_), seen_key, nope_);
     const Heads y = nn::attend(q, k, v, tokens, options_);
     return linear(nn::merge_heads(y), use(o_));
   }

@@ -77,8 +77,8 @@ struct Remembered {
   std::string key, value;
   bool gives_position_its_meaning;
 };
-std::vector<Remembered> remembered(const Config& config) {
-  std::vector<Remembered> all{{"data.fingerprint", fingerprint(config.data.path), true}};
+std::vector<Remembered> remembered(const Config& config, const std::string& data_fingerprint) {
+  std::vector<Remembered> all{{"data.fingerprint", data_fingerprint, true}};
   const auto add = [&](const char* name, bool gives_meaning) {
     all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
   };
@@ -309,7 +309,8 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                 .extra = {{kOptimizer, config_.optimizer.name},
                           {kOptimizerSteps, std::to_string(optimizer_.num_steps())},
                           {"dtype", config_.training.dtype}}};
-  for (const auto& [key, value, gives_meaning] : remembered(config_)) s.manifest.extra[key] = value;
+  for (const auto& [key, value, gives_meaning] : remembered(config_, data_fingerprint_))
+    s.manifest.extra[key] = value;
   if (position.num_skipped > 0)
     s.manifest.extra[checkpoint::kSkippedSteps] = std::to_string(position.num_skipped);
   return s;
@@ -317,8 +318,11 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
 
 void Checkpointer::hold_folder() {
   checkpoint::together(world_, [&] {
-    if (world_.rank() == 0 && !lock_) lock_.emplace(options_.folder);
+    if (world_.rank() != 0 || lock_) return;
+    lock_.emplace(options_.folder);
+    data_fingerprint_ = fingerprint(config_.data.path);
   });
+  data_fingerprint_ = checkpoint::text_of_first(world_, data_fingerprint_);
 }
 
 void Checkpointer::save(const Position& position, bool in_background) {
@@ -447,7 +451,7 @@ void load_initial_weights(const Config& config, models::Model& model, int rank) 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,
                                   const formats::Manifest& manifest) const {
   std::string changes, fatal;
-  for (const auto& [key, now, gives_meaning] : remembered(config_)) {
+  for (const auto& [key, now, gives_meaning] : remembered(config_, data_fingerprint_)) {
     const auto before = manifest.extra.find(key);
     if (before == manifest.extra.end() || before->second == now) continue;
     const auto text = detail::concat(key, " was ", before->second, " and is ", now);

@@ -79,6 +79,7 @@ class Checkpointer {
   optim::Optimizer& optimizer_;
   checkpoint::SaveOptions options_;
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
+  std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.

@@ -1,6 +1,7 @@
 #include "moesh/train/loop.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
@@ -156,10 +157,13 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   // The batches of the next step are made while this one computes.
   const auto prepare = [&](std::int64_t data_position) {
     return std::async(std::launch::async, [&, data_position] {
+      set_log_rank(world.rank());
+      at::set_num_threads(1);
       return host_batches(config, dataset, mesh, data_position);
     });
   };
-  auto next = prepare(position.data_position);
+  std::future<std::vector<models::MicroBatch>> next;
+  if (first_step < config.training.steps) next = prepare(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
     auto batches = on_device(config, next.get());
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
@@ -194,7 +198,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
       else
         seconds.push_back(took);
     }
-    if (stop) interrupted = true;
+    if (stop && step + 1 < config.training.steps) interrupted = true;
     if (has_diverged(config, position)) throw_diverged(world, config, *model, position);
     if (stop) break;
     if (checkpointer.after_step(position) && is_first && !is_slowness_known) {

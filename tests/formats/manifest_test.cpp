@@ -148,6 +148,25 @@ TEST(BlockSums, AreThoseOfTheWholeWhoeverAddsThePieces) {
   }
 }
 
+// As a bad data line does it: the same bit of several words, each bit of a word in turn.
+TEST(BlockSums, FindTheSameBitOfSeveralWords) {
+  const Random random(3, "line");
+  std::string bytes(4096, '\0');
+  BlockSums whole;
+  whole.add(0, bytes);
+  std::uint64_t draw = 0;
+  for (std::size_t bit = 0; bit < 64; ++bit)
+    for (const int count : {2, 8}) {
+      std::string changed = bytes;
+      for (int i = 0; i < count; ++i)
+        changed[8 * (64 * i + random.below(draw++, 64)) + bit / 8] =
+            static_cast<char>(1 << bit % 8);
+      BlockSums sums;
+      sums.add(0, changed);
+      EXPECT_NE(sums.sums(), whole.sums()) << "bit " << bit << " of " << count << " words";
+    }
+}
+
 TEST(Manifest, FindsEveryChangeOfAFile) {
   std::string bytes;
   const Random random(1, "manifest");

@@ -19,8 +19,9 @@ const float* read_floats(const at::Tensor& t) {
 /// [rows, width] with the features of a row side by side; a view where x allows it.
 at::Tensor rows_of(const at::Tensor& x) {
   const at::Tensor rows = x.reshape({-1, x.size(-1)});
-  return rows.stride(1) == 1 && rows.stride(0) % 8 == 0 && in_chunks(rows) ? rows
-                                                                           : rows.contiguous();
+  return rows.stride(1) == 1 && rows.stride(0) % 8 == 0 && in_chunks(rows)
+             ? rows
+             : aligned(rows.contiguous());
 }
 
 bool takes_norm(const at::Tensor& x) {
