@@ -1,7 +1,6 @@
 #include "moesh/train/loop.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <atomic>
@@ -158,7 +157,6 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const auto prepare = [&](std::int64_t data_position) {
     return std::async(std::launch::async, [&, data_position] {
       set_log_rank(world.rank());
-      at::set_num_threads(1);
       return host_batches(config, dataset, mesh, data_position);
     });
   };

@@ -11,6 +11,9 @@
 namespace moesh::verify {
 namespace {
 
+// Fewer may hardly have a gradient, and rounding decides where they go.
+constexpr std::int64_t kFewElements = 16;
+
 double size_of(const at::Tensor& x) {
   return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>();
 }
@@ -138,8 +141,11 @@ Findings::Finding Findings::judge_movement(const RankTensor& tensor) const {
     const double rounded = wide ? std::min(4 * size_of(of(rounding)), size / 2) : 0;
     const double scale = std::hypot(size, typical);
     const bool known = std::isfinite(scale) && std::isfinite(rounded);
+    double allowed = known ? std::max(movement.tolerance * scale, rounded) : 0;
+    // What does not move at all is wrong by its size, however little that is beside the others.
+    if (of(expected).numel() >= kFewElements) allowed = std::min(allowed, 0.9 * size);
     return Finding{.error = std::isfinite(error) ? error : INFINITY,
-                   .allowed = known ? std::max(movement.tolerance * scale, rounded) : 0,
+                   .allowed = allowed,
                    .factor = size > 0 ? inner_product(of(value), of(expected)) / (size * size) : 1};
   };
   if (!movement.by_expert) return judge_unit([](const at::Tensor& t) { return t; });
