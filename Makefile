@@ -83,7 +83,7 @@ verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
 
-# Some 1,700 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
+# Some 2,000 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
 # MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
 mutate: setup
 	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)

@@ -15,7 +15,7 @@ namespace moesh::nn {
 
 /// What a configuration may ask for.
 enum class Dispatcher {
-  automatic,   // the one that takes less time, as measured on the backend
+  automatic,   // the one that takes less time, or moves fewer rows where none was measured
   local,       // ep = etp = 1: nothing moves
   all_to_all,  // rows go to the ranks of their experts (K rows a token), and are gathered over etp
   all_gather,  // all tokens go to all ranks of ep x etp (one row a token), and outputs are summed
