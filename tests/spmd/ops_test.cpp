@@ -59,10 +59,12 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
 
 TEST(Ops, SumsGoOverTheDimensionsOfTheirKind) {
   const auto x = random({2, 3, 4, 5});  // [B, L, heads, d]
-  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, F}>(x))), x.sum({0, 1})));
-  EXPECT_TRUE(at::allclose(local(sum<Over::features>(assume<Dense{T, T, F}>(x))), x.sum({2, 3})));
-  EXPECT_TRUE(
-      at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0]))), x[0].sum({0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, F}>(x))),
+                           x.sum(at::IntArrayRef{0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::features>(assume<Dense{T, T, F}>(x))),
+                           x.sum(at::IntArrayRef{2, 3})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0]))),
+                           x[0].sum(at::IntArrayRef{0, 1})));
   EXPECT_TRUE(at::allclose(local(sum<Over::experts>(assume<Sparse{R, E, F}>(x[0]))), x[0].sum(0)));
   EXPECT_TRUE(
       at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0][0][0]))), x[0][0][0].sum()));
