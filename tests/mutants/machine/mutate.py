@@ -541,7 +541,8 @@ def judge(tree, program, checks, chosen, jobs, most):
 
 
 def users(folder, commands):
-    """Some sources that include each header: those of nn and models first."""
+    """Some sources that include each header, those of nn and models first, and the tests of spmd,
+    which use all that its headers offer."""
     _, output = run(["ninja", "-t", "deps"], folder.build)
     found, name = collections.defaultdict(set), ""
     for line in output.splitlines():
@@ -551,12 +552,15 @@ def users(folder, commands):
         elif name and line.strip().startswith(str(folder.tree)):
             found[pathlib.Path(line.strip()).relative_to(folder.tree).as_posix()].add(name)
     order = lambda n: (not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n)
-    return {header: sorted(names, key=order)[:12] for header, names in found.items()}
+    return {header: sorted(names, key=order)[:12] + sorted(
+        n for n in names if n.startswith("tests/spmd/")) for header, names in found.items()}
 
 
 def judge_alone(tree, program, checks, chosen, jobs, most):
     """What was refused as one of several choices, `c ? changed : original`, need not be refused by
-    itself: each is compiled alone, and if that works, linked and judged."""
+    itself; and a compiler that evaluates a list before the program runs (GCC 13 does in
+    `for (a : {x, y})`) leaves nothing to choose there. Each is compiled alone, and if that works,
+    linked and judged."""
     folder = tree.folder
     commands = commands_of(folder)
     link = subprocess.run(["ninja", "-t", "commands", program], cwd=folder.build,
@@ -748,7 +752,8 @@ def main():
             judge(tree, program, checks, live, arguments.jobs, arguments.most)
             judge_alone(tree, program, checks, [
                 m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
-                                      else m.state == "refused")],
+                                      else m.state == "refused" or m.state == "survived" and
+                                      m.number not in reached and not m.file.endswith(".h"))],
                         arguments.jobs, arguments.most)
     finally:
         folder.save()
