@@ -144,6 +144,14 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                 with_commas(model->num_active_parameters()).c_str(), world.size(),
                 world.size() == 1 ? "" : "s", mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
+    if (config.training.global_batch_size > 0) {
+      const data::SampleOrder order = sample_order(config);
+      std::printf(
+          "a step of %lld sequences: %lld micro-batch%s of %lld on each of %lld dp rank%s\n",
+          static_cast<long long>(order.num_per_step()), static_cast<long long>(order.num_micro),
+          order.num_micro == 1 ? "" : "es", static_cast<long long>(order.batch),
+          static_cast<long long>(order.num_dp), order.num_dp == 1 ? "" : "s");
+    }
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ",

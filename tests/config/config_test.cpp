@@ -407,6 +407,33 @@ TEST(Config, OptimizerHasTheKeysOfTheRules) {
   EXPECT_EQ(find_option("data.kind")->rule.choices, data::dataset_choices());
 }
 
+// A batch over all ranks is split into what each rank takes at a time.
+TEST(Config, AGlobalBatchTakesItsMicroBatches) {
+  const auto order = [](const char* mesh, const char* batch) {
+    return sample_order(load_config({"--training.global_batch_size=24", mesh, batch}));
+  };
+  for (const auto& [mesh, batch, micro] :
+       {std::tuple{"--mesh=tp=2", "--data.batch_size=2", 12},
+        {"--mesh=dp_shard=4,tp=2,ep=2", "--data.batch_size=2", 3},
+        {"--mesh=dp_replicate=2,dp_shard=3", "--data.batch_size=1", 4}}) {
+    EXPECT_EQ(order(mesh, batch).num_micro, micro) << mesh;
+    EXPECT_EQ(order(mesh, batch).num_per_step(), 24) << mesh;
+  }
+  const auto refused = [](std::vector<std::string> args, std::vector<std::string> parts) {
+    args.push_back("--training.global_batch_size=24");
+    expect_parts(error_of([&] { load_config(args); }, ErrorKind::config), parts);
+  };
+  refused({"--mesh=dp_shard=5"}, {"training.global_batch_size is 24 (command line)",
+                                  "the 5 data-parallel ranks", "a multiple of 5"});
+  refused({"--mesh=dp_shard=4", "--data.batch_size=4"},
+          {"6 sequences for each of 4", "data.batch_size is 4", "[1, 2, 3, 6]"});
+  refused({"--data.batch_size=2", "--training.gradient_accumulation_steps=5"},
+          {"training.gradient_accumulation_steps is 5", "takes 12 micro-batches"});
+  const Config both = load_config({"--training.global_batch_size=24", "--data.batch_size=2",
+                                   "--training.gradient_accumulation_steps=12"});
+  EXPECT_EQ(num_micro_batches(both), 12);
+}
+
 TEST(Config, ConvertsToTheTermsOfOtherFolders) {
   const Config config =
       load_config({"--dtype=bfloat16", "--mesh=dp_replicate=2,dp_shard=3,tp=2",
