@@ -23,6 +23,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
+#include "moesh/train/metrics/collapse.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/step.h"
 
@@ -134,6 +135,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
   MetricSinks sinks;
+  CollapseWatch collapse;
   if (is_first) {
     warn_of_bias_kept_apart(config);
     sinks = open_sinks(config, first_step);
@@ -197,6 +199,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                               .experts = expert_load(g.counts_E),
                               .skipped = u.skipped};
       for (const auto& sink : sinks) sink->write(record);
+      for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       summary.losses.push_back(g.loss);
       ++summary.num_steps;
       if (step == first_step)
