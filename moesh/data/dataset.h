@@ -9,14 +9,13 @@
 #include <string>
 #include <vector>
 
+#include "moesh/base/label.h"
+
 namespace moesh::data {
 
 /// A token in memory and in files: the largest vocabularies (201,088 words) do not fit into 16
 /// bits. A batch has int64, which is what an embedding takes.
 using TokenId = std::int32_t;
-
-/// Labels that the loss leaves out.
-constexpr std::int64_t kIgnoredLabel = -100;
 
 /// sequence_length + 1 tokens: input and label of every position. Tokens with the same number in
 /// `documents` belong together.

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "moesh/base/label.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/router.h"
@@ -23,13 +24,13 @@ struct Auxiliary {
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
-  at::Tensor input_ids_BL, labels_BL;  // int64; label -100: ignored
+  at::Tensor input_ids_BL, labels_BL;  // int64; kIgnoredLabel: none
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches.
   std::int64_t num_step_tokens = 1;
   std::int64_t index = 0;  // of the micro-batch in its step
 
   /// bool: the tokens that count, those with a label.
-  at::Tensor valid_BL() const { return labels_BL.ne(-100); }
+  at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
 };
 
 struct ForwardOptions {

@@ -29,10 +29,8 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                                         .window = o.window,
                                         .chunk = o.chunk};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
-  // Without a query there may be no key either.
-  return kernels::has_attention(q_BLhd.device()) && q_BLhd.numel() > 0
-             ? fused_attention(config, input)
-             : composed_attention(config, input);
+  return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
+                                                 : composed_attention(config, input);
 }
 
 }  // namespace

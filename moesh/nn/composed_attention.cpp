@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
 
@@ -10,6 +11,8 @@ namespace {
 
 using kernels::AttentionConfig;
 using kernels::AttentionInput;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 // [L, S]: which keys each of the queries sees.
 at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
@@ -24,15 +27,33 @@ at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionCo
   return visible;
 }
 
-// [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits). The
-// gradient flows through the first, as through a key's feature.
+// [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits).
 at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType dtype) {
-  const at::Tensor whole = sinks_h / scale, first = whole.to(dtype);
-  at::Tensor rest = whole.detach() - first.detach();
+  const at::Tensor whole = sinks_h.detach() / scale, first = whole.to(dtype);
+  at::Tensor rest = whole - first;
   const at::Tensor second = rest.to(dtype);
   rest = rest - second;
   return at::stack({first, second, rest.to(dtype)}, 1);
 }
+
+// The outputs as they are, and the gradient of the sinks in their own dtype: through the features
+// of a key it would be rounded to that of the keys. d(sink) is -share <d(y), y>, summed over the
+// queries, where the share is what the sink takes of a query's softmax.
+class SinkGradient : public torch::autograd::Function<SinkGradient> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& y_BhLv,
+                            const at::Tensor& share_BhL1, const at::Tensor& sinks_h) {
+    context->save_for_backward({y_BhLv, share_BhL1});
+    context->saved_data["dtype"] = static_cast<std::int64_t>(sinks_h.scalar_type());
+    return y_BhLv.detach();
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
+    const at::Tensor of_query_BhL1 = (grads[0].to(dtype) * saved[0].to(dtype)).sum(-1, true);
+    return {grads[0], {}, -(of_query_BhL1 * saved[1].to(dtype)).sum({0, 2, 3})};
+  }
+};
 
 // On meta the library would take its formula, which keeps scores [L, S]; what runs on a device is a
 // fused kernel.
@@ -62,14 +83,15 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
   at::Tensor queries = heads(in.q_BLhd), keys = heads(in.k_BSgd), values = heads(in.v_BSgv);
   const auto length = queries.size(2), all = keys.size(2), num_heads = queries.size(1),
-             groups = keys.size(1);
-  MOESH_CHECK(groups == 0 || num_heads % groups == 0, ErrorKind::config,
+             groups = keys.size(1), value_width = values.size(3);
+  MOESH_CHECK(groups == 0 ? num_heads == 0 : num_heads % groups == 0, ErrorKind::config,
               "attention: this rank has ", num_heads, " query heads and ", groups,
               " key heads; choose a tp that divides both numbers of heads");
-  const bool is_grouped = groups > 0 && groups != num_heads;
+  const bool is_grouped = groups != num_heads;
   const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
   const bool is_causal = length == all && sees_all && !in.sinks_h.defined();
-  if (is_causal && queries.numel() > 0 && takes_as_is(queries, keys, values, c.scale, is_grouped))
+  const bool is_empty = queries.numel() == 0;
+  if (is_causal && !is_empty && takes_as_is(queries, keys, values, c.scale, is_grouped))
     return heads(fused(queries, keys, values, {}, /*is_causal=*/true, c.scale, is_grouped));
   if (is_grouped) {
     keys = keys.repeat_interleave(num_heads / groups, 1);
@@ -80,24 +102,29 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
     // zero. Extra features do it, 1 in the queries, 0 in the keys and sink / scale in this one, and
     // the fused kernels stay as they are: they sum a score in float32, so that three features of
     // bfloat16 hold a sink of float32. Five zeros go with them: the kernels want aligned widths.
+    // One more column of the values, 1 in this key and 0 in the others, gives what it takes of each
+    // softmax.
     const auto width = queries.size(3);
-    const at::Tensor ones = at::ones_like(queries.narrow(3, 0, 1)).expand({-1, -1, -1, 3});
+    const at::Tensor ones =
+        at::ones({1, 1, 1, 3}, queries.options()).expand({queries.size(0), num_heads, length, 3});
     queries = at::constant_pad_nd(at::cat({queries, ones}, 3), {0, 5});
     const at::Tensor sink =
         at::constant_pad_nd(sink_features(in.sinks_h, c.scale, keys.scalar_type()), {width, 5})
             .reshape({1, num_heads, 1, width + 8});
     keys = at::cat({at::constant_pad_nd(keys, {0, 8}), sink.expand({keys.size(0), -1, -1, -1})}, 2);
-    values = at::constant_pad_nd(values, {0, 0, 0, 1});
+    const at::Tensor value =
+        at::constant_pad_nd(at::ones({1, 1, 1, 1}, values.options()), {value_width, 0});
+    values = at::cat(
+        {at::constant_pad_nd(values, {0, 1}), value.expand({values.size(0), num_heads, 1, -1})}, 2);
   }
-  if (queries.numel() ==
-      0) {  // a rank without tokens or heads: an empty result that still depends on its inputs
-    return heads(queries.matmul(keys.transpose(-1, -2)).matmul(values));
-  }
-  const auto width = values.size(-1), key_width = keys.size(-1);
   // The fused kernels want heads of one width.
-  if (width < key_width) values = at::constant_pad_nd(values, {0, key_width - width});
+  if (values.size(3) < keys.size(3))
+    values = at::constant_pad_nd(values, {0, keys.size(3) - values.size(3)});
   at::Tensor out;
-  if (is_causal) {
+  if (is_empty) {
+    // A rank without tokens or heads: an empty result that still depends on its inputs.
+    out = queries.matmul(keys.transpose(-1, -2)).matmul(values);
+  } else if (is_causal) {
     out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
     at::Tensor visible = visible_keys(length, all, c, queries.device());
@@ -105,7 +132,10 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
       visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
     out = fused(queries, keys, values, visible, /*is_causal=*/false, c.scale);
   }
-  return heads(out.narrow(-1, 0, width));
+  at::Tensor y = out.narrow(-1, 0, value_width);
+  if (in.sinks_h.defined())
+    y = SinkGradient::apply(y, out.narrow(-1, value_width, 1).detach(), in.sinks_h);
+  return heads(y);
 }
 
 }  // namespace moesh::nn

@@ -12,6 +12,10 @@ Exchange exchange_of(at::Device device) {
   return launched ? Exchange::mpi : Exchange::threads_on_cpu;
 }
 
+Exchange planned_exchange(at::Device device) {
+  return device.is_cuda() && !device.has_index() ? Exchange::nccl : exchange_of(device);
+}
+
 const char* to_string(Exchange e) {
   switch (e) {
     case Exchange::threads_on_cpu: return "threads on a CPU";

@@ -17,6 +17,9 @@ enum class Exchange { threads_on_cpu, threads_on_gpu, mpi, nccl };
 
 /// That of ranks on this device in a program that was started as this one was.
 Exchange exchange_of(at::Device device);
+/// That of a run which is planned here and started elsewhere: GPUs without an index are those of
+/// one rank each, under a launcher.
+Exchange planned_exchange(at::Device device);
 const char* to_string(Exchange e);
 
 /// Forward and backward, in milliseconds for the size that was measured: only ratios matter.

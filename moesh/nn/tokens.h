@@ -55,8 +55,8 @@ class Tokens {
   /// The span of this cp rank, the same for its tp ranks.
   at::Tensor my_span(const at::Tensor& x) const { return x.narrow(1, span_start(), span_length()); }
 
-  /// [batch, sequence, ..], this dp rank's sequences, which its cp and tp ranks have whole -> this
-  /// rank's own tokens [num_local, ..].
+  /// [batch, sequence, D], this dp rank's sequences, which its cp and tp ranks have whole -> this
+  /// rank's own tokens [num_local, D].
   PerToken own(const Tensor<Dense{Place::T, Place::R, Place::R}>& x) const;
   /// bool [num_local, 1]: which of this rank's own tokens count; undefined: all.
   const PerToken& valid_N1() const { return valid_N1_; }

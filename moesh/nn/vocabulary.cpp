@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "moesh/base/error.h"
+#include "moesh/base/label.h"
 #include "moesh/kernels/cross_entropy.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
@@ -15,8 +16,6 @@ namespace moesh::nn {
 namespace {
 
 using enum Place;
-
-constexpr std::int64_t kIgnored = -100;
 
 /// This rank's words of the vocabulary.
 struct Words {
@@ -27,24 +26,17 @@ struct Words {
     start = cut.start(mesh.coordinate(tp)), length = cut.length(mesh.coordinate(tp));
     most = cut.length(0);
   }
-  /// Tokens whose logits are there at once, the same on all ranks: 64 M numbers, or a thousand
-  /// tokens, as each chunk adds to a gradient of the size of the weights.
-  std::int64_t default_chunk() const {
-    constexpr std::int64_t kNumbers = 1 << 26, kTokens = 1024;
-    return std::max<std::int64_t>(1, kNumbers / std::max<std::int64_t>(1, most) / kTokens) *
-           kTokens;
-  }
   std::shared_ptr<comm::Group> group;
   std::int64_t start = 0, length = 0, most = 0;  // of this rank; of the rank with most of them
 };
 
 void check_labels(const at::Tensor& labels_N, std::int64_t vocab) {
   const at::Tensor wrong =
-      labels_N.ne(kIgnored).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab)));
+      labels_N.ne(kIgnoredLabel).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab)));
   MOESH_CHECK(!wrong.any().item<bool>(), ErrorKind::data, "label ",
               labels_N.masked_select(wrong)[0].item<std::int64_t>(),
               " is outside of the vocabulary of ", vocab, "; ignored positions have the label ",
-              kIgnored);
+              kIgnoredLabel);
 }
 
 // sum += a b, where the sum may be of a wider type. (Only CUDA's product gives one.)
@@ -68,7 +60,7 @@ Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const a
                     const Words& words, std::int64_t chunk, bool with_gradients) {
   const at::NoGradGuard no_grad;
   const auto wide = wide_dtype(x_ND.scalar_type());
-  const at::Tensor valid_N = labels_N.ne(kIgnored).to(wide);
+  const at::Tensor valid_N = labels_N.ne(kIgnoredLabel).to(wide);
   const at::Tensor column_N = labels_N - words.start;
   const at::Tensor label_N =
       column_N.masked_fill(column_N.lt(0).logical_or(column_N.ge(words.length)), -1);
@@ -148,6 +140,11 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
   return assume<Dense{T, T, P}>(rows);
 }
 
+std::int64_t loss_chunk(std::int64_t words) {
+  constexpr std::int64_t kNumbers = 1 << 26, kTokens = 1024;
+  return std::max<std::int64_t>(1, kNumbers / std::max<std::int64_t>(1, words) / kTokens) * kTokens;
+}
+
 Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
                                      const Tensor<Dense{R, R, F}>& weight_VD,
                                      const at::Tensor& labels_N, std::int64_t vocab,
@@ -162,7 +159,7 @@ Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
   const bool with_gradients =
       at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());
   const auto loss = loss_in_chunks(x.detach(), weight.detach(), labels_N, words,
-                                   chunk > 0 ? chunk : words.default_chunk(), with_gradients);
+                                   chunk > 0 ? chunk : loss_chunk(words.most), with_gradients);
   return assume<Dense{P, P, I}>(
       with_gradients ? LossFunction::apply(x, weight, loss.sum, loss.dx, loss.dw) : loss.sum);
 }

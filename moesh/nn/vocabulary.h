@@ -28,10 +28,14 @@ class Embedding {
   Weight weight_;
 };
 
-/// The sum over the tokens of -log softmax(x w')[label], 0 where the label is -100; w has this
-/// rank's words. R and F on tp -> I on tp. Logits exist for `chunk` tokens at a time (0: as many as
-/// suits), their gradient takes their place, and both are gone before the next chunk. Three numbers
-/// a token travel, never the logits.
+/// Tokens whose logits are there at once where a rank has at most so many words: 64 M numbers, or a
+/// thousand tokens, as each chunk adds to a gradient of the size of the weights.
+std::int64_t loss_chunk(std::int64_t words);
+
+/// The sum over the tokens of -log softmax(x w')[label], 0 where the label is kIgnoredLabel; w has
+/// this rank's words. R and F on tp -> I on tp. Logits exist for `chunk` tokens at a time (0:
+/// loss_chunk), their gradient takes their place, and both are gone before the next chunk. Three
+/// numbers a token travel, never the logits.
 Tensor<Dense{Place::P, Place::P, Place::I}> cross_entropy(
     const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND,
     const Tensor<Dense{Place::R, Place::R, Place::F}>& weight_VD, const at::Tensor& labels_N,

@@ -23,24 +23,22 @@ at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor)
 at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }
-std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x) {
-  const std::int64_t all = x.dim(), rows = all >= 3 && over != Over::experts ? 2 : 1;
-  const std::int64_t first = over == Over::features ? rows : 0,
-                     last = over == Over::features ? all : rows;
-  MOESH_CHECK(first < last && last <= all, ErrorKind::config, "a sum over ",
-              over == Over::tokens     ? "tokens"
-              : over == Over::features ? "features"
-                                       : "experts",
-              " of a tensor ", x.sizes(),
-              ", which has no such dimension: rows come first ([N, ..], [B, L, D], [B, L, h, d]), "
-              "features follow");
-  std::vector<std::int64_t> dims;
-  for (std::int64_t d = first; d < last; ++d) dims.push_back(d);
-  return dims;
+std::int64_t dim_of(Over over, const at::Tensor& x) {
+  const bool are_experts = over == Over::experts;
+  const std::int64_t dim = over == Over::features ? 1 : 0;
+  MOESH_CHECK(dim < x.dim() && (are_experts || x.dim() <= 2), ErrorKind::config, "a sum over ",
+              are_experts            ? "experts"
+              : over == Over::tokens ? "tokens"
+                                     : "features",
+              " of a tensor ", x.sizes(), "; it takes ",
+              are_experts            ? "[E, ..]"
+              : over == Over::tokens ? "[N] or [N, D]"
+                                     : "[N, D]",
+              ": flatten(x, first, last) the dimensions that belong together");
+  return dim;
 }
-at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims) {
-  return dims.empty() ? at::sum(x) : at::sum(x, dims);
-}
+at::Tensor sum(const at::Tensor& x, std::int64_t dim) { return at::sum(x, dim); }
+at::Tensor sum_all(const at::Tensor& x) { return at::sum(x); }
 at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values) {
   auto shape = index.sizes().vec();
   shape.back() = num_values;

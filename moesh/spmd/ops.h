@@ -17,11 +17,12 @@ at::Tensor scale(const at::Tensor& x, double factor);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
-/// The dimensions that hold tokens, features or experts, by their place: rows come first, which is
-/// dimension 0 of [N, D], and 0 and 1 of [B, L, D] and [B, L, heads, d]; the rest are features.
-/// Experts, or the rows that were sent to them, are dimension 0. Throws where there is none.
-std::vector<std::int64_t> dims_of(Over over, const at::Tensor& x);
-at::Tensor sum(const at::Tensor& x, const std::vector<std::int64_t>& dims);
+/// The dimension that holds tokens (0 of [N] and [N, D]), features (1 of [N, D]), or experts or the
+/// rows that were sent to them (0). Throws where there is none, and for tokens and features of more
+/// than two dimensions, which may be [B, L, D] or [N, groups, members].
+std::int64_t dim_of(Over over, const at::Tensor& x);
+at::Tensor sum(const at::Tensor& x, std::int64_t dim);
+at::Tensor sum_all(const at::Tensor& x);
 at::Tensor one_hot(const at::Tensor& index, std::int64_t num_values);
 at::Tensor count(const at::Tensor& x, std::int64_t num_values);
 at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
@@ -77,12 +78,12 @@ auto sqrt(const Tensor<L>& x) {
   return assume<out>(raw::sqrt(x.local()));
 }
 
-/// The sum over the dimensions that hold tokens, features or experts (raw::dims_of): P on every
-/// axis where that very thing varies.
+/// The sum over the dimension that holds tokens, features or experts (raw::dim_of): P on every axis
+/// where that very thing varies.
 template <Over O, auto L>
 auto sum(const Tensor<L>& x) {
   constexpr auto out = sum(O, L);
-  return assume<out>(raw::sum(x.local(), raw::dims_of(O, x.local())));
+  return assume<out>(raw::sum(x.local(), raw::dim_of(O, x.local())));
 }
 // A dimension by its number may hold anything: the compiler's message is the cure.
 template <auto>
@@ -103,7 +104,7 @@ constexpr auto sum_of_all(Layout auto layout) {
 template <auto L>
 auto sum_all(const Tensor<L>& x) {
   constexpr auto out = sum_of_all(L);
-  return assume<out>(raw::sum(x.local(), {}));
+  return assume<out>(raw::sum_all(x.local()));
 }
 
 /// bool [.., num_values] of indices [.., K]: true at those that are among the K of their row, which

@@ -75,7 +75,8 @@ at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Alon
   const bool is_cut = varies(from) || varies(to);
   Along normal = along;
   if (is_cut) normal.dim = at::maybe_wrap_dim(along.dim, x.dim());
-  MOESH_CHECK(normal.dim < 2 || (from != Place::T && to != Place::T), ErrorKind::config, what,
+  const bool holds_tokens = normal.dim < (x.dim() >= 3 ? 2 : 1);
+  MOESH_CHECK(holds_tokens || (from != Place::T && to != Place::T), ErrorKind::config, what,
               " of tokens (T on ", to_string(axes), ") along dimension ", normal.dim,
               " of a tensor ", x.sizes(),
               ", which holds features; tokens are dimension 0 of [N, D], 0 and 1 of [B, L, D]");

@@ -29,9 +29,11 @@ std::int64_t top_k(const Config& config) {
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
-  // By the device of the run, whose numbers an estimate counts on another.
-  const nn::Dispatcher way = nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
-                                         nn::exchange_of(at::Device(config.training.device)));
+  // By the device of the run, which an estimate counts for on another.
+  const at::Device of_run(config.training.device);
+  const nn::Dispatcher way =
+      nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
+                  device.is_meta() ? nn::planned_exchange(of_run) : nn::exchange_of(of_run));
   return models::make_model(config.model.architecture,
                             {.dtype = scalar_type(config),
                              .device = device,

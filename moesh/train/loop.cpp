@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <future>
 #include <limits>
 
 #include "moesh/base/error.h"
@@ -25,6 +24,7 @@
 #include "moesh/train/memory.h"
 #include "moesh/train/metrics/collapse.h"
 #include "moesh/train/metrics/sink.h"
+#include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
 
 namespace moesh::train {
@@ -164,18 +164,15 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   bool is_slowness_known = false;
   auto last = start;
   // The batches of the next step are made while this one computes.
-  const auto prepare = [&](std::int64_t data_position) {
-    return std::async(std::launch::async, [&, data_position] {
-      set_log_rank(world.rank());
-      return host_batches(config, dataset, mesh, data_position);
-    });
-  };
-  std::future<std::vector<models::MicroBatch>> next;
-  if (first_step < config.training.steps) next = prepare(position.data_position);
+  Prefetch<std::vector<models::MicroBatch>> next([&](std::int64_t data_position) {
+    set_log_rank(world.rank());
+    return host_batches(config, dataset, mesh, data_position);
+  });
+  if (first_step < config.training.steps) next.start(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
-    auto batches = on_device(config, next.get());
+    auto batches = on_device(config, next.take());
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
-    if (step + 1 < config.training.steps) next = prepare(data_position);
+    if (step + 1 < config.training.steps) next.start(data_position);
     const Gradients g = accumulate_gradients(*model, std::move(batches), options);
     const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);

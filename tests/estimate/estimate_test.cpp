@@ -259,5 +259,24 @@ TEST(Search, LeavesOutWhatDoesNotDivideAndKeepsWhatIsSet) {
   }
 }
 
+// Nobody runs 2 ranks on 2 GPUs from this process: they will be processes with a GPU each, for
+// which `auto` counts what is sent. Threads of one process on one GPU, whose times are known, would
+// go the other way.
+TEST(Estimate, ChoosesTheDispatcherOfTheRunThatItPlans) {
+  const auto sent = [](const std::string& device, const std::string& dispatcher) {
+    const Config c = load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=2,ep=2",
+                           "--device=" + device, "--parallelism.moe_dispatcher=" + dispatcher});
+    return estimate(c).moved();
+  };
+  const Config c = load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=2,ep=2"});
+  const auto choice = [&](nn::Exchange exchange) {
+    return to_string(nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), top_k(c), exchange));
+  };
+  ASSERT_NE(choice(nn::Exchange::nccl), choice(nn::Exchange::threads_on_gpu));
+  ASSERT_NE(sent("cuda", "all_to_all"), sent("cuda", "all_gather"));
+  EXPECT_EQ(sent("cuda", "auto"), sent("cuda", choice(nn::Exchange::nccl)));
+  EXPECT_EQ(sent("cpu", "auto"), sent("cpu", choice(nn::Exchange::threads_on_cpu)));
+}
+
 }  // namespace
 }  // namespace moesh::estimate

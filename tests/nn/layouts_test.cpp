@@ -113,15 +113,15 @@ TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
   for (const auto& shape : kMeshes)
     for (bool sp : {true, false}) {
       const std::int64_t S = B * shape.dp_shard;
-      const at::Tensor number = at::arange(S * L).reshape({S, L}).to(test_device());
+      const at::Tensor number = at::arange(S * L).reshape({S, L, 1}).to(test_device());
       on_mesh(shape, [&](const Mesh& mesh) {
         const at::Tensor mine = number.narrow(0, mesh.coordinate(dp) * B, B);
-        const Tokens tokens(mesh, B, L, sp, mine.remainder(3).ne(1));
-        const at::Tensor ids = tokens.global_ids(test_device());
+        const Tokens tokens(mesh, B, L, sp, mine.squeeze(2).remainder(3).ne(1));
+        const at::Tensor ids = tokens.global_ids(test_device()).unsqueeze(1);
         const auto whole = assume<Dense{T, R, R}>(mine);
         EXPECT_EQ(layout_complaint(mesh, whole, {0, 0, 0}, number), "") << shape.describe();
         EXPECT_TRUE(at::equal(local(tokens.own(whole)), ids)) << shape.describe() << sp;
-        EXPECT_TRUE(at::equal(local(tokens.valid_N1()), ids.remainder(3).ne(1).unsqueeze(1)));
+        EXPECT_TRUE(at::equal(local(tokens.valid_N1()), ids.remainder(3).ne(1)));
         const auto as_shards = assume<Dense{T, T, T}>(mine);
         EXPECT_EQ(layout_complaint(mesh, as_shards, {0, 1, 1}, number) == "",
                   shape.cp * shape.tp == 1);

@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
+#include "tests/support.h"
 
 namespace moesh {
 namespace {
@@ -57,32 +58,31 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
   EXPECT_TRUE(at::equal(local(count(choices, 4)).cpu(), at::tensor({1, 1, 2, 0}, at::kLong)));
 }
 
-TEST(Ops, SumsGoOverTheDimensionsOfTheirKind) {
-  const auto x = random({2, 3, 4, 5});  // [B, L, heads, d]
-  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, F}>(x))),
-                           x.sum(at::IntArrayRef{0, 1})));
-  EXPECT_TRUE(at::allclose(local(sum<Over::features>(assume<Dense{T, T, F}>(x))),
-                           x.sum(at::IntArrayRef{2, 3})));
-  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0]))),
-                           x[0].sum(at::IntArrayRef{0, 1})));
-  EXPECT_TRUE(at::allclose(local(sum<Over::experts>(assume<Sparse{R, E, F}>(x[0]))), x[0].sum(0)));
+// A tensor of three dimensions may be [B, L, D] or [N, groups, members]: who sums says which.
+TEST(Ops, SumsGoOverTheDimensionOfTheirKind) {
+  const auto x = random({2, 3, 4});
+  const auto rows = flatten(assume<Dense{T, T, F}>(x), 0, 1);
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(rows)), x.sum(at::IntArrayRef{0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::features>(rows)), x.sum(2).flatten()));
+  const auto groups = flatten(assume<Dense{T, T, R}>(x), 1, 2);
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(groups)), x.sum(0).flatten()));
+  EXPECT_TRUE(at::allclose(local(sum<Over::experts>(assume<Sparse{R, E, F}>(x))), x.sum(0)));
   EXPECT_TRUE(
-      at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0][0][0]))), x[0][0][0].sum()));
-  const auto refused = [](const auto& f) {
-    try {
-      f();
-      return std::string("nothing was thrown");
-    } catch (const Error& e) {
-      return std::string(e.what());
-    }
-  };
-  EXPECT_EQ(refused([&] { sum<Over::features>(assume<Dense{T, T, F}>(x[0][0][0])); }),
-            "a sum over features of a tensor [5], which has no such dimension: rows come first "
-            "([N, ..], [B, L, D], [B, L, h, d]), features follow");
-  EXPECT_EQ(refused([&] {
-              sum<Over::tokens>(assume<Dense{T, T, F}>(at::ones({})));
-            }).find("a sum over tokens of a tensor [], which has no such dimension"),
-            0u);
+      at::allclose(local(sum<Over::tokens>(assume<Dense{T, T, T}>(x[0][0]))), x[0][0].sum()));
+  const auto refused = [](const auto& f) { return error_of(f, ErrorKind::config); };
+  EXPECT_EQ(refused([&] { sum<Over::tokens>(assume<Dense{T, T, F}>(x)); }),
+            "a sum over tokens of a tensor [2, 3, 4]; it takes [N] or [N, D]: flatten(x, first, "
+            "last) the dimensions that belong together");
+  expect_parts(refused([&] { sum<Over::features>(assume<Dense{T, T, F}>(x)); }),
+               {"over features", "[2, 3, 4]", "it takes [N, D]"});
+  expect_parts(refused([&] { sum<Over::features>(assume<Dense{T, T, F}>(x[0][0])); }),
+               {"over features", "[4]"});
+  for (const auto& scalar : {at::ones({}), x.sum()}) {
+    expect_parts(refused([&] { sum<Over::tokens>(assume<Dense{T, T, F}>(scalar)); }),
+                 {"over tokens", "[]"});
+    expect_parts(refused([&] { sum<Over::experts>(assume<Sparse{R, E, F}>(scalar)); }),
+                 {"over experts", "it takes [E, ..]"});
+  }
 }
 
 TEST(Ops, AMapIsTrueAtItsIndices) {

@@ -35,12 +35,12 @@ std::vector<Pattern> patterns(int n) {
       {"even, last dim", {2, 3, n}, {.dim = -1}, pieces(n)},
       {"uneven total, dim 1", {2, 2 * n + 1, 3}, {.dim = 1, .total = 2 * n + 1}, pieces(2 * n + 1)},
       {"fewer than ranks",
-       {2, std::max(1, n - 1)},
+       {2, std::max(1, n - 1), 1},
        {.dim = 1, .total = std::max(1, n - 1)},
        pieces(std::max(1, n - 1))},
       {"nothing at all", {0, 2}, {.dim = 0, .total = 0}, pieces(0)},
       {"any sizes, dim 0", {odd_total, 2}, {.dim = 0, .sizes = odd}, odd},
-      {"any sizes, dim 1", {3, odd_total}, {.dim = 1, .sizes = odd}, odd},
+      {"any sizes, dim 1", {3, odd_total, 2}, {.dim = 1, .sizes = odd}, odd},
   };
 }
 
@@ -253,6 +253,10 @@ TEST(TransitionErrors, TokensAreNotCutAlongFeatures) {
       const auto x = assume<Dense{T, T, I}>(at::ones({2, 4, 6}));
       EXPECT_NO_THROW(keep<tp>(x, {.dim = 1}));
       EXPECT_NO_THROW((keep<tp, F>(x, {.dim = 2})));
+      const auto rows = assume<Dense{T, T, I}>(at::ones({2, 4}));
+      EXPECT_NO_THROW(keep<tp>(rows, {.dim = 0}));
+      EXPECT_NO_THROW((keep<tp, F>(rows, {.dim = 1})));
+      EXPECT_THROW(keep<tp>(rows, {.dim = 1}), Error);
       try {
         keep<tp>(x, {.dim = -1});
         FAIL() << "nothing was thrown";
