@@ -123,7 +123,8 @@ void check_export(const Config& c, const models::ModelFacts& facts) {
 }
 
 void check_data(const Config& c, const models::ModelFacts& facts) {
-  const data::DatasetKind& kind = data::find_kind(data::resolved_kind(c.data.kind, c.data.path));
+  const std::string name = data::resolved_kind(c.data.kind, c.data.path);
+  const data::DatasetKind& kind = data::find_kind(name);
   MOESH_CHECK(kind.reads_file || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
               "; leave out the path, or set data.kind to ", joined_by_or(data::file_choices()));
