@@ -2,6 +2,7 @@
 // A file system on which errors, lies and deaths are injected: every call is counted, and the calls
 // that a rule names go wrong.
 
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <functional>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "moesh/base/error.h"
@@ -20,20 +22,21 @@ namespace moesh {
 class FaultyFileSystem final : public formats::FileSystem {
  public:
   /// What goes wrong in calls of `call` ("write", "list", ... or "any") on paths that have `part`
-  /// in them: those from number `first` (from 1) on, `count` of them.
+  /// in them, or at their end ("/c$"): those from number `first` (from 1) on, `count` of them.
   struct Rule {
     std::string call, part;
     int first = 1, count = 1;
     int code = 0;        // the call fails with this errno
     bool flips = false;  // one bit of what is written or read is another, and the call succeeds
     bool kills = false;  // the process dies before the call, as by kill -9
+    int sleeps = 0;      // so many milliseconds, and then all is well
     int num_seen = 0, num_hit = 0;
   };
 
   FaultyFileSystem() = default;
   explicit FaultyFileSystem(std::vector<Rule> rules) : rules_(std::move(rules)) {}
 
-  /// "write model- 3 1 EIO" by line or semicolon; the last word is a number, flip or kill.
+  /// "write model- 3 1 EIO" by semicolon; the last word is a number, flip, kill or sleep50.
   static std::vector<Rule> parse(const std::string& text) {
     std::vector<Rule> rules;
     std::istringstream all(text);
@@ -45,6 +48,7 @@ class FaultyFileSystem final : public formats::FileSystem {
       MOESH_CHECK(!words.fail(), ErrorKind::config, "the fault '", one,
                   "' is not CALL PART FIRST COUNT CODE|flip|kill");
       rule.flips = what == "flip", rule.kills = what == "kill";
+      if (what.starts_with("sleep")) rule.sleeps = std::atoi(what.c_str() + 5);
       if (!rule.flips && !rule.kills) rule.code = std::atoi(what.c_str());
       rules.push_back(rule);
     }
@@ -96,6 +100,9 @@ class FaultyFileSystem final : public formats::FileSystem {
   int status(const Path& path, struct stat& status) override {
     return failing("status", path) ? -1 : FileSystem::status(path, status);
   }
+  int link_status(const Path& path, struct stat& status) override {
+    return failing("status", path) ? -1 : FileSystem::link_status(path, status);
+  }
   int list(const Path& folder, std::vector<std::string>& names) override {
     return failing("list", folder) ? -1 : FileSystem::list(folder, names);
   }
@@ -117,16 +124,23 @@ class FaultyFileSystem final : public formats::FileSystem {
   }
 
  private:
+  static bool has(const std::string& path, const std::string& part) {
+    return part.ends_with('$') ? path.ends_with(part.substr(0, part.size() - 1))
+                               : path.find(part) != std::string::npos;
+  }
   std::optional<Rule> hit(const std::string& call, const Path& path) {
     const std::lock_guard lock(mutex_);
     ++num_calls_;
     for (auto& r : rules_) {
-      if ((r.call != "any" && r.call != call) || path.string().find(r.part) == std::string::npos)
-        continue;
+      if ((r.call != "any" && r.call != call) || !has(path.string(), r.part)) continue;
       ++r.num_seen;
       if (r.num_seen < r.first || r.num_seen >= r.first + r.count) continue;
       ++r.num_hit;
       if (r.kills) std::raise(SIGKILL);
+      if (r.sleeps > 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(r.sleeps));
+        continue;
+      }
       return r;
     }
     return std::nullopt;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/roll.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -33,8 +34,9 @@ void together(comm::Group& group, const std::function<void()>& f) {
     f();
   } catch (const Error& e) {
     fault = static_cast<char>('a' + static_cast<int>(e.kind())) + std::string(e.what());
-  } catch (const std::exception& e) {
-    fault = static_cast<char>('a' + static_cast<int>(ErrorKind::internal)) + std::string(e.what());
+  } catch (...) {
+    fault = static_cast<char>('a' + static_cast<int>(ErrorKind::internal)) +
+            comm::text_of(std::current_exception());
   }
   const at::Tensor all = lengths(group, static_cast<std::int64_t>(fault.size()));
   for (int r = 0; r < group.size(); ++r) {

@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/checkpoint/lock.h"
 #include "moesh/checkpoint/plan.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
@@ -45,14 +46,23 @@ std::string changed_config(const std::string& text, const ConvertOptions& option
 
 // What is copied as it is: small files such as a tokenizer, but not those that describe the
 // weights.
-bool is_copied(const std::filesystem::directory_entry& entry) {
-  const std::string name = entry.path().filename().string(),
-                    kind = entry.path().extension().string();
+bool is_copied(const std::filesystem::path& folder, const std::string& name) {
+  const std::string kind = std::filesystem::path(name).extension().string();
   bool is_small = false;
   for (const char* known : {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"})
     is_small |= kind == known;
-  return is_small && entry.is_regular_file() && name[0] != '.' && name != "config.json" &&
-         name != formats::kIndexFile && name != formats::kManifestFile;
+  return is_small && !formats::is_folder(folder / name) && name[0] != '.' &&
+         name != "config.json" && name != formats::kIndexFile && name != formats::kManifestFile;
+}
+
+// A conversion that was killed has left its folder, which has a manifest from its beginning; before
+// that only the lock. Whatever else is there is not moesh's.
+void check_left_over(const std::filesystem::path& temporary) {
+  if (!formats::exists(temporary)) return;
+  for (const auto& name : formats::names_in(temporary))
+    MOESH_CHECK(name == kLockFile || formats::exists(temporary / formats::kManifestFile),
+                ErrorKind::storage, "'", temporary.string(),
+                "' is in the way, and moesh did not make it; move it away");
 }
 
 // The parameters of one tensor, whole as far as they are in it.
@@ -96,9 +106,9 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   }
 
   const auto temporary = std::filesystem::path(to).concat(".saving");
-  if (formats::exists(temporary / formats::kManifestFile)) remove_folder(temporary);  // ours
-  make_folders(to.parent_path());
-  make_new_folder(temporary);
+  check_left_over(temporary);
+  const FolderLock lock(temporary);  // a second conversion to this name is refused
+  remove_contents(temporary, {kLockFile});
   write_file(temporary / formats::kManifestFile, "");
   formats::Manifest manifest{.model = model.model_type};
   const auto add_file = [&](const std::string& name, const formats::BlockSums& written) {
@@ -128,10 +138,9 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   };
   add_text(formats::kIndexFile, formats::write_safetensors_index(index));
   add_text("config.json", changed_config(read_config(from), options, source.has_quantized()));
-  for (const auto& entry : std::filesystem::directory_iterator(from))
-    if (is_copied(entry))
-      add_text(entry.path().filename().string(),
-               formats::read_file(entry.path().string(), ErrorKind::data));
+  for (const auto& name : formats::names_in(from))
+    if (is_copied(from, name))
+      add_text(name, formats::read_file((from / name).string(), ErrorKind::data));
   std::sort(manifest.files.begin(), manifest.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   {
@@ -141,6 +150,8 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   }
   sync_folder(temporary);
   rename_folder(temporary, to);
+  // Not before: while the folder is under its temporary name, a second one would take it over.
+  remove_folder(to / kLockFile);
   result.num_files = files.size(), result.num_bytes = *index.total_size;
   return result;
 }

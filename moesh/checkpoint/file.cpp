@@ -19,10 +19,8 @@ using formats::file_system;
   try {
     formats::fail_at(path, what, code);
   } catch (const Error& e) {
-    throw Error(
-        ErrorKind::storage,
-        detail::concat(e.what(),
-                       "; choose a folder (checkpoint.folder) that can be written and has room"));
+    throw Error(ErrorKind::storage,
+                detail::concat(e.what(), "; choose a folder that can be written and has room"));
   }
 }
 
@@ -100,20 +98,16 @@ bool exchange_folders(const std::filesystem::path& a, const std::filesystem::pat
   return false;
 }
 
-void remove_folder(const std::filesystem::path& path) {
-  const auto remove = [](const std::filesystem::path& entry) {
-    if (file_system().remove(entry) != 0 && errno != ENOENT) fail_to("remove", entry, errno);
-  };
+void remove_contents(const std::filesystem::path& path, const std::set<std::string>& kept) {
   for (const bool is_last : {false, true})
-    for (const auto& name : formats::names_in(path)) {
-      if ((name == formats::kManifestFile) != is_last) continue;
-      const auto entry = path / name;
-      if (std::filesystem::is_directory(std::filesystem::symlink_status(entry)))
-        remove_folder(entry);
-      else
-        remove(entry);
-    }
-  remove(path);
+    for (const auto& name : formats::names_in(path))
+      if ((name == formats::kManifestFile) == is_last && !kept.contains(name))
+        remove_folder(path / name);
+}
+
+void remove_folder(const std::filesystem::path& path) {
+  if (formats::is_own_folder(path)) remove_contents(path);
+  if (file_system().remove(path) != 0 && errno != ENOENT) fail_to("remove", path, errno);
 }
 
 }  // namespace moesh::checkpoint

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <set>
+#include <string>
 #include <string_view>
 
 #include "moesh/formats/checksum.h"
@@ -43,8 +45,10 @@ void make_new_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 /// Both exist, and swap names in one step; false where the file system cannot do that.
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
-/// A folder with all that is in it. A manifest goes last: what is left half-way still says that
-/// moesh made it.
+/// All that is in a folder but for the names in `kept`. A manifest goes last: what is left half-way
+/// still says that moesh made it. Of a link the link goes, and what it points to stays.
+void remove_contents(const std::filesystem::path& path, const std::set<std::string>& kept = {});
+/// A folder with all that is in it, in the same way.
 void remove_folder(const std::filesystem::path& path);
 
 }  // namespace moesh::checkpoint

@@ -82,13 +82,16 @@ bool is_intact(const std::filesystem::path& checkpoint) {
 void remove_temporary(const std::filesystem::path& folder) {
   for (const auto& name : formats::names_in(folder)) {
     if (!is_left_over(name)) continue;
-    struct stat status;
-    const bool is_folder =
-        formats::file_system().status(folder / name, status) == 0 && S_ISDIR(status.st_mode);
-    const auto names = is_folder ? formats::names_in(folder / name) : std::vector<std::string>{""};
+    const auto names = formats::is_own_folder(folder / name) ? formats::names_in(folder / name)
+                                                             : std::vector<std::string>{""};
     if (names.empty() ||
         std::find(names.begin(), names.end(), formats::kManifestFile) != names.end())
-      remove_folder(folder / name);
+      try {
+        remove_folder(folder / name);
+      } catch (const Error& e) {
+        // It takes room, and no more: the next save tries again.
+        log_warn("what an interrupted save has left could not be removed: ", e.what());
+      }
     else
       log_warn("'", (folder / name).string(), "' was not made by moesh, and stays");
   }

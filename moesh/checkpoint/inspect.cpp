@@ -2,7 +2,9 @@
 
 #include <cctype>
 #include <cstdio>
+#include <functional>
 #include <map>
+#include <optional>
 
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/folder.h"
@@ -55,10 +57,46 @@ std::string describe_tensors(const TensorFolder& folder) {
   return text;
 }
 
+// Calls f(name) for every file below a folder, by its name from there.
+void each_file(const std::filesystem::path& folder, const std::string& below,
+               const std::function<void(const std::string&)>& f) {
+  for (const auto& name : formats::names_in(folder / below)) {
+    const std::string path = below.empty() ? name : below + "/" + name;
+    if (formats::is_own_folder(folder / path))
+      each_file(folder, path, f);
+    else
+      f(path);
+  }
+}
+
+// Calls f, and collects what is damage of what it throws: what cannot be read may be whole.
+template <class F>
+void look(std::vector<std::string>& damage, const F& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::data) throw;
+    damage.emplace_back(e.what());
+  }
+}
+
+struct Checked {
+  std::optional<formats::Manifest> manifest;
+  std::vector<std::string> damage;
+};
+Checked check_files(const std::filesystem::path& folder) {
+  Checked c;
+  look(c.damage, [&] { c.manifest = formats::read_manifest(folder.string()); });
+  if (c.manifest)
+    for (const auto& file : c.manifest->files)
+      look(c.damage, [&] { formats::check_file(folder.string(), file); });
+  return c;
+}
+
 }  // namespace
 
 std::string inspect(const std::filesystem::path& folder) {
-  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
+  MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "'", folder.string(),
               "' is not a folder; name one that holds a model or a checkpoint, such as "
               "outputs/checkpoints/step-00000100");
   std::string text = folder.string() + "\n";
@@ -90,32 +128,25 @@ std::string inspect(const std::filesystem::path& folder) {
   return text;
 }
 
+std::vector<std::string> find_damaged_files(const std::filesystem::path& folder) {
+  return check_files(folder).damage;
+}
+
 std::vector<std::string> find_damage(const std::filesystem::path& folder) {
-  formats::Manifest manifest;
-  std::vector<std::string> damage;
-  const auto look = [&](const auto& f) {
-    try {
-      f();
-      return true;
-    } catch (const Error& e) {
-      if (e.kind() == ErrorKind::storage) throw;  // what cannot be read may be whole
-      damage.emplace_back(e.what());
-      return false;
-    }
-  };
-  if (!look([&] { manifest = formats::read_manifest(folder.string()); })) return damage;
+  const Checked c = check_files(folder);
+  std::vector<std::string> damage = c.damage;
+  if (!c.manifest) return damage;
+
   const std::string name = folder.filename().string();
-  if (name.starts_with("step-") && name != step_name(manifest.step))
+  if (name.starts_with("step-") && name != step_name(c.manifest->step))
     damage.push_back(detail::concat("'", folder.string(), "' is called ", name,
-                                    ", and its manifest is of step ", manifest.step,
+                                    ", and its manifest is of step ", c.manifest->step,
                                     ": it was copied or renamed"));
-  for (const auto& file : manifest.files) look([&] { formats::check_file(folder.string(), file); });
-  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder)) {
-    const auto extra = std::filesystem::relative(entry.path(), folder).string();
-    if (!entry.is_directory() && extra != formats::kManifestFile && !manifest.find(extra))
+  each_file(folder, "", [&](const std::string& extra) {
+    if (extra != formats::kManifestFile && !c.manifest->find(extra))
       damage.push_back(detail::concat("file ", formats::shown(extra),
                                       " is not in the manifest: moesh did not write it"));
-  }
+  });
   return damage;
 }
 

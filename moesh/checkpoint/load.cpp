@@ -56,6 +56,20 @@ Differences compare(const TensorFolder& folder, const formats::DiskTable& table)
   return d;
 }
 
+// More experts or layers than the files have numbers: the table of their names alone would not end.
+void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
+  double there = 0;
+  for (const auto& [name, found] : folder.tensors())
+    there += static_cast<double>(num_elements(found.info->shape));
+  const double least = static_cast<double>(std::max<std::int64_t>(1, model.num_layers)) *
+                       static_cast<double>(std::max<std::int64_t>(1, model.num_experts));
+  MOESH_CHECK(least <= there, ErrorKind::data, "'", folder.path().string(), "': its files hold ",
+              there, " numbers in all, and its config.json tells of ", model.num_layers,
+              " layers and ", model.num_experts,
+              " experts in each; one of the two is another "
+              "model's");
+}
+
 // One read: what a part and a tensor on disk have in common, and where it is.
 struct Job {
   const Part* part;
@@ -276,6 +290,7 @@ void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
 }
 
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model) {
+  check_size(folder, model);
   formats::ExpertLayout nearest = formats::ExpertLayout::per_expert;
   std::optional<std::size_t> fewest;
   for (const auto layout : formats::kExpertLayouts) {

@@ -56,8 +56,8 @@ FolderLock::FolderLock(const std::filesystem::path& folder) {
     const bool is_held = code == EAGAIN || code == EACCES;
     const std::string who = is_held ? holder(descriptor_) : "";
     if (is_held) file_system().close(descriptor_);  // no destructor runs for what was never made
-    MOESH_CHECK(!is_held, ErrorKind::config, "checkpoint.folder '", folder.string(),
-                "' is used by ", who, "; wait until that run has ended, or choose another folder");
+    MOESH_CHECK(!is_held, ErrorKind::config, "'", folder.string(), "' is used by ", who,
+                "; wait until that has ended, or choose another folder");
     log_warn("'", path.string(), "' cannot be locked: ", std::strerror(code),
              "; see to it that no other run saves into this folder");
     return;

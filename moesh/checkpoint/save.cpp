@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -68,7 +69,7 @@ class Saver {
       if (is_first() && made_) clean_up();
       throw;
     }
-    if (is_first() && options_.keep_latest > 0) purge_others();
+    if (is_first()) settle();
     return target_;
   }
 
@@ -210,12 +211,12 @@ class Saver {
     sync_folder(temporary_);
     check_others();
     // There may be one that was found to be damaged. What is old ends under a temporary name.
-    auto replaced = temporary_;
-    const bool replaces = formats::exists(target_);
-    if (!replaces) {
+    if (!formats::exists(target_)) {
       rename_folder(temporary_, target_);
-    } else if (!exchange_folders(temporary_, target_)) {
-      replaced = options_.folder / replaced_name(manifest.step);
+    } else if (exchange_folders(temporary_, target_)) {
+      replaced_ = temporary_;
+    } else {
+      const auto replaced = options_.folder / replaced_name(manifest.step);
       rename_folder(target_, replaced);
       try {
         rename_folder(temporary_, target_);
@@ -223,10 +224,23 @@ class Saver {
         rename_folder(replaced, target_);
         throw;
       }
+      replaced_ = replaced;
     }
     made_ = false;
-    sync_folder(options_.folder);
-    if (replaces) remove_folder(replaced);
+  }
+
+  // On rank 0. The checkpoint has its name: what goes wrong from here on does not undo that, and is
+  // no reason to stop. Nothing is removed before the new name is on the disk.
+  void settle() const {
+    try {
+      sync_folder(options_.folder);
+      if (replaced_) remove_folder(*replaced_);
+      if (options_.keep_latest > 0)
+        purge(options_.folder, snapshot_.manifest.step, options_.keep_latest, options_.known);
+    } catch (const std::exception& e) {
+      log_warn("'", target_.string(),
+               "' is saved, but its folder could not be put in order: ", e.what());
+    }
   }
 
   // Of a save that failed, on rank 0. What cannot be removed is removed by the next save.
@@ -238,21 +252,12 @@ class Saver {
     }
   }
 
-  // The new one is intact: what goes wrong from here on is not a reason to stop.
-  void purge_others() const {
-    try {
-      purge(options_.folder, snapshot_.manifest.step, options_.keep_latest, options_.known);
-    } catch (const std::exception& e) {
-      log_warn("older checkpoints in '", options_.folder.string(),
-               "' could not be removed: ", e.what());
-    }
-  }
-
   const Snapshot& snapshot_;
   const SaveOptions& options_;
   comm::Group& group_;
   std::filesystem::path temporary_, target_;
-  std::vector<std::vector<PlannedFile>> plans_;  // by set
+  std::optional<std::filesystem::path> replaced_;  // where an older one of this step is now
+  std::vector<std::vector<PlannedFile>> plans_;    // by set
   std::map<std::string, std::string> texts_;
   std::vector<Written> files_;         // all but the manifest
   std::vector<std::uint64_t> sums_;    // of all blocks of all files, see BlockSums

@@ -1,19 +1,19 @@
 #include "moesh/cli/commands.h"
 
 #include <c10/util/Exception.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <new>
 #include <numeric>
-#include <stdexcept>
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
+#include "moesh/cli/memory_errors.h"
+#include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/kernels/memory.h"
 #include "moesh/train/loop.h"
@@ -77,7 +77,11 @@ RunSummary run_train(const Args& args) {
   const int processes = comm::num_launched_processes();
   if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
   if (config.training.device == "cpu") kernels::keep_freed_memory();
-  const RunSummary s = train::train(config);
+  RunSummary s;
+  naming_sizes(config, [&] {
+    check_fits(config);
+    s = train::train(config);
+  });
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)
       std::printf("nothing to do: the checkpoint is of step %lld\n",
@@ -132,21 +136,6 @@ int run_demo(const Args& args) {
   return verified;
 }
 
-// What LibTorch throws has a backtrace behind its text, which is for whoever works on moesh.
-std::string without_backtrace(const c10::Error& e) {
-  const std::string text = e.what_without_backtrace();
-  return text.substr(0, text.find("\nException raised from"));
-}
-
-[[noreturn]] void throw_out_of_memory(const std::string& what) {
-  const auto pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
-  throw Error(ErrorKind::config,
-              detail::concat("not enough memory: ", what, "; this machine has ", pages * bytes,
-                             " bytes. Lower the sizes of [model], data.batch_size or "
-                             "data.sequence_length, or split over more ranks; moesh estimate tells "
-                             "what a rank needs"));
-}
-
 int run_named(const Args& all);
 
 }  // namespace
@@ -154,16 +143,10 @@ int run_named(const Args& all);
 int run_command(const Args& all) {
   try {
     return run_named(all);
-  } catch (const c10::Error& e) {
-    const std::string text = without_backtrace(e);
-    if (text.find("allocate") != std::string::npos || text.find("memory") != std::string::npos ||
-        text.find("Storage size") != std::string::npos)
-      throw_out_of_memory(text);
-    throw Error(ErrorKind::internal, "LibTorch: " + text);
+  } catch (const c10::Error&) {
+    throw Error(ErrorKind::internal, "LibTorch: " + comm::text_of(std::current_exception()));
   } catch (const std::bad_alloc&) {
-    throw_out_of_memory("an allocation failed");
-  } catch (const std::length_error& e) {
-    throw_out_of_memory(detail::concat("a size is too large (", e.what(), ")"));
+    throw Error(ErrorKind::config, "not enough memory for what was asked for");
   }
 }
 

@@ -7,6 +7,7 @@
 #include "moesh/base/text.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 
@@ -123,7 +124,8 @@ int run_estimate(Args args) {
   const int num_ranks = take_number(args, "--search", 0);
   const Config config = load_config(args);
   if (num_ranks == 0) {
-    const Estimate e = estimate::estimate(config);
+    Estimate e;
+    naming_sizes(config, [&] { e = estimate::estimate(config); });
     print_heading(config, e);
     print(e);
     const bool fits = !memory || e.peak <= limit;

@@ -9,8 +9,10 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/base/exit_code.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/cli/memory_errors.h"
 #include "moesh/config/options.h"
 #include "moesh/formats/json.h"
 #include "moesh/verify/dump.h"
@@ -30,12 +32,20 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Where a launch fails, no rank was ever there to print.
+bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
+
+int exit_code_of(const VerifyReport& r) {
+  if (r.launch_error) return static_cast<int>(exit_code(*r.launch_error));
+  return static_cast<int>(r.holds() ? ExitCode::done : ExitCode::does_not_hold);
+}
+
 int run_golden(const Args& args, const std::string& file) {
   const Golden golden = read_golden(file, read_arguments(args));
   const Config& config = golden.config;
   const auto start = Clock::now();
   const VerifyReport r = verify_golden(golden);
-  if (!r.is_first) return r.holds() ? 0 : 1;  // another process prints
+  if (!prints(r)) return exit_code_of(r);  // another process does
   std::printf("%s\n", r.describe(mesh_shape(config)).c_str());
   std::printf(
       "%s of %s, %s: loss %.6f, %zu tensors against %s (largest error: %.2g of what is allowed, "
@@ -43,7 +53,7 @@ int run_golden(const Args& args, const std::string& file) {
       config.model.name.c_str(), config.checkpoint.initial_load.c_str(),
       config.training.dtype.c_str(), golden["loss"].item<double>(), golden.tensors.size(),
       file.c_str(), r.worst_ratio, golden.tolerance(), seconds_since(start));
-  return r.holds() ? 0 : 1;
+  return exit_code_of(r);
 }
 
 // What the command takes besides the configuration.
@@ -96,21 +106,20 @@ struct SweepRow {
   double worst = 0, seconds = 0;
 };
 
-// Where a launch fails, no rank was ever there to print.
-bool prints(const VerifyReport& r) { return r.is_first || !r.error.empty(); }
-
 // What all meshes came to.
 struct Totals {
   std::map<int, SweepRow> rows;
   size_t num_meshes = 0, num_failed = 0;
   double worst = 0, margin = 0;
   std::int64_t num_flipped = 0;
+  int exit_code = 0;     // of the first mesh that does not hold
   bool is_first = true;  // this process holds rank 0
   std::string json;      // one entry for each mesh
 
   void add(const MeshShape& shape, const VerifyReport& r, double seconds) {
     auto& row = rows[shape.num_ranks()];
     ++num_meshes, ++row.num_meshes;
+    if (exit_code == 0) exit_code = exit_code_of(r);
     if (r.holds())
       ++row.num_held;
     else
@@ -185,10 +194,14 @@ int run_verify(Args args) {
                 " cannot be written; choose a file that can");
   }
   const auto start = Clock::now();
-  const Totals t = verify_all(configs, request);
+  Totals t;
+  naming_sizes(config, [&] {
+    check_fits(config);
+    t = verify_all(configs, request);
+  });
   const double seconds = seconds_since(start);
   const bool all_hold = t.num_failed == 0;
-  if (!t.is_first) return all_hold ? 0 : 1;
+  if (!t.is_first) return t.exit_code;
   if (configs.size() > 1) print_table(t.rows);
   const VerifyCase c{config, request.steps};
   std::printf(
@@ -209,7 +222,7 @@ int run_verify(Args args) {
     MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *request.json,
                 " could not be written to its end; is the disk full?");
   }
-  return all_hold ? 0 : 1;
+  return t.exit_code;
 }
 
 }  // namespace moesh::cli

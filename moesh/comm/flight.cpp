@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdio>
 #include <ctime>
+#include <mutex>
 
 #include "moesh/base/error.h"
 
@@ -22,7 +23,11 @@ struct Entry {
   bool has_ended = false;
 };
 
-struct Recorder {
+}  // namespace
+
+class Recorder {
+ public:
+  std::mutex mutex;  // of all that follows
   std::array<Entry, kLength> entries;
   std::size_t num_called = 0;
 
@@ -37,7 +42,12 @@ struct Recorder {
   }
 };
 
-thread_local Recorder recorder;
+namespace {
+
+std::shared_ptr<Recorder>& own() {
+  thread_local auto recorder = std::make_shared<Recorder>();
+  return recorder;
+}
 
 void end(Entry* entry) {
   if (!entry) return;  // another thread called it, or it is too long ago
@@ -64,7 +74,12 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
+std::shared_ptr<Recorder> current() { return own(); }
+void use(std::shared_ptr<Recorder> recorder) { own() = std::move(recorder); }
+
 void called(const std::string& group, Collective op, std::int64_t bytes) {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
   Entry& e = recorder.number(recorder.num_called++);
   e.group = group, e.op = op, e.bytes = bytes;
   e.work = nullptr, e.has_ended = false;
@@ -72,20 +87,28 @@ void called(const std::string& group, Collective op, std::int64_t bytes) {
 }
 
 void in_progress(const std::string& group, Collective op, const Work* work) {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
   // `checked` calls others in between: the newest that is not in progress yet is the one.
   if (Entry* e = recorder.newest([&](const Entry& x) { return is_open(x, group, op); }))
     e->work = work;
 }
 
 void ended(const Work* work) {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
   end(recorder.newest([&](const Entry& e) { return e.work == work; }));
 }
 
 void ended(const std::string& group, Collective op) {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
   end(recorder.newest([&](const Entry& e) { return is_open(e, group, op); }));
 }
 
 std::string text() {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
   std::string lines;
   for (std::size_t k = recorder.size(); k > 0; --k) {
     const std::size_t n = recorder.num_called - k;

@@ -16,7 +16,12 @@ constexpr std::int64_t kChunk = 2048;  // accumulators of one chunk stay in the 
 struct Sum {
   template <class A>
   static A apply(A a, A b) {
-    return a + b;
+    // Sums of checksums wrap around, which only unsigned numbers may.
+    if constexpr (std::is_signed_v<A> && std::is_integral_v<A>)
+      return static_cast<A>(static_cast<std::make_unsigned_t<A>>(a) +
+                            static_cast<std::make_unsigned_t<A>>(b));
+    else
+      return a + b;
   }
 };
 struct Max {

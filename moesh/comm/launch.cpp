@@ -89,6 +89,7 @@ void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& w
       fault = std::current_exception();
     }
     ranks.leave(rank, fault);
+    if (fault && options.after_fault) options.after_fault(rank, fault);
   };
   std::vector<std::thread> threads;
   const int end = ranks.first + ranks.count;

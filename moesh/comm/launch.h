@@ -29,6 +29,9 @@ struct LaunchOptions {
   at::Device device =
       at::kCPU;  // cuda without index: by place on the machine where each rank has its own GPU
   Backend backend = Backend::automatic;
+  // Called on the thread of a rank that threw, when the others know of it already: for what takes
+  // time, such as writing files.
+  std::function<void(int rank, const std::exception_ptr& fault)> after_fault = {};
 
   void validate() const;
 };

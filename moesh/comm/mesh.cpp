@@ -1,5 +1,6 @@
 #include "moesh/comm/mesh.h"
 
+#include <algorithm>
 #include <iomanip>
 #include <sstream>
 
@@ -91,8 +92,12 @@ void each_axis(Axes set, F f) {
 
 std::vector<int> divisors(int n) {
   std::vector<int> all;
-  for (int d = 1; d <= n; ++d)
-    if (n % d == 0) all.push_back(d);
+  for (int d = 1; d <= n / d; ++d) {
+    if (n % d != 0) continue;
+    all.push_back(d);
+    if (d != n / d) all.push_back(n / d);
+  }
+  std::sort(all.begin(), all.end());
   return all;
 }
 

@@ -1,5 +1,7 @@
 #include "moesh/comm/roll.h"
 
+#include <c10/util/Exception.h>
+
 #include "moesh/base/error.h"
 
 namespace moesh::comm {
@@ -60,6 +62,10 @@ std::string Roll::reason(const std::vector<int>& missing) const {
 std::string text_of(const std::exception_ptr& fault) {
   try {
     std::rethrow_exception(fault);
+  } catch (const c10::Error& e) {
+    // Behind the text is a backtrace, which is for whoever works on LibTorch.
+    const std::string text = e.what_without_backtrace();
+    return text.substr(0, text.find("\nException raised from"));
   } catch (const std::exception& e) {
     return e.what();
   } catch (...) {

@@ -1,13 +1,13 @@
 // The rules of a configuration, on its final values.
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
 #include <limits>
 #include <numeric>
 
 #include "moesh/base/text.h"
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
+#include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::config {
@@ -138,8 +138,7 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
               facts.vocab_size, " or less");
   if (facts.vocab_size >= kind.num_tokens) return;
   // A larger model does not help where the name is wrong.
-  MOESH_CHECK(std::filesystem::exists(c.data.path), ErrorKind::config,
-              describe_option(c, "data.path"),
+  MOESH_CHECK(formats::exists(c.data.path), ErrorKind::config, describe_option(c, "data.path"),
               ", and there is no such file; name one that is there, "
               "or leave data.path empty for the synthetic language");
   throw Error(

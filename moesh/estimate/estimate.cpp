@@ -137,6 +137,8 @@ std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_
   return rank.step();
 }
 
+StateMemory state_memory(const Config& config) { return DryRank(config).state(); }
+
 Estimate estimate(const Config& config) { return *estimate(config, std::nullopt); }
 
 SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most) {

@@ -44,6 +44,9 @@ struct Estimate {
 std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit);
 Estimate estimate(const Config& config);
 
+/// The bytes that a rank holds through the whole run: no step is gone through.
+StateMemory state_memory(const Config& config);
+
 struct SearchResult {
   std::vector<Estimate> best;  // those that send the fewest bytes a token first
   int num_meshes = 0;          // of this many ranks

@@ -63,6 +63,7 @@ const char* to_string(ExpertLayout layout);
 /// What is known of a model in a folder, or of one that is to be saved in one.
 struct ModelOnDisk {
   std::string model_type;  // as config.json calls it
+  std::int64_t num_layers = 0, num_experts = 0;
   std::function<DiskTable(ExpertLayout)> table;
   std::function<std::string(Dtype)> config_json;  // for weights of this type
 };

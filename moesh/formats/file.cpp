@@ -1,11 +1,14 @@
 #include "moesh/formats/file.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -21,7 +24,52 @@ const char* kind_of(mode_t mode) {
   return "a device";
 }
 
+// An open file that is closed, however this ends.
+struct Open {
+  ~Open() {
+    if (descriptor >= 0) file_system().close(descriptor);
+  }
+  int descriptor;
+};
+
+// All that is written to a pipe until its last writer closes it. One that nobody has opened yet
+// is waited for like one that is slow.
+std::string read_pipe(int pipe, const std::string& path, std::uint64_t max_size, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::milliseconds(std::llround(1000 * seconds));
+  std::string text, block(1 << 16, '\0');
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - Clock::now());
+    struct pollfd wanted = {.fd = pipe, .events = POLLIN, .revents = 0};
+    const int ready = ::poll(&wanted, 1, static_cast<int>(std::max<std::int64_t>(0, left.count())));
+    MOESH_CHECK(ready != 0, ErrorKind::data, "cannot read ", path, ": it is a pipe, and ",
+                text.empty() ? "nobody wrote to it" : "its writer did not close it", " within ",
+                seconds, " s; name a regular file");
+    const auto count = ready < 0 ? -1 : ::read(pipe, block.data(), block.size());
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) continue;
+    if (count < 0) fail_at(path, "read", errno);
+    if (count == 0) return text;
+    text.append(block, 0, static_cast<std::size_t>(count));
+    MOESH_CHECK(text.size() <= max_size, ErrorKind::data, path, " has more than ", max_size,
+                " bytes; such a file has at most ", max_size);
+  }
+}
+
 }  // namespace
+
+std::string read_file_or_pipe(const std::string& path, ErrorKind kind, std::uint64_t max_size,
+                              double seconds) {
+  struct stat status;
+  if (file_system().status(path, status) != 0 || !S_ISFIFO(status.st_mode))
+    return read_file(path, kind, max_size);
+  try {
+    const Open pipe{file_system().open(path, O_RDONLY | O_NONBLOCK)};
+    if (pipe.descriptor < 0) fail_at(path, "read", errno);
+    return read_pipe(pipe.descriptor, path, max_size, seconds);
+  } catch (const Error& e) {
+    throw Error(e.kind() == ErrorKind::data ? kind : e.kind(), e.what());
+  }
+}
 
 std::string read_file(const std::string& path, ErrorKind kind, std::uint64_t max_size) {
   try {
@@ -41,6 +89,22 @@ void fail_at(const std::filesystem::path& path, const char* what, int code) {
 bool exists(const std::filesystem::path& path) {
   struct stat status;
   if (retried([&] { return file_system().status(path, status); }) == 0) return true;
+  if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
+  return false;
+}
+
+bool is_folder(const std::filesystem::path& path) {
+  struct stat status;
+  if (retried([&] { return file_system().status(path, status); }) == 0)
+    return S_ISDIR(status.st_mode);
+  if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
+  return false;
+}
+
+bool is_own_folder(const std::filesystem::path& path) {
+  struct stat status;
+  if (retried([&] { return file_system().link_status(path, status); }) == 0)
+    return S_ISDIR(status.st_mode);
   if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
   return false;
 }

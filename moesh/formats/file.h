@@ -17,6 +17,11 @@ namespace moesh::formats {
 std::string read_file(const std::string& path, ErrorKind kind,
                       std::uint64_t max_size = std::numeric_limits<std::uint64_t>::max());
 
+/// The same for a text that may come through a pipe, as of `--config <(command)`: what is written
+/// to it until it is closed, `max_size` bytes at most, for which it waits `seconds` and no longer.
+std::string read_file_or_pipe(const std::string& path, ErrorKind kind, std::uint64_t max_size,
+                              double seconds = 10);
+
 /// Throws "cannot <what> '<path>': <reason of the errno>". It is of kind data where the path names
 /// nothing, or something else than it should, and of kind storage where the system failed: that is
 /// no damage.
@@ -25,6 +30,11 @@ std::string read_file(const std::string& path, ErrorKind kind,
 /// False only where the file system says that there is nothing; what else goes wrong is an Error
 /// (storage).
 bool exists(const std::filesystem::path& path);
+
+/// A folder, or a link to one.
+bool is_folder(const std::filesystem::path& path);
+/// The same, and false for a link: what is behind it belongs to somebody else.
+bool is_own_folder(const std::filesystem::path& path);
 
 /// What is in a folder, sorted; nothing where there is no folder. Whatever else goes wrong is an
 /// Error: a folder that cannot be listed is not empty.

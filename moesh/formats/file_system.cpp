@@ -52,6 +52,9 @@ int FileSystem::lock(int file) {
 int FileSystem::status(const Path& path, struct stat& status) {
   return ::stat(path.c_str(), &status);
 }
+int FileSystem::link_status(const Path& path, struct stat& status) {
+  return ::lstat(path.c_str(), &status);
+}
 int FileSystem::list(const Path& folder, std::vector<std::string>& names) {
   names.clear();
   DIR* entries = ::opendir(folder.c_str());

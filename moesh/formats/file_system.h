@@ -38,6 +38,8 @@ class FileSystem {
   virtual int lock(int file);
 
   virtual int status(const Path& path, struct stat& status);
+  /// Of a link, and not of what it points to.
+  virtual int link_status(const Path& path, struct stat& status);
   virtual int list(const Path& folder, std::vector<std::string>& names);
   virtual int make_folder(const Path& path);
   /// A file, or an empty folder.

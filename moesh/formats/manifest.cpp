@@ -168,6 +168,7 @@ void check_block(const ManifestFile& file, std::uint64_t index, std::span<const 
 
 void check_file(const std::string& folder, const ManifestFile& file) {
   const InputFile input = open_in(folder, file.name);
+  input.forget_cached();
   MOESH_CHECK(input.size() == file.size, ErrorKind::data, "file ", shown(file.name),
               " is damaged: it has ", input.size(), " bytes, and the manifest gives ", file.size,
               "; take another checkpoint");

@@ -49,7 +49,7 @@ std::string shortest(double value) {
 }  // namespace
 
 std::vector<TomlEntry> read_toml(const std::string& path) {
-  return parse_toml(read_file(path, ErrorKind::config, kMaxTomlBytes), path);
+  return parse_toml(read_file_or_pipe(path, ErrorKind::config, kMaxTomlBytes), path);
 }
 
 std::string to_toml(const TomlValue& value) {

@@ -1,5 +1,7 @@
 #include "moesh/models/config.h"
 
+#include <algorithm>
+
 namespace moesh::models {
 
 ModelKeys DecoderConfig::keys() {
@@ -37,9 +39,14 @@ std::optional<BrokenRule> DecoderConfig::broken_rule() const {
 }
 
 std::vector<std::int64_t> divisors(std::int64_t n) {
+  constexpr std::int64_t kMaxTried = 1'000'000;  // of numbers beyond its square some are left out
   std::vector<std::int64_t> all;
-  for (std::int64_t d = 1; d <= n; ++d)
-    if (n % d == 0) all.push_back(d);
+  for (std::int64_t d = 1; d <= kMaxTried && d <= n / d; ++d) {
+    if (n % d != 0) continue;
+    all.push_back(d);
+    if (d != n / d) all.push_back(n / d);
+  }
+  std::sort(all.begin(), all.end());
   return all;
 }
 

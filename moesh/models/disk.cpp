@@ -193,6 +193,8 @@ formats::ModelOnDisk on_disk(const AnyConfig& config) {
   return std::visit(
       [](const auto& c) -> formats::ModelOnDisk {
         return {.model_type = c.kModelType,
+                .num_layers = c.num_layers,
+                .num_experts = c.num_experts,
                 .table = [c](ExpertLayout layout) { return table_of(c, layout); },
                 .config_json =
                     [c](formats::Dtype dtype) {

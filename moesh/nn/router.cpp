@@ -101,8 +101,15 @@ PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logit
   const at::NoGradGuard no_grad;
   const bool on_logits = config_.choose_on_logits || config_.scoring == Scoring::softmax_chosen;
   PerToken choice = detach(on_logits ? logits_NE : scores_NE) + constant(expert_bias_E_);
-  if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
-  PerToken experts = best(choice, config_.top_k);
+  PerToken experts;
+  try {
+    if (config_.num_groups > 1) choice = limit_to_groups(choice, config_);
+    experts = best(choice, config_.top_k);
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::data) throw;
+    // A NaN: which layer's, only the router knows.
+    throw Error(ErrorKind::diverged, detail::concat("router '", gate_.name(), "': ", e.what()));
+  }
   if (config_.forced_balance)
     experts = map_rows(
         [&](const at::Tensor& e) { return balanced_choice(tokens, config_, e.device()); }, experts);

@@ -11,12 +11,16 @@
 #include <chrono>
 #include <set>
 #include <sstream>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
+#include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
+#include "moesh/comm/flight.h"
+#include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
@@ -184,8 +188,8 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
 // What a checkpoint holds besides the weights; nothing where others wrote the folder.
 std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
   // Whoever wants the weights alone may have deleted the rest.
-  if (!std::filesystem::exists(folder / formats::kManifestFile) ||
-      !std::filesystem::exists((folder / kStatePrefix).parent_path()))
+  if (!formats::exists(folder / formats::kManifestFile) ||
+      !formats::exists((folder / kStatePrefix).parent_path()))
     return std::nullopt;
   const auto manifest = formats::read_manifest(folder.string());
   if (!manifest.extra.contains(kOptimizerSteps)) return std::nullopt;  // converted weights
@@ -206,6 +210,17 @@ void load_biases_apart(const std::filesystem::path& folder, models::Model& model
   }
   const auto table = own_names(parts);
   checkpoint::Loader(*source, table).load(parts);
+}
+
+// What a disk refuses is told with the option that chooses the disk.
+template <class F>
+void naming_the_folder(const F& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::storage && e.kind() != ErrorKind::config) throw;
+    throw Error(e.kind(), detail::concat("checkpoint.folder: ", e.what()));
+  }
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
@@ -319,7 +334,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
 void Checkpointer::hold_folder() {
   checkpoint::together(world_, [&] {
     if (world_.rank() != 0 || lock_) return;
-    lock_.emplace(options_.folder);
+    naming_the_folder([&] { lock_.emplace(options_.folder); });
     data_fingerprint_ = fingerprint(config_.data.path);
   });
   data_fingerprint_ = checkpoint::text_of_first(world_, data_fingerprint_);
@@ -335,19 +350,25 @@ void Checkpointer::save(const Position& position, bool in_background) {
   last_saved_ = position.step;
   options_.known.insert(position.step);
   if (!in_background) {
-    const auto path = checkpoint::save(now, options, world_);
+    std::filesystem::path path;
+    naming_the_folder([&] { path = checkpoint::save(now, options, world_); });
     options_.damaged.erase(position.step);
+    save_seconds_ = seconds_since(start);
     if (is_first) log_info("saved ", path.string(), " in ", seconds_since(start), " s");
     return;
   }
-  background_ = std::thread([this, start, is_first, options, copy = checkpoint::copied(now)] {
+  background_ = std::thread([this, start, is_first, options, copy = checkpoint::copied(now),
+                             flight = comm::flight::current()] {
     set_log_rank(world_.rank());
+    comm::flight::use(flight);
     try {
       const auto path = checkpoint::save(copy, options, *background_group_);
       if (is_first)
         log_info("saved ", path.string(), " in ", seconds_since(start), " s, in the background");
-    } catch (const std::exception& e) {
-      fault_ = detail::concat("step ", copy.manifest.step, " was not saved: ", e.what());
+      background_seconds_ = seconds_since(start);
+    } catch (...) {
+      fault_ = detail::concat("step ", copy.manifest.step,
+                              " was not saved: ", comm::text_of(std::current_exception()));
     }
   });
   if (is_first)
@@ -356,17 +377,16 @@ void Checkpointer::save(const Position& position, bool in_background) {
 
 void Checkpointer::wait() {
   if (background_.joinable()) background_.join();
+  if (background_seconds_) save_seconds_ = std::exchange(background_seconds_, std::nullopt);
   if (fault_.empty()) return;
   if (world_.rank() == 0) log_warn(fault_, "; training goes on");
   fault_.clear();
   last_saved_.reset();
 }
 
-bool Checkpointer::after_step(const Position& position) {
+void Checkpointer::after_step(const Position& position) {
   const auto& c = config_.checkpoint;
-  const bool is_due = c.enable && position.step % c.interval == 0;
-  if (is_due) save(position, c.async);
-  return is_due;
+  if (c.enable && position.step % c.interval == 0) save(position, c.async);
 }
 
 void Checkpointer::finish(const Position& position) {
@@ -389,7 +409,8 @@ std::vector<std::int64_t> Checkpointer::find_steps() {
 
 Position Checkpointer::start() {
   const Position position = load_newest();
-  if (config_.checkpoint.enable) check_room(position);
+  // A run that has nothing left to do saves nothing.
+  if (config_.checkpoint.enable && position.step < config_.training.steps) check_room(position);
   return position;
 }
 
@@ -402,6 +423,15 @@ void Checkpointer::check_room(const Position& position) {
                 " bytes, and checkpoint.folder '", options_.folder.string(), "' has room for ",
                 room, "; make room, or choose a folder on another disk");
   });
+}
+
+std::filesystem::path Checkpointer::last_healthy(const Position& position) {
+  wait();
+  std::int64_t healthy = -1;
+  if (config_.checkpoint.enable)
+    for (const auto step : find_steps())
+      if (step < position.step - position.num_skipped) healthy = step;
+  return healthy < 0 ? std::filesystem::path() : options_.folder / checkpoint::step_name(healthy);
 }
 
 Position Checkpointer::load_newest() {
@@ -418,19 +448,15 @@ Position Checkpointer::load_newest() {
     std::string faults;
     for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
       const auto folder = options_.folder / checkpoint::step_name(*step);
-      try {
-        Position position;
-        checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
-        last_saved_ = position.step;
+      std::string damage;
+      if (const auto position = load_unless_damaged(folder, damage)) {
+        last_saved_ = position->step;
         if (is_first) log_info("going on from ", folder.string());
-        return position;
-      } catch (const Error& e) {
-        // What cannot be read may be whole: only damage makes a run go back.
-        if (e.kind() != ErrorKind::data) throw;
-        options_.damaged.insert(*step);
-        if (is_first) log_warn("checkpoint ", folder.string(), " is not whole: ", e.what());
-        faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", e.what());
+        return *position;
       }
+      options_.damaged.insert(*step);
+      if (is_first) log_warn("checkpoint ", folder.string(), " is not whole: ", damage);
+      faults += detail::concat(faults.empty() ? "" : "; ", folder.string(), ": ", damage);
     }
     MOESH_CHECK(steps.empty(), ErrorKind::data, "no checkpoint in '", options_.folder.string(),
                 "' is whole (", faults,
@@ -441,6 +467,35 @@ Position Checkpointer::load_newest() {
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
+}
+
+std::string Checkpointer::damage_in(const std::filesystem::path& folder) {
+  std::string first;
+  checkpoint::together(world_, [&] {
+    if (world_.rank() != 0) return;
+    const auto all = checkpoint::find_damaged_files(folder);
+    if (!all.empty()) first = all.front();
+  });
+  return checkpoint::text_of_first(world_, first);
+}
+
+std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem::path& folder,
+                                                          std::string& damage) {
+  for (const bool is_second : {false, true}) try {
+      Position position;
+      checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
+      return position;
+    } catch (const Error& e) {
+      // What cannot be read may be whole, and what is whole may not be what the run needs: only
+      // files that are read a second time with other bytes than were written make a run go back.
+      if (e.kind() != ErrorKind::data) throw;
+      damage = damage_in(folder);
+      if (!damage.empty()) return std::nullopt;
+      if (is_second) throw;
+      if (world_.rank() == 0)
+        log_warn(e.what(), "; every file is as it was written, so it is read once more");
+    }
+  return std::nullopt;
 }
 
 void load_initial_weights(const Config& config, models::Model& model, int rank) {

@@ -48,11 +48,16 @@ class Checkpointer {
   /// turns out to be damaged is reported, and the one before it is taken; where the system cannot
   /// read, it throws Error (storage).
   Position start();
-  /// Saves where one is due, and tells whether one was. A failure of an asynchronous save is
-  /// reported at the next one, and training goes on.
-  bool after_step(const Position& position);
+  /// Saves where one is due. A failure of an asynchronous save is reported at the next one, and
+  /// training goes on.
+  void after_step(const Position& position);
   /// Saves what is not saved yet, and returns when that is done.
   void finish(const Position& position);
+  /// How long the last save took that has ended, also where it was in the background.
+  std::optional<double> save_seconds() const { return save_seconds_; }
+  /// The newest checkpoint after which a step had finite gradients, of a run whose last steps had
+  /// none; empty where there is none.
+  std::filesystem::path last_healthy(const Position& position);
 
  private:
   /// The weights of the model, and everything else that a run resumes from.
@@ -70,6 +75,11 @@ class Checkpointer {
   /// position in the data would mean nothing, unless checkpoint.accept_changes.
   void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
   Position load_checkpoint(const std::filesystem::path& folder);
+  /// Nothing, and what is wrong, where the checkpoint is damaged.
+  std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
+                                              std::string& damage);
+  /// The first file that is not as it was written; empty where all are.
+  std::string damage_in(const std::filesystem::path& folder);
   /// Throws Error (storage) unless the disk has room for one checkpoint.
   void check_room(const Position& position);
 
@@ -86,6 +96,7 @@ class Checkpointer {
   std::shared_ptr<comm::Group> background_group_;
   std::thread background_;
   std::string fault_;  // of the last save in the background
+  std::optional<double> background_seconds_, save_seconds_;
 };
 
 }  // namespace moesh::train

@@ -97,7 +97,7 @@ bool has_diverged(const Config& config, const Position& position) {
 // All ranks throw the same: that of the rank which has the largest weight, or one that is not
 // finite.
 [[noreturn]] void throw_diverged(comm::Group& world, const Config& config, models::Model& model,
-                                 const Position& position) {
+                                 const Position& position, const std::filesystem::path& healthy) {
   double largest = -1;
   std::string name;
   model.each_param([&](Stored& w, bool) {
@@ -112,15 +112,29 @@ bool has_diverged(const Config& config, const Position& position) {
           .item<double>();
   checkpoint::together(world, [&] {
     MOESH_CHECK(largest < of_all, ErrorKind::diverged,
-                "the run has diverged: ", position.num_skipped,
-                " steps in a row, the last of them step ", position.step,
+                "the run has diverged: ", position.num_skipped, " steps in a row, ",
+                position.step - position.num_skipped + 1, " to ", position.step,
                 ", had a loss or gradient that is not finite, or no token that counts, and were "
                 "skipped (training.max_skipped_steps); the largest weight is ",
-                largest, ", in '", name,
-                "'. Lower optimizer.lr and go on from the last checkpoint before that, which is "
-                "kept");
+                largest, ", in '", name, "'. ",
+                healthy.empty()
+                    ? std::string("Lower optimizer.lr and begin anew")
+                    : detail::concat("Lower optimizer.lr and go on from '", healthy.string(),
+                                     "', after which gradients were still finite: move the later "
+                                     "checkpoints away"));
   });
   throw Error(ErrorKind::internal, "no rank has the largest weight");
+}
+
+// A router that gets a NaN throws at once: the step is named with it.
+template <class F>
+auto of_step(std::int64_t step, const F& f) {
+  try {
+    return f();
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::diverged) throw;
+    throw Error(e.kind(), detail::concat("the run has diverged in step ", step, ": ", e.what()));
+  }
 }
 
 void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
@@ -173,7 +187,8 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     auto batches = on_device(config, next.take());
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
     if (step + 1 < config.training.steps) next.start(data_position);
-    const Gradients g = accumulate_gradients(*model, std::move(batches), options);
+    const Gradients g = of_step(
+        step + 1, [&] { return accumulate_gradients(*model, std::move(batches), options); });
     const double lr = learning_rate(config, step);
     const Update u = apply_gradients(*model, *optimizer, g, lr, options);
     position = {.step = step + 1,
@@ -205,11 +220,13 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
         seconds.push_back(took);
     }
     if (stop && step + 1 < config.training.steps) interrupted = true;
-    if (has_diverged(config, position)) throw_diverged(world, config, *model, position);
+    if (has_diverged(config, position))
+      throw_diverged(world, config, *model, position, checkpointer.last_healthy(position));
     if (stop) break;
-    if (checkpointer.after_step(position) && is_first && !is_slowness_known) {
+    checkpointer.after_step(position);
+    if (const auto saving = checkpointer.save_seconds(); saving && is_first && !is_slowness_known) {
       is_slowness_known = true;
-      warn_if_too_slow_to_stop(took + std::chrono::duration<double>(Clock::now() - now).count());
+      warn_if_too_slow_to_stop(took + *saving);
     }
   }
   for (const auto& sink : sinks) sink->finish();
@@ -220,21 +237,6 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                      seconds.end());
     summary.step_seconds = seconds[seconds.size() / 2];
   }
-}
-
-// What the rank did last, in the run's folder: where a rank was lost, the files of all ranks show
-// which one was behind, and in what.
-void write_flight_record(const Config& config, int rank) {
-  if (config.metrics.folder.empty()) return;
-  char name[40];
-  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
-  const auto path = std::filesystem::path(config.metrics.folder) / name;
-  std::ofstream file(path);
-  file << comm::flight::text() << std::flush;
-  if (file.good())
-    log_warn("the last collectives of this rank are in '", path.string(), "'");
-  else
-    log_warn("the last collectives of this rank could not be written to '", path.string(), "'");
 }
 
 bool is_about_ranks(const std::exception_ptr& fault) {
@@ -248,6 +250,23 @@ bool is_about_ranks(const std::exception_ptr& fault) {
   }
 }
 
+// What the rank did last, in the run's folder: where a rank was lost, the files of all ranks show
+// which one was behind, and in what.
+void write_flight_record(const Config& config, int rank, const std::exception_ptr& fault) {
+  if (config.metrics.folder.empty() || mesh_shape(config).num_ranks() == 1 ||
+      !is_about_ranks(fault))
+    return;
+  char name[40];
+  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
+  const auto path = std::filesystem::path(config.metrics.folder) / name;
+  std::ofstream file(path);
+  file << comm::flight::text() << std::flush;
+  if (file.good())
+    log_warn("the last collectives of this rank are in '", path.string(), "'");
+  else
+    log_warn("the last collectives of this rank could not be written to '", path.string(), "'");
+}
+
 }  // namespace
 
 RunSummary train(const Config& config) {
@@ -257,18 +276,14 @@ RunSummary train(const Config& config) {
   summary.entropy = dataset->entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
+  comm::LaunchOptions options = launch_options(config);
+  options.after_fault = [&](int rank, const std::exception_ptr& fault) {
+    write_flight_record(config, rank, fault);
+  };
   comm::launch(
       mesh_shape(config).num_ranks(),
-      [&](comm::Group& world) {
-        try {
-          run_rank(world, config, *dataset, start, summary, interrupted);
-        } catch (...) {
-          if (world.size() > 1 && is_about_ranks(std::current_exception()))
-            write_flight_record(config, world.rank());
-          throw;
-        }
-      },
-      launch_options(config));
+      [&](comm::Group& world) { run_rank(world, config, *dataset, start, summary, interrupted); },
+      options);
   summary.interrupted = interrupted;
   return summary;
 }

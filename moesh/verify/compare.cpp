@@ -7,17 +7,16 @@
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <regex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
+#include "moesh/formats/pattern.h"
 #include "moesh/formats/safetensors.h"
 
 namespace moesh::verify {
 namespace {
-
-constexpr std::size_t kMaxRenamed = 1000;
 
 using formats::Dtype;
 using State = ComparedTensor::State;
@@ -72,10 +71,9 @@ struct Tensors {
 
   explicit Tensors(const std::string& path) {
     std::vector<std::filesystem::path> paths;
-    if (std::filesystem::is_directory(path)) {
-      for (const auto& e : std::filesystem::directory_iterator(path))
-        if (e.path().extension() == ".safetensors") paths.push_back(e.path());
-      std::sort(paths.begin(), paths.end());
+    if (formats::is_folder(path)) {
+      for (const auto& name : formats::names_in(path))
+        if (name.ends_with(".safetensors")) paths.push_back(std::filesystem::path(path) / name);
       MOESH_CHECK(!paths.empty(), ErrorKind::data, path,
                   " holds no *.safetensors file; name a file or a folder that does");
     } else {
@@ -184,13 +182,12 @@ const ComparedTensor* Comparison::first_difference() const {
 Comparison compare(const std::string& path_a, const std::string& path_b,
                    const CompareOptions& options) {
   const Tensors a(path_a), b(path_b);
-  std::vector<std::pair<std::regex, std::string>> renames;
+  std::vector<std::pair<formats::Pattern, std::string>> renames;
   for (const auto& [pattern, replacement] : options.renames) {
     try {
-      renames.emplace_back(std::regex(pattern), replacement);
-    } catch (const std::regex_error& e) {
-      throw Error(ErrorKind::config, detail::concat("--rename: '", pattern,
-                                                    "' is not a regular expression: ", e.what()));
+      renames.emplace_back(formats::Pattern(pattern), replacement);
+    } catch (const Error& e) {
+      throw Error(e.kind(), detail::concat("--rename: ", e.what()));
     }
   }
   Comparison result;
@@ -201,12 +198,8 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
   for (const auto& entry : a.order) {
     ComparedTensor c{
         .name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
-    // std::regex goes down one call for each character.
-    MOESH_CHECK(renames.empty() || c.name.size() <= kMaxRenamed, ErrorKind::data, "tensor ",
-                formats::shown(c.name), " has a name of ", c.name.size(),
-                " characters; --rename takes names of up to ", kMaxRenamed);
     for (const auto& [pattern, replacement] : renames)
-      c.other_name = std::regex_replace(c.other_name, pattern, replacement);
+      c.other_name = pattern.replace(c.other_name, replacement);
     const auto [first, is_new] = taken.emplace(c.other_name, c.name);
     MOESH_CHECK(is_new, ErrorKind::config, "--rename gives ", first->second, " and ", c.name,
                 " the same name, ", c.other_name, "; choose patterns that keep them apart");

@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
+#include "moesh/data/dataset.h"
 #include "moesh/models/disk.h"
 #include "moesh/spmd/one_rank.h"
 #include "moesh/spmd/spmd.h"
@@ -151,6 +152,22 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& se
       golden.input_ids_BL.dim() == 2 && golden.labels_BL.sizes() == golden.input_ids_BL.sizes(),
       ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
       " and labels ", golden.labels_BL.sizes(), "; both are [batch, length]");
+  MOESH_CHECK(golden.input_ids_BL.numel() > 0 &&
+                  at::isIntegralType(golden.input_ids_BL.scalar_type(), false) &&
+                  golden.labels_BL.scalar_type() == golden.input_ids_BL.scalar_type(),
+              ErrorKind::data, "'", file.string(), "': input_ids ", golden.input_ids_BL.sizes(),
+              " of ", golden.input_ids_BL.scalar_type(), " and labels of ",
+              golden.labels_BL.scalar_type(),
+              "; both are whole numbers, and there is at least one");
+  const auto vocab = models::facts(model).vocab_size;
+  for (const auto* ids : {&golden.input_ids_BL, &golden.labels_BL}) {
+    const auto least = ids->min().item<std::int64_t>(), most = ids->max().item<std::int64_t>();
+    const bool is_label = ids == &golden.labels_BL;
+    MOESH_CHECK((least >= 0 || (is_label && least == data::kIgnoredLabel)) && most < vocab,
+                ErrorKind::data, "'", file.string(), "': ", is_label ? "labels" : "input_ids",
+                " from ", least, " to ", most, ", and the model of '", folder.string(), "' has ",
+                vocab, " tokens");
+  }
   golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
@@ -166,7 +183,6 @@ VerifyReport verify_golden(const Golden& golden) {
   VerifyReport report;
   Findings findings(shape.num_ranks(), golden, golden.tolerance());
   const auto run = [&](comm::Group& world) {
-    if (world.rank() == 0) report.is_first = true;
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
     const auto model = make_model(config);
@@ -199,11 +215,7 @@ VerifyReport verify_golden(const Golden& golden) {
     });
     findings.exchange(world, device(config));
   };
-  try {
-    comm::launch(shape.num_ranks(), run, launch_options(config));
-  } catch (const std::exception& e) {
-    report.error = e.what();
-  }
+  launch_for(report, config, run);
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
   report.worst_ratio = findings.worst_ratio();
   return report;

@@ -2,11 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <mutex>
 #include <sstream>
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
@@ -266,24 +268,15 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   auto& routing = const_cast<VerifyReference&>(reference).routing;
   for (const auto& step : routing)
     for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
-  try {
-    comm::launch(
-        shape.num_ranks(),
-        [&](comm::Group& world) {
-          if (world.rank() == 0) report.is_first = true;
-          run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr,
-                    [&](const RankTensor& t) {
-                      findings.compare(t, world.rank());
-                      if (!values) return;
-                      const std::lock_guard lock(put_together);
-                      t.place((*values)[t.name]).copy_(t.value.detach());
-                    });
-          findings.exchange(world, device(c.config));
-        },
-        launch_options(c.config));
-  } catch (const std::exception& e) {
-    report.error = e.what();
-  }
+  launch_for(report, c.config, [&](comm::Group& world) {
+    run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr, [&](const RankTensor& t) {
+      findings.compare(t, world.rank());
+      if (!values) return;
+      const std::lock_guard lock(put_together);
+      t.place((*values)[t.name]).copy_(t.value.detach());
+    });
+    findings.exchange(world, device(c.config));
+  });
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
   report.worst_ratio = findings.worst_ratio();
   if (c.replays())
@@ -293,6 +286,27 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
         report.largest_margin = std::max<double>(report.largest_margin, r->largest_margin);
       }
   return report;
+}
+
+void launch_for(VerifyReport& report, const Config& config,
+                const std::function<void(comm::Group& world)>& f) {
+  const int num_ranks = mesh_shape(config).num_ranks();
+  std::atomic<int> num_begun = 0;
+  try {
+    comm::launch(
+        num_ranks,
+        [&](comm::Group& world) {
+          ++num_begun;
+          if (world.rank() == 0) report.is_first = true;
+          f(world);
+        },
+        launch_options(config));
+  } catch (const std::exception& e) {
+    report.error = comm::text_of(std::current_exception());
+    const int num_here = num_ranks / std::max(1, comm::num_launched_processes());
+    const auto* ours = dynamic_cast<const Error*>(&e);
+    if (num_begun < num_here) report.launch_error = ours ? ours->kind() : ErrorKind::internal;
+  }
 }
 
 Config fitted(const Config& config, const MeshShape& shape) {

@@ -3,6 +3,7 @@
 // the mesh of its configuration and on one rank, everything compared.
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,7 +48,8 @@ struct VerifyReference : NamedTensors {
 struct VerifyReport {
   std::vector<Mismatch> mismatches;
   std::string error;
-  bool is_first = false;  // this process holds rank 0: it prints for all
+  std::optional<ErrorKind> launch_error;  // of an error before any rank began: no verdict
+  bool is_first = false;                  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
   double worst_ratio = 0;  // the largest |delta| / allowed
@@ -56,6 +58,11 @@ struct VerifyReport {
   /// rank.
   std::string describe(const MeshShape& mesh) const;
 };
+
+/// Launches the ranks of a mesh. What they throw is the report's error; an error before any of them
+/// began is no verdict on the mesh, and has its kind in launch_error.
+void launch_for(VerifyReport& report, const Config& config,
+                const std::function<void(comm::Group& world)>& f);
 
 /// The run's data, with further labels that do not count.
 std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);

@@ -85,6 +85,17 @@ TEST(Reading, OneErrorIsTriedAgain) {
   }
 }
 
+// A bit that is wrong on its way from the disk: the bytes on it are as they were.
+TEST(Reading, AFlippedReadIsNotTakenForDamage) {
+  for (const char* file : {"moesh.json", "model-00001", "optimizer/state", "config.json"}) {
+    SCOPED_TRACE(file);
+    const Finished f;
+    const WithFaults faults(detail::concat("read ", file, " 1 1 flip"));
+    EXPECT_EQ(f.go_on().first_step, 4);
+    EXPECT_EQ(faults.files.num_hit(), 1);
+  }
+}
+
 TEST(Reading, InspectSaysThatItCannotReadAndNotThatItIsDamaged) {
   const Finished f;
   const WithFaults faults(detail::concat("read model-00001 1 1000000 ", EIO));
@@ -136,7 +147,38 @@ TEST(Unknown, ACheckpointUnderAnotherNameIsReported) {
   const Finished f;
   std::filesystem::rename(step(f.runs, 4), step(f.runs, 40));
   expect_parts(checkpoint::find_damage(step(f.runs, 40)).at(0), {"step-00000040", "of step 4"});
-  EXPECT_EQ(f.go_on().first_step, 2);
+  const auto before = all_of(f.runs);
+  expect_parts(error_of([&] { f.go_on(); }, ErrorKind::data),
+               {"step-00000040", "holds step 4", "give it its own name"});
+  EXPECT_EQ(all_of(f.runs), before);
+}
+
+TEST(Unknown, AWholeCheckpointThatTheRunCannotUseIsNotTakenForDamaged) {
+  const Finished f;
+  auto manifest = formats::read_manifest(step(f.runs, 4).string());
+  manifest.extra.erase("optimizer_steps");
+  std::ofstream(step(f.runs, 4) / "moesh.json") << formats::write_manifest(manifest);
+  const auto before = all_of(f.runs);
+  expect_parts(error_of([&] { f.go_on(); }, ErrorKind::data), {"has no optimizer_steps"});
+  EXPECT_EQ(all_of(f.runs), before);
+}
+
+TEST(Unknown, WhatALinkPointsToStays) {
+  const Finished f;
+  // Another folder of moesh's, under a name that a save leaves behind.
+  const path theirs = f.folder.path() / "theirs", old = f.folder.path() / "old";
+  std::filesystem::create_directories(theirs);
+  for (const char* name : {"moesh.json", "thesis.txt"}) std::ofstream(theirs / name) << "years";
+  std::filesystem::create_directory_symlink(theirs, f.runs / checkpoint::temporary_name(9));
+  // A checkpoint that lies on another disk: when it is purged, the link goes.
+  std::filesystem::rename(step(f.runs, 2), old);
+  std::filesystem::create_directory_symlink(old, step(f.runs, 2));
+  const auto kept = all_of(old);
+  f.go_on();
+  EXPECT_EQ(bytes_of(theirs / "thesis.txt"), "years");
+  EXPECT_EQ(bytes_of(theirs / "moesh.json"), "years");
+  EXPECT_EQ(checkpoint::saved_steps(f.runs), (Steps{4, 6}));
+  EXPECT_EQ(all_of(old), kept);
 }
 
 TEST(Unknown, InspectReportsFilesThatAreNotInTheManifest) {
@@ -188,6 +230,56 @@ TEST(Lock, AFileSystemWithoutLocksIsAWarning) {
   const Finished f;
   const WithFaults faults(detail::concat("lock .lock 1 1 ", ENOLCK));
   EXPECT_EQ(f.go_on().first_step, 4);
+}
+
+// Two processes want one folder in the same moment: one of them gets it.
+TEST(Lock, OfTwoAtOnceOneIsRefused) {
+  for (int round = 0; round < 25; ++round) {
+    const TemporaryFolder folder;
+    int go[2], ends[2];
+    ASSERT_EQ(pipe(go), 0);
+    ASSERT_EQ(pipe(ends), 0);
+    std::vector<pid_t> children;
+    for (int i = 0; i < 2; ++i) {
+      children.push_back(fork());
+      if (children.back() != 0) continue;
+      char byte;
+      close(go[1]);
+      close(ends[1]);
+      if (read(go[0], &byte, 1) != 0) _exit(9);  // until the parent closes it
+      try {
+        const checkpoint::FolderLock lock(folder.path() / "c");
+        _exit(read(ends[0], &byte, 1) == 0 ? 0 : 9);  // held until both have tried
+      } catch (const Error& e) {
+        _exit(e.kind() == ErrorKind::config ? 2 : 9);
+      }
+    }
+    for (const int end : {go[0], go[1], ends[0]}) close(end);
+    int status = 0;
+    ASSERT_GT(wait(&status), 0);  // the one that is refused
+    EXPECT_EQ(WEXITSTATUS(status), 2);
+    close(ends[1]);
+    ASSERT_GT(wait(&status), 0);
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+  }
+}
+
+TEST(Lock, TheMetricsOfTwoRunsDoNotMix) {
+  const Finished f;
+  const auto config = run_config(f.folder.path() / "other", "tp=1");
+  const path file = f.folder.path() / "metrics" / "metrics.jsonl";
+  const std::string before = bytes_of(file);
+  for (const std::int64_t first : {0, 2, 4}) {  // with and without lines that are left out
+    const auto held = train::open_sinks(config, 4);
+    expect_parts(error_of([&] { train::open_sinks(config, first); }, ErrorKind::config),
+                 {"metrics.folder", "is used by another run"});
+    EXPECT_EQ(bytes_of(file), before);
+  }
+  {
+    const auto held = train::open_sinks(config, 2);  // written anew, and held as before
+    error_of([&] { train::open_sinks(config, 2); }, ErrorKind::config);
+  }
+  train::open_sinks(config, 2);
 }
 
 // ---------------------------------------------------------------- lies
@@ -255,6 +347,40 @@ TEST(Writing, WhatCannotBeDoneIsKnownBeforeTheFirstStep) {
   first("none none 1 1 0", {"cannot create", "Not a directory"});
 }
 
+// The checkpoint has its name already: it counts.
+TEST(Writing, AnErrorAfterTheRenameDoesNotUndoIt) {
+  for (const char* option : {"--checkpoint.async", "--checkpoint.async=false"})
+    for (const std::string call : {"sync /c$", "remove .purging-"}) {
+      SCOPED_TRACE(call + option);
+      const Finished f;
+      const WithFaults faults(detail::concat(call, " 1 1000 ", EIO));
+      EXPECT_EQ(
+          run(f.runs, "tp=2,ep=2",
+              {"--steps=8", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1", option})
+              .num_steps,
+          4);
+      EXPECT_GT(faults.files.num_hit(), 0);
+      EXPECT_EQ(checkpoint::saved_steps(f.runs).back(), 8);
+      EXPECT_TRUE(checkpoint::find_damage(step(f.runs, 8)).empty());
+    }
+}
+
+TEST(Writing, ARunThatHasNothingLeftToDoNeedsNoRoom) {
+  const Finished f;
+  const WithFaults faults("free_bytes /c 1 1000 0");
+  EXPECT_EQ(f.go_on("4").num_steps, 0);
+  error_of([&] { f.go_on("5"); }, ErrorKind::storage);
+}
+
+TEST(Writing, AFolderOfMetricsThatCannotBeIsNamedByItsOwnOption) {
+  const TemporaryFolder folder;
+  std::ofstream(folder.path() / "metrics") << "a file";
+  const auto text =
+      error_of([&] { run(folder.path() / "c", "tp=1", {"--steps=1"}); }, ErrorKind::storage);
+  expect_parts(text, {"metrics.folder", "Not a directory"});
+  EXPECT_EQ(text.find("checkpoint.folder"), std::string::npos) << text;
+}
+
 // ---------------------------------------------------------------- metrics
 
 TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
@@ -263,7 +389,7 @@ TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
   const std::string kept = bytes_of(file);
   EXPECT_EQ(std::count(kept.begin(), kept.end(), '\n'), 4);
   std::ofstream(file, std::ios::app) << "{\"step\":5,\"los";  // cut off by a kill
-  for (int n = 1; n <= 12; ++n) {
+  for (int n = 1; n <= 20; ++n) {
     SCOPED_TRACE(n);
     const pid_t child = fork();
     if (child == 0) {
@@ -346,7 +472,8 @@ TEST(Diverged, ARunStopsAndKeepsTheLastHealthyCheckpoint) {
                   "--checkpoint.keep_latest_k=1",
                   "--training.max_skipped_steps=5"};
   expect_parts(error_of([&] { run(runs, "tp=2", wild); }, ErrorKind::diverged),
-               {"the run has diverged: 5 steps in a row", "the largest weight is", "optimizer.lr"});
+               {"the run has diverged: 5 steps in a row, 4 to 8", "the largest weight is",
+                "optimizer.lr", "go on from", "step-00000002"});
   // Step 3 was taken, and made the weights with which nothing can be computed.
   const auto steps = checkpoint::saved_steps(runs);
   EXPECT_EQ(steps, (Steps{2, 7}));
@@ -357,6 +484,39 @@ TEST(Diverged, ARunStopsAndKeepsTheLastHealthyCheckpoint) {
   // The count goes on with the run.
   expect_parts(error_of([&] { run(runs, "tp=2", wild); }, ErrorKind::diverged),
                {"5 steps in a row"});
+}
+
+// One number of one gate is NaN, in the second of three MoE layers.
+TEST(Diverged, NamesTheRouterThatIsNotFinite) {
+  const TemporaryFolder folder;
+  const path runs = folder.path() / "c";
+  const Args model{"--model=qwen3_moe:tiny", "--model.num_layers=3"};
+  Args options = model;
+  options.push_back("--steps=1");
+  run(runs, "tp=1", options);
+  const path weights = step(runs, 1);
+  std::filesystem::remove(weights / "moesh.json");  // nobody compares checksums
+  for (const auto& entry : std::filesystem::directory_iterator(weights)) {
+    if (entry.path().extension() != ".safetensors") continue;
+    const formats::SafetensorsFile file(entry.path());
+    for (const auto& t : file.header().tensors) {
+      if (t.name != "model.layers.1.mlp.gate.weight") continue;
+      std::fstream stream(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekp(static_cast<std::streamoff>(file.header().data_start + t.begin));
+      const float nan = std::numeric_limits<float>::quiet_NaN();
+      stream.write(reinterpret_cast<const char*>(&nan), sizeof nan);
+    }
+  }
+  for (const char* mesh : {"tp=1", "dp_shard=2,tp=2,ep=2"}) {
+    SCOPED_TRACE(mesh);
+    Args broken = model;
+    broken.insert(broken.end(), {"--checkpoint.initial_load=" + weights.string(), "--steps=9",
+                                 "--training.max_skipped_steps=3"});
+    const auto text =
+        error_of([&] { run(folder.path() / mesh, mesh, broken); }, ErrorKind::diverged);
+    expect_parts(text,
+                 {"diverged in step 1: router 'model.layers.1.", "hold a NaN", "gate weight"});
+  }
 }
 
 }  // namespace

@@ -86,6 +86,20 @@ def mpi_resume_gives_the_same_bits(tmp, moesh, *mpirun):
             ), f"{mesh}: {other}"
 
 
+def mpi_async_saves_what_threads_do(tmp, moesh, *mpirun):
+    """Two processes with two ranks each save in the background after every step: the bytes are those
+    of threads that save in between. Under a sanitizer, what it reports ends a run with a code of its
+    own."""
+    options = ["--mesh", "dp_shard=2,tp=2,ep=2", "--steps=6", "--checkpoint.interval=1"]
+    train([*mpirun, "-n", "2", moesh], tmp / "mpi", *options, "--checkpoint.async")
+    train([moesh], tmp / "threads", *options)
+    names = sorted(p.name for p in (tmp / "mpi" / "saved").glob("step-*"))
+    assert len(names) == 6, names
+    for name in names:
+        ours, theirs = (tmp / of / "saved" / name for of in ("mpi", "threads"))
+        assert contents(ours) == contents(theirs), name
+
+
 def sigterm_saves_the_step_and_ends(tmp, moesh, *mpirun):
     command = [*mpirun, "-n", "2", moesh] if mpirun else [moesh]
     run = subprocess.Popen(

@@ -316,7 +316,7 @@ TEST(ReadOnlyFolder, IsAClearError) {
       },
       ErrorKind::storage);
   std::filesystem::permissions(runs, std::filesystem::perms(0755));
-  expect_parts(text, {"cannot create", "Permission denied", "checkpoint.folder", "(rank 0)"});
+  expect_parts(text, {"cannot create", "Permission denied", "choose a folder", "(rank 0)"});
   EXPECT_EQ(contents(step(runs, 1)), before);
 }
 

@@ -3,13 +3,17 @@
 
 exit_codes_test.py CASE MOESH
 """
+import fcntl
+import json
 import os
 import pathlib
 import re
 import resource
+import struct
 import subprocess
 import sys
 import tempfile
+import time
 
 RUN = ["train", "--data.sequence_length=8", "--data.batch_size=1"]
 
@@ -68,16 +72,88 @@ def no_threads(tmp, moesh):
             os.setuid(65534)
         resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
     options = {"preexec_fn": limit, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    for command, code in ("train", 2), ("verify", 1):
+    for command, code in ("train", 2), ("verify", 2):
         said = run(moesh, command, "--mesh=tp=2", "--metrics.folder=", code=code, **options)
         assert "of 2 ranks in this process, only 1 got a thread" in said, said
 
 
 def too_large(tmp, moesh):
     """Sizes that no machine has are an error with bytes, and without a backtrace."""
-    said = train(moesh, tmp, "--steps=1", "--data.batch_size=100000000000", code=2)
-    assert "tried to allocate" in said and "this machine has" in said and "data.batch_size" in said, said
-    assert "frame #" not in said and "Exception raised" not in said, said
+    for command in "train", "verify":
+        for option in ("data.batch_size=1000000000", "model.vocab_size=1000000000",
+                       "model.dim=1000000000"):
+            if command == "train":
+                said = train(moesh, tmp, "--steps=1", f"--{option}", code=2)
+            else:
+                said = run(moesh, command, f"--{option}", code=2)
+            name, value = option.split("=")
+            assert re.search(r"\d+ bytes", said) and "this machine has" in said, said
+            assert f"{name} is {value} (" in said, said
+            assert "frame #" not in said and "Exception raised" not in said, said
+
+
+def huge_numbers_end_at_once(tmp, moesh):
+    """Rules that list what works do not count up to the number."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    said = run(moesh, "print-config", "--model=mixtral:tiny", "--model.num_heads=999999937",
+               "--model.num_kv_heads=2", code=2)
+    assert "model.num_kv_heads" in said and "one of [1, 999999937]" in said, said
+    run(moesh, "print-config", "--mesh=dp_shard=2147483647,ep=2", code=2)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert used < 4, f"{used} s"
+
+
+def conversions(tmp, moesh):
+    """A config.json that its files cannot be of is refused at once, and so is a second conversion to
+    the same folder. What a killed one has left is taken over, what others made stays."""
+    train(moesh, tmp, "--steps=1", code=0)
+    model, out = tmp / "saved" / "step-00000001", tmp / "out"
+    left = tmp / "out.saving"
+    left.mkdir()
+    (left / "thesis.txt").write_text("years")
+    assert "is in the way" in run(moesh, "convert", model, out, code=7)
+    assert (left / "thesis.txt").read_text() == "years"
+    (left / "moesh.json").write_text("")
+    with open(left / ".lock", "w") as lock:
+        whole = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(lock, fcntl.F_OFD_SETLK, whole)
+        said = run(moesh, "convert", model, out, code=2)
+        assert "out.saving' is used by" in said, said
+        assert (left / "thesis.txt").read_text() == "years"
+    run(moesh, "convert", model, out, code=0)
+    assert not left.exists() and not (out / ".lock").exists(), list(tmp.iterdir())
+    run(moesh, "inspect", out, "--check", code=0)
+
+    (out / "moesh.json").unlink()
+    config = json.loads((out / "config.json").read_text())
+    for key in "n_routed_experts", "num_hidden_layers":
+        (out / "config.json").write_text(json.dumps({**config, key: 10**9}))
+        start = time.monotonic()
+        said = run(moesh, "convert", out, tmp / "huge", code=2)
+        assert "1000000000" in said, said
+        assert time.monotonic() - start < 10, f"{key}: {time.monotonic() - start} s"
+
+
+def a_configuration_through_a_pipe(tmp, moesh):
+    line = f"{moesh} print-config --config <(printf '[training]\\nsteps = 77\\n')"
+    said = run("/bin/bash", "-c", line, code=0)
+    assert re.search(r"steps = 77 ", said), said
+
+
+def paths_that_cannot_be(tmp, moesh):
+    """A path that no file system takes is an error of usage, with its name."""
+    long, below = "n" * 5000, tmp / "file" / "x"
+    (tmp / "file").write_text("")
+    train(moesh, tmp, "--steps=1", code=0)
+    model = tmp / "saved" / "step-00000001"
+    for path in long, below:
+        for words in (["inspect", path], ["compare", path, path], ["convert", path, tmp / "o"],
+                      ["convert", model, path], ["train", "--steps=1", f"--data.path={path}"],
+                      ["print-config", f"--data.path={path}"], ["verify", "--golden", path],
+                      ["train", f"--checkpoint.initial_load={path}"]):
+            done = subprocess.run([moesh, *map(str, words)], capture_output=True, text=True,
+                                  timeout=120)
+            assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode}\n{done.stderr[-800:]}"
 
 
 def storage(tmp, moesh):

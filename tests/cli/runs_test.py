@@ -4,6 +4,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -177,6 +178,29 @@ def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
     assert "rank 1 did not come within 2 s" in err, err
     record = (tmp / "flight-rank-00000.txt").read_text()
     assert 10 < record.count("\n") <= 256 and "NOT ENDED" in record, record
+
+
+def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
+    """mpirun kills its processes a second after SIGTERM unless it is told otherwise: a save that
+    takes longer is warned of, also where it is in the background."""
+    for number, (mode, limit, warns) in enumerate((
+            ("--checkpoint.async=false", None, True), ("--checkpoint.async", None, True),
+            ("--checkpoint.async", "60", False), ("--checkpoint.async=false", "60", False))):
+        folder = tmp / str(number)
+        options = ["--mca", "odls_base_sigkill_timeout", limit] if limit else []
+        # Each of the files of a save takes 0.4 s to reach the disk.
+        env = {**os.environ, "MOESH_FAULTS": "sync .saving- 1 100000 sleep400"}
+        done = subprocess.run(
+            [mpirun, *options, "-n", "2", moesh_with_faults, "train", *TINY, "--steps=4",
+             "--mesh=tp=2", "--checkpoint.enable", "--checkpoint.interval=1", mode,
+             f"--checkpoint.folder={folder}", "--metrics.folder="],
+            capture_output=True, text=True, timeout=240, env=env)
+        assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
+        found = re.findall(r"a step and its save take ([0-9.]+) s, and mpirun kills its processes 1 s",
+                           done.stderr)
+        assert len(found) == (1 if warns else 0), f"{mode} {limit}: {done.stderr}"
+        assert not warns or 1 < float(found[0]) < 100, found
+        assert not warns or "odls_base_sigkill_timeout" in done.stderr, done.stderr
 
 
 def interrupt_ends_after_the_step(tmp, moesh):

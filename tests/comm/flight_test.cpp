@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
@@ -50,6 +52,44 @@ TEST(Flight, ShowsWhatEachRankDidLast) {
       EXPECT_NE(text.find("broadcast of 12 bytes on group 'world'"), std::string::npos);
     }
   }
+}
+
+TEST(Flight, HasWhatOtherThreadsOfTheRankDid) {
+  launch(2, [&](Group& world) {
+    const auto beside = world.background("beside");
+    std::thread saving([&, recorder = flight::current()] {
+      flight::use(recorder);
+      beside->barrier();
+    });
+    world.barrier();
+    saving.join();
+    EXPECT_NE(flight::text().find("barrier of 0 bytes on group 'beside'"), std::string::npos)
+        << flight::text();
+  });
+}
+
+// What a rank does with its fault must not delay those that wait for it.
+TEST(Flight, TheOthersKnowOfAFaultBeforeARankWritesIt) {
+  std::atomic<bool> has_other_left = false;
+  bool was_known = false;
+  LaunchOptions options;
+  options.after_fault = [&](int rank, const std::exception_ptr&) {
+    if (rank != 0) return;
+    for (int i = 0; i < 500 && !has_other_left; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    was_known = has_other_left;
+  };
+  const auto f = [&](Group& world) {
+    if (world.rank() == 0) throw Error(ErrorKind::internal, "a fault");
+    try {
+      world.barrier();
+    } catch (const Error&) {
+      has_other_left = true;
+      throw;
+    }
+  };
+  EXPECT_THROW(launch(2, f, options), Error);
+  EXPECT_TRUE(was_known);
 }
 
 TEST(Flight, RemembersTheLast) {

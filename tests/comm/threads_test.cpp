@@ -27,6 +27,17 @@ void PrintTo(const Param& p, std::ostream* os) {
   *os << p.num_ranks << (p.checked ? " ranks, checked" : " ranks");
 }
 
+// Checksums are summed as numbers that wrap around (make asan shows where that is undefined).
+TEST(Fold, WholeNumbersWrapAround) {
+  launch(3, [](Group& world) {
+    for (const auto dtype : {at::kLong, at::kInt}) {
+      const at::Tensor most = at::full(
+          {5}, dtype == at::kLong ? std::numeric_limits<std::int64_t>::max() : 2147483647, dtype);
+      EXPECT_TRUE(world.all_reduce(most).eq(most - 2).all().item<bool>());
+    }
+  });
+}
+
 class ThreadConformance : public testing::TestWithParam<Param> {};
 
 TEST_P(ThreadConformance, Holds) {

@@ -1,6 +1,12 @@
 #include "moesh/formats/file.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <fstream>
+#include <thread>
 
 #include "tests/support.h"
 
@@ -33,6 +39,44 @@ TEST(File, APipeOrADeviceIsRefusedWithoutWaiting) {
   expect_parts(error_of([&] { read_file(TemporaryFile("y", "12345").path(), ErrorKind::data, 4); },
                         ErrorKind::data),
                {"has 5 bytes", "at most 4"});
+}
+
+TEST(File, AConfigurationMayComeThroughAPipe) {
+  const TemporaryFile file("x", "");
+  const std::string pipe = file.path() + ".pipe";
+  std::filesystem::remove(pipe);
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  const auto written = [&](const std::string& text) {
+    return std::thread([=] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      std::ofstream(pipe) << text.substr(0, 3) << std::flush << text.substr(3);
+    });
+  };
+  const std::string text(200'000, 'a');
+  auto writer = written(text);
+  EXPECT_EQ(read_file_or_pipe(pipe, ErrorKind::config, 1 << 20), text);
+  writer.join();
+  std::signal(SIGPIPE, SIG_IGN);  // of the writer, when nobody reads on
+  writer = written(text);
+  expect_parts(
+      error_of([&] { read_file_or_pipe(pipe, ErrorKind::config, 1000); }, ErrorKind::config),
+      {"more than 1000 bytes"});
+  writer.join();
+  std::signal(SIGPIPE, SIG_DFL);
+  // Nobody writes; somebody writes and does not end.
+  expect_parts(
+      error_of([&] { read_file_or_pipe(pipe, ErrorKind::config, 1000, 0.2); }, ErrorKind::config),
+      {"nobody wrote to it within 0.2 s"});
+  const int open_end = ::open(pipe.c_str(), O_RDWR);
+  ASSERT_EQ(::write(open_end, "a = 1", 5), 5);
+  expect_parts(
+      error_of([&] { read_file_or_pipe(pipe, ErrorKind::config, 1000, 0.2); }, ErrorKind::config),
+      {"its writer did not close it within 0.2 s"});
+  ::close(open_end);
+  expect_parts(
+      error_of([&] { read_file_or_pipe("/dev/zero", ErrorKind::config, 1000); }, ErrorKind::config),
+      {"it is a device"});
+  std::filesystem::remove(pipe);
 }
 
 namespace fs = std::filesystem;

@@ -1,7 +1,7 @@
 #pragma once
-// What the fuzz targets share. A target hands its input to a parser: an Error (data) is an answer,
-// and anything else that goes wrong, a broken promise too, ends the program, which is what the
-// fuzzer looks for.
+// What the fuzz targets share. A target hands its input to a parser: an Error of its kind is an
+// answer, and anything else that goes wrong, a broken promise too, ends the program, which is what
+// the fuzzer looks for.
 
 #include <cstddef>
 #include <cstdint>
@@ -22,11 +22,11 @@ inline void must(bool holds, const char* what) {
 
 /// What f returns; nothing where it refuses the input.
 template <class F>
-auto unless_refused(F f) -> std::optional<decltype(f())> {
+auto unless_refused(F f, ErrorKind kind = ErrorKind::data) -> std::optional<decltype(f())> {
   try {
     return f();
   } catch (const Error& e) {
-    must(e.kind() == ErrorKind::data, "what is wrong with a file is an Error of kind data");
+    must(e.kind() == kind, "what is wrong with an input is an Error of its kind");
     must(*e.what() != 0, "an Error says what is wrong");
     return std::nullopt;
   }

@@ -4,6 +4,8 @@
 
 #include <ATen/ATen.h>
 
+#include <random>
+
 #include "moesh/models/disk.h"
 #include "moesh/verify/dump.h"
 #include "tests/checkpoint/support.h"
@@ -24,6 +26,7 @@ class GoldenSettings : public testing::Test {
     write_tensors(file(), tensors);
   }
   std::string file() const { return folder_.path() / "golden.safetensors"; }
+  std::string folder() const { return folder_.path(); }
   std::string error(Args args, ErrorKind kind) const {
     args.push_back("--checkpoint.initial_load=" + folder_.path().string());
     return error_of([&] { read_golden(file(), config::read_arguments(args)); }, kind);
@@ -41,6 +44,52 @@ class GoldenSettings : public testing::Test {
  private:
   TemporaryFolder folder_;
 };
+
+TEST_F(GoldenSettings, AFileWithOtherTokensIsRefused) {
+  const auto refused = [&](const at::Tensor& ids, const at::Tensor& labels,
+                           const std::string& part) {
+    NamedTensors tensors;
+    tensors.tensors = {{"input_ids", ids}, {"labels", labels}};
+    write_tensors(file(), tensors);
+    expect_parts(error({}, ErrorKind::data), {"golden.safetensors", part});
+  };
+  const at::Tensor ids = at::zeros({4, 5}, at::kLong);
+  refused(ids.to(at::kFloat), ids, "whole numbers");
+  refused(at::zeros({4, 0}, at::kLong), at::zeros({4, 0}, at::kLong), "at least one");
+  refused(ids + 96, ids, "input_ids from 96 to 96");
+  refused(ids - 1, ids, "input_ids from -1 to -1");
+  refused(ids, ids - 7, "labels from -7 to -7");
+  refused(ids, at::zeros({5, 4}, at::kLong), "both are [batch, length]");
+}
+
+// Bytes of the file are changed at random, most of them in its header: it is read, or refused.
+TEST_F(GoldenSettings, DamagedFilesAreRefused) {
+  const std::string whole = bytes_of(file());
+  std::mt19937 random(5);
+  int num_refused = 0;
+  for (int trial = 0; trial < 3000; ++trial) {
+    std::string bytes = whole;
+    for (std::size_t n = 1 + random() % 3; n > 0; --n) {
+      const std::size_t at =
+          random() % (random() % 4 ? std::min<std::size_t>(200, bytes.size()) : bytes.size());
+      switch (random() % 4) {
+        case 0: bytes[at] = static_cast<char>(random()); break;
+        case 1: bytes[at] = "0123456789,:[]{}\"-"[random() % 18]; break;
+        case 2: bytes.erase(at, 1 + random() % 4); break;
+        default: bytes.resize(at); break;
+      }
+      if (bytes.empty()) bytes = whole;
+    }
+    std::ofstream(file(), std::ios::binary) << bytes;
+    try {
+      read_golden(file(), config::read_arguments({"--checkpoint.initial_load=" + folder()}));
+    } catch (const Error& e) {
+      EXPECT_TRUE(e.kind() == ErrorKind::data || e.kind() == ErrorKind::config) << e.what();
+      ++num_refused;
+    }
+  }
+  EXPECT_EQ(num_refused, 3000);  // it never has the results
+}
 
 TEST_F(GoldenSettings, OfAnotherModelAreRefused) {
   expect_refused({"--model.top_k=5"}, {"model.top_k is 5", "config.json has 2"});

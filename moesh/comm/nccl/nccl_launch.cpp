@@ -8,19 +8,10 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/checked/checked_group.h"
 #include "moesh/comm/nccl/nccl_group.h"
+#include "moesh/comm/roll.h"
 
 namespace moesh::comm {
 namespace {
-
-std::string text_of(const std::exception_ptr& fault) {
-  try {
-    std::rethrow_exception(fault);
-  } catch (const std::exception& e) {
-    return e.what();
-  } catch (...) {
-    return "an exception that is not a std::exception";
-  }
-}
 
 // The worlds of the ranks which are threads of this process: a fault in one of them reaches the
 // others at once.

@@ -6,9 +6,8 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
-#include <optional>
-#include <sstream>
 #include <string_view>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -16,6 +15,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
+#include "moesh/train/metrics/kept_lines.h"
 
 namespace moesh::train {
 namespace {
@@ -36,15 +36,6 @@ JsonValue rounded(double x, int num_digits) {
 // With all its digits: runs on two meshes are compared by these.
 JsonValue exact(double x) { return std::isfinite(x) ? JsonValue{x} : JsonValue{nullptr}; }
 
-// The step of a line of this file; none if it is something else, such as a line that was cut off.
-std::optional<std::int64_t> step_of(const std::string& line, const std::string& name) {
-  try {
-    return formats::parse_json(line, name).at("step", name).as_int(name);
-  } catch (const Error&) {
-    return std::nullopt;
-  }
-}
-
 // Longer than any run of these has written: 2^33 bytes are thirty million steps.
 constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 33;
 
@@ -52,12 +43,17 @@ std::string bytes_of(const std::filesystem::path& path) {
   return formats::exists(path) ? formats::InputFile(path).read_all(kMaxBytes) : "";
 }
 
-std::string kept_lines(const std::string& text, const std::string& name, std::int64_t first_step) {
-  std::istringstream lines(first_step > 0 ? text : "");
-  std::string kept;
-  for (std::string line; std::getline(lines, line);)
-    if (const auto step = step_of(line, name); step && *step <= first_step) kept += line + "\n";
-  return kept;
+// Open for lines at its end, and for no other run as long as it is. A file system without locks
+// gives no such protection.
+int open_alone(const std::filesystem::path& path, const std::filesystem::path& folder) {
+  const int file = formats::file_system().open(path, O_WRONLY | O_CREAT | O_APPEND);
+  if (file < 0) formats::fail_at(path, "open", errno);
+  const bool is_held =
+      formats::file_system().lock(file) != 0 && (errno == EAGAIN || errno == EACCES);
+  if (is_held) formats::file_system().close(file);
+  MOESH_CHECK(!is_held, ErrorKind::config, "metrics.folder '", folder.string(),
+              "' is used by another run; wait until that has ended, or choose another folder");
+  return file;
 }
 
 }  // namespace
@@ -66,6 +62,7 @@ JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_ste
     : path_(folder / "metrics.jsonl") {
   try {
     checkpoint::make_folders(folder);
+    file_ = open_alone(path_, folder);
     const std::string before = bytes_of(path_);
     const std::string kept = kept_lines(before, path_.string(), first_step);
     if (kept != before) {
@@ -74,12 +71,15 @@ JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_ste
       if (formats::exists(beside) && formats::file_system().remove(beside) != 0)
         formats::fail_at(beside, "remove", errno);
       checkpoint::write_file(beside, kept);
+      // The new one is held before it has the name, and the old one until then.
+      const int held = std::exchange(file_, open_alone(beside, folder));
+      formats::file_system().close(held);
       if (formats::file_system().rename(beside, path_) != 0)
         formats::fail_at(path_, "replace", errno);
     }
-    file_ = formats::file_system().open(path_, O_WRONLY | O_CREAT | O_APPEND);
-    if (file_ < 0) formats::fail_at(path_, "open", errno);
   } catch (const Error& e) {
+    if (file_ >= 0) formats::file_system().close(file_);  // no destructor runs
+    if (e.kind() == ErrorKind::config) throw;
     throw Error(ErrorKind::storage,
                 detail::concat("metrics.folder = '", folder.string(),
                                "' cannot be written; choose a folder that can be: ", e.what()));

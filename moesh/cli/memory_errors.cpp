@@ -1,0 +1,106 @@
+#include "moesh/cli/memory_errors.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <new>
+#include <stdexcept>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+#include "moesh/comm/roll.h"
+#include "moesh/config/options.h"
+#include "moesh/estimate/estimate.h"
+
+namespace moesh::cli {
+namespace {
+
+// The largest sizes that somebody has set, each with where.
+std::string sizes_that_were_set(const config::Config& config) {
+  std::vector<std::pair<std::int64_t, std::string>> sizes;
+  for (const auto& [name, origin] : config.origins) {
+    if (!name.starts_with("model.") && !name.starts_with("data.")) continue;
+    const config::Option* option = config::find_option(name);
+    const auto value = option ? option->get(config) : config::model_value(config, name);
+    const auto* number = value ? std::get_if<std::int64_t>(&*value) : nullptr;
+    if (number && name != "data.seed") sizes.emplace_back(*number, name);
+  }
+  std::sort(sizes.rbegin(), sizes.rend());
+  std::string text;
+  for (std::size_t i = 0; i < std::min<std::size_t>(sizes.size(), 3); ++i)
+    text += (i ? ", " : "") + config::describe_option(config, sizes[i].second);
+  return text.empty() ? config::describe_option(config, "model.size") : text;
+}
+
+// What LibTorch says that it was asked for; else what the run needs by its estimate, where there
+// is one.
+std::string bytes_asked(const std::string& said, const config::Config& config) {
+  constexpr std::string_view kBefore = "tried to allocate ";
+  if (const auto at = said.find(kBefore); at != std::string::npos) {
+    std::uint64_t bytes = 0;
+    const char* first = said.data() + at + kBefore.size();
+    if (std::from_chars(first, said.data() + said.size(), bytes).ec == std::errc())
+      return detail::concat(bytes, " bytes were asked for at once");
+  }
+  try {
+    const auto bytes = estimate::estimate(config).peak;
+    if (bytes > 0) return detail::concat("a rank needs about ", bytes, " bytes");
+  } catch (const std::exception&) {
+    // The sizes are too large even for numbers.
+  }
+  return detail::concat("more than ", std::numeric_limits<std::int64_t>::max(),
+                        " bytes were asked for");
+}
+
+std::int64_t bytes_there() {
+  return std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+}
+
+[[noreturn]] void throw_out_of_memory(const std::string& asked, const config::Config& config) {
+  throw Error(ErrorKind::config,
+              detail::concat("not enough memory: ", asked, ", and this machine has ", bytes_there(),
+                             "; ", sizes_that_were_set(config),
+                             ". Lower such sizes, or split over more ranks; moesh estimate tells "
+                             "what a rank needs"));
+}
+
+}  // namespace
+
+bool is_about_memory(const c10::Error& e) {
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) return true;
+  const std::string text = e.what_without_backtrace();
+  for (const char* known : {"DefaultCPUAllocator: ", "Storage size calculation overflowed",
+                            "numel: integer multiplication overflow"})
+    if (text.find(known) != std::string::npos) return true;
+  return false;
+}
+
+void check_fits(const config::Config& config) {
+  if (config.training.device != "cpu") return;
+  const auto num_ranks =
+      mesh_shape(config).num_ranks() / std::max(1, comm::num_launched_processes());
+  const double bytes =
+      static_cast<double>(estimate::state_memory(config).total()) * std::max(1, num_ranks);
+  if (bytes > static_cast<double>(bytes_there()))
+    throw_out_of_memory(
+        detail::concat("weights, gradients and the state of the optimizer have ",
+                       static_cast<std::int64_t>(std::min(bytes, 9e18)), " bytes in this process"),
+        config);
+}
+
+void naming_sizes(const config::Config& config, const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const c10::Error& e) {
+    const std::string said = comm::text_of(std::current_exception());
+    if (is_about_memory(e)) throw_out_of_memory(bytes_asked(said, config), config);
+    throw Error(ErrorKind::internal, "LibTorch: " + said);
+  } catch (const std::bad_alloc&) {
+    throw_out_of_memory(bytes_asked("", config), config);
+  } catch (const std::length_error&) {
+    throw_out_of_memory(bytes_asked("", config), config);
+  }
+}
+
+}  // namespace moesh::cli

@@ -1,0 +1,26 @@
+#pragma once
+// What a user is told when a size that was asked for does not fit into memory.
+
+#include <c10/util/Exception.h>
+
+#include <functional>
+
+#include "moesh/config/config.h"
+
+namespace moesh::cli {
+
+/// Whether LibTorch threw this because it could not get memory, or because a size is more than any
+/// memory has.
+bool is_about_memory(const c10::Error& e);
+
+/// Throws Error (config) where the weights, gradients and optimizer of the ranks in this process do
+/// not fit into the memory of the machine. To be asked before anything is computed: a machine that
+/// is out of memory kills whom it likes.
+void check_fits(const config::Config& config);
+
+/// Calls f. Where memory is not enough for it, throws Error (config) with the sizes that were set,
+/// the bytes asked for and the bytes there; what else LibTorch throws becomes an Error (internal)
+/// without a backtrace.
+void naming_sizes(const config::Config& config, const std::function<void()>& f);
+
+}  // namespace moesh::cli
