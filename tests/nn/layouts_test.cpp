@@ -245,5 +245,23 @@ TEST(Layouts, ExpertsGivePartialSums) {
     });
 }
 
+// FSDP divides the experts where there is one for every rank that has others, and else their
+// features: no rank is left without a part.
+TEST(Layouts, ExpertsAreStoredInEqualParts) {
+  using Shape = std::vector<std::int64_t>;
+  for (const auto& [experts, part] :
+       {std::pair<std::int64_t, Shape>{6, {1, 12, 6}}, {4, {2, 4, 6}}, {2, {1, 4, 6}}})
+    on_mesh({.dp_shard = 6, .ep = 2}, [&](const Mesh&) {
+      Experts all({.num_experts = experts, .dim = 6, .ffn = 12}, "experts", at::kDouble,
+                  test_device(), kInit);
+      bool is_first = true;  // w1
+      all.each_param([&](auto& w) {
+        if (is_first) EXPECT_EQ(w.stored().value.sizes().vec(), part) << experts << " experts";
+        is_first = false;
+        EXPECT_EQ(w.stored().value.numel() * 6, experts * 6 * 12) << w.name();
+      });
+    });
+}
+
 }  // namespace
 }  // namespace moesh::nn
