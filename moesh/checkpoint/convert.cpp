@@ -32,8 +32,12 @@ void set(formats::JsonValue& json, const std::string& key, const formats::JsonVa
 }
 
 // The config.json that was there, with what the conversion changes.
-std::string changed_config(const std::string& text, const ConvertOptions& options) {
+std::string changed_config(const std::string& text, const ConvertOptions& options,
+                           bool was_quantized) {
   formats::JsonValue json = formats::parse_json(text, "config.json");
+  if (was_quantized)
+    std::erase_if(std::get<formats::JsonObject>(json.value),
+                  [](const auto& entry) { return entry.first == "quantization_config"; });
   if (options.dtype)
     for (const char* key : {"dtype", "torch_dtype"}) set(json, key, {torch_name(*options.dtype)});
   return formats::to_json(json);
@@ -123,7 +127,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     add_file(name, write_file(temporary / name, text));
   };
   add_text(formats::kIndexFile, formats::write_safetensors_index(index));
-  add_text("config.json", changed_config(read_config(from), options));
+  add_text("config.json", changed_config(read_config(from), options, source.has_quantized()));
   for (const auto& entry : std::filesystem::directory_iterator(from))
     if (is_copied(entry))
       add_text(entry.path().filename().string(),

@@ -70,12 +70,15 @@ struct Job {
 void read_box(const Job& job, const at::Tensor& target) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.overlap.view;
-  const auto dtype = torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
+  const Quantized* quantized = job.found.quantized;
+  const auto dtype =
+      quantized ? at::kFloat
+                : torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
   MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()),
               ErrorKind::data, "tensor '", job.found.info->name, "' is of type ",
               formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
               " is needed");
-  const auto element = static_cast<std::int64_t>(formats::size_of(job.found.info->dtype));
+  const auto element = static_cast<std::int64_t>(c10::elementSize(dtype));
   Sizes strides(view.size(), 1);
   for (std::size_t d = view.size(); d-- > 1;) strides[d - 1] = strides[d] * view[d];
   std::size_t split = 0;  // the dimension that is split into slabs; loops go over those before it
@@ -89,6 +92,17 @@ void read_box(const Job& job, const at::Tensor& target) {
   const Sizes slab_strides(strides.begin() + from_split, strides.end());
   Sizes slab_size(box.length.begin() + from_split, box.length.end());
   std::vector<std::byte> buffer;
+  std::vector<float> decoded;
+  const auto slab_at = [&](std::int64_t index, std::int64_t length) -> void* {
+    if (quantized) {
+      decoded.resize(static_cast<std::size_t>(length));
+      quantized->decode(index, decoded);
+      return decoded.data();
+    }
+    return const_cast<std::byte*>(job.found.file->bytes(
+        begin + static_cast<std::uint64_t>(index * element),
+        static_cast<std::size_t>(length * element), static_cast<std::size_t>(element), buffer));
+  };
   for (std::int64_t outer = 0; outer < num_outer; ++outer) {
     at::Tensor to = target;
     std::int64_t first = 0, rest = outer, inside = num_outer;
@@ -104,14 +118,9 @@ void read_box(const Job& job, const at::Tensor& target) {
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
         length += (slab_size[d] - 1) * slab_strides[d];
-      const auto offset =
-          begin + static_cast<std::uint64_t>((first + at * strides[split]) * element);
-      const std::byte* bytes =
-          job.found.file->bytes(offset, static_cast<std::size_t>(length * element),
-                                static_cast<std::size_t>(element), buffer);
       to.narrow(0, at, slab_size[0])
-          .copy_(at::from_blob(const_cast<std::byte*>(bytes), slab_size, slab_strides,
-                               at::TensorOptions(at::kCPU).dtype(dtype)));
+          .copy_(at::from_blob(slab_at(first + at * strides[split], length), slab_size,
+                               slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
     }
   }
 }
@@ -178,9 +187,18 @@ TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::st
                 "' is not in the manifest of its folder");
     const auto& file = files_.emplace_back(std::make_unique<BlockFile>(path_ / name, expected));
     for (const auto& info : file->file().header().tensors)
-      MOESH_CHECK(tensors_.emplace(info.name, Found{file.get(), &info}).second, ErrorKind::data,
+      MOESH_CHECK(tensors_.emplace(info.name, Found{{file.get(), &info}}).second, ErrorKind::data,
                   "'", path_.string(), "': tensor '", info.name,
                   "' is in two files; take one of them away");
+  }
+}
+
+void TensorFolder::join_quantized() {
+  quantized_ = find_quantized({tensors_.begin(), tensors_.end()}, path_);
+  for (const auto& q : quantized_) {
+    const std::string& name = q->info().name;
+    for (const char* part : {"", "_scale_inv", "_blocks", "_scales"}) tensors_.erase(name + part);
+    tensors_.emplace(name, Found{{q->file(), &q->info()}, q.get()});
   }
 }
 
@@ -219,12 +237,15 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
           ErrorKind::data, "'", index_path.string(), "' says that '", file, "' holds tensor '",
           name, "', and it does not");
     }
+    result.join_quantized();
     return result;
   }
   MOESH_CHECK(formats::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
               "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
               ": it is not a folder of a model in safetensors");
-  return TensorFolder(folder, {kSingleFile}, known);
+  TensorFolder result(folder, {kSingleFile}, known);
+  result.join_quantized();
+  return result;
 }
 
 TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
@@ -266,8 +287,14 @@ formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::Mod
 }
 
 Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder) {
-  for (const auto& tensor : table.tensors)
+  for (const auto& in_table : table.tensors) {
+    const auto found = folder.tensors().find(in_table.name);
+    const bool is_quantized = found != folder.tensors().end() && found->second.quantized;
+    const formats::DiskTensor& tensor =
+        is_quantized ? stored_order_.emplace_back(found->second.quantized->stored_order(in_table))
+                     : in_table;
     for (const auto& source : tensor.sources) entries_[source.param].push_back({&tensor, &source});
+  }
 }
 
 TensorFolder::Found Loader::found(const TableEntry& entry) const {

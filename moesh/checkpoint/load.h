@@ -2,6 +2,7 @@
 // Loading: each rank reads what its parts need, by range, from a folder that moesh or others wrote.
 // Where there is a manifest, every block is compared with its checksum when it is read.
 
+#include <deque>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "moesh/checkpoint/part.h"
+#include "moesh/checkpoint/quantized.h"
 #include "moesh/formats/manifest.h"
 
 namespace moesh::checkpoint {
@@ -49,13 +51,12 @@ std::string read_config(const std::filesystem::path& folder);
 /// The tensors of several files by name.
 class TensorFolder {
  public:
-  struct Found {
-    BlockFile* file;
-    const formats::TensorInfo* info;
+  struct Found : StoredTensor {
+    const Quantized* quantized = nullptr;  // null: the bytes are the numbers
   };
 
   /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used
-  /// where there is one.
+  /// where there is one. What is quantized counts as the one tensor that it stands for.
   static TensorFolder weights(const std::filesystem::path& folder);
   /// One file by itself, without a manifest.
   static TensorFolder of_file(const std::filesystem::path& file);
@@ -64,14 +65,17 @@ class TensorFolder {
                                     const formats::Manifest& manifest, const std::string& prefix);
 
   const std::map<std::string, Found>& tensors() const { return tensors_; }
+  bool has_quantized() const { return !quantized_.empty(); }
   const std::filesystem::path& path() const { return path_; }
 
  private:
   TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
                const formats::Manifest* manifest);
+  void join_quantized();
 
   std::filesystem::path path_;
   std::vector<std::unique_ptr<BlockFile>> files_;
+  std::vector<std::unique_ptr<Quantized>> quantized_;
   std::map<std::string, Found> tensors_;
 };
 
@@ -101,6 +105,7 @@ class Loader {
   TensorFolder::Found found(const TableEntry& entry) const;
 
   const TensorFolder& folder_;
+  std::deque<formats::DiskTensor> stored_order_;            // of tensors that are quantized
   std::map<std::string, std::vector<TableEntry>> entries_;  // by parameter
 };
 

@@ -63,11 +63,22 @@ kernels::GpuKernels gpu_kernels(const Config& config) {
   throw Error(ErrorKind::internal, "no kernels are called " + config.kernels.gpu);
 }
 
+namespace {
+std::int64_t num_dp(const Config& config) {
+  return config.parallelism.data_parallel_replicate_degree *
+         config.parallelism.data_parallel_shard_degree;
+}
+}  // namespace
+
+std::int64_t num_micro_batches(const Config& config) {
+  if (config.training.global_batch_size == 0) return config.training.gradient_accumulation_steps;
+  return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
+}
+
 data::SampleOrder sample_order(const Config& config) {
   return {.batch = config.data.batch_size,
-          .num_dp = config.parallelism.data_parallel_replicate_degree *
-                    config.parallelism.data_parallel_shard_degree,
-          .num_micro = config.training.gradient_accumulation_steps};
+          .num_dp = num_dp(config),
+          .num_micro = num_micro_batches(config)};
 }
 
 data::DatasetOptions dataset_options(const Config& config) {

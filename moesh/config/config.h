@@ -36,6 +36,7 @@ struct TrainingSection {
   std::int64_t seed = 0;
   std::string dtype = "float32";
   std::string device = "cpu";
+  std::int64_t global_batch_size = 0;
   std::int64_t gradient_accumulation_steps = 1;
   double max_norm = 1;
   double max_minutes = 0;
@@ -168,6 +169,8 @@ nn::Dispatcher dispatcher(const Config& config);
 /// Nothing: as the model does it.
 std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
+/// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
+std::int64_t num_micro_batches(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 

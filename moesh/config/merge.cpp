@@ -2,8 +2,11 @@
 #include "moesh/config/merge.h"
 
 #include <algorithm>
+#include <filesystem>
 
 #include "moesh/config/options.h"
+#include "moesh/formats/file.h"
+#include "moesh/models/disk.h"
 
 namespace moesh::config {
 namespace {
@@ -86,9 +89,15 @@ Settings expand_mesh(const std::string& text) {
   return settings;
 }
 
-// "deepseek_v3:tiny"; without a size the name alone.
+constexpr const char* kFolder = "model.folder";
+constexpr const char* kInitialLoad = "checkpoint.initial_load";
+constexpr std::size_t kMaxConfigBytes = 16 << 20;
+
+// "deepseek_v3:tiny"; without a size the name alone. "hf:FOLDER" is a folder.
 Settings expand_model(const std::string& text) {
   const auto colon = text.find(':');
+  if (text.substr(0, colon) == "hf")
+    return {{kFolder, text.substr(std::min(text.size(), 3ul)), {kCommandLine}, true}};
   Settings settings{{"model.name", text.substr(0, colon), {kCommandLine}, true}};
   if (colon != std::string::npos)
     settings.push_back({"model.size", text.substr(colon + 1), {kCommandLine}, true});
@@ -107,6 +116,51 @@ std::string value_of(const std::string& arg, const std::string& name,
   MOESH_CHECK(!needs_value, ErrorKind::config, arg, " (command line) has no value; write ", arg,
               "=", o ? "VALUE, where it takes " : "VALUE", o ? o->rule.describe(o->initial()) : "");
   return "true";
+}
+
+bool has_weights(const std::filesystem::path& folder) {
+  const auto names = formats::names_in(folder);
+  return std::any_of(names.begin(), names.end(),
+                     [](const std::string& name) { return name.ends_with(".safetensors"); });
+}
+
+std::string text_of(const Setting& s) { return std::get<std::string>(converted(s, std::string())); }
+
+// The model of a folder: of model.folder, which leaves the settings and starts from the weights
+// that are there, or of checkpoint.initial_load where nothing is said of a model. A name that fits
+// no folder is left to who loads it.
+std::optional<GivenModel> take_folder(Settings& settings) {
+  const auto last = [&](const char* name) -> std::optional<Setting> {
+    const auto found = std::find_if(settings.rbegin(), settings.rend(),
+                                    [&](const Setting& s) { return s.name == name; });
+    return found == settings.rend() ? std::nullopt : std::optional(*found);
+  };
+  const auto asked = last(kFolder), initial = last(kInitialLoad);
+  if (!asked) {
+    const bool names_any = std::any_of(settings.begin(), settings.end(), [](const Setting& s) {
+      return s.name.starts_with("model.");
+    });
+    if (names_any || !initial) return std::nullopt;
+  }
+  const std::filesystem::path folder = text_of(asked ? *asked : *initial);
+  const std::string file = (folder / "config.json").string();
+  if (!asked) {
+    std::error_code ignored;
+    if (folder.empty() || !std::filesystem::exists(file, ignored)) return std::nullopt;
+    return GivenModel{
+        models::config_of(formats::read_file(file, ErrorKind::config, kMaxConfigBytes), file),
+        file};
+  }
+  MOESH_CHECK(!folder.empty(), ErrorKind::config, kFolder, " (", asked->origin.text,
+              ") has no value; name the folder of a Hugging Face model, as in --model hf:FOLDER");
+  for (const Setting& s : settings)
+    MOESH_CHECK(!names_model(s), ErrorKind::config, kFolder, " is '", folder.string(), "' (",
+                asked->origin.text, "), and ", s.name, " is '", text_of(s), "' (", s.origin.text,
+                "): the folder says which model it is; leave out one of them");
+  std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
+  const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
+  if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
+  return GivenModel{models::config_of(text, file), file};
 }
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
@@ -227,7 +281,8 @@ Config changed(const Config& config, const Settings& settings,
 Config load_config(const std::vector<std::string>& args, const Settings& defaults) {
   Settings settings = defaults;
   append(settings, read_arguments(args));
-  return merged(settings);
+  const auto model = take_folder(settings);
+  return merged(settings, model);
 }
 
 }  // namespace moesh::config

@@ -43,7 +43,10 @@ Config merged(const Settings& settings, const std::optional<GivenModel>& model =
 Config changed(const Config& config, const Settings& settings,
                const std::optional<GivenModel>& model = std::nullopt);
 
-/// `defaults` are those of a command, where they differ from those of the options.
+/// `defaults` are those of a command, where they differ from those of the options. model.folder
+/// (--model hf:FOLDER), or checkpoint.initial_load where no other setting is of [model], names the
+/// folder of a Hugging Face model: its config.json says what the model is, keys of [model] override
+/// that, and with model.folder the run starts from its weights.
 Config load_config(const std::vector<std::string>& args, const Settings& defaults = {});
 
 }  // namespace moesh::config

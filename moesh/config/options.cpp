@@ -38,6 +38,11 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, training, dtype, "type of computation, not of master weights",
                    one_of({"float64", "float32", "bfloat16"})),
       MOESH_OPTION(speed, training, device, "where tensors are", one_of({"cpu", "cuda"})),
+      MOESH_OPTION(
+          numbers, training, global_batch_size,
+          "sequences of an optimizer step over all ranks, in as many micro-batches as that "
+          "takes; 0: as gradient_accumulation_steps says",
+          at_least(0)),
       MOESH_OPTION(numbers, training, gradient_accumulation_steps,
                    "micro-batches of an optimizer step", at_least(1)),
       MOESH_OPTION(numbers, training, max_norm, "gradients are scaled down to this norm; 0: never",
@@ -273,7 +278,7 @@ std::optional<std::string> name_elsewhere(const std::string& name) {
       // torchtitan
       {"seq_len", "data.sequence_length"},
       {"local_batch_size", "data.batch_size"},
-      {"global_batch_size", "training.gradient_accumulation_steps"},
+      {"global_batch_size", "training.global_batch_size"},
       {"mixed_precision_param", "training.dtype"},
       {"dataset", "data.kind"},
       {"dataset_path", "data.path"},
@@ -321,6 +326,7 @@ std::optional<std::string> name_elsewhere(const std::string& name) {
       {"log_interval", "metrics.log_freq"},
       // transformers
       {"per_device_train_batch_size", "data.batch_size"},
+      {"train_batch_size", "training.global_batch_size"},
       {"max_steps", "training.steps"},
       {"learning_rate", "optimizer.lr"},
       {"max_grad_norm", "training.max_norm"},

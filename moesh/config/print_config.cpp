@@ -83,6 +83,8 @@ std::string help_text(const Config& config) {
   std::vector<Line> lines{
       {"  --config FILE", "a TOML file of options"},
       {"  --model NAME:SIZE", "short for model.name and model.size"},
+      {"  --model hf:FOLDER",
+       "the model of a folder's config.json, with its weights; short for model.folder"},
       {"  --mesh dp_shard=2,tp=2,ep=4", "the whole mesh: " + axes + "; others are 1"}};
   for (const ShortForm& f : short_forms())
     lines.push_back({"  --" + f.name + " VALUE", "short for " + f.option});

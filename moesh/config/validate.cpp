@@ -150,6 +150,33 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
                      " or more, or leave data.path empty for the synthetic language"));
 }
 
+// After the mesh: its product of ranks is one that fits.
+void check_batch(const Config& c) {
+  constexpr const char* kGlobal = "training.global_batch_size";
+  const std::int64_t global = c.training.global_batch_size,
+                     num_dp = c.parallelism.data_parallel_replicate_degree *
+                              c.parallelism.data_parallel_shard_degree,
+                     asked = c.training.gradient_accumulation_steps;
+  if (global == 0) return;
+  if (global % num_dp != 0)
+    throw Error(ErrorKind::config,
+                detail::concat(describe_option(c, kGlobal), ", which does not divide by the ",
+                               num_dp, " data-parallel ranks: ", describe_degrees(c), "; set ",
+                               kGlobal, " to a multiple of ", num_dp,
+                               ", or dp_replicate * dp_shard to one of ", divisors(global)));
+  const std::int64_t of_a_rank = global / num_dp;
+  MOESH_CHECK(of_a_rank % c.data.batch_size == 0, ErrorKind::config, describe_option(c, kGlobal),
+              ", ", of_a_rank, " sequences for each of ", num_dp, " data-parallel ranks, and ",
+              describe_option(c, "data.batch_size"),
+              ", which does not divide that; set data.batch_size to one of ", divisors(of_a_rank));
+  // 1 is its default, and print-config writes it.
+  MOESH_CHECK(asked == 1 || asked == num_micro_batches(c), ErrorKind::config,
+              describe_option(c, "training.gradient_accumulation_steps"), ", and ",
+              describe_option(c, kGlobal), ", which takes ", num_micro_batches(c),
+              " micro-batches of ", c.data.batch_size, " sequences on ", num_dp,
+              " data-parallel ranks; leave out one of them");
+}
+
 void check_schedule(const Config& c) {
   const std::int64_t steps = c.training.steps, warmup = c.lr_scheduler.warmup_steps;
   MOESH_CHECK(warmup <= steps, ErrorKind::config, describe_option(c, "lr_scheduler.warmup_steps"),
@@ -194,6 +221,7 @@ void validate(const Config& config, int world_size) {
   const models::ModelFacts facts = models::facts(config.model.architecture);
   for (const Option& o : options()) check_option(config, o.name);
   check_mesh(config, world_size);
+  check_batch(config);
   check_model(config, facts);
   check_export(config, facts);
   check_data(config, facts);

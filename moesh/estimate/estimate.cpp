@@ -38,7 +38,7 @@ class DryRank {
 
   Estimate step() {
     const auto batch = config_.data.batch_size, sequence = config_.data.sequence_length;
-    const auto num_micro = config_.training.gradient_accumulation_steps;
+    const auto num_micro = num_micro_batches(config_);
     Estimate e{.mesh = mesh_.shape(),
                .num_parameters = model_->num_parameters(),
                .num_active_parameters = model_->num_active_parameters(),

@@ -10,7 +10,6 @@ namespace moesh::raw {
 namespace {
 
 constexpr std::int64_t kWord = 0xFFFFFFFF;
-constexpr std::int64_t kChunk = 1 << 23;  // elements at a time: 64 MiB for each step of the way
 
 // 32-bit words are numbers in int64; a product of two wraps, and its bits are those of uint64.
 at::Tensor low(const at::Tensor& x) { return x.bitwise_and(kWord); }
@@ -70,8 +69,8 @@ at::Tensor normals(const Random& random, const at::Tensor& index) {
 }
 
 void fill_on_device(const at::Tensor& out, const std::vector<std::int64_t>& shape,
-                    const std::vector<std::int64_t>& start, const Init& init,
-                    const Random& random) {
+                    const std::vector<std::int64_t>& start, const Init& init, const Random& random,
+                    std::int64_t chunk) {
   if (init.kind == Init::Kind::zeros) return static_cast<void>(out.zero_());
   if (init.kind == Init::Kind::ones) return static_cast<void>(out.fill_(init.scale));
   const at::Tensor flat = out.view({-1});
@@ -79,8 +78,8 @@ void fill_on_device(const at::Tensor& out, const std::vector<std::int64_t>& shap
   // random bits is made once.
   const bool in_pairs = init.kind == Init::Kind::normal && shape.back() % 2 == 0 &&
                         start.back() % 2 == 0 && out.size(-1) % 2 == 0;
-  for (std::int64_t begin = 0; begin < flat.numel(); begin += kChunk) {
-    const std::int64_t count = std::min(kChunk, flat.numel() - begin);
+  for (std::int64_t begin = 0; begin < flat.numel(); begin += chunk) {
+    const std::int64_t count = std::min(chunk, flat.numel() - begin);
     at::Tensor rest =
         at::arange(begin, begin + count, in_pairs ? 2 : 1, out.options().dtype(at::kLong));
     at::Tensor index = at::zeros_like(rest);

@@ -16,8 +16,10 @@ at::Tensor uniforms(const Random& random, const at::Tensor& index);
 at::Tensor normals(const Random& random, const at::Tensor& index);
 
 /// Fills `out`, the box of a tensor of this shape that begins at `start`, with the initial values
-/// of its indices in the whole.
+/// of its indices in the whole. `chunk` elements at a time (an even number): 64 MiB for each step
+/// of the way.
 void fill_on_device(const at::Tensor& out, const std::vector<std::int64_t>& shape,
-                    const std::vector<std::int64_t>& start, const Init& init, const Random& random);
+                    const std::vector<std::int64_t>& start, const Init& init, const Random& random,
+                    std::int64_t chunk = 1 << 23);
 
 }  // namespace moesh::raw

@@ -119,7 +119,8 @@ at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
   const auto dim = along.dim;
   const bool all_want_all =
       std::all_of(reaches.begin(), reaches.end(), [&](const Reach& r) { return r == whole; });
-  if (all_want_all && group->size() > 1) {
+  if (all_want_all) {
+    if (n == 1) return x;
     const auto sizes = along.sizes;
     return attach(x, run(Step::all_gather, x.detach(), *group, dim, sizes),
                   [group, dim, sizes](const at::Tensor& grad) {
@@ -127,7 +128,6 @@ at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
                   });
   }
   const Exchange exchange{group, std::move(pieces), reaches};
-  if (group->size() == 1 && all_want_all) return x;
   return attach(x, exchange.forward(x.detach().movedim(dim, 0)).movedim(0, dim),
                 [exchange, dim](const at::Tensor& grad) {
                   return exchange.backward(grad.movedim(dim, 0)).movedim(0, dim);

@@ -36,12 +36,11 @@ at::Tensor pack_rows(const std::vector<at::Tensor>& parts) {
   std::vector<at::Tensor> columns;
   for (const auto& p : parts) {
     const std::int64_t n = row_bytes(p) / p.element_size();
-    at::Tensor rows = p.contiguous().view({p.size(0), n});
-    // Words want rows that lie side by side; contiguous() leaves the strides of one row as they
-    // are.
-    const bool is_dense = rows.stride(0) == n && rows.stride(1) == 1 &&
-                          rows.storage_offset() * rows.element_size() % width == 0;
-    columns.push_back((is_dense ? rows : rows.clone(at::MemoryFormat::Contiguous)).view(word));
+    // Words want the strides of rows that lie side by side, and contiguous() leaves those of a
+    // single row or column as they are.
+    const at::Tensor rows = p.contiguous().as_strided({p.size(0), n}, {n, 1});
+    const bool is_aligned = rows.storage_offset() * rows.element_size() % width == 0;
+    columns.push_back((is_aligned ? rows : rows.clone()).view(word));
   }
   return at::cat(columns, 1);
 }

@@ -85,8 +85,8 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
   for (const char* name : {"data.kind", "data.sequence_length", "data.seed", "data.shuffle"})
     add(name, true);
   if (config.data.path.empty()) add("data.synthetic_successors", true);
-  for (const char* name :
-       {"data.path", "data.batch_size", "training.seed", "training.gradient_accumulation_steps"})
+  for (const char* name : {"data.path", "data.batch_size", "training.seed",
+                           "training.global_batch_size", "training.gradient_accumulation_steps"})
     add(name, false);
   return all;
 }

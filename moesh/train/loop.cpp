@@ -22,6 +22,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
+#include "moesh/train/metrics/collapse.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
@@ -134,6 +135,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
   MetricSinks sinks;
+  CollapseWatch collapse;
   if (is_first) {
     warn_of_bias_kept_apart(config);
     sinks = open_sinks(config, first_step);
@@ -144,6 +146,14 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                 with_commas(model->num_active_parameters()).c_str(), world.size(),
                 world.size() == 1 ? "" : "s", mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
+    if (config.training.global_batch_size > 0) {
+      const data::SampleOrder order = sample_order(config);
+      std::printf(
+          "a step of %lld sequences: %lld micro-batch%s of %lld on each of %lld dp rank%s\n",
+          static_cast<long long>(order.num_per_step()), static_cast<long long>(order.num_micro),
+          order.num_micro == 1 ? "" : "es", static_cast<long long>(order.batch),
+          static_cast<long long>(order.num_dp), order.num_dp == 1 ? "" : "s");
+    }
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ",
@@ -186,6 +196,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                               .experts = expert_load(g.counts_E),
                               .skipped = u.skipped};
       for (const auto& sink : sinks) sink->write(record);
+      for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       summary.losses.push_back(g.loss);
       ++summary.num_steps;
       if (step == first_step)

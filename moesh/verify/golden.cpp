@@ -22,7 +22,8 @@ at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& 
   const auto found = from.tensors().find(name);
   MOESH_CHECK(found != from.tensors().end(), ErrorKind::data, "'", from.path().string(),
               "' has no tensor '", name, "'; record it with tools/record_golden.py");
-  const auto& [file, info] = found->second;
+  const auto* file = found->second.file;
+  const auto* info = found->second.info;
   const at::Tensor t =
       at::empty(info->shape, at::TensorOptions(checkpoint::torch_dtype(info->dtype, name)));
   file->file().read(file->file().header().data_start + info->begin,

@@ -50,8 +50,8 @@ class WithIgnored : public data::Dataset {
 
 // A record for each step and MoE layer; the micro-batches of a step follow one another.
 Routing make_records(const VerifyCase& c, models::Model& model) {
-  const auto num_tokens = c.config.data.batch_size * c.config.data.sequence_length *
-                          c.config.training.gradient_accumulation_steps;
+  const auto num_tokens =
+      c.config.data.batch_size * c.config.data.sequence_length * num_micro_batches(c.config);
   Routing routing;
   for (int step = 0; step < c.steps; ++step) {
     routing.emplace_back();
@@ -318,8 +318,12 @@ Config fitted(const Config& config, const MeshShape& shape) {
         }
       },
       model);
-  return changed(config, config::mesh_settings(shape, "--sweep"),
-                 config::GivenModel{model, "--sweep"});
+  auto settings = config::mesh_settings(shape, "--sweep");
+  if (const auto global = config.training.global_batch_size; global > 0)
+    settings.push_back({"training.global_batch_size",
+                        fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),
+                        {"--sweep"}});
+  return changed(config, settings, config::GivenModel{model, "--sweep"});
 }
 
 }  // namespace moesh::verify

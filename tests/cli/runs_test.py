@@ -67,6 +67,18 @@ def micro_batches_add_up(tmp, moesh):
     assert loss < 1e-12 and norm < 1e-9, f"loss {loss}, gradient norm {norm}"
 
 
+def a_global_batch_is_the_same_on_every_mesh(tmp, moesh):
+    """Eight sequences a step, in four, two and one micro-batches; what was derived is said."""
+    options = ["--steps", "4", "--training.global_batch_size", "8", "--data.batch_size", "2"]
+    for name, mesh, said in (("one", "tp=1", "4 micro-batches of 2 on each of 1 dp rank\n"),
+                             ("two", "dp_shard=2,tp=2,ep=2", "2 micro-batches of 2 on each of 2 dp ranks"),
+                             ("four", "dp_shard=4", "1 micro-batch of 2 on each of 4 dp ranks")):
+        out = train([moesh], tmp / name, *options, "--mesh", mesh)
+        assert f"a step of 8 sequences: {said}" in out, out
+        loss, norm = compare_runs.compare(compare_runs.read(tmp / "one"), compare_runs.read(tmp / name))
+        assert loss < 1e-9 and norm < 1e-9, f"{mesh}: loss {loss}, gradient norm {norm}"
+
+
 def fails(command, *texts):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2, f"{command}: exit code {run.returncode}\n{run.stdout}{run.stderr}"

@@ -1,8 +1,10 @@
 #include "moesh/config/config.h"
 
+#include <fstream>
 #include <set>
 
 #include "moesh/config/options.h"
+#include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
 #include "tests/config/other_value.h"
@@ -104,6 +106,46 @@ TEST(Config, AFlagOfThreeValuesIsReadFromAFileToo) {
   const TemporaryFile file("run.toml", "[optimizer]\nname = true\n");
   expect_parts(error_of([&] { load_config({"--config", file.path()}); }, ErrorKind::config),
                {"optimizer.name is true"});
+}
+
+// A folder of Hugging Face says what the model is, and where the run begins.
+TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
+  const Config written = load_config({"--model=qwen3_moe:tiny", "--model.dim=24"});
+  const auto values = model_values(written);
+  const TemporaryFile json(
+      "config.json", models::on_disk(written.model.architecture).config_json(formats::Dtype::f32));
+  const std::string path = std::filesystem::path(json.path()).parent_path().string();
+  const Config bare = load_config({"--model=hf:" + path});
+  EXPECT_EQ(bare.model.name, "qwen3_moe");
+  EXPECT_EQ(model_values(bare), values);
+  EXPECT_EQ(bare.origin("model.dim").text, path + "/config.json");
+  EXPECT_EQ(bare.checkpoint.initial_load, "") << "there are no weights";
+
+  std::ofstream(path + "/model.safetensors") << "weights";
+  const Config config = load_config({"--model", "hf:" + path, "--model.top_k=1"});
+  EXPECT_EQ(model_value(config, "model.top_k"), Value(std::int64_t{1}));
+  EXPECT_EQ(config.origin("model.top_k").text, "command line");
+  EXPECT_EQ(config.checkpoint.initial_load, path);
+  const TemporaryFile file("run.toml", "[model]\nfolder = \"" + path + "\"\n");
+  EXPECT_EQ(model_values(load_config({"--config", file.path()})), values);
+  // Without a word of the model, that of the weights.
+  EXPECT_EQ(model_values(load_config({"--checkpoint.initial_load=" + path})), values);
+  EXPECT_EQ(load_config({"--checkpoint.initial_load=" + path, "--model=mixtral"}).model.name,
+            "mixtral");
+  const TemporaryFile printed("printed.toml", print_config(config));
+  EXPECT_EQ(model_values(load_config({"--config", printed.path()})), model_values(config));
+
+  const auto message = [](std::vector<std::string> args) {
+    return error_of([&] { load_config(args); }, ErrorKind::config);
+  };
+  expect_parts(
+      message({"--model=hf:" + path, "--model.size=tiny"}),
+      {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
+  expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
+  expect_parts(message({"--model=hf:" + path + "/nowhere"}), {"/nowhere/config.json"});
+  std::ofstream(json.path()) << R"({"model_type": "bert"})";
+  expect_parts(error_of([&] { load_config({"--model=hf:" + path}); }, ErrorKind::data),
+               {path + "/config.json", "model_type is 'bert'"});
 }
 
 TEST(Config, AVariationIsANewOne) {
@@ -405,6 +447,33 @@ TEST(Config, OptimizerHasTheKeysOfTheRules) {
     if (o.section() == "optimizer") EXPECT_TRUE(keys.contains(o.key())) << o.name;
   EXPECT_EQ(find_option("optimizer.name")->rule.choices, optim::rule_names());
   EXPECT_EQ(find_option("data.kind")->rule.choices, data::dataset_choices());
+}
+
+// A batch over all ranks is split into what each rank takes at a time.
+TEST(Config, AGlobalBatchTakesItsMicroBatches) {
+  const auto order = [](const char* mesh, const char* batch) {
+    return sample_order(load_config({"--training.global_batch_size=24", mesh, batch}));
+  };
+  for (const auto& [mesh, batch, micro] :
+       {std::tuple{"--mesh=tp=2", "--data.batch_size=2", 12},
+        {"--mesh=dp_shard=4,tp=2,ep=2", "--data.batch_size=2", 3},
+        {"--mesh=dp_replicate=2,dp_shard=3", "--data.batch_size=1", 4}}) {
+    EXPECT_EQ(order(mesh, batch).num_micro, micro) << mesh;
+    EXPECT_EQ(order(mesh, batch).num_per_step(), 24) << mesh;
+  }
+  const auto refused = [](std::vector<std::string> args, std::vector<std::string> parts) {
+    args.push_back("--training.global_batch_size=24");
+    expect_parts(error_of([&] { load_config(args); }, ErrorKind::config), parts);
+  };
+  refused({"--mesh=dp_shard=5"}, {"training.global_batch_size is 24 (command line)",
+                                  "the 5 data-parallel ranks", "a multiple of 5"});
+  refused({"--mesh=dp_shard=4", "--data.batch_size=4"},
+          {"6 sequences for each of 4", "data.batch_size is 4", "[1, 2, 3, 6]"});
+  refused({"--data.batch_size=2", "--training.gradient_accumulation_steps=5"},
+          {"training.gradient_accumulation_steps is 5", "takes 12 micro-batches"});
+  const Config both = load_config({"--training.global_batch_size=24", "--data.batch_size=2",
+                                   "--training.gradient_accumulation_steps=12"});
+  EXPECT_EQ(num_micro_batches(both), 12);
 }
 
 TEST(Config, ConvertsToTheTermsOfOtherFolders) {

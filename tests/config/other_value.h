@@ -27,6 +27,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"model.size",
        {"debug", {"--model.dim=32", "--model.num_layers=2", "--model.vocab_size=96"}}},
       {"training.steps", {"4"}},
+      {"training.global_batch_size", {"6"}},
       {"training.max_norm", {"0.001"}},
       {"data.path", {files.text, {bytes}}},
       {"data.kind", {"text", {bytes, "--data.path=" + files.jsonl}}},

@@ -45,9 +45,13 @@ std::vector<Case> cases() {
       {"mixtral", layer_of({.scoring = softmax_chosen}, {}, 0)},
       {"llama4", layer_of({.scoring = sigmoid, .choose_on_logits = true},
                           {.scores = kernels::ScoreSide::before}, 72)},
-      {"gpt_oss",
-       layer_of({.scoring = softmax_chosen, .gate_bias = true},
-                {.activation = kernels::Activation::clamped_swiglu, .biases = true}, 0)}};
+      {"gpt_oss", layer_of({.scoring = softmax_chosen, .gate_bias = true},
+                           {.activation = kernels::Activation::clamped_swiglu, .biases = true}, 0)},
+      {"gpt_oss, scores before", layer_of({.scoring = softmax_chosen, .gate_bias = true},
+                                          {.activation = kernels::Activation::clamped_swiglu,
+                                           .scores = kernels::ScoreSide::before,
+                                           .biases = true},
+                                          0)}};
 }
 
 // A layer, its input, and what one forward and backward leave.

@@ -62,7 +62,7 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
 TEST(Ops, SumsGoOverTheDimensionOfTheirKind) {
   const auto x = random({2, 3, 4});
   const auto rows = flatten(assume<Dense{T, T, F}>(x), 0, 1);
-  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(rows)), x.sum({0, 1})));
+  EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(rows)), x.sum(at::IntArrayRef{0, 1})));
   EXPECT_TRUE(at::allclose(local(sum<Over::features>(rows)), x.sum(2).flatten()));
   const auto groups = flatten(assume<Dense{T, T, R}>(x), 1, 2);
   EXPECT_TRUE(at::allclose(local(sum<Over::tokens>(groups)), x.sum(0).flatten()));

@@ -251,6 +251,10 @@ TEST(Param, CheckedFindsAResidualThatDiffers) {
     enter<tp>(assume<Dense{T, T, I}>(at::full({2}, double(mesh.rank()))));
   });
   EXPECT_NE(entering.find("'input of enter on tp'"), std::string::npos) << entering;
+  const auto taken = message([](const Mesh& mesh) {
+    once<tp>(assume<Dense{T, T, I}>(at::full({2}, double(mesh.rank()))));
+  });
+  EXPECT_NE(taken.find("'input of once on tp'"), std::string::npos) << taken;
   // A gradient that should be the same (I) and is not: something behind it forgot a reduction.
   const auto backward_of = message([](const Mesh& mesh) {
     const auto x = as_leaf(assume<Dense{T, T, P}>(at::ones({2})));
@@ -294,7 +298,7 @@ TEST(Param, InitialValuesAreTheStreamOfItsName) {
   const MeshScope scope(mesh);
   const int before = at::get_num_threads();
   at::set_num_threads(3);
-  const ParamSpec spec{.name = "w", .shape = {3, 100, 257}, .dtype = at::kDouble};
+  const ParamSpec spec{.name = "w", .shape = {5, 61, 257}, .dtype = at::kDouble};
   const Random random(42, "w");
   std::vector<double> normals(3 * 100 * 257);
   random.normals(0, normals);
@@ -309,6 +313,24 @@ TEST(Param, InitialValuesAreTheStreamOfItsName) {
     ASSERT_EQ(n[i], 0.5 * normals[i]) << i;
     ASSERT_EQ(u[i], 0.5 * (2 * random.uniform(i) - 1)) << i;
   }
+}
+
+// The same where a rank has a part of every row, and threads whose shares end within it.
+TEST(Param, AShardHasTheInitialValuesOfTheWhole) {
+  const ParamSpec whole{.name = "w", .shape = {401, 514}, .dtype = at::kDouble};
+  const Random random(42, "w");
+  on_mesh({.tp = 2}, [&](const Mesh& mesh) {
+    at::set_num_threads(3);
+    ParamSpec spec = whole;
+    spec.cuts = {{tp, 1}};
+    const Param<Dense{I, I, F}> w(spec, {.kind = Init::Kind::uniform, .scale = 0.5, .seed = 42});
+    const at::Tensor mine = local(value(w)).contiguous();
+    const auto* x = mine.const_data_ptr<double>();
+    for (std::int64_t i = 0; i < mine.numel(); ++i) {
+      const auto index = static_cast<std::uint64_t>(i / 257 * 514 + mesh.rank() * 257 + i % 257);
+      ASSERT_EQ(x[i], 0.5 * (2 * random.uniform(index) - 1)) << i;
+    }
+  });
 }
 
 // What a device makes by LibTorch's operations, here on any device, is what the host makes.
@@ -331,26 +353,27 @@ TEST(DeviceRandom, HasTheNumbersOfTheHost) {
 }
 
 TEST(DeviceRandom, FillsABoxOfATensor) {
-  const std::vector<std::int64_t> shape{4, 6, 10};
-  for (const auto kind : {Init::Kind::normal, Init::Kind::uniform, Init::Kind::ones})
-    for (const std::int64_t first : {0, 3, 4})  // lines that begin within a pair, and at one
-      for (const std::int64_t width : {5, 6}) {
-        const Init init{.kind = kind, .scale = 0.3, .seed = 9};
-        const Random random(init.seed, "w");
-        at::Tensor box =
-            at::empty({3, 2, width}, at::TensorOptions(test_device()).dtype(at::kDouble));
-        raw::fill_on_device(box, shape, {1, 4, first}, init, random);
-        box = box.cpu();
-        for (std::int64_t i = 0; i < box.numel(); ++i) {
-          const std::int64_t a = i / (2 * width) + 1, b = i / width % 2 + 4, c = i % width + first;
-          const auto index = static_cast<std::uint64_t>((a * 6 + b) * 10 + c);
-          const double expected = kind == Init::Kind::normal ? 0.3 * random.normal(index)
-                                  : kind == Init::Kind::uniform
-                                      ? 0.3 * (2 * random.uniform(index) - 1)
-                                      : 0.3;
-          EXPECT_NEAR(box.flatten()[i].item<double>(), expected, 1e-14) << a << b << c;
+  for (const std::int64_t columns : {10, 9})
+    for (const auto kind : {Init::Kind::normal, Init::Kind::uniform, Init::Kind::ones})
+      for (const std::int64_t first : {0, 1, 4})  // lines that begin at a pair, and within one
+        for (const std::int64_t width : {1, 4, 5}) {
+          const Init init{.kind = kind, .scale = 0.3, .seed = 9};
+          const Random random(init.seed, "w");
+          at::Tensor box =
+              at::empty({2, 2, width}, at::TensorOptions(test_device()).dtype(at::kDouble));
+          raw::fill_on_device(box, {4, 6, columns}, {1, 4, first}, init, random, /*chunk=*/6);
+          box = box.cpu();
+          for (std::int64_t i = 0; i < box.numel(); ++i) {
+            const std::int64_t a = i / (2 * width) + 1, b = i / width % 2 + 4,
+                               c = i % width + first;
+            const auto index = static_cast<std::uint64_t>((a * 6 + b) * columns + c);
+            const double expected = kind == Init::Kind::normal ? 0.3 * random.normal(index)
+                                    : kind == Init::Kind::uniform
+                                        ? 0.3 * (2 * random.uniform(index) - 1)
+                                        : 0.3;
+            EXPECT_NEAR(box.flatten()[i].item<double>(), expected, 1e-14) << a << b << c;
+          }
         }
-      }
 }
 
 // Which layouts a parameter may have, asked at run time.

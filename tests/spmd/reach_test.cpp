@@ -14,10 +14,10 @@ namespace {
 using enum Place;
 
 // What each of the ranks asks for, of pieces that are uneven and may be empty: the whole, itself
-// and some before and after, nothing of others.
+// and some before and after, nothing of others; and one rank alone the whole.
 std::vector<std::vector<Reach>> reaches_of(const std::vector<Reach>& pieces) {
   const std::int64_t all = pieces.back().end;
-  std::vector<std::vector<Reach>> ways(4);
+  std::vector<std::vector<Reach>> ways(5);
   for (const Reach& p : pieces) {
     const bool is_empty = p.begin == p.end;
     ways[0].push_back({0, all});
@@ -25,6 +25,7 @@ std::vector<std::vector<Reach>> reaches_of(const std::vector<Reach>& pieces) {
     ways[2].push_back(
         is_empty ? p : Reach{std::max<std::int64_t>(0, p.begin - 1), std::min(all, p.end + 3)});
     ways[3].push_back(p);
+    ways[4].push_back(ways[4].empty() ? Reach{0, all} : p);
   }
   return ways;
 }
@@ -32,7 +33,7 @@ std::vector<std::vector<Reach>> reaches_of(const std::vector<Reach>& pieces) {
 TEST(Reach, GivesTheRowsAskedForAndTheirGradientsComeBack) {
   for (int ranks : {1, 2, 3, 4, 8})
     for (std::int64_t length : {7, 8, 3})
-      for (size_t way = 0; way < 4; ++way)
+      for (size_t way = 0; way < 5; ++way)
         for (std::int64_t dim : {0, 1}) {
           std::vector<std::int64_t> shape{2, 2, 3};
           shape[static_cast<size_t>(dim)] = length;
@@ -52,7 +53,11 @@ TEST(Reach, GivesTheRowsAskedForAndTheirGradientsComeBack) {
                             asked = reaches[static_cast<size_t>(world.rank())];
                 const auto x = as_leaf(
                     assume<Dense{T, T, F}>(whole.narrow(dim, own.begin, own.end - own.begin)));
+                const comm::Trace trace;
                 const auto y = with_reach<cp>(x, along, reaches);
+                if (way == 3) {
+                  EXPECT_TRUE(trace.entries().empty()) << "nobody asks for anything";
+                }
                 EXPECT_TRUE(at::equal(local(y).detach(),
                                       whole.narrow(dim, asked.begin, asked.end - asked.begin)))
                     << ranks << " ranks, " << length << " rows, way " << way;

@@ -157,6 +157,9 @@ TEST(Reshard, CountsTheBytesOfAPrefetchOnce) {
         }
         use(w);  // after the prefetch was taken, and outside of the scope
         EXPECT_EQ(gather_bytes().now, before + one) << "the scope has it";
+        prefetch({&w.stored()});
+        use(w);
+        EXPECT_GT(gather_bytes().most, gather_bytes().now);
         reset_gather_bytes();
         EXPECT_EQ(gather_bytes().most, gather_bytes().now);
       },

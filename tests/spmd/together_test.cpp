@@ -51,6 +51,20 @@ TEST(Together, PartsKeepTheirBits) {
       }
 }
 
+// Copies move the widest words that fit every part, wherever in memory a part begins.
+TEST(Together, WordsAreAsWideAsTheyCanBe) {
+  const auto word = [](std::int64_t d, at::ScalarType dtype) {
+    return raw::pack_rows({random({3, d}, dtype), random({3, 2}, at::kDouble)}).scalar_type();
+  };
+  EXPECT_EQ(word(2, at::kFloat), at::kLong);
+  EXPECT_EQ(word(3, at::kFloat), at::kInt);
+  EXPECT_EQ(word(3, at::kBFloat16), at::kBFloat16);
+  const at::Tensor all = random({9}, at::kFloat), other = random({4, 1}, at::kDouble);
+  const at::Tensor off = all.narrow(0, 1, 8).view({4, 2});  // begins within a word
+  const auto back = raw::unpack_rows(raw::pack_rows({off, other}), {off, other});
+  EXPECT_TRUE(at::equal(back[0], off) && at::equal(back[1], other));
+}
+
 // <f(x), y> == <x, f'(y)> over all ranks, for two tensors of different dtypes in one message.
 TEST(Together, AGatherAndItsAdjoint) {
   for (int ranks : {1, 2, 3, 4})

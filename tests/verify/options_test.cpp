@@ -185,6 +185,9 @@ TEST(Fitted, KeepsWhatTheMeshDivides) {
   const Config three = fitted(config, {.tp = 3, .ep = 3});
   EXPECT_EQ(models::facts(three.model.architecture).num_heads % 3, 0);
   EXPECT_EQ(models::facts(three.model.architecture).num_experts % 3, 0);
+  const Config of_eight = case_of({"--training.global_batch_size=8"}).config;
+  EXPECT_EQ(fitted(of_eight, {.dp_shard = 4}).training.global_batch_size, 8);
+  EXPECT_EQ(fitted(of_eight, {.dp_shard = 3}).training.global_batch_size, 6);
 }
 
 }  // namespace

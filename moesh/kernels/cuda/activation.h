@@ -93,7 +93,7 @@ __device__ __forceinline__ Hidden clamped_swiglu(float g, float u) {
 /// before it; all else is decided at run time.
 template <bool kPlain>
 struct RowActivation {
-  float before = 1.f, after = 1.f;
+  float before = 1.f, after = 1.f, kept = 1.f;  // kept: what dh multiplies its results by
   float b1[8], b3[8];
   bool clamped = false, score_before = false;
 
@@ -103,6 +103,7 @@ struct RowActivation {
     } else {
       clamped = e.clamped, score_before = e.before;
       (e.before ? before : after) = score;
+      kept = e.bias[0] || e.bias[1] ? 1.f : before;
       const int64_t at = static_cast<int64_t>(s.expert) * s.width + column;
       unpack(e.bias[0] ? load16(e.bias[0] + at) : uint4{}, b1);
       unpack(e.bias[1] ? load16(e.bias[1] + at) : uint4{}, b3);
@@ -146,7 +147,8 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 
 /// dh: the results are P = dy W2, the gradient of h but for the score. With dA = s P:
 /// d_gate = dA dh/dg and d_up = dA dh/du over gate and up, act = s h once more, d_score = <h, P>;
-/// or, with the score before, <dg, gate> + <du, up>, and these times s.
+/// or, with the score before, <dg, gate> + <du, up>, and these times s, but for biases: their
+/// gradients are sums of dg and du, and bias_gradients multiplies by s when it has them.
 /// This is the longest of the finishes, and must be done before the next tile is: gate and up are
 /// loaded one row ahead, and nothing but the stores is under a condition.
 template <bool kPlain>
@@ -218,7 +220,7 @@ class FinishDh {
         gate[i] = dg, up[i] = du;
       } else {
         dot += activation.score_before ? dg * gate[i] + du * up[i] : v.h * p[i];
-        gate[i] = activation.before * dg, up[i] = activation.before * du;
+        gate[i] = activation.kept * dg, up[i] = activation.kept * du;
       }
     }
     if (!exists) return 0.f;

@@ -7,8 +7,6 @@ Error dh(const Experts& e, const void* dy_RD, void* gate_RF, void* up_RF, void* 
          float* d_score_terms, Stream stream) {
   if (e.num_rows == 0) return nullptr;
   const bool biased = e.b1_EF || e.b3_EF;
-  if (biased && e.score_before && e.score_R)
-    return "biases b1 and b3 with a score before them: their gradients are not made";
   GroupedLaunch l(e);
   GroupedParams& p = l.params;
   p.a[0] = l.map(dy_RD, e.model, e.num_rows, 1, kTileK, kTileM);

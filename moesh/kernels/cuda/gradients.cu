@@ -53,10 +53,11 @@ __global__ void __launch_bounds__(kThreads) sum_plain_score_terms(const ScorePar
 }
 
 struct ColumnParams {
-  const bf16* rows;
+  bf16* rows;
   const int* ends_E;
   const float* score_R;  // null: not weighted
-  bf16* out;             // [E, width]
+  const float* after_R;  // the rows are multiplied by it after the sum; null: they stay
+  bf16* out;             // [E, width]; null: not wanted
   int width;
 };
 
@@ -72,17 +73,22 @@ __global__ void __launch_bounds__(kThreads) sum_columns(const ColumnParams p) {
 #pragma unroll 4
     for (int row = first + warp; row < last; row += 8) {
       const float factor = p.score_R ? p.score_R[row] : 1.f;
+      bf16* at = p.rows + static_cast<int64_t>(row) * p.width + column;
       float v[8];
-      unpack(load16(p.rows + static_cast<int64_t>(row) * p.width + column), v);
+      unpack(load16(at), v);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum[i] += factor * v[i];
+      if (!p.after_R) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] *= p.after_R[row];
+      store16(at, packed(v));
     }
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) sums[warp][lane * 8 + i] = sum[i];
   __syncthreads();
   const int mine = blockIdx.x * 256 + threadIdx.x;
-  if (mine >= p.width) return;
+  if (mine >= p.width || !p.out) return;
   float total = 0.f;
   for (int i = 0; i < 8; ++i) total += sums[i][threadIdx.x];
   p.out[static_cast<int64_t>(expert) * p.width + mine] = __float2bfloat16(total);
@@ -113,19 +119,22 @@ Error score_gradient(const Experts& e, const void* dy_RD, const float* d_score_t
   return text_of(cudaGetLastError());
 }
 
-Error bias_gradients(const Experts& e, const void* dy_RD, const void* d_gate_RF,
-                     const void* d_up_RF, void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
-  const auto sum = [&](const void* rows, const float* score_R, void* out, std::int64_t width) {
-    if (!out) return;
-    const ColumnParams p{static_cast<const bf16*>(rows), e.ends_E, score_R, static_cast<bf16*>(out),
-                         static_cast<int>(width)};
+Error bias_gradients(const Experts& e, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
+                     void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
+  const auto sum = [&](void* rows, const float* score_R, const float* after_R, void* out,
+                       std::int64_t width) {
+    if (!out && !after_R) return;
+    const ColumnParams p{static_cast<bf16*>(rows), e.ends_E,
+                         score_R,                  after_R,
+                         static_cast<bf16*>(out),  static_cast<int>(width)};
     const dim3 grid(static_cast<unsigned>((width + 255) / 256),
                     static_cast<unsigned>(e.num_experts));
     sum_columns<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
   };
-  sum(d_gate_RF, nullptr, db1_EF, e.ffn);
-  sum(d_up_RF, nullptr, db3_EF, e.ffn);
-  sum(dy_RD, e.score_before ? nullptr : e.score_R, db2_ED, e.model);
+  const float* after_R = e.score_before && (e.b1_EF || e.b3_EF) ? e.score_R : nullptr;
+  sum(d_gate_RF, nullptr, after_R, db1_EF, e.ffn);
+  sum(d_up_RF, nullptr, after_R, db3_EF, e.ffn);
+  sum(const_cast<void*>(dy_RD), e.score_before ? nullptr : e.score_R, nullptr, db2_ED, e.model);
   return text_of(cudaGetLastError());
 }
 

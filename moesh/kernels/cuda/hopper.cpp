@@ -90,7 +90,7 @@ class Call {
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
       d.weights.w2_eDF = like(weights_.w2_eDF);
       run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
-      run_("bias_gradients", bias_gradients, experts_, in(dy_RD), in(gate_RF), in(up_RF),
+      run_("bias_gradients", bias_gradients, experts_, in(dy_RD), out(gate_RF), out(up_RF),
            out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
     }
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
@@ -290,7 +290,7 @@ std::string refuses_device(at::Device device) {
   return answer.error ? answer.error : "";
 }
 
-std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w) {
+std::string refuses_experts(const ExpertsConfig&, const ExpertsWeights& w) {
   const at::Tensor& w1 = w.w1_eFD;
   if (w1.scalar_type() != at::kBFloat16)
     return detail::concat("the weights are ", c10::toString(w1.scalar_type()),
@@ -300,8 +300,6 @@ std::string refuses_experts(const ExpertsConfig& config, const ExpertsWeights& w
                           "], and own kernels take multiples of 8");
   if (w1.size(0) < 1 || w1.size(0) > 512)
     return detail::concat("there are ", w1.size(0), " experts, and own kernels take 1 to 512");
-  if (config.scores == ScoreSide::before && (w.b1_eF.defined() || w.b3_eF.defined()))
-    return "own kernels have no biases b1 and b3 with a score before them";
   return "";
 }
 

@@ -36,7 +36,7 @@ struct Experts {
   const void* w1_EFD;           // gate
   const void* w3_EFD;           // up
   const void* w2_EDF;           // down
-  const void* b1_EF = nullptr;  // biases; null: none. Not both b1, b3 and score_before
+  const void* b1_EF = nullptr;  // biases; null: none
   const void* b3_EF = nullptr;
   const void* b2_ED = nullptr;
 };
@@ -49,7 +49,8 @@ Error down(const Experts&, const void* act_RF, void* y_RD, Stream);
 /// The number of floats per row that dh writes to d_score_terms.
 constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 256; }
 /// Reads gate and up, and writes d_gate and d_up over them. act as `up` made it is made again.
-/// d_score_terms [num_score_terms, R], or null.
+/// d_score_terms [num_score_terms, R], or null. With b1 or b3 and a score before the expert, what
+/// is written lacks the score until bias_gradients, which comes next.
 Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream);
 /// dx of each row; d_up null: of W1 alone.
@@ -62,8 +63,8 @@ Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, 
 /// Sums the terms of dh in order, and adds b2's.
 Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,
                      float* d_score_R, Stream);
-/// Sums over the rows of each expert; null: not wanted.
-Error bias_gradients(const Experts&, const void* dy_RD, const void* d_gate_RF, const void* d_up_RF,
+/// Sums over the rows of each expert; null: not wanted. d_gate and d_up are complete after it.
+Error bias_gradients(const Experts&, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
                      void* db1_EF, void* db3_EF, void* db2_ED, Stream);
 
 // ---- rows ----

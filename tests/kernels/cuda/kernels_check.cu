@@ -346,8 +346,13 @@ void check_layer(const std::string& title, DeviceLayer& l) {
                              reference(E * F,
                                        [=] __device__(std::int64_t i) {
                                          double sum = 0;
-                                         for (int row = first[i / F]; row < first[i / F + 1]; ++row)
-                                           sum += wide(d[row * F + i % F]);
+                                         for (int row = first[i / F]; row < first[i / F + 1];
+                                              ++row) {
+                                           const std::int64_t at = row * F + i % F;
+                                           const Activated a = activate(v, row, i % F, wide(g0[at]),
+                                                                        wide(u0[at]));
+                                           sum += a.after * p[at] * (d == gate ? a.dg : a.du);
+                                         }
                                          return sum;
                                        }),
                              multiples(E, F)));
@@ -767,7 +772,9 @@ int run(bool quick) {
   random("score before", c, skewed(8));
   c = base, c.clamped = true, c.biases = true;
   random("clamped, biases", c, skewed(8));
-  c.before = true, c.biases = false;
+  c.before = true;
+  random("clamped, biases, score before", c, skewed(8));
+  c.biases = false;
   random("clamped, score before", c, skewed(8));
   c = base, c.biases = true, c.scores = false;
   random("biases, no scores", c, skewed(8));

@@ -539,8 +539,8 @@ def judge(tree, program, checks, chosen, jobs, most):
 
 
 def users(folder, commands):
-    """Some sources that include each header: the tests of its folder first, which use all that it
-    offers, then those of nn and models."""
+    """Some sources that include each header: those of nn and models first, and the tests of its own
+    folder, which use all that it offers."""
     _, output = run(["ninja", "-t", "deps"], folder.build)
     found, name = collections.defaultdict(set), ""
     for line in output.splitlines():
@@ -550,12 +550,14 @@ def users(folder, commands):
         elif name and line.strip().startswith(str(folder.tree)):
             found[pathlib.Path(line.strip()).relative_to(folder.tree).as_posix()].add(name)
 
-    def order(header):
-        tests = header.replace("moesh/", "tests/").rsplit("/", 1)[0]
-        return lambda n: (not n.startswith(tests), not n.startswith("moesh/nn"),
-                          not n.startswith("moesh/models"), n)
+    def order(n):
+        return not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n
 
-    return {header: sorted(names, key=order(header))[:16] for header, names in found.items()}
+    def tests_of(header):
+        return header.replace("moesh/", "tests/").rsplit("/", 1)[0] + "/"
+
+    return {header: sorted(names, key=order)[:12] + sorted(
+        n for n in names if n.startswith(tests_of(header))) for header, names in found.items()}
 
 
 class Alone:
@@ -610,8 +612,9 @@ class Alone:
 
 def judge_alone(tree, program, checks, chosen, jobs, most):
     """What was refused as one of several choices, `c ? changed : original`, need not be refused by
-    itself: each is compiled alone, and if that works, linked and judged by the tests that reach its
-    function, or where they are not known, its file."""
+    itself; and a compiler that evaluates a list before the program runs (GCC 13 does in
+    `for (a : {x, y})`) leaves nothing to choose there. Each is compiled alone, and if that works,
+    linked and judged by the tests that reach its function, or where none is known, its file."""
     folder = tree.folder
     if not chosen:
         return
@@ -708,7 +711,8 @@ def main():
             judge(tree, program, checks, live, arguments.jobs, arguments.most)
             judge_alone(tree, program, checks, [
                 m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
-                                      else m.state == "refused")],
+                                      else m.state == "refused" or m.state == "survived" and
+                                      m.number not in reached and not m.file.endswith(".h"))],
                         arguments.jobs, arguments.most)
     finally:
         folder.save()

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Folders as DeepSeek-V3 (float8) and GPT-OSS (MXFP4) are published: quantized_test.py MOESH.
+
+What moesh reads is what transformers' own functions make of the same bytes, bit for bit; and a mesh
+whose ranks read their parts computes what one rank does.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (AutoModelForCausalLM, DeepseekV3Config, GptOssConfig,  # noqa: E402
+                          utils)
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # noqa: E402
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
+
+utils.logging.disable_progress_bar()
+COMMON = dict(vocab_size=96, num_hidden_layers=2, max_position_embeddings=64, pad_token_id=None,
+              bos_token_id=None, eos_token_id=None, num_experts_per_tok=2)
+
+
+def deepseek():
+    """Widths of one, one and a half, and two blocks of 128."""
+    return DeepseekV3Config(
+        **COMMON, hidden_size=256, intermediate_size=192, moe_intermediate_size=128,
+        num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1, n_routed_experts=4,
+        kv_lora_rank=64, q_lora_rank=128, qk_rope_head_dim=16, v_head_dim=32, qk_nope_head_dim=32,
+        first_k_dense_replace=1, n_group=2, topk_group=1)
+
+
+def gpt_oss():
+    return GptOssConfig(**COMMON, hidden_size=64, intermediate_size=32, num_local_experts=4,
+                        num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=4)
+
+
+def to_float8(weights):
+    """(what is published, what it stands for)"""
+    published, meant = {}, {}
+    for name, w in weights.items():
+        if w.dim() != 2 or "_proj" not in name:
+            published[name] = meant[name] = w
+            continue
+        rows, columns = (-(-n // 128) for n in w.shape)
+        scales = torch.rand(rows, columns) * 0.01 + 1e-4
+        grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        values = (w / grid[:w.shape[0], :w.shape[1]]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        published[name], published[name + "_scale_inv"] = values, scales
+        if all(n % 128 == 0 for n in w.shape):
+            meant[name] = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+        else:  # which that function does not take
+            meant[name] = values.float() * grid[:w.shape[0], :w.shape[1]]
+    return published, meant
+
+
+def to_mxfp4(weights):
+    published, meant = {}, {}
+    for name, w in weights.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            published[name] = meant[name] = w
+            continue
+        experts, inputs, outputs = w.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, blocks.shape[:-1], dtype=torch.uint8)
+        published[name + "_blocks"], published[name + "_scales"] = blocks, scales
+        meant[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert meant[name].shape == w.shape
+    return published, meant
+
+
+def run(*args):
+    done = subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, f"{args}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def check(moesh, tmp, config, quantized, method):
+    torch.manual_seed(5)
+    name = config.model_type
+    plain, folder = tmp / f"{name}_plain", tmp / name
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(plain)
+    published, meant = quantized(load_file(plain / "model.safetensors"))
+    assert len(published) > len(meant), f"{name}: nothing was quantized"
+    folder.mkdir()
+    save_file(published, folder / "model.safetensors", {"format": "pt"})
+    (folder / "tokenizer_config.json").write_text('{"added": 1}')
+    described = json.loads((plain / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": method}
+    (folder / "config.json").write_text(json.dumps(described))
+
+    out = tmp / f"{name}_out"
+    run(moesh, "convert", folder, out, "--dtype", "float32")
+    got = {}
+    for file in out.glob("*.safetensors"):
+        got.update(load_file(file))
+    assert got.keys() == meant.keys(), got.keys() ^ meant.keys()
+    for key, value in meant.items():
+        assert torch.equal(got[key], value.float()), f"{name}: {key}"
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    assert (out / "tokenizer_config.json").exists()
+    for mesh in ("tp=2,ep=2", "dp_shard=2,tp=2,ep=2,etp=2"):
+        run(moesh, "verify", "--model", f"hf:{folder}", "--mesh", mesh, "--dtype", "float64")
+
+
+def main():
+    moesh = pathlib.Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as folder:
+        check(moesh, pathlib.Path(folder), deepseek(), to_float8, "fp8")
+        check(moesh, pathlib.Path(folder), gpt_oss(), to_mxfp4, "mxfp4")
+    print("quantized folders are read as transformers reads them")
+
+
+if __name__ == "__main__":
+    main()
