@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <span>
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/rope.h"
@@ -16,9 +17,7 @@ namespace {
 
 constexpr std::size_t kMostTables = 8;  // kinds of layers times lengths of sequences
 
-double growth(double factor, double scale) {
-  return factor <= 1 ? 1 : 0.1 * scale * std::log(factor) + 1;
-}
+double growth(double factor, double scale) { return 0.1 * scale * std::log(factor) + 1; }
 
 // The frequency index whose wave turns `turns` times over the original length.
 double index_of(double turns, const RopeConfig& c) {
@@ -30,13 +29,13 @@ double index_of(double turns, const RopeConfig& c) {
 // By how often a wave turns over the original length: often, it stays; seldom, it is stretched;
 // between them a ramp.
 void stretch_llama3(const RopeConfig& c, at::Tensor& frequencies) {
-  auto* f = frequencies.data_ptr<double>();
-  for (std::int64_t i = 0; i < frequencies.numel(); ++i) {
-    const double turns = static_cast<double>(c.original_length) * f[i] / (2 * std::numbers::pi);
+  const auto count = static_cast<size_t>(frequencies.numel());
+  for (double& f : std::span(frequencies.data_ptr<double>(), count)) {
+    const double turns = static_cast<double>(c.original_length) * f / (2 * std::numbers::pi);
     if (turns >= c.high_turns) continue;
     const double kept =
         turns < c.low_turns ? 0 : (turns - c.low_turns) / (c.high_turns - c.low_turns);
-    f[i] = (1 - kept) * f[i] / c.factor + kept * f[i];
+    f = (1 - kept) * f / c.factor + kept * f;
   }
 }
 
@@ -54,8 +53,8 @@ void RopeConfig::validate() const {
 }
 
 double RopeConfig::attention_factor() const {
-  if (factor <= 1 || scaling != RopeScaling::yarn || mscale_all_dim == 0) return 1;
-  const double m = growth(factor, mscale_all_dim);
+  if (scaling != RopeScaling::yarn) return 1;
+  const double m = growth(factor, mscale_all_dim);  // 1 where either says nothing
   return m * m;
 }
 
@@ -76,11 +75,9 @@ at::Tensor rope_frequencies(const RopeConfig& c) {
   low = std::max(low, 0.0), high = std::min(high, static_cast<double>(c.dim - 1));
   if (low == high) high += 0.001;
   // Fast waves keep their frequency, slow ones are stretched, between them a ramp.
-  for (std::int64_t i = 0; i < c.dim / 2; ++i) {
-    const double ramp = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
-    f[i] = f[i] / c.factor * ramp + f[i] * (1 - ramp);
-  }
-  return frequencies;
+  const at::Tensor index = at::arange(frequencies.numel(), at::kDouble),
+                   ramp = ((index - low) / (high - low)).clamp(0, 1);
+  return frequencies / c.factor * ramp + frequencies * (1 - ramp);
 }
 
 RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t length,

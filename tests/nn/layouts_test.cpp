@@ -245,5 +245,29 @@ TEST(Layouts, ExpertsGivePartialSums) {
     });
 }
 
+// FSDP divides the experts where there is one for every rank that has others, and else their
+// features: no rank is left without a part.
+TEST(Layouts, ExpertsAreStoredInEqualParts) {
+  struct Case {
+    MeshShape mesh;
+    std::int64_t experts;
+    std::vector<std::int64_t> part;  // of w1 [experts, 12, 6]
+  };
+  const MeshShape six{.dp_shard = 6, .ep = 2}, replicas{.dp_replicate = 2, .dp_shard = 2};
+  for (const auto& [shape, experts, part] :
+       {Case{six, 6, {1, 12, 6}}, Case{six, 4, {2, 4, 6}}, Case{six, 2, {1, 4, 6}},
+        Case{replicas, 2, {1, 12, 6}}})
+    on_mesh(shape, [&](const Mesh& mesh) {
+      Experts all({.num_experts = experts, .dim = 6, .ffn = 12}, "experts", at::kDouble,
+                  test_device(), kInit);
+      bool is_first = true;  // w1
+      all.each_param([&](auto& w) {
+        if (is_first) EXPECT_EQ(w.stored().value.sizes().vec(), part) << experts << " experts";
+        is_first = false;
+        EXPECT_EQ(w.stored().value.numel() * mesh.size(dp_shard), experts * 6 * 12) << w.name();
+      });
+    });
+}
+
 }  // namespace
 }  // namespace moesh::nn

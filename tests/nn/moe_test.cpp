@@ -273,6 +273,7 @@ TEST(Reference, OneRankAgreesWithTheSlowLoop) {
         moe.each_param([&](auto& w) {
           leaf[w.name()] = w.stored().value.detach().cpu().clone().requires_grad_(true);
         });
+        EXPECT_EQ(leaf.size(), gpt_oss ? 8u : 5u);  // gate and bias, w1, w3, w2; b1, b3, b2
         const auto of = [&](const char* name) {
           return leaf.contains(name) ? leaf[name] : at::Tensor();
         };
@@ -566,6 +567,29 @@ TEST(Dispatcher, AutomaticSendsFewerRowsUnderNccl) {
   EXPECT_EQ(way({.tp = 8, .ep = 8}, 1), nn::Dispatcher::all_to_all);
   EXPECT_EQ(way({.tp = 2, .ep = 2}, 8), nn::Dispatcher::all_gather);
   EXPECT_EQ(way({.tp = 4, .etp = 4}, 2), nn::Dispatcher::all_gather);
+  EXPECT_EQ(way({.tp = 4, .ep = 4}, 3), nn::Dispatcher::all_to_all);  // 9/4 rows against 3
+  EXPECT_EQ(way({.tp = 2, .ep = 2}, 2), nn::Dispatcher::all_gather);  // one row each: one message
+  EXPECT_EQ(nn::describe_choice(nn::Exchange::nccl, MeshShape{.tp = 2, .ep = 2}.validated(), 2),
+            "all_gather on tp=2 ep=2: 1 against 1 for all_to_all (NCCL, rows that are sent: "
+            "nothing was measured)");
+}
+
+// One process that a launcher started is a launched run, too.
+TEST(Dispatcher, TheExchangeIsThatOfTheLauncher) {
+  const at::Device cpu(at::kCPU), gpu(at::kCUDA), first_gpu(at::kCUDA, 0);
+  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"})
+    ASSERT_EQ(std::getenv(name), nullptr) << "this test starts without a launcher";
+  EXPECT_EQ(nn::exchange_of(cpu), nn::Exchange::threads_on_cpu);
+  EXPECT_EQ(nn::exchange_of(gpu), nn::Exchange::threads_on_gpu);
+  EXPECT_EQ(nn::planned_exchange(cpu), nn::Exchange::threads_on_cpu);
+  EXPECT_EQ(nn::planned_exchange(gpu), nn::Exchange::nccl);
+  EXPECT_EQ(nn::planned_exchange(first_gpu), nn::Exchange::threads_on_gpu);
+  for (const char* processes : {"1", "2"}) {
+    setenv("OMPI_COMM_WORLD_SIZE", processes, 1);
+    EXPECT_EQ(nn::exchange_of(cpu), nn::Exchange::mpi);
+    EXPECT_EQ(nn::exchange_of(gpu), nn::Exchange::nccl);
+  }
+  unsetenv("OMPI_COMM_WORLD_SIZE");
 }
 
 // The tables of docs/performance.md, "Dispatchers": the times of both, in ms.

@@ -79,6 +79,17 @@ TEST(Rope, YarnGrowsCosineAndSine) {
   c.factor = 40, c.mscale = c.mscale_all_dim = 1;
   EXPECT_EQ(first(), 1);
   EXPECT_NEAR(c.attention_factor(), std::pow(0.1 * std::log(40) + 1, 2), 1e-12);
+  const auto grown = [](double scale) { return 0.1 * scale * std::log(40) + 1; };
+  c.mscale = 0.7, c.mscale_all_dim = 0.5;
+  EXPECT_NEAR(c.attention_factor(), std::pow(grown(0.5), 2), 1e-12);
+  EXPECT_NEAR(first(), grown(0.7) / grown(0.5), 1e-12);
+  const auto second = nn::rope_table(c, 1, 1, at::kDouble, at::kCPU);  // angle 1
+  EXPECT_NEAR(second.cos[0][0].item<double>(), std::cos(1) * grown(0.7) / grown(0.5), 1e-12);
+  EXPECT_NEAR(second.sin[0][0].item<double>(), std::sin(1) * grown(0.7) / grown(0.5), 1e-12);
+  c.mscale_all_dim = 0;  // one of the two alone says nothing
+  EXPECT_NEAR(first(), grown(1), 1e-12);
+  c.scaling = RopeScaling::linear, c.mscale_all_dim = 1;
+  EXPECT_EQ(c.attention_factor(), 1);
 }
 
 // As transformers computes it, by wave length.
@@ -97,6 +108,70 @@ TEST(Rope, Llama3StretchesByWaveLength) {
       EXPECT_NEAR(frequency(c, i), expected, 1e-15) << i << " with " << low << ", " << high;
     }
     EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
+  }
+}
+
+// Bounds at which the rule changes: a wave that turns exactly so often, and first frequencies that
+// are slow over a very short original length.
+TEST(Rope, Llama3AtItsBounds) {
+  RopeConfig c{.dim = 8, .theta = 5e5, .factor = 8, .scaling = RopeScaling::llama3};
+  c.original_length = 4, c.low_turns = c.high_turns = 4 / (2 * std::numbers::pi);
+  EXPECT_EQ(frequency(c, 0), 1);  // turns just as often as what stays
+  c.low_turns = 1, c.high_turns = 4;
+  EXPECT_EQ(frequency(c, 0), 1.0 / 8);
+}
+
+// As transformers computes it: find_correction_range, linear_ramp_factor and get_mscale.
+TEST(Rope, YarnIsItsFormula) {
+  struct Case {
+    std::int64_t dim;
+    double theta;
+    std::int64_t length;  // the original one
+    bool truncate;
+  };
+  for (const Case& k : {Case{64, 1e4, 4096, true}, Case{64, 1.5e5, 4096, false},
+                        Case{8, 10, 747, true},    // the upper bound is past the last feature
+                        Case{8, 1e4, 4, true}}) {  // both bounds are the first frequency
+    const RopeConfig c{.dim = k.dim,
+                       .theta = k.theta,
+                       .factor = 40,
+                       .original_length = k.length,
+                       .truncate = k.truncate};
+    const auto dim = static_cast<double>(k.dim);
+    const auto correction = [&](double turns) {
+      return dim * std::log(static_cast<double>(k.length) / (turns * 2 * std::numbers::pi)) /
+             (2 * std::log(k.theta));
+    };
+    double low = correction(32), high = correction(1);
+    if (k.truncate) low = std::floor(low), high = std::ceil(high);
+    low = low < 0 ? 0 : low, high = high > dim - 1 ? dim - 1 : high;
+    if (low == high) high += 0.001;
+    for (std::int64_t i = 0; i < k.dim / 2; ++i) {
+      const double plain = std::pow(k.theta, -2.0 * static_cast<double>(i) / dim),
+                   part = (static_cast<double>(i) - low) / (high - low),
+                   ramp = part < 0   ? 0
+                          : part > 1 ? 1
+                                     : part;
+      EXPECT_NEAR(frequency(c, i), plain * (1 - ramp) + plain / 40 * ramp, 1e-15)
+          << i << " of " << k.dim << ", theta " << k.theta << ", length " << k.length;
+    }
+  }
+}
+
+// A factor of 1 stretches nothing, to the bit, whatever else is set.
+TEST(Rope, AFactorOfOneStretchesNothing) {
+  for (auto scaling : {RopeScaling::yarn, RopeScaling::llama3, RopeScaling::linear}) {
+    const RopeConfig c{.dim = 128,
+                       .theta = 1e4,
+                       .factor = 1,
+                       .scaling = scaling,
+                       .mscale = 0.7,
+                       .mscale_all_dim = 0.5,
+                       .magnitude = 1.5};
+    for (std::int64_t i = 0; i < 64; ++i)
+      EXPECT_EQ(frequency(c, i), std::pow(1e4, -2.0 * static_cast<double>(i) / 128)) << i;
+    EXPECT_EQ(nn::rope_table(c, 0, 1, at::kDouble, at::kCPU).cos[0][0].item<double>(), 1);
+    EXPECT_EQ(c.attention_factor(), 1);
   }
 }
 
@@ -142,6 +217,8 @@ TEST(Rope, MakesTheTableOfAModelOnce) {
   EXPECT_TRUE(at(c, 2, 5).cos.is_same(first.cos));
   for (std::int64_t length = 10; length < 40; ++length)  // the oldest go, the one in use stays
     EXPECT_TRUE((at(c, 0, length), at(c, 2, 5).cos.is_same(first.cos)));
+  for (std::int64_t length = 10; length < 40; ++length) at(c, 0, length);
+  EXPECT_FALSE(at(c, 2, 5).cos.is_same(first.cos)) << "tables are not kept for ever";
 }
 
 TEST(Rope, RefusesWhatItCannotRotate) {

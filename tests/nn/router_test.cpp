@@ -83,6 +83,46 @@ TEST(Router, SoftmaxWithAndWithoutNormalisation) {
   });
 }
 
+// s / (sum + epsilon) times the scale: epsilon is added, and every scale counts.
+TEST(Router, EpsilonAndScaleAreThoseOfTheFormula) {
+  alone([](const Mesh& mesh) {
+    const at::Tensor logits = random_rows(20, 4), s = at::sigmoid(logits),
+                     w = s.gather(1, sorted_choice(s, 2));
+    for (const double epsilon : {0.0, 0.5})
+      for (const double scale : {0.0, 1.0, 2.5}) {
+        Router router = identity_router(
+            {.num_experts = 4, .top_k = 2, .normalize = true, .epsilon = epsilon, .scale = scale});
+        EXPECT_TRUE(at::allclose(local(route_of(router, logits, mesh).weights_NK),
+                                 w / (w.sum(-1, true) + epsilon) * scale, 1e-14, 1e-14))
+            << epsilon << " " << scale;
+      }
+  });
+}
+
+// Scores that nearly vanish: shares of them stay shares.
+TEST(Router, ProbabilitiesOfTinyScoresAddUpToOneAtMost) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 4, .top_k = 2});
+    for (const double logit : {-30.0, -46.0, -700.0, -1000.0}) {
+      const Route route = route_of(
+          router, at::full({3, 4}, logit, at::TensorOptions(at::kDouble).device(test_device())),
+          mesh);
+      const at::Tensor sums = local(route.probabilities_NE).sum(-1);
+      EXPECT_LE(sums.max().item<double>(), 1 + 1e-12) << logit;
+      EXPECT_GE(sums.min().item<double>(), 0) << logit;
+    }
+  });
+}
+
+// A model without a choice: one expert, in a group of its own.
+TEST(Router, OneExpertTakesAll) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 1, .top_k = 1});
+    const Route route = route_of(router, random_rows(5, 1), mesh);
+    EXPECT_EQ(local(route.counts_E).item<std::int64_t>(), 5);
+  });
+}
+
 TEST(Router, SoftmaxOverTheChosen) {
   alone([](const Mesh& mesh) {
     Router router =
@@ -239,6 +279,11 @@ TEST(Router, TokensThatDoNotCount) {
     same(switch_loss(some, config, 3), switch_loss(kept, config, 3));
     same(sequence_loss(some, config, all_tokens, 3), sequence_loss(kept, config, kept_tokens, 3));
     same(z_loss(some, 3), z_loss(kept, 3));
+    const Tokens none(mesh, 1, 5, true, at::zeros_like(valid).unsqueeze(0));
+    const auto idle = statistics(router.choose(assume<Dense{T, T, T}>(logits), none, {}));
+    EXPECT_EQ(idle.num_idle, 4);
+    EXPECT_EQ(idle.entropy, 0);
+    EXPECT_EQ(idle.max_over_mean, 0);
   });
 }
 
@@ -371,6 +416,20 @@ TEST(Balance, MovesTheBiasOncePerStepByTheSign) {
   });
 }
 
+// One expert has too much and three too little: the steps have a mean, which goes, so that biases
+// stay where they are as a whole.
+TEST(Balance, KeepsTheMeanOfTheBiases) {
+  alone([](const Mesh& mesh) {
+    Router router = identity_router({.num_experts = 4, .top_k = 1});
+    at::Tensor logits = at::zeros({6, 4}, at::TensorOptions(at::kDouble).device(test_device()));
+    logits.select(1, 2).fill_(1);
+    route_of(router, logits, mesh);
+    router.update_bias(0.1);
+    EXPECT_TRUE(at::allclose(router.expert_bias().cpu(),
+                             at::tensor({0.05, 0.05, -0.15, 0.05}, at::kDouble)));
+  });
+}
+
 TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
   for (const auto& shape :
        {MeshShape{.dp_shard = 2, .cp = 2, .tp = 2}, MeshShape{.dp_replicate = 2, .tp = 3}})
@@ -445,6 +504,10 @@ TEST(RouterErrors, NameTheValueAndTheCure) {
   EXPECT_EQ(
       message({.num_experts = 8, .top_k = 5, .num_groups = 4, .top_groups = 2}),
       "router: top_k = 5 experts are to come from 2 groups of 2; lower top_k or raise top_groups");
+  EXPECT_EQ(message({.num_experts = 1, .top_k = 1}), "nothing was thrown");
+  alone([](const Mesh&) {
+    EXPECT_THROW(identity_router({.num_experts = 4, .top_k = 5}), Error) << "it asks itself";
+  });
 }
 
 }  // namespace

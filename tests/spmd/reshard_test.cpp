@@ -74,6 +74,33 @@ TEST(Reshard, GivesTheSameBitsWithLessMemory) {
       test_options());
 }
 
+// Not the count alone: the storage that autograd's saved tensors use has no memory between forward
+// and backward.
+TEST(Reshard, GivesTheMemoryOfAGatherBack) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        const Param<Dense{I, I, I}> w(
+            {.name = "w", .shape = {6, 4}, .dtype = at::kDouble, .device = test_device()},
+            {.kind = Init::Kind::ones});
+        const auto x = as_leaf(assume<Dense{T, T, T}>(
+            at::ones({3, 4}, at::TensorOptions(at::kDouble).device(test_device()))));
+        ReshardScope gathers;
+        const auto in = gathers.enter(x);
+        const auto gathered = use(w);
+        const at::Storage memory = local(gathered).storage();
+        EXPECT_NE(memory.data(), nullptr);
+        const auto y = gathers.leave(linear(in, gathered));
+        EXPECT_EQ(memory.data(), nullptr);
+        backward(sum_all(y));
+        EXPECT_EQ(memory.data(), nullptr);
+        EXPECT_TRUE(at::equal(local(grad(x)).cpu(), at::full({3, 4}, 6.0, at::kDouble)));
+      },
+      test_options());
+}
+
 TEST(Reshard, GathersInTheOrderOfUseAndOnceMoreInBackward) {
   comm::launch(
       2,

@@ -5,6 +5,7 @@
     machine_test.py test COMPILER PROGRAM  PROGRAM is main.cpp and sample_test.cpp with that copy
 """
 
+import json
 import pathlib
 import shutil
 import subprocess
@@ -127,6 +128,84 @@ def mistakes_are_judged(tree, program):
     return live
 
 
+ALONE = {
+    "moesh/nn/alone.h": """#pragma once
+struct Term { int value; };
+struct Whole { int value; };
+inline Whole all_reduce(Term x) { return {2 * x.value}; }
+inline int of_header(Term x) {
+  const auto sum = all_reduce(x);
+  return sum.value;
+}
+""", "moesh/nn/alone.cpp": """#include "moesh/nn/alone.h"
+int of_source(int n) {
+  const auto sum = all_reduce(Term{n});
+  return sum.value + of_header({0});
+}
+int unseen(int n) {
+  const auto sum = all_reduce(Term{n});
+  return sum.value;
+}
+""", "main.cpp": """#include <iostream>
+#include <string>
+int of_source(int n);
+int main() {
+  for (std::string line; std::getline(std::cin, line);)
+    std::cout << (of_source(3) == 6 ? "survived\\t\\t" : "failed\\tAlone.Sum\\tnot 6") << std::endl;
+}
+"""}
+NINJA = """rule cxx
+  command = {cxx} -std=c++20 -I{tree} -MD -MF $out.d -c $in -o $out
+  deps = gcc
+  depfile = $out.d
+rule link
+  command = rm -f lib.a && ar rcs lib.a nn/alone.cpp.o && {cxx} -o $out main.cpp.o lib.a
+build nn/alone.cpp.o: cxx {tree}/moesh/nn/alone.cpp
+build main.cpp.o: cxx {tree}/main.cpp
+build bin/alone: link main.cpp.o nn/alone.cpp.o
+build alone: phony bin/alone
+"""
+
+
+def lone_mistakes_are_judged(root, compiler):
+    """A sum left out gives another type than the sum, so both cannot be choices of one expression;
+    by itself it compiles. Taken twice it is refused."""
+    for name, text in ALONE.items():
+        mutate.write(root / name, text)
+    (root / "tests").mkdir()
+    folder = mutate.Folder(root / "build-mutate", root)
+    tree = mutate.Tree(folder, mutate.all_mistakes(root))
+    for name, text in ALONE.items():
+        mutate.write(folder.tree / name, text)
+    mutate.write(folder.build / "build.ninja", NINJA.format(cxx=compiler, tree=folder.tree))
+    mutate.write(folder.build / "compile_commands.json", json.dumps([{
+        "file": str(folder.tree / n),
+        "command": f"{compiler} -std=c++20 -I{folder.tree} -o o -c {folder.tree / n}"}
+        for n in ALONE if n.endswith(".cpp")]))
+    code, output = mutate.run(["ninja", "bin/alone"], folder.build)
+    expect(code == 0, output)
+    chosen = [m for m in tree.mistakes if m.site.text.startswith("all_reduce(")]
+    reached = {m.number for m in tree.mistakes if m.site.function == "of_source"}
+    checks = [mutate.Check("Alone.Sum", 1, reached)]
+    for again in (False, True):  # the second time from memory
+        for m in chosen:
+            m.state = "refused"
+        mutate.judge_alone(tree, "alone", checks, chosen, 1, 20)
+        found = {(m.site.function, m.site.text.split(" ")[-1]): (m.state, m.by, m.alone)
+                 for m in chosen}
+        expect(found.get(("of_source", "out")) == ("killed", "Alone.Sum", True), again, found)
+        expect(found.get(("unseen", "out")) == ("survived", "", True), again, found)
+        expect(found.get(("of_header", "out")) == ("survived", "", True), again, found)
+        for function in ("of_source", "of_header"):
+            state, message, alone = found[(function, "twice")]
+            expect(state == "refused" and "Term" in message and not alone, again, found)
+        if not again:
+            shutil.rmtree(folder.build)
+            mutate.write(folder.build / "build.ninja", NINJA.format(cxx="false", tree="nowhere"))
+            mutate.write(folder.build / "compile_commands.json", "[]")
+    expect(not list((folder.path / "alone").iterdir()), "what was compiled is left behind")
+
+
 def reasons_are_matched(mistakes):
     survivor = next(m for m in mistakes if m.state == "survived")
     with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +214,8 @@ def reasons_are_matched(mistakes):
         path.write_text(f"# A comment.\n{entry}\n  Both sides are\n  the total.\n")
         found = mutate.match_reasons(mistakes, mutate.read_reasons(path))
         expect(found[survivor.number].reason == "Both sides are the total.", found)
-        expect("equivalent" in mutate.table(mistakes, found), mutate.table(mistakes, found))
+        expect("| nn | 14 | 13 | 13 | 1 |" in mutate.tables(mistakes, found) and "equivalent" in
+               mutate.tables(mistakes, found), mutate.tables(mistakes, found))
         for text, says in ((entry.replace("<=", ">="), "equivalent.txt:1: no site is"),
                            (entry, "equivalent.txt:1: no reason"), ("a | b", "write 'file |")):
             path.write_text(text + ("\n" if says.endswith("reason") else "\n  Why.\n"))
@@ -146,12 +226,26 @@ def reasons_are_matched(mistakes):
                 expect(says in str(fault), fault)
 
 
+def counts_are_put_into_the_page(mistakes):
+    with tempfile.TemporaryDirectory() as folder:
+        page = pathlib.Path(folder) / "page.md"
+        page.write_text("before\n<!-- counts: begin -->\nstale\n<!-- counts: end -->\nafter\n")
+        mutate.put_counts(page, mutate.tables(mistakes, {}))
+        text = page.read_text()
+        expect(text.startswith("before\n") and text.endswith("<!-- counts: end -->\nafter\n") and
+               "stale" not in text and "| all | 14 |" in text, text)
+
+
 def test(compiler, program):
     sites_are_found()
     with tempfile.TemporaryDirectory() as folder:
         tree = sample_tree(pathlib.Path(folder))
         errors_find_their_mistake(tree, compiler)
-        reasons_are_matched(mistakes_are_judged(tree, program))
+        judged = mistakes_are_judged(tree, program)
+        reasons_are_matched(judged)
+        counts_are_put_into_the_page(judged)
+    with tempfile.TemporaryDirectory() as folder:
+        lone_mistakes_are_judged(pathlib.Path(folder).resolve(), compiler)
     every = mutate.all_mistakes(mutate.ROOT)
     mutate.match_reasons(every, mutate.read_reasons(HERE / "equivalent.txt"))
     print(f"machine_test: {len(every)} sites in the tree; every reason has its site")

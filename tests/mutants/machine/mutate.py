@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Makes small mistakes in moesh/types, spmd, nn and comm/mesh, and finds out what notices them.
 
-    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--list] [--fresh]
+    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--fresh]
+    mutate.py --list | --page
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
@@ -33,6 +34,7 @@ import threading
 import time
 
 import sites
+from report import Fault, match_reasons, put_counts, read_reasons, tables
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE = pathlib.Path(__file__).resolve().parent
@@ -50,10 +52,6 @@ QUICK_MS = 700  # tests that are tried first, together
 
 FROM_OUTSIDE = ("signal 9", "signal 15")
 PROGRAMS = ("mutate_checks", "mutate_sweep")
-
-
-class Fault(Exception):
-    pass
 
 
 @dataclasses.dataclass
@@ -93,7 +91,7 @@ class Folder:
     def __init__(self, path, root=ROOT):
         self.root = root
         self.path, self.tree, self.build = path, path / "tree", path / "build"
-        self.results = path / "results.json"
+        self.results, self.counts = path / "results.json", path / "counts.md"
         self.known = {}
         if self.results.exists():
             self.known = json.loads(self.results.read_text(encoding="utf-8"))
@@ -541,8 +539,8 @@ def judge(tree, program, checks, chosen, jobs, most):
 
 
 def users(folder, commands):
-    """Some sources that include each header, those of nn and models first, and the tests of spmd,
-    which use all that its headers offer."""
+    """Some sources that include each header: those of nn and models first, and the tests of its own
+    folder, which use all that it offers."""
     _, output = run(["ninja", "-t", "deps"], folder.build)
     found, name = collections.defaultdict(set), ""
     for line in output.splitlines():
@@ -551,156 +549,112 @@ def users(folder, commands):
                 n.removeprefix("moesh/").removeprefix("tests/") + ".o")), "")
         elif name and line.strip().startswith(str(folder.tree)):
             found[pathlib.Path(line.strip()).relative_to(folder.tree).as_posix()].add(name)
-    order = lambda n: (not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n)
+
+    def order(n):
+        return not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n
+
+    def tests_of(header):
+        return header.replace("moesh/", "tests/").rsplit("/", 1)[0] + "/"
+
     return {header: sorted(names, key=order)[:12] + sorted(
-        n for n in names if n.startswith("tests/spmd/")) for header, names in found.items()}
+        n for n in names if n.startswith(tests_of(header))) for header, names in found.items()}
+
+
+class Alone:
+    """Compiles one mistake by itself, and links the program with it."""
+
+    def __init__(self, tree, program):
+        self.tree, self.folder, self.program = tree, tree.folder, program
+        self.commands = commands_of(self.folder)
+        self.users = users(self.folder, self.commands)
+        _, output = run(["ninja", "-t", "commands", program], self.folder.build)
+        self.link = output.splitlines()[-1]
+
+    def shadow(self, m):
+        return self.folder.path / "alone" / str(m.number)
+
+    def message(self, m):
+        """The compiler's error, or nothing. A header is compiled by those who include it."""
+        text = self.tree.texts[m.file]
+        changed = text[:m.site.begin] + (
+            m.site.changed if m.site.is_statement or m.site.is_constant
+            else f"({m.site.changed})") + text[m.site.end:]
+        write(self.shadow(m) / m.file, changed)
+        is_source = m.file in self.commands
+        for name in [m.file] if is_source else self.users.get(m.file, []):
+            words = list(self.commands[name])
+            words[1:1] = [f"-I{self.shadow(m)}", "-fno-diagnostics-show-caret"]
+            if is_source:
+                words[words.index("-c") + 1] = str(self.shadow(m) / m.file)
+            code, output = run([*words] + (
+                ["-o", str(self.shadow(m) / "changed.o")] if is_source else ["-fsyntax-only"]),
+                self.folder.build)
+            if code:
+                found = errors_in(output)
+                return found[0][1] if found else output[:200]
+        return ""
+
+    def judge(self, m, tests, most):
+        """The object goes before the archives, of which the linker takes what is still missing."""
+        own = f"alone_{m.number}"
+        code, output = run(["sh", "-c", self.link.replace(
+            f"-o bin/{self.program} ", f"-o bin/{own} {self.shadow(m)}/changed.o ", 1)],
+            self.folder.build)
+        binary = self.folder.build / "bin" / own
+        if code or not binary.exists():
+            raise Fault(f"{m.describe()} does not link: {output[-1000:]}")
+        server = Server(self.folder, own, own)
+        m.by = ""
+        try_tests(server, m, 0, tests, most)
+        server.close()
+        binary.unlink()
 
 
 def judge_alone(tree, program, checks, chosen, jobs, most):
     """What was refused as one of several choices, `c ? changed : original`, need not be refused by
     itself; and a compiler that evaluates a list before the program runs (GCC 13 does in
     `for (a : {x, y})`) leaves nothing to choose there. Each is compiled alone, and if that works,
-    linked and judged."""
+    linked and judged by the tests that reach its function, or where none is known, its file."""
     folder = tree.folder
-    commands = commands_of(folder)
-    link = subprocess.run(["ninja", "-t", "commands", program], cwd=folder.build,
-                          capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+    if not chosen:
+        return
+    print(f"  {len(chosen)} that cannot be chosen at run time, each alone", flush=True)
+    alone = Alone(tree, program)
     by_time = sorted(checks, key=Check.effort)
+    names = {c.name for c in checks}
     sources = digest(folder.sources(), program, str(most))
-    users_of = users(folder, commands)
 
-    def compiles(m):
-        """The object, or nothing and the compiler's message. A header: those who include it."""
-        text = tree.texts[m.file]
-        changed = text[:m.site.begin] + (
-            m.site.changed if m.site.is_statement or m.site.is_constant
-            else f"({m.site.changed})") + text[m.site.end:]
-        shadow = folder.path / "alone" / str(m.number)
-        write(shadow / m.file, changed)
-        users = [m.file] if m.file in commands else users_of[m.file]
-        for name in users:
-            words = list(commands[name])
-            if name == m.file:
-                words[words.index("-c") + 1] = str(shadow / m.file)
-            words[1:1] = [f"-I{shadow}"]
-            object_file = shadow / "changed.o"
-            code, output = run([*words, "-fno-diagnostics-show-caret"] + (
-                ["-o", str(object_file)] if name == m.file else ["-fsyntax-only"]), folder.build)
-            if code:
-                found = errors_in(output)
-                return None, found[0][1] if found else output[:200]
-        return object_file, ""
+    def near(m):
+        of_file = [o for o in tree.by_file[m.file]]
+        of_function = {o.number for o in of_file if o.site.function == m.site.function}
+        return [c for c in by_time if of_function & c.reaches] or [
+            c for c in by_time if {o.number for o in of_file} & c.reaches]
 
     def work(m):
-        kept = folder.known.get(tree.memory(m, "alone", sources))
+        memory = tree.memory(m, "alone")
+        kept = folder.known.get(memory)
+        if kept and kept[0] == "killed" and kept[2] not in names:
+            kept = None
+        kept = kept or folder.known.get(tree.memory(m, "alone", sources))
         if not kept:
-            object_file, message = compiles(m)
-            if not object_file:
+            message = alone.message(m)
+            if message:
                 kept = ["refused", "", message, ""]
-            elif m.file not in commands:
+            elif m.file not in alone.commands:
                 kept = ["survived", "", "", ""]  # a header: nothing that uses it refuses it
             else:
-                own = f"alone_{m.number}"
-                done = subprocess.run(
-                    link.replace(f"-o bin/{program} ", f"-o bin/{own} {object_file} ", 1),
-                    cwd=folder.build, shell=True, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    raise Fault(f"{m.describe()} does not link: {done.stderr[-1000:]}")
-                near = {o.number for o in tree.by_file[m.file] if m.site.is_constant
-                        or o.site.function == m.site.function}
-                server = Server(folder, own, own)
-                try_tests(server, m, 0, [c for c in by_time if near & c.reaches], most)
-                server.close()
-                (folder.build / "bin" / own).unlink()
+                alone.judge(m, near(m), most)
                 kept = [m.state, m.how, m.by, m.said]
-            folder.remember(tree.memory(m, "alone", sources), kept)
-            shutil.rmtree(folder.path / "alone" / str(m.number), ignore_errors=True)
+            folder.remember(
+                tree.memory(m, "alone", sources) if kept[0] == "survived" else memory, kept)
+            shutil.rmtree(alone.shadow(m), ignore_errors=True)
         m.state, m.how, m.by, m.said = kept
         m.alone = m.state != "refused"
 
-    if chosen:
-        print(f"  {len(chosen)} that cannot be chosen at run time, each alone", flush=True)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for _ in pool.map(work, chosen):
             pass
     folder.save()
-
-
-@dataclasses.dataclass
-class Reason:
-    where: str
-    pattern: tuple  # file, function, kind, text; * stands for any text
-    reason: str
-    used: bool = False
-
-    def fits(self, m):
-        return all(fnmatch.fnmatchcase(a, re.sub(r"([\[\]?])", r"[\1]", p)) if "*" in p else a == p
-                   for a, p in zip(m.key(), self.pattern))
-
-
-def read_reasons(path):
-    """equivalent.txt: file | function | kind | text, and the reason on indented lines below."""
-    reasons = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        where = f"{path.name}:{number}"
-        if not line.strip() or line.startswith("#"):
-            continue
-        if line[0].isspace():
-            if not reasons:
-                raise Fault(f"{where}: a reason without an entry")
-            reasons[-1].reason = f"{reasons[-1].reason} {line.strip()}".strip()
-            continue
-        words = [w.strip() for w in line.split(" | ", 3)]
-        if len(words) != 4:
-            raise Fault(f"{where}: write 'file | function | kind | text', not '{line}'")
-        reasons.append(Reason(where, tuple(words), ""))
-    for r in reasons:
-        if not r.reason:
-            raise Fault(f"{r.where}: no reason: indent it on the lines below")
-    return reasons
-
-
-def match_reasons(mistakes, reasons):
-    """The reason of each survivor that has one; entries that match no site are a fault."""
-    found, faults = {}, []
-    for r in reasons:
-        hits = [m for m in mistakes if r.fits(m)]
-        if not hits:
-            faults.append(f"{r.where}: no site is {' | '.join(r.pattern)}: it changed, or is gone")
-        for m in hits:
-            found.setdefault(m.number, r)
-    if faults:
-        raise Fault("\n".join(faults))
-    return found
-
-
-def table(mistakes, reasons):
-    rows = collections.defaultdict(collections.Counter)
-    for m in mistakes:
-        state = m.state or "not run"
-        if state == "survived" and m.number in reasons:
-            state = "equivalent"
-        for row in (m.site.kind, "all"):
-            rows[row]["made"] += 1
-            rows[row][state] += 1
-            if m.state == "killed":
-                rows[row][m.how] += 1
-    columns = ("made", "refused", "killed", "failed", "crashed", "stalled", "endless", "exited",
-               "equivalent", "survived", "not run")
-    columns = [c for c in columns if rows["all"][c]]
-    lines = [f"{'kind':12}" + "".join(f"{c:>12}" for c in columns)]
-    for kind in (*sites.KINDS, "all"):
-        if rows[kind]["made"]:
-            lines.append(f"{kind:12}" + "".join(f"{rows[kind][c]:12}" for c in columns))
-    return "\n".join(lines)
-
-
-def killers(mistakes):
-    """Which suites killed how many."""
-    counts = collections.Counter(
-        re.sub(r"^\w+/|/.*", "", m.by.split(".")[0] if "." in m.by else m.by)
-        for m in mistakes if m.state == "killed")
-    return ", ".join(f"{name or '(before any test)'} {n}" for name, n in counts.most_common())
 
 
 def wanted(m, arguments):
@@ -717,6 +671,8 @@ def main():
     parser.add_argument("--files", nargs="*", help="only mistakes in these, as moesh/nn/*")
     parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
     parser.add_argument("--quick", action="store_true", help="without mutate_sweep")
+    parser.add_argument("--page", action="store_true",
+                        help="put the counts of the last run into docs/mutants.md, and end")
     parser.add_argument("--list", action="store_true", help="print the sites, and end")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
@@ -732,6 +688,9 @@ def main():
             print(m.describe())
         return 0
     folder = Folder(arguments.folder)
+    if arguments.page:
+        put_counts(ROOT / "docs" / "mutants.md", folder.counts.read_text(encoding="utf-8"))
+        return 0
     if arguments.fresh:
         folder.known = {}
     began = time.time()
@@ -757,8 +716,8 @@ def main():
                         arguments.jobs, arguments.most)
     finally:
         folder.save()
-    print(table(chosen, reasons))
-    print("killed by:", killers(chosen))
+    print(tables(chosen, reasons))
+    write(folder.counts, tables(chosen, reasons))
     survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]
     for m in survivors:
         print("survived:", m.describe(), "" if m.number in reached or m.alone else
