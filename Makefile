@@ -10,7 +10,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
 CTEST = ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run test gpu asan tsan sanitize fuzz fuzz-cli mutate soak verify \
-  bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
+  test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
 
@@ -74,13 +74,23 @@ sanitize: asan tsan
 # inputs.
 FUZZ_RUNS ?= 10000000
 fuzz: build
-	for target in safetensors index config manifest jsonl toml rename metrics; do \
+	for target in safetensors index config manifest jsonl toml rename metrics tokenizer; do \
 	  tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
 
 # Random command lines: documented exit codes, no backtrace.
 CLI_RUNS ?= 2600
 fuzz-cli: program
 	tests/fuzz/cli_fuzz.py build/bin/moesh $(CLI_RUNS) 1 $(JOBS)
+
+# Tokenizers against the Python package, id for id: the settings of five families, 100 MB of text in
+# ten scripts, a million random strings, every code point by itself. About 30 minutes on two cores.
+PEER = .venv/bin/python tests/tokenizer/tokenizer_peer.py build/bin/tokenizer_peer
+test-tokenizer: build
+	$(PEER) all
+
+# MB/s of both on one thread.
+bench-tokenizer: build
+	$(PEER) speed
 
 # Runs that are killed, stopped, damaged, doubled and put on full, lying and failing disks, in
 # random order for so many minutes: nothing may be lost.

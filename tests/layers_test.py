@@ -11,19 +11,20 @@ import re
 import sys
 import tempfile
 
-BELOW_TRAIN = ["types", "formats", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
+BELOW_TRAIN = ["types", "formats", "tokenizer", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
 # Folder -> the folders which it may include, besides itself and base (errors, checks, logging: for everyone).
 MAY_INCLUDE = {
     "base": [],
     "types": [],
     "formats": [],
+    "tokenizer": ["formats"],
     "kernels": [],
     "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
     "spmd": ["types", "comm"],
     "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
     "models": ["nn", "spmd", "kernels", "formats"],  # typed tensors and parameters, which kernels, tables of tensors on disk; no group, no rank
     "optim": ["spmd", "formats"],
-    "data": ["spmd", "formats"],
+    "data": ["spmd", "formats", "tokenizer"],
     "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
     "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data"],  # their names
     "train": ["config", *BELOW_TRAIN],
@@ -38,6 +39,7 @@ MUST_NOT_INCLUDE = {
     "base": TORCH,
     "types": TORCH,
     "formats": TORCH,
+    "tokenizer": TORCH,
     "kernels": ("torch/csrc/autograd",),
 }
 # The rules of the types are to be read in one sitting: all headers of moesh/types besides token.h, together.

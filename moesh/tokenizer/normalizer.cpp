@@ -1,0 +1,89 @@
+#include "moesh/tokenizer/normalizer.h"
+
+#include "moesh/base/error.h"
+#include "moesh/tokenizer/nfc.h"
+
+namespace moesh::tokenizer {
+
+std::variant<std::string, Pattern> read_what_to_find(const Section& section) {
+  const Section what(section.at("pattern"), section.name_of("pattern"));
+  what.allow({"String", "Regex"});
+  if (what.find("Regex")) return Pattern(what.text("Regex"), what.name());
+  const std::string& text = what.text("String");
+  MOESH_CHECK(!text.empty(), ErrorKind::data, what.name(), ".String is empty");
+  return text;
+}
+
+std::optional<Match> find(const std::variant<std::string, Pattern>& what, std::string_view text,
+                          std::size_t from) {
+  if (const auto* pattern = std::get_if<Pattern>(&what)) return pattern->find(text, from);
+  const std::string& literal = std::get<std::string>(what);
+  const std::size_t at = text.find(literal, from);
+  if (at == std::string_view::npos) return std::nullopt;
+  return Match{at, at + literal.size()};
+}
+
+Replacement::Replacement(const Section& section)
+    : what_(read_what_to_find(section)), content_(section.text("content")) {
+  section.allow({"pattern", "content"});
+}
+
+std::string_view Replacement::apply(std::string_view text, std::string& buffer) const {
+  auto match = find(what_, text, 0);
+  if (!match) return text;
+  buffer.clear();
+  std::size_t copied = 0;
+  for (; match; match = find(what_, text, copied)) {
+    buffer += text.substr(copied, match->begin - copied);
+    buffer += content_;
+    copied = match->end;
+  }
+  buffer += text.substr(copied);
+  return buffer;
+}
+
+Normalizer::Normalizer(const Section& section) { add(section); }
+
+void Normalizer::add(const Section& section) {
+  const std::string& type = section.type();
+  if (type == "Sequence") {
+    section.allow({"normalizers"});
+    for (const Section& one : section.list("normalizers")) add(one);
+  } else if (type == "NFC" || type == "NFD") {
+    section.allow({});
+    if (type == "NFC")
+      steps_.push_back(Nfc{});
+    else
+      steps_.push_back(Nfd{});
+  } else if (type == "Prepend") {
+    section.allow({"prepend"});
+    steps_.push_back(Prepend{section.text("prepend")});
+  } else if (type == "Replace") {
+    steps_.push_back(Replacement(section));
+  } else {
+    section.refuse_type("NFC, NFD, Prepend, Replace and Sequence");
+  }
+}
+
+std::string_view Normalizer::run(const Step& step, std::string_view text, std::string& buffer) {
+  if (std::holds_alternative<Nfc>(step)) return to_nfc(text, buffer);
+  if (std::holds_alternative<Nfd>(step)) return to_nfd(text, buffer);
+  if (const auto* replacement = std::get_if<Replacement>(&step))
+    return replacement->apply(text, buffer);
+  if (text.empty()) return text;
+  buffer = std::get<Prepend>(step).text;
+  buffer += text;
+  return buffer;
+}
+
+std::string_view Normalizer::apply(std::string_view text, std::string (&buffers)[2]) const {
+  int free = 0;
+  for (const Step& step : steps_) {
+    const std::string_view result = run(step, text, buffers[free]);
+    if (result.data() == buffers[free].data()) free = 1 - free;
+    text = result;
+  }
+  return text;
+}
+
+}  // namespace moesh::tokenizer

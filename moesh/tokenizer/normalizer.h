@@ -1,0 +1,54 @@
+#pragma once
+// What is done to a text before it is split: Unicode normal forms, a prefix, replacements.
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "moesh/tokenizer/pattern.h"
+#include "moesh/tokenizer/sections.h"
+
+namespace moesh::tokenizer {
+
+/// Every occurrence of a text, or of what a pattern matches, becomes `content`. Also a decoder.
+class Replacement {
+ public:
+  explicit Replacement(const Section& section);
+  std::string_view apply(std::string_view text, std::string& buffer) const;
+
+ private:
+  std::variant<std::string, Pattern> what_;
+  std::string content_;
+};
+
+/// A text or a pattern, as Split and Replace have them: {"String": "x"} or {"Regex": "x"}.
+std::variant<std::string, Pattern> read_what_to_find(const Section& section);
+
+/// Where the next one is, at `from` or behind it.
+std::optional<Match> find(const std::variant<std::string, Pattern>& what, std::string_view text,
+                          std::size_t from);
+
+class Normalizer {
+ public:
+  Normalizer() = default;  // changes nothing
+  explicit Normalizer(const Section& section);
+
+  /// The result is `text` itself, or lies in one of the buffers.
+  std::string_view apply(std::string_view text, std::string (&buffers)[2]) const;
+
+ private:
+  struct Nfc {};
+  struct Nfd {};
+  struct Prepend {
+    std::string text;
+  };
+  using Step = std::variant<Nfc, Nfd, Prepend, Replacement>;
+  void add(const Section& section);
+  static std::string_view run(const Step& step, std::string_view text, std::string& buffer);
+
+  std::vector<Step> steps_;
+};
+
+}  // namespace moesh::tokenizer

@@ -1,0 +1,231 @@
+#include "moesh/tokenizer/pattern.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "moesh/base/error.h"
+#include "moesh/tokenizer/pattern_parser.h"
+#include "moesh/tokenizer/utf8.h"
+
+namespace moesh::tokenizer {
+namespace {
+
+using Kind = PatternNode::Kind;
+using Greed = PatternNode::Greed;
+using Op = Pattern::Op;
+
+constexpr std::size_t kMaxInstructions = 20'000;
+// Of ways that are tried for one match: the package gives up there too.
+constexpr std::int64_t kMaxSteps = 10'000'000;
+
+// Instructions of one tree.
+class Compiler {
+ public:
+  Compiler(std::vector<Pattern::Instruction>& program, const std::string& what)
+      : program_(program), what_(what) {}
+
+  void add(const PatternNode& node) {
+    switch (node.kind) {
+      case Kind::set: return put({.op = Op::possessive, .set = bit(node.set), .min = 1, .max = 1});
+      case Kind::sequence:
+        for (const PatternNode& part : node.parts) add(part);
+        return;
+      case Kind::alternation: return add_alternation(node);
+      case Kind::repeat: return add_repeat(node);
+      case Kind::look: return add_look(node);
+      case Kind::line_start: return put({.op = Op::line_start});
+      case Kind::line_end: return put({.op = Op::line_end});
+    }
+  }
+  void accept() { put({.op = Op::accept}); }
+
+  const std::vector<CodePointSet>& sets() const { return sets_; }
+
+ private:
+  std::uint32_t here() const { return static_cast<std::uint32_t>(program_.size()); }
+  void put(const Pattern::Instruction& instruction) {
+    MOESH_CHECK(program_.size() < kMaxInstructions, ErrorKind::data, what_,
+                ": the pattern is too long with its repetitions written out");
+    program_.push_back(instruction);
+  }
+
+  std::uint32_t bit(const CodePointSet& set) {
+    auto found = std::find(sets_.begin(), sets_.end(), set);
+    if (found == sets_.end()) {
+      MOESH_CHECK(sets_.size() < 32, ErrorKind::data, what_,
+                  ": the pattern has more than 32 different sets of characters, which moesh does "
+                  "not know");
+      found = sets_.insert(sets_.end(), set);
+    }
+    return 1u << (found - sets_.begin());
+  }
+
+  void add_alternation(const PatternNode& node) {
+    std::vector<std::uint32_t> jumps;
+    for (std::size_t i = 0; i < node.parts.size(); ++i) {
+      const bool is_last = i + 1 == node.parts.size();
+      const std::uint32_t split = here();
+      if (!is_last) put({.op = Op::split, .to = split + 1});
+      add(node.parts[i]);
+      if (is_last) break;
+      jumps.push_back(here());
+      put({.op = Op::jump});
+      program_[split].other = here();
+    }
+    for (const std::uint32_t jump : jumps) program_[jump].to = here();
+  }
+
+  void add_repeat(const PatternNode& node) {
+    const PatternNode& part = node.parts[0];
+    if (part.kind == Kind::set && node.greed != Greed::lazy)
+      return put({.op = node.greed == Greed::greedy ? Op::repeat : Op::possessive,
+                  .set = bit(part.set),
+                  .min = node.min,
+                  .max = node.max});
+    for (std::uint32_t i = 0; i < node.min; ++i) add(part);
+    const bool is_lazy = node.greed == Greed::lazy;
+    // Where a part may begin: into it first, or past it first.
+    const auto branch = [&](std::uint32_t split, std::uint32_t past) {
+      program_[split].to = is_lazy ? past : split + 1;
+      program_[split].other = is_lazy ? split + 1 : past;
+    };
+    if (node.max == PatternNode::kNoLimit) {
+      const std::uint32_t split = here();
+      put({.op = Op::split});
+      add(part);
+      put({.op = Op::jump, .to = split});
+      return branch(split, here());
+    }
+    std::vector<std::uint32_t> splits;
+    for (std::uint32_t i = node.min; i < node.max; ++i) {
+      splits.push_back(here());
+      put({.op = Op::split});
+      add(part);
+    }
+    for (const std::uint32_t split : splits) branch(split, here());
+  }
+
+  void add_look(const PatternNode& node) {
+    const std::uint32_t look = here();
+    put({.op = Op::look, .negative = node.negative});
+    add(node.parts[0]);
+    accept();
+    program_[look].to = here();
+  }
+
+  std::vector<Pattern::Instruction>& program_;
+  const std::string& what_;
+  std::vector<CodePointSet> sets_;
+};
+
+struct Untried {
+  std::uint32_t pc;
+  const char* at;
+  const char* low;  // null, or: one code point less may be tried, down to here
+};
+
+const char* previous(const char* at) {
+  do --at;
+  while (is_continuation(*at));
+  return at;
+}
+
+}  // namespace
+
+Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what) {
+  const PatternNode root = parse_pattern(regex, what);
+  MOESH_CHECK(!root.can_be_empty(), ErrorKind::data, what, ": the pattern '", regex,
+              "' may match nothing at all, which moesh does not know");
+  const std::vector<PatternNode>& alternatives =
+      root.kind == Kind::alternation ? root.parts : std::vector{root};
+  Compiler compiler(program_, what_);
+  std::vector<CodePointSet> firsts;
+  for (const PatternNode& alternative : alternatives) {
+    starts_.push_back(static_cast<std::uint32_t>(program_.size()));
+    compiler.add(alternative);
+    compiler.accept();
+    firsts.push_back(alternative.first());
+  }
+  MOESH_CHECK(firsts.size() <= 32, ErrorKind::data, what, ": the pattern has ", firsts.size(),
+              " alternatives; moesh knows up to 32");
+  // Nothing is left to fail behind the last repetition: it keeps what it has.
+  for (std::size_t i = 0; i + 1 < program_.size(); ++i)
+    if (program_[i].op == Op::repeat && program_[i + 1].op == Op::accept)
+      program_[i].op = Op::possessive;
+  sets_ = CodePointMasks(compiler.sets());
+  firsts_ = CodePointMasks(firsts);
+}
+
+std::optional<Match> Pattern::find(std::string_view text, std::size_t from) const {
+  const char* const end = text.data() + text.size();
+  for (const char* at = text.data() + from; at < end;) {
+    const char* next = at;
+    for (std::uint32_t open = firsts_[next_code_point(next)]; open != 0; open &= open - 1)
+      if (const char* to = run(starts_[std::countr_zero(open)], at, text))
+        return Match{static_cast<std::size_t>(at - text.data()),
+                     static_cast<std::size_t>(to - text.data())};
+    at = next;
+  }
+  return std::nullopt;
+}
+
+// The end of the match from `at` on, or null.
+const char* Pattern::run(std::uint32_t pc, const char* at, std::string_view text) const {
+  thread_local std::vector<Untried> untried;
+  const std::size_t base = untried.size();
+  const char* const end = text.data() + text.size();
+  for (std::int64_t steps = 0;; ++steps) {
+    MOESH_CHECK(steps < kMaxSteps, ErrorKind::data, what_, ": the pattern tries more than ",
+                kMaxSteps, " ways at one place of a text; write it with fewer choices");
+    const Instruction& i = program_[pc];
+    bool works = true;
+    switch (i.op) {
+      case Op::repeat:
+      case Op::possessive: {
+        const char* low = i.min == 0 ? at : nullptr;
+        std::uint32_t count = 0;
+        while (count < i.max && at < end) {
+          const char* next = at;
+          if ((sets_[next_code_point(next)] & i.set) == 0) break;
+          at = next;
+          if (++count == i.min) low = at;
+        }
+        works = low != nullptr;
+        ++pc;
+        if (works && i.op == Op::repeat && at > low) untried.push_back({pc, at, low});
+        break;
+      }
+      case Op::split:
+        untried.push_back({i.other, at, nullptr});
+        pc = i.to;
+        break;
+      case Op::jump: pc = i.to; break;
+      case Op::look:
+        works = (run(pc + 1, at, text) != nullptr) != i.negative;
+        pc = i.to;
+        break;
+      case Op::line_start:
+        works = at == text.data() || (at[-1] == '\n' && at < end);
+        ++pc;
+        break;
+      case Op::line_end:
+        works = at == end || *at == '\n';
+        ++pc;
+        break;
+      case Op::accept: untried.resize(base); return at;
+    }
+    if (works) continue;
+    if (untried.size() == base) return nullptr;
+    Untried& last = untried.back();
+    pc = last.pc;
+    if (last.low) {
+      at = last.at = previous(last.at);
+      if (last.at == last.low) untried.pop_back();
+    } else {
+      at = last.at;
+      untried.pop_back();
+    }
+  }
+}
+
+}  // namespace moesh::tokenizer

@@ -1,0 +1,243 @@
+#include "moesh/tokenizer/pre_tokenizer.h"
+
+#include <algorithm>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/name.h"
+#include "moesh/tokenizer/normalizer.h"
+#include "moesh/tokenizer/utf8.h"
+
+namespace moesh::tokenizer {
+namespace {
+
+// Of GPT-2: what ByteLevel splits by where no pattern is given.
+constexpr const char* kGpt2Pattern =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+CodePointMasks masks(std::span<const CodePointRange> ranges) {
+  const CodePointSet set(ranges);
+  return CodePointMasks({&set, 1});
+}
+
+}  // namespace
+
+PreTokenizer::PreTokenizer(const Section& section) { add(section); }
+
+void PreTokenizer::add(const Section& section) {
+  const std::string& type = section.type();
+  MOESH_CHECK(!is_byte_level_, ErrorKind::data, section.name(), ": ", formats::shown(type),
+              " behind ByteLevel, which moesh does not know; ByteLevel comes last");
+  if (type == "Sequence") {
+    section.allow({"pretokenizers"});
+    for (const Section& one : section.list("pretokenizers")) add(one);
+  } else if (type == "Split") {
+    section.allow({"pattern", "behavior", "invert"});
+    steps_.push_back(Split{read_what_to_find(section), read_behavior(section, ""),
+                           section.flag("invert", false)});
+  } else if (type == "ByteLevel") {
+    add_byte_level(section);
+  } else if (type == "Metaspace") {
+    steps_.push_back(read_metaspace(section));
+  } else if (type == "Digits") {
+    section.allow({"individual_digits"});
+    steps_.push_back(SetSplit{
+        masks({tables::kNumeric, tables::kNumericSize}),
+        section.flag("individual_digits", false) ? Behavior::isolated : Behavior::contiguous});
+  } else if (type == "Punctuation") {
+    section.allow({"behavior"});
+    steps_.push_back(SetSplit{masks({tables::kPunctuation, tables::kPunctuationSize}),
+                              read_behavior(section, "Isolated")});
+  } else if (type == "WhitespaceSplit") {
+    section.allow({});
+    steps_.push_back(SetSplit{masks({tables::kSpaces, tables::kSpacesSize}), Behavior::removed});
+  } else if (type == "Whitespace") {
+    section.allow({});
+    const CodePointSet sets[] = {CodePointSet({tables::kWords, tables::kWordsSize}),
+                                 CodePointSet({tables::kSpaces, tables::kSpacesSize})};
+    steps_.push_back(WordsAndOthers{CodePointMasks(sets)});
+  } else {
+    section.refuse_type(
+        "Split, ByteLevel, Metaspace, Digits, Punctuation, Whitespace, WhitespaceSplit and "
+        "Sequence");
+  }
+}
+
+void PreTokenizer::add_byte_level(const Section& section) {
+  section.allow({"add_prefix_space", "trim_offsets", "use_regex"});
+  if (section.flag("add_prefix_space", true)) steps_.push_back(PrefixSpace{});
+  if (section.flag("use_regex", true))
+    steps_.push_back(Split{Pattern(kGpt2Pattern, section.name()), Behavior::isolated});
+  is_byte_level_ = true;
+}
+
+PreTokenizer::Behavior PreTokenizer::read_behavior(const Section& section, const char* otherwise) {
+  const std::string name =
+      *otherwise && !section.find("behavior") ? std::string(otherwise) : section.text("behavior");
+  if (name == "Removed") return Behavior::removed;
+  if (name == "Isolated") return Behavior::isolated;
+  if (name == "Contiguous") return Behavior::contiguous;
+  if (name == "MergedWithPrevious") return Behavior::merged_with_previous;
+  if (name == "MergedWithNext") return Behavior::merged_with_next;
+  throw Error(
+      ErrorKind::data,
+      detail::concat(section.name(), ": moesh does not know the behavior ", formats::shown(name),
+                     "; it knows Removed, Isolated, Contiguous, MergedWithPrevious and "
+                     "MergedWithNext"));
+}
+
+PreTokenizer::Metaspace PreTokenizer::read_metaspace(const Section& section) {
+  section.allow({"replacement", "prepend_scheme", "split", "add_prefix_space", "str_rep"});
+  Metaspace step{.replacement = section.text("replacement"), .split = section.flag("split", true)};
+  MOESH_CHECK(code_points(step.replacement).size() == 1, ErrorKind::data, section.name(),
+              ".replacement is ", formats::shown(step.replacement), "; it is one character");
+  const std::string scheme = section.text_or("prepend_scheme", "always");
+  using Prepend = Metaspace::Prepend;
+  if (scheme == "always")
+    step.prepend = Prepend::always;
+  else if (scheme == "first")
+    step.prepend = Prepend::first;
+  else if (scheme == "never")
+    step.prepend = Prepend::never;
+  else
+    throw Error(ErrorKind::data,
+                detail::concat(section.name(), ".prepend_scheme is ", formats::shown(scheme),
+                               "; moesh knows always, first and never"));
+  MOESH_CHECK(section.flag("add_prefix_space", true) || step.prepend == Prepend::never,
+              ErrorKind::data, section.name(),
+              ": add_prefix_space is false, and prepend_scheme is ", scheme,
+              ", which say different things");
+  return step;
+}
+
+void PreTokenizer::split(std::string_view text, bool at_start, WordBuffers& buffers) const {
+  buffers.words.clear();
+  buffers.changed.clear();
+  if (text.empty()) return;
+  buffers.words.push_back({text, at_start});
+  for (const Step& step : steps_) {
+    std::swap(buffers.words, buffers.others);
+    buffers.words.clear();
+    std::visit(
+        [&](const auto& s) {
+          for (const Word& word : buffers.others) run(s, buffers, word);
+        },
+        step);
+  }
+}
+
+void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word) {
+  if (step.behavior == Behavior::isolated) {  // nearly always, so without a list of parts
+    const auto add = [&](std::size_t begin, std::size_t end) {
+      if (end > begin)
+        buffers.words.push_back(
+            {word.text.substr(begin, end - begin), word.at_start && begin == 0});
+    };
+    std::size_t done = 0;
+    while (const auto match = find(step.what, word.text, done)) {
+      add(done, match->begin);
+      add(match->begin, match->end);
+      done = match->end;
+    }
+    return add(done, word.text.size());
+  }
+  std::vector<Part> parts;
+  std::size_t done = 0;
+  while (const auto match = find(step.what, word.text, done)) {
+    if (match->begin > done) parts.push_back({done, match->begin, step.invert});
+    parts.push_back({match->begin, match->end, !step.invert});
+    done = match->end;
+  }
+  if (done < word.text.size()) parts.push_back({done, word.text.size(), step.invert});
+  add_parts(parts, step.behavior, word, buffers.words);
+}
+
+void PreTokenizer::run(const SetSplit& step, WordBuffers& buffers, const Word& word) {
+  std::vector<Part> parts;
+  const char* const data = word.text.data();
+  const char* const end = data + word.text.size();
+  std::size_t done = 0;
+  for (const char* at = data; at < end;) {
+    const auto begin = static_cast<std::size_t>(at - data);
+    if (step.set[next_code_point(at)] == 0) continue;
+    if (begin > done) parts.push_back({done, begin, false});
+    done = static_cast<std::size_t>(at - data);
+    parts.push_back({begin, done, true});
+  }
+  if (done < word.text.size()) parts.push_back({done, word.text.size(), false});
+  add_parts(parts, step.behavior, word, buffers.words);
+}
+
+// Adds to `parts` in the order that it is given them. The rules for several matches in a row are
+// those of the package: only the first of them is merged.
+void PreTokenizer::add_parts(const std::vector<Part>& parts, Behavior behavior, const Word& word,
+                             std::vector<Word>& to) {
+  std::vector<Part> result;
+  bool previous = false;
+  const auto merge_unless = [&](const Part& part, bool is_new) {
+    if (is_new || result.empty()) {
+      result.push_back(part);
+    } else {
+      result.back().begin = std::min(result.back().begin, part.begin);
+      result.back().end = std::max(result.back().end, part.end);
+    }
+    previous = part.is_match;
+  };
+  switch (behavior) {
+    case Behavior::isolated: result = parts; break;
+    case Behavior::removed:
+      std::copy_if(parts.begin(), parts.end(), std::back_inserter(result),
+                   [](const Part& part) { return !part.is_match; });
+      break;
+    case Behavior::contiguous:
+      for (const Part& part : parts) merge_unless(part, part.is_match != previous);
+      break;
+    case Behavior::merged_with_previous:
+      for (const Part& part : parts) merge_unless(part, !part.is_match || previous);
+      break;
+    case Behavior::merged_with_next:
+      for (auto part = parts.rbegin(); part != parts.rend(); ++part)
+        merge_unless(*part, !part->is_match || previous);
+      std::reverse(result.begin(), result.end());
+      break;
+  }
+  for (const Part& part : result)
+    to.push_back(
+        {word.text.substr(part.begin, part.end - part.begin), word.at_start && part.begin == 0});
+}
+
+void PreTokenizer::run(const WordsAndOthers& step, WordBuffers& buffers, const Word& word) {
+  const char* const data = word.text.data();
+  const char* const end = data + word.text.size();
+  constexpr std::uint32_t kSpace = 2;
+  for (const char* at = data; at < end;) {
+    const char* const begin = at;
+    const std::uint32_t kind = step.sets[next_code_point(at)];
+    for (const char* next = at; next < end; at = next)
+      if (step.sets[next_code_point(next)] != kind) break;
+    if (kind != kSpace) buffers.words.push_back({{begin, at}, word.at_start && begin == data});
+  }
+}
+
+void PreTokenizer::run(const PrefixSpace&, WordBuffers& buffers, const Word& word) {
+  if (word.text.starts_with(' ')) return buffers.words.push_back(word);
+  const std::string& text = buffers.changed.emplace_back(" " + std::string(word.text));
+  buffers.words.push_back({text, word.at_start});
+}
+
+void PreTokenizer::run(const Metaspace& step, WordBuffers& buffers, const Word& word) {
+  std::string& text = buffers.changed.emplace_back();
+  for (std::size_t done = 0; done <= word.text.size();) {
+    const std::size_t space = std::min(word.text.find(' ', done), word.text.size());
+    text += word.text.substr(done, space - done);
+    if (space < word.text.size()) text += step.replacement;
+    done = space + 1;
+  }
+  const bool wanted = step.prepend == Metaspace::Prepend::always ||
+                      (step.prepend == Metaspace::Prepend::first && word.at_start);
+  if (wanted && !text.starts_with(step.replacement)) text.insert(0, step.replacement);
+  const Word whole{text, word.at_start};
+  if (!step.split) return buffers.words.push_back(whole);
+  run(Split{step.replacement, Behavior::merged_with_next}, buffers, whole);
+}
+
+}  // namespace moesh::tokenizer
