@@ -26,6 +26,7 @@
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/validation.h"
 
 namespace moesh::train {
 namespace {
@@ -124,7 +125,8 @@ bool has_diverged(const Config& config, const Position& position) {
 }
 
 void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
-              Clock::time_point start, RunSummary& summary, std::atomic<bool>& interrupted) {
+              const std::vector<ValidationSet>& validation_sets, Clock::time_point start,
+              RunSummary& summary, std::atomic<bool>& interrupted) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
@@ -183,6 +185,11 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();
     last = now;
+    std::vector<ValidationLoss> validation;
+    if (validation_is_due(config, step + 1)) {
+      validation = validate_model(*model, config, mesh, validation_sets);
+      last = Clock::now();  // its time is nobody's step
+    }
     if (is_first) {
       const StepRecord record{.step = step + 1,
                               .seconds = took,
@@ -194,7 +201,8 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                               .flops_per_token = flops_per_token,
                               .memory_gib = peak_memory_gib(config.training.device),
                               .experts = expert_load(g.counts_E),
-                              .skipped = u.skipped};
+                              .skipped = u.skipped,
+                              .validation = std::move(validation)};
       for (const auto& sink : sinks) sink->write(record);
       for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       summary.losses.push_back(g.loss);
@@ -254,6 +262,7 @@ RunSummary train(const Config& config) {
   const auto start = Clock::now();
   RunSummary summary;
   const auto dataset = open_dataset(config);
+  const auto validation_sets = open_validation(config);
   summary.entropy = dataset->entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
@@ -261,7 +270,7 @@ RunSummary train(const Config& config) {
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
         try {
-          run_rank(world, config, *dataset, start, summary, interrupted);
+          run_rank(world, config, *dataset, validation_sets, start, summary, interrupted);
         } catch (...) {
           if (world.size() > 1 && is_about_ranks(std::current_exception()))
             write_flight_record(config, world.rank());
