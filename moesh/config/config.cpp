@@ -1,6 +1,7 @@
 #include "moesh/config/config.h"
 
 #include "moesh/config/options.h"
+#include "moesh/config/tables.h"
 
 namespace moesh::config {
 
@@ -11,6 +12,7 @@ Origin Config::origin(const std::string& option) const {
     if (is_default && o->of_model) return {model.name + ":" + model.size, true};
     return {is_default ? "default" : "set by the program", is_default};
   }
+  if (const auto cell = find_cell(option)) return {"default", true};
   MOESH_CHECK(model_value(*this, option), "no option is called ", option);
   return {model.name + ":" + model.size, true};
 }
@@ -82,13 +84,27 @@ data::SampleOrder sample_order(const Config& config) {
 }
 
 data::DatasetOptions dataset_options(const Config& config) {
+  std::vector<data::SourceOptions> sources;
+  for (const SourceSection& s : config.data.source)
+    sources.push_back({.kind = s.kind,
+                       .path = s.path,
+                       .name = s.name.empty() ? s.path : s.name,
+                       .weight = s.weight});
   return {.kind = config.data.kind,
           .path = config.data.path,
+          .sources = std::move(sources),
           .sequence_length = config.data.sequence_length,
           .vocab_size = models::facts(config.model.architecture).vocab_size,
           .seed = static_cast<std::uint64_t>(config.data.seed),
           .shuffle = config.data.shuffle,
           .synthetic_successors = config.data.synthetic_successors};
+}
+
+data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {
+  data::DatasetOptions options = dataset_options(config);
+  options.kind = source.kind, options.path = source.path;
+  options.sources.clear(), options.shuffle = false;
+  return options;
 }
 
 }  // namespace moesh::config

@@ -3,7 +3,7 @@
 // estimates is built. merge.h makes it of defaults, a TOML file and the command line; after that no
 // function changes the Config that it is given, and a variation is a new one. Sections and keys are
 // torchtitan's where it has them. An option is a member here and a line in options.cpp, which
-// drives reading, help, printing and range checks.
+// drives reading, help, printing and range checks; a list of them is one in tables.cpp.
 
 #include <cstdint>
 #include <map>
@@ -43,6 +43,14 @@ struct TrainingSection {
   std::int64_t max_skipped_steps = 10;
 };
 
+/// One of several files to train on.
+struct SourceSection {
+  std::string path = "";
+  double weight = 1;
+  std::string name = "";
+  std::string kind = "auto";
+};
+
 struct DataSection {
   std::string path = "";
   std::string kind = "auto";
@@ -51,6 +59,20 @@ struct DataSection {
   std::int64_t seed = 0;
   bool shuffle = true;
   std::int64_t synthetic_successors = 4;
+  std::vector<SourceSection> source = {};
+};
+
+/// One of several files to validate on.
+struct ValidationSource {
+  std::string path = "";
+  std::string name = "";
+  std::string kind = "auto";
+};
+
+struct ValidationSection {
+  std::int64_t interval = 0;
+  std::int64_t steps = 10;
+  std::vector<ValidationSource> source = {};
 };
 
 struct ParallelismSection {
@@ -131,6 +153,7 @@ struct Config {
   ModelSection model;
   TrainingSection training;
   DataSection data;
+  ValidationSection validation;
   ParallelismSection parallelism;
   OptimizerSection optimizer;
   LrSchedulerSection lr_scheduler;
@@ -173,5 +196,7 @@ kernels::GpuKernels gpu_kernels(const Config& config);
 std::int64_t num_micro_batches(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
+/// Of one of the files to validate on: read from its beginning, in its order.
+data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);
 
 }  // namespace moesh::config

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "moesh/config/options.h"
+#include "moesh/config/tables.h"
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 
@@ -145,8 +146,7 @@ std::optional<GivenModel> take_folder(Settings& settings) {
   const std::filesystem::path folder = text_of(asked ? *asked : *initial);
   const std::string file = (folder / "config.json").string();
   if (!asked) {
-    std::error_code ignored;
-    if (folder.empty() || !std::filesystem::exists(file, ignored)) return std::nullopt;
+    if (folder.empty() || !formats::exists(file)) return std::nullopt;
     return GivenModel{
         models::config_of(formats::read_file(file, ErrorKind::config, kMaxConfigBytes), file),
         file};
@@ -165,10 +165,24 @@ std::optional<GivenModel> take_folder(Settings& settings) {
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
 
+// An entry begins with the first of its keys; they are numbered without holes.
+void apply_cell(Config& config, const Cell& cell, const Setting& s) {
+  const std::size_t size = cell.table->size(config);
+  MOESH_CHECK(cell.row <= size, ErrorKind::config, s.name, " (", s.origin.text, ") is of entry ",
+              cell.row, ", and there are ", size, " of ", cell.table->name,
+              " before it; entries are numbered from 0 without holes");
+  if (cell.row == size) cell.table->resize(config, size + 1);
+  cell.column->set(config, cell.row, converted(s, cell.column->initial, cell.column->rule));
+  config.origins[s.name] = s.origin;
+}
+
 void apply(Config& config, const Setting& s) {
+  if (const auto cell = find_cell(s.name)) return apply_cell(config, *cell, s);
   const Option* o = find_option(s.name);
   if (!o) {
     std::vector<std::string> known = option_names();
+    const auto of_tables = cell_names();
+    known.insert(known.end(), of_tables.begin(), of_tables.end());
     models::each_model([&]<class Model> {  // which one it is to be is not known yet
       for (const models::ModelKey& key : Model().keys()) known.push_back("model." + key.name);
     });

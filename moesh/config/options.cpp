@@ -5,6 +5,7 @@
 #include <cmath>
 #include <map>
 
+#include "moesh/config/tables.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
 
@@ -63,6 +64,13 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
       MOESH_OPTION(numbers, data, synthetic_successors,
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
+
+      MOESH_OPTION(output, validation, interval,
+                   "steps from one validation to the next, the last step always; 0: none",
+                   at_least(0)),
+      MOESH_OPTION(output, validation, steps,
+                   "how much of each file: so many times the sequences of an optimizer step",
+                   at_least(1)),
 
       // Each data-parallel rank brings its own batch. The other axes split the same work.
       MOESH_OPTION(numbers, parallelism, data_parallel_replicate_degree,
@@ -398,6 +406,9 @@ std::string numbers_of(const Config& config) {
   std::string text;
   for (const Option& o : options())
     if (o.effect == Effect::numbers) text += o.name + "=" + formats::to_toml(o.get(config)) + "\n";
+  for (const Cell& cell : cells(config))
+    if (cell.table->effect == Effect::numbers)
+      text += cell.name() + "=" + formats::to_toml(cell.get(config)) + "\n";
   for (const auto& [name, value] : model_values(config))
     text += name + "=" + formats::to_toml(value) + "\n";
   return text;

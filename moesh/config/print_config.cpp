@@ -4,6 +4,7 @@
 
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
+#include "moesh/config/tables.h"
 #include "moesh/models/registry.h"
 
 namespace moesh::config {
@@ -61,6 +62,10 @@ void each_section(F f) {
 
 std::string print_config(const Config& config) {
   std::string text;
+  const auto line = [&](const std::string& key, const std::string& name, const Value& value) {
+    return pad(key + " = " + formats::to_toml(value)) + " # " +
+           in_one_line(config.origin(name).text) + "\n";
+  };
   each_section([&](const std::string& section, const std::vector<Option>& of_section) {
     std::vector<std::pair<std::string, Value>> values;
     for (const Option& o : of_section) values.emplace_back(o.name, o.get(config));
@@ -68,8 +73,12 @@ std::string print_config(const Config& config) {
       for (auto& key : model_values(config)) values.push_back(std::move(key));
     text += (text.empty() ? "[" : "\n[") + section + "]\n";
     for (const auto& [name, value] : values)
-      text += pad(name.substr(section.size() + 1) + " = " + formats::to_toml(value)) + " # " +
-              in_one_line(config.origin(name).text) + "\n";
+      text += line(name.substr(section.size() + 1), name, value);
+    for (const Cell& cell : cells(config)) {
+      if (cell.table->section() != section) continue;
+      if (cell.column == &cell.table->columns.front()) text += "[[" + cell.table->name + "]]\n";
+      text += line(cell.column->key, cell.name(), cell.get(config));
+    }
   });
   return text;
 }
@@ -99,6 +108,13 @@ std::string help_text(const Config& config) {
       else if (std::isfinite(o.rule.least))
         takes = " (" + o.rule.range() + ")";
       lines.push_back({"  --" + o.name + "=" + formats::to_toml(o.initial()), o.help + takes});
+    }
+    for (const Table& t : tables()) {
+      if (t.section() != section) continue;
+      lines.push_back(
+          {"  [[" + t.name + "]], --" + t.name + ".0." + t.columns.front().key, t.help});
+      for (const Column& c : t.columns)
+        lines.push_back({"    " + c.key + " = " + formats::to_toml(c.initial), c.help});
     }
     if (section == "model") {
       for (const std::string& name : models::model_names()) {

@@ -3,10 +3,12 @@
 #include <cmath>
 #include <limits>
 #include <numeric>
+#include <set>
 
 #include "moesh/base/text.h"
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
+#include "moesh/config/tables.h"
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 
@@ -122,15 +124,18 @@ void check_export(const Config& c, const models::ModelFacts& facts) {
       " an expert; set moe.score_before_experts to auto, or checkpoint.enable to false");
 }
 
-void check_data(const Config& c, const models::ModelFacts& facts) {
-  const std::string name = data::resolved_kind(c.data.kind, c.data.path);
-  const data::DatasetKind& kind = data::find_kind(name);
-  MOESH_CHECK(kind.reads_file || c.data.path.empty(), ErrorKind::config,
-              describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
-              "; leave out the path, or set data.kind to ", joined_by_or(data::file_choices()));
-  MOESH_CHECK(!kind.reads_file || !c.data.path.empty(), ErrorKind::config,
-              describe_option(c, "data.kind"), ", and ", describe_option(c, "data.path"),
-              "; name a file, or set data.kind to ", joined_by_or(data::choices_without_file()));
+// A file, by the options that name it and its kind.
+void check_file(const Config& c, const models::ModelFacts& facts, const std::string& path_option,
+                const std::string& path, const std::string& kind_option,
+                const std::string& kind_asked) {
+  const std::string kind_name = data::resolved_kind(kind_asked, path);
+  const data::DatasetKind& kind = data::find_kind(kind_name);
+  MOESH_CHECK(kind.reads_file || path.empty(), ErrorKind::config, describe_option(c, kind_option),
+              ", and ", describe_option(c, path_option), "; leave out the path, or set ",
+              kind_option, " to ", joined_by_or(data::file_choices()));
+  MOESH_CHECK(!kind.reads_file || !path.empty(), ErrorKind::config, describe_option(c, kind_option),
+              ", and ", describe_option(c, path_option), "; name a file, or set ", kind_option,
+              " to ", joined_by_or(data::choices_without_file()));
   if (facts.vocab_size == 0) return;
   MOESH_CHECK(kind.num_tokens > 0 || c.data.synthetic_successors <= facts.vocab_size,
               ErrorKind::config, describe_option(c, "data.synthetic_successors"), ", and ",
@@ -138,16 +143,50 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
               facts.vocab_size, " or less");
   if (facts.vocab_size >= kind.num_tokens) return;
   // A larger model does not help where the name is wrong.
-  MOESH_CHECK(formats::exists(c.data.path), ErrorKind::config, describe_option(c, "data.path"),
+  MOESH_CHECK(formats::exists(path), ErrorKind::config, describe_option(c, path_option),
               ", and there is no such file; name one that is there, "
               "or leave data.path empty for the synthetic language");
   throw Error(
       ErrorKind::config,
-      detail::concat(describe_option(c, "data.path"), ", and a file is read as ", kind.num_tokens,
+      detail::concat(describe_option(c, path_option), ", and a file is read as ", kind.num_tokens,
                      " different tokens (bytes, and one that ends a document), but ",
                      describe_option(c, "model.vocab_size"), "; set model.vocab_size to ",
                      kind.num_tokens,
                      " or more, or leave data.path empty for the synthetic language"));
+}
+
+// The entries of a list of files: each names one, and no two are called the same.
+template <class Source>
+void check_sources(const Config& c, const models::ModelFacts& facts, const std::string& table,
+                   const std::vector<Source>& sources) {
+  std::set<std::string> names;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const std::string entry = detail::concat(table, ".", i, "."), path = entry + "path";
+    const std::string& name = sources[i].name.empty() ? sources[i].path : sources[i].name;
+    MOESH_CHECK(!sources[i].path.empty(), ErrorKind::config, describe_option(c, path),
+                "; name a file");
+    MOESH_CHECK(names.insert(name).second, ErrorKind::config, describe_option(c, path),
+                ", and another entry of ", table, " is called '", name, "' too; set ", entry,
+                "name to tell them apart");
+    check_file(c, facts, path, sources[i].path, entry + "kind", sources[i].kind);
+  }
+}
+
+void check_data(const Config& c, const models::ModelFacts& facts) {
+  MOESH_CHECK(c.data.source.empty() || c.data.path.empty(), ErrorKind::config,
+              describe_option(c, "data.path"), ", and ", describe_option(c, "data.source.0.path"),
+              "; make the first an entry of data.source, or leave out one of them");
+  if (c.data.source.empty())
+    check_file(c, facts, "data.path", c.data.path, "data.kind", c.data.kind);
+  check_sources(c, facts, "data.source", c.data.source);
+  check_sources(c, facts, "validation.source", c.validation.source);
+  MOESH_CHECK(c.validation.interval == 0 || !c.validation.source.empty(), ErrorKind::config,
+              describe_option(c, "validation.interval"),
+              ", and there is no file to validate on; add [[validation.source]] path = \"FILE\"");
+  MOESH_CHECK(c.validation.interval > 0 || c.validation.source.empty(), ErrorKind::config,
+              describe_option(c, "validation.source.0.path"), ", and ",
+              describe_option(c, "validation.interval"),
+              "; set validation.interval to the steps from one validation to the next");
 }
 
 // After the mesh: its product of ranks is one that fits.
@@ -198,7 +237,8 @@ void check_schedule(const Config& c) {
 
 std::string describe_option(const Config& config, const std::string& option) {
   const Option* o = find_option(option);
-  const auto value = o ? o->get(config) : model_value(config, option);
+  const auto cell = find_cell(option);
+  const auto value = o ? o->get(config) : cell ? cell->get(config) : model_value(config, option);
   MOESH_CHECK(value, "no option is called ", option);
   return detail::concat(option, " is ", formats::to_toml(*value), " (", config.origin(option).text,
                         ")");
@@ -220,6 +260,10 @@ void validate(const Config& config, int world_size) {
   MOESH_CHECK(world_size >= 0, "validate: a world of ", world_size, " ranks");
   const models::ModelFacts facts = models::facts(config.model.architecture);
   for (const Option& o : options()) check_option(config, o.name);
+  for (const Cell& cell : cells(config))
+    MOESH_CHECK(cell.column->rule.allows(cell.get(config)), ErrorKind::config,
+                describe_option(config, cell.name()), "; it takes ",
+                cell.column->rule.describe(cell.column->initial));
   check_mesh(config, world_size);
   check_batch(config);
   check_model(config, facts);

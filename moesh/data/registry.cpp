@@ -4,6 +4,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/data/mixture.h"
 #include "moesh/data/packed.h"
 #include "moesh/data/synthetic.h"
 
@@ -103,6 +104,15 @@ const DatasetKind& find_kind(const std::string& name) {
 }
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
+  if (!options.sources.empty()) {
+    std::vector<MixturePart> parts;
+    for (const SourceOptions& source : options.sources) {
+      DatasetOptions one = options;
+      one.sources.clear(), one.kind = source.kind, one.path = source.path;
+      parts.push_back({source.name, source.weight, open_dataset(one)});
+    }
+    return std::make_unique<Mixture>(std::move(parts));
+  }
   const std::string name = resolved_kind(options.kind, options.path);
   const DatasetKind& kind = find_kind(name);
   MOESH_CHECK(kind.reads_file || options.path.empty(), ErrorKind::config, "data: kind is ",

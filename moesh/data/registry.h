@@ -9,9 +9,16 @@
 
 namespace moesh::data {
 
+/// One of several files.
+struct SourceOptions {
+  std::string kind = "auto", path = {}, name = {};
+  double weight = 1;
+};
+
 struct DatasetOptions {
   std::string kind = "auto";  // a name of the table below; auto: see resolved_kind
   std::string path = {};
+  std::vector<SourceOptions> sources = {};  // instead of one path; see Mixture
   std::int64_t sequence_length = 64;
   // Of the model: a synthetic language has as many tokens, and those of a file must fit.
   std::int64_t vocab_size = 0;

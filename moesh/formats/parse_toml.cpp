@@ -19,6 +19,12 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
       flatten(*below, path + '.', name, entries);
       continue;
     }
+    if (const auto* list = node.as_array(); list && list->is_array_of_tables()) {
+      std::size_t number = 0;
+      for (const auto& entry : *list)
+        flatten(*entry.as_table(), path + '.' + std::to_string(number++) + '.', name, entries);
+      continue;
+    }
     TomlEntry entry{.key = path, .line = line_of(node)};
     if (const auto* flag = node.as_boolean()) {
       entry.value = flag->get();

@@ -11,7 +11,8 @@ namespace moesh::formats {
 
 using TomlValue = std::variant<bool, std::int64_t, double, std::string>;
 
-/// steps = 3 below [training] in line 7: {"training.steps", 3, 7}.
+/// steps = 3 below [training] in line 7: {"training.steps", 3, 7}. Of the second [[data.source]]:
+/// {"data.source.1.path", ...}.
 struct TomlEntry {
   std::string key;
   TomlValue value;

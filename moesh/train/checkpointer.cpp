@@ -70,6 +70,14 @@ std::string fingerprint(const std::string& path) {
   return text;
 }
 
+std::string fingerprint_of_data(const Config& config) {
+  if (config.data.source.empty()) return fingerprint(config.data.path);
+  std::string text;
+  for (const auto& source : config.data.source)
+    text += (text.empty() ? "" : " ") + fingerprint(source.path);
+  return text;
+}
+
 std::string value_text(const config::Value& value) {
   const auto* text = std::get_if<std::string>(&value);
   return text ? *text : formats::to_toml(value);
@@ -88,7 +96,11 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
   };
   for (const char* name : {"data.kind", "data.sequence_length", "data.seed", "data.shuffle"})
     add(name, true);
-  if (config.data.path.empty()) add("data.synthetic_successors", true);
+  if (config.data.path.empty() && config.data.source.empty())
+    add("data.synthetic_successors", true);
+  for (std::size_t i = 0; i < config.data.source.size(); ++i)
+    all.push_back({detail::concat("data.source.", i, ".weight"),
+                   formats::to_toml(config.data.source[i].weight), true});
   for (const char* name : {"data.path", "data.batch_size", "training.seed",
                            "training.global_batch_size", "training.gradient_accumulation_steps"})
     add(name, false);
@@ -335,7 +347,7 @@ void Checkpointer::hold_folder() {
   checkpoint::together(world_, [&] {
     if (world_.rank() != 0 || lock_) return;
     naming_the_folder([&] { lock_.emplace(options_.folder); });
-    data_fingerprint_ = fingerprint(config_.data.path);
+    data_fingerprint_ = fingerprint_of_data(config_);
   });
   data_fingerprint_ = checkpoint::text_of_first(world_, data_fingerprint_);
 }

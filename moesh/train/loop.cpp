@@ -26,6 +26,7 @@
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/validation.h"
 
 namespace moesh::train {
 namespace {
@@ -138,7 +139,8 @@ auto of_step(std::int64_t step, const F& f) {
 }
 
 void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
-              Clock::time_point start, RunSummary& summary, std::atomic<bool>& interrupted) {
+              const std::vector<ValidationSet>& validation_sets, Clock::time_point start,
+              RunSummary& summary, std::atomic<bool>& interrupted) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
@@ -198,6 +200,11 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     const auto now = Clock::now();
     const double took = std::chrono::duration<double>(now - last).count();
     last = now;
+    std::vector<ValidationLoss> validation;
+    if (validation_is_due(config, step + 1)) {
+      validation = validate_model(*model, config, mesh, validation_sets);
+      last = Clock::now();  // its time is nobody's step
+    }
     if (is_first) {
       const StepRecord record{.step = step + 1,
                               .seconds = took,
@@ -209,7 +216,8 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
                               .flops_per_token = flops_per_token,
                               .memory_gib = peak_memory_gib(config.training.device),
                               .experts = expert_load(g.counts_E),
-                              .skipped = u.skipped};
+                              .skipped = u.skipped,
+                              .validation = std::move(validation)};
       for (const auto& sink : sinks) sink->write(record);
       for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       summary.losses.push_back(g.loss);
@@ -273,6 +281,7 @@ RunSummary train(const Config& config) {
   const auto start = Clock::now();
   RunSummary summary;
   const auto dataset = open_dataset(config);
+  const auto validation_sets = open_validation(config);
   summary.entropy = dataset->entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
@@ -282,7 +291,9 @@ RunSummary train(const Config& config) {
   };
   comm::launch(
       mesh_shape(config).num_ranks(),
-      [&](comm::Group& world) { run_rank(world, config, *dataset, start, summary, interrupted); },
+      [&](comm::Group& world) {
+        run_rank(world, config, *dataset, validation_sets, start, summary, interrupted);
+      },
       options);
   summary.interrupted = interrupted;
   return summary;

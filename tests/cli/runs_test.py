@@ -80,6 +80,54 @@ def a_global_batch_is_the_same_on_every_mesh(tmp, moesh):
         assert loss < 1e-9 and norm < 1e-9, f"{mesh}: loss {loss}, gradient norm {norm}"
 
 
+def mixtures_and_validation_are_the_same_on_every_mesh(tmp, moesh):
+    """Two files by weight, the loss on a third: one rank, a mesh, and a run that goes on on another mesh."""
+    for name in ("web", "code", "held"):
+        (tmp / f"{name}.txt").write_text("".join(f"{name} {i * i % 97} " for i in range(3000)))
+    toml = tmp / "run.toml"
+    toml.write_text(f"""
+[model]
+vocab_size = 257
+[training]
+global_batch_size = 8
+[data]
+batch_size = 2
+sequence_length = 16
+[[data.source]]
+path = "{tmp}/web.txt"
+name = "web"
+weight = 3
+[[data.source]]
+path = "{tmp}/code.txt"
+[validation]
+interval = 4
+steps = 2
+[[validation.source]]
+path = "{tmp}/held.txt"
+name = "held out"
+""")
+    def run(folder, mesh, steps, *options):
+        out = train([moesh], tmp / folder, "--config", str(toml), "--mesh", mesh, "--steps", str(steps), "--lr_scheduler.kind=constant",
+                    *options)
+        return out, [json.loads(line) for line in (tmp / folder / "metrics.jsonl").read_text().splitlines()]
+
+    out, one = run("one", "tp=1", 8)
+    assert "2 sources" in out and "web (75 %)" in out and "validation on held out: loss" in out, out
+    assert [line["step"] for line in one if "validation" in line] == [4, 8], one
+    _, mesh = run("mesh", "dp_shard=2,tp=2,ep=2", 8)
+    kept = ["--checkpoint.enable", "--checkpoint.folder", str(tmp / "kept")]
+    run("again", "dp_shard=4", 5, *kept)
+    _, again = run("again", "tp=2,ep=2", 8, *kept)
+    for what, other in (("mesh", mesh), ("resumed on another mesh", again)):
+        for a, b in zip(one, other, strict=True):
+            assert abs(a["loss"] - b["loss"]) < 1e-9 * a["loss"], f"{what}: {a} {b}"
+        for step in (4, 8):
+            a, b = (lines[step - 1].get("validation") for lines in (one, other))
+            assert b, f"{what}: no validation after step {step}"
+            assert abs(a["held out"]["loss"] - b["held out"]["loss"]) < 1e-9, f"{what}: {a} {b}"
+    assert one[7]["validation"]["held out"]["perplexity"] > 1
+
+
 def fails(command, *texts):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2, f"{command}: exit code {run.returncode}\n{run.stdout}{run.stderr}"

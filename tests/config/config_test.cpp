@@ -108,6 +108,54 @@ TEST(Config, AFlagOfThreeValuesIsReadFromAFileToo) {
                {"optimizer.name is true"});
 }
 
+// Lists: in a file, on the command line over it, printed and read back.
+TEST(Config, HasListsOfSources) {
+  const TemporaryFile file("run.toml",
+                           "[model]\nvocab_size = 300\n[[data.source]]\npath = \"a.txt\"\n"
+                           "weight = 3\n[[data.source]]\npath = \"b.jsonl\"\nname = \"b\"\n");
+  const Config config =
+      load_config({"--config", file.path(), "--data.source.1.weight=2", "--data.source.2.path=c"});
+  ASSERT_EQ(config.data.source.size(), 3u);
+  EXPECT_EQ(config.data.source[0].weight, 3);
+  EXPECT_EQ(config.data.source[1].path, "b.jsonl");
+  EXPECT_EQ(config.data.source[1].weight, 2);
+  EXPECT_EQ(config.origin("data.source.0.path").text, file.path() + ":4");
+  EXPECT_EQ(config.origin("data.source.1.weight").text, "command line");
+  EXPECT_EQ(config.origin("data.source.1.kind").text, "default");
+  const auto options = dataset_options(config);
+  EXPECT_EQ(options.sources[0].name, "a.txt");
+  EXPECT_EQ(options.sources[1].name, "b");
+  const TemporaryFile printed("printed.toml", print_config(config));
+  const Config again = load_config({"--config", printed.path()});
+  EXPECT_EQ(numbers_of(again), numbers_of(config));
+  EXPECT_EQ(again.data.source.size(), 3u);
+  EXPECT_NE(numbers_of(changed(config, {{"data.source.0.weight", 1.0, {"test"}}})),
+            numbers_of(config));
+
+  const auto message = [](std::vector<std::string> args) {
+    args.push_back("--model.vocab_size=300");
+    return error_of([&] { load_config(args); }, ErrorKind::config);
+  };
+  expect_parts(message({"--data.source.1.path=a"}),
+               {"data.source.1.path (command line) is of entry 1", "there are 0"});
+  expect_parts(message({"--data.source.0.path=a", "--data.source.0.weight=0"}),
+               {"data.source.0.weight is 0", "above 0"});
+  expect_parts(message({"--data.source.0.path=a", "--data.source.0.weight=x"}),
+               {"data.source.0.weight is x", "a number above 0"});
+  expect_parts(message({"--data.source.0.weight=1"}),
+               {"data.source.0.path is \"\"", "name a file"});
+  expect_parts(message({"--data.source.0.path=a", "--data.path=b"}), {"leave out one of them"});
+  expect_parts(message({"--data.source.0.path=a", "--data.source.1.path=a"}),
+               {"is called 'a' too; set data.source.1.name"});
+  expect_parts(message({"--data.source.0.pathh=a"}), {"data.source.0.path"});
+  expect_parts(message({"--data.source.0.path=a", "--data.source.0.kind=synthetic"}),
+               {"data.source.0.kind is \"synthetic\"", "it takes auto"});
+  expect_parts(message({"--validation.interval=5"}), {"[[validation.source]]"});
+  expect_parts(message({"--validation.source.0.path=a"}), {"set validation.interval"});
+  expect_parts(error_of([] { load_config({"--data.source.0.path=/dev/null"}); }, ErrorKind::config),
+               {"data.source.0.path is", "model.vocab_size"});
+}
+
 // A folder of Hugging Face says what the model is, and where the run begins.
 TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   const Config written = load_config({"--model=qwen3_moe:tiny", "--model.dim=24"});

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "moesh/base/text.h"
+#include "moesh/formats/name.h"
 
 namespace moesh::train {
 namespace {
@@ -22,8 +23,8 @@ void ConsoleSink::clear_progress() {
 }
 
 void ConsoleSink::write(const StepRecord& r) {
-  const bool is_logged =
-      r.step == 1 || r.step % options_.log_freq == 0 || r.step == options_.num_steps || r.skipped;
+  const bool is_logged = r.step == 1 || r.step % options_.log_freq == 0 ||
+                         r.step == options_.num_steps || r.skipped || !r.validation.empty();
   if (!is_logged && !options_.is_terminal) return;
   if (!is_logged) {
     std::fprintf(out_, "%s%lld / %lld  loss %.4f", kClearLine, static_cast<long long>(r.step),
@@ -39,6 +40,9 @@ void ConsoleSink::write(const StepRecord& r) {
         with_commas(std::llround(r.tokens_per_second())).c_str(), r.tflops(),
         r.experts.max_over_mean, static_cast<long long>(r.experts.num_idle),
         r.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
+    for (const ValidationLoss& v : r.validation)
+      std::fprintf(out_, "      validation on %s: loss %.5f, perplexity %.4g\n",
+                   formats::printable(v.name).c_str(), v.loss, v.perplexity());
   }
   std::fflush(out_);
 }

@@ -95,7 +95,7 @@ void JsonlSink::finish() {
 }
 
 void JsonlSink::write(const StepRecord& r) {
-  std::string line = formats::to_json_line({JsonObject{
+  JsonObject object{
       {"step", {r.step}},
       {"loss", exact(r.loss)},
       {"total_loss", exact(r.total_loss)},
@@ -109,7 +109,15 @@ void JsonlSink::write(const StepRecord& r) {
       {"experts_idle", {r.experts.num_idle}},
       {"tokens", {r.num_tokens}},
       {"skipped", {r.skipped}},
-  }});
+  };
+  if (!r.validation.empty()) {
+    JsonObject losses;
+    for (const ValidationLoss& v : r.validation)
+      losses.emplace_back(v.name, JsonValue{JsonObject{{"loss", exact(v.loss)},
+                                                       {"perplexity", exact(v.perplexity())}}});
+    object.emplace_back("validation", JsonValue{std::move(losses)});
+  }
+  std::string line = formats::to_json_line({std::move(object)});
   if (is_cut_off_) line.insert(0, "\n");
   std::string_view rest = line;
   while (!rest.empty()) {

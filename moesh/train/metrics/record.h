@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace moesh::train {
@@ -15,6 +17,14 @@ struct ExpertLoad {
 };
 /// From the tokens of each expert, layer by layer.
 ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
+
+/// Of one file that is not trained on.
+struct ValidationLoss {
+  std::string name;
+  double loss;  // cross-entropy per valid token
+
+  double perplexity() const { return std::exp(loss); }
+};
 
 /// One step; every number is that of all ranks.
 struct StepRecord {
@@ -28,7 +38,8 @@ struct StepRecord {
   double flops_per_token = 0;
   double memory_gib = 0;  // the most so far, of this process or its device
   ExpertLoad experts = {};
-  bool skipped = false;  // nothing has moved
+  bool skipped = false;                         // nothing has moved
+  std::vector<ValidationLoss> validation = {};  // after the step, where one was due
 
   double tokens_per_second() const { return static_cast<double>(num_tokens) / seconds; }
   double tflops() const { return tokens_per_second() * flops_per_token / 1e12; }

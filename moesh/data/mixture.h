@@ -1,0 +1,44 @@
+#pragma once
+// Several datasets in one order, each with its share.
+
+#include <memory>
+
+#include "moesh/data/dataset.h"
+
+namespace moesh::data {
+
+struct MixturePart {
+  std::string name;
+  double weight;  // relative to those of the others
+  std::unique_ptr<Dataset> dataset;
+};
+
+/// Of any first n samples, each part has its share to within two; shares are multiples of 1 /
+/// kPeriod. Which part sample i is of, and which sample of that, depends on i and the weights
+/// alone: ranks and runs that begin anywhere agree, without a list of what was taken.
+class Mixture : public Dataset {
+ public:
+  static constexpr std::int64_t kPeriod = 10000;
+
+  explicit Mixture(std::vector<MixturePart> parts);
+
+  Sample get(std::int64_t index) const override;
+  std::int64_t sequence_length() const override { return parts_[0].dataset->sequence_length(); }
+  std::int64_t vocab_size() const override;
+  std::string describe() const override;
+
+  /// Which part, and its how manieth sample.
+  struct Place {
+    std::size_t part;
+    std::int64_t index;
+  };
+  Place place(std::int64_t index) const;
+
+ private:
+  std::vector<MixturePart> parts_;
+  // Of each sample of a period: its part, and how many of that come before.
+  std::vector<Place> period_;
+  std::vector<std::int64_t> per_period_;  // of each part
+};
+
+}  // namespace moesh::data

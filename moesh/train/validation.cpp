@@ -1,0 +1,69 @@
+#include "moesh/train/validation.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/transitions.h"
+#include "moesh/spmd/whole.h"
+
+namespace moesh::train {
+namespace {
+
+using enum Place;
+
+struct Sum {
+  nn::TokenSum loss;
+  std::int64_t num_tokens = 0;  // of this dp rank
+
+  void add(const models::MicroBatch& batch, const nn::TokenSum& cross_entropy) {
+    const auto term = cast(detach(cross_entropy), at::kDouble);
+    loss = local(loss).defined() ? loss + term : term;
+    num_tokens += batch.valid_BL().sum().item<std::int64_t>();
+  }
+};
+
+double mean_of(const Sum& sum) {
+  const at::Tensor total = whole(all_reduce<kTokenAxes>(sum.loss));
+  const auto tokens = assume<Dense{P, I, I}>(
+      at::full({}, sum.num_tokens, total.options().dtype(at::kLong)));  // cp and tp have the same
+  return total.item<double>() /
+         static_cast<double>(whole(all_reduce<dp, I>(tokens)).item<std::int64_t>());
+}
+
+}  // namespace
+
+std::vector<ValidationSet> open_validation(const Config& config) {
+  std::vector<ValidationSet> sets;
+  for (const config::ValidationSource& source : config.validation.source)
+    sets.push_back({source.name.empty() ? source.path : source.name,
+                    data::open_dataset(validation_options(config, source))});
+  return sets;
+}
+
+bool validation_is_due(const Config& config, std::int64_t num_steps) {
+  const std::int64_t interval = config.validation.interval;
+  return interval > 0 && (num_steps % interval == 0 || num_steps == config.training.steps);
+}
+
+std::vector<ValidationLoss> validate_model(models::Model& model, const Config& config,
+                                           const Mesh& mesh,
+                                           const std::vector<ValidationSet>& sets) {
+  const at::NoGradGuard no_grad;
+  const kernels::UseGpuKernels chosen(model.gpu_kernels());
+  models::ForwardOptions options = step_options(config).forward;
+  options.pass = nn::Pass::evaluation;
+  options.recompute = false, options.auxiliary = {};
+  std::vector<ValidationLoss> losses;
+  for (const ValidationSet& set : sets) {
+    Sum sum;
+    for (std::int64_t step = 0; step < config.validation.steps; ++step)
+      for (const models::MicroBatch& batch :
+           step_batches(config, *set.dataset, mesh, step * sample_order(config).num_per_step()))
+        sum.add(batch, model.forward(batch, options).cross_entropy);
+    losses.push_back({set.name, mean_of(sum)});
+  }
+  return losses;
+}
+
+}  // namespace moesh::train

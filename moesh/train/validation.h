@@ -1,0 +1,31 @@
+#pragma once
+// The loss on files that the run does not train on.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "moesh/train/build.h"
+#include "moesh/train/metrics/record.h"
+
+namespace moesh::train {
+
+struct ValidationSet {
+  std::string name;
+  std::unique_ptr<data::Dataset> dataset;
+};
+
+/// The files of [[validation.source]]; ranks in threads may share them.
+std::vector<ValidationSet> open_validation(const Config& config);
+
+/// Whether validation.interval asks for one after so many steps.
+bool validation_is_due(const Config& config, std::int64_t num_steps);
+
+/// Cross-entropy per valid token of each set, over its first validation.steps times the sequences
+/// of an optimizer step: the same number on every mesh with the same global batch. Nothing moves,
+/// no expert is counted, and auxiliary losses are left out. Collective.
+std::vector<ValidationLoss> validate_model(models::Model& model, const Config& config,
+                                           const Mesh& mesh,
+                                           const std::vector<ValidationSet>& sets);
+
+}  // namespace moesh::train
