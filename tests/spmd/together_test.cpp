@@ -148,5 +148,19 @@ TEST(Together, RowsGoToExpertsAndTheirGradientsComeBack) {
   });
 }
 
+// One rank has all experts: its rows are where they belong, each tensor as it was.
+TEST(Together, RowsOfOneRankStay) {
+  on_mesh({}, [](comm::Group&) {
+    const auto x = as_leaf(assume<Sparse{T, T, T}>(random({3, 4}, at::kBFloat16))),
+               s = as_leaf(assume<Sparse{T, T, T}>(random({3}, at::kFloat)));
+    const auto [rows, scores] = start_to_experts<ep>({3}, {3}, x, s).wait();
+    EXPECT_TRUE(at::equal(local(rows), local(x)));
+    EXPECT_TRUE(at::equal(local(scores), local(s)));
+    ((local(rows) * 2).sum().to(at::kFloat) + (local(scores) * 3).sum()).backward();
+    EXPECT_TRUE(at::equal(local(x).grad(), at::full_like(local(x), 2)));
+    EXPECT_TRUE(at::equal(local(s).grad(), at::full_like(local(s), 3)));
+  });
+}
+
 }  // namespace
 }  // namespace moesh
