@@ -95,6 +95,8 @@ struct ActivationCheckpointSection {
 
 struct KernelsSection {
   std::string gpu = "auto";
+  std::string graph = "auto";
+  bool weight_copies = false;
 };
 
 struct CheckpointSection {
