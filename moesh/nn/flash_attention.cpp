@@ -72,13 +72,19 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
       const at::Tensor share_BhL = (sinks.reshape({1, -1, 1}) - lse_BhL).exp_();
       d_sinks = share_BhL.mul_(dot_BhL).sum(at::IntArrayRef{0, 2}).neg_();
     }
-    if (q.is_meta())
+    if (q.is_meta()) {
+      // The kernel sums d(q) in float32, and has d(k) and d(v) of every query head before it sums
+      // them over a group.
+      const at::Tensor sums = at::empty(q.sizes(), q.options().dtype(at::kFloat));
+      const std::int64_t of_heads[] = {k.size(0), k.size(1), q.size(2), k.size(3)};
+      const at::Tensor dk = at::empty(of_heads, k.options()), dv = at::empty(of_heads, v.options());
       return {at::empty(q.sizes(), q.options()),
               at::empty(k.sizes(), k.options()),
               at::empty(v.sizes(), v.options()),
               d_sinks,
               {},
               {}};
+    }
     const at::Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // seeds of dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(
         dy, q, k, v, y, lse_BhL, {}, {}, q.size(1), k.size(1), /*dropout_p=*/0, /*is_causal=*/true,
