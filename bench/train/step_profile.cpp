@@ -189,16 +189,13 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   const auto dataset = train::open_dataset(config);
   const auto model = train::make_model(config);
   const auto optimizer = train::make_optimizer(*model, config);
-  const auto options = train::step_options(config);
+  train::Stepper stepper(*model, *optimizer, train::step_options(config), train::use_graph(config));
   std::printf("data, model and optimizer made in %.3f s, ", seconds_since(begin));
   std::int64_t step = 0;
   const auto take_step = [&] {
-    const auto g = train::accumulate_gradients(
-        *model,
-        train::step_batches(config, *dataset, mesh,
-                            step * config::sample_order(config).num_per_step()),
-        options);
-    train::apply_gradients(*model, *optimizer, g, train::learning_rate(config, step++), options);
+    auto batches = train::step_batches(config, *dataset, mesh,
+                                       step * config::sample_order(config).num_per_step());
+    stepper(std::move(batches), train::learning_rate(config, step++));
   };
   std::vector<double> seconds;
   for (int i = 0; i < o.num_warm; ++i) {

@@ -118,6 +118,8 @@ struct ActivationCheckpointSection {
 
 struct KernelsSection {
   std::string gpu = "auto";
+  std::string graph = "auto";
+  bool weight_copies = false;
 };
 
 struct CheckpointSection {

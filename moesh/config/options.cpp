@@ -143,6 +143,14 @@ std::vector<Option> make_options() {
                    "own: moesh's kernels, or an error that says why not; library: LibTorch's; "
                    "auto: own where they can",
                    one_of({"auto", "own", "library"})),
+      MOESH_OPTION(
+          speed, kernels, graph,
+          "on: a step is a CUDA graph, or an error that says why not; off: it is not; auto: "
+          "on one GPU, where it can be",
+          one_of({"auto", "off", "on"})),
+      MOESH_OPTION(speed, kernels, weight_copies,
+                   "keep a bfloat16 copy of the weights, which AdamW writes with them: 2 bytes a "
+                   "parameter, and no cast in a step"),
 
       // A run that goes on from a checkpoint computes what it would have computed without a stop.
       MOESH_OPTION(output, checkpoint, enable,

@@ -52,12 +52,10 @@ class DryRank {
       for (std::int64_t i = 0; i < num_micro; ++i)
         batches.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
       const StepOptions options = step_options(config_);
-      Gradients gradients = accumulate_gradients(*model_, std::move(batches), options);
-      gradients.num_tokens =
-          e.num_tokens;  // meta counted none, and a step without tokens is skipped
-      apply_gradients(*model_, *optimizer_, gradients, learning_rate(config_, 0), options);
+      take_step(*model_, *optimizer_, std::move(batches), learning_rate(config_, 0), options);
     }
     e.peak = memory_.peak();
+    e.num_reads = memory_.num_reads();
     e.traffic = traffic_;
     return e;
   }

@@ -28,8 +28,9 @@ struct Estimate {
   std::int64_t num_parameters = 0, num_active_parameters = 0;  // of the whole model
   std::int64_t num_tokens = 0;                                 // of an optimizer step, on all ranks
   StateMemory state;
-  std::int64_t peak = 0;  // the most that the rank holds at once
-  comm::Ledger traffic;   // what the rank sends in an optimizer step
+  std::int64_t peak = 0;       // the most that the rank holds at once
+  std::int64_t num_reads = 0;  // of the device by the host, in the step
+  comm::Ledger traffic;        // what the rank sends in an optimizer step
 
   /// What the step adds to the state at its peak: activations, logits, gathered parameters,
   /// temporaries.

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "moesh/kernels/attention.h"
+#include "moesh/kernels/cast.h"
 #include "moesh/kernels/cross_entropy.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gate.h"
@@ -15,6 +16,7 @@
 #include "moesh/kernels/sort.h"
 #include "moesh/kernels/swiglu.h"
 #include "moesh/kernels/topk.h"
+#include "moesh/kernels/update.h"
 
 namespace moesh::kernels {
 
@@ -52,6 +54,9 @@ using LatentBackwardKernel = LatentGradients(const at::Tensor& dk, const at::Ten
 using SwigluForwardKernel = at::Tensor(const at::Tensor& gate, const at::Tensor& up);
 using SwigluBackwardKernel = SwigluGradients(const at::Tensor& gate, const at::Tensor& up,
                                              const at::Tensor& dh);
+using AdamWKernel = void(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params);
+using SumOfSquaresKernel = at::Tensor(const std::vector<at::Tensor>& tensors);
+using CastKernel = void(const at::Tensor& to, const at::Tensor& from);
 using RotateKernel = at::Tensor(const Rotation& rotation, const at::Tensor& x_BLhd);
 
 /// Arguments are already checked, tensors are contiguous (heads, and rows of a norm, need not be),
@@ -77,6 +82,9 @@ struct KernelTable {
   LatentBackwardKernel* latent_heads_backward;
   SwigluForwardKernel* swiglu_forward;
   SwigluBackwardKernel* swiglu_backward;
+  CastKernel* cast_into;
+  AdamWKernel* adamw_;
+  SumOfSquaresKernel* sum_of_squares;
   AttentionForwardKernel* attention_forward;    // null: none, attention is composed of LibTorch ops
   AttentionBackwardKernel* attention_backward;  // null: as above
 

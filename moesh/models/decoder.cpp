@@ -14,7 +14,9 @@ bool decays(const Stored& w) {
 class Decoder final : public Model {
  public:
   Decoder(const DecoderPlan& plan, const ModelOptions& options)
-      : stage_(plan, options, {0, plan.config.num_layers}), gpu_kernels_(options.gpu_kernels) {}
+      : stage_(plan, options, {0, plan.config.num_layers}), gpu_kernels_(options.gpu_kernels) {
+    if (options.weight_copies) stage_.each_param([](Stored& w) { raw::keep_copy(w); });
+  }
 
   ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) override {
     return options.sequence_parallel ? run<true>(batch, options) : run<false>(batch, options);

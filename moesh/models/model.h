@@ -1,6 +1,8 @@
 #pragma once
 // What the trainer knows of a model.
 
+#include <ATen/ops/ones.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
@@ -25,8 +27,9 @@ struct Auxiliary {
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
   at::Tensor input_ids_BL, labels_BL;  // int64; kIgnoredLabel: none
-  // Valid tokens of the whole optimizer step, of all ranks and micro-batches.
-  std::int64_t num_step_tokens = 1;
+  // Valid tokens of the whole optimizer step, of all ranks and micro-batches: a float64 scalar, of
+  // the device or of the host.
+  at::Tensor num_step_tokens = at::ones({}, at::kDouble);
   std::int64_t index = 0;  // of the micro-batch in its step
 
   /// bool: the tokens that count, those with a label.
@@ -61,6 +64,7 @@ struct ModelOptions {
   // way.
   std::optional<bool> score_before_experts = {};
   kernels::GpuKernels gpu_kernels = kernels::GpuKernels::automatic;
+  bool weight_copies = false;  // in the type of the work, beside the master weights
 };
 
 class Model {

@@ -115,7 +115,7 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
   const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
-  return once<tp>(scale(sum, 1.0 / static_cast<double>(batch.num_step_tokens)));
+  return once<tp>(scale(sum, batch.num_step_tokens.reciprocal()));
 }
 
 void Stage::each_param(const std::function<void(Stored&)>& f) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
+#include "moesh/nn/flash_attention.h"
 
 namespace moesh::nn {
 namespace {
@@ -80,6 +81,7 @@ bool takes_as_is(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
 }  // namespace
 
 at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in) {
+  if (takes_flash_attention(c, in)) return flash_attention(c, in);
   const auto heads = [](const at::Tensor& x) { return x.transpose(1, 2); };
   at::Tensor queries = heads(in.q_BLhd), keys = heads(in.k_BSgd), values = heads(in.v_BSgv);
   const auto length = queries.size(2), all = keys.size(2), num_heads = queries.size(1),

@@ -50,6 +50,12 @@ at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Devi
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
 }
 
+// What E / K of the tokens of a step makes of one of them.
+at::Tensor share_of_step(const RouterConfig& c, const at::Tensor& num_step_tokens) {
+  return static_cast<double>(c.num_experts) / static_cast<double>(c.top_k) /
+         num_step_tokens.to(at::kDouble);
+}
+
 // x of the tokens that count, 0 of the others.
 PerToken of_valid(const Route& route, const PerToken& x) {
   return local(route.valid_N1).defined() ? x * route.valid_N1 : x;
@@ -93,7 +99,8 @@ Router::Router(const RouterConfig& config, const std::string& name, std::int64_t
   if (config.gate_bias)
     gate_bias_.emplace(gate_spec(name + ".bias", {experts}, dtype, device), init);
   expert_bias_E_ = at::zeros({experts}, at::TensorOptions(device).dtype(wide_dtype(dtype)));
-  clear_counts();
+  pending_counts_E_ =
+      once<kTokenAxes>(constant(at::zeros({experts}, expert_bias_E_.options().dtype(at::kLong))));
 }
 
 PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logits_NE,
@@ -164,26 +171,24 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
         },
         counted, route.valid_N1);
   route.counts_E = narrow(count(counted, num_experts + 1), 0, 0, num_experts);
-  if (options.pass == Pass::training) pending_counts_E_ = pending_counts_E_ + route.counts_E;
+  if (options.pass == Pass::training)
+    at::Tensor(local(pending_counts_E_)).add_(local(route.counts_E));
   return route;
 }
 
-void Router::update_bias(double coeff) {
+void Router::update_bias(double coeff, const at::Tensor& skip) {
   const at::Tensor total_E = whole(all_reduce<kTokenAxes>(pending_counts_E_));
   const at::Tensor sign =
       (total_E.sum() - config_.num_experts * total_E).sign().to(expert_bias_E_.scalar_type());
-  const at::Tensor step = sign * coeff;
-  expert_bias_E_ = expert_bias_E_ + (step - step.mean());
+  const at::Tensor step = sign * coeff, moved = expert_bias_E_ + (step - step.mean());
+  expert_bias_E_.copy_(skip.defined() ? at::where(skip.ne(0), expert_bias_E_, moved) : moved);
   clear_counts();
 }
 
-void Router::clear_counts() {
-  set_pending_counts(
-      constant(at::zeros({config_.num_experts}, expert_bias_E_.options().dtype(at::kLong))));
-}
+void Router::clear_counts() { at::Tensor(local(pending_counts_E_)).zero_(); }
 
 void Router::set_pending_counts(const Tensor<Dense{R, R, R}>& total_E) {
-  pending_counts_E_ = once<kTokenAxes>(total_E);
+  at::Tensor(local(pending_counts_E_)).copy_(local(once<kTokenAxes>(total_E)));
 }
 
 PerToken routing_map(const Route& route, std::int64_t num_experts) {
@@ -200,19 +205,19 @@ RouterStatistics statistics(const Route& route) {
           .num_idle = counts.eq(0).sum().item<std::int64_t>()};
 }
 
-TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens) {
+TokenSum switch_loss(const Route& route, const RouterConfig& config,
+                     const at::Tensor& num_step_tokens) {
   const auto dtype = local(route.logits_NE).scalar_type();
   const auto counts_E = cast(all_reduce<kTokenAxes>(route.counts_E), dtype);  // no gradient
   const at::Tensor tokens =
       (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
   const auto sum_E = sum<Over::tokens>(of_valid(route, route.probabilities_NE));  // P: left pending
-  const auto factor = constant(static_cast<double>(config.num_experts) /
-                               static_cast<double>(config.top_k * num_step_tokens) / tokens);
+  const auto factor = constant(share_of_step(config, num_step_tokens).to(dtype) / tokens);
   return sum_all(sum_E * counts_E * factor);
 }
 
 TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
-                       std::int64_t num_step_tokens) {
+                       const at::Tensor& num_step_tokens) {
   const auto& p = local(route.probabilities_NE);
   const at::Tensor ids = tokens.sequence_ids(p.device());
   // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
@@ -231,18 +236,17 @@ TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tok
       [&](const at::Tensor& counts) {
         const at::Tensor lengths =
             (counts.sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
-        return static_cast<double>(config.num_experts) /
-               static_cast<double>(config.top_k * num_step_tokens) / lengths;
+        return share_of_step(config, num_step_tokens).to(lengths.scalar_type()) / lengths;
       },
       counts_BE);
   return sum_all(of_sequence(route.probabilities_NE) * counts_BE * factor);
 }
 
-TokenSum z_loss(const Route& route, std::int64_t num_step_tokens) {
+TokenSum z_loss(const Route& route, const at::Tensor& num_step_tokens) {
   const auto squares =
       map_rows([](const at::Tensor& logits) { return logits.logsumexp(-1, true).square(); },
                route.logits_NE);
-  return sum_all(scale(of_valid(route, squares), 1.0 / static_cast<double>(num_step_tokens)));
+  return sum_all(scale(of_valid(route, squares), num_step_tokens.reciprocal()));
 }
 
 }  // namespace moesh::nn

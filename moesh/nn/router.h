@@ -70,9 +70,10 @@ class Router {
   Route choose(const PerToken& x_ND, const Tokens& tokens, const RouteOptions& options = {});
 
   /// Moves the expert bias once per optimizer step by coeff * sign(mean - n), minus its mean, from
-  /// the counts of all training passes since the last call, summed over dp, cp and tp. A skipped
-  /// step, and a run without the bias, calls clear_counts instead.
-  void update_bias(double coeff);
+  /// the counts of all training passes since the last call, summed over dp, cp and tp. Where the
+  /// scalar `skip` is given and not 0 it stays. Counting begins anew. A run without the bias calls
+  /// clear_counts instead.
+  void update_bias(double coeff, const at::Tensor& skip = {});
   void clear_counts();
 
   const RouterConfig& config() const { return config_; }
@@ -94,6 +95,7 @@ class Router {
   RouterConfig config_;
   Gate gate_;
   std::optional<Gate> gate_bias_;
+  // Both are written in place: a CUDA graph of a step has their addresses.
   at::Tensor expert_bias_E_;
   TokenSum pending_counts_E_;  // int64
 };
@@ -104,16 +106,18 @@ PerToken routing_map(const Route& route, std::int64_t num_experts);
 RouterStatistics statistics(const Route& route);
 
 // Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
-// step divided by their number (num_step_tokens). Their strength does not depend on the mesh or on
+// step divided by their number (num_step_tokens, a float64 scalar of the device or of the host).
+// Their strength does not depend on the mesh or on
 // how the step is cut into micro-batches.
 
 /// Switch: E / (K T^2) * sum_e n_e * sum_t p_te over the valid tokens T of the global micro-batch,
 /// times T / num_step_tokens.
-TokenSum switch_loss(const Route& route, const RouterConfig& config, std::int64_t num_step_tokens);
+TokenSum switch_loss(const Route& route, const RouterConfig& config,
+                     const at::Tensor& num_step_tokens);
 /// The same within each sequence, summed over the sequences.
 TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
-                       std::int64_t num_step_tokens);
+                       const at::Tensor& num_step_tokens);
 /// sum_t logsumexp(logits_t)^2 / num_step_tokens.
-TokenSum z_loss(const Route& route, std::int64_t num_step_tokens);
+TokenSum z_loss(const Route& route, const at::Tensor& num_step_tokens);
 
 }  // namespace moesh::nn

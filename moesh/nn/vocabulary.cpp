@@ -9,6 +9,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/label.h"
 #include "moesh/kernels/cross_entropy.h"
+#include "moesh/nn/later.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/types/token.h"
 
@@ -31,12 +32,12 @@ struct Words {
 };
 
 void check_labels(const at::Tensor& labels_N, std::int64_t vocab) {
-  const at::Tensor wrong =
-      labels_N.ne(kIgnoredLabel).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab)));
-  MOESH_CHECK(!wrong.any().item<bool>(), ErrorKind::data, "label ",
-              labels_N.masked_select(wrong)[0].item<std::int64_t>(),
-              " is outside of the vocabulary of ", vocab, "; ignored positions have the label ",
-              kIgnoredLabel);
+  check_values(
+      labels_N.ne(kIgnoredLabel).logical_and(labels_N.lt(0).logical_or(labels_N.ge(vocab))),
+      labels_N, [vocab](std::int64_t label) {
+        return detail::concat("label ", label, " is outside of the vocabulary of ", vocab,
+                              "; ignored positions have the label ", kIgnoredLabel);
+      });
 }
 
 // sum += a b, where the sum may be of a wider type. (Only CUDA's product gives one.)
@@ -103,7 +104,10 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
                                                  torch::autograd::variable_list grads) {
     const auto saved = context->get_saved_variables();
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
-    return {saved[0] * grads[0], (saved[1] * grads[0]).to(dtype), {}, {}, {}};
+    // In one pass each: nothing of these sizes besides, at the moment when the step holds most.
+    at::Tensor dw = at::empty(saved[1].sizes(), saved[1].options().dtype(dtype));
+    at::mul_out(dw, saved[1], grads[0]);
+    return {saved[0].mul_(grads[0]), dw, {}, {}, {}};
   }
 };
 
@@ -123,12 +127,10 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
   const at::Tensor weight = local(use(weight_));
   const auto start = weight_.stored().compute.start[0], size = weight_.stored().compute.length[0];
   const auto vocab = weight_.stored().spec.shape[0];
-  if (ids_BL.numel() > 0) {
-    const auto low = ids_BL.min().item<std::int64_t>(), high = ids_BL.max().item<std::int64_t>();
-    MOESH_CHECK(low >= 0 && high < vocab, ErrorKind::data, "token ", low < 0 ? low : high,
-                " is outside of the vocabulary of ", vocab,
-                "; the data and the model must use the same tokenizer");
-  }
+  check_values(ids_BL.lt(0).logical_or(ids_BL.ge(vocab)), ids_BL, [vocab](std::int64_t token) {
+    return detail::concat("token ", token, " is outside of the vocabulary of ", vocab,
+                          "; the data and the model must use the same tokenizer");
+  });
   at::Tensor rows;
   if (size == 0) {  // zeros that still depend on the weight
     rows = at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight);

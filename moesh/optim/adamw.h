@@ -29,21 +29,4 @@ class AdamW final : public Rule {
   AdamWConfig config_;
 };
 
-namespace raw {
-/// The numbers of one step.
-struct AdamWStep {
-  double lr, beta1, beta2, eps, weight_decay;
-  std::int64_t step;
-};
-/// On the CPU: one pass over the memory, with the same instructions for all elements, so that no
-/// bit depends on where a shard begins. (ATen's kernels use fused multiply-add in their vector loop
-/// and not in its remainder.)
-void adamw_loop(const AdamWStep& s, const at::Tensor& w, const at::Tensor& g, const at::Tensor& m,
-                const at::Tensor& v);
-/// On any device: ATen's multi-tensor kernel, a few launches for all parameters.
-void adamw_fused(const AdamWStep& s, const std::vector<at::Tensor>& w,
-                 const std::vector<at::Tensor>& g, const std::vector<at::Tensor>& m,
-                 const std::vector<at::Tensor>& v);
-}  // namespace raw
-
 }  // namespace moesh::optim

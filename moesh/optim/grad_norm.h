@@ -1,5 +1,5 @@
 #pragma once
-// The norm of the gradients of all parameters, of both views of the mesh, and what is done with it.
+// The norm of the gradients of all parameters, of both views of the mesh.
 
 #include "moesh/optim/params.h"
 #include "moesh/spmd/tensor.h"
@@ -18,9 +18,5 @@ Norm grad_norm(const ParamList& params);
 /// overflows float64 counts as not finite.
 bool all_finite(const Norm& norm);
 bool all_finite(const ParamList& params);
-
-/// Scales all gradients in place by min(1, max_norm / norm) and returns the factor, the same on all
-/// ranks. `norm` is grad_norm's of these parameters; if it is not finite this is an error.
-double clip_gradients(const ParamList& params, const Norm& norm, double max_norm);
 
 }  // namespace moesh::optim

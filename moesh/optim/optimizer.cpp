@@ -1,6 +1,7 @@
 #include "moesh/optim/optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -39,13 +40,29 @@ Optimizer::Optimizer(ParamList params, const ChooseRule& choose) : params_(std::
     }
     kept_.push_back(std::move(kept));
   }
+  step_.numbers =
+      at::zeros({4}, at::TensorOptions(params_[0].stored->value.device()).dtype(at::kDouble));
 }
 
 void Optimizer::step(double lr) {
+  begin_step(lr);
+  const auto options = step_.numbers.options();
+  update(at::ones({}, options), at::zeros({}, options));
+  end_step(/*skipped=*/false);
+}
+
+void Optimizer::begin_step(double lr) {
   MOESH_CHECK(std::isfinite(lr) && lr >= 0, ErrorKind::config, "a step with learning rate ", lr,
               "; it takes a number from 0 on");
+  step_.lr().fill_(lr);
+  step_.number().fill_(static_cast<double>(num_steps_ + 1));
+}
+
+void Optimizer::update(const at::Tensor& factor, const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
   const auto gradients = params_.gradients();
+  step_.numbers.select(0, 2).copy_(factor);
+  step_.numbers.select(0, 3).copy_(skip);
   for (std::size_t r = 0; r < rules_.size(); ++r) {
     std::vector<Moving> moving;
     for (std::size_t i = 0; i < params_.size(); ++i) {
@@ -58,9 +75,12 @@ void Optimizer::step(double lr) {
                         .state = kept_[i].values,
                         .decay = decay});
     }
-    rules_[r]->update(moving, {.lr = lr, .number = num_steps_ + 1});
+    rules_[r]->update(moving, step_);
   }
-  ++num_steps_;
+}
+
+void Optimizer::end_step(bool skipped) {
+  if (!skipped) ++num_steps_;
   zero_grad();
 }
 

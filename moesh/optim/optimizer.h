@@ -23,9 +23,18 @@ class Optimizer {
   Optimizer& operator=(const Optimizer&) = delete;
 
   /// Updates every stored value in place from its gradient, and sets the gradients to none. A
-  /// gradient that is missing is an error, and then no parameter moves. A step that is skipped is
-  /// zero_grad() alone.
+  /// gradient that is missing is an error, and then no parameter moves.
   void step(double lr);
+
+  /// The same in three parts, for a host that does not wait: before, what it knows; then the
+  /// update, which only reads numbers of the device; and when those were read, whether it was
+  /// skipped.
+  void begin_step(double lr);
+  /// Float64 scalars: what the gradients are multiplied with, and whether the step is skipped (not
+  /// 0). The gradients stay.
+  void update(const at::Tensor& factor, const at::Tensor& skip);
+  /// Sets the gradients to none, and counts the step unless it was skipped.
+  void end_step(bool skipped);
   /// Sets every gradient to none.
   void zero_grad() { params_.zero_grad(); }
 
@@ -54,6 +63,7 @@ class Optimizer {
   ParamList params_;
   std::vector<RulePtr> rules_;  // each once, in the order of the parameters
   std::vector<Kept> kept_;      // by parameter
+  RuleStep step_;
   std::int64_t num_steps_ = 0;
 };
 

@@ -1,6 +1,8 @@
 #pragma once
 // How a step moves parameters: what a rule declares, and what it is given.
 
+#include <ATen/ops/where.h>
+
 #include <optional>
 #include <string>
 #include <vector>
@@ -28,15 +30,26 @@ struct StateSpec {
 /// A parameter in a step, as this rank has it.
 struct Moving {
   const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
-  at::Tensor value, gradient;     // [stored->shard.length]
+  at::Tensor value;               // [stored->shard.length]
+  at::Tensor gradient;            // likewise, before it is clipped; nobody reads it after the rule
   std::vector<at::Tensor> state;  // as declared, in that order
   Decay decay;
 };
 
-/// The numbers of a step.
+/// The numbers of a step, where the parameters are: the host enqueues an update before it knows the
+/// norm of the gradients, and a CUDA graph reads in every step what is there then.
 struct RuleStep {
-  double lr;
-  std::int64_t number;  // from 1
+  /// float64 [4]: learning rate, number of the step (from 1), the factor of the gradients that
+  /// clips them, and whether the step is skipped (not 0).
+  at::Tensor numbers;
+
+  at::Tensor lr() const { return numbers.select(0, 0); }
+  at::Tensor number() const { return numbers.select(0, 1); }
+  at::Tensor clipped(const at::Tensor& gradient) const { return gradient * numbers.select(0, 2); }
+  /// Writes a new value or state: in a step that is skipped all of them stay.
+  void write(const at::Tensor& to, const at::Tensor& value) const {
+    at::Tensor(to).copy_(at::where(numbers.select(0, 3).ne(0), to, value));
+  }
 };
 
 /// An update rule. It holds its settings and nothing of any parameter, so one rule serves many.
@@ -47,9 +60,10 @@ class Rule {
   virtual Sees sees() const = 0;
   /// What it keeps for this parameter.
   virtual std::vector<StateSpec> state(const Stored& w) const = 0;
-  /// Moves the values and the states in place, without autograd. A rule that sees elements gets the
-  /// shards that are not empty; one that sees parameters gets all of them, in the same order on
-  /// every rank, so that all enter the same collectives.
+  /// Moves the values and the states in place, without autograd; none of them in a step that is
+  /// skipped. It does not read numbers of the device, for which the host would wait. A rule that
+  /// sees elements gets the shards that are not empty; one that sees parameters gets all of them,
+  /// in the same order on every rank, so that all enter the same collectives.
   virtual void update(const std::vector<Moving>& params, const RuleStep& step) const = 0;
 };
 

@@ -24,12 +24,14 @@ std::vector<StateSpec> Sgd::state(const Stored& /*w*/) const {
 // vector loop and not in its remainder, so the bits would depend on where a shard begins.
 void Sgd::update(const std::vector<Moving>& params, const RuleStep& step) const {
   for (const auto& p : params) {
-    at::Tensor direction = p.gradient;
+    at::Tensor direction = step.clipped(p.gradient);
     if (p.decay == Decay::on && config_.weight_decay > 0)
       direction = direction.add(p.value.mul(config_.weight_decay));
-    if (config_.momentum > 0)
-      direction = at::Tensor(p.state[0]).mul_(config_.momentum).add_(direction);
-    at::Tensor(p.value).sub_(direction.mul(step.lr));
+    if (config_.momentum > 0) {
+      direction = p.state[0].mul(config_.momentum).add_(direction);
+      step.write(p.state[0], direction);
+    }
+    step.write(p.value, p.value.sub(direction.mul(step.lr())));
   }
 }
 

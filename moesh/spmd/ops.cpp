@@ -20,6 +20,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w) { return at::linear(
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return at::mul(a, b); }
 at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor); }
+at::Tensor scale(const at::Tensor& x, const at::Tensor& factor) {
+  MOESH_CHECK(factor.numel() == 1, ErrorKind::config, "a tensor is scaled by ", factor.numel(),
+              " numbers; pass one");
+  return x * factor.detach().reshape({}).to(x.scalar_type());
+}
 at::Tensor silu(const at::Tensor& x) { return at::silu(x); }
 at::Tensor square(const at::Tensor& x) { return at::square(x); }
 at::Tensor sqrt(const at::Tensor& x) { return at::sqrt(x); }

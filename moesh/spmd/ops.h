@@ -14,6 +14,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w);
 at::Tensor add(const at::Tensor& a, const at::Tensor& b);
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b);
 at::Tensor scale(const at::Tensor& x, double factor);
+at::Tensor scale(const at::Tensor& x, const at::Tensor& factor);
 at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
@@ -57,6 +58,11 @@ auto operator*(const Tensor<A>& a, const Tensor<B>& b) {
 /// factor * x: linear, so it keeps P.
 template <auto L>
 auto scale(const Tensor<L>& x, double factor) {
+  return assume<L>(raw::scale(x.local(), factor));
+}
+/// The same by a scalar of the device, which has one value on all ranks and needs no gradient.
+template <auto L>
+auto scale(const Tensor<L>& x, const at::Tensor& factor) {
   return assume<L>(raw::scale(x.local(), factor));
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/kernels/cast.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/device_random.h"
 #include "moesh/spmd/reshard.h"
@@ -79,15 +79,6 @@ at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& 
   return out.to(options);
 }
 
-// On CUDA the conversion of one tensor reads and writes at a quarter of the memory's speed, that of
-// a list of tensors does not.
-at::Tensor converted(const at::Tensor& x, at::ScalarType dtype) {
-  if (x.scalar_type() == dtype || !x.is_cuda() || x.numel() == 0) return x.to(dtype);
-  std::vector<at::Tensor> out{at::empty(x.sizes(), x.options().dtype(dtype))};
-  at::_foreach_copy_(out, x.contiguous());
-  return out[0];
-}
-
 }  // namespace
 
 void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
@@ -130,6 +121,30 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
   return w;
 }
 
+void keep_copy(Stored& w) {
+  const auto compute = w.spec.compute.value_or(w.spec.dtype);
+  if (compute == w.spec.dtype) return;
+  w.copy = std::make_shared<ComputeCopy>();
+  w.copy->value = at::empty(w.shard.length, w.value.detach().options().dtype(compute));
+  w.copy->version = -1;
+}
+
+at::Tensor current_copy(const Stored& w) {
+  if (!w.copy) return {};
+  const auto version = static_cast<std::int64_t>(w.value._version());
+  if (w.copy->version != version) {
+    const at::NoGradGuard no_grad;
+    // Through an alias with a version of its own: autograd may hold it from a forward before.
+    kernels::cast_into(w.copy->value.variable_data(), w.value.detach());
+    w.copy->version = version;
+  }
+  return w.copy->value;
+}
+
+void note_copy_written(const Stored& w) {
+  if (w.copy) w.copy->version = static_cast<std::int64_t>(w.value._version());
+}
+
 at::Tensor use(const Stored& w, Axes replicas) {
   const auto& mesh = current_mesh();
   const auto storage_group = mesh.group(w.storage);
@@ -140,13 +155,14 @@ at::Tensor use(const Stored& w, Axes replicas) {
   mesh.group(w.replicas)->expect_same(out, w.spec.name);
   const auto same_work = mesh.group(without(w.replicas, replicas));
   // Cast before the gather: fewer bytes travel.
-  out = storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : out.to(compute);
+  out =
+      storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : cast_value(w, compute);
   return attach(
       w.value, out,
       [storage_group, replica_group, same_work, name = w.spec.name, dim = w.spec.storage_dim,
        sizes = w.storage_sizes, dtype = w.spec.dtype](const at::Tensor& grad) {
         // The reduction is in the precision of the master weights.
-        at::Tensor sum = converted(grad, dtype);
+        at::Tensor sum = kernels::cast(grad, dtype);
         if (storage_group->size() > 1)
           sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
         sum = replica_group->all_reduce(sum);

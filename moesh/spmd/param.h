@@ -4,6 +4,7 @@
 // `use(w)` makes it a compute tensor.
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -40,6 +41,13 @@ struct Init {
   std::uint64_t seed = 0;
 };
 
+/// A value once more in the type of the work. It is that of the value at `version`: who writes the
+/// value in place makes it old.
+struct ComputeCopy {
+  at::Tensor value;
+  std::int64_t version;
+};
+
 /// The part of a parameter that this rank stores.
 struct Stored {
   ParamSpec spec;
@@ -49,6 +57,7 @@ struct Stored {
   Region compute, shard;  // what `use` gives, and what this rank stores of it
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // the leaf: [shard.length]
+  std::shared_ptr<ComputeCopy> copy = {};   // null: `use` casts every time
 };
 
 namespace raw {
@@ -58,6 +67,12 @@ void in_parallel(std::int64_t n,
                  const std::function<void(std::int64_t begin, std::int64_t end)>& f);
 Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas,
                    const Init& init);
+/// From now on the value is kept in the type of the work as well, if that is another one.
+void keep_copy(Stored& w);
+/// That copy, cast anew if the value was written since; undefined without one.
+at::Tensor current_copy(const Stored& w);
+/// The value has just been written, and the copy with it.
+void note_copy_written(const Stored& w);
 /// Enters the replica axes, gathers the shards, casts. Backward: cast, reduce_scatter over the
 /// storage ranks, one all_reduce of the small shard over the replicas.
 at::Tensor use(const Stored& w, Axes replicas);

@@ -7,16 +7,18 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/cast.h"
 #include "moesh/spmd/attach.h"
 
 namespace moesh {
 namespace raw {
 
-// One gathered parameter: where it came from, and the storage that autograd's saved tensors use.
+// One parameter that was gathered, or cast: where it came from, and the storage that autograd's
+// saved tensors use.
 struct Gathered {
   at::Tensor shard;  // in the dtype of the gather's source: the leaf's own memory
   at::ScalarType compute;
-  std::shared_ptr<comm::Group> group;
+  std::shared_ptr<comm::Group> group;  // null: cast alone
   std::int64_t dim;
   std::vector<std::int64_t> sizes;
   at::Tensor rows;  // [whole along dim first, ..], contiguous
@@ -56,19 +58,23 @@ void free(raw::Gathers& gathers) {
 }
 
 at::Tensor shard_rows(const at::Tensor& value, at::ScalarType compute, std::int64_t dim) {
-  return value.detach().to(compute).movedim(dim, 0).contiguous();
+  return kernels::cast(value.detach(), compute).movedim(dim, 0).contiguous();
 }
 
 void gather_again(raw::Gathers& gathers) {
   const at::NoGradGuard no_grad;
   for (auto& g : gathers.all) {
     if (g.rows.storage().nbytes() != 0) continue;
-    const at::Tensor rows = g.group->all_gather(shard_rows(g.shard, g.compute, g.dim), g.sizes);
+    at::Tensor rows;
+    if (g.group) rows = g.group->all_gather(shard_rows(g.shard, g.compute, g.dim), g.sizes);
     resize(g.rows, g.num_bytes);
     count(static_cast<std::int64_t>(g.num_bytes));
     // Written through an alias with a version of its own: in autograd's eyes the saved tensors hold
     // what they held.
-    at::Tensor(g.rows.variable_data()).copy_(rows);
+    if (g.group)
+      at::Tensor(g.rows.variable_data()).copy_(rows);
+    else
+      kernels::cast_into(g.rows.variable_data(), g.shard);
   }
 }
 
@@ -147,6 +153,19 @@ at::Tensor gather_shards(const Stored& w, at::ScalarType compute,
     count(static_cast<std::int64_t>(rows.storage().nbytes()));
   }
   return rows.movedim(0, dim);
+}
+
+at::Tensor cast_value(const Stored& w, at::ScalarType compute) {
+  const at::Tensor value = w.value.detach();
+  if (value.scalar_type() == compute) return value;
+  if (const at::Tensor copy = current_copy(w); copy.defined()) return copy;
+  const at::Tensor rows = kernels::cast(value, compute);
+  if (current_gathers && at::GradMode::is_enabled() && rows.numel() > 0) {
+    const auto num_bytes = rows.storage().nbytes();
+    current_gathers->all.push_back({value, compute, nullptr, 0, {}, rows, num_bytes});
+    count(static_cast<std::int64_t>(num_bytes));
+  }
+  return rows;
 }
 
 }  // namespace raw

@@ -1,8 +1,8 @@
 #pragma once
-// FSDP's memory: parameters that `use` gathers within a scope are freed when the scope's forward is
-// done, and gathered again when its backward begins. The tensors that autograd saved stay the same
-// objects; their storage is emptied and filled again. (Saved-tensor hooks, the other way to do it,
-// exist in Python only.)
+// FSDP's memory: parameters that `use` gathers or casts within a scope are freed when the scope's
+// forward is done, and gathered or cast again when its backward begins. The tensors that autograd
+// saved stay the same objects; their storage is emptied and filled again. (Saved-tensor hooks, the
+// other way to do it, exist in Python only.)
 
 #include <ATen/core/Tensor.h>
 
@@ -60,6 +60,8 @@ namespace raw {
 /// this thread if there is one.
 at::Tensor gather_shards(const Stored& w, at::ScalarType compute,
                          const std::shared_ptr<comm::Group>& group);
+/// The same where one rank stores all of it: the value, cast, and cast again in backward.
+at::Tensor cast_value(const Stored& w, at::ScalarType compute);
 }  // namespace raw
 
 }  // namespace moesh

@@ -2,8 +2,6 @@
 // The only readers of numbers: they accept values that every rank has whole, never a partial sum or
 // a shard.
 
-#include <vector>
-
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
 
@@ -11,7 +9,7 @@ namespace moesh {
 
 namespace raw {
 double number(const at::Tensor& x);
-double clip(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, double max_norm);
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm);
 }  // namespace raw
 
 /// The plain tensor of a value that every rank has whole: what `local` gives, with the promise
@@ -29,12 +27,12 @@ double number(const Tensor<L>& x) {
   return raw::number(x.local());
 }
 
-/// Scales gradients in place by min(1, max_norm / norm) and returns the factor. `norm` is that of
-/// all of them, on all ranks.
+/// min(1, max_norm / norm), where the norm is: what clips gradients. `norm` is that of all of them,
+/// on all ranks; of one that is not finite, whoever takes the factor skips the step.
 template <auto L>
-double clip(const std::vector<at::Tensor>& gradients, const Tensor<L>& norm, double max_norm) {
+at::Tensor clip_factor(const Tensor<L>& norm, double max_norm) {
   [[maybe_unused]] constexpr auto checked = check_whole(L);
-  return raw::clip(gradients, norm.local(), max_norm);
+  return raw::clip_factor(norm.local(), max_norm);
 }
 
 }  // namespace moesh

@@ -41,7 +41,8 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                              .dispatcher = way,
                              .forced_balance = config.moe.force_load_balance,
                              .score_before_experts = score_before_experts(config),
-                             .gpu_kernels = gpu_kernels(config)});
+                             .gpu_kernels = gpu_kernels(config),
+                             .weight_copies = config.kernels.weight_copies});
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {
@@ -71,6 +72,12 @@ StepOptions step_options(const Config& config) {
   return options;
 }
 
+UseGraph use_graph(const Config& config) {
+  return config.kernels.graph == "on"    ? UseGraph::on
+         : config.kernels.graph == "off" ? UseGraph::off
+                                         : UseGraph::automatic;
+}
+
 double learning_rate(const Config& config, std::int64_t step) {
   return config.optimizer.lr * schedule(config).factor(step);
 }
@@ -86,7 +93,11 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
-    batches.push_back({.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL});
+    // From pinned memory the copy to a GPU is not waited for.
+    const auto held = [&](const at::Tensor& t) {
+      return config.training.device == "cpu" ? t : t.pin_memory();
+    };
+    batches.push_back({.input_ids_BL = held(b.input_ids_BL), .labels_BL = held(b.labels_BL)});
   }
   return batches;
 }
@@ -94,8 +105,8 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
 std::vector<models::MicroBatch> on_device(const Config& config,
                                           std::vector<models::MicroBatch> batches) {
   for (auto& b : batches) {
-    b.input_ids_BL = b.input_ids_BL.to(device(config));
-    b.labels_BL = b.labels_BL.to(device(config));
+    b.input_ids_BL = b.input_ids_BL.to(device(config), /*non_blocking=*/true);
+    b.labels_BL = b.labels_BL.to(device(config), /*non_blocking=*/true);
   }
   return batches;
 }

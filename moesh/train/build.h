@@ -9,7 +9,7 @@
 #include "moesh/formats/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/train/step.h"
+#include "moesh/train/stepper.h"
 
 namespace moesh::train {
 
@@ -26,6 +26,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 StepOptions step_options(const Config& config);
+UseGraph use_graph(const Config& config);
 
 /// Of an optimizer step; steps count from 0.
 double learning_rate(const Config& config, std::int64_t step);

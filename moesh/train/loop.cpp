@@ -56,8 +56,9 @@ class SignalScope {
 bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
   const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
-  const at::Tensor mine =
-      at::full({1}, is_over || stop_signal != 0, at::TensorOptions(device(config)).dtype(at::kInt));
+  const bool stops = is_over || stop_signal != 0;
+  if (world.size() == 1) return stops;  // no wait for the device
+  const at::Tensor mine = at::full({1}, stops, at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
 }
 
@@ -145,7 +146,6 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   const auto optimizer = make_optimizer(*model, config);
-  const StepOptions options = step_options(config);
   Checkpointer checkpointer(config, world, *model, *optimizer);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
@@ -175,6 +175,7 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
       log_info("dispatcher auto: ",
                nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
   }
+  Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
   const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
   bool is_slowness_known = false;
@@ -189,10 +190,8 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     auto batches = on_device(config, next.take());
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
     if (step + 1 < config.training.steps) next.start(data_position);
-    const Gradients g = of_step(
-        step + 1, [&] { return accumulate_gradients(*model, std::move(batches), options); });
     const double lr = learning_rate(config, step);
-    const Update u = apply_gradients(*model, *optimizer, g, lr, options);
+    const auto [g, u] = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
     position = {.step = step + 1,
                 .data_position = data_position,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0};

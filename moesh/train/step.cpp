@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
-#include <cmath>
-
 #include "moesh/base/error.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
@@ -16,28 +14,38 @@ namespace {
 
 using enum Place;
 
+// Where in Unread::sums.
+enum : std::int64_t { kTokens, kCrossEntropy, kTotal, kFailed, kNumSums };
+
 // Every cp and tp rank has the labels of its dp rank whole.
-std::int64_t count_valid(const std::vector<models::MicroBatch>& batches) {
-  std::int64_t mine = 0;
-  for (const auto& b : batches) mine += b.valid_BL().sum().item<std::int64_t>();
-  const auto device = batches.empty() ? at::Device(at::kCPU) : batches[0].labels_BL.device();
-  const auto term =
-      assume<Dense{P, I, I}>(at::full({}, mine, at::TensorOptions(device).dtype(at::kLong)));
-  return whole(all_reduce<dp, I>(term)).item<std::int64_t>();
+at::Tensor count_valid(const std::vector<models::MicroBatch>& batches) {
+  at::Tensor mine;
+  for (const auto& b : batches) {
+    const at::Tensor count = b.valid_BL().sum().to(at::kDouble);
+    mine = mine.defined() ? mine + count : count;
+  }
+  return whole(all_reduce<dp, I>(assume<Dense{P, I, I}>(mine)));
+}
+
+// A term of each rank, so that all ranks skip a step in which one has found something.
+nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOptions& options) {
+  at::Tensor sum = at::zeros({}, options.dtype(at::kDouble));
+  for (const auto& found : checks.found) sum.add_(found.select(0, 0));
+  return assume<Dense{P, P, P}>(sum);
 }
 
 }  // namespace
 
-Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
-                               const StepOptions& options) {
+Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                       const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
-  Gradients g;
-  g.num_tokens = count_valid(batches);
+  const nn::CheckLater later;
+  const at::Tensor num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
   for (auto& batch : batches) {
-    batch.num_step_tokens = std::max<std::int64_t>(1, g.num_tokens);
+    batch.num_step_tokens = num_tokens.clamp_min(1);
     batch.index = &batch - batches.data();
     const auto result = model.forward(batch, options.forward);
     backward(result.loss);
@@ -49,42 +57,92 @@ Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBa
     counts.resize(result.counts_E.size());
     for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
   }
-  // One message and one wait for all of it: float64 holds every count.
+  Unread step{.checks = later.checks()};
+  // One message for all of it: float64 holds every count.
+  losses.push_back(num_failed(step.checks, num_tokens.options()));
   std::vector<nn::TokenSum> terms{stack(losses)};
-  for (const auto& count : counts) terms.push_back(cast(count, at::kDouble));
-  at::Tensor rest = whole(all_reduce<kTokenAxes>(cat(terms, 0))).cpu();
+  for (const auto& count : counts) {
+    terms.push_back(cast(count, at::kDouble));
+    step.num_experts.push_back(local(count).numel());
+  }
+  step.sums = at::cat({num_tokens.reshape({1}), whole(all_reduce<kTokenAxes>(cat(terms, 0)))});
+  return step;
+}
+
+void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
+                  const StepOptions& options) {
+  RECORD_USER_SCOPE("norm and update");
+  const kernels::UseGpuKernels chosen(model.gpu_kernels());
+  const auto norm = optim::grad_norm(optimizer.params());
+  const auto sum = [&](std::int64_t i) { return step.sums.select(0, i); };
+  const at::Tensor is_good = whole(norm)
+                                 .isfinite()
+                                 .logical_and(sum(kTotal).isfinite())
+                                 .logical_and(sum(kTokens).gt(0))
+                                 .logical_and(sum(kFailed).eq(0));
+  const at::Tensor skip = is_good.logical_not().to(at::kDouble);
+  optimizer.update(options.max_norm > 0 ? clip_factor(norm, options.max_norm) : at::ones_like(skip),
+                   skip);
+  for (auto* router : model.routers()) {
+    if (options.bias_coeff != 0)
+      router->update_bias(options.bias_coeff, skip);
+    else
+      router->clear_counts();
+  }
+  step.update = at::stack({whole(norm), skip});
+}
+
+StepResult read(const Unread& step) {
+  // Bits, since the checks have whole numbers of 64.
+  std::vector<at::Tensor> parts{step.sums.view(at::kLong)};
+  if (step.update.defined()) parts.push_back(step.update.view(at::kLong));
+  parts.insert(parts.end(), step.checks.found.begin(), step.checks.found.end());
+  at::Tensor rest = at::cat(parts).cpu();
   const auto take = [&](std::int64_t n) {
     const at::Tensor first = rest.narrow(0, 0, n);
     rest = rest.narrow(0, n, rest.size(0) - n);
     return first;
   };
-  const at::Tensor sums = take(2);
-  g.loss = sums[0].item<double>(), g.total_loss = sums[1].item<double>();
-  for (const auto& count : counts) g.counts_E.push_back(take(local(count).numel()).to(at::kLong));
-  return g;
+  const auto take_numbers = [&](std::int64_t n) { return take(n).view(at::kDouble); };
+  StepResult result;
+  Gradients& g = result.gradients;
+  g.on_device = step;
+  const at::Tensor sums = take_numbers(kNumSums);
+  g.num_tokens = static_cast<std::int64_t>(sums[kTokens].item<double>());
+  g.loss = sums[kCrossEntropy].item<double>(), g.total_loss = sums[kTotal].item<double>();
+  for (const auto n : step.num_experts) g.counts_E.push_back(take_numbers(n).to(at::kLong));
+  if (step.update.defined()) {
+    const at::Tensor update = take_numbers(2);
+    result.update = {.grad_norm = update[0].item<double>(),
+                     .skipped = update[1].item<double>() != 0};
+  }
+  step.checks.raise(rest.const_data_ptr<std::int64_t>());
+  return result;
+}
+
+StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
+                     std::vector<models::MicroBatch> batches, double lr,
+                     const StepOptions& options) {
+  optimizer.begin_step(lr);
+  Unread step = start_gradients(model, std::move(batches), options);
+  start_update(model, optimizer, step, options);
+  const StepResult result = read(step);
+  optimizer.end_step(result.update.skipped);
+  return result;
+}
+
+Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                               const StepOptions& options) {
+  return read(start_gradients(model, std::move(batches), options)).gradients;
 }
 
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
                        const Gradients& gradients, double lr, const StepOptions& options) {
-  RECORD_USER_SCOPE("norm and update");
-  Update update;
-  const auto norm = optim::grad_norm(optimizer.params());
-  update.grad_norm = number(norm);
-  update.skipped = !std::isfinite(update.grad_norm) || !std::isfinite(gradients.total_loss) ||
-                   gradients.num_tokens == 0;
-  if (update.skipped) {
-    optimizer.zero_grad();
-    for (auto* router : model.routers()) router->clear_counts();
-    return update;
-  }
-  if (options.max_norm > 0) optim::clip_gradients(optimizer.params(), norm, options.max_norm);
-  optimizer.step(lr);
-  for (auto* router : model.routers()) {
-    if (options.bias_coeff != 0)
-      router->update_bias(options.bias_coeff);
-    else
-      router->clear_counts();
-  }
+  optimizer.begin_step(lr);
+  Unread step = gradients.on_device;
+  start_update(model, optimizer, step, options);
+  const Update update = read(step).update;
+  optimizer.end_step(update.skipped);
   return update;
 }
 

@@ -1,9 +1,11 @@
 #pragma once
 // One optimizer step: the gradients of all micro-batches, their norm, the update, the expert bias.
+// The host hands all of it to the device without a wait, and then reads what the step gave, once.
 
 #include <vector>
 
 #include "moesh/models/model.h"
+#include "moesh/nn/later.h"
 #include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
 
@@ -15,12 +17,22 @@ struct StepOptions {
   models::ForwardOptions forward;
 };
 
+/// What a step has left on the device, where nobody has looked yet.
+struct Unread {
+  at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, then
+                      // the counts of each MoE layer; of all ranks
+  at::Tensor update;  // float64: gradient norm, skipped; undefined before the update
+  nn::CheckLater::Checks checks;          // of this rank
+  std::vector<std::int64_t> num_experts;  // of each MoE layer
+};
+
 /// What the micro-batches of a step gave; every number is that of all ranks.
 struct Gradients {
   double loss = 0;                   // cross-entropy per valid token
   double total_loss = 0;             // with the auxiliary losses
   std::int64_t num_tokens = 0;       // valid tokens of the step
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
+  Unread on_device;
 };
 
 struct Update {
@@ -29,13 +41,35 @@ struct Update {
   bool skipped = false;
 };
 
+struct StepResult {
+  Gradients gradients;
+  Update update;
+};
+
+// What the host hands to the device; none of these waits for it on one rank. In between, a CUDA
+// graph may stand for the calls of one step.
+
 /// Forward and backward of every micro-batch. The valid tokens of the step are counted over all
 /// ranks before the first backward, so that every one of them has the same weight.
 /// `num_step_tokens` of the batches is filled in here.
+Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                       const StepOptions& options);
+/// Between Optimizer's begin_step and end_step: clips, updates the parameters and moves the expert
+/// bias; or, where it must, skips all of it.
+void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
+                  const StepOptions& options);
+/// Waits, and reads all of it at once. A check of a token or a label that has failed throws here,
+/// on the rank which found it.
+StepResult read(const Unread& step);
+
+/// A whole step with one wait, at its end.
+StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
+                     std::vector<models::MicroBatch> batches, double lr,
+                     const StepOptions& options);
+
+/// The same in two parts, for who looks at the gradients in between; each waits.
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
                                const StepOptions& options);
-
-/// Clips, updates the parameters and moves the expert bias; or, where it must, skips all of it.
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,
                        const Gradients& gradients, double lr, const StepOptions& options);
 

@@ -54,6 +54,7 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingR
   const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
   const std::int64_t num_sequences = c.batch * mesh.size(dp),
                      num_tokens = num_sequences * c.sequence;
+  const at::Tensor count = at::full({}, static_cast<double>(num_tokens), at::kDouble);
   // The objective is a random linear function of the output, plus the auxiliary losses.
   const at::Tensor x = mine(make_data(c, num_sequences, "x"), c, mesh);
   const at::Tensor weights = mine(make_data(c, num_sequences, "objective"), c, mesh);
@@ -68,10 +69,10 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingR
     const auto wide = [](const nn::TokenSum& t) { return cast(t, at::kDouble); };
     loss = wide(loss);
     if (c.switch_weight != 0)
-      loss = loss + scale(wide(nn::switch_loss(route, r, num_tokens)), c.switch_weight);
+      loss = loss + scale(wide(nn::switch_loss(route, r, count)), c.switch_weight);
     if (c.sequence_weight != 0)
-      loss = loss + scale(wide(nn::sequence_loss(route, r, tokens, num_tokens)), c.sequence_weight);
-    if (c.z_weight != 0) loss = loss + scale(wide(nn::z_loss(route, num_tokens)), c.z_weight);
+      loss = loss + scale(wide(nn::sequence_loss(route, r, tokens, count)), c.sequence_weight);
+    if (c.z_weight != 0) loss = loss + scale(wide(nn::z_loss(route, count)), c.z_weight);
     return loss;
   };
   nn::TokenSum loss, squares;

@@ -421,23 +421,19 @@ at::Tensor counts_of_a_long_sequence(const Pending& counts) {
 
 #if defined(FAIL_partial_norm_given_to_clip)
 // expect: this value is still a partial sum (P): all_reduce<axis> first
-double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) {
-  return clip(gradients, norm, 1.0);
-}
+at::Tensor clip_partial(const Pending& norm) { return clip_factor(norm, 1.0); }
 #else
-double clip_partial(const std::vector<at::Tensor>& gradients, const Pending& norm) {
-  return clip(gradients, all_reduce<kTokenAxes>(norm), 1.0);
+at::Tensor clip_partial(const Pending& norm) {
+  return clip_factor(all_reduce<kTokenAxes>(norm), 1.0);
 }
 #endif
 
 #if defined(FAIL_shard_given_to_clip)
 // expect: this value is one rank's shard: sum it and all_reduce<axis> first
-double clip_shard(const std::vector<at::Tensor>& gradients, const Tensor<Dense{I, I, F}>& squares) {
-  return clip(gradients, squares, 1.0);
-}
+at::Tensor clip_shard(const Tensor<Dense{I, I, F}>& squares) { return clip_factor(squares, 1.0); }
 #else
-double clip_shard(const std::vector<at::Tensor>& gradients, const Tensor<Dense{I, I, F}>& squares) {
-  return clip(gradients, all_reduce<tp>(sum_all(squares)), 1.0);
+at::Tensor clip_shard(const Tensor<Dense{I, I, F}>& squares) {
+  return clip_factor(all_reduce<tp>(sum_all(squares)), 1.0);
 }
 #endif
 

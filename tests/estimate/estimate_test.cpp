@@ -206,6 +206,18 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
       }
 }
 
+// On one rank, with own kernels: the loss and all that belongs to it, at the end.
+TEST(Estimate, AStepReadsTheDeviceOnce) {
+  for (const auto& name : models::model_names())
+    for (const Args& more : {Args{}, Args{"--training.gradient_accumulation_steps=3"},
+                             Args{"--activation_checkpoint.mode=full", "--optimizer.name=sgd"},
+                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"}}) {
+      const Config c =
+          load({"--model=" + name + ":tiny", "--dtype=bfloat16", "--device=cuda"}, more);
+      EXPECT_EQ(estimate(c).num_reads, 1) << name << " " << (more.empty() ? "" : more[0]);
+    }
+}
+
 // Outside of a dry run meta is LibTorch's own again: reading from it is an error, not a zero.
 TEST(Estimate, LeavesMetaAsItWas) {
   const Config c = load({});

@@ -1,7 +1,6 @@
 #include "tests/gpu/torch_cuda.h"
 
 #include <ATen/cuda/CUDAEvent.h>
-#include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 
@@ -45,26 +44,6 @@ int count_waits(const std::function<void()>& f) {
   f();
   return counter.count;
 }
-
-struct Graph::Parts {
-  at::cuda::CUDAGraph graph;
-};
-
-Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>()) {
-  parts_->graph.capture_begin();
-  try {
-    f();
-  } catch (...) {
-    try {
-      parts_->graph.capture_end();
-    } catch (const c10::Error&) {  // of a capture that f has broken: what f threw says more
-    }
-    throw;
-  }
-  parts_->graph.capture_end();
-}
-Graph::~Graph() = default;
-void Graph::replay() { parts_->graph.replay(); }
 
 float milliseconds(const std::function<void()>& f) {
   at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);

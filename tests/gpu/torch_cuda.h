@@ -3,7 +3,8 @@
 // in torch_cuda.cpp alone; a LibTorch without CUDA has none, and no_torch_cuda.cpp says so.
 
 #include <functional>
-#include <memory>
+
+#include "moesh/kernels/graph.h"
 
 namespace moesh::gpu {
 
@@ -11,18 +12,7 @@ namespace moesh::gpu {
 /// that are waited for, streams and events that are synchronised.
 int count_waits(const std::function<void()>& f);
 
-/// What f gives to the current stream (not the default one) is recorded and not done; `replay` does
-/// it, as often as it is asked, on the memory that f used. f has run a few times before.
-class Graph {
- public:
-  explicit Graph(const std::function<void()>& f);
-  ~Graph();
-  void replay();
-
- private:
-  struct Parts;
-  std::unique_ptr<Parts> parts_;
-};
+using kernels::Graph;
 
 /// The milliseconds between the beginning and the end of what f gives to the current stream; waits.
 float milliseconds(const std::function<void()>& f);

@@ -177,8 +177,9 @@ TEST(Mla, SendsTheLatentBetweenCpRanks) {
 
 // The loss and the gradients of one step on one rank, by name.
 std::map<std::string, at::Tensor> gradients_of(models::Model& model, const at::Tensor& ids) {
-  const models::MicroBatch batch{
-      .input_ids_BL = ids.narrow(1, 0, 6), .labels_BL = ids.narrow(1, 1, 6), .num_step_tokens = 12};
+  const models::MicroBatch batch{.input_ids_BL = ids.narrow(1, 0, 6),
+                                 .labels_BL = ids.narrow(1, 1, 6),
+                                 .num_step_tokens = at::full({}, 12, at::kDouble)};
   const auto result = model.forward(batch, {});
   backward(result.loss);
   std::map<std::string, at::Tensor> all{{"loss", local(result.loss).detach()}};

@@ -38,7 +38,7 @@ Result run(const std::vector<std::int64_t>& cuts) {
   const at::Tensor ids = at::arange(14).remainder(plan.config.vocab).reshape({2, 7});
   const MicroBatch batch{.input_ids_BL = ids.to(test_device()),
                          .labels_BL = (ids + 1).to(test_device()),
-                         .num_step_tokens = 14};
+                         .num_step_tokens = at::full({}, 14, at::kDouble)};
   const ForwardOptions options{.sequence_parallel = Sp,
                                .auxiliary = {.switch_weight = 0.1, .z_weight = 0.01}};
   const nn::Tokens tokens = stages[0]->tokens_of(batch, options);

@@ -4,7 +4,9 @@
 #include <ATen/SDPBackend.h>
 #include <gtest/gtest.h>
 
+#include "moesh/base/error.h"
 #include "moesh/nn/composed_attention.h"
+#include "moesh/nn/flash_attention.h"
 
 namespace moesh {
 namespace {
@@ -56,6 +58,59 @@ TEST(AttentionOnAGpu, GoesToTheFastestKernelAsItIs) {
     EXPECT_LT(error(k.grad(), wk.grad()), 1e-2);
     EXPECT_LT(error(v.grad(), wv.grad()), 1e-2);
   }
+}
+
+at::Tensor with_sinks(const kernels::AttentionConfig& c, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, const at::Tensor& sinks) {
+  const auto per_group = q.size(2) / k.size(2);
+  const at::Tensor keys = k.repeat_interleave(per_group, 2).permute({0, 2, 3, 1}),
+                   values = v.repeat_interleave(per_group, 2).transpose(1, 2);
+  const auto index = at::TensorOptions(q.device()).dtype(at::kLong);
+  const at::Tensor query = at::arange(c.start, c.start + q.size(1), index).unsqueeze(1),
+                   key = at::arange(k.size(1), index);
+  at::Tensor hidden = key > query;
+  if (c.window > 0) hidden = hidden.logical_or(key <= query - c.window);
+  at::Tensor scores = (q.transpose(1, 2).matmul(keys) * c.scale).masked_fill(hidden, -INFINITY);
+  if (sinks.defined())
+    scores = at::cat(
+        {scores, sinks.reshape({1, -1, 1, 1}).expand({q.size(0), q.size(2), q.size(1), 1})}, 3);
+  return scores.softmax(-1).narrow(3, 0, k.size(1)).matmul(values).transpose(1, 2);
+}
+
+// Windows and sinks, with and without each other, and queries that begin in the middle.
+TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
+  at::manual_seed(2);
+  for (const std::int64_t window : {0, 1, 100, 5000})
+    for (const bool has_sinks : {true, false})
+      for (const std::int64_t start : {0, 90}) {
+        // Without a window this kernel is not asked, and of one key nothing depends on its score.
+        if (!has_sinks && window != 100) continue;
+        const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+        const auto leaf = [&](std::int64_t length, std::int64_t heads) {
+          return at::randn({2, length, heads, 64}, options).requires_grad_(true);
+        };
+        const at::Tensor q = leaf(200, 8), k = leaf(200 + start, 2), v = leaf(200 + start, 2);
+        at::Tensor sinks;
+        if (has_sinks)
+          sinks = at::randn({8}, options.dtype(at::kFloat)).mul_(2).requires_grad_(true);
+        const kernels::AttentionConfig config{.scale = 0.125, .start = start, .window = window};
+        ASSERT_TRUE(nn::takes_flash_attention(config, {q, k, v, sinks}));
+        const auto wide = [](const at::Tensor& x) {
+          return x.defined() ? x.detach().to(at::kDouble).requires_grad_(true) : x;
+        };
+        const at::Tensor wq = wide(q), wk = wide(k), wv = wide(v), ws = wide(sinks),
+                         want = with_sinks(config, wq, wk, wv, ws);
+        const at::Tensor dy = at::randn(want.sizes(), options);
+        const at::Tensor y = nn::composed_attention(config, {q, k, v, sinks});
+        y.backward(dy), want.backward(dy.to(at::kDouble));
+        const auto what = detail::concat("window ", window, ", start ", start);
+        EXPECT_LT(error(y, want), 1e-2) << what;
+        EXPECT_LT(error(q.grad(), wq.grad()), 1e-2) << what;
+        EXPECT_LT(error(k.grad(), wk.grad()), 1e-2) << what;
+        EXPECT_LT(error(v.grad(), wv.grad()), 1e-2) << what;
+        // A sum over all queries, of both signs.
+        if (has_sinks) EXPECT_LT(error(sinks.grad(), ws.grad()), 5e-2) << what;
+      }
 }
 
 }  // namespace

@@ -166,9 +166,8 @@ TEST(Layouts, PendingCountsAreAPartialSum) {
 }
 
 TEST(Layouts, SumsOfASequenceArePartialOnCpAndTp) {
-  constexpr std::int64_t kStepTokens = 10;
   const auto loss_of = [](const Routed& r) {
-    return sequence_loss(r.route, r.router.config(), r.tokens, kStepTokens);
+    return sequence_loss(r.route, r.router.config(), r.tokens, at::full({}, 10, at::kDouble));
   };
   for (const auto& shape : kMeshes) {
     const at::Tensor x = random({shape.dp_shard, 5, 4});

@@ -72,7 +72,13 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   config::Settings more{{"training.max_norm", 0.01, {"test"}}};
   for (const std::string dtype : {"float32", "bfloat16"})
     if (settings.take(dtype) != 0) more.push_back({"training.dtype", dtype, {"test"}});
-  const auto c = step_case(mesh, more);
+  const bool has_copies = settings.take("weight_copies") != 0;
+  if (has_copies) {
+    more.push_back({"kernels.weight_copies", true, {"test"}});
+    more.push_back({"optimizer.lr", 0.1, {"test"}});  // an old copy must show
+  }
+  auto c = step_case(mesh, more);
+  if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=] { return first_of(verify::verify(c, *reference), mesh); };
 });

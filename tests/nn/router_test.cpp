@@ -276,9 +276,10 @@ TEST(Router, TokensThatDoNotCount) {
     const auto same = [](const TokenSum& a, const TokenSum& b) {
       EXPECT_NEAR(local(a).item<double>(), local(b).item<double>(), 1e-14);
     };
-    same(switch_loss(some, config, 3), switch_loss(kept, config, 3));
-    same(sequence_loss(some, config, all_tokens, 3), sequence_loss(kept, config, kept_tokens, 3));
-    same(z_loss(some, 3), z_loss(kept, 3));
+    const at::Tensor n = at::full({}, 3, at::kDouble);
+    same(switch_loss(some, config, n), switch_loss(kept, config, n));
+    same(sequence_loss(some, config, all_tokens, n), sequence_loss(kept, config, kept_tokens, n));
+    same(z_loss(some, n), z_loss(kept, n));
     const Tokens none(mesh, 1, 5, true, at::zeros_like(valid).unsqueeze(0));
     const auto idle = statistics(router.choose(assume<Dense{T, T, T}>(logits), none, {}));
     EXPECT_EQ(idle.num_idle, 4);
@@ -296,21 +297,22 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
     const Tokens tokens(mesh, B, L, true);
     const Route route = router.choose(assume<Dense{T, T, T}>(logits), tokens, {});
     const at::Tensor chosen = at::zeros_like(p).scatter(1, sorted_choice(p, 2), 1);
+    const at::Tensor num_step = at::full({}, tokens_total, at::kDouble);
     // Switch: E * sum_e f_e p_e with f the fraction of routed rows and p the mean probability.
     const auto switch_form = [](const at::Tensor& map, const at::Tensor& prob) {
       return 5 * (map.sum(0) / map.sum() * prob.mean(0)).sum().item<double>();
     };
-    EXPECT_NEAR(local(switch_loss(route, config, tokens_total)).item<double>(),
-                switch_form(chosen, p), 1e-14);
+    EXPECT_NEAR(local(switch_loss(route, config, num_step)).item<double>(), switch_form(chosen, p),
+                1e-14);
     double by_sequence = 0;
     for (std::int64_t b = 0; b < B; ++b)
       by_sequence += switch_form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
-    EXPECT_NEAR(local(sequence_loss(route, config, tokens, tokens_total)).item<double>(),
-                by_sequence, 1e-14);
-    EXPECT_NEAR(local(z_loss(route, tokens_total)).item<double>(),
+    EXPECT_NEAR(local(sequence_loss(route, config, tokens, num_step)).item<double>(), by_sequence,
+                1e-14);
+    EXPECT_NEAR(local(z_loss(route, num_step)).item<double>(),
                 at::logsumexp(logits, {-1}).square().mean().item<double>(), 1e-13);
     // A micro-batch counts by its part of the step.
-    EXPECT_NEAR(local(switch_loss(route, config, 4 * tokens_total)).item<double>(),
+    EXPECT_NEAR(local(switch_loss(route, config, 4 * num_step)).item<double>(),
                 switch_form(chosen, p) / 4, 1e-14);
   });
 }
@@ -320,17 +322,20 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
 TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
   constexpr std::int64_t E = 5, B = 2, L = 9;
   struct Term {
-    std::function<TokenSum(const Route&, const RouterConfig&, const Tokens&, std::int64_t)> loss;
+    std::function<TokenSum(const Route&, const RouterConfig&, const Tokens&, const at::Tensor&)>
+        loss;
     at::Tensor (*formula)(const losses::Routed&, const at::Tensor&, std::int64_t);
   };
   const Term kTerms[] = {
-      {[](const auto& r, const auto& c, const auto&, auto n) { return switch_loss(r, c, n); },
+      {[](const auto& r, const auto& c, const auto&, const auto& n) {
+         return switch_loss(r, c, n);
+       },
        losses::switch_loss},
-      {[](const auto& r, const auto& c, const auto& t, auto n) {
+      {[](const auto& r, const auto& c, const auto& t, const auto& n) {
          return sequence_loss(r, c, t, n);
        },
        losses::sequence_loss},
-      {[](const auto& r, const auto&, const auto&, auto n) { return z_loss(r, n); },
+      {[](const auto& r, const auto&, const auto&, const auto& n) { return z_loss(r, n); },
        losses::z_loss}};
   for (auto scoring : {Scoring::sigmoid, Scoring::softmax})
     for (const auto& shape :
@@ -342,7 +347,7 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
           const std::int64_t sequences = B * shape.dp_replicate * shape.dp_shard;
           const at::Tensor x_SLE = at::randn({sequences, L, E}, at::kDouble),
                            valid = losses::valid_tokens(mask, sequences, L);
-          const auto num_step =
+          const std::int64_t num_step =
               std::max<std::int64_t>(1, 3 * valid.sum().item<std::int64_t>());  // a third of it
           std::vector<double> values;
           std::vector<at::Tensor> gradients;
@@ -380,7 +385,8 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
                   const auto x = as_leaf(own(x_SLE));
                   const Route route =
                       router.choose(x, tokens, {.pass = i == 0 ? Pass::training : Pass::recompute});
-                  const auto loss = kTerms[i].loss(route, config, tokens, num_step);
+                  const auto loss =
+                      kTerms[i].loss(route, config, tokens, at::full({}, num_step, at::kDouble));
                   EXPECT_NEAR(number(all_reduce<kTokenAxes>(loss)), values[i], 1e-12) << where(i);
                   backward(loss);
                   EXPECT_TRUE(at::allclose(local(grad(x)), local(own(gradients[i])), 1e-10, 1e-13))

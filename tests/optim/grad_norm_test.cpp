@@ -5,7 +5,10 @@
 #include <cmath>
 #include <limits>
 
-#include "moesh/base/error.h"
+#include "moesh/optim/adamw.h"
+#include "moesh/optim/optimizer.h"
+#include "moesh/optim/sgd.h"
+#include "moesh/spmd/whole.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {
@@ -159,6 +162,7 @@ TEST(AllFinite, SeesOneElementOfOneRankOnAllRanks) {
     });
 }
 
+// One step of plain SGD at rate 1 moves a parameter by its clipped gradient.
 TEST(Clip, ScalesTheGradientsOfBothViewsOnEveryMesh) {
   const double norm_before = expected_norm();
   for (const auto& shape : meshes())
@@ -166,34 +170,56 @@ TEST(Clip, ScalesTheGradientsOfBothViewsOnEveryMesh) {
       Model model;
       model.set_gradients();
       const ParamList list = model.list();
-      const double factor = clip_gradients(list, grad_norm(list), 0.5);
-      EXPECT_NEAR(factor, 0.5 / norm_before, 1e-12);
+      const at::Tensor factor = clip_factor(grad_norm(list), 0.5);
+      EXPECT_NEAR(factor.item<double>(), 0.5 / norm_before, 1e-12);
+      const auto before = model.values();
+      Optimizer optimizer(list, std::make_shared<Sgd>(SgdConfig{.momentum = 0}));
+      optimizer.begin_step(1);
+      optimizer.update(factor, at::zeros_like(factor));
+      optimizer.end_step(false);
+      const auto after = model.values();
       model.each_param([&](auto& p) {
         const at::Tensor expected =
             slice(whole_gradient(p.stored().spec, 0), p.stored().compute) * factor;
-        EXPECT_TRUE(at::equal(local(grad(p)), expected))
+        EXPECT_TRUE(at::equal(after.at(p.name()), before.at(p.name()) - expected))
             << p.name() << " on " << mesh.shape().describe();
       });
-      EXPECT_NEAR(number(grad_norm(list)), 0.5, 1e-12) << mesh.shape().describe();
-      EXPECT_EQ(clip_gradients(list, grad_norm(list), 2), 1)
+      EXPECT_EQ(
+          [&] {
+            model.set_gradients();
+            return clip_factor(grad_norm(list), 2 * norm_before).item<double>();
+          }(),
+          1)
           << "a norm below the limit changes nothing";
-      EXPECT_NEAR(number(grad_norm(list)), 0.5, 1e-12);
     });
 }
 
-TEST(Clip, RefusesANormThatIsNotFinite) {
-  on_mesh({.tp = 2}, [](const Mesh& mesh) {
-    Model model;
-    model.set_gradients();
-    if (mesh.rank() == 1)
-      model.w.stored().value.mutable_grad().fill_(std::numeric_limits<double>::quiet_NaN());
-    const ParamList list = model.list();
-    const Norm norm = grad_norm(list);
-    EXPECT_FALSE(all_finite(norm));
-    EXPECT_THROW(clip_gradients(list, norm, 1), Error);
-    model.set_gradients();
-    EXPECT_THROW(clip_gradients(list, grad_norm(list), 0), Error);
-  });
+// Whatever the gradients and the factor are.
+TEST(Optimizer, MovesNothingInAStepThatIsSkipped) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const std::shared_ptr<const Rule> rules[] = {std::make_shared<Sgd>(SgdConfig{.momentum = 0.7}),
+                                               std::make_shared<AdamW>()};
+  for (const auto& rule : rules)
+    on_mesh({.tp = 2, .ep = 2}, [&](const Mesh&) {
+      Model model, other;
+      Optimizer skipping(model.list(), rule), plain(other.list(), rule);
+      for (int step = 0; step < 3; ++step) {
+        model.set_gradients(step), other.set_gradients(step);
+        skipping.step(0.1), plain.step(0.1);
+        for (const double value : {nan, 0.5}) {
+          for (const auto& entry : skipping.params())
+            entry.stored->value.mutable_grad() = at::full_like(entry.stored->value.detach(), value);
+          skipping.begin_step(0.1);
+          const at::Tensor factor =
+              at::full({}, value, at::TensorOptions(test_device()).dtype(at::kDouble));
+          skipping.update(factor, at::ones_like(factor));
+          skipping.end_step(true);
+        }
+      }
+      EXPECT_EQ(skipping.num_steps(), 3);
+      const auto one = model.values(), two = other.values();
+      for (const auto& [name, value] : one) EXPECT_TRUE(at::equal(value, two.at(name))) << name;
+    });
 }
 
 }  // namespace

@@ -165,44 +165,6 @@ TEST(Sgd, IsTorchs) {
   expect_as_torch<torch::optim::SGD>(make_sgd, options, at::kFloat, 2e-6);
 }
 
-// The CPU's loop and the kernel of other devices are the same update.
-TEST(AdamW, LoopAndFusedKernelAgree) {
-  for (const auto dtype : {at::kDouble, at::kFloat}) {
-    const ParamSpec spec{.name = "w", .shape = {1003}, .dtype = dtype};
-    std::vector<at::Tensor> a, b;  // value, first and second moment
-    for (int i = 0; i < 3; ++i) a.push_back(whole_gradient(spec, 10 + i));
-    a[2].abs_();
-    for (const auto& x : a) b.push_back(x.clone());
-    for (int step = 1; step <= 5; ++step) {
-      const raw::AdamWStep s{rate(step), kAdamW.beta1,        kAdamW.beta2,
-                             kAdamW.eps, kAdamW.weight_decay, step};
-      const at::Tensor g = whole_gradient(spec, step);
-      raw::adamw_loop(s, a[0], g, a[1], a[2]);
-      raw::adamw_fused(s, {b[0]}, {g}, {b[1]}, {b[2]});
-    }
-    const double tolerance = dtype == at::kDouble ? 1e-13 : 2e-6;
-    for (std::size_t i = 0; i < 3; ++i)
-      EXPECT_TRUE(at::allclose(a[i], b[i], tolerance, tolerance)) << "tensor " << i;
-  }
-}
-
-// No bit depends on where a shard begins, in float32 too, and on no number of threads.
-TEST(AdamW, LoopGivesTheSameBitsInPieces) {
-  const ParamSpec spec{.name = "w", .shape = {40'003}, .dtype = at::kFloat};
-  const raw::AdamWStep s{0.01, kAdamW.beta1, kAdamW.beta2, kAdamW.eps, kAdamW.weight_decay, 3};
-  const at::Tensor g = whole_gradient(spec, 0);
-  std::vector<at::Tensor> a, b;
-  for (int i = 1; i <= 3; ++i)
-    a.push_back(whole_gradient(spec, i).abs_()), b.push_back(a.back().clone());
-  raw::adamw_loop(s, a[0], g, a[1], a[2]);
-  for (std::int64_t begin = 0, n = 1; begin < g.numel(); begin += n, n = n * 3 + 1) {
-    n = std::min(n, g.numel() - begin);
-    const auto part = [&](const at::Tensor& x) { return x.narrow(0, begin, n); };
-    raw::adamw_loop(s, part(b[0]), part(g), part(b[1]), part(b[2]));
-  }
-  for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(a[i], b[i])) << "tensor " << i;
-}
-
 TEST(Optimizer, TakesAGradientThatIsNotContiguous) {
   on_mesh({}, [](const Mesh&) {
     Model a, b;

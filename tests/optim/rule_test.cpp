@@ -43,15 +43,15 @@ class Orthogonal final : public Rule {
       const Stored& w = *p.stored;
       const bool is_matrix = w.spec.shape.size() == 2;
       const Axes joined = is_matrix ? w.cutting : w.cutting & etp;
-      at::Tensor(p.state[0]).mul_(kMomentum).add_(p.gradient);
+      step.write(p.state[0], p.state[0].mul(kMomentum).add_(step.clipped(p.gradient)));
       at::Tensor full = gather_full(w, p.state[0], joined).clone();
       if (is_matrix) {
         full = orthogonalized(full);
-        at::Tensor(p.state[1]).fill_(full.norm().item<double>());
+        step.write(p.state[1], full.norm().to(at::kFloat).expand({1}));
       } else {
         for (std::int64_t e = 0; e < full.size(0); ++e) full[e].copy_(orthogonalized(full[e]));
       }
-      at::Tensor(p.value).sub_(shard_of(w, full, joined).mul(step.lr));
+      step.write(p.value, p.value.sub(shard_of(w, full, joined).mul(step.lr())));
     }
   }
 };

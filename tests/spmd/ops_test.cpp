@@ -134,14 +134,15 @@ TEST(Backward, ErrorsNameTheCure) {
 TEST(Whole, NumbersAreReadAndClipped) {
   const auto norm = assume<Dense{I, I, I}>(at::full({}, 4.0));
   EXPECT_EQ(number(norm), 4);
-  std::vector<at::Tensor> gradients{at::full({2}, 8.0), at::full({1}, 2.0)};
-  EXPECT_EQ(clip(gradients, norm, 1.0), 0.25);
-  EXPECT_EQ(gradients[0][1].item<double>(), 2);
-  EXPECT_EQ(gradients[1][0].item<double>(), 0.5);
-  EXPECT_EQ(clip(gradients, norm, 5.0), 1);
-  EXPECT_EQ(gradients[1][0].item<double>(), 0.5);
-  EXPECT_THROW(clip(gradients, assume<Dense{I, I, I}>(at::full({}, NAN)), 1.0), Error);
-  EXPECT_THROW(clip(gradients, norm, 0), Error);
+  const auto factor = [](double n, double max_norm) {
+    return clip_factor(assume<Dense{I, I, I}>(at::full({}, n, at::kDouble)), max_norm)
+        .item<double>();
+  };
+  EXPECT_EQ(factor(4, 1), 0.25);
+  EXPECT_EQ(factor(4, 5), 1);
+  EXPECT_EQ(factor(0, 1), 1);
+  EXPECT_TRUE(std::isnan(factor(NAN, 1)));
+  EXPECT_THROW(clip_factor(norm, 0), Error);
   EXPECT_THROW(number(assume<Dense{I, I, I}>(at::ones({2}))), Error);
 }
 

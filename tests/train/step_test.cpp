@@ -3,16 +3,19 @@
 #include "moesh/train/step.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <limits>
 
 #include "moesh/base/random.h"
 #include "moesh/models/registry.h"
+#include "moesh/spmd/reshard.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
+#include "tests/support.h"
 #include "tests/train/loss_check.h"
 
 namespace moesh::train {
@@ -156,6 +159,57 @@ TEST_P(Steps, RunUnderTheKernelsOfTheirModel) {
   });
 }
 
+// On one rank of the last dp rank's: all skip the step, and it is named where it was found.
+TEST_P(Steps, AWrongLabelIsNamedAndNothingMovesOnAnyRank) {
+  on_each_rank([](Trainer& t, comm::Group& world) {
+    const auto before = t.state();
+    auto batch = batch_of(t.mesh);
+    const bool is_here = world.rank() == world.size() - 1;
+    if (is_here) batch.labels_BL.fill_(4096);
+    t.optimizer->begin_step(1e-3);
+    Unread step = start_gradients(*t.model, {batch}, t.options);
+    start_update(*t.model, *t.optimizer, step, t.options);
+    EXPECT_TRUE(same(before, t.state())) << "rank " << world.rank();
+    std::string said;
+    try {
+      EXPECT_TRUE(read(step).update.skipped) << "rank " << world.rank();
+    } catch (const Error& e) {
+      said = e.what();
+    }
+    EXPECT_EQ(said.find("label 4096 is outside of the vocabulary of ") != std::string::npos,
+              is_here)
+        << said;
+  });
+}
+
+TEST_P(Steps, AWrongTokenIsNamed) {
+  on_each_rank([](Trainer& t, comm::Group&) {
+    auto batch = batch_of(t.mesh);
+    batch.input_ids_BL.view(-1).fill_(-7);
+    EXPECT_EQ(error_of([&] { accumulate_gradients(*t.model, {batch}, t.options); }, ErrorKind::data)
+                  .substr(0, 44),
+              "token -7 is outside of the vocabulary of 96;");
+  });
+}
+
+// With one wait at its end a step has the bits of the one whose parts are read in between.
+TEST_P(Steps, AWholeStepIsItsParts) {
+  on_each_rank([](Trainer& t, comm::Group&) {
+    Trainer other{t.mesh};
+    for (int step = 0; step < 3; ++step) {
+      const Gradients g = t.gradients();
+      const Update u = t.apply(g);
+      const StepResult r =
+          take_step(*other.model, *other.optimizer, {batch_of(t.mesh)}, 1e-3, other.options);
+      EXPECT_EQ(r.gradients.loss, g.loss);
+      EXPECT_EQ(r.gradients.num_tokens, g.num_tokens);
+      EXPECT_EQ(r.update.grad_norm, u.grad_norm);
+      EXPECT_FALSE(r.update.skipped);
+    }
+    EXPECT_TRUE(same(t.state(), other.state()));
+  });
+}
+
 TEST_P(Steps, WithoutAValidTokenNothingMoves) {
   on_each_rank([](Trainer& t, comm::Group&) {
     const auto before = t.state();
@@ -164,6 +218,34 @@ TEST_P(Steps, WithoutAValidTokenNothingMoves) {
     EXPECT_EQ(g.num_tokens, 0);
     EXPECT_TRUE(t.apply(g).skipped);
     EXPECT_TRUE(same(before, t.state()));
+  });
+}
+
+// Three steps in bfloat16, with a change of the weights by somebody else before the last.
+std::vector<at::Tensor> trained(const Mesh& mesh, bool weight_copies, bool reshard) {
+  Trainer t{mesh};
+  t.model = models::make_model(
+      models::built_in("deepseek_v3", "tiny"),
+      {.dtype = at::kBFloat16, .device = test_device(), .seed = 1, .weight_copies = weight_copies});
+  t.optimizer = make_optimizer(*t.model, {});
+  t.options.forward.reshard = reshard;
+  for (int step = 0; step < 3; ++step) {
+    const Gradients g = t.gradients();
+    EXPECT_EQ(gather_bytes().now, 0);
+    t.apply(g);
+    const at::NoGradGuard no_grad;
+    if (step == 1) t.model->each_param([](Stored& w, bool) { w.value.mul_(1.5); });
+  }
+  return t.state();
+}
+
+// Copies are those of the weights as they are, and a cast that is made again is the same cast.
+TEST_P(Steps, CopiesAndFreedCastsChangeNoBit) {
+  on_each_rank([](Trainer& t, comm::Group&) {
+    const auto plain = trained(t.mesh, false, false);
+    EXPECT_TRUE(same(plain, trained(t.mesh, true, false)));
+    EXPECT_TRUE(same(plain, trained(t.mesh, false, true)));
+    EXPECT_TRUE(same(plain, trained(t.mesh, true, true)));
   });
 }
 

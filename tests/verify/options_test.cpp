@@ -80,6 +80,8 @@ std::vector<std::string> messages(const VerifyCase& c) {
 const std::map<std::string, std::string> kUnseen{
     {"training.device", "the tests run on one device at a time"},
     {"kernels.gpu", "the CPU has one set of kernels; see KernelsOfTheGpu"},
+    {"kernels.graph", "steps on the CPU are not graphs; see step_gpu_test"},
+    {"kernels.weight_copies", "what is cast is not sent; see Copies in step_test"},
     {"checkpoint.async", "verify saves nothing"},
     {"debug.checked", "what it sends is not the program's doing, and is not traced"},
     {"debug.timeout_seconds", "nobody waits that long"}};

@@ -23,6 +23,9 @@ LatentForwardKernel latent_heads_forward;
 LatentBackwardKernel latent_heads_backward;
 SwigluForwardKernel swiglu_forward;
 SwigluBackwardKernel swiglu_backward;
+CastKernel cast_into;
+AdamWKernel adamw_;
+SumOfSquaresKernel sum_of_squares;
 
 }  // namespace aten
 
@@ -47,6 +50,9 @@ const KernelTable& aten_kernels() {
                                  .latent_heads_backward = aten::latent_heads_backward,
                                  .swiglu_forward = aten::swiglu_forward,
                                  .swiglu_backward = aten::swiglu_backward,
+                                 .cast_into = aten::cast_into,
+                                 .adamw_ = aten::adamw_,
+                                 .sum_of_squares = aten::sum_of_squares,
                                  .attention_forward = nullptr,
                                  .attention_backward = nullptr};
   return table;

@@ -3,7 +3,7 @@
 namespace moesh::kernels {
 namespace cpu {
 
-// Each is in the file of its name. The gate is a small product, left to the library.
+// Each is in the file of its name or kind. The gate is a small product, left to the library.
 TopKKernel top_k;
 SortKernel sort_by_expert;
 ReorderKernel rank_major_to_expert_major;
@@ -11,6 +11,8 @@ GatherKernel gather_rows;
 CombineKernel combine_rows;
 ExpertsForwardKernel experts_forward;
 ExpertsBackwardKernel experts_backward;
+AdamWKernel adamw_;
+SumOfSquaresKernel sum_of_squares;
 AttentionForwardKernel attention_forward;
 AttentionBackwardKernel attention_backward;
 
@@ -37,6 +39,9 @@ const KernelTable& cpu_kernels() {
                                  .latent_heads_backward = aten_kernels().latent_heads_backward,
                                  .swiglu_forward = aten_kernels().swiglu_forward,
                                  .swiglu_backward = aten_kernels().swiglu_backward,
+                                 .cast_into = aten_kernels().cast_into,
+                                 .adamw_ = cpu::adamw_,
+                                 .sum_of_squares = cpu::sum_of_squares,
                                  .attention_forward = cpu::attention_forward,
                                  .attention_backward = cpu::attention_backward};
   return table;

@@ -69,4 +69,8 @@ Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size,
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
                             void* d_up, std::int64_t size, Stream);
 
+/// bf16 to float32 and back, rounded to the nearest.
+Error widen(const void* from, float* to, std::int64_t size, Stream);
+Error narrow(const float* from, void* to, std::int64_t size, Stream);
+
 }  // namespace moesh::kernels::cuda

@@ -31,6 +31,10 @@ LatentForwardKernel latent_heads_forward;
 LatentBackwardKernel latent_heads_backward;
 SwigluForwardKernel swiglu_forward;
 SwigluBackwardKernel swiglu_backward;
+// In hopper_update.cpp.
+CastKernel cast_into;
+AdamWKernel adamw_;
+SumOfSquaresKernel sum_of_squares;
 
 namespace {
 
@@ -327,6 +331,9 @@ const KernelTable& hopper_kernels() {
     t.latent_heads_backward = hopper::latent_heads_backward;
     t.swiglu_forward = hopper::swiglu_forward;
     t.swiglu_backward = hopper::swiglu_backward;
+    t.cast_into = hopper::cast_into;
+    t.adamw_ = hopper::adamw_;
+    t.sum_of_squares = hopper::sum_of_squares;
     t.refuses_device = hopper::refuses_device;
     t.refuses_experts = hopper::refuses_experts;
     return t;

@@ -1,5 +1,6 @@
 // Stands in for the kernels where moesh was built without a CUDA compiler.
 #include "moesh/kernels/cuda/around.h"
+#include "moesh/kernels/cuda/update.h"
 
 namespace moesh::kernels::cuda {
 namespace {
@@ -57,5 +58,10 @@ Error dense_swiglu_backward(const void*, const void*, const void*, void*, void*,
                             Stream) {
   return kNone;
 }
+Error widen(const void*, float*, std::int64_t, Stream) { return kNone; }
+Error narrow(const float*, void*, std::int64_t, Stream) { return kNone; }
+Error adamw(const AdamWStep&, const AdamWTensor*, std::int64_t, Stream) { return kNone; }
+std::int64_t squares_workspace(std::int64_t) { return 0; }
+Error sum_of_squares(const SquaresTensor*, std::int64_t, double*, double*, Stream) { return kNone; }
 
 }  // namespace moesh::kernels::cuda

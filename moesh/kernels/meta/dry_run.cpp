@@ -51,7 +51,10 @@ CountingAllocator& counting_allocator() {
 
 // What the host reads from meta: zeros. Checks of values (is a label wrong, is a score NaN) then
 // find nothing.
+std::atomic<std::int64_t> reads{0};
+
 at::Scalar read_scalar(const at::Tensor& x) {
+  ++reads;
   return at::isFloatingType(x.scalar_type()) ? at::Scalar(0.0) : at::Scalar(0);
 }
 
@@ -62,6 +65,7 @@ at::Tensor to_copy(const at::Tensor& x, std::optional<at::ScalarType> dtype,
   if (device.value_or(x.device()).is_meta())
     return at::compositeexplicitautograd::_to_copy(x, dtype, layout, device, pin, non_blocking,
                                                    format);
+  ++reads;
   return at::zeros(x.sizes(), at::TensorOptions(*device).dtype(dtype.value_or(x.scalar_type())));
 }
 
@@ -90,6 +94,10 @@ at::Tensor absolute(const at::Tensor& x) { return at::empty_like(x); }
 
 at::Tensor logical_pair(const at::Tensor& a, const at::Tensor& b) {
   return at::empty(at::infer_size(a.sizes(), b.sizes()), a.options().dtype(at::kBool));
+}
+at::Tensor where(const at::Tensor& condition, const at::Tensor& a, const at::Tensor& b) {
+  return at::empty(at::infer_size(condition.sizes(), at::infer_size(a.sizes(), b.sizes())),
+                   b.options());
 }
 at::Tensor logical_one(const at::Tensor& x) {
   return at::empty(x.sizes(), x.options().dtype(at::kBool));
@@ -174,6 +182,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("logical_and", TORCH_FN(logical_pair));
   m.impl("logical_or", TORCH_FN(logical_pair));
   m.impl("logical_not", TORCH_FN(logical_one));
+  m.impl("where.self", TORCH_FN(where));
   m.impl("masked_fill_.Scalar", TORCH_FN(masked_fill));
   m.impl("searchsorted.Tensor", TORCH_FN(searchsorted));
   m.impl("segment_reduce", TORCH_FN(segment_reduce));
@@ -182,6 +191,7 @@ DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
   m.impl("_scaled_dot_product_flash_attention_for_cpu", TORCH_FN(sdpa));
   m.impl("_scaled_dot_product_flash_attention_for_cpu_backward", TORCH_FN(sdpa_backward));
   modelled = device;
+  reads = 0;
   CountingAllocator::live = CountingAllocator::peak = 0;
   CountingAllocator::rounding =
       device == c10::kCPU ? 1 : 512;  // blocks of CUDA's caching allocator
@@ -196,6 +206,7 @@ DryRun::~DryRun() {
   modelled = at::kCPU;
 }
 
+std::int64_t DryRun::num_reads() const { return reads; }
 std::int64_t DryRun::live() const { return CountingAllocator::live; }
 std::int64_t DryRun::peak() const { return CountingAllocator::peak; }
 

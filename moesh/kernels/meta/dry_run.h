@@ -20,6 +20,8 @@ class DryRun {
   DryRun(const DryRun&) = delete;
   DryRun& operator=(const DryRun&) = delete;
 
+  /// How often the host has read from the device so far, and would have waited for it.
+  std::int64_t num_reads() const;
   /// The bytes of tensors that live now.
   std::int64_t live() const;
   /// The most that lived at once.

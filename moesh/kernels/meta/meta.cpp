@@ -157,6 +157,11 @@ SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& /*up*/
   return {at::empty_like(gate), at::empty_like(gate)};
 }
 
+void adamw_(const AdamWNumbers& /*numbers*/, const std::vector<AdamWParam>& /*params*/) {}
+at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
+  return at::empty({}, tensors[0].options().dtype(at::kDouble));
+}
+
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -195,6 +200,9 @@ const KernelTable& meta_kernels() {
                                   .latent_heads_backward = aten_kernels().latent_heads_backward,
                                   .swiglu_forward = aten_kernels().swiglu_forward,
                                   .swiglu_backward = aten_kernels().swiglu_backward,
+                                  .cast_into = aten_kernels().cast_into,
+                                  .adamw_ = meta::adamw_,
+                                  .sum_of_squares = meta::sum_of_squares,
                                   .attention_forward = meta::attention_forward,
                                   .attention_backward = meta::attention_backward};
   static const KernelTable of_accelerator = [] {

@@ -1,0 +1,59 @@
+// float32 to bfloat16 and back, eight numbers for each thread at a time.
+
+#include "moesh/kernels/cuda/activation.h"
+#include "moesh/kernels/cuda/around.h"
+#include "moesh/kernels/cuda/host.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWidth = 8;
+
+__global__ void __launch_bounds__(kThreads)
+    widen_kernel(const bf16* from, float* to, int64_t size) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  if (i + kWidth <= size) {
+    float v[kWidth];
+    unpack(load16(from + i), v);
+    __stcs(reinterpret_cast<float4*>(to + i), float4{v[0], v[1], v[2], v[3]});
+    __stcs(reinterpret_cast<float4*>(to + i) + 1, float4{v[4], v[5], v[6], v[7]});
+  } else {
+    for (int64_t j = i; j < size; ++j) to[j] = __bfloat162float(from[j]);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    narrow_kernel(const float* from, bf16* to, int64_t size) {
+  const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  if (i + kWidth <= size) {
+    const float4 a = __ldcs(reinterpret_cast<const float4*>(from + i)),
+                 b = __ldcs(reinterpret_cast<const float4*>(from + i) + 1);
+    const float v[kWidth] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    store16(to + i, packed(v));
+  } else {
+    for (int64_t j = i; j < size; ++j) to[j] = __float2bfloat16_rn(from[j]);
+  }
+}
+
+unsigned blocks_for(std::int64_t size) {
+  return static_cast<unsigned>((size + kThreads * kWidth - 1) / (kThreads * kWidth));
+}
+
+}  // namespace
+
+Error widen(const void* from, float* to, std::int64_t size, Stream stream) {
+  if (size == 0) return nullptr;
+  widen_kernel<<<blocks_for(size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      static_cast<const bf16*>(from), to, size);
+  return text_of(cudaGetLastError());
+}
+
+Error narrow(const float* from, void* to, std::int64_t size, Stream stream) {
+  if (size == 0) return nullptr;
+  narrow_kernel<<<blocks_for(size), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
+      from, static_cast<bf16*>(to), size);
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,18 @@
+// Stands in for graph.cpp where LibTorch was built without CUDA, or there is no CUDA toolkit.
+#include "moesh/base/error.h"
+#include "moesh/kernels/graph.h"
+
+namespace moesh::kernels {
+namespace {
+constexpr const char* kNone =
+    "this moesh was built without CUDA graphs (make gpu builds it with them)";
+}
+
+std::string refuses_graphs(c10::Device) { return kNone; }
+
+struct Graph::Parts {};
+Graph::Graph(const std::function<void()>&) { throw Error(ErrorKind::config, kNone); }
+Graph::~Graph() = default;
+void Graph::replay() { throw Error(ErrorKind::config, kNone); }
+
+}  // namespace moesh::kernels

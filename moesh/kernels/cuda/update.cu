@@ -1,0 +1,195 @@
+// AdamW and the sum of squares over lists of tensors. A list is cut into chunks of one size, which
+// the blocks take in turn: each finds the tensor of its chunk by bisection.
+
+#include <cuda_bf16.h>
+
+#include "moesh/kernels/cuda/host.h"
+#include "moesh/kernels/cuda/update.h"
+
+namespace moesh::kernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kChunk = 8 * 4 * kThreads;  // elements: eight loads of 16 bytes for each thread
+constexpr int kBlocks = 132 * 8;          // not of the device: the order of a sum must not change
+constexpr int kMaxTensors = 192;          // of a launch, whose arguments end at 32 KiB
+
+template <class Tensor>
+struct List {
+  Tensor tensors[kMaxTensors];
+  int ends[kMaxTensors];  // in chunks
+  int num_tensors;
+};
+
+/// Its tensor, and where in it the chunk begins.
+template <class Tensor>
+__device__ __forceinline__ int tensor_of(const List<Tensor>& list, int chunk, int64_t& begin) {
+  int low = -1, high = list.num_tensors - 1;  // ends[low] <= chunk < ends[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (list.ends[middle] <= chunk ? low : high) = middle;
+  }
+  begin = static_cast<int64_t>(chunk - (low < 0 ? 0 : list.ends[low])) * kChunk;
+  return high;
+}
+
+struct Factors {  // of a step
+  float beta1, beta2, rest1, rest2, rate, root, eps, factor;
+  double lr;
+};
+
+__device__ __forceinline__ void move(const Factors& f, float keep, float gradient, float& w,
+                                     float& m, float& v) {
+  const float g = gradient * f.factor;
+  m = f.beta1 * m + f.rest1 * g;
+  v = f.beta2 * v + f.rest2 * g * g;
+  w = keep * w - f.rate * m / (f.root * sqrtf(v) + f.eps);
+}
+
+__device__ __forceinline__ uint2 narrowed(float4 w) {
+  const __nv_bfloat162 low = __floats2bfloat162_rn(w.x, w.y),
+                       high = __floats2bfloat162_rn(w.z, w.w);
+  return {*reinterpret_cast<const unsigned*>(&low), *reinterpret_cast<const unsigned*>(&high)};
+}
+
+__device__ __forceinline__ void move_chunk(const Factors& f, const AdamWTensor& t, int64_t begin) {
+  const auto keep = static_cast<float>(1 - f.lr * t.weight_decay);
+  auto* copy = static_cast<__nv_bfloat16*>(t.copy);
+#pragma unroll 2
+  for (int k = 0; k < kChunk / (4 * kThreads); ++k) {
+    const int64_t i = begin + (k * kThreads + threadIdx.x) * 4;
+    if (i + 4 <= t.size) {
+      const float4 g = __ldcs(reinterpret_cast<const float4*>(t.gradient + i));
+      float4 w = *reinterpret_cast<const float4*>(t.value + i),
+             m = *reinterpret_cast<const float4*>(t.mean + i),
+             v = *reinterpret_cast<const float4*>(t.mean_square + i);
+      move(f, keep, g.x, w.x, m.x, v.x), move(f, keep, g.y, w.y, m.y, v.y);
+      move(f, keep, g.z, w.z, m.z, v.z), move(f, keep, g.w, w.w, m.w, v.w);
+      __stcs(reinterpret_cast<float4*>(t.value + i), w);
+      __stcs(reinterpret_cast<float4*>(t.mean + i), m);
+      __stcs(reinterpret_cast<float4*>(t.mean_square + i), v);
+      if (copy) *reinterpret_cast<uint2*>(copy + i) = narrowed(w);
+    } else {
+      for (int64_t j = i; j < t.size; ++j) {
+        move(f, keep, t.gradient[j], t.value[j], t.mean[j], t.mean_square[j]);
+        if (copy) copy[j] = __float2bfloat16_rn(t.value[j]);
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    adamw_kernel(const __grid_constant__ List<AdamWTensor> list, const AdamWStep step) {
+  if (step.numbers[3] != 0) return;
+  __shared__ Factors shared;
+  if (threadIdx.x == 0) {
+    const double lr = step.numbers[0], number = step.numbers[1];
+    shared = {.beta1 = static_cast<float>(step.beta1),
+              .beta2 = static_cast<float>(step.beta2),
+              .rest1 = static_cast<float>(1 - step.beta1),
+              .rest2 = static_cast<float>(1 - step.beta2),
+              .rate = static_cast<float>(lr / (1 - pow(step.beta1, number))),
+              .root = static_cast<float>(1 / sqrt(1 - pow(step.beta2, number))),
+              .eps = static_cast<float>(step.eps),
+              .factor = static_cast<float>(step.numbers[2]),
+              .lr = lr};
+  }
+  __syncthreads();
+  const Factors f = shared;
+  for (int chunk = blockIdx.x; chunk < list.ends[list.num_tensors - 1]; chunk += gridDim.x) {
+    int64_t begin;
+    const int tensor = tensor_of(list, chunk, begin);
+    move_chunk(f, list.tensors[tensor], begin);
+  }
+}
+
+/// The sum over the threads of a block, in a fixed order; thread 0 has it.
+__device__ __forceinline__ double block_sum(double v) {
+  __shared__ double warps[kThreads / 32];
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) v += __shfl_down_sync(~0u, v, distance);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+  __syncthreads();
+  double sum = 0;
+  if (threadIdx.x == 0)
+    for (const double w : warps) sum += w;
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    squares_kernel(const __grid_constant__ List<SquaresTensor> list, double* terms) {
+  double sum = 0;
+  for (int chunk = blockIdx.x; chunk < list.ends[list.num_tensors - 1]; chunk += gridDim.x) {
+    int64_t begin;
+    const SquaresTensor t = list.tensors[tensor_of(list, chunk, begin)];
+#pragma unroll
+    for (int k = 0; k < kChunk / (4 * kThreads); ++k) {
+      const int64_t i = begin + (k * kThreads + threadIdx.x) * 4;
+      if (i + 4 <= t.size) {
+        const float4 v = *reinterpret_cast<const float4*>(t.data + i);
+        sum += static_cast<double>(v.x) * v.x + static_cast<double>(v.y) * v.y +
+               static_cast<double>(v.z) * v.z + static_cast<double>(v.w) * v.w;
+      } else {
+        for (int64_t j = i; j < t.size; ++j) sum += static_cast<double>(t.data[j]) * t.data[j];
+      }
+    }
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) terms[blockIdx.x] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    sum_terms(const double* terms, int num_terms, double* out) {
+  double sum = 0;
+  for (int i = threadIdx.x; i < num_terms; i += kThreads) sum += terms[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) *out = sum;
+}
+
+/// launch(list) for lists of as many tensors as fit.
+template <class Tensor, class Launch>
+Error in_lists(const Tensor* tensors, std::int64_t num_tensors, const Launch& launch) {
+  for (std::int64_t first = 0; first < num_tensors; first += kMaxTensors) {
+    List<Tensor> list;
+    std::int64_t end = 0;
+    list.num_tensors =
+        static_cast<int>(num_tensors - first < kMaxTensors ? num_tensors - first : kMaxTensors);
+    for (int i = 0; i < list.num_tensors; ++i) {
+      list.tensors[i] = tensors[first + i];
+      end += (list.tensors[i].size + kChunk - 1) / kChunk;
+      if (end > INT32_MAX) return "an update of more than 2^44 elements";
+      list.ends[i] = static_cast<int>(end);
+    }
+    launch(list, first / kMaxTensors);
+    if (Error error = text_of(cudaGetLastError())) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+Error adamw(const AdamWStep& step, const AdamWTensor* tensors, std::int64_t num_tensors,
+            Stream stream) {
+  return in_lists(tensors, num_tensors, [&](const List<AdamWTensor>& list, std::int64_t) {
+    adamw_kernel<<<kBlocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(list, step);
+  });
+}
+
+std::int64_t squares_workspace(std::int64_t num_tensors) {
+  return (num_tensors + kMaxTensors - 1) / kMaxTensors * kBlocks;
+}
+
+Error sum_of_squares(const SquaresTensor* tensors, std::int64_t num_tensors, double* workspace,
+                     double* sum, Stream stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (Error error =
+          in_lists(tensors, num_tensors, [&](const List<SquaresTensor>& list, std::int64_t number) {
+            squares_kernel<<<kBlocks, kThreads, 0, queue>>>(list, workspace + number * kBlocks);
+          }))
+    return error;
+  sum_terms<<<1, kThreads, 0, queue>>>(workspace, static_cast<int>(squares_workspace(num_tensors)),
+                                       sum);
+  return text_of(cudaGetLastError());
+}
+
+}  // namespace moesh::kernels::cuda

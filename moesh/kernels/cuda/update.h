@@ -1,0 +1,35 @@
+#pragma once
+// What a step does with all gradients at once, under the rules of launch.h. Lists of tensors are
+// arguments of a kernel: a step is a few launches, however many parameters there are.
+
+#include "moesh/kernels/cuda/launch.h"
+
+namespace moesh::kernels::cuda {
+
+/// float32 tensors of one parameter, 16-byte aligned.
+struct AdamWTensor {
+  float* value;
+  const float* gradient;
+  float *mean, *mean_square;
+  void* copy;  // bf16, 8-byte aligned: the new value once more; null: not wanted
+  std::int64_t size;
+  double weight_decay;
+};
+struct AdamWStep {
+  double beta1, beta2, eps;
+  const double* numbers;  // of the device: learning rate, number, factor, skip
+};
+/// AdamW of kernels/update.h.
+Error adamw(const AdamWStep&, const AdamWTensor* tensors, std::int64_t num_tensors, Stream);
+
+struct SquaresTensor {
+  const float* data;  // 16-byte aligned
+  std::int64_t size;
+};
+/// The number of float64 that sum_of_squares needs besides its result.
+std::int64_t squares_workspace(std::int64_t num_tensors);
+/// In float64, in an order that depends on the sizes alone.
+Error sum_of_squares(const SquaresTensor* tensors, std::int64_t num_tensors, double* workspace,
+                     double* sum, Stream);
+
+}  // namespace moesh::kernels::cuda

@@ -1,0 +1,37 @@
+#pragma once
+// What a step does with all gradients at once: the sum of their squares, and AdamW. Nothing here
+// waits for the device: the numbers of a step are read where they are.
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace moesh::kernels {
+
+/// A parameter in an update. All tensors have one number of elements and one device; value,
+/// gradient and the two means have one dtype, float32 or float64.
+struct AdamWParam {
+  at::Tensor value;
+  at::Tensor gradient;           // is not read again: it may be written to
+  at::Tensor mean, mean_square;  // of the gradients so far
+  at::Tensor copy = {};          // bfloat16: gets the new value as well; undefined: nobody asks
+  double weight_decay = 0;
+};
+
+struct AdamWNumbers {
+  double beta1, beta2, eps;
+  /// float64 [4], on the device of the parameters: learning rate, number of the step (from 1), the
+  /// factor of the gradients (clipping), and whether the step is skipped (not 0): then nothing is
+  /// written.
+  at::Tensor step;
+};
+
+/// AdamW (optim/adamw.h has the formula), in place. No bit depends on which parameters share a call
+/// or, on the CPU, on where a shard begins.
+void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params);
+
+/// The sum of the squares of all elements, a float64 scalar; 0 without tensors. They are float32 or
+/// float64, on one device. Same bits every time.
+at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device device);
+
+}  // namespace moesh::kernels

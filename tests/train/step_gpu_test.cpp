@@ -1,0 +1,160 @@
+// A training step on one GPU: how often the host waits for the device, and that a CUDA graph of the
+// step gives the bits that it gives without one.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/build.h"
+#include "tests/gpu/torch_cuda.h"
+
+namespace moesh::train {
+namespace {
+
+using Args = std::vector<std::string>;
+
+Config config_of(const std::string& model, const Args& more = {}) {
+  Args args{"--model=" + model + ":tiny", "--dtype=bfloat16",    "--device=cuda",
+            "--data.sequence_length=32",  "--data.batch_size=2", "--training.steps=200"};
+  args.insert(args.end(), more.begin(), more.end());
+  return config::load_config(args);
+}
+
+// A run on one rank, step by step.
+struct Trainer {
+  const Config& config;
+  const Mesh& mesh;
+  std::unique_ptr<data::Dataset> dataset = open_dataset(config);
+  std::unique_ptr<models::Model> model = make_model(config);
+  std::unique_ptr<optim::Optimizer> optimizer = make_optimizer(*model, config);
+  Stepper stepper{*model, *optimizer, step_options(config), use_graph(config)};
+  std::int64_t step = 0;
+
+  std::vector<models::MicroBatch> next_batches() const {
+    return host_batches(config, *dataset, mesh, step * sample_order(config).num_per_step());
+  }
+  StepResult take_step() {
+    auto batches = on_device(config, next_batches());
+    const double lr = learning_rate(config, step++);
+    return stepper(std::move(batches), lr);
+  }
+  std::vector<at::Tensor> state() {
+    std::vector<at::Tensor> all;
+    model->each_param([&](Stored& w, bool) { all.push_back(w.value.detach().cpu()); });
+    for (auto* router : model->routers()) all.push_back(router->expert_bias().cpu());
+    for (const auto& s : optimizer->state()) all.push_back(s.value.cpu());
+    return all;
+  }
+};
+
+void alone(const Config& config, const std::function<void(const Mesh&)>& f) {
+  comm::launch(
+      1,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {});
+        const MeshScope scope(mesh);
+        f(mesh);
+      },
+      launch_options(config));
+}
+
+TEST(StepOnGpu, WaitsOnce) {
+  for (const auto& name : models::model_names())
+    for (const char* graph : {"off", "on"}) {
+      const Config config = config_of(name, {std::string("--kernels.graph=") + graph});
+      alone(config, [&](const Mesh& mesh) {
+        Trainer run{config, mesh};
+        for (int i = 0; i < Stepper::kEagerSteps + 2; ++i) run.take_step();
+        EXPECT_EQ(gpu::count_waits([&] { run.take_step(); }), 1) << name << ", graph " << graph;
+      });
+    }
+}
+
+struct Case {
+  std::string model;
+  int num_steps;
+  Args args;
+};
+
+TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
+  const Case cases[] = {
+      {"deepseek_v3", 200, {"--training.gradient_accumulation_steps=2"}},
+      {"deepseek_v3", 20, {"--activation_checkpoint.mode=full", "--kernels.weight_copies=true"}},
+      {"qwen3_moe", 20, {}},
+      {"mixtral", 20, {"--optimizer.name=sgd"}},
+      {"llama4", 20, {}},
+      {"gpt_oss", 20, {}}};
+  for (const Case& c : cases) {
+    Args on = c.args, off = c.args;
+    on.emplace_back("--kernels.graph=on"), off.emplace_back("--kernels.graph=off");
+    const Config with = config_of(c.model, on), without = config_of(c.model, off);
+    alone(with, [&](const Mesh& mesh) {
+      Trainer graph{with, mesh}, eager{without, mesh};
+      for (int i = 0; i < c.num_steps; ++i) {
+        const StepResult a = graph.take_step(), b = eager.take_step();
+        ASSERT_EQ(a.gradients.loss, b.gradients.loss) << c.model << ", step " << i;
+        ASSERT_EQ(a.update.grad_norm, b.update.grad_norm) << c.model << ", step " << i;
+        for (size_t l = 0; l < a.gradients.counts_E.size(); ++l)
+          ASSERT_TRUE(a.gradients.counts_E[l].equal(b.gradients.counts_E[l])) << c.model;
+      }
+      EXPECT_EQ(graph.stepper.num_replayed(), c.num_steps - Stepper::kEagerSteps) << c.model;
+      EXPECT_EQ(eager.stepper.num_replayed(), 0);
+      const auto one = graph.state(), other = eager.state();
+      for (size_t i = 0; i < one.size(); ++i)
+        ASSERT_TRUE(one[i].equal(other[i])) << c.model << ", tensor " << i;
+    });
+  }
+}
+
+// A graph skips what must not move, and says what is wrong with its data, as a step without one.
+TEST(StepOnGpu, AGraphSkipsAndNamesWhatIsWrong) {
+  const Config config = config_of("deepseek_v3", {"--kernels.graph=on"});
+  alone(config, [&](const Mesh& mesh) {
+    Trainer run{config, mesh};
+    for (int i = 0; i < Stepper::kEagerSteps + 1; ++i) run.take_step();
+    const auto before = run.state();
+    auto batches = on_device(config, run.next_batches());
+    batches[0].labels_BL.fill_(-100);
+    EXPECT_TRUE(run.stepper(batches, 1e-3).update.skipped);
+    batches[0].labels_BL.view(-1)[3] = 123456;
+    std::string said;
+    try {
+      run.stepper(batches, 1e-3);
+    } catch (const Error& e) {
+      said = e.what();
+    }
+    EXPECT_NE(said.find("label 123456 is outside of the vocabulary"), std::string::npos) << said;
+    const auto after = run.state();
+    for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(before[i].equal(after[i])) << i;
+    EXPECT_EQ(run.stepper.num_replayed(), 3);
+  });
+}
+
+TEST(StepOnGpu, WhatCannotBeAGraphSaysWhy) {
+  const Config config =
+      config_of("deepseek_v3", {"--kernels.graph=on", "--kernels.gpu=library", "--dtype=float32"});
+  alone(config, [&](const Mesh& mesh) {
+    Trainer run{config, mesh};
+    std::string said;
+    try {
+      for (int i = 0; i < Stepper::kEagerSteps + 1; ++i) run.take_step();
+    } catch (const Error& e) {
+      said = e.what();
+    }
+    EXPECT_NE(said.find("kernels.graph is on, but a step cannot be a CUDA graph: "),
+              std::string::npos)
+        << said;
+  });
+  const Config automatic = config_of("deepseek_v3", {"--kernels.gpu=library", "--dtype=float32"});
+  alone(automatic, [&](const Mesh& mesh) {
+    Trainer run{automatic, mesh};
+    for (int i = 0; i < Stepper::kEagerSteps + 3; ++i) EXPECT_FALSE(run.take_step().update.skipped);
+    EXPECT_EQ(run.stepper.num_replayed(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace moesh::train
