@@ -56,6 +56,7 @@ ESCAPES = [
     ("moesh/optim/grad_norm.cpp", "assume<Dense{P, P, P}>", "tests/optim/grad_norm_test.cpp", "GradNorm, IsThatOfOneRankOnEveryMesh"),
     ("moesh/train/step.cpp", "assume<Dense{P, I, I}>", "tests/train/step_test.cpp", "Steps, CountsTheValidTokensOfAllRanksOnce"),
     ("moesh/train/step.cpp", "assume<Dense{P, P, P}>", "tests/train/step_test.cpp", "Steps, AWrongLabelIsNamedAndNothingMovesOnAnyRank"),
+    ("moesh/train/validation.cpp", "assume<Dense{P, I, I}>", "tests/train/validation_test.cpp", "Validation, IsTheLossOfTheSameSequencesInTraining"),
     ("moesh/verify/layer_parity.cpp", "assume<Dense{T, T, Tp}>", "tests/nn/moe_test.cpp", "Edge, OneTokenASequence"),
 ]
 ESCAPE = re.compile(r"\b(?:assume|declare)\b\s*[<(]")

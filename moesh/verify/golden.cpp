@@ -6,6 +6,7 @@
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/base/label.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/data/dataset.h"
@@ -163,7 +164,7 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& se
   for (const auto* ids : {&golden.input_ids_BL, &golden.labels_BL}) {
     const auto least = ids->min().item<std::int64_t>(), most = ids->max().item<std::int64_t>();
     const bool is_label = ids == &golden.labels_BL;
-    MOESH_CHECK((least >= 0 || (is_label && least == data::kIgnoredLabel)) && most < vocab,
+    MOESH_CHECK((least >= 0 || (is_label && least == kIgnoredLabel)) && most < vocab,
                 ErrorKind::data, "'", file.string(), "': ", is_label ? "labels" : "input_ids",
                 " from ", least, " to ", most, ", and the model of '", folder.string(), "' has ",
                 vocab, " tokens");
