@@ -69,7 +69,7 @@ sanitize: asan tsan
 # inputs.
 FUZZ_RUNS ?= 10000000
 fuzz: build
-	for target in safetensors index config manifest tokenizer; do \
+	for target in safetensors index config manifest tokenizer token_file; do \
 	  tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
 
 # Tokenizers against the Python package, id for id: the settings of five families, 100 MB of text in
