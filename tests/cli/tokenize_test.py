@@ -2,7 +2,7 @@
 """Runs `moesh tokenize` as a user does, and reads what it wrote with a reader of its own, made from
 the published format.
 
-    tokenize_test.py PATH_OF_MOESH CASE    CASE: inputs, errors, resume, wide, parquet
+    tokenize_test.py PATH_OF_MOESH CASE    CASE: inputs, errors, resume, wide, train, parquet
 """
 
 import gzip
@@ -236,6 +236,40 @@ def wide(case):
     case.expect(documents, dtype=np.int32)
 
 
+def train(case):
+    """What was written is trained on, the same on another mesh; ids beyond the vocabulary are not."""
+    documents = texts(300)
+    (case.folder / "a.jsonl").write_bytes(case.jsonl(documents))
+    case.run("a.jsonl", "--append-eod")
+    flat = np.concatenate(case.ids(documents, [case.tokenizer.token_to_id("<eod>")]))
+    np.save(case.folder / "flat.npy", flat.astype(np.int64))
+    flat.astype(np.uint16).tofile(case.folder / "flat.bin")
+    size = case.tokenizer.get_vocab_size()
+
+    def losses(name, *options, vocab_size=size, code=0):
+        folder = tempfile.mkdtemp(dir=case.folder)
+        command = [case.moesh, "train", "--model=qwen3_moe:tiny", "--steps=3", "--dtype=float64"]
+        command += [f"--model.vocab_size={vocab_size}", "--data.sequence_length=16"]
+        command += [f"--data.path={case.folder / name}", f"--metrics.folder={folder}", *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr
+        if code:
+            return done.stderr
+        lines = (pathlib.Path(folder) / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    one = losses("out.bin", "--data.batch_size=4")
+    assert one == losses("out.idx", "--data.batch_size=4")
+    split = losses("out.bin", "--data.batch_size=2", "--mesh=dp_shard=2,ep=2")
+    assert np.allclose(one, split, rtol=1e-9), (one, split)
+    # The same ids without documents: labels across their borders count, so the losses differ.
+    npy = losses("flat.npy", "--data.batch_size=4")
+    assert npy == losses("flat.bin", "--data.kind=uint16", "--data.batch_size=4") and npy != one
+    text = losses("out.bin", vocab_size=size - 5, code=2)
+    assert "out.bin: token" in text and f"has {size - 5}" in text, text
+    assert "data.kind = uint16 or uint32" in losses("flat.bin", code=2)
+
+
 def parquet(case):
     import pyarrow
     import pyarrow.parquet
@@ -254,9 +288,8 @@ def parquet(case):
 def main():
     with tempfile.TemporaryDirectory() as folder:
         case = Case(os.path.abspath(sys.argv[1]), folder)
-        {"inputs": inputs, "errors": errors, "resume": resume, "wide": wide, "parquet": parquet}[
-            sys.argv[2]
-        ](case)
+        cases = [inputs, errors, resume, wide, train, parquet]
+        {f.__name__: f for f in cases}[sys.argv[2]](case)
     print(f"{sys.argv[2]}: as it should be")
 
 
