@@ -74,7 +74,7 @@ sanitize: asan tsan
 # inputs.
 FUZZ_RUNS ?= 10000000
 fuzz: build
-	for target in safetensors index config manifest jsonl toml rename metrics tokenizer; do \
+	for target in safetensors index config manifest jsonl toml rename metrics tokenizer token_file; do \
 	  tests/fuzz/run.sh build/bin/$${target}_fuzz $(FUZZ_RUNS) || exit 1; done
 
 # Random command lines: documented exit codes, no backtrace.

@@ -14,45 +14,16 @@ namespace {
 
 using formats::file_system;
 
-// What cannot be written is never damage: the disk or its rights are in the way.
+constexpr const char* kCure = "choose a folder that can be written and has room";
+
 [[noreturn]] void fail_to(const char* what, const std::filesystem::path& path, int code) {
-  try {
-    formats::fail_at(path, what, code);
-  } catch (const Error& e) {
-    throw Error(ErrorKind::storage,
-                detail::concat(e.what(), "; choose a folder that can be written and has room"));
-  }
+  formats::fail_to(what, path, code, kCure);
 }
 
 }  // namespace
 
-OutputFile::OutputFile(const std::filesystem::path& path, Mode mode) : path_(path) {
-  const int flags = mode == Mode::create ? O_WRONLY | O_CREAT | O_EXCL : O_WRONLY;
-  descriptor_ = file_system().open(path, flags);
-  if (descriptor_ < 0) fail_to(mode == Mode::create ? "create" : "open", path_, errno);
-}
-
-OutputFile::~OutputFile() { file_system().close(descriptor_); }
-
-void OutputFile::reserve(std::uint64_t size) {
-  if (size > 0 && file_system().reserve(descriptor_, size) != 0)
-    fail_to("reserve room for", path_, errno);
-}
-
-void OutputFile::write(std::uint64_t offset, std::string_view bytes) {
-  sums_.add(offset, bytes);
-  while (!bytes.empty()) {
-    const auto written = file_system().write(descriptor_, bytes.data(), bytes.size(), offset);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) fail_to("write", path_, written < 0 ? errno : EIO);
-    bytes.remove_prefix(static_cast<std::size_t>(written));
-    offset += static_cast<std::uint64_t>(written);
-  }
-}
-
-void OutputFile::sync() {
-  if (file_system().sync(descriptor_) != 0) fail_to("flush", path_, errno);
-}
+OutputFile::OutputFile(const std::filesystem::path& path, Mode mode)
+    : formats::OutputFile(path, mode, kCure) {}
 
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
   OutputFile file(path, OutputFile::Mode::create);

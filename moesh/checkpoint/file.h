@@ -9,29 +9,13 @@
 #include <string_view>
 
 #include "moesh/formats/checksum.h"
+#include "moesh/formats/output_file.h"
 
 namespace moesh::checkpoint {
 
-class OutputFile {
+class OutputFile : public formats::OutputFile {
  public:
-  enum class Mode { create, open };
   OutputFile(const std::filesystem::path& path, Mode mode);
-  ~OutputFile();
-  OutputFile(const OutputFile&) = delete;
-  OutputFile& operator=(const OutputFile&) = delete;
-
-  /// Reserves the bytes, so that a full disk is noticed before anything is written.
-  void reserve(std::uint64_t size);
-  void write(std::uint64_t offset, std::string_view bytes);
-  /// Returns when the bytes are on the disk.
-  void sync();
-  /// Of the bytes that were given to `write`, as they were in memory.
-  const formats::BlockSums& sums() const { return sums_; }
-
- private:
-  std::filesystem::path path_;
-  int descriptor_;
-  formats::BlockSums sums_;
 };
 
 /// Writes a small file, which is on the disk when this returns.

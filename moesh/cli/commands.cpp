@@ -61,6 +61,19 @@ const char* kUsage =
     "  inspect FOLDER what is in a checkpoint, or in any folder of a model\n"
     "                   --check          compare every byte with its checksum; exit code 0 only if\n"
     "                                    all is well\n"
+    "  tokenize INPUT...   texts (*.txt, *.jsonl, also .gz and .zst; folders, globs, -) as PREFIX.bin\n"
+    "                 and PREFIX.idx; run again, it goes on where it stopped\n"
+    "                   --tokenizer PATH a tokenizer.json, or its folder\n"
+    "                   --out PREFIX     what is written\n"
+    "                   --field NAME     of a JSONL object that holds the text (default text)\n"
+    "                   --append-eod     close documents with the eos_token of the folder\n"
+    "                   --eod TOKEN      close documents with this token\n"
+    "                   --with-template  add the tokens that the tokenizer puts around a text\n"
+    "                   --format text|jsonl   of inputs whose names do not say it\n"
+    "                   --on-error stop|skip  a line that cannot be read (default stop)\n"
+    "                   --threads N      default: one for each core\n"
+    "                   --save-interval SECONDS  of work that a crash may cost (default 30)\n"
+    "                   --check PREFIX   instead: compare every byte with its checksum\n"
     "  print-config   the effective values, and where each came from\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "  --version      the version of moesh and of the LibTorch that it was built with\n"
@@ -172,6 +185,7 @@ int run_named(const Args& all) {
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
   if (all[0] == "inspect") return run_inspect(rest);
+  if (all[0] == "tokenize") return run_tokenize(rest);
   if (all[0] == "print-config") {
     std::printf("%s", print_config(load_config(rest)).c_str());
     return 0;
@@ -179,7 +193,7 @@ int run_named(const Args& all) {
   throw Error(ErrorKind::config,
               "there is no command '" + all[0] +
                   "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
-                  "print-config and help");
+                  "tokenize, print-config and help");
 }
 
 }  // namespace

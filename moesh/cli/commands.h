@@ -6,7 +6,8 @@
 
 namespace moesh::cli {
 
-/// moesh train | verify | compare | estimate | demo | convert | inspect | print-config | help ...
+/// moesh train | verify | compare | estimate | demo | convert | inspect | tokenize |
+/// print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
@@ -14,5 +15,6 @@ int run_compare(std::vector<std::string> args);
 int run_estimate(std::vector<std::string> args);
 int run_convert(std::vector<std::string> args);
 int run_inspect(std::vector<std::string> args);
+int run_tokenize(std::vector<std::string> args);
 
 }  // namespace moesh::cli

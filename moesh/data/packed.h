@@ -1,7 +1,11 @@
 #pragma once
 // Documents from a file, packed into sequences of equal length without padding.
 
+#include <memory>
+#include <span>
+
 #include "moesh/data/dataset.h"
+#include "moesh/formats/token_file.h"
 
 namespace moesh::data {
 
@@ -24,21 +28,46 @@ Corpus read_text_corpus(const std::string& path);
 /// Each line is a document: {"text": "..."}.
 Corpus read_jsonl_corpus(const std::string& path);
 
+/// Tokens of documents, one behind the other, wherever they lie.
+class TokenStore {
+ public:
+  virtual ~TokenStore() = default;
+  virtual const std::string& name() const = 0;
+  /// "tokens", for messages; how they are made of text where moesh makes them.
+  virtual const char* unit() const = 0;
+  virtual std::int64_t vocab_size() const = 0;
+  virtual std::int64_t num_tokens() const = 0;
+  virtual std::int64_t num_documents() const = 0;
+  /// The first token of a document.
+  virtual std::int64_t start(std::int64_t document) const = 0;
+  /// Tokens from `begin` on. One that is not in the vocabulary is an Error (data) that names file
+  /// and position.
+  virtual void copy(std::int64_t begin, std::span<TokenId> to) const = 0;
+};
+
+/// In memory, and in a file of token ids.
+std::shared_ptr<const TokenStore> make_store(Corpus corpus);
+std::shared_ptr<const TokenStore> make_store(formats::TokenFile file, std::int64_t vocab_size);
+
 /// Sequence i holds the tokens i * L to i * L + L, so that every token but the first is a label
 /// once; what is left at the end is dropped. After the last sequence the next epoch begins, in
 /// another order if shuffled.
 class PackedDataset : public Dataset {
  public:
+  PackedDataset(std::shared_ptr<const TokenStore> tokens, std::int64_t sequence_length,
+                std::uint64_t seed, bool shuffle);
   PackedDataset(Corpus corpus, std::int64_t sequence_length, std::uint64_t seed, bool shuffle);
 
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return sequence_length_; }
-  std::int64_t vocab_size() const override { return corpus_.vocab_size; }
+  std::int64_t vocab_size() const override { return tokens_->vocab_size(); }
   std::string describe() const override;
   std::int64_t num_sequences() const { return num_sequences_; }
 
  private:
-  Corpus corpus_;
+  std::int64_t document_at(std::int64_t token) const;
+
+  std::shared_ptr<const TokenStore> tokens_;
   std::int64_t sequence_length_, num_sequences_;
   std::uint64_t seed_;
   bool shuffle_;

@@ -7,6 +7,8 @@
 #include "moesh/data/mixture.h"
 #include "moesh/data/packed.h"
 #include "moesh/data/synthetic.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/token_file.h"
 
 namespace moesh::data {
 namespace {
@@ -30,6 +32,27 @@ std::unique_ptr<Dataset> open_bytes(const DatasetOptions& o) {
       " different tokens (bytes, and one that ends a document), and the model's vocabulary has ",
       o.vocab_size, "; use a model with vocab_size = ", dataset->vocab_size(), " or more");
   return dataset;
+}
+
+std::unique_ptr<Dataset> pack(formats::TokenFile file, const DatasetOptions& o) {
+  return std::make_unique<PackedDataset>(make_store(std::move(file), o.vocab_size),
+                                         o.sequence_length, o.seed, o.shuffle);
+}
+
+std::unique_ptr<Dataset> open_indexed(const DatasetOptions& o) {
+  const bool is_flat = o.path.ends_with(".bin") && formats::exists(o.path) &&
+                       !formats::exists(o.path.substr(0, o.path.size() - 4) + ".idx");
+  MOESH_CHECK(!is_flat, ErrorKind::config, "data: ", o.path,
+              " has no .idx beside it; if it is nothing but ids, say of which size: data.kind = "
+              "uint16 or uint32");
+  return pack(formats::TokenFile::open_indexed(o.path), o);
+}
+std::unique_ptr<Dataset> open_npy(const DatasetOptions& o) {
+  return pack(formats::TokenFile::open_npy(o.path), o);
+}
+template <formats::IdType Type>
+std::unique_ptr<Dataset> open_flat(const DatasetOptions& o) {
+  return pack(formats::TokenFile::open_flat(o.path, Type), o);
 }
 
 // `auto` and the names of some kinds.
@@ -62,8 +85,12 @@ std::vector<Extension> extensions() {
 const std::vector<DatasetKind>& dataset_kinds() {
   static const std::vector<DatasetKind> all{
       {"synthetic", /*reads_file=*/false, {}, open_synthetic},
-      {"text", /*reads_file=*/true, {""}, open_bytes<read_text_corpus>, kNumByteTokens},
-      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>, kNumByteTokens}};
+      {"text", /*reads_file=*/true, {".txt"}, open_bytes<read_text_corpus>, kNumByteTokens},
+      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>, kNumByteTokens},
+      {"indexed", /*reads_file=*/true, {".bin", ".idx"}, open_indexed},
+      {"npy", /*reads_file=*/true, {".npy"}, open_npy},
+      {"uint16", /*reads_file=*/true, {}, open_flat<formats::IdType::uint16>},
+      {"uint32", /*reads_file=*/true, {}, open_flat<formats::IdType::uint32>}};
   return all;
 }
 
@@ -80,8 +107,7 @@ std::vector<std::string> choices_without_file() {
 std::string dataset_help() {
   std::string text;
   for (const auto& [ending, kind] : extensions())
-    text += detail::concat(text.empty() ? "auto: " : ", ", kind->name, " for ",
-                           ending.empty() ? "other files" : "*" + ending);
+    text += detail::concat(text.empty() ? "auto: " : ", ", kind->name, " for *", ending);
   return text;
 }
 
@@ -93,7 +119,8 @@ std::string resolved_kind(const std::string& kind, const std::string& path) {
     if (path.ends_with(ending)) return k->name;
   throw Error(ErrorKind::config,
               detail::concat("data: it is not known how to read '", path,
-                             "'; name its kind: ", joined_by_or(file_choices())));
+                             "'; name its kind (data.kind): ", joined_by_or(file_choices()),
+                             "; or make tokens of it first: moesh tokenize"));
 }
 
 const DatasetKind& find_kind(const std::string& name) {

@@ -31,7 +31,7 @@ struct DatasetOptions {
 struct DatasetKind {
   std::string name;  // as data.kind has it
   bool reads_file;   // if not, there is no path
-  /// How the files end that `auto` takes for it: ".jsonl"; "" is any file that no other kind takes.
+  /// How the files end that `auto` takes for it: ".jsonl"; none: it must be named.
   std::vector<std::string> extensions;
   std::unique_ptr<Dataset> (*open)(const DatasetOptions& options);
   std::int64_t num_tokens = 0;  // different tokens of such data; 0: as many as the model has
@@ -44,7 +44,7 @@ std::vector<std::string> dataset_choices();
 std::vector<std::string> file_choices();
 /// What data.kind takes without a path.
 std::vector<std::string> choices_without_file();
-/// "auto: jsonl for *.jsonl, text for other files".
+/// "auto: jsonl for *.jsonl, text for *.txt".
 std::string dataset_help();
 
 /// What `auto` stands for: without a path the kind that reads none, else the kind with the longest

@@ -113,8 +113,8 @@ TEST(Config, HasListsOfSources) {
   const TemporaryFile file("run.toml",
                            "[model]\nvocab_size = 300\n[[data.source]]\npath = \"a.txt\"\n"
                            "weight = 3\n[[data.source]]\npath = \"b.jsonl\"\nname = \"b\"\n");
-  const Config config =
-      load_config({"--config", file.path(), "--data.source.1.weight=2", "--data.source.2.path=c"});
+  const Config config = load_config(
+      {"--config", file.path(), "--data.source.1.weight=2", "--data.source.2.path=c.txt"});
   ASSERT_EQ(config.data.source.size(), 3u);
   EXPECT_EQ(config.data.source[0].weight, 3);
   EXPECT_EQ(config.data.source[1].path, "b.jsonl");
@@ -136,24 +136,28 @@ TEST(Config, HasListsOfSources) {
     args.push_back("--model.vocab_size=300");
     return error_of([&] { load_config(args); }, ErrorKind::config);
   };
-  expect_parts(message({"--data.source.1.path=a"}),
+  expect_parts(message({"--data.source.1.path=a.txt"}),
                {"data.source.1.path (command line) is of entry 1", "there are 0"});
-  expect_parts(message({"--data.source.0.path=a", "--data.source.0.weight=0"}),
+  expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.weight=0"}),
                {"data.source.0.weight is 0", "above 0"});
-  expect_parts(message({"--data.source.0.path=a", "--data.source.0.weight=x"}),
+  expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.weight=x"}),
                {"data.source.0.weight is x", "a number above 0"});
   expect_parts(message({"--data.source.0.weight=1"}),
                {"data.source.0.path is \"\"", "name a file"});
-  expect_parts(message({"--data.source.0.path=a", "--data.path=b"}), {"leave out one of them"});
-  expect_parts(message({"--data.source.0.path=a", "--data.source.1.path=a"}),
-               {"is called 'a' too; set data.source.1.name"});
-  expect_parts(message({"--data.source.0.pathh=a"}), {"data.source.0.path"});
-  expect_parts(message({"--data.source.0.path=a", "--data.source.0.kind=synthetic"}),
+  expect_parts(message({"--data.source.0.path=a.txt", "--data.path=b.txt"}),
+               {"leave out one of them"});
+  expect_parts(message({"--data.source.0.path=a.txt", "--data.source.1.path=a.txt"}),
+               {"is called 'a.txt' too; set data.source.1.name"});
+  expect_parts(message({"--data.source.0.pathh=a.txt"}), {"data.source.0.path"});
+  expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.kind=synthetic"}),
                {"data.source.0.kind is \"synthetic\"", "it takes auto"});
   expect_parts(message({"--validation.interval=5"}), {"[[validation.source]]"});
-  expect_parts(message({"--validation.source.0.path=a"}), {"set validation.interval"});
-  expect_parts(error_of([] { load_config({"--data.source.0.path=/dev/null"}); }, ErrorKind::config),
-               {"data.source.0.path is", "model.vocab_size"});
+  expect_parts(message({"--validation.source.0.path=a.txt"}), {"set validation.interval"});
+  const TemporaryFile small("small.txt", "text");
+  expect_parts(message({"--data.source.0.path=a.parquet"}), {"a.parquet", "moesh tokenize"});
+  expect_parts(
+      error_of([&] { load_config({"--data.source.0.path=" + small.path()}); }, ErrorKind::config),
+      {"data.source.0.path is", "model.vocab_size"});
 }
 
 // A folder of Hugging Face says what the model is, and where the run begins.

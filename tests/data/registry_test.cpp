@@ -38,14 +38,25 @@ TEST(OpenDataset, TakesTheKindFromThePath) {
                {"257 different tokens", "96", "vocab_size = 257"});
 }
 
+TEST(OpenDataset, RefusesAFileOfAnUnknownKind) {
+  for (const char* path : {"a.parquet", "a.jsonl.gz", "a", "a.tokens"}) {
+    const auto text = error_of([&] { resolved_kind("auto", path); }, ErrorKind::config);
+    expect_parts(text, {path, "uint16", "moesh tokenize"});
+  }
+}
+
 TEST(DatasetKinds, GiveTheChoicesAndTheHelp) {
   using Names = std::vector<std::string>;
-  EXPECT_EQ(dataset_choices(), (Names{"auto", "synthetic", "text", "jsonl"}));
-  EXPECT_EQ(file_choices(), (Names{"auto", "text", "jsonl"}));
+  EXPECT_EQ(dataset_choices(),
+            (Names{"auto", "synthetic", "text", "jsonl", "indexed", "npy", "uint16", "uint32"}));
+  EXPECT_EQ(file_choices(), (Names{"auto", "text", "jsonl", "indexed", "npy", "uint16", "uint32"}));
   EXPECT_EQ(choices_without_file(), (Names{"auto", "synthetic"}));
-  EXPECT_EQ(dataset_help(), "auto: jsonl for *.jsonl, text for other files");
+  EXPECT_EQ(
+      dataset_help(),
+      "auto: jsonl for *.jsonl, text for *.txt, indexed for *.bin, indexed for *.idx, npy for "
+      "*.npy");
   for (const auto& kind : dataset_kinds()) {
-    EXPECT_EQ(kind.extensions.empty(), !kind.reads_file) << kind.name;
+    EXPECT_TRUE(kind.reads_file || kind.extensions.empty()) << kind.name;
     for (const auto& ending : kind.extensions)
       EXPECT_EQ(resolved_kind("auto", "folder/file" + ending), kind.name);
   }

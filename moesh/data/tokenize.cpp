@@ -1,0 +1,291 @@
+#include "moesh/data/tokenize.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <future>
+#include <limits>
+#include <numeric>
+#include <thread>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/base/text.h"
+#include "moesh/data/tokenize_input.h"
+#include "moesh/data/tokenize_output.h"
+#include "moesh/formats/checksum.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/json.h"
+#include "moesh/formats/json_lines.h"
+#include "moesh/formats/manifest.h"
+#include "moesh/tokenizer/tokenizer.h"
+
+namespace moesh::data {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using tokenizer::EncodeBuffers;
+using tokenizer::Tokenizer;
+
+constexpr std::int64_t kShownErrors = 10;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// What became of a batch of texts.
+struct Encoded {
+  TextBatch batch;
+  std::vector<std::int32_t> ids, lengths;
+  std::int64_t num_empty = 0;
+  std::vector<std::string> errors;
+};
+
+class Encoder {
+ public:
+  Encoder(const TokenizeOptions& options, const Tokenizer& tokenizer)
+      : options_(options), tokenizer_(tokenizer) {
+    if (options.end_of_document.empty()) return;
+    const auto id = tokenizer.find(options.end_of_document);
+    MOESH_CHECK(id, ErrorKind::config, "the tokenizer has no token '", options.end_of_document,
+                "' to end documents with; name one with --eod");
+    end_of_document_ = *id;
+  }
+
+  void run(Encoded& work, EncodeBuffers& buffers) const {
+    for (std::size_t i = 0; i < work.batch.texts.size(); ++i) try {
+        add(work, i, buffers);
+      } catch (const Error& e) {
+        if (!options_.skip_errors) throw;
+        work.errors.emplace_back(e.what());
+      }
+  }
+
+ private:
+  void add(Encoded& work, std::size_t i, EncodeBuffers& buffers) const {
+    const TextFile& file = *work.batch.file;
+    const std::string name = file.path == "-" ? "standard input" : file.path;
+    const std::string where =
+        file.is_jsonl
+            ? detail::concat(name, ":", work.batch.first_line + static_cast<std::int64_t>(i), ": ")
+            : name + ": ";
+    MOESH_CHECK(work.batch.too_long[i] == 0, ErrorKind::data, where,
+                file.is_jsonl ? "this line has " : "this text has ", work.batch.too_long[i],
+                " bytes; at most ", file.is_jsonl ? formats::kMaxLineBytes : std::size_t{1} << 30,
+                " are read: split the document");
+    std::string text = std::move(work.batch.texts[i]);
+    if (file.is_jsonl) {
+      if (text.find_first_not_of(" \t\r") == std::string::npos) return;
+      text = formats::text_of_json_line(text, where, options_.field);
+    }
+    const std::size_t before = work.ids.size();
+    try {
+      tokenizer_.encode(text, options_.with_template, buffers, work.ids);
+    } catch (const Error& e) {
+      work.ids.resize(before);
+      throw Error(e.kind(), where + e.what());
+    }
+    if (text.empty() || work.ids.size() == before) {
+      work.ids.resize(before);
+      ++work.num_empty;
+      return;
+    }
+    if (end_of_document_ != tokenizer::kNoToken) work.ids.push_back(end_of_document_);
+    const std::size_t length = work.ids.size() - before;
+    MOESH_CHECK(length <= std::numeric_limits<std::int32_t>::max(), ErrorKind::data, where, length,
+                " tokens are more than the index can hold: split the document");
+    work.lengths.push_back(static_cast<std::int32_t>(length));
+  }
+
+  const TokenizeOptions& options_;
+  const Tokenizer& tokenizer_;
+  tokenizer::TokenId end_of_document_ = tokenizer::kNoToken;
+};
+
+// Encodes all batches of a round; the first error is thrown, that of the earliest batch.
+void encode_round(const Encoder& encoder, std::vector<Encoded>& round,
+                  std::vector<EncodeBuffers>& buffers) {
+  std::atomic<std::size_t> next = 0;
+  std::vector<std::exception_ptr> failed(round.size());
+  const auto work = [&](EncodeBuffers& own) {
+    for (std::size_t i; (i = next++) < round.size();) try {
+        encoder.run(round[i], own);
+      } catch (...) {
+        failed[i] = std::current_exception();
+      }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t t = 1; t < buffers.size(); ++t)
+      threads.emplace_back([&, t] { work(buffers[t]); });
+    work(buffers[0]);
+  }
+  for (const auto& error : failed)
+    if (error) std::rethrow_exception(error);
+}
+
+std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
+  std::vector<Encoded> round;
+  while (round.size() < count) {
+    auto batch = reader.next();
+    if (!batch) break;
+    round.push_back({.batch = std::move(*batch)});
+  }
+  return round;
+}
+
+// Everything that the ids depend on.
+std::string describe_work(const TokenizeOptions& o, const std::vector<TextFile>& files,
+                          const std::string& tokenizer_sum) {
+  std::string text =
+      detail::concat("tokenizer ", tokenizer_sum, ", field ", o.field, ", end ", o.end_of_document,
+                     ", template ", o.with_template, ", skip ", o.skip_errors);
+  for (const TextFile& file : files)
+    text +=
+        detail::concat("; ", file.path, " ", file.is_jsonl, " ", file.size, " ", file.changed_at);
+  return formats::checksum_text(formats::hash_block(text));
+}
+
+class Progress {
+ public:
+  Progress(bool shown, std::uint64_t total)
+      : shown_(shown), is_terminal_(::isatty(STDERR_FILENO) != 0), total_(total) {}
+  ~Progress() {
+    if (drawn_) std::fputc('\n', stderr);
+  }
+
+  void show(std::uint64_t num_bytes, const TokenOutput::State& state) {
+    if (!shown_ || seconds_since(last_) < (is_terminal_ ? 0.2 : 10)) return;
+    last_ = Clock::now();
+    if (first_bytes_ == kNone) first_bytes_ = num_bytes;
+    const double seconds = seconds_since(start_);
+    const double rate = static_cast<double>(num_bytes - first_bytes_) / std::max(seconds, 1e-3);
+    const std::string counts = detail::concat(with_commas(state.num_documents), " documents, ",
+                                              with_commas(state.num_tokens), " tokens");
+    const int percent =
+        total_ == 0 ? 0 : static_cast<int>(100 * std::min(num_bytes, total_) / total_);
+    const long left = rate > 0 && total_ > num_bytes
+                          ? static_cast<long>(static_cast<double>(total_ - num_bytes) / rate)
+                          : 0;
+    if (!is_terminal_)
+      return log_info("tokenize: ", percent, " %, ", counts, ", ", static_cast<long>(rate / 1e6),
+                      " MB/s, ", left, " s left");
+    constexpr const char* kBar = "#########################";
+    std::fprintf(stderr, "\r[%-25.*s] %3d %%  %s  %.1f MB/s  %ld s left \033[K", percent / 4, kBar,
+                 percent, counts.c_str(), rate / 1e6, left);
+    drawn_ = true;
+  }
+
+ private:
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+  bool shown_, is_terminal_, drawn_ = false;
+  std::uint64_t total_, first_bytes_ = kNone;
+  Clock::time_point start_ = Clock::now(), last_ = Clock::now();
+};
+
+std::filesystem::path file_of(const std::string& tokenizer) {
+  const std::filesystem::path path = tokenizer;
+  return std::filesystem::is_directory(path) ? path / "tokenizer.json" : path;
+}
+
+}  // namespace
+
+void TokenizeOptions::validate() const {
+  MOESH_CHECK(!tokenizer.empty(), ErrorKind::config,
+              "name the tokenizer: --tokenizer FILE_OR_FOLDER");
+  MOESH_CHECK(!out.empty() && !out.ends_with('/'), ErrorKind::config,
+              "name the output: --out PREFIX");
+  MOESH_CHECK(!inputs.empty(), ErrorKind::config, "name the inputs: files, folders, globs, or -");
+  MOESH_CHECK(format == "auto" || format == "text" || format == "jsonl", ErrorKind::config,
+              "--format is '", format, "'; it takes auto, text or jsonl");
+}
+
+TokenizeSummary tokenize(const TokenizeOptions& options) {
+  options.validate();
+  const auto start = Clock::now();
+  const std::filesystem::path file = file_of(options.tokenizer);
+  const std::string json = formats::read_file(file.string(), ErrorKind::data);
+  const Tokenizer tokenizer(json, file.string());
+  const Encoder encoder(options, tokenizer);
+  const std::vector<TextFile> files = find_text_files(options.inputs, options.format);
+
+  // Megatron's own rule, so that its tools take the same type.
+  const auto type =
+      tokenizer.vocab_size() < 65500 ? formats::IdType::uint16 : formats::IdType::int32;
+  const std::string tokenizer_sum = formats::checksum_text(formats::hash_block(json));
+  TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum));
+  const std::int64_t went_on_from = output.state().num_documents;
+
+  if (!output.state().is_complete) {
+    const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+    const int num_threads = options.num_threads > 0 ? options.num_threads : cores;
+    std::vector<EncodeBuffers> buffers(static_cast<std::size_t>(num_threads));
+    const std::size_t per_round = buffers.size() * 8;
+    TextReader reader(files, output.state().place);
+    Progress progress(options.show_progress,
+                      std::accumulate(files.begin(), files.end(), std::uint64_t{0},
+                                      [](auto sum, const TextFile& f) { return sum + f.size; }));
+    auto last_save = Clock::now();
+    const auto read = [&] { return read_round(reader, per_round); };
+    std::vector<Encoded> round = read();
+    while (!round.empty()) {
+      auto next = std::async(std::launch::async, read);
+      encode_round(encoder, round, buffers);
+      for (const Encoded& done : round) {
+        output.add(done.ids, done.lengths);
+        output.count(done.num_empty, std::ssize(done.errors));
+        const std::int64_t before = output.state().num_skipped - std::ssize(done.errors);
+        for (std::int64_t i = 0; i < std::ssize(done.errors) && before + i < kShownErrors; ++i)
+          log_warn("skipped ", done.errors[static_cast<std::size_t>(i)]);
+      }
+      const TextBatch& last = round.back().batch;
+      progress.show(last.num_bytes, output.state());
+      if (seconds_since(last_save) >= options.save_interval) {
+        output.save(last.end);
+        last_save = Clock::now();
+      }
+      round = next.get();
+    }
+    MOESH_CHECK(output.state().num_documents > 0, ErrorKind::data, "the inputs hold no text");
+    output.finish({{"tokenizer", file.string()},
+                   {"tokenizer_checksum", tokenizer_sum},
+                   {"vocab_size", std::to_string(tokenizer.vocab_size())},
+                   {"documents", std::to_string(output.state().num_documents)},
+                   {"tokens", std::to_string(output.state().num_tokens)},
+                   {"end_of_document", options.end_of_document}});
+  }
+  const TokenOutput::State& state = output.state();
+  std::int64_t num_bytes = 0;
+  for (const TextFile& f : files) num_bytes += static_cast<std::int64_t>(f.size);
+  return {.num_documents = state.num_documents,
+          .num_tokens = state.num_tokens,
+          .num_empty = state.num_empty,
+          .num_skipped = state.num_skipped,
+          .num_files = std::ssize(files),
+          .num_bytes = num_bytes,
+          .went_on_from = went_on_from,
+          .seconds = seconds_since(start),
+          .id_type = formats::to_string(type)};
+}
+
+void check_token_files(const std::string& prefix) {
+  const std::string path = prefix + ".moesh.json";
+  const auto manifest = formats::parse_manifest(formats::read_file(path, ErrorKind::data), path);
+  const auto folder = std::filesystem::absolute(prefix).parent_path().string();
+  for (const formats::ManifestFile& file : manifest.files) formats::check_file(folder, file);
+}
+
+std::string find_end_of_document(const std::string& tokenizer) {
+  const auto path = file_of(tokenizer).parent_path() / "tokenizer_config.json";
+  if (!formats::exists(path)) return "";
+  const auto json = formats::read_json(path.string());
+  const auto* token = json.find("eos_token");
+  if (!token || token->is_null()) return "";
+  if (const auto* content = token->find("content")) return content->as_text("eos_token.content");
+  return token->as_text("eos_token");
+}
+
+}  // namespace moesh::data

@@ -1,0 +1,49 @@
+#pragma once
+// Texts as a file of token ids, once, before training: PREFIX.bin and PREFIX.idx in Megatron's
+// format, and PREFIX.moesh.json with what was read and a checksum of every 4 MiB.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace moesh::data {
+
+struct TokenizeOptions {
+  std::string tokenizer;  // a tokenizer.json, or its folder
+  std::string out;        // PREFIX
+  /// Files, folders, globs; "-": standard input.
+  std::vector<std::string> inputs;
+  std::string format = "auto";  // by the name of a file; or text, jsonl
+  std::string field = "text";   // of an object of JSONL
+  std::string end_of_document;  // a token that closes every document; empty: none
+  bool with_template = false;   // also the tokens that the tokenizer puts around a text
+  bool skip_errors = false;     // leave out a line that cannot be read, instead of stopping
+  int num_threads = 0;          // 0: one for each core
+  double save_interval = 30;    // seconds of work that may be lost
+  bool show_progress = false;   // a bar on standard error, a line where that is no terminal
+
+  void validate() const;
+};
+
+struct TokenizeSummary {
+  std::int64_t num_documents = 0, num_tokens = 0;
+  std::int64_t num_empty = 0;    // documents without a token, which are left out
+  std::int64_t num_skipped = 0;  // lines that could not be read
+  std::int64_t num_files = 0, num_bytes = 0;
+  std::int64_t went_on_from = 0;  // documents that an earlier run had written
+  double seconds = 0;
+  const char* id_type = "";
+};
+
+/// Goes on where an earlier run with the same options and inputs stopped. What is there under the
+/// name PREFIX is never overwritten.
+TokenizeSummary tokenize(const TokenizeOptions& options);
+
+/// Compares every byte of PREFIX.bin and PREFIX.idx with its checksum; throws Error (data).
+void check_token_files(const std::string& prefix);
+
+/// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
+/// where there is none.
+std::string find_end_of_document(const std::string& tokenizer);
+
+}  // namespace moesh::data

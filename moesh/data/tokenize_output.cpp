@@ -1,0 +1,218 @@
+#include "moesh/data/tokenize_output.h"
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
+#include "moesh/formats/json.h"
+#include "moesh/formats/manifest.h"
+
+namespace moesh::data {
+namespace {
+
+using formats::OutputFile;
+
+constexpr const char* kCure = "choose a folder (--out) that can be written and has room";
+constexpr const char* kBin = ".bin";
+constexpr const char* kIdx = ".idx";
+constexpr const char* kManifest = ".moesh.json";
+constexpr const char* kProgress = ".progress";
+constexpr const char* kLengths = ".lengths";
+constexpr const char* kPartialBin = ".bin.partial";
+constexpr const char* kPartialIdx = ".idx.partial";
+constexpr const char* kPartialManifest = ".moesh.json.partial";
+
+void remove_if_there(const std::string& path) {
+  if (formats::file_system().remove(path) != 0 && errno != ENOENT)
+    formats::fail_to("remove", path, errno, kCure);
+}
+
+void rename(const std::string& from, const std::string& to) {
+  if (formats::file_system().rename(from, to) != 0)
+    formats::fail_to("rename a file to", to, errno, kCure);
+}
+
+// A small file that is there as a whole, or as it was.
+void replace_file(const std::string& path, std::string_view bytes) {
+  const std::string partial = path + ".partial";
+  remove_if_there(partial);
+  {
+    OutputFile file(partial, OutputFile::Mode::create, kCure);
+    file.write(0, bytes);
+    file.sync();
+  }
+  rename(partial, path);
+}
+
+template <class T>
+std::string_view bytes_of(std::span<const T> values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
+}
+
+}  // namespace
+
+TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string work)
+    : prefix_(std::move(prefix)), type_(type), work_(std::move(work)) {
+  const bool goes_on = read_state();
+  if (goes_on && state_.is_complete) {
+    publish();
+    return;
+  }
+  refuse_to_overwrite();
+  if (!goes_on) {
+    remove_if_there(path(kPartialBin));
+    remove_if_there(path(kLengths));
+  }
+  const auto mode = goes_on ? OutputFile::Mode::open : OutputFile::Mode::create;
+  ids_ = std::make_unique<OutputFile>(path(kPartialBin), mode, kCure);
+  MOESH_CHECK(ids_->lock(), ErrorKind::config, "another moesh tokenize writes to ", prefix_,
+              "; wait for it, or choose another --out");
+  lengths_ = std::make_unique<OutputFile>(path(kLengths), mode, kCure);
+  if (goes_on)
+    ids_->go_on_after(static_cast<std::uint64_t>(state_.num_tokens) * formats::size_of(type_));
+  else
+    write_state();
+}
+
+void TokenOutput::refuse_to_overwrite() const {
+  for (const char* ending : {kBin, kIdx, kManifest})
+    MOESH_CHECK(!formats::exists(path(ending)), ErrorKind::config, path(ending),
+                " is there already; choose another --out, or move it away");
+}
+
+bool TokenOutput::read_state() {
+  if (!formats::exists(path(kProgress))) return false;
+  const auto json = formats::read_json(path(kProgress));
+  const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
+  MOESH_CHECK(json.at("work", path(kProgress)).as_text("work") == work_, ErrorKind::config,
+              path(kProgress),
+              " is of a run with another tokenizer, other options or other inputs (or an input has "
+              "changed since); finish that one, or remove ",
+              prefix_, ".progress, .lengths and .bin.partial to begin again");
+  state_ = {.place = {number("file"), number("line")},
+            .num_documents = number("documents"),
+            .num_tokens = number("tokens"),
+            .num_empty = number("empty"),
+            .num_skipped = number("skipped"),
+            .is_complete = json.at("complete", path(kProgress)).as_bool("complete")};
+  return true;
+}
+
+void TokenOutput::write_state() {
+  replace_file(path(kProgress),
+               formats::to_json({formats::JsonObject{{"work", {work_}},
+                                                     {"file", {state_.place.file}},
+                                                     {"line", {state_.place.line}},
+                                                     {"documents", {state_.num_documents}},
+                                                     {"tokens", {state_.num_tokens}},
+                                                     {"empty", {state_.num_empty}},
+                                                     {"skipped", {state_.num_skipped}},
+                                                     {"complete", {state_.is_complete}}}}));
+}
+
+void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths) {
+  const auto item = formats::size_of(type_);
+  const std::uint64_t offset = static_cast<std::uint64_t>(state_.num_tokens) * item;
+  if (type_ == formats::IdType::uint16) {
+    const std::vector<std::uint16_t> narrow(ids.begin(), ids.end());
+    ids_->write(offset, bytes_of(std::span<const std::uint16_t>(narrow)));
+  } else {
+    ids_->write(offset, bytes_of(ids));
+  }
+  lengths_->write(static_cast<std::uint64_t>(state_.num_documents) * 4, bytes_of(lengths));
+  state_.num_tokens += std::ssize(ids);
+  state_.num_documents += std::ssize(lengths);
+}
+
+void TokenOutput::count(std::int64_t num_empty, std::int64_t num_skipped) {
+  state_.num_empty += num_empty;
+  state_.num_skipped += num_skipped;
+}
+
+void TokenOutput::save(TextPlace place) {
+  ids_->sync();
+  lengths_->sync();
+  state_.place = place;
+  write_state();
+}
+
+formats::BlockSums TokenOutput::write_index() {
+  remove_if_there(path(kPartialIdx));
+  OutputFile out(path(kPartialIdx), OutputFile::Mode::create, kCure);
+  std::uint64_t offset = 0;
+  const auto put = [&](std::string_view bytes) {
+    out.write(offset, bytes);
+    offset += bytes.size();
+  };
+  put(formats::token_index_header(type_, state_.num_documents, state_.num_documents));
+  const formats::InputFile lengths(path(kLengths));
+  constexpr std::int64_t kChunk = std::int64_t{1} << 18;
+  const auto each_chunk = [&](const auto& f) {
+    for (std::int64_t first = 0; first < state_.num_documents; first += kChunk) {
+      std::vector<std::int32_t> chunk(
+          static_cast<std::size_t>(std::min(kChunk, state_.num_documents - first)));
+      lengths.read(static_cast<std::uint64_t>(first) * 4, std::as_writable_bytes(std::span(chunk)));
+      f(first, chunk);
+    }
+  };
+  each_chunk([&](std::int64_t, const std::vector<std::int32_t>& chunk) {
+    put(bytes_of(std::span<const std::int32_t>(chunk)));
+  });
+  std::int64_t reached = 0;
+  each_chunk([&](std::int64_t, const std::vector<std::int32_t>& chunk) {
+    std::vector<std::int64_t> offsets;
+    for (const std::int32_t length : chunk) {
+      offsets.push_back(reached);
+      reached += length * static_cast<std::int64_t>(formats::size_of(type_));
+    }
+    put(bytes_of(std::span<const std::int64_t>(offsets)));
+  });
+  for (std::int64_t first = 0; first <= state_.num_documents; first += kChunk) {
+    std::vector<std::int64_t> sequences;
+    for (std::int64_t d = first; d < first + kChunk && d <= state_.num_documents; ++d)
+      sequences.push_back(d);
+    put(bytes_of(std::span<const std::int64_t>(sequences)));
+  }
+  out.sync();
+  return out.sums();
+}
+
+void TokenOutput::finish(std::map<std::string, std::string> facts) {
+  if (state_.is_complete) return;
+  ids_->sync();
+  lengths_->sync();
+  const formats::BlockSums index_sums = write_index();
+  const std::filesystem::path whole = std::filesystem::absolute(prefix_);
+  const std::string folder = whole.parent_path().string(), name = whole.filename().string();
+  // Both are read back and compared with what was in memory.
+  formats::Manifest manifest{.extra = std::move(facts)};
+  manifest.files.push_back(formats::hash_file(folder, name + kPartialBin, ids_->sums()));
+  manifest.files.back().name = name + kBin;
+  manifest.files.push_back(formats::hash_file(folder, name + kPartialIdx, index_sums));
+  manifest.files.back().name = name + kIdx;
+  remove_if_there(path(kPartialManifest));
+  OutputFile out(path(kPartialManifest), OutputFile::Mode::create, kCure);
+  out.write(0, formats::write_manifest(manifest));
+  out.sync();
+  state_.is_complete = true;
+  write_state();
+  publish();
+}
+
+// May be done again from anywhere in its middle.
+void TokenOutput::publish() {
+  for (const auto& [from, to] : {std::pair{kPartialBin, kBin}, std::pair{kPartialIdx, kIdx},
+                                 std::pair{kPartialManifest, kManifest}})
+    if (formats::exists(path(from))) {
+      MOESH_CHECK(!formats::exists(path(to)), ErrorKind::config, path(to),
+                  " is there already, and ", path(from), " should get its name; move it away");
+      rename(path(from), path(to));
+    }
+  remove_if_there(path(kLengths));
+  remove_if_there(path(kProgress));
+}
+
+}  // namespace moesh::data

@@ -1,0 +1,57 @@
+#pragma once
+// What `moesh tokenize` writes. While it works there are
+//
+//   PREFIX.bin.partial   the ids so far         PREFIX.lengths    tokens of each document (i32)
+//   PREFIX.progress      how far both are known to be on the disk, and for which inputs
+//
+// and at the end PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is whole.
+
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "moesh/data/tokenize_input.h"
+#include "moesh/formats/output_file.h"
+#include "moesh/formats/token_file.h"
+
+namespace moesh::data {
+
+class TokenOutput {
+ public:
+  /// What is known to be written.
+  struct State {
+    TextPlace place;
+    std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;
+    bool is_complete = false;  // only names are left to change
+  };
+
+  /// Goes on with what a run with the same `work` (a text that says all that matters) has left.
+  TokenOutput(std::string prefix, formats::IdType type, std::string work);
+
+  const State& state() const { return state_; }
+  /// Ids of documents, and how many each has.
+  void add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths);
+  void count(std::int64_t num_empty, std::int64_t num_skipped);
+  /// Up to here nothing is lost from now on.
+  void save(TextPlace place);
+  /// Writes the index and the checksums, and gives the files their names. `facts` go into
+  /// PREFIX.moesh.json.
+  void finish(std::map<std::string, std::string> facts);
+
+ private:
+  std::string path(const char* ending) const { return prefix_ + ending; }
+  void refuse_to_overwrite() const;
+  bool read_state();
+  void write_state();
+  formats::BlockSums write_index();
+  void publish();
+
+  std::string prefix_;
+  formats::IdType type_;
+  std::string work_;
+  State state_;
+  std::unique_ptr<formats::OutputFile> ids_, lengths_;
+};
+
+}  // namespace moesh::data

@@ -1,0 +1,280 @@
+#include "moesh/formats/token_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/name.h"
+
+namespace moesh::formats {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the files are little-endian");
+
+constexpr std::string_view kMagic("MMIDIDX\0\0", 9);
+constexpr std::size_t kHeaderBytes = 9 + 8 + 1 + 8 + 8;
+
+// The codes of Megatron's .idx.
+constexpr std::pair<int, IdType> kCodes[] = {{1, IdType::uint8}, {2, IdType::int8},
+                                             {3, IdType::int16}, {4, IdType::int32},
+                                             {5, IdType::int64}, {8, IdType::uint16}};
+
+template <class T>
+T load(std::string_view bytes, std::size_t index) {
+  T value;
+  std::memcpy(&value, bytes.data() + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <class T>
+void append(std::string& to, T value) {
+  to.append(reinterpret_cast<const char*>(&value), sizeof(T));
+}
+
+// Calls f with a value of the type that an id has in the file.
+template <class F>
+auto with_type(IdType type, F f) {
+  switch (type) {
+    case IdType::uint8: return f(std::uint8_t{});
+    case IdType::int8: return f(std::int8_t{});
+    case IdType::int16: return f(std::int16_t{});
+    case IdType::uint16: return f(std::uint16_t{});
+    case IdType::int32: return f(std::int32_t{});
+    case IdType::uint32: return f(std::uint32_t{});
+    case IdType::int64: return f(std::int64_t{});
+    case IdType::uint64: break;
+  }
+  return f(std::uint64_t{});
+}
+
+// The rest of a text behind `before`, without spaces; the text of an .npy header is Python.
+std::string_view value_behind(std::string_view text, std::string_view before) {
+  const std::size_t at = text.find(before);
+  if (at == std::string_view::npos) return {};
+  text.remove_prefix(at + before.size());
+  while (text.starts_with(' ')) text.remove_prefix(1);
+  return text;
+}
+
+}  // namespace
+
+std::size_t size_of(IdType type) {
+  return with_type(type, [](auto value) { return sizeof(value); });
+}
+
+const char* to_string(IdType type) {
+  constexpr const char* kNames[] = {"uint8", "int8",   "int16", "uint16",
+                                    "int32", "uint32", "int64", "uint64"};
+  return kNames[static_cast<int>(type)];
+}
+
+MappedFile::MappedFile(const std::string& path) {
+  const std::uint64_t size = InputFile(path).size();  // refuses what is not a regular file
+  if (size == 0) return;
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) fail_at(path, "read", errno);
+  void* const at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
+  const int code = errno;
+  ::close(file);
+  if (at == MAP_FAILED) fail_at(path, "map", code);
+  bytes_ = {static_cast<const char*>(at), size};
+}
+
+MappedFile::~MappedFile() {
+  if (!bytes_.empty()) ::munmap(const_cast<char*>(bytes_.data()), bytes_.size());
+}
+
+std::int64_t TokenIndex::length(std::int64_t sequence) const {
+  return load<std::int32_t>(lengths, static_cast<std::size_t>(sequence));
+}
+std::int64_t TokenIndex::offset(std::int64_t sequence) const {
+  return load<std::int64_t>(offsets, static_cast<std::size_t>(sequence));
+}
+std::int64_t TokenIndex::first_sequence(std::int64_t document) const {
+  return load<std::int64_t>(documents, static_cast<std::size_t>(document));
+}
+
+TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
+                             const std::string& name) {
+  MOESH_CHECK(bytes.size() >= kHeaderBytes && bytes.starts_with(kMagic), ErrorKind::data, name,
+              " is not an index of Megatron: it does not begin with MMIDIDX and a header");
+  const auto version = load<std::uint64_t>(bytes.substr(9), 0);
+  MOESH_CHECK(version == 1, ErrorKind::data, name, " has version ", version, "; moesh reads 1");
+  const int code = static_cast<unsigned char>(bytes[17]);
+  const auto known = std::find_if(std::begin(kCodes), std::end(kCodes),
+                                  [&](const auto& entry) { return entry.first == code; });
+  MOESH_CHECK(known != std::end(kCodes), ErrorKind::data, name, " has ids of type ", code,
+              ", which is not an integer of Megatron (1 to 5, 8)");
+  TokenIndex index{.type = known->second};
+  const auto sequences = load<std::uint64_t>(bytes.substr(18), 0);
+  const auto documents = load<std::uint64_t>(bytes.substr(26), 0);
+  const std::uint64_t rest = bytes.size() - kHeaderBytes;
+  MOESH_CHECK(documents >= 1 && sequences <= rest / 12 && documents <= rest / 8 &&
+                  rest >= sequences * 12 + documents * 8,
+              ErrorKind::data, name, " has ", bytes.size(), " bytes, too few for ", sequences,
+              " sequences and ", documents, " borders of documents: it is cut off, or damaged");
+  // Behind it there may be one byte for each sequence (the mode, for more than text).
+  MOESH_CHECK(rest == sequences * 12 + documents * 8, ErrorKind::data, name, " has ",
+              rest - (sequences * 12 + documents * 8),
+              " bytes behind what its header says: it is damaged, or has modes, which moesh does "
+              "not know");
+  index.num_sequences = static_cast<std::int64_t>(sequences);
+  index.num_documents = static_cast<std::int64_t>(documents - 1);
+  bytes.remove_prefix(kHeaderBytes);
+  index.lengths = bytes.substr(0, sequences * 4);
+  index.offsets = bytes.substr(sequences * 4, sequences * 8);
+  index.documents = bytes.substr(sequences * 12);
+
+  const auto item = static_cast<std::int64_t>(size_of(index.type));
+  std::int64_t reached = 0;
+  for (std::int64_t i = 0; i < index.num_sequences; ++i) {
+    MOESH_CHECK(index.length(i) >= 0 && index.offset(i) == reached, ErrorKind::data, name,
+                ": sequence ", i, " has ", index.length(i), " tokens from byte ", index.offset(i),
+                " on, and the one before it ends at ", reached, "; write the index again");
+    reached += index.length(i) * item;
+  }
+  MOESH_CHECK(static_cast<std::uint64_t>(reached) == bin_size, ErrorKind::data, name, " is for ",
+              reached, " bytes of ids, and the .bin has ", bin_size,
+              ": one of them is cut off, or they do not belong together");
+  std::int64_t before = 0;
+  for (std::int64_t d = 0; d <= index.num_documents; ++d) {
+    const std::int64_t first = index.first_sequence(d);
+    MOESH_CHECK(first >= before && first <= index.num_sequences && (d > 0 || first == 0),
+                ErrorKind::data, name, ": document ", d, " begins with sequence ", first,
+                ", behind ", before, " of ", index.num_sequences);
+    before = first;
+  }
+  MOESH_CHECK(before == index.num_sequences, ErrorKind::data, name,
+              ": the documents end at sequence ", before, " of ", index.num_sequences);
+  return index;
+}
+
+std::string token_index_header(IdType type, std::int64_t num_sequences,
+                               std::int64_t num_documents) {
+  const auto known = std::find_if(std::begin(kCodes), std::end(kCodes),
+                                  [&](const auto& entry) { return entry.second == type; });
+  MOESH_CHECK(known != std::end(kCodes), "an index has no ids of type ", to_string(type));
+  std::string bytes(kMagic);
+  append(bytes, std::uint64_t{1});
+  append(bytes, static_cast<std::uint8_t>(known->first));
+  append(bytes, static_cast<std::uint64_t>(num_sequences));
+  append(bytes, static_cast<std::uint64_t>(num_documents + 1));
+  return bytes;
+}
+
+NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
+  MOESH_CHECK(bytes.size() >= 12 && bytes.starts_with("\x93NUMPY") && byte(6) >= 1 && byte(6) <= 3,
+              ErrorKind::data, name, " is not an .npy file of version 1 to 3");
+  const bool is_long = byte(6) > 1;
+  const std::size_t length =
+      is_long ? load<std::uint32_t>(bytes.substr(8), 0) : load<std::uint16_t>(bytes.substr(8), 0);
+  const std::size_t start = (is_long ? 12 : 10) + length;
+  MOESH_CHECK(start <= bytes.size(), ErrorKind::data, name, " is cut off in its header");
+  const std::string_view header = bytes.substr(start - length, length);
+  const auto quoted = [](std::string_view text) {
+    if (text.empty() || (text[0] != '\'' && text[0] != '"')) return std::string_view();
+    return text.substr(1, text.find(text[0], 1) - 1);
+  };
+  const std::string_view type = quoted(value_behind(header, "'descr':"));
+  constexpr std::pair<std::string_view, IdType> kTypes[] = {
+      {"|u1", IdType::uint8},  {"|i1", IdType::int8},  {"<i2", IdType::int16},
+      {"<u2", IdType::uint16}, {"<i4", IdType::int32}, {"<u4", IdType::uint32},
+      {"<i8", IdType::int64},  {"<u8", IdType::uint64}};
+  const auto known = std::find_if(std::begin(kTypes), std::end(kTypes),
+                                  [&](const auto& entry) { return entry.first == type; });
+  MOESH_CHECK(known != std::end(kTypes), ErrorKind::data, name, " has values of type ", shown(type),
+              "; token ids are integers, little-endian: numpy.asarray(ids, '<i4')");
+  std::string_view shape = value_behind(header, "'shape':");
+  std::uint64_t count = 0;
+  std::size_t digits = 0;
+  if (shape.starts_with('(')) shape.remove_prefix(1);
+  for (; digits < shape.size() && digits < 18 && shape[digits] >= '0' && shape[digits] <= '9';
+       ++digits)
+    count = count * 10 + static_cast<std::uint64_t>(shape[digits] - '0');
+  MOESH_CHECK(digits > 0 && shape.substr(digits).starts_with(",)"), ErrorKind::data, name,
+              " does not have one dimension; save ids.reshape(-1)");
+  MOESH_CHECK(bytes.size() - start == count * size_of(known->second), ErrorKind::data, name,
+              " has ", bytes.size() - start, " bytes of ids, and its header says ", count, " of ",
+              size_of(known->second), " bytes: it is cut off, or damaged");
+  return {known->second, start};
+}
+
+void TokenFile::take(std::string_view bytes) {
+  const std::size_t item = size_of(type_);
+  MOESH_CHECK(bytes.size() % item == 0, ErrorKind::data, name_, " has ", bytes.size(),
+              " bytes, which are not whole ids of ", item,
+              " bytes: it is of another kind, or cut off");
+  ids_ = bytes;
+  num_tokens_ = static_cast<std::int64_t>(bytes.size() / item);
+}
+
+TokenFile TokenFile::open_indexed(const std::string& path) {
+  std::string prefix = path;
+  for (const std::string_view ending : {".bin", ".idx"})
+    if (path.ends_with(ending)) prefix = path.substr(0, path.size() - ending.size());
+  auto index_file = std::make_shared<const MappedFile>(prefix + ".idx");
+  auto file = std::make_shared<const MappedFile>(prefix + ".bin");
+  const TokenIndex index =
+      parse_token_index(index_file->bytes(), file->bytes().size(), prefix + ".idx");
+  TokenFile tokens(prefix + ".bin", index.type);
+  tokens.file_ = std::move(file);
+  tokens.index_file_ = std::move(index_file);
+  tokens.index_ = index;
+  tokens.take(tokens.file_->bytes());
+  return tokens;
+}
+
+TokenFile TokenFile::open_npy(const std::string& path) {
+  auto file = std::make_shared<const MappedFile>(path);
+  const NpyHeader header = parse_npy(file->bytes(), path);
+  TokenFile tokens(path, header.type);
+  tokens.file_ = std::move(file);
+  tokens.take(tokens.file_->bytes().substr(header.data_start));
+  return tokens;
+}
+
+TokenFile TokenFile::open_flat(const std::string& path, IdType type) {
+  TokenFile tokens(path, type);
+  tokens.file_ = std::make_shared<const MappedFile>(path);
+  tokens.take(tokens.file_->bytes());
+  return tokens;
+}
+
+std::int64_t TokenFile::start(std::int64_t document) const {
+  if (!has_index()) return 0;
+  const std::int64_t sequence = index_.first_sequence(document);
+  if (sequence == index_.num_sequences)
+    return num_tokens_;  // documents without a sequence, at last
+  return index_.offset(sequence) / static_cast<std::int64_t>(size_of(type_));
+}
+
+void TokenFile::copy(std::int64_t begin, std::int64_t vocab_size,
+                     std::span<std::int32_t> to) const {
+  MOESH_CHECK(begin >= 0 && begin <= num_tokens_ && std::ssize(to) <= num_tokens_ - begin,
+              "tokens ", begin, " to ", begin + std::ssize(to), " of ", name_, " with ",
+              num_tokens_);
+  with_type(type_, [&](auto type) {
+    using T = decltype(type);
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      const T id = load<T>(ids_, static_cast<std::size_t>(begin) + i);
+      MOESH_CHECK(std::cmp_greater_equal(id, 0) && std::cmp_less(id, vocab_size), ErrorKind::data,
+                  name_, ": token ", begin + static_cast<std::int64_t>(i), " has the id ", +id,
+                  ", and the vocabulary of the model has ", vocab_size,
+                  "; was it written with another tokenizer, or is data.kind not ", to_string(type_),
+                  "?");
+      to[i] = static_cast<std::int32_t>(id);
+    }
+  });
+}
+
+}  // namespace moesh::formats

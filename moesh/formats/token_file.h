@@ -1,0 +1,90 @@
+#pragma once
+// Files of token ids: Megatron's PREFIX.bin with PREFIX.idx, .npy of NumPy, and plain .bin files.
+// They are mapped into memory, so that their size does not matter.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace moesh::formats {
+
+/// How an id lies in a file, little-endian.
+enum class IdType { uint8, int8, int16, uint16, int32, uint32, int64, uint64 };
+std::size_t size_of(IdType type);
+const char* to_string(IdType type);
+
+/// A regular file in memory, for reading.
+class MappedFile {
+ public:
+  explicit MappedFile(const std::string& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+  std::string_view bytes() const { return bytes_; }
+
+ private:
+  std::string_view bytes_;
+};
+
+/// What an .idx says. Arrays are not aligned: they are read value by value.
+///
+///   "MMIDIDX" 0 0, version (u64, 1), type (u8), sequences (u64), documents + 1 (u64),
+///   lengths (i32 of each sequence), offsets into .bin in bytes (i64 of each),
+///   the first sequence of each document, and at last the number of sequences (i64)
+struct TokenIndex {
+  IdType type;
+  std::int64_t num_sequences = 0, num_documents = 0;
+  std::string_view lengths, offsets, documents;
+
+  std::int64_t length(std::int64_t sequence) const;
+  std::int64_t offset(std::int64_t sequence) const;
+  std::int64_t first_sequence(std::int64_t document) const;
+};
+/// Checked as a whole: sequences follow each other and are all of the `bin_size` bytes. `name` is
+/// what errors (data) call the text.
+TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
+                             const std::string& name);
+/// The first bytes of an .idx.
+std::string token_index_header(IdType type, std::int64_t num_sequences, std::int64_t num_documents);
+
+/// Type of the ids, and where they begin, of a 1-D .npy file; the ids are all that follows.
+struct NpyHeader {
+  IdType type;
+  std::size_t data_start;
+};
+NpyHeader parse_npy(std::string_view bytes, const std::string& name);
+
+class TokenFile {
+ public:
+  /// PREFIX.bin with PREFIX.idx; either of them, or the prefix, may be named.
+  static TokenFile open_indexed(const std::string& path);
+  /// One document.
+  static TokenFile open_npy(const std::string& path);
+  static TokenFile open_flat(const std::string& path, IdType type);
+
+  const std::string& name() const { return name_; }
+  std::int64_t num_tokens() const { return num_tokens_; }
+  std::int64_t num_documents() const { return has_index() ? index_.num_documents : 1; }
+  /// The first token of a document.
+  std::int64_t start(std::int64_t document) const;
+  /// Tokens from `begin` on; an id that is not in [0, vocab_size) is an Error (data) that names
+  /// file and position.
+  void copy(std::int64_t begin, std::int64_t vocab_size, std::span<std::int32_t> to) const;
+
+ private:
+  TokenFile(std::string name, IdType type) : name_(std::move(name)), type_(type) {}
+  void take(std::string_view bytes);
+  bool has_index() const { return index_file_ != nullptr; }
+
+  std::string name_;
+  IdType type_;
+  std::shared_ptr<const MappedFile> file_, index_file_;
+  TokenIndex index_{};
+  std::string_view ids_;
+  std::int64_t num_tokens_ = 0;
+};
+
+}  // namespace moesh::formats
