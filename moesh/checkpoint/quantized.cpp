@@ -34,13 +34,13 @@ formats::TensorInfo info_of(const StoredTensor& values, std::string name,
           .end = values.info->end};
 }
 
+constexpr std::int64_t kBlock = 128;  // rows and columns with one scale
+std::int64_t num_blocks(std::int64_t size) { return (size + kBlock - 1) / kBlock; }
+
 class Float8 final : public Quantized {
  public:
-  Float8(StoredTensor values, StoredTensor scales, std::int64_t block_rows,
-         std::int64_t block_columns)
-      : Quantized(values, scales, info_of(values, values.info->name, values.info->shape)),
-        block_rows_(block_rows),
-        block_columns_(block_columns) {}
+  Float8(StoredTensor values, StoredTensor scales)
+      : Quantized(values, scales, info_of(values, values.info->name, values.info->shape)) {}
 
   void decode(std::int64_t first, std::span<float> to) const override {
     static const auto numbers = [] {
@@ -52,15 +52,14 @@ class Float8 final : public Quantized {
     }();
     const std::int64_t columns = info_.shape[1], count = static_cast<std::int64_t>(to.size());
     const std::int64_t scale_columns = scales_.info->shape[1];
-    const std::int64_t first_block = first / columns / block_rows_,
-                       last_block = (first + count - 1) / columns / block_rows_;
+    const std::int64_t first_block = first / columns / kBlock,
+                       last_block = (first + count - 1) / columns / kBlock;
     const auto values = read<std::uint8_t>(values_, first, count);
     const auto scales = read<float>(scales_, first_block * scale_columns,
                                     (last_block - first_block + 1) * scale_columns);
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t row = (first + i) / columns, column = (first + i) % columns;
-      const std::int64_t scale =
-          (row / block_rows_ - first_block) * scale_columns + column / block_columns_;
+      const std::int64_t scale = (row / kBlock - first_block) * scale_columns + column / kBlock;
       to[static_cast<std::size_t>(i)] =
           numbers[values[static_cast<std::size_t>(i)]] * scales[static_cast<std::size_t>(scale)];
     }
@@ -68,9 +67,6 @@ class Float8 final : public Quantized {
   formats::DiskTensor stored_order(const formats::DiskTensor& tensor) const override {
     return tensor;
   }
-
- private:
-  std::int64_t block_rows_, block_columns_;
 };
 
 class Mxfp4 final : public Quantized {
@@ -113,13 +109,6 @@ class Mxfp4 final : public Quantized {
   }
 };
 
-// How many rows or columns have a scale: 128, or as many as make the scales that are there.
-std::int64_t block_size(std::int64_t size, std::int64_t num_scales) {
-  constexpr std::int64_t kUsual = 128;
-  if ((size + kUsual - 1) / kUsual == num_scales) return kUsual;
-  return num_scales > 0 && size % num_scales == 0 ? size / num_scales : 0;
-}
-
 }  // namespace
 
 std::vector<std::unique_ptr<Quantized>> find_quantized(
@@ -138,11 +127,9 @@ std::vector<std::unique_ptr<Quantized>> find_quantized(
       const auto& s = *scales->second.info;
       refuse_unless(shape.size() == 2 && s.shape.size() == 2 && s.dtype == Dtype::f32,
                     scales->second, "a matrix of F32 is read");
-      const auto rows = block_size(shape[0], s.shape[0]),
-                 columns = block_size(shape[1], s.shape[1]);
-      refuse_unless(rows > 0 && columns > 0, scales->second,
-                    "one for each block of 128 x 128 is read, or of blocks that divide it");
-      all.push_back(std::make_unique<Float8>(values, scales->second, rows, columns));
+      refuse_unless(s.shape[0] == num_blocks(shape[0]) && s.shape[1] == num_blocks(shape[1]),
+                    scales->second, "one for each block of 128 x 128 is read");
+      all.push_back(std::make_unique<Float8>(values, scales->second));
     } else if (name.ends_with(kBlocks) && values.info->dtype == Dtype::u8) {
       const std::string model_name = name.substr(0, name.size() - std::string(kBlocks).size());
       const auto scales = tensors.find(model_name + kScales);

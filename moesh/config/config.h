@@ -29,6 +29,8 @@ struct ModelSection {
   std::string size = "tiny";
   /// The built-in configuration of that name and size, changed by the further keys of [model].
   models::AnyConfig architecture = models::built_in("deepseek_v3", "tiny");
+  /// Where it comes from a config.json, which may say more than the keys do.
+  std::string folder = {};
 };
 
 struct TrainingSection {

@@ -148,8 +148,8 @@ std::optional<GivenModel> take_folder(Settings& settings) {
   if (!asked) {
     if (folder.empty() || !formats::exists(file)) return std::nullopt;
     return GivenModel{
-        models::config_of(formats::read_file(file, ErrorKind::config, kMaxConfigBytes), file),
-        file};
+        models::config_of(formats::read_file(file, ErrorKind::config, kMaxConfigBytes), file), file,
+        folder.string()};
   }
   MOESH_CHECK(!folder.empty(), ErrorKind::config, kFolder, " (", asked->origin.text,
               ") has no value; name the folder of a Hugging Face model, as in --model hf:FOLDER");
@@ -160,7 +160,7 @@ std::optional<GivenModel> take_folder(Settings& settings) {
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
-  return GivenModel{models::config_of(text, file), file};
+  return GivenModel{models::config_of(text, file), file, folder.string()};
 }
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
@@ -223,13 +223,14 @@ Config closed(Config config, const Settings& settings, const std::optional<Given
   ModelSection& m = config.model;
   if (model) {
     m.architecture = model->architecture, m.name = models::name(m.architecture);
+    if (!model->folder.empty()) m.folder = model->folder;
     const auto sizes = models::model_sizes(m.name);
     if (std::find(sizes.begin(), sizes.end(), m.size) == sizes.end()) m.size = sizes.front();
     config.origins["model.name"] = config.origins["model.size"] = {model->origin};
     for (const auto& [key, value] : model_values(config)) config.origins[key] = {model->origin};
   } else if (std::any_of(settings.begin(), settings.end(), names_model)) {
     check_option(config, "model.size");
-    m.architecture = models::built_in(m.name, m.size);
+    m.architecture = models::built_in(m.name, m.size), m.folder.clear();
     std::erase_if(config.origins, [](const auto& entry) { return is_model_key(entry.first); });
   }
   for (const Setting& s : settings)

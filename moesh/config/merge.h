@@ -24,6 +24,7 @@ using Settings = std::vector<Setting>;
 struct GivenModel {
   models::AnyConfig architecture;
   std::string origin;
+  std::string folder = {};  // whose config.json says all of it
 };
 
 /// What a command line asks for: --config FILE, --section.key=value (or --section.key value, or

@@ -5,6 +5,7 @@
 #include "moesh/config/config.h"
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
+#include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
 
 namespace moesh::config {
@@ -58,17 +59,44 @@ void each_section(F f) {
   }
 }
 
+// Whether name, size and keys say what the model is: a config.json may have more, such as how
+// positions are stretched.
+bool keys_say_all(const Config& config) {
+  if (config.model.folder.empty()) return true;
+  models::AnyConfig ours = config.model.architecture;
+  models::AnyConfig read_back = models::built_in(config.model.name, config.model.size);
+  const models::ModelKeys from = models::keys(ours), to = models::keys(read_back);
+  for (std::size_t i = 0; i < from.size(); ++i)
+    std::visit(
+        [&](auto* target) {
+          *target = *std::get<std::remove_cvref_t<decltype(target)>>(from[i].target);
+        },
+        to[i].target);
+  try {
+    const auto json = [](const models::AnyConfig& c) {
+      return models::on_disk(c).config_json(formats::Dtype::f32);
+    };
+    return json(ours) == json(read_back);
+  } catch (const Error&) {  // it has no config.json of its own
+    return false;
+  }
+}
+
 }  // namespace
 
 std::string print_config(const Config& config) {
   std::string text;
   const auto line = [&](const std::string& key, const std::string& name, const Value& value) {
-    return pad(key + " = " + formats::to_toml(value)) + " # " +
-           in_one_line(config.origin(name).text) + "\n";
+    const std::string origin =
+        name == "model.folder" ? "what the model is" : config.origin(name).text;
+    return pad(key + " = " + formats::to_toml(value)) + " # " + in_one_line(origin) + "\n";
   };
   each_section([&](const std::string& section, const std::vector<Option>& of_section) {
     std::vector<std::pair<std::string, Value>> values;
-    for (const Option& o : of_section) values.emplace_back(o.name, o.get(config));
+    if (section == "model" && !keys_say_all(config))
+      values.emplace_back("model.folder", config.model.folder);
+    else
+      for (const Option& o : of_section) values.emplace_back(o.name, o.get(config));
     if (section == "model")
       for (auto& key : model_values(config)) values.push_back(std::move(key));
     text += (text.empty() ? "[" : "\n[") + section + "]\n";

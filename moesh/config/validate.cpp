@@ -176,6 +176,9 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
   MOESH_CHECK(c.data.source.empty() || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.path"), ", and ", describe_option(c, "data.source.0.path"),
               "; make the first an entry of data.source, or leave out one of them");
+  MOESH_CHECK(c.data.source.empty() || c.data.kind == "auto", ErrorKind::config,
+              describe_option(c, "data.kind"), ", and ", describe_option(c, "data.source.0.path"),
+              "; each entry of data.source has a kind of its own: set data.source.0.kind");
   if (c.data.source.empty())
     check_file(c, facts, "data.path", c.data.path, "data.kind", c.data.kind);
   check_sources(c, facts, "data.source", c.data.source);

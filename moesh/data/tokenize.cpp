@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -127,11 +128,14 @@ void encode_round(const Encoder& encoder, std::vector<Encoded>& round,
     if (error) std::rethrow_exception(error);
 }
 
+// So many batches, or fewer where their texts are large: two rounds are in memory at a time.
 std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
+  constexpr std::size_t kEnoughBytes = std::size_t{256} << 20;
   std::vector<Encoded> round;
-  while (round.size() < count) {
+  for (std::size_t bytes = 0; round.size() < count && bytes < kEnoughBytes;) {
     auto batch = reader.next();
     if (!batch) break;
+    for (const std::string& text : batch->texts) bytes += text.size();
     round.push_back({.batch = std::move(*batch)});
   }
   return round;
@@ -188,7 +192,7 @@ class Progress {
 
 std::filesystem::path file_of(const std::string& tokenizer) {
   const std::filesystem::path path = tokenizer;
-  return std::filesystem::is_directory(path) ? path / "tokenizer.json" : path;
+  return formats::is_folder(path) ? path / "tokenizer.json" : path;
 }
 
 }  // namespace
@@ -218,6 +222,13 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
   const std::string tokenizer_sum = formats::checksum_text(formats::hash_block(json));
   TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum));
   const std::int64_t went_on_from = output.state().num_documents;
+  const bool reads_pipe =
+      std::any_of(files.begin(), files.end(), [](const TextFile& f) { return f.path == "-"; });
+  MOESH_CHECK(!reads_pipe || output.state().is_complete || went_on_from == 0, ErrorKind::config,
+              options.out, ": ", went_on_from,
+              " documents were written by a run that was stopped, and whether standard input is "
+              "the same once more is not known; remove ",
+              options.out, ".*.partial and ", options.out, ".progress* to begin anew");
 
   if (!output.state().is_complete) {
     const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));

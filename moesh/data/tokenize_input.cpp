@@ -48,7 +48,7 @@ void add_folder(const std::filesystem::path& folder, std::vector<std::string>& p
   for (const std::string& name : formats::names_in(folder)) {
     if (name.starts_with('.')) continue;
     const std::filesystem::path path = folder / name;
-    if (std::filesystem::is_directory(path))
+    if (formats::is_folder(path))
       add_folder(path, paths);
     else
       paths.push_back(path.string());
@@ -72,7 +72,7 @@ std::vector<TextFile> find_text_files(const std::vector<std::string>& inputs,
   for (const std::string& input : inputs) {
     if (input == "-") {
       paths.push_back(input);
-    } else if (std::filesystem::is_directory(input)) {
+    } else if (formats::is_folder(input)) {
       const std::size_t before = paths.size();
       add_folder(input, paths);
       MOESH_CHECK(paths.size() > before, ErrorKind::config, "the folder ", input, " has no files");

@@ -67,8 +67,7 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor d_sinks;
     if (sinks.defined()) {
-      const at::Tensor dot_BhL =
-          at::mul(dy, y).sum(at::IntArrayRef{3}, false, at::kFloat).transpose(1, 2);
+      const at::Tensor dot_BhL = dy.to(at::kFloat).mul_(y).sum(at::IntArrayRef{3}).transpose(1, 2);
       const at::Tensor share_BhL = (sinks.reshape({1, -1, 1}) - lse_BhL).exp_();
       d_sinks = share_BhL.mul_(dot_BhL).sum(at::IntArrayRef{0, 2}).neg_();
     }

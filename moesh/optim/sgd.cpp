@@ -32,6 +32,8 @@ void Sgd::update(const std::vector<Moving>& params, const RuleStep& step) const 
       step.write(p.state[0], direction);
     }
     step.write(p.value, p.value.sub(direction.mul(step.lr())));
+    // Here, so that a CUDA graph makes it anew in every replay, after the update.
+    moesh::raw::current_copy(*p.stored);
   }
 }
 

@@ -76,7 +76,7 @@ void Tokenizer::read_tokens(const Section& file) {
 }
 
 Tokenizer Tokenizer::read(const std::filesystem::path& file_or_folder) {
-  const bool is_folder = std::filesystem::is_directory(file_or_folder);
+  const bool is_folder = formats::is_folder(file_or_folder);
   const std::filesystem::path path = is_folder ? file_or_folder / "tokenizer.json" : file_or_folder;
   const std::string json = formats::read_file(path.string(), ErrorKind::data, kMaxFileBytes);
   return Tokenizer(json, path.string());

@@ -70,11 +70,19 @@ std::string fingerprint(const std::string& path) {
   return text;
 }
 
+// Of the files that hold it: token ids with an index are two, named by either or by their prefix.
+std::string fingerprint_of_file(const std::string& path, const std::string& kind) {
+  if (path.empty() || data::resolved_kind(kind, path) != "indexed") return fingerprint(path);
+  const bool names_one = path.ends_with(".bin") || path.ends_with(".idx");
+  const std::string prefix = names_one ? path.substr(0, path.size() - 4) : path;
+  return fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
+}
+
 std::string fingerprint_of_data(const Config& config) {
-  if (config.data.source.empty()) return fingerprint(config.data.path);
+  if (config.data.source.empty()) return fingerprint_of_file(config.data.path, config.data.kind);
   std::string text;
   for (const auto& source : config.data.source)
-    text += (text.empty() ? "" : " ") + fingerprint(source.path);
+    text += (text.empty() ? "" : " ") + fingerprint_of_file(source.path, source.kind);
   return text;
 }
 
@@ -98,9 +106,12 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
     add(name, true);
   if (config.data.path.empty() && config.data.source.empty())
     add("data.synthetic_successors", true);
-  for (std::size_t i = 0; i < config.data.source.size(); ++i)
-    all.push_back({detail::concat("data.source.", i, ".weight"),
-                   formats::to_toml(config.data.source[i].weight), true});
+  for (std::size_t i = 0; i < config.data.source.size(); ++i) {
+    const auto& source = config.data.source[i];
+    const std::string entry = detail::concat("data.source.", i, ".");
+    all.push_back({entry + "weight", formats::to_toml(source.weight), true});
+    all.push_back({entry + "kind", data::resolved_kind(source.kind, source.path), true});
+  }
   for (const char* name : {"data.path", "data.batch_size", "training.seed",
                            "training.global_batch_size", "training.gradient_accumulation_steps"})
     add(name, false);

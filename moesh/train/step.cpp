@@ -126,9 +126,14 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
   optimizer.begin_step(lr);
   Unread step = start_gradients(model, std::move(batches), options);
   start_update(model, optimizer, step, options);
-  const StepResult result = read(step);
-  optimizer.end_step(result.update.skipped);
-  return result;
+  try {
+    const StepResult result = read(step);
+    optimizer.end_step(result.update.skipped);
+    return result;
+  } catch (...) {
+    optimizer.zero_grad();  // whoever goes on with another batch begins from nothing
+    throw;
+  }
 }
 
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,

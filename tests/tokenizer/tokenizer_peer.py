@@ -176,7 +176,7 @@ def random_strings(count, seed, tokens):
             return r.choice(tokens) if tokens else "x"
         if kind < 0.68:
             return r.choice(
-                ["'s", "'RE", "'ll", " '", "<|", "|>", "  ", "\n\n", "ß", "ﬁ", "K", "ſ"]
+                ["'s", "'RE", "'ll", " '", "<|", "|>", "  ", "\n\n", "'ſo", "ß", "ﬁ", "K", "ſ"]
             ) * r.randrange(1, 3)
         if kind < 0.72:
             c = r.randrange(0x110000)

@@ -16,15 +16,20 @@ struct Graph::Parts {
 Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>()) {
   auto& graph = parts_->graph;
   c10::cuda::CUDACachingAllocator::emptyCache();
+  const at::cuda::MempoolId_t pool = at::cuda::graph_pool_handle();
   // Other threads may allocate meanwhile: the one that makes the next batches does.
-  graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+  graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
   try {
     f();
   } catch (...) {
     try {
       graph.capture_end();
-    } catch (const c10::Error&) {  // of a capture that f has broken: what f threw says more
-      c10::cuda::CUDACachingAllocator::endAllocateToPool(c10::cuda::current_device(), graph.pool());
+    } catch (const c10::Error&) {
+      // Of a capture that f has broken: what f threw says more. The graph gives its pool back only
+      // after a capture that was whole.
+      const auto device = c10::cuda::current_device();
+      c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool);
+      c10::cuda::CUDACachingAllocator::releasePool(device, pool);
     }
     throw;
   }

@@ -73,9 +73,9 @@ JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_ste
       checkpoint::write_file(beside, kept);
       // The new one is held before it has the name, and the old one until then.
       const int held = std::exchange(file_, open_alone(beside, folder));
+      const int result = formats::file_system().rename(beside, path_), code = errno;
       formats::file_system().close(held);
-      if (formats::file_system().rename(beside, path_) != 0)
-        formats::fail_at(path_, "replace", errno);
+      if (result != 0) formats::fail_at(path_, "replace", code);
     }
   } catch (const Error& e) {
     if (file_ >= 0) formats::file_system().close(file_);  // no destructor runs
