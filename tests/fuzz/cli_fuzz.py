@@ -57,7 +57,8 @@ class Words:
         saved = self.folder / "saved"
         subprocess.run([moesh, "train", "--steps=1", "--data.sequence_length=8",
                         "--metrics.folder=", "--checkpoint.enable",
-                        f"--checkpoint.folder={saved}"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=SECONDS)
+                        f"--checkpoint.folder={saved}"], check=True, timeout=SECONDS,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         whole = saved / "step-00000001"
         weights = next(whole.glob("*.safetensors"))
         (self.folder / "cut.safetensors").write_bytes(weights.read_bytes()[:3000])
