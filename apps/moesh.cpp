@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "moesh/base/exit_code.h"
+#include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 
 namespace {
@@ -36,10 +37,11 @@ int main(int argc, char** argv) {
   try {
     code = moesh::cli::run_command(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const moesh::Error& e) {
-    std::fprintf(stderr, "moesh: %s error: %s\n", to_string(e.kind()), e.what());
+    std::fprintf(stderr, "moesh: %s error: %s\n", to_string(e.kind()),
+                 moesh::for_terminal(e.what()).c_str());
     code = static_cast<int>(exit_code(e.kind()));
   } catch (const std::exception& e) {
-    std::fprintf(stderr, "moesh: %s\n", e.what());
+    std::fprintf(stderr, "moesh: %s\n", moesh::for_terminal(e.what()).c_str());
     code = static_cast<int>(ExitCode::failed);
   }
   errno = 0;

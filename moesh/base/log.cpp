@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "moesh/base/terminal.h"
+
 namespace moesh {
 namespace {
 
@@ -43,7 +45,7 @@ void log_line(LogLevel level, const std::string& text) {
                                ? detail::concat("[", name, "] ", text)
                                : detail::concat("[", name, " rank ", current_rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
-  const std::string with_end = line + '\n';
+  const std::string with_end = for_terminal(line) + '\n';
   std::fwrite(with_end.data(), 1, with_end.size(), stderr);
 }
 

@@ -1,10 +1,23 @@
-#include <toml++/toml.h>
-
 #include <algorithm>
 #include <cctype>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/name.h"
 #include "moesh/formats/toml.h"
+
+namespace moesh::formats {
+namespace {
+
+// Some texts break the promises which the parser makes to itself: an error, not the end of the
+// program.
+struct BrokenPromise {};
+[[noreturn]] void give_up() { throw BrokenPromise(); }
+
+}  // namespace
+}  // namespace moesh::formats
+
+#define TOML_ASSERT(expression) ((expression) ? void() : ::moesh::formats::give_up())
+#include <toml++/toml.h>
 
 namespace moesh::formats {
 namespace {
@@ -44,6 +57,48 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
   }
 }
 
+// TOML has no control characters but tabs and line ends, and other letters than ASCII's are in
+// texts and comments alone: the parser asks whether one is a space, in a way that is undefined for
+// some.
+void check_characters(std::string_view text, const std::string& name) {
+  std::size_t line = 1;
+  std::string_view quotes;  // those that end the text which we are in
+  bool is_comment = false;
+  for (std::size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '\n') ++line;
+    MOESH_CHECK((byte >= 0x20 && byte != 0x7f) || c == '\n' || c == '\r' || c == '\t',
+                ErrorKind::config, name, ":", line, ": byte ", static_cast<int>(byte),
+                " controls a terminal and is no text; is this a configuration?");
+    if (is_comment) {
+      is_comment = c != '\n';
+    } else if (!quotes.empty()) {
+      if (c == '\\' && quotes[0] == '"') {
+        i += i + 1 < text.size() && text[i + 1] >= 0x20;
+      } else if (text.substr(i).starts_with(quotes)) {
+        i += quotes.size() - 1;
+        // Up to two more belong to a text that ends with quotes.
+        for (int more = 0; quotes.size() == 3 && more < 2 && i + 1 < text.size(); ++more)
+          i += text[i + 1] == quotes[0];
+        quotes = {};
+      } else if (c == '\n' && quotes.size() == 1) {
+        quotes = {};
+      }
+    } else if (c == '"' || c == '\'') {
+      const std::string_view three = c == '"' ? R"(""")" : "'''";
+      quotes = text.substr(i).starts_with(three) ? three : three.substr(0, 1);
+      i += quotes.size() - 1;
+    } else {
+      MOESH_CHECK(
+          byte < 0x80, ErrorKind::config, name, ":", line, ": ", shown(text.substr(i, 4)),
+          " outside of a text; keys and values have letters of ASCII alone, write others in "
+          "quotes");
+      is_comment = c == '#';
+    }
+  }
+}
+
 // Tables in tables are parsed, walked and freed by recursion. What has many dots and is no key,
 // such as a long text, does not count: it has other characters between them.
 void check_key_parts(std::string_view text, const std::string& name) {
@@ -63,6 +118,7 @@ void check_key_parts(std::string_view text, const std::string& name) {
 std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name) {
   MOESH_CHECK(text.size() <= kMaxTomlBytes, ErrorKind::config, name, " has ", text.size(),
               " bytes; a configuration has at most ", kMaxTomlBytes);
+  check_characters(text, name);
   check_key_parts(text, name);
   std::vector<TomlEntry> entries;
   try {
@@ -71,6 +127,9 @@ std::vector<TomlEntry> parse_toml(std::string_view text, const std::string& name
     throw Error(ErrorKind::config,
                 detail::concat(name, ":", e.source().begin.line, ": ", e.description(), " (column ",
                                e.source().begin.column, ")"));
+  } catch (const BrokenPromise&) {
+    throw Error(ErrorKind::config,
+                name + ": this is not TOML; look for a bracket or a quote where none belongs");
   }
   std::stable_sort(entries.begin(), entries.end(),
                    [](const TomlEntry& a, const TomlEntry& b) { return a.line < b.line; });

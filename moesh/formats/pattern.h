@@ -23,7 +23,7 @@ class Pattern {
   std::string replace(std::string_view text, std::string_view replacement) const;
 
   static constexpr std::size_t kMaxLength = 1000, kMaxGroups = 20, kMaxProgram = 20'000;
-  static constexpr std::uint64_t kMaxWork = 20'000'000;
+  static constexpr std::uint64_t kMaxWork = 5'000'000;
 
  private:
   friend class PatternCompiler;

@@ -46,6 +46,8 @@ def does_not_hold_and_usage(tmp, moesh):
     run(moesh, "inspect", saved, "--check", code=0)
     (saved / "extra.bin").write_text("x")
     assert "extra.bin" in run(moesh, "inspect", saved, "--check", code=1)
+    said = train(moesh, tmp, "\x1b[31mred", code=2)
+    assert "\x1b" not in said and "\\x1b[31mred" in said, repr(said)
     assert "stepz" in train(moesh, tmp, "--training.stepz=1", code=2)
     assert "nowhere" in train(moesh, tmp, "--data.path=/nowhere", code=2)
 
@@ -104,8 +106,8 @@ def huge_numbers_end_at_once(tmp, moesh):
 
 
 def conversions(tmp, moesh):
-    """A config.json that its files cannot be of is refused at once, and so is a second conversion to
-    the same folder. What a killed one has left is taken over, what others made stays."""
+    """A config.json that its files cannot be of is refused at once, and so is a second conversion
+    to the same folder. What a killed one has left is taken over, what others made stays."""
     train(moesh, tmp, "--steps=1", code=0)
     model, out = tmp / "saved" / "step-00000001", tmp / "out"
     left = tmp / "out.saving"
@@ -153,7 +155,7 @@ def paths_that_cannot_be(tmp, moesh):
                       ["train", f"--checkpoint.initial_load={path}"]):
             done = subprocess.run([moesh, *map(str, words)], capture_output=True, text=True,
                                   timeout=120)
-            assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode}\n{done.stderr[-800:]}"
+            assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode} {done.stderr[-800:]}"
 
 
 def storage(tmp, moesh):

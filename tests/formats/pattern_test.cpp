@@ -1,6 +1,5 @@
 #include "moesh/formats/pattern.h"
 
-#include <chrono>
 #include <random>
 #include <regex>
 
@@ -80,17 +79,14 @@ TEST(Pattern, FindsWhatTheLibraryFinds) {
 }
 
 TEST(Pattern, TakesLinearTimeWhereBacktrackingTakesForEver) {
-  const auto start = std::chrono::steady_clock::now();
+  // With backtracking this test would not end.
   for (const char* pattern : {"(a*)*b", "(a|aa)+$", "(a+)+b", "(.*)(.*)(.*)(.*)x", "(a?){30}a{30}"})
     EXPECT_EQ(replaced(pattern, std::string(200, 'a') + "-", "x").size() > 0, true) << pattern;
   EXPECT_EQ(replaced("^model\\.", "model." + std::string(50'000, 'a'), "").size(), 50'000u);
   // Where it is long all the same, it ends with an error.
-  try {
-    replaced(".*b|a", std::string(50'000, 'a'), "x");
-  } catch (const Error& e) {
-    expect_parts(e.what(), {"takes too long", "50000 letters"});
-  }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  expect_parts(
+      error_of([] { replaced(".*b|a", std::string(50'000, 'a'), "x"); }, ErrorKind::config),
+      {"takes too long", "50000 letters"});
 }
 
 }  // namespace

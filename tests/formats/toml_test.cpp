@@ -82,6 +82,24 @@ TEST(Toml, WrittenValuesReadBackTheSame) {
   EXPECT_TRUE(std::isnan(std::get<double>(nan.at(0).value)));
 }
 
+// The parser's own assertions fail on the last of these: found by toml_fuzz.
+TEST(Toml, WhatIsNoTextIsAnErrorAndNotTheEndOfTheProgram) {
+  for (const std::string& text : {std::string("a = 1\n\0", 7), std::string("[a\x01]"),
+                                  std::string("[\1\0\0\t[a]]\nb  = {d = 1}}\n", 24)})
+    expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
+                 {"file:", "controls a terminal"});
+}
+
+TEST(Toml, OtherLettersAreInTextsAndComments) {
+  for (const char* text : {"a = \"gr\u00f6\u00dfe\"", "a = 1 # gr\u00f6\u00dfe",
+                           "a = '''\n\u0412'\n'''", "a = \"\"\"\u0412\"\"\"\"\"  # \u0412",
+                           "a = \"\\\"\u0412\"", "\"\u0412\" = 'a\\' # \u0412"})
+    EXPECT_EQ(parse_toml(text, "file").size(), 1u) << text;
+  for (const char* text : {"a =\u0412", "gr\u00f6\u00dfe = 1", "a = 'x' \u0412", "a = \"\"\u0412"})
+    expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
+                 {"file:1:", "outside of a text", "\\x"});
+}
+
 TEST(Toml, KeysOfManyPartsAreRefusedBeforeTheyAreParsed) {
   std::string key = "a";
   for (int i = 0; i < 50'000; ++i) key += ".a";
