@@ -187,6 +187,20 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   const TemporaryFile printed("printed.toml", print_config(config));
   EXPECT_EQ(model_values(load_config({"--config", printed.path()})), model_values(config));
 
+  // What the keys do not say is read from the folder again.
+  const auto json_of = [](const Config& c) {
+    return models::on_disk(c.model.architecture).config_json(formats::Dtype::f32);
+  };
+  std::string more = json_of(written);
+  const std::string none = "\"mlp_only_layers\": []";
+  ASSERT_NE(more.find(none), std::string::npos) << more;
+  more.replace(more.find(none), none.size(), "\"mlp_only_layers\": [0]");
+  std::ofstream(json.path()) << more;
+  const Config layered = load_config({"--model=hf:" + path});
+  ASSERT_NE(json_of(layered), json_of(written));
+  const TemporaryFile printed_more("printed.toml", print_config(layered));
+  EXPECT_EQ(json_of(load_config({"--config", printed_more.path()})), json_of(layered));
+
   const auto message = [](std::vector<std::string> args) {
     return error_of([&] { load_config(args); }, ErrorKind::config);
   };
