@@ -124,9 +124,9 @@ Error bias_gradients(const Experts& e, const void* dy_RD, void* d_gate_RF, void*
   const auto sum = [&](void* rows, const float* score_R, const float* after_R, void* out,
                        std::int64_t width) {
     if (!out && !after_R) return;
-    const ColumnParams p{static_cast<bf16*>(rows), e.ends_E,
-                         score_R,                  after_R,
-                         static_cast<bf16*>(out),  static_cast<int>(width)};
+    const ColumnParams p{
+        static_cast<bf16*>(rows), e.ends_E, score_R, after_R, static_cast<bf16*>(out),
+        static_cast<int>(width)};
     const dim3 grid(static_cast<unsigned>((width + 255) / 256),
                     static_cast<unsigned>(e.num_experts));
     sum_columns<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);

@@ -349,8 +349,8 @@ void check_layer(const std::string& title, DeviceLayer& l) {
                                          for (int row = first[i / F]; row < first[i / F + 1];
                                               ++row) {
                                            const std::int64_t at = row * F + i % F;
-                                           const Activated a = activate(v, row, i % F, wide(g0[at]),
-                                                                        wide(u0[at]));
+                                           const Activated a =
+                                               activate(v, row, i % F, wide(g0[at]), wide(u0[at]));
                                            sum += a.after * p[at] * (d == gate ? a.dg : a.du);
                                          }
                                          return sum;
