@@ -72,7 +72,7 @@ struct ValidationSource {
 };
 
 struct ValidationSection {
-  std::int64_t interval = 0;
+  std::int64_t interval = 500;
   std::int64_t steps = 10;
   std::vector<ValidationSource> source = {};
 };

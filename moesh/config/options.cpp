@@ -66,8 +66,8 @@ std::vector<Option> make_options() {
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
 
       MOESH_OPTION(output, validation, interval,
-                   "steps from one validation to the next, the last step always; 0: none",
-                   at_least(0)),
+                   "steps from one validation to the next; the last step always has one",
+                   at_least(1)),
       MOESH_OPTION(output, validation, steps,
                    "how much of each file: so many times the sequences of an optimizer step",
                    at_least(1)),

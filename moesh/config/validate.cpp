@@ -183,13 +183,6 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
     check_file(c, facts, "data.path", c.data.path, "data.kind", c.data.kind);
   check_sources(c, facts, "data.source", c.data.source);
   check_sources(c, facts, "validation.source", c.validation.source);
-  MOESH_CHECK(c.validation.interval == 0 || !c.validation.source.empty(), ErrorKind::config,
-              describe_option(c, "validation.interval"),
-              ", and there is no file to validate on; add [[validation.source]] path = \"FILE\"");
-  MOESH_CHECK(c.validation.interval > 0 || c.validation.source.empty(), ErrorKind::config,
-              describe_option(c, "validation.source.0.path"), ", and ",
-              describe_option(c, "validation.interval"),
-              "; set validation.interval to the steps from one validation to the next");
 }
 
 // After the mesh: its product of ranks is one that fits.

@@ -42,8 +42,8 @@ std::vector<ValidationSet> open_validation(const Config& config) {
 }
 
 bool validation_is_due(const Config& config, std::int64_t num_steps) {
-  const std::int64_t interval = config.validation.interval;
-  return interval > 0 && (num_steps % interval == 0 || num_steps == config.training.steps);
+  return !config.validation.source.empty() &&
+         (num_steps % config.validation.interval == 0 || num_steps == config.training.steps);
 }
 
 std::vector<ValidationLoss> validate_model(models::Model& model, const Config& config,

@@ -151,8 +151,6 @@ TEST(Config, HasListsOfSources) {
   expect_parts(message({"--data.source.0.pathh=a.txt"}), {"data.source.0.path"});
   expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.kind=synthetic"}),
                {"data.source.0.kind is \"synthetic\"", "it takes auto"});
-  expect_parts(message({"--validation.interval=5"}), {"[[validation.source]]"});
-  expect_parts(message({"--validation.source.0.path=a.txt"}), {"set validation.interval"});
   const TemporaryFile small("small.txt", "text");
   expect_parts(message({"--data.source.0.path=a.parquet"}), {"a.parquet", "moesh tokenize"});
   expect_parts(

@@ -212,7 +212,7 @@ TEST(Router, NanIsAnErrorThatNamesTheToken) {
       route_of(router, logits, mesh);
       FAIL() << "nothing was thrown";
     } catch (const Error& e) {
-      EXPECT_EQ(e.kind(), ErrorKind::data);
+      EXPECT_EQ(e.kind(), ErrorKind::diverged);
       EXPECT_NE(std::string(e.what()).find("3"), std::string::npos) << e.what();
     }
   });
