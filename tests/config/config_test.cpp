@@ -422,7 +422,7 @@ TEST(Config, ModelKeysGoToTheModel) {
 TEST(Config, WhatIsPrintedReadsBackTheSame) {
   const TemporaryFile file(
       "my \"run\".toml",
-      "[data]\npath = \"C:\\\\text \\\"a\\\" # b\"\n[optimizer]\nlr = 3e-4\neps = "
+      "[data]\npath = \"C:\\\\text \\\"a\\\" # b.txt\"\n[optimizer]\nlr = 3e-4\neps = "
       "1e-12\n[model]\ndim = 7\nvocab_size = 300\n");
   const Config config = load_config({"--config", file.path(), "--mesh", "dp_shard=2,tp=2,ep=4",
                                      "--debug.checked", "--model.routed_scale=0.1"});
