@@ -64,6 +64,7 @@ void check_characters(std::string_view text, const std::string& name) {
   std::size_t line = 1;
   std::string_view quotes;  // those that end the text which we are in
   bool is_comment = false;
+  char before = '\n';  // the last that is no space, outside of texts
   for (std::size_t i = 0; i < text.size(); ++i) {
     const char c = text[i];
     const auto byte = static_cast<unsigned char>(c);
@@ -71,6 +72,7 @@ void check_characters(std::string_view text, const std::string& name) {
     MOESH_CHECK((byte >= 0x20 && byte != 0x7f) || c == '\n' || c == '\r' || c == '\t',
                 ErrorKind::config, name, ":", line, ": byte ", static_cast<int>(byte),
                 " controls a terminal and is no text; is this a configuration?");
+    if (c == '\n' && (is_comment || quotes.size() == 1)) before = c;
     if (is_comment) {
       is_comment = c != '\n';
     } else if (!quotes.empty()) {
@@ -86,6 +88,10 @@ void check_characters(std::string_view text, const std::string& name) {
         quotes = {};
       }
     } else if (c == '"' || c == '\'') {
+      MOESH_CHECK(std::string_view("\n=,[{.").find(before) != std::string_view::npos,
+                  ErrorKind::config, name, ":", line,
+                  ": a quote where no text can begin; texts follow = or a comma");
+      before = c;
       const std::string_view three = c == '"' ? R"(""")" : "'''";
       quotes = text.substr(i).starts_with(three) ? three : three.substr(0, 1);
       i += quotes.size() - 1;
@@ -95,6 +101,7 @@ void check_characters(std::string_view text, const std::string& name) {
           " outside of a text; keys and values have letters of ASCII alone, write others in "
           "quotes");
       is_comment = c == '#';
+      if (c != ' ' && c != '\t' && c != '\r') before = c;
     }
   }
 }

@@ -190,9 +190,9 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
     return models::on_disk(c.model.architecture).config_json(formats::Dtype::f32);
   };
   std::string more = json_of(written);
-  const std::string none = "\"mlp_only_layers\": []";
-  ASSERT_NE(more.find(none), std::string::npos) << more;
-  more.replace(more.find(none), none.size(), "\"mlp_only_layers\": [0]");
+  const std::string first = "\"mlp_only_layers\": [\n    0";
+  ASSERT_NE(more.find(first), std::string::npos) << more;
+  more.replace(more.find(first), first.size(), "\"mlp_only_layers\": [\n    1");
   std::ofstream(json.path()) << more;
   const Config layered = load_config({"--model=hf:" + path});
   ASSERT_NE(json_of(layered), json_of(written));
