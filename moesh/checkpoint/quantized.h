@@ -48,9 +48,9 @@ class Quantized {
 /// The quantized tensors among those of a folder (errors call it by its path):
 ///   name [R, C] of float8 (e4m3) and name_scale_inv, a float32 for each block of 128 x 128
 ///   (DeepSeek-V3);
-///   name_blocks [E, N, G, 16] and name_scales [E, N, G] of bytes, MXFP4 (GPT-OSS): a byte holds two
-///   e2m1 numbers, a group of 32 numbers has the exponent of a power of two. The model has name
-///   [E, 32 G, N].
+///   name_blocks [E, N, G, 16] and name_scales [E, N, G] of bytes, MXFP4 (GPT-OSS): a byte holds
+///   two e2m1 numbers, a group of 32 numbers has the exponent of a power of two. The model has
+///   name [E, 32 G, N].
 std::vector<std::unique_ptr<Quantized>> find_quantized(
     const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder);
 

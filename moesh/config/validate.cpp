@@ -188,9 +188,7 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
 // After the mesh: its product of ranks is one that fits.
 void check_batch(const Config& c) {
   constexpr const char* kGlobal = "training.global_batch_size";
-  const std::int64_t global = c.training.global_batch_size,
-                     num_dp = c.parallelism.data_parallel_replicate_degree *
-                              c.parallelism.data_parallel_shard_degree,
+  const std::int64_t global = c.training.global_batch_size, num_dp = sample_order(c).num_dp,
                      asked = c.training.gradient_accumulation_steps;
   if (global == 0) return;
   if (global % num_dp != 0)
