@@ -61,6 +61,10 @@ struct DataSection {
   std::int64_t seed = 0;
   bool shuffle = true;
   std::int64_t synthetic_successors = 4;
+  std::string document_mask = "auto";
+  std::string packing = data::kCut;
+  std::string tokenizer = "";
+  std::string token_folder = "outputs/tokens";
   std::vector<SourceSection> source = {};
 };
 
@@ -199,6 +203,8 @@ kernels::GpuKernels gpu_kernels(const Config& config);
 /// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
 std::int64_t num_micro_batches(const Config& config);
 data::SampleOrder sample_order(const Config& config);
+/// Whether attention stays within documents.
+bool document_mask(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 /// Of one of the files to validate on: read from its beginning, in its order.
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "moesh/nn/residual.h"
+#include "moesh/nn/rope.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/reach.h"
@@ -29,8 +30,9 @@ struct AttentionOptions {
   std::int64_t chunk = 0;
 };
 
-/// For each cp rank, the positions that its queries see, its own among them: up to the end of its
-/// span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// For each cp rank, the positions that its queries may see, its own among them: up to the end of
+/// its span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
 std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options);
 
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
@@ -44,8 +46,13 @@ Tensor<L> seen_positions(const Tensor<L>& x, const Tokens& tokens,
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
 
+/// The lines of a table for the positions of this cp rank's tokens, in their documents if they have
+/// any.
+RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
+                  const Full& x);
+
 /// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options. h may
-/// be smaller for them (grouped queries).
+/// be smaller for them (grouped queries). A query sees its own document alone.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
