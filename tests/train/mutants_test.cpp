@@ -30,14 +30,13 @@ models::MicroBatch batch_of(const at::Tensor& ids) {
 }
 
 // The sum of a model's losses on a batch, on every rank of a mesh.
-double loss_of(const MeshShape& shape, const models::MicroBatch& batch) {
+double loss_of(const MeshShape& shape, const std::string& name, const models::MicroBatch& batch) {
   double loss = 0;
   comm::launch(shape.num_ranks(), [&](comm::Group& world) {
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
     const at::NoGradGuard no_grad;
-    const auto model =
-        models::make_model(models::built_in("qwen3_moe", "tiny"), {.dtype = at::kDouble});
+    const auto model = models::make_model(models::built_in(name, "tiny"), {.dtype = at::kDouble});
     const auto result = model->forward(batch, {.pass = nn::Pass::evaluation});
     const double sum = whole(all_reduce<kTokenAxes>(result.cross_entropy)).item<double>();
     if (world.rank() == 0) loss = sum;
@@ -48,7 +47,8 @@ double loss_of(const MeshShape& shape, const models::MicroBatch& batch) {
 // A sequence of two documents, of which only one has labels, against that one alone on one rank.
 const mutants::Provide documents("documents", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
-  return [shape]() -> std::string {
+  const std::string model = settings.take("llama4") != 0 ? "llama4" : "qwen3_moe";
+  return [shape, model]() -> std::string {
     at::manual_seed(3);
     const at::Tensor ids = at::randint(90, {1, kLength + 1}, at::kLong);
     for (const std::int64_t border : {3, 5})
@@ -60,8 +60,8 @@ const mutants::Provide documents("documents", [](Settings& settings) -> Check {
         packed.documents.starts_BL.narrow(1, border, kLength - border).fill_(border);
         packed.labels_BL = at::full({1, kLength}, kIgnoredLabel, at::kLong);
         packed.labels_BL.narrow(1, begin, length).copy_(ids.narrow(1, begin + 1, length));
-        const double alone = loss_of({}, batch_of(ids.narrow(1, begin, length + 1))),
-                     among = loss_of(shape, packed);
+        const double alone = loss_of({}, model, batch_of(ids.narrow(1, begin, length + 1))),
+                     among = loss_of(shape, model, packed);
         if (std::abs(alone - among) > 1e-9 * alone)
           return detail::concat("the loss of document ", is_second ? 1 : 0, " is ", among,
                                 " beside another, and ", alone, " alone");
