@@ -30,7 +30,8 @@ MAY_INCLUDE = {
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
     "estimate": ["train", "config", *BELOW_TRAIN],
-    "cli": ["verify", "estimate", "train", "config", *BELOW_TRAIN],
+    "generate": ["train", "config", *BELOW_TRAIN],
+    "cli": ["verify", "estimate", "generate", "train", "config", *BELOW_TRAIN],
     "apps": ["cli"],
 }
 TORCH = ("ATen/", "c10/", "torch/")

@@ -11,13 +11,14 @@ namespace moesh::nn {
 using enum Place;
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-               const at::Tensor& valid_BL)
+               const at::Tensor& valid_BL, std::int64_t num_before)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
       rank_(mesh.rank()),
-      num_dp_(mesh.size(dp)) {
+      num_dp_(mesh.size(dp)),
+      num_before_(num_before) {
   if (!valid_BL.defined()) return;
   MOESH_CHECK(
       valid_BL.sizes() == at::IntArrayRef({batch, sequence}) && valid_BL.scalar_type() == at::kBool,
