@@ -5,9 +5,12 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <set>
 #include <span>
+#include <thread>
 #include <tuple>
 
 #include "moesh/base/error.h"
@@ -22,6 +25,7 @@ constexpr std::size_t kKeptBlocks =
     4;  // tensors are read in the order of the file: older blocks do not come back
 constexpr std::int64_t kSlabBytes =
     256 << 10;  // what is copied at once: small, so that most are within one block
+constexpr std::size_t kReaders = 4;  // threads of each rank
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
@@ -139,6 +143,51 @@ void read_box(const Job& job, const at::Tensor& target) {
   }
 }
 
+// Jobs that share no file, each list in the order of its files: a file has one reader at a time.
+std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+    return std::tie(a.found.file->file().path(), a.found.info->begin) <
+           std::tie(b.found.file->file().path(), b.found.info->begin);
+  });
+  std::map<const BlockFile*, const BlockFile*> joined;  // by file: one that it is read with
+  const auto first_of = [&](const BlockFile* file) {
+    while (joined.try_emplace(file, file).first->second != file) file = joined.at(file);
+    return file;
+  };
+  for (const Job& job : jobs)
+    if (const auto* q = job.found.quantized)
+      joined[first_of(q->file_of_scales())] = first_of(job.found.file);
+  std::map<const BlockFile*, std::size_t> places;
+  std::vector<std::vector<Job>> lists;
+  for (Job& job : jobs) {
+    const auto [place, is_new] = places.try_emplace(first_of(job.found.file), lists.size());
+    if (is_new) lists.emplace_back();
+    lists[place->second].push_back(std::move(job));
+  }
+  return lists;
+}
+
+// f(0) .. f(count - 1), in a few threads; the error of the first that failed is thrown.
+void in_threads(std::size_t count, const std::function<void(std::size_t)>& f) {
+  std::vector<std::exception_ptr> errors(count);
+  std::atomic<std::size_t> next = 0;
+  const auto work = [&] {
+    const at::NoGradGuard no_grad;  // of this thread
+    for (std::size_t i; (i = next++) < count;) try {
+        f(i);
+      } catch (...) {
+        errors[i] = std::current_exception();
+      }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 1; i < std::min(count, kReaders); ++i) threads.emplace_back(work);
+    work();
+  }
+  for (const auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
 }  // namespace
 
 BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected)
@@ -195,11 +244,14 @@ const std::byte* BlockFile::bytes(std::uint64_t offset, std::size_t count, std::
 TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
                            const formats::Manifest* manifest)
     : path_(std::move(path)) {
-  for (const auto& name : files) {
-    const auto* expected = manifest ? manifest->find(name) : nullptr;
-    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / name).string(),
+  files_.resize(files.size());
+  in_threads(files.size(), [&](std::size_t i) {
+    const auto* expected = manifest ? manifest->find(files[i]) : nullptr;
+    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / files[i]).string(),
                 "' is not in the manifest of its folder");
-    const auto& file = files_.emplace_back(std::make_unique<BlockFile>(path_ / name, expected));
+    files_[i] = std::make_unique<BlockFile>(path_ / files[i], expected);
+  });
+  for (const auto& file : files_) {
     for (const auto& info : file->file().header().tensors)
       MOESH_CHECK(tensors_.emplace(info.name, Found{{file.get(), &info}}).second, ErrorKind::data,
                   "'", path_.string(), "': tensor '", info.name,
@@ -344,11 +396,11 @@ void Loader::load(const std::vector<Part>& parts) const {
     MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
                 filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
   }
-  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
-    return std::tie(a.found.file->file().path(), a.found.info->begin) <
-           std::tie(b.found.file->file().path(), b.found.info->begin);
+  const auto lists = apart(std::move(jobs));
+  in_threads(lists.size(), [&](std::size_t i) {
+    for (const Job& job : lists[i])
+      read_box(job, in_view_order(*job.part, *job.source, job.overlap));
   });
-  for (const auto& job : jobs) read_box(job, in_view_order(*job.part, *job.source, job.overlap));
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }
