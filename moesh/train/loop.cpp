@@ -157,8 +157,10 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     sinks = open_sinks(config, first_step);
     summary.first_step = first_step;
     summary.folder = config.metrics.folder;
+    const std::string of =
+        config.model.folder.empty() ? config.model.size : "of " + config.model.folder;
     std::printf("%s %s: %s parameters, %s active, on %d rank%s (%s)\n", config.model.name.c_str(),
-                config.model.size.c_str(), with_commas(model->num_parameters()).c_str(),
+                of.c_str(), with_commas(model->num_parameters()).c_str(),
                 with_commas(model->num_active_parameters()).c_str(), world.size(),
                 world.size() == 1 ? "" : "s", mesh.shape().describe().c_str());
     std::printf("data: %s\n", dataset.describe().c_str());
