@@ -136,8 +136,9 @@ std::vector<Option> make_options() {
                    "for benchmarks: experts by token number, not by score"),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
-                   "full: keep only the inputs of blocks, recompute the rest",
-                   one_of({"none", "full"})),
+                   "full: keep only the inputs of blocks, recompute the rest; selective: keep the "
+                   "results of attention and the pre-activations of experts and MLPs as well",
+                   one_of({"none", "selective", "full"})),
 
       MOESH_OPTION(speed, kernels, gpu,
                    "own: moesh's kernels, or an error that says why not; library: LibTorch's; "

@@ -70,14 +70,14 @@ template <bool Sp>
 BlockOutput<Sp> Stage::run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
                                  const nn::Tokens& tokens, const ForwardOptions& options,
                                  std::int64_t moe_layer) {
-  if (options.recompute && options.pass == nn::Pass::training)
+  if (options.recompute != Recompute::none && options.pass == nn::Pass::training)
     return recompute(
         [&block, tokens, batch, options, moe_layer](const nn::Stream<Sp>& input, bool again) {
           ForwardOptions o = options;
           if (again) o.pass = nn::Pass::recompute;
           return block.run<Sp>(input, tokens, batch, o, moe_layer);
         },
-        x);
+        x, options.recompute == Recompute::selective ? Keep::expensive : Keep::nothing);
   if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
   ReshardScope scope;
   auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);

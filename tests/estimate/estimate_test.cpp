@@ -96,6 +96,7 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
   for (const auto& name : models::model_names()) {
     for (const Args& options :
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
+          Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
           Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
       const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
                              "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
@@ -143,6 +144,23 @@ Args debug(const Args& more) {
 TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
 TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
 TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+TEST(EstimatedPeak, RecomputeOfWhatIsCheap) {
+  expect_peak(debug({"--activation_checkpoint.mode=selective"}));
+}
+// Each mode keeps less than the one before, on both kinds of devices.
+TEST(Estimate, SelectiveRecomputeIsBetweenNoneAndFull) {
+  for (const auto& name : models::model_names())
+    for (const char* device : {"cpu", "cuda"}) {
+      const auto peak = [&](const std::string& mode) {
+        return estimate(load({"--model=" + name + ":debug", "--dtype=bfloat16",
+                              std::string("--device=") + device, "--data.sequence_length=512",
+                              "--data.batch_size=32", "--activation_checkpoint.mode=" + mode}))
+            .peak;
+      };
+      EXPECT_GT(peak("none"), peak("selective")) << name << " on " << device;
+      EXPECT_GT(peak("selective"), peak("full")) << name << " on " << device;
+    }
+}
 TEST(EstimatedPeak, FsdpTpEp) { expect_peak(debug({"--mesh=dp_shard=2,tp=2,ep=2"})); }
 TEST(EstimatedPeak, Accumulation) {
   expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2"}));
@@ -211,6 +229,7 @@ TEST(Estimate, AStepReadsTheDeviceOnce) {
   for (const auto& name : models::model_names())
     for (const Args& more : {Args{}, Args{"--training.gradient_accumulation_steps=3"},
                              Args{"--activation_checkpoint.mode=full", "--optimizer.name=sgd"},
+                             Args{"--activation_checkpoint.mode=selective"},
                              Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"}}) {
       const Config c =
           load({"--model=" + name + ":tiny", "--dtype=bfloat16", "--device=cuda"}, more);
