@@ -89,6 +89,9 @@ std::vector<Option> make_options() {
                    "tp ranks hold different tokens between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
+      MOESH_OPTION(speed, parallelism, overlap_reductions,
+                   "sum the gradients of a block over the ranks while backward goes on, in one "
+                   "message"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of(dispatcher_names())),
 

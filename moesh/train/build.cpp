@@ -70,7 +70,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
 
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
-                      .bias_coeff = config.moe.load_balance_coeff};
+                      .bias_coeff = config.moe.load_balance_coeff,
+                      .overlap = config.parallelism.overlap_reductions};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
                      .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,

@@ -35,6 +35,7 @@ Result run(const Mesh& mesh, bool reshard) {
   Result r;
   const comm::Trace trace;
   auto y = x;
+  std::shared_ptr<raw::Gathers> before;
   const auto layer = [&](const auto& w, const auto& in) {
     return map_rows([](const at::Tensor& t) { return t.tanh(); }, linear(in, use(w)));
   };
@@ -44,7 +45,8 @@ Result run(const Mesh& mesh, bool reshard) {
       continue;
     }
     if (i + 1 < layers.size()) prefetch({&layers[i + 1].stored()});
-    ReshardScope scope;
+    ReshardScope scope(before);
+    before = scope.gathers();
     y = scope.enter(y);
     y = scope.leave(layer(layers[i], y));
   }
@@ -110,8 +112,12 @@ TEST(Reshard, GathersInTheOrderOfUseAndOnceMoreInBackward) {
         const Result r = run(mesh, true);
         std::vector<std::string> expected(
             4, "all_gather");  // layer 1 ahead of layer 0's use, and so on
-        for (int i = 0; i < 4; ++i)
+        // Backward gathers the last layer when it begins, and each one before it while the one
+        // after it computes.
+        expected.push_back("all_gather");
+        for (int i = 0; i < 3; ++i)
           expected.push_back("all_gather"), expected.push_back("reduce_scatter");
+        expected.push_back("reduce_scatter");
         // The gathers of the gradients for the comparison come last.
         for (int i = 0; i < 4; ++i) expected.push_back("all_gather");
         EXPECT_EQ(r.trace, expected);
@@ -134,6 +140,62 @@ TEST(Reshard, APrefetchThatAnUpdateOvertookIsNotUsed) {
           at::Tensor(w.stored().value).fill_(5);
         }
         EXPECT_TRUE(at::equal(local(use(w)).detach().cpu(), at::full({6}, 5.0, at::kDouble)));
+      },
+      test_options());
+}
+
+// Parameters of one call travel in one message for each dtype and group, whatever their shapes and
+// however unevenly they are divided.
+TEST(Reshard, PrefetchesInOneMessage) {
+  comm::launch(
+      3,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 3});
+        const MeshScope scope(mesh);
+        const auto make = [](const char* name, std::vector<std::int64_t> shape, std::int64_t dim,
+                             at::ScalarType compute) {
+          return Param<Dense{I, I, I}>(ParamSpec{.name = name,
+                                                 .shape = std::move(shape),
+                                                 .storage_dim = dim,
+                                                 .dtype = at::kFloat,
+                                                 .compute = compute,
+                                                 .device = test_device()},
+                                       Init{.kind = Init::Kind::normal, .seed = 3});
+        };
+        const Param<Dense{I, I, I}> all[] = {
+            make("a", {7, 3}, 0, at::kFloat), make("b", {4, 5, 2}, 1, at::kFloat),
+            make("c", {2}, 0, at::kFloat), make("d", {6, 4}, 1, at::kBFloat16)};
+        std::vector<at::Tensor> alone;
+        for (const auto& w : all) alone.push_back(local(use(w)).detach());
+        const comm::Trace trace;
+        prefetch({&all[0].stored(), &all[3].stored(), &all[1].stored(), &all[2].stored()});
+        EXPECT_EQ(trace.entries().size(), 2u);
+        for (size_t i = 0; i < 4; ++i)
+          EXPECT_TRUE(at::equal(local(use(all[i])).detach(), alone[i])) << i;
+        EXPECT_EQ(trace.entries().size(), 2u);
+      },
+      test_options());
+}
+
+// A copy in the type of the work is what is gathered: nothing is cast.
+TEST(Reshard, GathersCopies) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        Param<Dense{I, I, I}> w({.name = "w",
+                                 .shape = {4},
+                                 .dtype = at::kFloat,
+                                 .compute = at::kBFloat16,
+                                 .device = test_device()},
+                                {.kind = Init::Kind::ones});
+        raw::keep_copy(w.stored());
+        EXPECT_EQ(local(use(w)).sum().item<double>(), 4);
+        w.stored().copy->value.fill_(3);  // as nobody does: what is read shows
+        EXPECT_EQ(local(use(w)).sum().item<double>(), 12);
+        prefetch({&w.stored()});
+        EXPECT_EQ(local(use(w)).sum().item<double>(), 12);
       },
       test_options());
 }
