@@ -235,5 +235,103 @@ TEST(Reshard, CountsTheBytesOfAPrefetchOnce) {
   EXPECT_EQ(gather_bytes().now, before) << "one rank gathers nothing";
 }
 
+// One rank gathers nothing, and casts: master weights in float32, work in bfloat16.
+ParamSpec cast_spec() {
+  return {.name = "w",
+          .shape = {6, 4},
+          .dtype = at::kFloat,
+          .compute = at::kBFloat16,
+          .device = test_device()};
+}
+
+TEST(Reshard, GivesTheMemoryOfACastBackAndCastsAgain) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const Param<Dense{I, I, I}> w(cast_spec(), {.kind = Init::Kind::normal, .scale = 1, .seed = 3});
+  const auto x = as_leaf(assume<Dense{T, T, T}>(
+      at::ones({3, 4}, at::TensorOptions(at::kBFloat16).device(test_device()))));
+  const std::int64_t before = gather_bytes().now, one = 6 * 4 * 2;
+  reset_gather_bytes();
+  ReshardScope gathers;
+  const auto in = gathers.enter(x);
+  const auto cast = use(w);
+  const at::Storage memory = local(cast).storage();
+  EXPECT_EQ(gather_bytes().now, before + one);
+  const auto y = gathers.leave(linear(in, cast));
+  EXPECT_EQ(memory.data(), nullptr);
+  EXPECT_EQ(gather_bytes().now, before);
+  reset_gather_bytes();
+  backward(sum_all(y));
+  EXPECT_EQ(memory.data(), nullptr);
+  EXPECT_EQ(gather_bytes().now, before);
+  EXPECT_EQ(gather_bytes().most, before + one) << "it was there for backward";
+  const at::Tensor rounded = w.stored().value.detach().to(at::kBFloat16).to(at::kFloat);
+  const at::Tensor want = rounded.sum(at::IntArrayRef{0}).expand({3, 4});
+  EXPECT_TRUE(at::allclose(local(grad(x)).to(at::kFloat), want, 2e-2, 2e-2));
+}
+
+TEST(Reshard, FreesACastThatBackwardWillWantAndNoOther) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const Param<Dense{I, I, I}> w(cast_spec());
+  ParamSpec wide = cast_spec(), of_one = cast_spec(), empty = cast_spec();
+  wide.compute = at::kFloat, of_one.shape = {1}, empty.shape = {0, 4};
+  const std::int64_t before = gather_bytes().now;
+  use(w);
+  EXPECT_EQ(gather_bytes().now, before) << "outside of a scope";
+  const ReshardScope gathers;
+  {
+    const at::NoGradGuard no_grad;
+    use(w);
+  }
+  use(Param<Dense{I, I, I}>(wide));
+  use(Param<Dense{I, I, I}>(empty));
+  EXPECT_EQ(gather_bytes().now, before) << "nothing was cast for backward";
+  use(Param<Dense{I, I, I}>(of_one));
+  EXPECT_EQ(gather_bytes().now, before + 2);
+}
+
+// A copy in the dtype of the work is cast when the weight has changed, and taken as it is when
+// someone says that he wrote both.
+TEST(ComputeCopy, FollowsItsWeight) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  Param<Dense{I, I, I}> w(cast_spec(), {.kind = Init::Kind::normal, .scale = 1, .seed = 3});
+  Stored& stored = w.stored();
+  raw::keep_copy(stored);
+  ASSERT_TRUE(stored.copy);
+  EXPECT_EQ(stored.copy->value.sizes(), stored.value.sizes());
+  EXPECT_EQ(stored.copy->value.scalar_type(), at::kBFloat16);
+  const auto used = [&] { return local(use(w)).detach(); };
+  const auto rounded = [&] { return stored.value.detach().to(at::kBFloat16); };
+  EXPECT_TRUE(at::equal(used(), rounded()));
+  EXPECT_EQ(used().data_ptr(), stored.copy->value.data_ptr());
+  const at::NoGradGuard no_grad;
+  stored.value.mul_(3);
+  EXPECT_TRUE(at::equal(used(), rounded()));
+  stored.copy->value.fill_(7);
+  EXPECT_TRUE(used().eq(7).all().item<bool>()) << "the weight is as it was: nothing is cast";
+  stored.value.mul_(3);
+  raw::note_copy_written(stored);
+  EXPECT_TRUE(used().eq(7).all().item<bool>()) << "whoever wrote the weight wrote the copy";
+  stored.value.mul_(3);
+  EXPECT_TRUE(at::equal(used(), rounded()));
+}
+
+TEST(ComputeCopy, IsNotKeptOfAWeightThatIsUsedAsItIs) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  ParamSpec spec = cast_spec();
+  spec.compute = at::kFloat;
+  Param<Dense{I, I, I}> w(spec);
+  raw::keep_copy(w.stored());
+  EXPECT_FALSE(w.stored().copy);
+  EXPECT_FALSE(raw::current_copy(w.stored()).defined());
+}
+
 }  // namespace
 }  // namespace moesh
