@@ -28,6 +28,9 @@ namespace {
 
 thread_local Reductions* current = nullptr;
 
+// Buckets are held in full until they are awaited: of a large model no more than these.
+constexpr std::size_t kMostStarted = 2;
+
 bool belong_together(const GradientTerm& a, const GradientTerm& b) {
   return a.storage == b.storage && a.replicas == b.replicas && a.dtype == b.dtype;
 }
@@ -74,10 +77,7 @@ struct Reductions {
 
   void start(std::vector<GradientTerm> terms) {
     RECORD_USER_SCOPE("start to reduce a bucket of gradients");
-    // One at a time of each leaf: with several micro-batches no more memory is held than with one.
-    while (std::any_of(started.begin(), started.end(),
-                       [&](const Bucket& b) { return b.terms[0].leaf.is_same(terms[0].leaf); }))
-      await_first();
+    while (started.size() >= kMostStarted) await_first();
     const GradientTerm& first = terms[0];
     std::vector<FlatPart> parts;
     for (const auto& t : terms) parts.push_back({t.grad.sizes().vec(), t.dim, t.sizes});

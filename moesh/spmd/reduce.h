@@ -1,6 +1,7 @@
 #pragma once
 // The gradients of parameters, summed over the ranks while backward goes on: those of a block
-// travel together, in one flat buffer, and are awaited before the optimizer reads them.
+// travel together, in one flat buffer, and are awaited two buckets later, the last ones before the
+// optimizer reads them.
 
 #include <ATen/core/Tensor.h>
 

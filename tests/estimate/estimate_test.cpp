@@ -128,7 +128,8 @@ void expect_peak(const Args& args) {
   const double measured = static_cast<double>(run(c).peak);
   const Estimate e = estimate(c);
   const double expected = static_cast<double>(e.peak) * e.mesh.num_ranks();
-  EXPECT_NEAR(expected / measured, 1, 0.1)
+  // Ranks that are threads are not at the same place at the same time.
+  EXPECT_NEAR(expected / measured, 1, e.mesh.num_ranks() == 1 ? 0.02 : 0.1)
       << expected / 0x1p20 << " MiB estimated, " << measured / 0x1p20 << " MiB measured";
   std::printf("estimated %.1f MiB, measured %.1f MiB: %.3f\n", expected / 0x1p20, measured / 0x1p20,
               expected / measured);
@@ -144,8 +145,11 @@ Args debug(const Args& more) {
 TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
 TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
 TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+// More tokens: the peak is that of activations, and not of the update.
 TEST(EstimatedPeak, RecomputeOfWhatIsCheap) {
-  expect_peak(debug({"--activation_checkpoint.mode=selective"}));
+  expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
+               "--data.batch_size=16", "--optimizer.name=sgd",
+               "--activation_checkpoint.mode=selective"});
 }
 // Each mode keeps less than the one before, on both kinds of devices.
 TEST(Estimate, SelectiveRecomputeIsBetweenNoneAndFull) {
@@ -222,6 +226,20 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
         ASSERT_NO_THROW(e = estimate(c)) << name << " on " << device << " " << variant.back();
         EXPECT_GT(e.activations(), 0);
       }
+}
+
+// Gradients that are summed while backward goes on are held in full, in float32: those of two
+// blocks, and not of all six.
+TEST(Estimate, ReductionsInProgressHoldTwoBlocks) {
+  const auto peak = [](const std::string& overlap) {
+    return estimate(load({"--model=deepseek_v3:debug", "--dtype=bfloat16", "--mesh=dp_shard=8",
+                          "--data.sequence_length=16", "--data.batch_size=1",
+                          "--parallelism.overlap_reductions=" + overlap}));
+  };
+  const Estimate now = peak("false"), later = peak("true");
+  const std::int64_t block = 4 * now.num_parameters / 6;
+  EXPECT_LT(static_cast<double>(later.peak - now.peak), 2.5 * static_cast<double>(block));
+  EXPECT_GT(later.peak, now.peak);
 }
 
 // On one rank, with own kernels: the loss and all that belongs to it, at the end.
