@@ -29,9 +29,9 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
-    const at::Tensor rows = grads[0].reshape({-1, w.size(0)});
+    const at::Tensor rows = grads[0].flatten(0, -2);
     // One pass over gate and up, for a third of what the layer would have to keep.
-    const at::Tensor hidden = kernels::swiglu_forward(gate, up).view({-1, w.size(1)});
+    const at::Tensor hidden = kernels::swiglu_forward(gate, up).flatten(0, -2);
     const at::Tensor dw = rows.t().mm(hidden);
     const auto d = kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()));
     return {d.gate, d.up, dw};

@@ -87,10 +87,8 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const at::Tensor rows = grads[0].reshape({-1, grads[0].size(-1)});
-    return {rows.mm(saved[1]).view(saved[0].sizes()),
-            rows.t().mm(saved[0].reshape({-1, saved[0].size(-1)})),
-            {}};
+    const at::Tensor rows = grads[0].flatten(0, -2);
+    return {rows.mm(saved[1]).view(saved[0].sizes()), rows.t().mm(saved[0].flatten(0, -2)), {}};
   }
 };
 

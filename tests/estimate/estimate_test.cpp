@@ -239,7 +239,6 @@ TEST(Estimate, ReductionsInProgressHoldTwoBlocks) {
   const Estimate now = peak("false"), later = peak("true");
   const std::int64_t block = 4 * now.num_parameters / 6;
   EXPECT_LT(static_cast<double>(later.peak - now.peak), 2.5 * static_cast<double>(block));
-  EXPECT_GT(later.peak, now.peak);
 }
 
 // On one rank, with own kernels: the loss and all that belongs to it, at the end.

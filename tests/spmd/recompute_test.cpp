@@ -91,6 +91,23 @@ TEST_F(Recompute, ALayerThatIsKeptHasTheSameBits) {
   EXPECT_TRUE(at::equal(local(x).grad(), local(kept).grad()));
 }
 
+// A rank may have none of the features.
+TEST_F(Recompute, ALayerThatIsKeptMayBeEmpty) {
+  for (const auto& [in, out] : {std::pair<std::int64_t, std::int64_t>{4, 0}, {0, 4}, {0, 0}}) {
+    const at::Tensor w = at::ones({out, in}, at::kDouble).requires_grad_(true);
+    const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 3, in}, at::kDouble)));
+    const auto y = recompute(
+        [&](const Rows& r, bool) {
+          return std::tuple<Rows>(assume<Dense{T, T, T}>(raw::kept_linear(local(r), w)));
+        },
+        x, Keep::expensive);
+    EXPECT_EQ(local(std::get<0>(y)).size(2), out);
+    local(std::get<0>(y)).sum().backward();
+    EXPECT_EQ(local(x).grad().sizes(), local(x).sizes());
+    EXPECT_EQ(w.grad().sizes(), w.sizes());
+  }
+}
+
 TEST_F(Recompute, TakesTheValuesOfTheFirstRun) {
   const auto gradient = [&](Keep keep) {
     const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 4}, at::kDouble)));
