@@ -54,13 +54,13 @@ class Saver {
 
   std::filesystem::path run() {
     try {
-      together(group_, [&] {
-        if (is_first()) make_files();
+      together(group_, [&](const Breath& breath) {
+        if (is_first()) make_files(breath);
       });
-      together(group_, [&] { write_tensors(); });
+      together(group_, [&](const Breath& breath) { write_tensors(breath); });
       formats::Manifest manifest = snapshot_.manifest;
       sums_ = summed(group_, sums_);
-      together(group_, [&] { hash_blocks(); });
+      together(group_, [&](const Breath& breath) { hash_blocks(breath); });
       manifest.files = hashed_files();
       together(group_, [&] {
         if (is_first()) publish(manifest);
@@ -112,7 +112,7 @@ class Saver {
           "; nothing was changed: see which run it belongs to, and start again");
   }
 
-  void make_files() {
+  void make_files(const Breath& breath) {
     make_folders(options_.folder);
     check_others();
     remove_temporary(options_.folder);
@@ -122,6 +122,7 @@ class Saver {
     write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
+        take(breath);
         const auto path = temporary_ / file.name;
         make_folders(path.parent_path());
         OutputFile out(path, OutputFile::Mode::create);
@@ -133,13 +134,16 @@ class Saver {
     for (const auto& [name, text] : texts_) add_sums(name, write_file(temporary_ / name, text));
   }
 
-  void write_tensors() {
+  void write_tensors(const Breath& breath) {
     for (std::size_t i = 0; i < plans_.size(); ++i) {
       const auto parts = by_name(snapshot_.sets[i].parts);
       for (const auto& file : plans_[i]) {
         OutputFile out(temporary_ / file.name, OutputFile::Mode::open);
         bool any = false;
-        for (const auto& t : file.tensors) any |= write_tensor(out, t, parts);
+        for (const auto& t : file.tensors) {
+          take(breath);
+          any |= write_tensor(out, t, parts);
+        }
         if (any) out.sync();
         add_sums(file.name, out.sums());
       }
@@ -148,7 +152,7 @@ class Saver {
 
   // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
   // hashed is what the writers had in memory, or the save fails.
-  void hash_blocks() {
+  void hash_blocks(const Breath& breath) {
     hashes_.assign(sums_.size(), 0);
     std::vector<std::byte> buffer(formats::kBlockBytes);
     const auto num_ranks = static_cast<std::size_t>(group_.size());
@@ -160,6 +164,7 @@ class Saver {
       for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes) {
         const std::size_t number = written.first_block + begin / formats::kBlockBytes;
         if (number % num_ranks != static_cast<std::size_t>(group_.rank())) continue;
+        take(breath);
         const auto block = std::span(buffer).first(
             std::min<std::uint64_t>(formats::kBlockBytes, written.size - begin));
         file.read(begin, block);
