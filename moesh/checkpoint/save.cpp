@@ -60,13 +60,13 @@ class Saver {
 
   std::filesystem::path run() {
     try {
-      together(group_, [&] {
-        if (is_first()) make_files();
+      together(group_, [&](const Breath& breath) {
+        if (is_first()) make_files(breath);
       });
-      together(group_, [&] { write_tensors(); });
+      together(group_, [&](const Breath& breath) { write_tensors(breath); });
       formats::Manifest manifest = snapshot_.manifest;
       sums_ = summed(group_, sums_);
-      together(group_, [&] { hash_blocks(); });
+      together(group_, [&](const Breath& breath) { hash_blocks(breath); });
       manifest.files = hashed_files();
       together(group_, [&] {
         if (is_first()) publish(manifest);
@@ -118,7 +118,7 @@ class Saver {
           "; nothing was changed: see which run it belongs to, and start again");
   }
 
-  void make_files() {
+  void make_files(const Breath& breath) {
     make_folders(options_.folder);
     check_others();
     remove_temporary(options_.folder);
@@ -128,6 +128,7 @@ class Saver {
     write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
+        take(breath);
         const auto path = temporary_ / file.name;
         make_folders(path.parent_path());
         OutputFile out(path, OutputFile::Mode::create);
@@ -152,7 +153,7 @@ class Saver {
   }
 
   // Each thread has the files open for itself: it adds what it wrote to sums of its own.
-  void write_tensors() {
+  void write_tensors(const Breath& breath) {
     struct Item {
       const PlannedFile* file;
       const PlannedTensor* tensor;
@@ -167,16 +168,20 @@ class Saver {
     wait_for_devices();
     std::vector<std::map<const PlannedFile*, OutputFile>> open(
         static_cast<std::size_t>(num_threads_));
-    share_work(items.size(), num_threads_, [&](std::size_t i, std::size_t thread) {
-      const Item& item = items[i];
-      if (!owns_some(*item.tensor, *item.parts)) return;
-      auto found = open[thread].find(item.file);
-      if (found == open[thread].end())
-        found = open[thread]
+    share_work(
+        items.size(), num_threads_,
+        [&](std::size_t i, std::size_t thread) {
+          const Item& item = items[i];
+          if (!owns_some(*item.tensor, *item.parts)) return;
+          auto found = open[thread].find(item.file);
+          if (found == open[thread].end())
+            found =
+                open[thread]
                     .try_emplace(item.file, temporary_ / item.file->name, OutputFile::Mode::open)
                     .first;
-      write_tensor(found->second, *item.tensor, *item.parts);
-    });
+          write_tensor(found->second, *item.tensor, *item.parts);
+        },
+        breath);
     std::map<const PlannedFile*, OutputFile*>
         written;  // any of those that are open: all are flushed
     for (auto& files : open)
@@ -186,12 +191,13 @@ class Saver {
       }
     std::vector<OutputFile*> outs;
     for (const auto& [file, out] : written) outs.push_back(out);
-    share_work(outs.size(), num_threads_, [&](std::size_t i, std::size_t) { outs[i]->sync(); });
+    share_work(
+        outs.size(), num_threads_, [&](std::size_t i, std::size_t) { outs[i]->sync(); }, breath);
   }
 
   // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
   // hashed is what the writers had in memory, or the save fails.
-  void hash_blocks() {
+  void hash_blocks(const Breath& breath) {
     hashes_.assign(sums_.size(), 0);
     struct Block {
       const formats::InputFile* file;
@@ -215,19 +221,23 @@ class Saver {
       }
     }
     std::vector<std::vector<std::byte>> buffers(static_cast<std::size_t>(num_threads_));
-    share_work(blocks.size(), num_threads_, [&](std::size_t i, std::size_t thread) {
-      const Block& b = blocks[i];
-      buffers[thread].resize(b.size);
-      b.file->read(b.begin, buffers[thread]);
-      const std::string_view bytes(reinterpret_cast<const char*>(buffers[thread].data()), b.size);
-      formats::BlockSums found;
-      found.add(b.begin, bytes);
-      MOESH_CHECK(found.sums().back() == sums_[b.number], ErrorKind::storage, "'",
-                  b.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
-                  " were read back with other values than were written; the disk or the memory "
-                  "of this machine is at fault");
-      hashes_[b.number] = formats::hash_block(bytes);
-    });
+    share_work(
+        blocks.size(), num_threads_,
+        [&](std::size_t i, std::size_t thread) {
+          const Block& b = blocks[i];
+          buffers[thread].resize(b.size);
+          b.file->read(b.begin, buffers[thread]);
+          const std::string_view bytes(reinterpret_cast<const char*>(buffers[thread].data()),
+                                       b.size);
+          formats::BlockSums found;
+          found.add(b.begin, bytes);
+          MOESH_CHECK(found.sums().back() == sums_[b.number], ErrorKind::storage, "'",
+                      b.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
+                      " were read back with other values than were written; the disk or the memory "
+                      "of this machine is at fault");
+          hashes_[b.number] = formats::hash_block(bytes);
+        },
+        breath);
   }
 
   std::vector<formats::ManifestFile> hashed_files() {
