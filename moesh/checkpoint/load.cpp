@@ -5,15 +5,13 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <functional>
 #include <set>
 #include <span>
-#include <thread>
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/workers.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/safetensors_index.h"
@@ -85,7 +83,7 @@ struct Job {
 
 // Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
 // inside of them, holes included.
-void read_box(const Job& job, const at::Tensor& target) {
+void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.overlap.view;
   const Quantized* quantized = job.found.quantized;
@@ -132,6 +130,7 @@ void read_box(const Job& job, const at::Tensor& target) {
     }
     for (std::size_t d = split; d < view.size(); ++d) first += box.start[d] * strides[d];
     for (std::int64_t at = 0; at < box.length[split]; at += step) {
+      take(breath);
       slab_size[0] = std::min(step, box.length[split] - at);
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
@@ -167,25 +166,8 @@ std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
   return lists;
 }
 
-// f(0) .. f(count - 1), in a few threads; the error of the first that failed is thrown.
-void in_threads(std::size_t count, const std::function<void(std::size_t)>& f) {
-  std::vector<std::exception_ptr> errors(count);
-  std::atomic<std::size_t> next = 0;
-  const auto work = [&] {
-    const at::NoGradGuard no_grad;  // of this thread
-    for (std::size_t i; (i = next++) < count;) try {
-        f(i);
-      } catch (...) {
-        errors[i] = std::current_exception();
-      }
-  };
-  {
-    std::vector<std::jthread> threads;
-    for (std::size_t i = 1; i < std::min(count, kReaders); ++i) threads.emplace_back(work);
-    work();
-  }
-  for (const auto& error : errors)
-    if (error) std::rethrow_exception(error);
+int num_readers(std::size_t num_files) {
+  return static_cast<int>(std::clamp<std::size_t>(num_files, 1, kReaders));
 }
 
 }  // namespace
@@ -245,7 +227,7 @@ TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::st
                            const formats::Manifest* manifest)
     : path_(std::move(path)) {
   files_.resize(files.size());
-  in_threads(files.size(), [&](std::size_t i) {
+  share_work(files.size(), num_readers(files.size()), [&](std::size_t i, std::size_t) {
     const auto* expected = manifest ? manifest->find(files[i]) : nullptr;
     MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / files[i]).string(),
                 "' is not in the manifest of its folder");
@@ -379,7 +361,7 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
   return found(entries_.at(param).front()).info->dtype;
 }
 
-void Loader::load(const std::vector<Part>& parts) const {
+void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
   const at::NoGradGuard no_grad;
   std::vector<Part> on_host = parts;  // a read becomes many small copies
   for (auto& p : on_host)
@@ -397,10 +379,17 @@ void Loader::load(const std::vector<Part>& parts) const {
                 filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
   }
   const auto lists = apart(std::move(jobs));
-  in_threads(lists.size(), [&](std::size_t i) {
-    for (const Job& job : lists[i])
-      read_box(job, in_view_order(*job.part, *job.source, job.overlap));
-  });
+  const int num_threads = num_readers(lists.size());
+  // Several threads leave the breath to this one.
+  const Breath between = num_threads == 1 ? breath : Breath();
+  share_work(
+      lists.size(), num_threads,
+      [&](std::size_t i, std::size_t) {
+        const at::NoGradGuard of_this_thread;
+        for (const Job& job : lists[i])
+          read_box(job, in_view_order(*job.part, *job.source, job.overlap), between);
+      },
+      breath);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }

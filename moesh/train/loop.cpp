@@ -204,8 +204,10 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     std::vector<ValidationLoss> validation;
     // Who is told to stop has little time left, and saves.
     if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
-      validation =
-          of_step(step + 1, [&] { return validate_model(*model, config, mesh, validation_sets); });
+      validation = of_step(step + 1, [&] {
+        return take_step.beside(
+            [&] { return validate_model(*model, config, mesh, validation_sets); });
+      });
       last = Clock::now();  // its time is nobody's step
     }
     if (is_first) {

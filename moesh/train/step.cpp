@@ -6,6 +6,7 @@
 #include "moesh/base/error.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
@@ -42,6 +43,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const nn::CheckLater later;
+  ReduceLater reductions(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
   for (auto& batch : batches) {
@@ -49,6 +51,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
     batch.index = &batch - batches.data();
     const auto result = model.forward(batch, options.forward);
     backward(result.loss);
+    reductions.start();
     const auto add = [](nn::TokenSum& sum, const nn::TokenSum& term) {
       sum = local(sum).defined() ? sum + term : term;
     };
@@ -57,6 +60,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
     counts.resize(result.counts_E.size());
     for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
   }
+  reductions.finish();
   Unread step{.checks = later.checks()};
   // One message for all of it: float64 holds every count.
   losses.push_back(num_failed(step.checks, num_tokens.options()));

@@ -1,6 +1,7 @@
 #include "moesh/train/metrics/jsonl.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <charconv>
@@ -43,17 +44,36 @@ std::string bytes_of(const std::filesystem::path& path) {
   return formats::exists(path) ? formats::InputFile(path).read_all(kMaxBytes) : "";
 }
 
+// Whether an open file is the one that has the name.
+bool has_name(int file, const std::filesystem::path& path) {
+  struct stat opened = {}, named = {};
+  if (formats::file_system().status(file, opened) != 0) formats::fail_at(path, "look at", errno);
+  if (formats::file_system().status(path, named) == 0)
+    return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+  if (errno != ENOENT) formats::fail_at(path, "look at", errno);
+  return false;
+}
+
 // Open for lines at its end, and for no other run as long as it is. A file system without locks
 // gives no such protection.
 int open_alone(const std::filesystem::path& path, const std::filesystem::path& folder) {
-  const int file = formats::file_system().open(path, O_WRONLY | O_CREAT | O_APPEND);
-  if (file < 0) formats::fail_at(path, "open", errno);
-  const bool is_held =
-      formats::file_system().lock(file) != 0 && (errno == EAGAIN || errno == EACCES);
-  if (is_held) formats::file_system().close(file);
-  MOESH_CHECK(!is_held, ErrorKind::config, "metrics.folder '", folder.string(),
-              "' is used by another run; wait until that has ended, or choose another folder");
-  return file;
+  for (;;) {
+    const int file = formats::file_system().open(path, O_WRONLY | O_CREAT | O_APPEND);
+    if (file < 0) formats::fail_at(path, "open", errno);
+    try {
+      const bool is_held =
+          formats::file_system().lock(file) != 0 && (errno == EAGAIN || errno == EACCES);
+      MOESH_CHECK(!is_held, ErrorKind::config, "metrics.folder '", folder.string(),
+                  "' is used by another run; wait until that has ended, or choose another folder");
+      // A run that was taking the lines over may have put another file in its place since it was
+      // opened: that one is to be held.
+      if (has_name(file, path)) return file;
+    } catch (...) {
+      formats::file_system().close(file);
+      throw;
+    }
+    formats::file_system().close(file);
+  }
 }
 
 }  // namespace
