@@ -30,7 +30,8 @@ MAY_INCLUDE = {
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
     "estimate": ["train", "config", *BELOW_TRAIN],
-    "cli": ["verify", "estimate", "train", "config", *BELOW_TRAIN],
+    "report": ["formats"],  # a page of files that a run has written
+    "cli": ["verify", "estimate", "report", "train", "config", *BELOW_TRAIN],
     "apps": ["cli"],
 }
 TORCH = ("ATen/", "c10/", "torch/")
@@ -40,6 +41,7 @@ MUST_NOT_INCLUDE = {
     "types": TORCH,
     "formats": TORCH,
     "tokenizer": TORCH,
+    "report": TORCH,
     "kernels": ("torch/csrc/autograd",),
 }
 # The rules of the types are to be read in one sitting: all headers of moesh/types besides token.h, together.

@@ -55,6 +55,11 @@ const char* kUsage =
     "                                    they are\n"
     "                   --memory SIZE    what a rank has, as in 80GiB\n"
     "                   --json FILE      the result as JSON\n"
+    "  report RUN...  the runs of these folders (metrics.folder) as one HTML file, over each other; a\n"
+    "                 FILE.json is the result of verify --json\n"
+    "                   --out FILE       what is written (default report.html)\n"
+    "                   --serve PORT     instead: the page on http://127.0.0.1:PORT, which follows runs\n"
+    "                                    that are still training\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that\n"
     "                 very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
@@ -111,7 +116,8 @@ RunSummary run_train(const Args& args) {
               s.first_step_seconds, s.step_seconds);
   if (s.entropy) std::printf("the data's entropy, which no model can beat: %.4f\n", *s.entropy);
   if (!s.folder.empty())
-    std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
+    std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n", s.folder.c_str(),
+                s.folder.c_str());
   return s;
 }
 
@@ -197,6 +203,7 @@ int run_named(Args all) {
     return static_cast<int>(run_train(rest).interrupted ? ExitCode::stopped : ExitCode::done);
   if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "estimate") return run_estimate(rest);
+  if (all[0] == "report") return run_report(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -209,7 +216,7 @@ int run_named(Args all) {
   throw Error(
       ErrorKind::config,
       "there is no command '" + all[0] +
-          "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
+          "'; the commands are train, verify, compare, estimate, report, demo, convert, inspect, "
           "tokenize, print-config and help");
 }
 

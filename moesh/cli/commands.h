@@ -6,7 +6,7 @@
 
 namespace moesh::cli {
 
-/// moesh train | verify | compare | estimate | demo | convert | inspect | tokenize |
+/// moesh train | verify | compare | estimate | report | demo | convert | inspect | tokenize |
 /// print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
@@ -16,5 +16,6 @@ int run_estimate(std::vector<std::string> args);
 int run_convert(std::vector<std::string> args);
 int run_inspect(std::vector<std::string> args);
 int run_tokenize(std::vector<std::string> args);
+int run_report(std::vector<std::string> args);
 
 }  // namespace moesh::cli
