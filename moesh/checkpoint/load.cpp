@@ -81,7 +81,7 @@ struct Job {
 
 // Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
 // inside of them, holes included.
-void read_box(const Job& job, const at::Tensor& target) {
+void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.overlap.view;
   const Quantized* quantized = job.found.quantized;
@@ -128,6 +128,7 @@ void read_box(const Job& job, const at::Tensor& target) {
     }
     for (std::size_t d = split; d < view.size(); ++d) first += box.start[d] * strides[d];
     for (std::int64_t at = 0; at < box.length[split]; at += step) {
+      take(breath);
       slab_size[0] = std::min(step, box.length[split] - at);
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
@@ -327,7 +328,7 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
   return found(entries_.at(param).front()).info->dtype;
 }
 
-void Loader::load(const std::vector<Part>& parts) const {
+void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
   const at::NoGradGuard no_grad;
   std::vector<Part> on_host = parts;  // a read becomes many small copies
   for (auto& p : on_host)
@@ -348,7 +349,8 @@ void Loader::load(const std::vector<Part>& parts) const {
     return std::tie(a.found.file->file().path(), a.found.info->begin) <
            std::tie(b.found.file->file().path(), b.found.info->begin);
   });
-  for (const auto& job : jobs) read_box(job, in_view_order(*job.part, *job.source, job.overlap));
+  for (const auto& job : jobs)
+    read_box(job, in_view_order(*job.part, *job.source, job.overlap), breath);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }

@@ -86,6 +86,7 @@ struct ParallelismSection {
   std::int64_t expert_tensor_parallel_degree = 1;
   bool sequence_parallel = true;
   bool fsdp_reshard_after_forward = true;
+  bool overlap_reductions = true;
   std::string moe_dispatcher = "auto";
 };
 

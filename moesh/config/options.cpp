@@ -89,6 +89,9 @@ std::vector<Option> make_options() {
                    "tp ranks hold different tokens between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
+      MOESH_OPTION(speed, parallelism, overlap_reductions,
+                   "sum the gradients of a block over the ranks while backward goes on, in one "
+                   "message"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of(dispatcher_names())),
 
@@ -136,8 +139,9 @@ std::vector<Option> make_options() {
                    "for benchmarks: experts by token number, not by score"),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
-                   "full: keep only the inputs of blocks, recompute the rest",
-                   one_of({"none", "full"})),
+                   "full: keep only the inputs of blocks, recompute the rest; selective: keep the "
+                   "results of attention and the pre-activations of experts and MLPs as well",
+                   one_of({"none", "selective", "full"})),
 
       MOESH_OPTION(speed, kernels, gpu,
                    "own: moesh's kernels, or an error that says why not; library: LibTorch's; "

@@ -38,10 +38,17 @@ struct MicroBatch {
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
 };
 
+/// What backward of a block computes again, because forward has not kept it.
+enum class Recompute {
+  none,
+  selective,  // all but what is expensive: results of attention, pre-activations of MLPs and
+              // experts
+  full,       // all but the input of the block
+};
+
 struct ForwardOptions {
   bool sequence_parallel = true;
-  // Keep only what goes from block to block, and compute the rest again in backward.
-  bool recompute = false;
+  Recompute recompute = Recompute::none;
   nn::Pass pass = nn::Pass::training;
   Auxiliary auxiliary;
   // Free gathered parameters after a block's forward, and gather them again in backward.

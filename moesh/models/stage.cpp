@@ -4,9 +4,12 @@
 
 #include <ATen/record_function.h>
 
+#include <utility>
+
 #include "moesh/base/error.h"
 #include "moesh/nn/residual.h"
 #include "moesh/spmd/recompute.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
 
 namespace moesh::models {
@@ -67,19 +70,28 @@ nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
 }
 
 template <bool Sp>
-BlockOutput<Sp> Stage::run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
-                                 const nn::Tokens& tokens, const ForwardOptions& options,
-                                 std::int64_t moe_layer) {
-  if (options.recompute && options.pass == nn::Pass::training)
+BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
+                                 const MicroBatch& batch, const nn::Tokens& tokens,
+                                 const ForwardOptions& options, std::int64_t moe_layer) {
+  Block& block = *run.block;
+  const nn::Stream<Sp> x = begin_bucket(input);
+  if (options.recompute != Recompute::none && options.pass == nn::Pass::training)
     return recompute(
-        [&block, tokens, batch, options, moe_layer](const nn::Stream<Sp>& input, bool again) {
+        [&block, before = run.before, tokens, batch, options, moe_layer](
+            const nn::Stream<Sp>& stream, bool again) {
           ForwardOptions o = options;
           if (again) o.pass = nn::Pass::recompute;
-          return block.run<Sp>(input, tokens, batch, o, moe_layer);
+          // Backward comes to the block before this one next.
+          if (again && options.reshard) {
+            prefetch(block.stored());
+            if (before) prefetch(before->stored());
+          }
+          return block.run<Sp>(stream, tokens, batch, o, moe_layer);
         },
-        x);
+        x, options.recompute == Recompute::selective ? Keep::expensive : Keep::nothing);
   if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
-  ReshardScope scope;
+  ReshardScope scope(run.gathers_before);
+  run.gathers_before = scope.gathers();
   auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);
   std::get<0>(out) = scope.leave(std::get<0>(out));
   return out;
@@ -90,11 +102,14 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
                                   const nn::Tokens& tokens, const ForwardOptions& options) {
   StageOutput<Sp> out{.x_BLD = x_BLD};
   std::int64_t moe_layer = first_moe_layer_;
+  BlockRun run;
   for (size_t i = 0; i < blocks_.size(); ++i) {
     // The parameters of the next block travel while this one computes.
-    if (options.reshard && i + 1 < blocks_.size()) prefetch(blocks_[i + 1]->stored());
+    for (size_t next : {i, i + 1})
+      if (options.reshard && next < blocks_.size()) prefetch(blocks_[next]->stored());
+    run.before = std::exchange(run.block, blocks_[i].get());
     const auto [x, auxiliary, counts_E] =
-        run_block<Sp>(*blocks_[i], out.x_BLD, batch, tokens, options, moe_layer);
+        run_block<Sp>(run, out.x_BLD, batch, tokens, options, moe_layer);
     out.x_BLD = x;
     if (local(auxiliary).defined())
       out.auxiliary = local(out.auxiliary).defined() ? out.auxiliary + auxiliary : auxiliary;
@@ -110,7 +125,7 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                          const nn::Tokens& tokens, const ForwardOptions& options) const {
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
-  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, begin_bucket(x_BLD)), tokens.over_tp());
   const auto weight = use(head_ ? *head_ : embedding_->weight());
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();

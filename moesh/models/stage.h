@@ -11,6 +11,7 @@
 #include "moesh/models/block.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/vocabulary.h"
+#include "moesh/spmd/reshard.h"
 
 namespace moesh::models {
 
@@ -57,8 +58,13 @@ class Stage {
   double flops_per_token(std::int64_t sequence) const;
 
  private:
+  // A block, and what backward comes to after it.
+  struct BlockRun {
+    Block *block = nullptr, *before = nullptr;
+    std::shared_ptr<raw::Gathers> gathers_before = nullptr;
+  };
   template <bool Sp>
-  BlockOutput<Sp> run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
+  BlockOutput<Sp> run_block(BlockRun& run, const nn::Stream<Sp>& x, const MicroBatch& batch,
                             const nn::Tokens& tokens, const ForwardOptions& options,
                             std::int64_t moe_layer);
 

@@ -56,6 +56,13 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
   return found;
 }
 
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+}
+Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+}
+
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   double sum = 0;
   for (std::int64_t i = 0; i < sequence; ++i) {

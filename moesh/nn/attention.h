@@ -35,11 +35,8 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options
 
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
 /// only these travel. Keys and values may be made before or after, whichever is smaller on its way.
-template <auto L>
-Tensor<L> seen_positions(const Tensor<L>& x, const Tokens& tokens,
-                         const AttentionOptions& options) {
-  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, options));
-}
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
+Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
 
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);

@@ -8,10 +8,13 @@
 #include "moesh/nn/flash_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <tuple>
+
+#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {
@@ -42,19 +45,31 @@ Result run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double
   return {std::get<0>(out), std::get<1>(out)};
 }
 
+Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const at::Tensor& sinks, double scale, std::int64_t window) {
+  Result r = run(q, k, v, scale, window);
+  if (!sinks.defined()) return r;
+  const at::Tensor lse_BhL = at::logaddexp(r.lse_BhL, sinks.reshape({1, -1, 1}));
+  const at::Tensor share_BLh = (r.lse_BhL - lse_BhL).exp_().transpose(1, 2);
+  at::mul_out(r.y_BLhd, r.y_BLhd, share_BLh.unsqueeze(3));
+  return {r.y_BLhd, lse_BhL};
+}
+
+Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& sinks, double scale, std::int64_t window) {
+  if (const auto first = raw::recall()) return {(*first)[0], (*first)[1]};
+  Result r = run_with_sinks(q, k, v, sinks, scale, window);
+  raw::keep({r.y_BLhd, r.lse_BhL});
+  return r;
+}
+
 class FlashAttention : public torch::autograd::Function<FlashAttention> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::optional<at::Tensor>& sinks_h,
                             double scale, std::int64_t window) {
-    Result r = run(q, k, v, scale, window);
     const at::Tensor sinks = sinks_h.value_or(at::Tensor());
-    if (sinks.defined()) {
-      const at::Tensor lse_BhL = at::logaddexp(r.lse_BhL, sinks.reshape({1, -1, 1}));
-      const at::Tensor share_BLh = (r.lse_BhL - lse_BhL).exp_().transpose(1, 2);
-      at::mul_out(r.y_BLhd, r.y_BLhd, share_BLh.unsqueeze(3));
-      r.lse_BhL = lse_BhL;
-    }
+    const Result r = kept_or_run(q, k, v, sinks, scale, window);
     context->save_for_backward({q, k, v, sinks, r.y_BLhd, r.lse_BhL});
     context->saved_data["scale"] = scale;
     context->saved_data["window"] = window;
@@ -93,6 +108,17 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
   }
 };
 
+// The kernel wants compute capability 8.0, and so does everything that LibTorch would choose for
+// these tensors but for its slow ways. (Asked without a mask, and not as causal: it is not known
+// there that queries may be the last positions of the keys.)
+bool has_fast_kernels(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  if (q.is_meta()) return true;
+  const auto kernel = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0, /*is_causal=*/false,
+      std::nullopt, /*enable_gqa=*/q.size(2) != k.size(2)));
+  return kernel == at::SDPBackend::cudnn_attention || kernel == at::SDPBackend::flash_attention;
+}
+
 }  // namespace
 
 bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
@@ -101,7 +127,8 @@ bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const bool has_window = c.window > 0 && c.window < all;
   return (q.is_cuda() || q.is_meta()) && q.scalar_type() == at::kBFloat16 && q.numel() > 0 &&
          (has_window || in.sinks_h.defined()) && (c.chunk == 0 || c.chunk >= all) &&
-         c.start + q.size(1) == all && width == v.size(3) && width % 8 == 0 && width <= 256;
+         c.start + q.size(1) == all && width == v.size(3) && width % 8 == 0 && width <= 256 &&
+         has_fast_kernels(q, k, v);
 }
 
 at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {

@@ -8,6 +8,13 @@
 namespace moesh::train {
 namespace {
 
+models::Recompute recompute(const Config& config) {
+  const std::string& mode = config.activation_checkpoint.mode;
+  return mode == "full"        ? models::Recompute::full
+         : mode == "selective" ? models::Recompute::selective
+                               : models::Recompute::none;
+}
+
 optim::Schedule schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
   const auto& s = config.lr_scheduler;
@@ -63,9 +70,10 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
 
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
-                      .bias_coeff = config.moe.load_balance_coeff};
+                      .bias_coeff = config.moe.load_balance_coeff,
+                      .overlap = config.parallelism.overlap_reductions};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
+                     .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,
                                    config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};

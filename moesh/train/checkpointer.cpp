@@ -35,6 +35,7 @@ using config::Option;
 using config::options;
 namespace {
 
+using checkpoint::Breath;
 using checkpoint::Part;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
@@ -248,7 +249,7 @@ void naming_the_folder(const F& f) {
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  int rank) {
+                  int rank, const Breath& breath) {
   check_model(folder, config);
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto names = on_disk(config);
@@ -259,7 +260,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::vector<Part> parts;
   for (const auto& part : weight_parts(model, rank))
     if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts);
+  checkpoint::Loader(source, table).load(parts, breath);
   load_biases_apart(folder, model, rank, known);
 }
 
@@ -488,33 +489,26 @@ Position Checkpointer::load_newest() {
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
   if (!c.initial_load.empty()) {
-    checkpoint::together(world_, [&] { load_initial_weights(config_, model_, world_.rank()); });
+    checkpoint::together(world_, [&](const Breath& breath) {
+      load_initial_weights(config_, model_, world_.rank(), breath);
+    });
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
-}
-
-std::string Checkpointer::damage_in(const std::filesystem::path& folder) {
-  std::string first;
-  checkpoint::together(world_, [&] {
-    if (world_.rank() != 0) return;
-    const auto all = checkpoint::find_damaged_files(folder);
-    if (!all.empty()) first = all.front();
-  });
-  return checkpoint::text_of_first(world_, first);
 }
 
 std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem::path& folder,
                                                           std::string& damage) {
   for (const bool is_second : {false, true}) try {
       Position position;
-      checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
+      checkpoint::together(
+          world_, [&](const Breath& breath) { position = load_checkpoint(folder, breath); });
       return position;
     } catch (const Error& e) {
       // What cannot be read may be whole, and what is whole may not be what the run needs: only
       // files that are read a second time with other bytes than were written make a run go back.
       if (e.kind() != ErrorKind::data) throw;
-      damage = damage_in(folder);
+      damage = checkpoint::damage_in(folder, world_);
       if (!damage.empty()) return std::nullopt;
       if (is_second) throw;
       if (world_.rank() == 0)
@@ -523,9 +517,10 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
   return std::nullopt;
 }
 
-void load_initial_weights(const Config& config, models::Model& model, int rank) {
+void load_initial_weights(const Config& config, models::Model& model, int rank,
+                          const checkpoint::Breath& breath) {
   if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
-    load_weights(folder, config, model, rank);
+    load_weights(folder, config, model, rank, breath);
 }
 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,
@@ -547,7 +542,7 @@ void Checkpointer::notice_changes(const std::filesystem::path& folder,
              " was saved with: ", changes);
 }
 
-Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
+Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, const Breath& breath) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_intact_manifest(folder);
   MOESH_CHECK(folder.filename() == checkpoint::step_name(manifest.step), ErrorKind::data, "'",
@@ -562,7 +557,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
   notice_changes(folder, manifest);
-  load_weights(folder, config_, model_, world_.rank());
+  load_weights(folder, config_, model_, world_.rank(), breath);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;
@@ -579,7 +574,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   }
   const auto table = own_names(parts);
   checkpoint::check_names(source, table);
-  checkpoint::Loader(source, table).load(parts);
+  checkpoint::Loader(source, table).load(parts, breath);
 
   const auto routers = model_.routers();
   for (std::size_t i = 0; i < routers.size(); ++i)

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/lock.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
@@ -28,7 +29,8 @@ struct Position {
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
 /// a folder that moesh or others wrote; nothing where that is empty. Throws Error (config) when the
 /// folder holds another model.
-void load_initial_weights(const Config& config, models::Model& model, int rank);
+void load_initial_weights(const Config& config, models::Model& model, int rank,
+                          const checkpoint::Breath& breath = {});
 
 /// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
 /// weights, because the files of its model have no place for them: whoever reads the weights alone
@@ -75,12 +77,10 @@ class Checkpointer {
   /// Warns of what is another than in the run that saved, and throws Error (config) where the
   /// position in the data would mean nothing, unless checkpoint.accept_changes.
   void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
-  Position load_checkpoint(const std::filesystem::path& folder);
+  Position load_checkpoint(const std::filesystem::path& folder, const checkpoint::Breath& breath);
   /// Nothing, and what is wrong, where the checkpoint is damaged.
   std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
                                               std::string& damage);
-  /// The first file that is not as it was written; empty where all are.
-  std::string damage_in(const std::filesystem::path& folder);
   /// Throws Error (storage) unless the disk has room for one checkpoint.
   void check_room(const Position& position);
 

@@ -248,8 +248,10 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     // Who is told to stop has little time left, and saves.
     if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
       const InSection section(Section::validation);
-      validation =
-          of_step(step + 1, [&] { return validate_model(*model, config, mesh, validation_sets); });
+      validation = of_step(step + 1, [&] {
+        return take_step.beside(
+            [&] { return validate_model(*model, config, mesh, validation_sets); });
+      });
     }
     if (is_first) {
       StepRecord record = record_of(config, facts, position, {g, u});

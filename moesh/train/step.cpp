@@ -9,6 +9,7 @@
 #include "moesh/base/sections.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
@@ -43,9 +44,10 @@ models::ForwardResult forward_of(models::Model& model, const models::MicroBatch&
   return model.forward(batch, options.forward);
 }
 
-void backward_of(const models::ForwardResult& result) {
+void backward_of(const models::ForwardResult& result, ReduceLater& reductions) {
   const InSection section(Section::backward);
   backward(result.loss);
+  reductions.start();
 }
 
 }  // namespace
@@ -56,6 +58,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const nn::CheckLater later;
+  ReduceLater reductions(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
   nn::TokenSum auxiliary;
@@ -63,7 +66,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
     batch.num_step_tokens = num_tokens.clamp_min(1);
     batch.index = &batch - batches.data();
     const auto result = forward_of(model, batch, options);
-    backward_of(result);
+    backward_of(result, reductions);
     const auto add = [](nn::TokenSum& sum, const nn::TokenSum& term) {
       sum = local(sum).defined() ? sum + term : term;
     };
@@ -73,6 +76,10 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
       add(auxiliary, cast(detach(result.auxiliary), at::kDouble));
     counts.resize(result.counts_E.size());
     for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
+  }
+  {
+    const InSection section(Section::reduce);
+    reductions.finish();
   }
   Unread step{.checks = later.checks()};
   // One message for all of it: float64 holds every count.

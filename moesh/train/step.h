@@ -15,6 +15,7 @@ namespace moesh::train {
 struct StepOptions {
   double max_norm = 1;        // of the gradient; 0: not clipped
   double bias_coeff = 0.001;  // by how much the expert bias moves; 0: it stays
+  bool overlap = true;        // gradients are summed over the ranks while backward goes on
   models::ForwardOptions forward;
 };
 

@@ -53,7 +53,7 @@ std::vector<ValidationLoss> validate_model(models::Model& model, const Config& c
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   models::ForwardOptions options = step_options(config).forward;
   options.pass = nn::Pass::evaluation;
-  options.recompute = false, options.auxiliary = {};
+  options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
     Sum sum;

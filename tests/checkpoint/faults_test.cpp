@@ -284,6 +284,40 @@ TEST(Lock, TheMetricsOfTwoRunsDoNotMix) {
   train::open_sinks(config, {.first_step = 2});
 }
 
+// On which another run replaces a file after it was opened and before it is locked.
+class ReplacedBeforeTheLock final : public formats::FileSystem {
+ public:
+  explicit ReplacedBeforeTheLock(path file) : file_(std::move(file)) {
+    formats::set_file_system(this);
+  }
+  ~ReplacedBeforeTheLock() override { formats::set_file_system(nullptr); }
+  int lock(int file) override {
+    if (num_locks++ == 0) {
+      std::ofstream(path(file_).concat(".theirs")) << "{\"step\":1}\n";
+      std::filesystem::rename(path(file_).concat(".theirs"), file_);
+    }
+    return FileSystem::lock(file);
+  }
+  int num_locks = 0;
+
+ private:
+  path file_;
+};
+
+TEST(Lock, OfMetricsIsThatOfTheFileWhichHasTheName) {
+  const Finished f;
+  const auto config = run_config(f.folder.path() / "other", "tp=1");
+  const path file = f.folder.path() / "metrics" / "metrics.jsonl";
+  {
+    const ReplacedBeforeTheLock files(file);
+    const auto sinks = train::open_sinks(config, {.first_step = 4});
+    EXPECT_EQ(files.num_locks, 2);
+    // The file that has the name is held, not the one that it replaced.
+    error_of([&] { train::open_sinks(config, {.first_step = 4}); }, ErrorKind::config);
+  }
+  EXPECT_EQ(bytes_of(file), "{\"step\":1}\n");
+}
+
 // ---------------------------------------------------------------- lies
 
 // A bit of what is written is another, and the disk says that all went well.

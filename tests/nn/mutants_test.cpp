@@ -75,8 +75,10 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   const bool has_copies = settings.take("weight_copies") != 0;
   if (has_copies) {
     more.push_back({"kernels.weight_copies", true, {"test"}});
-    more.push_back({"optimizer.lr", 0.1, {"test"}});  // an old copy must show
+    more.push_back({"optimizer.lr", 1.0, {"test"}});  // an old copy must show
   }
+  if (settings.take("selective") != 0)
+    more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
   auto c = step_case(mesh, more);
   if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));

@@ -1,6 +1,7 @@
 #include "moesh/train/metrics/append_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
@@ -35,6 +36,15 @@ AppendFile& AppendFile::operator=(AppendFile&& other) noexcept {
 
 bool AppendFile::lock() {
   return formats::file_system().lock(file_) == 0 || (errno != EAGAIN && errno != EACCES);
+}
+
+bool AppendFile::has_name() const {
+  struct stat opened = {}, named = {};
+  if (formats::file_system().status(file_, opened) != 0) formats::fail_at(path_, "look at", errno);
+  if (formats::file_system().status(path_, named) == 0)
+    return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+  if (errno != ENOENT) formats::fail_at(path_, "look at", errno);
+  return false;
 }
 
 bool AppendFile::write(std::string_view bytes, std::int64_t step) {

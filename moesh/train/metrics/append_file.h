@@ -21,6 +21,8 @@ class AppendFile {
   /// False where other runs hold it; free when this object or the process ends. A file system
   /// without locks gives no such protection.
   bool lock();
+  /// Whether the open file is still the one that has the name.
+  bool has_name() const;
   /// At the end of the file. False where it cannot be: the first time that is logged with the step,
   /// as is at the end how many were lost. Part of the bytes may be there.
   bool write(std::string_view bytes, std::int64_t step);

@@ -33,10 +33,14 @@ std::string bytes_of(const path& file) {
 }
 
 AppendFile open_alone(const path& file, const path& folder) {
-  AppendFile opened(file);
-  MOESH_CHECK(opened.lock(), ErrorKind::config, "metrics.folder '", folder.string(),
-              "' is used by another run; wait until that has ended, or choose another folder");
-  return opened;
+  for (;;) {
+    AppendFile opened(file);
+    MOESH_CHECK(opened.lock(), ErrorKind::config, "metrics.folder '", folder.string(),
+                "' is used by another run; wait until that has ended, or choose another folder");
+    // A run that was taking the lines over may have put another file in its place since it was
+    // opened: that one is to be held.
+    if (opened.has_name()) return opened;
+  }
 }
 
 void move(const path& from, const path& to) {
