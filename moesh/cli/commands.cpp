@@ -10,6 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
+#include "moesh/base/log.h"
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
@@ -17,6 +18,7 @@
 #include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
+#include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"
@@ -56,6 +58,11 @@ const char* kUsage =
     "                                    they are\n"
     "                   --memory SIZE    what a rank has, as in 80GiB\n"
     "                   --json FILE      the result as JSON\n"
+    "  report RUN...  the runs of these folders (metrics.folder) as one HTML file, over each other; a\n"
+    "                 FILE.json is the result of verify --json\n"
+    "                   --out FILE       what is written (default report.html)\n"
+    "                   --serve PORT     instead: the page on http://127.0.0.1:PORT, which follows runs\n"
+    "                                    that are still training\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that\n"
     "                 very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
@@ -92,7 +99,8 @@ const char* kUsage =
     "  --version      the version of moesh and of the LibTorch that it was built with\n"
     "\n"
     "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps,\n"
-    "--dtype, --device, --max-minutes.\n"
+    "--dtype, --device, --max-minutes, --quiet. Every command takes --log-level debug, info, warn,\n"
+    "error or off.\n"
     "\n"
     "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
     "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
@@ -106,20 +114,23 @@ RunSummary run_train(const Args& args) {
   RunSummary s;
   naming_sizes(config, [&] {
     check_fits(config);
-    s = train::train(config);
+    s = train::train(config, {.estimated_memory = estimate::estimate(config).peak});
   });
+  if (config.metrics.quiet) return s;
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)
       std::printf("nothing to do: the checkpoint is of step %lld\n",
                   static_cast<long long>(s.first_step));
     return s;
   }
-  std::printf("%s after %s: loss %.4f", s.interrupted ? "stopped" : "done",
-              counted(s.first_step + s.num_steps, "step").c_str(), s.losses.back());
-  if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
-  std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds,
-              s.step_seconds);
-  if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
+  std::printf("%s after %s: loss %.4f; first step after %.2f s, then %.3f s a step\n",
+              s.interrupted ? "stopped" : "done",
+              counted(s.first_step + s.num_steps, "step").c_str(), s.losses.back(),
+              s.first_step_seconds, s.step_seconds);
+  if (s.entropy) std::printf("the data's entropy, which no model can beat: %.4f\n", *s.entropy);
+  if (!s.folder.empty())
+    std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n", s.folder.c_str(),
+                s.folder.c_str());
   return s;
 }
 
@@ -180,7 +191,7 @@ std::map<std::string, std::string> group_notes(const Config& config) {
   return notes;
 }
 
-int run_named(const Args& all);
+int run_named(Args all);
 
 }  // namespace
 
@@ -196,7 +207,18 @@ int run_command(const Args& all) {
 
 namespace {
 
-int run_named(const Args& all) {
+// Which lines of the log are shown, as the variable MOESH_LOG says it.
+void take_log_level(Args& args) {
+  const auto text = take(args, "--log-level");
+  if (!text) return;
+  const std::optional<LogLevel> level = parse_log_level(*text);
+  MOESH_CHECK(level, ErrorKind::config, "--log-level is '", *text,
+              "'; it takes debug, info, warn, error or off");
+  set_log_level(*level);
+}
+
+int run_named(Args all) {
+  take_log_level(all);
   const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
   if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
     // --model names the one whose keys are shown.
@@ -212,6 +234,7 @@ int run_named(const Args& all) {
     return static_cast<int>(run_train(rest).interrupted ? ExitCode::stopped : ExitCode::done);
   if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "estimate") return run_estimate(rest);
+  if (all[0] == "report") return run_report(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
@@ -225,8 +248,8 @@ int run_named(const Args& all) {
   }
   throw Error(ErrorKind::config,
               "there is no command '" + all[0] +
-                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
-                  "tokenize, generate, print-config and help");
+                  "'; the commands are train, verify, compare, estimate, report, demo, convert, "
+                  "inspect, tokenize, generate, print-config and help");
 }
 
 }  // namespace

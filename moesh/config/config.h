@@ -149,6 +149,11 @@ struct CheckpointSection {
 struct MetricsSection {
   std::int64_t log_freq = 10;
   std::string folder = "outputs";
+  bool enable_tensorboard = false;
+  bool enable_csv = false;
+  std::int64_t expert_counts_freq = 1;
+  double peak_tflops = 0;
+  bool quiet = false;
 };
 
 struct DebugSection {

@@ -185,7 +185,17 @@ std::vector<Option> make_options() {
                    "bytes of tensors in one file of a checkpoint", at_least(1)),
 
       MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
-      MOESH_OPTION(output, metrics, folder, "where metrics are written; empty: nowhere"),
+      MOESH_OPTION(output, metrics, folder,
+                   "of the run; one that was there before goes to earlier/ in it; empty: nowhere"),
+      MOESH_OPTION(output, metrics, enable_tensorboard, "event files, in tensorboard/ in it"),
+      MOESH_OPTION(output, metrics, enable_csv, "metrics.csv, beside metrics.jsonl"),
+      MOESH_OPTION(output, metrics, expert_counts_freq,
+                   "steps from one record of the tokens of every expert to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, peak_tflops,
+                   "of one device, which TFLOP/s are compared with; 0: as its maker says, where "
+                   "moesh knows it (bfloat16 on GPUs)",
+                   at_least(0)),
+      MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
 
       MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
@@ -416,7 +426,8 @@ const std::vector<ShortForm>& short_forms() {
   static const std::vector<ShortForm> all{{"steps", "training.steps"},
                                           {"dtype", "training.dtype"},
                                           {"device", "training.device"},
-                                          {"max-minutes", "training.max_minutes"}};
+                                          {"max-minutes", "training.max_minutes"},
+                                          {"quiet", "metrics.quiet"}};
   return all;
 }
 

@@ -24,6 +24,8 @@ struct Auxiliary {
   double switch_weight = 0, sequence_weight = 0, z_weight = 0;
   bool any() const { return switch_weight != 0 || sequence_weight != 0 || z_weight != 0; }
 };
+/// The auxiliary losses by themselves: balance over the micro-batch, within sequences, of logits.
+constexpr std::int64_t kNumAuxiliary = 3;
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
@@ -59,7 +61,9 @@ struct ForwardOptions {
 
 struct ForwardResult {
   nn::TokenSum loss;  // cross-entropy and auxiliary losses, each divided by the tokens of the step
-  nn::TokenSum cross_entropy;          // the first part of it, for the log
+  // The parts of it, for the log. `auxiliary` has kNumAuxiliary terms, each with its weight in it;
+  // it is undefined where all weights are 0.
+  nn::TokenSum cross_entropy, auxiliary;
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
 };
 

@@ -24,6 +24,7 @@ struct Position {
   std::int64_t step = 0;           // optimizer steps taken
   std::int64_t data_position = 0;  // samples taken from the global order
   std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
+  std::int64_t num_tokens = 0;     // valid ones, of all steps
 };
 
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
