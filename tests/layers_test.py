@@ -31,8 +31,10 @@ MAY_INCLUDE = {
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
     "estimate": ["train", "config", "pipeline", *BELOW_TRAIN],
+    "generate": ["train", "config", *BELOW_TRAIN],
     "report": ["formats"],  # a page of files that a run has written
-    "cli": ["verify", "estimate", "report", "train", "config", "pipeline", *BELOW_TRAIN],
+    "cli": ["verify", "estimate", "generate", "report", "train", "config", "pipeline",
+            *BELOW_TRAIN],
     "apps": ["cli"],
 }
 TORCH = ("ATen/", "c10/", "torch/")

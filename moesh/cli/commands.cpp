@@ -11,14 +11,17 @@
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
 #include "moesh/base/log.h"
+#include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/usage.h"
+#include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
+#include "moesh/train/build.h"
 #include "moesh/train/loop.h"
 
 namespace moesh::cli {
@@ -82,6 +85,16 @@ const char* kUsage =
     "                   --threads N      default: one for each core\n"
     "                   --save-interval SECONDS  of work that a crash may cost (default 30)\n"
     "                   --check PREFIX   instead: compare every byte with its checksum\n"
+    "  generate FOLDER   what a model says after a prompt: of a checkpoint, a run's folder of them, or\n"
+    "                 any folder of a model; takes train's options, such as --mesh and --dtype\n"
+    "                   --prompt TEXT    or --prompt-ids 1,2,3, which prints ids as well\n"
+    "                   --max-new-tokens N   default 64; it stops at the model's eos before\n"
+    "                   --ignore-eos     it does not\n"
+    "                   --temperature X  of the draw (default 0: always the likeliest token)\n"
+    "                   --top-p X        draw from the likeliest tokens that together have this\n"
+    "                                    probability (default 1: from all)\n"
+    "                   --seed N         of the draw (default 0)\n"
+    "                   --tokenizer PATH instead of the folder's; bytes: each byte is a token\n"
     "  print-config   the effective values, and where each came from; takes train's options\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "  --version      the version of moesh and of the LibTorch that it was built with\n"
@@ -126,9 +139,9 @@ RunSummary run_train(const Args& args) {
                   static_cast<long long>(s.first_step));
     return s;
   }
-  std::printf("%s after %lld steps: loss %.4f; first step after %.2f s, then %.3f s a step\n",
+  std::printf("%s after %s: loss %.4f; first step after %.2f s, then %.3f s a step\n",
               s.interrupted ? "stopped" : "done",
-              static_cast<long long>(s.first_step + s.num_steps), s.losses.back(),
+              counted(s.first_step + s.num_steps, "step").c_str(), s.losses.back(),
               s.first_step_seconds, s.step_seconds);
   if (s.entropy) std::printf("the data's entropy, which no model can beat: %.4f\n", *s.entropy);
   if (!s.folder.empty())
@@ -176,6 +189,24 @@ int run_demo(const Args& args) {
   return verified;
 }
 
+// How much each [[optimizer.group]] matches, of the shapes alone.
+std::map<std::string, std::string> group_notes(const Config& config) {
+  std::map<std::string, std::string> notes;
+  if (config.optimizer.group.empty()) return notes;
+  comm::Ledger unused;
+  const Mesh mesh(mesh_shape(config), /*rank=*/0,
+                  [&](const std::string& name, int rank, const std::vector<int>& members) {
+                    return comm::fake_group(name, rank, members, unused);
+                  });
+  const MeshScope scope(mesh);
+  const auto matches = group_matches(*make_model(config, at::kMeta), param_groups(config));
+  for (std::size_t i = 0; i < matches.size(); ++i)
+    notes[detail::concat("optimizer.group.", i, ".match")] = detail::concat(
+        with_commas(matches[i].num_parameters), " parameters in ",
+        with_commas(matches[i].num_tensors), matches[i].num_tensors == 1 ? " tensor" : " tensors");
+  return notes;
+}
+
 int run_named(Args all);
 
 }  // namespace
@@ -207,7 +238,7 @@ void take_log_level(Args& args) {
       ErrorKind::config,
       "there is no command '" + command +
           "'; the commands are train, verify, compare, estimate, report, demo, convert, inspect, "
-          "tokenize, print-config and help");
+          "tokenize, generate, print-config and help");
 }
 
 // Of one command; with the options of a configuration where it takes them.
@@ -246,8 +277,10 @@ int run_named(Args all) {
   if (all[0] == "convert") return run_convert(rest);
   if (all[0] == "inspect") return run_inspect(rest);
   if (all[0] == "tokenize") return run_tokenize(rest);
+  if (all[0] == "generate") return run_generate(rest);
   if (all[0] == "print-config") {
-    std::printf("%s", print_config(load_config(rest)).c_str());
+    const Config config = load_config(rest);
+    std::printf("%s", print_config(config, group_notes(config)).c_str());
     return 0;
   }
   throw_unknown(all[0]);

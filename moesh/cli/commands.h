@@ -7,7 +7,7 @@
 namespace moesh::cli {
 
 /// moesh train | verify | compare | estimate | report | demo | convert | inspect | tokenize |
-/// print-config | help ...
+/// generate | print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
@@ -16,6 +16,7 @@ int run_estimate(std::vector<std::string> args);
 int run_convert(std::vector<std::string> args);
 int run_inspect(std::vector<std::string> args);
 int run_tokenize(std::vector<std::string> args);
+int run_generate(std::vector<std::string> args);
 int run_report(std::vector<std::string> args);
 
 }  // namespace moesh::cli

@@ -129,10 +129,16 @@ std::vector<Option> make_options() {
           "scores multiply what goes into an expert, or what comes out of it; auto: as the "
           "model does it",
           one_of({"auto", "true", "false"})),
-      MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
-                   at_least(0)),
-      MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
-                   at_least(0)),
+      MOESH_OPTION(numbers, moe, switch_loss_weight,
+                   "balance loss over the global micro-batch; the default is the model's own "
+                   "(router_aux_loss_coef of its folder; deepseek_v3: 0)",
+                   at_least(0))
+          .with_default([](const models::ModelFacts& m) -> Value { return m.switch_loss_weight; }),
+      MOESH_OPTION(numbers, moe, sequence_loss_weight,
+                   "balance loss within each sequence; the default is 1e-4 for deepseek_v3, else 0",
+                   at_least(0))
+          .with_default(
+              [](const models::ModelFacts& m) -> Value { return m.sequence_loss_weight; }),
       MOESH_OPTION(numbers, moe, z_loss_weight, "loss that keeps the router's logits small",
                    at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,

@@ -37,6 +37,7 @@ class Block {
   std::vector<const Stored*> stored();
 
  private:
+  std::int64_t layer_;
   nn::RmsNorm attention_norm_, ffn_norm_;
   std::unique_ptr<nn::Attention> attention_;
   std::optional<nn::Mlp> mlp_;

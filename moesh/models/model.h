@@ -12,6 +12,7 @@
 #include "moesh/base/label.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/past.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
@@ -54,6 +55,8 @@ struct ForwardOptions {
   // Free gathered parameters after a block's forward, and gather them again in backward.
   bool reshard = false;
   nn::Probe* probe = nullptr;  // null: nobody looks
+  // What the layers have kept of the tokens before, and keep of these; null: these are all.
+  nn::PastOfLayers* past = nullptr;
 };
 
 struct ForwardResult {
@@ -82,6 +85,10 @@ class Model {
  public:
   virtual ~Model() = default;
   virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
+  /// The logits [B, V] of the token that follows ids [B, L], and those which `past` has kept before
+  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients.
+  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+                                 const ForwardOptions& options) = 0;
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   virtual std::vector<nn::Router*> routers() = 0;

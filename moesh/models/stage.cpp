@@ -32,7 +32,10 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
   const nn::ModuleOptions o{
       .dtype = m.dtype,
       .device = m.device,
-      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
+      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed},
+      .bias_init = Init{.kind = c.bias_std > 0 ? Init::Kind::normal : Init::Kind::zeros,
+                        .scale = c.bias_std,
+                        .seed = m.seed}};
   const bool is_first = range.begin == 0, is_last = range.end == c.num_layers;
   if (is_first || (is_last && c.tie_embeddings))
     embedding_.emplace("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
@@ -52,10 +55,12 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
 
 nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& options) const {
   const auto& ids = batch.input_ids_BL;
-  MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config,
-              "input_ids are ", ids.sizes(), "; the model takes sequences of up to ",
-              config_.max_sequence, " tokens");
-  return {current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel, batch.valid_BL()};
+  const std::int64_t before = options.past ? options.past->num_tokens : 0;
+  MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
+              "input_ids are ", ids.sizes(), ", after ", before,
+              " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
+  return {current_mesh(),   ids.size(0), ids.size(1), options.sequence_parallel,
+          batch.valid_BL(), before};
 }
 
 template <bool Sp>
@@ -133,6 +138,17 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   return once<tp>(scale(sum, batch.num_step_tokens.reciprocal()));
 }
 
+template <bool Sp>
+Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<Sp>& x_BLD,
+                                                               const nn::Tokens& tokens) const {
+  MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
+  const auto logits = linear(last, use(head_ ? *head_ : embedding_->weight()));
+  const Pieces words{config_.vocab, current_mesh().size(tp)};
+  return all_gather<tp>(logits, {.dim = 1, .sizes = words.lengths()});
+}
+
 void Stage::each_param(const std::function<void(Stored&)>& f) {
   if (embedding_) f(embedding_->weight().stored());
   for (auto& b : blocks_) b->each_param(f);
@@ -167,5 +183,9 @@ template nn::TokenSum Stage::head<true>(const nn::Stream<true>&, const MicroBatc
                                         const nn::Tokens&, const ForwardOptions&) const;
 template nn::TokenSum Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
                                          const nn::Tokens&, const ForwardOptions&) const;
+template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<true>(
+    const nn::Stream<true>&, const nn::Tokens&) const;
+template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<false>(
+    const nn::Stream<false>&, const nn::Tokens&) const;
 
 }  // namespace moesh::models

@@ -47,6 +47,11 @@ class Stage {
   nn::TokenSum head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
                     const ForwardOptions& options) const;
 
+  /// The last stage: stream -> logits [B, V] of the last position, whole on cp and tp.
+  template <bool Sp>
+  Tensor<Dense{Place::T, Place::R, Place::R}> last_logits(const nn::Stream<Sp>& x_BLD,
+                                                          const nn::Tokens& tokens) const;
+
   /// Every parameter once, in forward order.
   void each_param(const std::function<void(Stored&)>& f);
   /// Of each MoE layer.

@@ -17,15 +17,16 @@ namespace {
 // `sinks_h` may be undefined.
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h, const Tokens& tokens,
-                        const AttentionOptions& o) {
-  const Reach seen = reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+                        const AttentionOptions& o, const Past* past) {
+  const Reach seen =
+      past ? past->kept() : reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
   MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
   // Positions count from the first key: chunks begin where they did.
   const kernels::AttentionConfig config{.scale = o.scale,
-                                        .start = tokens.span_start() - seen.begin,
+                                        .start = tokens.first_position() - seen.begin,
                                         .window = o.window,
                                         .chunk = o.chunk};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
@@ -75,22 +76,32 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options) {
+             const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options, past);
       },
       q, k, v);
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options) {
+             const Tokens& tokens, const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& sinks_h) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options, past);
       },
       q, k, v, sinks);
+}
+
+Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
+             const AttentionOptions& options, const Past& past) {
+  return map_heads(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
+        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, tokens, options,
+                            &past);
+      },
+      q, k, v);
 }
 
 }  // namespace moesh::nn

@@ -88,7 +88,7 @@ void RoutedExpertsConfig::validate() const {
 }
 
 Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-                 at::Device device, const Init& init)
+                 at::Device device, const Init& init, const std::optional<Init>& bias_init)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
@@ -110,9 +110,10 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
   w3_ = Weight(spec("w3", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
   w2_ = Weight(spec("w2", {experts, dim, ffn}, {{ep, 0}, {etp, 2}}), init);
   if (!config.biases) return;
-  b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), init);
-  b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), init);
-  b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), init);
+  const Init of_biases = bias_init.value_or(init);
+  b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
+  b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
+  b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), of_biases);
 }
 
 template <auto L>

@@ -16,6 +16,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
+#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -168,6 +169,7 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   for (const auto& [key, value] : a.as_object("config.json")) {
     const auto* other = b.find(key);
     if (key == "initializer_range" || key == "max_position_embeddings" ||
+        key == "initializer_bias_range" || key == "router_aux_loss_coef" ||
         (other && *other == value))
       continue;
     std::string line = formats::to_json(value);
@@ -185,7 +187,9 @@ std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
   std::string text;
   for (const auto& [key, value] : config::model_values(other)) {
     const auto ours = config::model_value(config, key);
-    if (key == "model.init_std" || key == "model.max_sequence" || ours == value) continue;
+    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.max_sequence" ||
+        ours == value)
+      continue;
     text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
   }
   return text;
@@ -201,7 +205,8 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
   const std::string others = other_keys(config, theirs);
   MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than the run asks for; set ", others,
-              " as it has it, or choose another folder");
+              " as it has it, leave out all of [model] (and --model) to take the model of the "
+              "folder, or choose another folder");
   // What no key of [model] says: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);
   const std::string there = own_values(a, b), here = own_values(b, a);
@@ -338,6 +343,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   checkpoint::Snapshot s;
   s.sets.push_back(weights());
   s.sets.push_back(state(s.sets[0]));
+  s.texts = companions_;
   s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
   s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
@@ -477,6 +483,7 @@ Position Checkpointer::load_newest() {
       std::string damage;
       if (const auto position = load_unless_damaged(folder, damage)) {
         last_saved_ = position->step;
+        find_companions(folder);
         if (is_first) log_info("going on from ", folder.string());
         return *position;
       }
@@ -488,6 +495,7 @@ Position Checkpointer::load_newest() {
                 "' is whole (", faults,
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
+  find_companions({});
   if (!c.initial_load.empty()) {
     checkpoint::together(world_, [&](const Breath& breath) {
       load_initial_weights(config_, model_, world_.rank(), breath);
@@ -495,6 +503,16 @@ Position Checkpointer::load_newest() {
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
+}
+
+void Checkpointer::find_companions(const std::filesystem::path& resumed) {
+  if (!config_.checkpoint.enable) return;
+  checkpoint::together(world_, [&] {
+    for (const std::filesystem::path& folder :
+         {resumed, std::filesystem::path(config_.checkpoint.initial_load),
+          std::filesystem::path(config_.model.folder)})
+      if (companions_.empty() && !folder.empty()) companions_ = checkpoint::read_companions(folder);
+  });
 }
 
 std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem::path& folder,

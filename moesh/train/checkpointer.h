@@ -3,6 +3,7 @@
 // end.
 
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <thread>
@@ -81,6 +82,9 @@ class Checkpointer {
   /// Nothing, and what is wrong, where the checkpoint is damaged.
   std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
                                               std::string& damage);
+  /// The files that go into every checkpoint beside the model: those of the one that the run goes
+  /// on from, or else of the folder which it begins with, or took its model from.
+  void find_companions(const std::filesystem::path& resumed);
   /// Throws Error (storage) unless the disk has room for one checkpoint.
   void check_room(const Position& position);
 
@@ -92,6 +96,7 @@ class Checkpointer {
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
+  std::map<std::string, std::string> companions_;  // by name
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;

@@ -172,10 +172,13 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
   };
   const data::SampleOrder order = sample_order(config);
   const auto s = [](std::int64_t n, const char* ending = "s") { return n == 1 ? "" : ending; };
-  std::string text = detail::concat(config.model.name, " ", config.model.size, ": ",
-                                    with_commas(facts.num_parameters), " parameters, ",
-                                    with_commas(facts.num_active_parameters), " active, ",
-                                    config.training.dtype, " on ", config.training.device, "\n");
+  std::string text =
+      detail::concat(config.model.name, " ",
+                     config.model.folder.empty() ? config.model.size
+                                                 : "of " + formats::printable(config.model.folder),
+                     ": ", with_commas(facts.num_parameters), " parameters, ",
+                     with_commas(facts.num_active_parameters), " active, ", config.training.dtype,
+                     " on ", config.training.device, "\n");
   text += detail::concat("on ", facts.num_ranks, " rank", s(facts.num_ranks));
   if (facts.num_ranks > 1)
     text += detail::concat(", in two views\n  dense:  ",

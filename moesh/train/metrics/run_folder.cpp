@@ -153,7 +153,9 @@ void describe_start(const config::Config& config, const RunFacts& facts) {
       {"device_name", {device_name(config.training.device)}},
       {"moesh", {version()}},
       {"torch", {torch_version()}},
-      {"model", {config.model.name + ":" + config.model.size}},
+      {"model",
+       {config.model.folder.empty() ? config.model.name + ":" + config.model.size
+                                    : "hf:" + config.model.folder}},
       {"parameters", {facts.num_parameters}},
       {"active_parameters", {facts.num_active_parameters}},
       {"flops_per_token", {facts.flops_per_token}},
