@@ -29,7 +29,8 @@ class Decoder final : public Model {
                          const ForwardOptions& options) override {
     const at::NoGradGuard no_grad;
     ForwardOptions o = options;
-    o.pass = nn::Pass::evaluation, o.recompute = false, o.auxiliary = {}, o.past = &past;
+    o.pass = nn::Pass::evaluation, o.recompute = Recompute::none;
+    o.auxiliary = {}, o.past = &past;
     past.layers.resize(static_cast<std::size_t>(num_layers_));
     return o.sequence_parallel ? run_next<true>(ids_BL, o) : run_next<false>(ids_BL, o);
   }
