@@ -57,9 +57,10 @@ Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 
 Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const at::Tensor& sinks, double scale, std::int64_t window) {
-  if (const auto first = raw::recall()) return {(*first)[0], (*first)[1]};
+  if (const auto first = raw::recall("attention with a window or sinks"))
+    return {(*first)[0], (*first)[1]};
   Result r = run_with_sinks(q, k, v, sinks, scale, window);
-  raw::keep({r.y_BLhd, r.lse_BhL});
+  raw::keep("attention with a window or sinks", {r.y_BLhd, r.lse_BhL});
   return r;
 }
 
