@@ -1,7 +1,5 @@
 #include "moesh/checkpoint/workers.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -48,7 +46,6 @@ void share_work(std::size_t num_items, int num_threads,
   Shared shared;
   std::vector<std::thread> threads;
   const auto work = [&](std::size_t thread) {
-    at::set_num_threads(1);  // of LibTorch, in this one: there are as many of these as cores
     try {
       for (std::size_t i; (i = shared.next++) < num_items;) f(i, thread);
     } catch (...) {
