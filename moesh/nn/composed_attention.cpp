@@ -110,7 +110,7 @@ class CausalAttention : public torch::autograd::Function<CausalAttention> {
   // y, the logarithms of the sums, and two numbers of the dropout that there is none of.
   static variable_list run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            double scale) {
-    if (auto first = raw::recall()) return *first;
+    if (auto first = raw::recall("causal attention")) return *first;
     variable_list results;
     if (q.is_meta()) {
       const auto [y, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
@@ -122,7 +122,7 @@ class CausalAttention : public torch::autograd::Function<CausalAttention> {
           /*return_debug_mask=*/false, scale);
       results = {std::get<0>(out), std::get<1>(out), std::get<6>(out), std::get<7>(out)};
     }
-    raw::keep(results);
+    raw::keep("causal attention", results);
     return results;
   }
 };

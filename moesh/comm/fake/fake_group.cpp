@@ -12,13 +12,17 @@
 namespace moesh::comm {
 namespace {
 
+// Holds its input until it is waited for, as every backend must: an estimate counts it.
 class Ready final : public Work {
  public:
-  explicit Ready(at::Tensor value) : value_(std::move(value)) {}
-  at::Tensor wait() override { return value_; }
+  Ready(at::Tensor x, at::Tensor value) : x_(std::move(x)), value_(std::move(value)) {}
+  at::Tensor wait() override {
+    x_.reset();
+    return value_;
+  }
 
  private:
-  at::Tensor value_;
+  at::Tensor x_, value_;
 };
 
 std::int64_t sum(const Rows& rows) {
@@ -33,7 +37,7 @@ class FakeGroup final : public Group {
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp) override {
     send(Collective::all_reduce, x);
-    return std::make_unique<Ready>(at::zeros_like(x));
+    return std::make_unique<Ready>(x, at::zeros_like(x));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
     send(Collective::all_gather, x);
@@ -42,7 +46,7 @@ class FakeGroup final : public Group {
                 "a fake gather of host values with uneven rows ", rows);
     std::vector<std::int64_t> repeats(static_cast<size_t>(x.dim()), 1);
     repeats[0] = size();
-    return std::make_unique<Ready>(x.repeat(repeats));
+    return std::make_unique<Ready>(x, x.repeat(repeats));
   }
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                           ReduceOp) override {
@@ -57,7 +61,7 @@ class FakeGroup final : public Group {
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int /*root*/) override {
     send(Collective::broadcast, x);
-    return std::make_unique<Ready>(at::zeros_like(x));
+    return std::make_unique<Ready>(x, at::zeros_like(x));
   }
   void do_barrier() override { ++ledger_[{name(), Collective::barrier}].num_calls; }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
@@ -74,7 +78,7 @@ class FakeGroup final : public Group {
   static std::unique_ptr<Work> with_rows(const at::Tensor& like, std::int64_t rows) {
     auto shape = like.sizes().vec();
     shape[0] = rows;
-    return std::make_unique<Ready>(at::zeros(shape, like.options()));
+    return std::make_unique<Ready>(like, at::zeros(shape, like.options()));
   }
 
   Ledger& ledger_;
