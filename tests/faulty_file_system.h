@@ -100,6 +100,9 @@ class FaultyFileSystem final : public formats::FileSystem {
   int status(const Path& path, struct stat& status) override {
     return failing("status", path) ? -1 : FileSystem::status(path, status);
   }
+  int status(int file, struct stat& status) override {
+    return failing("status", path_of(file)) ? -1 : FileSystem::status(file, status);
+  }
   int link_status(const Path& path, struct stat& status) override {
     return failing("status", path) ? -1 : FileSystem::link_status(path, status);
   }
@@ -129,6 +132,12 @@ class FaultyFileSystem final : public formats::FileSystem {
                                : path.find(part) != std::string::npos;
   }
   std::optional<Rule> hit(const std::string& call, const Path& path) {
+    int milliseconds = 0;
+    const auto rule = find(call, path, milliseconds);
+    if (milliseconds > 0) std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    return rule;
+  }
+  std::optional<Rule> find(const std::string& call, const Path& path, int& milliseconds) {
     const std::lock_guard lock(mutex_);
     ++num_calls_;
     for (auto& r : rules_) {
@@ -137,11 +146,8 @@ class FaultyFileSystem final : public formats::FileSystem {
       if (r.num_seen < r.first || r.num_seen >= r.first + r.count) continue;
       ++r.num_hit;
       if (r.kills) std::raise(SIGKILL);
-      if (r.sleeps > 0) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(r.sleeps));
-        continue;
-      }
-      return r;
+      milliseconds += r.sleeps;
+      if (r.sleeps == 0) return r;
     }
     return std::nullopt;
   }

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/formats/file.h"
@@ -80,19 +81,6 @@ void look(std::vector<std::string>& damage, const F& f) {
   }
 }
 
-struct Checked {
-  std::optional<formats::Manifest> manifest;
-  std::vector<std::string> damage;
-};
-Checked check_files(const std::filesystem::path& folder) {
-  Checked c;
-  look(c.damage, [&] { c.manifest = formats::read_manifest(folder.string()); });
-  if (c.manifest)
-    for (const auto& file : c.manifest->files)
-      look(c.damage, [&] { formats::check_file(folder.string(), file); });
-  return c;
-}
-
 }  // namespace
 
 std::string inspect(const std::filesystem::path& folder) {
@@ -128,22 +116,40 @@ std::string inspect(const std::filesystem::path& folder) {
   return text;
 }
 
-std::vector<std::string> find_damaged_files(const std::filesystem::path& folder) {
-  return check_files(folder).damage;
+std::string damage_in(const std::filesystem::path& folder, comm::Group& group) {
+  const auto size = static_cast<std::uint64_t>(group.size());
+  const auto rank = static_cast<std::uint64_t>(group.rank());
+  try {
+    together(group, [&](const Breath& breath) {
+      std::uint64_t number = 0;  // of a block among those of all files
+      for (const auto& file : formats::read_manifest(folder.string()).files)
+        formats::check_file(folder.string(), file, [&](std::uint64_t) {
+          take(breath);
+          return number++ % size == rank;
+        });
+    });
+  } catch (const Error& e) {
+    if (e.kind() != ErrorKind::data) throw;
+    return e.what();
+  }
+  return "";
 }
 
 std::vector<std::string> find_damage(const std::filesystem::path& folder) {
-  const Checked c = check_files(folder);
-  std::vector<std::string> damage = c.damage;
-  if (!c.manifest) return damage;
+  std::vector<std::string> damage;
+  std::optional<formats::Manifest> manifest;
+  look(damage, [&] { manifest = formats::read_manifest(folder.string()); });
+  if (!manifest) return damage;
+  for (const auto& file : manifest->files)
+    look(damage, [&] { formats::check_file(folder.string(), file); });
 
   const std::string name = folder.filename().string();
-  if (name.starts_with("step-") && name != step_name(c.manifest->step))
+  if (name.starts_with("step-") && name != step_name(manifest->step))
     damage.push_back(detail::concat("'", folder.string(), "' is called ", name,
-                                    ", and its manifest is of step ", c.manifest->step,
+                                    ", and its manifest is of step ", manifest->step,
                                     ": it was copied or renamed"));
   each_file(folder, "", [&](const std::string& extra) {
-    if (extra != formats::kManifestFile && !c.manifest->find(extra))
+    if (extra != formats::kManifestFile && !manifest->find(extra))
       damage.push_back(detail::concat("file ", formats::shown(extra),
                                       " is not in the manifest: moesh did not write it"));
   });

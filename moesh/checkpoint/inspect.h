@@ -1,17 +1,22 @@
 #pragma once
+// What a folder holds, and whether that is what was written.
+
 #include <filesystem>
 #include <string>
 #include <vector>
+
+#include "moesh/comm/group.h"
 
 namespace moesh::checkpoint {
 
 /// What is in a folder of a model: who wrote it, when in the run, its files and tensors.
 std::string inspect(const std::filesystem::path& folder);
 
-/// A sentence for each file that is missing, or has another size or other bytes than the manifest
-/// says, and for a manifest that cannot be one. Throws Error (storage) where something cannot be
-/// read.
-std::vector<std::string> find_damaged_files(const std::filesystem::path& folder);
+/// A sentence on a file that is missing, or has another size or other bytes than the manifest says,
+/// or on a manifest that cannot be one: the first that the ranks of a group find, who divide the
+/// blocks of all files among them. Empty: every file is as it was written. Throws Error (storage)
+/// where something cannot be read.
+std::string damage_in(const std::filesystem::path& folder, comm::Group& group);
 
 /// Compares every byte with the manifest; a sentence for each file that is not as it was written,
 /// for each that moesh did not write, and where the folder has the name of another step. Throws

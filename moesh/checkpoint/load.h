@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/part.h"
 #include "moesh/checkpoint/quantized.h"
 #include "moesh/formats/manifest.h"
@@ -91,9 +92,9 @@ class Loader {
  public:
   Loader(const TensorFolder& folder, const formats::DiskTable& table);
 
-  /// Fills the values of all parts. Tensors are read in the order of the files, so pass many at
-  /// once.
-  void load(const std::vector<Part>& parts) const;
+  /// Fills the values of all parts, with a breath between pieces. Tensors are read in the order of
+  /// the files, so pass many at once.
+  void load(const std::vector<Part>& parts, const Breath& breath = {}) const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;
 

@@ -77,6 +77,21 @@ std::int64_t num_micro_batches(const Config& config) {
   return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
 }
 
+optim::Groups param_groups(const Config& config) {
+  std::vector<optim::GroupOptions> groups;
+  for (std::size_t i = 0; i < config.optimizer.group.size(); ++i) {
+    const GroupSection& g = config.optimizer.group[i];
+    MOESH_CHECK(g.weight_decay >= 0 || g.weight_decay == -1, ErrorKind::config,
+                describe_option(config, detail::concat("optimizer.group.", i, ".weight_decay")),
+                "; it takes 0 or more, or -1: as optimizer.weight_decay says");
+    groups.push_back(
+        {.match = g.match,
+         .lr_scale = g.lr_scale,
+         .weight_decay = g.weight_decay < 0 ? std::nullopt : std::optional(g.weight_decay)});
+  }
+  return optim::Groups(groups);
+}
+
 data::SampleOrder sample_order(const Config& config) {
   return {.batch = config.data.batch_size,
           .num_dp = num_dp(config),

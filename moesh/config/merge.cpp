@@ -110,11 +110,34 @@ constexpr const char* kFolder = "model.folder";
 constexpr const char* kInitialLoad = "checkpoint.initial_load";
 constexpr std::size_t kMaxConfigBytes = 16 << 20;
 
+// Of a text that need not be the name of anything.
+bool is_there_as_folder(const std::string& text) {
+  try {
+    return formats::is_folder(text);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+bool is_there_as_file(const std::string& text) {
+  try {
+    return formats::exists(text) && !formats::is_folder(text);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // "deepseek_v3:tiny"; without a size the name alone. "hf:FOLDER" is a folder.
 Settings expand_model(const std::string& text) {
   const auto colon = text.find(':');
   if (text.substr(0, colon) == "hf")
     return {{kFolder, text.substr(std::min(text.size(), 3ul)), {kCommandLine}, true}};
+  const auto names = models::model_names();
+  MOESH_CHECK(std::find(names.begin(), names.end(), text.substr(0, colon)) != names.end() ||
+                  !is_there_as_folder(text),
+              ErrorKind::config, "--model ", text,
+              " (command line) is a folder; write --model hf:", text,
+              " for the model that is in it");
   Settings settings{{"model.name", text.substr(0, colon), {kCommandLine}, true}};
   if (colon != std::string::npos)
     settings.push_back({"model.size", text.substr(colon + 1), {kCommandLine}, true});
@@ -173,6 +196,10 @@ std::optional<GivenModel> take_folder(Settings& settings) {
     MOESH_CHECK(!names_model(s), ErrorKind::config, kFolder, " is '", folder.string(), "' (",
                 asked->origin.text, "), and ", s.name, " is '", text_of(s), "' (", s.origin.text,
                 "): the folder says which model it is; leave out one of them");
+  MOESH_CHECK(!is_there_as_file(folder.string()), ErrorKind::config, kFolder, " is '",
+              folder.string(), "' (", asked->origin.text,
+              "), which is not a folder; name the one that it is in: --model hf:",
+              folder.has_parent_path() ? folder.parent_path().string() : ".");
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});

@@ -52,6 +52,7 @@ int FileSystem::lock(int file) {
 int FileSystem::status(const Path& path, struct stat& status) {
   return ::stat(path.c_str(), &status);
 }
+int FileSystem::status(int file, struct stat& status) { return ::fstat(file, &status); }
 int FileSystem::link_status(const Path& path, struct stat& status) {
   return ::lstat(path.c_str(), &status);
 }

@@ -38,6 +38,8 @@ class FileSystem {
   virtual int lock(int file);
 
   virtual int status(const Path& path, struct stat& status);
+  /// Of an open file, whatever its name is by now.
+  virtual int status(int file, struct stat& status);
   /// Of a link, and not of what it points to.
   virtual int link_status(const Path& path, struct stat& status);
   virtual int list(const Path& folder, std::vector<std::string>& names);

@@ -78,11 +78,13 @@ Manifest to_manifest(const JsonValue& json) {
   return manifest;
 }
 
-// Calls f(index, bytes) for every block of a file.
+// Calls f(index, bytes) for every block of a file that is wanted.
 void each_block(const InputFile& file,
-                const std::function<void(std::uint64_t, std::span<const std::byte>)>& f) {
+                const std::function<void(std::uint64_t, std::span<const std::byte>)>& f,
+                const std::function<bool(std::uint64_t)>& wants = {}) {
   std::vector<std::byte> buffer(std::min(file.size(), kBlockBytes));
   for (std::uint64_t index = 0; index < num_blocks(file.size()); ++index) {
+    if (wants && !wants(index)) continue;
     const std::span bytes(buffer.data(), std::min(kBlockBytes, file.size() - index * kBlockBytes));
     file.read(index * kBlockBytes, bytes);
     f(index, bytes);
@@ -166,15 +168,17 @@ void check_block(const ManifestFile& file, std::uint64_t index, std::span<const 
               " do not have the checksum that the manifest gives; take another checkpoint");
 }
 
-void check_file(const std::string& folder, const ManifestFile& file) {
+void check_file(const std::string& folder, const ManifestFile& file,
+                const std::function<bool(std::uint64_t index)>& wants) {
   const InputFile input = open_in(folder, file.name);
   input.forget_cached();
   MOESH_CHECK(input.size() == file.size, ErrorKind::data, "file ", shown(file.name),
               " is damaged: it has ", input.size(), " bytes, and the manifest gives ", file.size,
               "; take another checkpoint");
-  each_block(input, [&](std::uint64_t index, std::span<const std::byte> bytes) {
+  const auto check = [&](std::uint64_t index, std::span<const std::byte> bytes) {
     check_block(file, index, bytes);
-  });
+  };
+  each_block(input, check, wants);
 }
 
 }  // namespace moesh::formats

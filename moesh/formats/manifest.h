@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -54,7 +55,9 @@ ManifestFile hash_file(const std::string& folder, const std::string& name,
 /// Throws an Error (data) that names file and bytes, unless `bytes` are block number `index` of the
 /// file, complete and unchanged.
 void check_block(const ManifestFile& file, std::uint64_t index, std::span<const std::byte> bytes);
-/// The same for the whole file on disk: its size, and every block.
-void check_file(const std::string& folder, const ManifestFile& file);
+/// The same for the file on disk: its size, and every block for which `wants`, which is asked
+/// before each is read, says so; without it, all of them.
+void check_file(const std::string& folder, const ManifestFile& file,
+                const std::function<bool(std::uint64_t index)>& wants = {});
 
 }  // namespace moesh::formats

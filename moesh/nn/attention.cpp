@@ -18,15 +18,16 @@ namespace {
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
                         const at::Tensor& starts_BL, const Tokens& tokens,
-                        const AttentionOptions& o) {
-  const Reach seen = reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+                        const AttentionOptions& o, const Past* past) {
+  const Reach seen =
+      past ? past->kept() : reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
   MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
   // Positions count from the first key: chunks begin where they did.
   const kernels::AttentionConfig config{.scale = o.scale,
-                                        .start = tokens.span_start() - seen.begin,
+                                        .start = tokens.first_position() - seen.begin,
                                         .window = o.window,
                                         .chunk = o.chunk,
                                         .most_documents = tokens.most_documents()};
@@ -62,6 +63,13 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
   return found;
 }
 
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+}
+Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+}
+
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   double sum = 0;
   for (std::int64_t i = 0; i < sequence; ++i) {
@@ -78,30 +86,40 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
   const auto dtype = local(x).scalar_type();
   const auto device = local(x).device();
   if (!tokens.has_documents())
-    return tables.at(config, tokens.span_start(), tokens.span_length(), dtype, device);
+    return tables.at(config, tokens.first_position(), tokens.span_length(), dtype, device);
   RopeTable table = tables.at(config, 0, tokens.sequence(), dtype, device);
   table.positions_BL = local(tokens.document_positions());
   return table;
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options) {
+             const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& starts_BL) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, past);
       },
       q, k, v, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options) {
+             const Tokens& tokens, const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
           const at::Tensor& sinks_h, const at::Tensor& starts_BL) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options);
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, past);
       },
       q, k, v, sinks, tokens.document_starts());
+}
+
+Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
+             const AttentionOptions& options, const Past& past) {
+  return map_heads(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
+        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, {}, tokens, options,
+                            &past);
+      },
+      q, k, v);
 }
 
 }  // namespace moesh::nn

@@ -11,12 +11,15 @@
 #include "moesh/nn/flash_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {
@@ -63,6 +66,27 @@ std::optional<at::Tensor> optional_of(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
+Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const at::Tensor& sinks, const Boundaries& b, double scale,
+                      std::int64_t window) {
+  Result r = run(q, k, v, b, scale, window);
+  if (!sinks.defined()) return r;
+  const at::Tensor lse = at::logaddexp(r.lse, sinks.unsqueeze(1));
+  const at::Tensor share = (r.lse - lse).exp_().transpose(-2, -1);
+  at::mul_out(r.y, r.y, share.unsqueeze(-1));
+  return {r.y, lse};
+}
+
+Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& sinks, const Boundaries& b, double scale,
+                   std::int64_t window) {
+  constexpr const char* kWhat = "attention with a window, sinks or documents";
+  if (const auto first = raw::recall(kWhat)) return {(*first)[0], (*first)[1]};
+  Result r = run_with_sinks(q, k, v, sinks, b, scale, window);
+  raw::keep(kWhat, {r.y, r.lse});
+  return r;
+}
+
 // What the kernel holds in backward besides its results: d(q) summed in float32, with room for 128
 // more rows of each document, and d(k) and d(v) of every query head before they are summed over a
 // group.
@@ -82,14 +106,9 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
                             const std::optional<at::Tensor>& queries,
                             const std::optional<at::Tensor>& keys, std::int64_t most_queries,
                             std::int64_t most_keys, double scale, std::int64_t window) {
-    Result r = run(q, k, v, {queries, keys, most_queries, most_keys}, scale, window);
     const at::Tensor sinks = sinks_h.value_or(at::Tensor());
-    if (sinks.defined()) {
-      const at::Tensor lse = at::logaddexp(r.lse, sinks.unsqueeze(1));
-      const at::Tensor share = (r.lse - lse).exp_().transpose(-2, -1);
-      at::mul_out(r.y, r.y, share.unsqueeze(-1));
-      r.lse = lse;
-    }
+    const Result r =
+        kept_or_run(q, k, v, sinks, {queries, keys, most_queries, most_keys}, scale, window);
     const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
     context->save_for_backward({q, k, v, sinks, r.y, r.lse, given(queries), given(keys)});
     context->saved_data["scale"] = scale;
@@ -136,6 +155,17 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
   }
 };
 
+// The kernel wants compute capability 8.0, and so does everything that LibTorch would choose for
+// these tensors but for its slow ways. (Asked without a mask, and not as causal: it is not known
+// there that queries may be the last positions of the keys.)
+bool has_fast_kernels(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  if (q.is_meta()) return true;
+  const auto kernel = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0, /*is_causal=*/false,
+      std::nullopt, /*enable_gqa=*/q.size(2) != k.size(2)));
+  return kernel == at::SDPBackend::cudnn_attention || kernel == at::SDPBackend::flash_attention;
+}
+
 }  // namespace
 
 DocumentBoundaries document_boundaries(const AttentionConfig& c, const at::Tensor& starts_BL) {
@@ -169,7 +199,8 @@ bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
       has_documents ? v.size(3) <= width : c.start + q.size(1) == all && width == v.size(3);
   return (q.is_cuda() || q.is_meta()) && q.scalar_type() == at::kBFloat16 && q.numel() > 0 &&
          (has_window || in.sinks_h.defined() || has_documents) &&
-         (c.chunk == 0 || c.chunk >= all) && fits && width % 8 == 0 && width <= 256;
+         (c.chunk == 0 || c.chunk >= all) && fits && width % 8 == 0 && width <= 256 &&
+         has_fast_kernels(q, k, v);
 }
 
 at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {

@@ -6,8 +6,9 @@
 
 namespace moesh::nn {
 
-/// Whether it takes them: bfloat16, heads of one width, queries that end where the keys end (in
-/// documents: any), no chunks. What has no window, sinks or documents is left to faster kernels.
+/// Whether it takes them: compute capability 8.0 or more, bfloat16, heads of one width, queries
+/// that end where the keys end (in documents: any), no chunks. What has no window, sinks or
+/// documents is left to faster kernels.
 bool takes_flash_attention(const kernels::AttentionConfig& config,
                            const kernels::AttentionInput& input);
 

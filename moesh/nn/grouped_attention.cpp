@@ -52,7 +52,7 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
   }
 }
 
-Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const {
+Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
   Heads q = split_heads(q_(x_BLD), config_.head_dim), k = split_heads(k_(x_BLD), config_.head_dim);
   const Heads v = split_heads(v_(x_BLD), config_.head_dim);
   const auto dtype = local(x_BLD).scalar_type();
@@ -72,7 +72,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
   if (config_.growth != 0) {
     const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
     const at::Tensor in_sequence =
-        at::arange(tokens.span_start(), tokens.span_start() + tokens.span_length(), wide);
+        at::arange(tokens.first_position(), tokens.first_position() + tokens.span_length(), wide);
     q = map_heads(
         [&](const at::Tensor& t, const at::Tensor& in_document) {
           const at::Tensor position = in_document.defined() ? in_document.to(wide) : in_sequence;
@@ -82,10 +82,13 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
         },
         q, tokens.document_positions());
   }
-  const Heads keys = seen_positions(k, tokens, options_),
-              values = seen_positions(v, tokens, options_);
-  return o_(merge_heads(sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_)
-                               : attend(q, keys, values, tokens, options_)));
+  const auto [keys, values] = past ? past->add(all_positions(k, tokens), all_positions(v, tokens))
+                                   : Past::KeysAndValues{seen_positions(k, tokens, options_),
+                                                         seen_positions(v, tokens, options_)};
+  const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
+                         : attend(q, keys, values, tokens, options_, past);
+  if (past) past->forget(options_);
+  return o_(merge_heads(y));
 }
 
 void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {

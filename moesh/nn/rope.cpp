@@ -8,6 +8,7 @@
 #include <span>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/graph.h"
 #include "moesh/kernels/rope.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
@@ -112,7 +113,9 @@ RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int6
     entries_.push_back(
         {config, start, length, wide, device, rope_table(config, start, length, dtype, device)});
   }
-  return entries_.back().table;
+  const RopeTable& table = entries_.back().table;
+  kernels::keep_for_graph(table.cos), kernels::keep_for_graph(table.sin);
+  return table;
 }
 
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {

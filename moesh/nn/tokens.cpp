@@ -2,7 +2,8 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty.h>
+
+#include <algorithm>
 
 #include "moesh/base/error.h"
 #include "moesh/spmd/map.h"
@@ -14,13 +15,14 @@ namespace moesh::nn {
 using enum Place;
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-               const at::Tensor& valid_BL, const Documents& documents)
+               const at::Tensor& valid_BL, const Documents& documents, std::int64_t num_before)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
       rank_(mesh.rank()),
-      num_dp_(mesh.size(dp)) {
+      num_dp_(mesh.size(dp)),
+      num_before_(num_before) {
   if (valid_BL.defined()) valid_N1_ = own(whole(valid_BL, at::kBool, "which of them count"));
   if (!documents.any()) return;
   most_documents_ = documents.most;
@@ -104,11 +106,17 @@ GlobalToken Tokens::global(LocalToken t) const {
   return {before + held.global(LocalToken{flat_start(rank_) + t.value}).value};
 }
 
+// Made where they are used: a copy from the host would be a wait, and no part of a CUDA graph.
 at::Tensor Tokens::global_ids(at::Device device) const {
-  at::Tensor ids = at::empty({num_local()}, at::kLong);
-  auto* p = ids.data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < ids.numel(); ++i) p[i] = global(LocalToken{i}).value;
-  return ids.to(device);
+  const SequenceShard held = shard(rank_);
+  const std::int64_t first = flat_start(rank_), length = std::max<std::int64_t>(held.length(), 1),
+                     before = mesh_.coordinate(dp) * batch_ * sequence_;
+  const at::Tensor rows =
+      at::arange(first, first + num_local(), at::TensorOptions(device).dtype(at::kLong));
+  return rows.div(length, "floor")
+      .mul_(sequence_)
+      .add_(rows.remainder(length))
+      .add_(before + held.start());
 }
 
 at::Tensor Tokens::sequence_ids(at::Device device) const {

@@ -35,9 +35,11 @@ struct Documents {
 class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
-  /// those with a label; undefined: all.
+  /// those with a label; undefined: all. `num_before`: tokens of each sequence that the model has
+  /// seen already, and whose keys and values it has kept (nn/past.h).
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-         const at::Tensor& valid_BL = {}, const Documents& documents = {});
+         const at::Tensor& valid_BL = {}, const Documents& documents = {},
+         std::int64_t num_before = 0);
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return sequence_; }
@@ -59,6 +61,10 @@ class Tokens {
   /// The first position of this cp rank's span, and its length.
   std::int64_t span_start() const { return span().start(); }
   std::int64_t span_length() const { return span().length(); }
+  /// The position of the first token of this cp rank's span, counted from the beginning of the
+  /// sequence: what rotations and masks go by.
+  std::int64_t first_position() const { return num_before_ + span_start(); }
+  std::int64_t num_before() const { return num_before_; }
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp
   /// rank's sequences.
   at::Tensor mine(const at::Tensor& x) const {
@@ -100,7 +106,7 @@ class Tokens {
   std::int64_t batch_, sequence_;
   bool sequence_parallel_;
   int rank_;
-  std::int64_t num_dp_;
+  std::int64_t num_dp_, num_before_;
   PerToken valid_N1_;
   OfSpan starts_, positions_;
   std::int64_t most_documents_ = 0;

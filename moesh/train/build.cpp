@@ -1,6 +1,8 @@
 #include "moesh/train/build.h"
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "moesh/config/options.h"
 #include "moesh/models/disk.h"
@@ -9,6 +11,13 @@
 
 namespace moesh::train {
 namespace {
+
+models::Recompute recompute(const Config& config) {
+  const std::string& mode = config.activation_checkpoint.mode;
+  return mode == "full"        ? models::Recompute::full
+         : mode == "selective" ? models::Recompute::selective
+                               : models::Recompute::none;
+}
 
 optim::Schedule schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
@@ -51,23 +60,53 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
   return make_model(config, device(config));
 }
 
+std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups) {
+  std::vector<optim::GroupMatch> matches(groups.size());
+  std::vector<std::string> names;
+  model.each_param([&](Stored& w, bool) {
+    names.push_back(w.spec.name);
+    const auto found = groups.find(w.spec.name);
+    if (!found) return;
+    ++matches[*found].num_tensors;
+    matches[*found].num_parameters += std::accumulate(
+        w.spec.shape.begin(), w.spec.shape.end(), std::int64_t{1}, std::multiplies<std::int64_t>());
+  });
+  optim::check_matches(groups, matches, names);
+  return matches;
+}
+
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
+  const optim::Groups groups = param_groups(config);
+  group_matches(model, groups);
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
-    params.add(w, decays ? optim::Decay::on : optim::Decay::off);
+    const auto found = groups.find(w.spec.name);
+    const bool is_asked = found && groups[*found].weight_decay;
+    params.add(w, decays || is_asked ? optim::Decay::on : optim::Decay::off);
   });
   const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
   optim::RuleValues values;
   for (const auto& key : kind.keys)
     values[key] = std::get<double>(config::find_option("optimizer." + key)->get(config));
-  return std::make_unique<optim::Optimizer>(params, kind.make(values));
+  const optim::Optimizer::Way of_others{kind.make(values)};
+  std::vector<optim::Optimizer::Way> ways;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    optim::RuleValues own = values;
+    if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
+    ways.push_back({groups[i].weight_decay ? kind.make(own) : of_others.rule, groups[i].lr_scale});
+  }
+  return std::make_unique<optim::Optimizer>(params, [&](const optim::ParamList::Entry& entry) {
+    const auto found = groups.find(entry.stored->spec.name);
+    return found ? ways[*found] : of_others;
+  });
 }
 
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
-                      .bias_coeff = config.moe.load_balance_coeff};
+                      .bias_coeff = config.moe.load_balance_coeff,
+                      .overlap = config.parallelism.overlap_reductions};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
+                     .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,
                                    config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};

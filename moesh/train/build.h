@@ -23,6 +23,9 @@ std::unique_ptr<models::Model> make_model(const Config& config);
 /// On another device than that of the configuration: meta has shapes alone.
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
+/// Of each [[optimizer.group]]: what it matches of the model. One that matches nothing throws Error
+/// (config).
+std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 StepOptions step_options(const Config& config);

@@ -16,6 +16,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
+#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -35,6 +36,7 @@ using config::Option;
 using config::options;
 namespace {
 
+using checkpoint::Breath;
 using checkpoint::Part;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
@@ -42,6 +44,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kStatePrefix = "optimizer/state";
 constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
 constexpr const char* kOptimizerSteps = "optimizer_steps";
+constexpr const char* kTokens = "tokens";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
 
 std::string master_name(const std::string& param) { return param + ".master"; }
@@ -173,6 +176,7 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   for (const auto& [key, value] : a.as_object("config.json")) {
     const auto* other = b.find(key);
     if (key == "initializer_range" || key == "max_position_embeddings" ||
+        key == "initializer_bias_range" || key == "router_aux_loss_coef" ||
         (other && *other == value))
       continue;
     std::string line = formats::to_json(value);
@@ -190,7 +194,9 @@ std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
   std::string text;
   for (const auto& [key, value] : config::model_values(other)) {
     const auto ours = config::model_value(config, key);
-    if (key == "model.init_std" || key == "model.max_sequence" || ours == value) continue;
+    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.max_sequence" ||
+        ours == value)
+      continue;
     text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
   }
   return text;
@@ -206,7 +212,8 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
   const std::string others = other_keys(config, theirs);
   MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than the run asks for; set ", others,
-              " as it has it, or choose another folder");
+              " as it has it, leave out all of [model] (and --model) to take the model of the "
+              "folder, or choose another folder");
   // What no key of [model] says: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);
   const std::string there = own_values(a, b), here = own_values(b, a);
@@ -254,7 +261,7 @@ void naming_the_folder(const F& f) {
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  int rank) {
+                  int rank, const Breath& breath) {
   check_model(folder, config);
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto names = on_disk(config);
@@ -265,7 +272,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::vector<Part> parts;
   for (const auto& part : weight_parts(model, rank))
     if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts);
+  checkpoint::Loader(source, table).load(parts, breath);
   load_biases_apart(folder, model, rank, known);
 }
 
@@ -347,6 +354,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   checkpoint::Snapshot s;
   s.sets.push_back(weights());
   s.sets.push_back(state(s.sets[0]));
+  s.texts = companions_;
   s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
   s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
@@ -360,6 +368,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                           {"dtype", config_.training.dtype}}};
   for (const auto& [key, value, gives_meaning] : remembered(config_, data_fingerprint_))
     s.manifest.extra[key] = value;
+  s.manifest.extra[kTokens] = std::to_string(position.num_tokens);
   if (position.num_skipped > 0)
     s.manifest.extra[checkpoint::kSkippedSteps] = std::to_string(position.num_skipped);
   return s;
@@ -485,6 +494,7 @@ Position Checkpointer::load_newest() {
       std::string damage;
       if (const auto position = load_unless_damaged(folder, damage)) {
         last_saved_ = position->step;
+        find_companions(folder);
         if (is_first) log_info("going on from ", folder.string());
         return *position;
       }
@@ -496,34 +506,38 @@ Position Checkpointer::load_newest() {
                 "' is whole (", faults,
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
+  find_companions({});
   if (!c.initial_load.empty()) {
-    checkpoint::together(world_, [&] { load_initial_weights(config_, model_, world_.rank()); });
+    checkpoint::together(world_, [&](const Breath& breath) {
+      load_initial_weights(config_, model_, world_.rank(), breath);
+    });
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
 }
 
-std::string Checkpointer::damage_in(const std::filesystem::path& folder) {
-  std::string first;
+void Checkpointer::find_companions(const std::filesystem::path& resumed) {
+  if (!config_.checkpoint.enable) return;
   checkpoint::together(world_, [&] {
-    if (world_.rank() != 0) return;
-    const auto all = checkpoint::find_damaged_files(folder);
-    if (!all.empty()) first = all.front();
+    for (const std::filesystem::path& folder :
+         {resumed, std::filesystem::path(config_.checkpoint.initial_load),
+          std::filesystem::path(config_.model.folder)})
+      if (companions_.empty() && !folder.empty()) companions_ = checkpoint::read_companions(folder);
   });
-  return checkpoint::text_of_first(world_, first);
 }
 
 std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem::path& folder,
                                                           std::string& damage) {
   for (const bool is_second : {false, true}) try {
       Position position;
-      checkpoint::together(world_, [&] { position = load_checkpoint(folder); });
+      checkpoint::together(
+          world_, [&](const Breath& breath) { position = load_checkpoint(folder, breath); });
       return position;
     } catch (const Error& e) {
       // What cannot be read may be whole, and what is whole may not be what the run needs: only
       // files that are read a second time with other bytes than were written make a run go back.
       if (e.kind() != ErrorKind::data) throw;
-      damage = damage_in(folder);
+      damage = checkpoint::damage_in(folder, world_);
       if (!damage.empty()) return std::nullopt;
       if (is_second) throw;
       if (world_.rank() == 0)
@@ -532,9 +546,10 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
   return std::nullopt;
 }
 
-void load_initial_weights(const Config& config, models::Model& model, int rank) {
+void load_initial_weights(const Config& config, models::Model& model, int rank,
+                          const checkpoint::Breath& breath) {
   if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
-    load_weights(folder, config, model, rank);
+    load_weights(folder, config, model, rank, breath);
 }
 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,
@@ -556,7 +571,7 @@ void Checkpointer::notice_changes(const std::filesystem::path& folder,
              " was saved with: ", changes);
 }
 
-Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
+Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, const Breath& breath) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_intact_manifest(folder);
   MOESH_CHECK(folder.filename() == checkpoint::step_name(manifest.step), ErrorKind::data, "'",
@@ -571,7 +586,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
   notice_changes(folder, manifest);
-  load_weights(folder, config_, model_, world_.rank());
+  load_weights(folder, config_, model_, world_.rank(), breath);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<Part> parts;
@@ -588,7 +603,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
   }
   const auto table = own_names(parts);
   checkpoint::check_names(source, table);
-  checkpoint::Loader(source, table).load(parts);
+  checkpoint::Loader(source, table).load(parts, breath);
 
   const auto routers = model_.routers();
   for (std::size_t i = 0; i < routers.size(); ++i)
@@ -598,9 +613,11 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder) {
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   optimizer_.set_num_steps(whole_number(steps->second));
   const auto skipped = manifest.extra.find(checkpoint::kSkippedSteps);
+  const auto tokens = manifest.extra.find(kTokens);
   return {.step = manifest.step,
           .data_position = manifest.data_position,
-          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second)};
+          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second),
+          .num_tokens = tokens == manifest.extra.end() ? 0 : whole_number(tokens->second)};
 }
 
 }  // namespace moesh::train

@@ -3,11 +3,13 @@
 // end.
 
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/lock.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
@@ -22,12 +24,14 @@ struct Position {
   std::int64_t step = 0;           // optimizer steps taken
   std::int64_t data_position = 0;  // samples taken from the global order
   std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
+  std::int64_t num_tokens = 0;     // valid ones, of all steps
 };
 
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
 /// a folder that moesh or others wrote; nothing where that is empty. Throws Error (config) when the
 /// folder holds another model.
-void load_initial_weights(const Config& config, models::Model& model, int rank);
+void load_initial_weights(const Config& config, models::Model& model, int rank,
+                          const checkpoint::Breath& breath = {});
 
 /// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
 /// weights, because the files of its model have no place for them: whoever reads the weights alone
@@ -74,12 +78,13 @@ class Checkpointer {
   /// Warns of what is another than in the run that saved, and throws Error (config) where the
   /// position in the data would mean nothing, unless checkpoint.accept_changes.
   void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
-  Position load_checkpoint(const std::filesystem::path& folder);
+  Position load_checkpoint(const std::filesystem::path& folder, const checkpoint::Breath& breath);
   /// Nothing, and what is wrong, where the checkpoint is damaged.
   std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
                                               std::string& damage);
-  /// The first file that is not as it was written; empty where all are.
-  std::string damage_in(const std::filesystem::path& folder);
+  /// The files that go into every checkpoint beside the model: those of the one that the run goes
+  /// on from, or else of the folder which it begins with, or took its model from.
+  void find_companions(const std::filesystem::path& resumed);
   /// Throws Error (storage) unless the disk has room for one checkpoint.
   void check_room(const Position& position);
 
@@ -92,6 +97,7 @@ class Checkpointer {
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
+  std::map<std::string, std::string> companions_;  // by name
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;

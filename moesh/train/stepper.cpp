@@ -69,6 +69,16 @@ bool Stepper::record(Recorded& r, const std::vector<models::MicroBatch>& batches
   return false;
 }
 
+bool Stepper::release() {
+  bool any = false;
+  for (auto& [shape, r] : recorded_) {
+    if (!r.graph) continue;
+    any = true;
+    r = {.num_eager = kEagerSteps - 1};  // one more, to make again what was let go meanwhile
+  }
+  return any;
+}
+
 StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr) {
   if (graph_ == UseGraph::off)
     return take_step(model_, optimizer_, std::move(batches), lr, options_);

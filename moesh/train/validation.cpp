@@ -54,7 +54,7 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   models::ForwardOptions options = step_options(config).forward;
   options.pass = nn::Pass::evaluation;
-  options.recompute = false, options.auxiliary = {};
+  options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
     Sum sum;

@@ -232,7 +232,8 @@ VerifyReport verify_golden(const Golden& golden) {
   };
   launch_for(report, config, run);
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  report.worst_ratio = findings.worst_ratio();
+  const auto [ratio, tensor] = findings.worst();
+  report.worst_ratio = ratio, report.worst_tensor = tensor;
   return report;
 }
 

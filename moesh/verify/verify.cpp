@@ -280,7 +280,8 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
     findings.exchange(world, device(c.config));
   });
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  report.worst_ratio = findings.worst_ratio();
+  const auto [ratio, tensor] = findings.worst();
+  report.worst_ratio = ratio, report.worst_tensor = tensor;
   if (c.replays())
     for (const auto& step : routing)
       for (const auto& r : step) {

@@ -227,9 +227,42 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
       {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
   expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
   expect_parts(message({"--model=hf:" + path + "/nowhere"}), {"/nowhere/config.json"});
+  expect_parts(message({"--model=hf:" + path + "/config.json"}),
+               {"/config.json'", "is not a folder", "--model hf:" + path});
+  expect_parts(message({"--model=" + path}), {"is a folder", "--model hf:" + path});
   std::ofstream(json.path()) << R"({"model_type": "bert"})";
   expect_parts(error_of([&] { load_config({"--model=hf:" + path}); }, ErrorKind::data),
                {path + "/config.json", "model_type is 'bert'"});
+}
+
+// The balance loss that a model was trained with, unless somebody asks for another.
+TEST(Config, BalanceIsThatOfTheModelsRecipe) {
+  const auto weights = [](std::vector<std::string> args) {
+    const MoeSection moe = load_config(args).moe;
+    return std::vector<double>{moe.load_balance_coeff, moe.switch_loss_weight,
+                               moe.sequence_loss_weight};
+  };
+  using Weights = std::vector<double>;
+  EXPECT_EQ(weights({"--model=deepseek_v3:671b"}), (Weights{1e-3, 0, 1e-4}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02, 0}));
+  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=llama4:tiny"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny", "--moe.switch_loss_weight=0"}), (Weights{0, 0, 0}));
+  EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.switch_loss_weight").text,
+            "qwen3_moe:tiny");
+  for (const auto& [model, wanted] : {std::pair{"qwen3_moe", 0.5}, std::pair{"gpt_oss", 1e-3}}) {
+    std::string text =
+        models::on_disk(load_config({std::string("--model=") + model}).model.architecture)
+            .config_json(formats::Dtype::f32);
+    const std::string key = "\"router_aux_loss_coef\": 0.001";
+    ASSERT_NE(text.find(key), std::string::npos) << text;
+    text.replace(text.find(key), key.size(), "\"router_aux_loss_coef\": 0.5");
+    const TemporaryFile json("config.json", text);
+    const std::string folder = std::filesystem::path(json.path()).parent_path().string();
+    EXPECT_EQ(weights({"--model=hf:" + folder}), (Weights{0, wanted, 0})) << model;
+  }
 }
 
 TEST(Config, AVariationIsANewOne) {

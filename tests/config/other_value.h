@@ -43,6 +43,8 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.sequence_parallel", {"false", {tp}}},
       {"parallelism.fsdp_reshard_after_forward",
        {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
+      {"parallelism.overlap_reductions",
+       {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
       {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
       {"activation_checkpoint.mode", {"full", {tp}}},
       {"optimizer.eps", {"0.1"}},

@@ -18,18 +18,23 @@ import subprocess
 import sys
 import tempfile
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "cli"))
+import bad_input_test  # noqa: E402  (its tokenizer)
+
 ALLOWED = {0, 1, 2, 4, 5, 6, 7}
 NEVER = ["frame #", "Exception raised from", "terminate called", "Sanitizer", "basic_string",
          "vector::", "std::bad_alloc", "internal error", "C++ CapturedTraceback"]
 MEMORY = 12 << 30  # bytes of addresses: a size that is too large fails, and takes no machine down
 SECONDS = 120
 
-COMMANDS = ["train", "verify", "compare", "estimate", "convert", "inspect", "print-config", "help",
-            "--version"]
+COMMANDS = ["train", "verify", "compare", "estimate", "convert", "inspect", "tokenize", "generate",
+            "print-config", "help", "--version"]
 FLAGS = ["--check", "--all", "--help", "--checkpoint.enable", "--checkpoint.async"]
 OWN = ["--steps", "--sweep", "--sample", "--sample-seed", "--shard", "--json", "--dump", "--golden",
        "--tolerance", "--rename", "--search", "--memory", "--layout", "--dtype", "--config",
-       "--mesh", "--model", "--device", "--max-minutes"]
+       "--mesh", "--model", "--device", "--max-minutes", "--prompt", "--prompt-ids",
+       "--max-new-tokens", "--temperature", "--top-p", "--seed", "--tokenizer", "--out", "--field",
+       "--eod", "--format", "--on-error", "--threads", "--save-interval"]
 MODELS = ["deepseek_v3:tiny", "mixtral:tiny", "qwen3_moe:tiny", "llama4:tiny", "gpt_oss:tiny",
           "mixtral", "nobody:tiny", "mixtral:", ":tiny", "qwen3_moe:debug"]
 MESHES = ["tp=2", "dp_shard=2,ep=2", "tp=0", "tp=-1", "tp=2,tp=4", "ep=3", "tp=99999999999", "x=2",
@@ -66,6 +71,7 @@ class Words:
         (self.folder / "bad.jsonl").write_text('{"text": 1}\n')
         (self.folder / "good.toml").write_text('[training]\nsteps = 1\n')
         (self.folder / "bad.toml").write_text('[training\nsteps = = 1\n')
+        (self.folder / "tokenizer.json").write_text(bad_input_test.tokenizer_json())
         (self.folder / "empty").mkdir()
         os.mkfifo(self.folder / "pipe")
         return ["/nowhere/x", "/dev/null", "/dev/zero", "/proc/self/mem", "/", "pipe", "empty",
@@ -106,7 +112,7 @@ class Words:
     def line(self, pick):
         command = pick.choice(COMMANDS) if pick.random() < 0.97 else self.value(pick)
         words = [command]
-        if command in ("compare", "convert", "inspect"):
+        if command in ("compare", "convert", "inspect", "tokenize", "generate"):
             words += [pick.choice(self.paths) for _ in range(pick.choice([0, 1, 1, 2, 2, 2, 3]))]
         for _ in range(pick.choice([0, 1, 1, 1, 2, 2, 3, 5])):
             words += self.option(pick)
@@ -114,6 +120,10 @@ class Words:
         if command == "train":
             words[1:1] = ["--steps=1", "--max-minutes=0.02", "--data.sequence_length=8",
                           "--data.batch_size=1", "--metrics.folder="]
+        if command == "tokenize" and pick.random() < 0.7:
+            words += ["--tokenizer=tokenizer.json", "--out=out"]
+        if command == "generate" and pick.random() < 0.7:
+            words += [pick.choice(["--prompt=a", "--prompt-ids=1,2"]), "--tokenizer=bytes"]
         if command == "verify" and pick.random() < 0.9:
             words[1:1] = ["--data.sequence_length=8"]
         return [w.replace("\0", "") for w in words]
@@ -130,7 +140,7 @@ def trial(moesh, words, seed):
     line = words.line(random.Random(seed))
     with tempfile.TemporaryDirectory(dir=words.folder) as own:
         for name in ("pipe", "empty", "text.txt", "bad.jsonl", "good.toml", "bad.toml",
-                     "cut.safetensors"):
+                     "cut.safetensors", "tokenizer.json"):
             os.symlink(words.folder / name, pathlib.Path(own) / name)
         try:
             done = subprocess.run([moesh, *line], cwd=own, capture_output=True, timeout=SECONDS,
@@ -148,7 +158,8 @@ def trial(moesh, words, seed):
         wrong.append(f"exit code {done.returncode}")
     if done.returncode not in (0, 1) and not done.stderr:
         wrong.append("no message")
-    if b"\x1b" in done.stdout + done.stderr:
+    # What a model says is printed as it is where no terminal reads it.
+    if b"\x1b" in (b"" if line[0] == "generate" else done.stdout) + done.stderr:
         wrong.append("an escape for the terminal")
     return (f"trial {seed}: {wrong}: {line}\n{said[-1500:]}" if wrong else None), done.returncode
 

@@ -17,7 +17,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import (AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Llama4TextConfig, MixtralConfig,  # noqa: E402
+from transformers import (AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Llama4TextConfig, MixtralConfig,  # noqa: E402
                           Qwen3MoeConfig, utils)
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
@@ -155,6 +155,32 @@ def transformers_computes_what_moesh_trained(tmp):
         print(f"{model}: ten steps, and transformers computes the same", flush=True)
 
 
+def all_tensors(folder):
+    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def new_models_begin_as_in_transformers(tmp):
+    """Norms, biases and sinks with the values of the library, and every other tensor with its standard deviation."""
+    for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss"):
+        at = tmp / f"new_{model}"
+        grouped = [] if model == "deepseek_v3" else ["--model.init_bias_std=0", f"--model.attention_bias={model not in ('mixtral',)}".lower()]
+        run(MOESH, "train", "--model", f"{model}:tiny", "--steps=1", "--optimizer.lr=1e-15", "--data.sequence_length=8", "--checkpoint.enable",
+            "--model.init_std=0.02", "--moe.load_balance_coeff=0", f"--checkpoint.folder={at}", f"--metrics.folder={at}", *grouped)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(at / "step-00000001")).save_pretrained(at / "theirs")
+        ours, theirs = all_tensors(at / "step-00000001"), all_tensors(at / "theirs")
+        assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+        num_constant = 0
+        for name, wanted in theirs.items():
+            found = ours[name].float()
+            if (wanted == wanted.flatten()[0]).all():
+                num_constant += 1
+                assert torch.allclose(found, wanted.float(), atol=1e-6), f"{model}: {name} begins with {found.flatten()[:4]}, not {wanted.flatten()[0]}"
+            else:
+                noise = 6 / (2 * found.numel()) ** 0.5
+                assert abs(found.std() / 0.02 - 1) < noise, f"{model}: {name} has a standard deviation of {found.std()}"
+        print(f"{model}: begins as in transformers ({num_constant} of {len(theirs)} tensors are constant)", flush=True)
+
+
 def wrong_weights_are_found(tmp):
     """The check can fail: another checkpoint of the same shape does not hold."""
     make(mixtral(), tmp / "a")
@@ -169,7 +195,9 @@ def main():
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(10**6)
     print(f"seed {seed}", flush=True)
     torch.set_num_threads(1)
-    for case in (lambda t: goldens_hold(t, seed), lambda t: documents_hold(t, seed), lambda t: stacked_experts_hold(t, seed), transformers_computes_what_moesh_trained, wrong_weights_are_found):
+    for case in (lambda t: goldens_hold(t, seed), lambda t: documents_hold(t, seed),
+                 lambda t: stacked_experts_hold(t, seed), transformers_computes_what_moesh_trained,
+                 new_models_begin_as_in_transformers, wrong_weights_are_found):
         with tempfile.TemporaryDirectory() as tmp:
             case(pathlib.Path(tmp))
 

@@ -163,6 +163,22 @@ TEST(ModelKeys, ReachVerify) {
   EXPECT_FALSE(same(run_reference(case_of({})), run_reference(case_of({"--model.moe_ffn=16"}))));
 }
 
+// Lists have no place in the table of options.
+TEST(ParamGroups, ReachVerify) {
+  const Args others{"--optimizer.group.0.match=\\.gate\\.", "--optimizer.group.0.lr_scale=0.5",
+                    "--optimizer.group.1.match=experts", "--optimizer.group.1.weight_decay=0.7"};
+  const auto plain = run_reference(case_of({"--mesh=tp=2,ep=2"}));
+  for (std::size_t count : {2, 4}) {
+    Args args{"--mesh=tp=2,ep=2"};
+    args.insert(args.end(), others.begin(), others.begin() + static_cast<std::ptrdiff_t>(count));
+    const VerifyCase c = case_of(args);
+    const auto reference = run_reference(c);
+    EXPECT_FALSE(same(plain, reference)) << count;
+    const auto report = verify(c, reference);
+    EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+  }
+}
+
 // What the option sets, the model of verify carries.
 TEST(KernelsOfTheGpu, AreThoseOfTheOption) {
   const auto world = comm::solo_group();
