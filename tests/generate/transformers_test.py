@@ -145,7 +145,7 @@ def mistakes_are_named(tmp):
             ([folder, "--prompt-ids=1", "--max-new-tokens=0"], ["--max-new-tokens is '0'"]),
             ([folder, "--prompt-ids=1", "--max-new-tokens=65"], ["64 positions"]),
             ([folder, "--prompt-ids=1", "--top-p=2"], ["top-p is 2"]),
-            ([folder, "--prompt-ids=1", "--mesh=tp=3"], ["tp"]),
+            ([folder, "--prompt-ids=1", "--mesh=tp=3"], ["tensor_parallel_degree is 3"]),
             ([folder, "--prompt-ids=1", "--temprature=1"], ["temprature"])]:
         text = refused(*args)
         for part in parts:
