@@ -79,8 +79,8 @@ fuzz: build
 
 # Random command lines: documented exit codes, no backtrace.
 CLI_RUNS ?= 2600
-fuzz-cli: program
-	tests/fuzz/cli_fuzz.py build/bin/moesh $(CLI_RUNS) 1 $(JOBS)
+fuzz-cli: build
+	tests/fuzz/cli_fuzz.py build/bin/moesh_served $(CLI_RUNS) 1 $(JOBS)
 
 # Tokenizers against the Python package, id for id: the settings of five families, 100 MB of text in
 # ten scripts, a million random strings, every code point by itself. About 30 minutes on two cores.

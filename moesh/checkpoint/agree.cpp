@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "moesh/base/error.h"
 #include "moesh/comm/roll.h"
@@ -33,9 +34,10 @@ class Meetings {
  public:
   explicit Meetings(comm::Group& group) : group_(group) {}
 
-  // For one that is at work: a meeting, if it is time for one.
+  // For one that is at work: a meeting, if it is time for one. The threads that help it have no
+  // part in that: collectives are of the rank's own thread.
   void breathe() {
-    if (Clock::now() < next_) return;
+    if (std::this_thread::get_id() != thread_ || Clock::now() < next_) return;
     meet(/*is_busy=*/true, "");
     next_ = Clock::now() + kInterval;
   }
@@ -79,6 +81,7 @@ class Meetings {
   }
 
   comm::Group& group_;
+  const std::thread::id thread_ = std::this_thread::get_id();
   Clock::time_point next_ = Clock::now() + kInterval;
   bool are_over_ = false;
 };

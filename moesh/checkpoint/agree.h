@@ -10,7 +10,9 @@ namespace moesh::checkpoint {
 
 /// What long work calls between its pieces, so that those who have ended theirs know that this rank
 /// is alive: how much there is to read or write has nothing to do with the deadline of a wait. It
-/// throws when another rank has failed. Nothing for work that is done by one rank alone.
+/// throws when another rank has failed. Nothing for work that is done by one rank alone. In a
+/// thread that helps the rank it does nothing: the rank's own must take breaths while it waits for
+/// it.
 using Breath = std::function<void()>;
 
 inline void take(const Breath& breath) {

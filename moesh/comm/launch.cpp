@@ -12,12 +12,21 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/launcher.h"
 #include "moesh/comm/mpi/mpi_world.h"
 #include "moesh/comm/nccl/nccl_launch.h"
 #include "moesh/comm/nccl/stream.h"
+#include "moesh/comm/tcp/tcp_world.h"
 #include "moesh/comm/threads/thread_world.h"
 
 namespace moesh::comm {
+namespace {
+
+int num_devices(at::DeviceType type) {
+  return c10::impl::hasDeviceGuardImpl(type) ? c10::impl::VirtualGuardImpl(type).deviceCount() : 0;
+}
+
+}  // namespace
 
 void LaunchOptions::validate() const {
   MOESH_CHECK(timeout.count() > 0, ErrorKind::config, "timeout is ", timeout.count(),
@@ -29,27 +38,13 @@ void LaunchOptions::validate() const {
               "; set device to cuda, or backend to host");
 }
 
-int num_launched_processes() {
-  // Open MPI's mpirun, and srun with a PMI or PMIx plug-in.
-  for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
-    if (const char* text = std::getenv(name)) return std::atoi(text);
-  if (std::getenv("PMIX_RANK"))
-    if (const char* text = std::getenv("SLURM_NTASKS")) return std::atoi(text);
-  return 0;
-}
+int num_launched_processes() { return find_launcher().num_processes; }
 
-int local_process() {
-  // Open MPI's mpirun; srun; Hydra (MPICH, Intel).
-  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID"})
-    if (const char* text = std::getenv(name)) return std::atoi(text);
-  return 0;
-}
+int local_process() { return find_launcher().place; }
 
 at::Device device_for(at::Device asked, int place) {
   if (asked.is_cpu() || asked.has_index()) return existing_device(asked);
-  const int count = c10::impl::hasDeviceGuardImpl(asked.type())
-                        ? c10::impl::VirtualGuardImpl(asked.type()).deviceCount()
-                        : 0;
+  const int count = num_devices(asked.type());
   return existing_device(
       count ? at::Device(asked.type(), static_cast<c10::DeviceIndex>(place % count)) : asked);
 }
@@ -107,20 +102,15 @@ void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& w
   for (auto& t : threads) t.join();
 }
 
-void launch(int num_ranks, const std::function<void(Group& world)>& f,
-            const LaunchOptions& options) {
-  options.validate();
-  if (should_try_nccl(num_ranks, options)) {
-    LaunchOptions host = options;  // its ranks exchange NCCL's ids, and no more
-    host.backend = Backend::host;
-    host.device = at::kCPU;
-    host.checked = false;
-    return launch(num_ranks, on_nccl(f, options), host);
-  }
-  if (num_launched_processes() > 0) return launch_mpi(num_ranks, f, options);
+namespace {
+
+// The ranks as threads, or as processes that exchange what is in the memory of the host.
+void launch_on_host(const Launcher& launcher, int num_ranks,
+                    const std::function<void(Group& world)>& f, const LaunchOptions& options) {
+  if (launcher.is_without_mpi()) return launch_tcp(launcher, num_ranks, f, options);
+  if (launcher.num_processes > 0) return launch_mpi(num_ranks, f, options);
   MOESH_CHECK(num_ranks >= 1, ErrorKind::config, "launch of ", num_ranks,
               " ranks; without mpirun it takes 1 or more");
-
   auto world = ThreadWorld::create(num_ranks, options.timeout);
   run_rank_threads(
       {.first = 0,
@@ -130,6 +120,37 @@ void launch(int num_ranks, const std::function<void(Group& world)>& f,
        .leave = [&](int rank, std::exception_ptr fault) { world->leave(rank, fault); }},
       f, options);
   if (auto fault = world->roll().first_exception()) std::rethrow_exception(fault);
+}
+
+}  // namespace
+
+void launch(int num_ranks, const std::function<void(Group& world)>& f,
+            const LaunchOptions& options) {
+  options.validate();
+  const Launcher launcher = find_launcher();
+  MOESH_CHECK(!launcher.is_without_mpi() || options.device.is_cuda(), ErrorKind::config,
+              launcher.name(), " has started ", launcher.num_processes,
+              " processes, and training.device is cpu: without MPI processes form a world of GPUs "
+              "alone (--device=cuda). On CPUs start moesh without ",
+              launcher.name(), ", and its ranks are threads, or with mpirun -n ",
+              launcher.num_processes);
+  LaunchOptions wanted = options;
+  // Over TCP go the ids of NCCL, and what is small: never what a model computes.
+  if (launcher.is_without_mpi()) wanted.backend = Backend::nccl;
+  if (should_try_nccl(num_ranks, wanted)) {
+    LaunchOptions host = wanted;  // its ranks exchange NCCL's ids, and no more
+    host.backend = Backend::host;
+    host.device = at::kCPU;
+    host.checked = false;
+    return launch_on_host(launcher, num_ranks, on_nccl(f, wanted), host);
+  }
+  if (launcher.num_processes == 0)
+    if (const auto text = unused_gpus(
+            num_ranks,
+            options.device.is_cuda() && !options.device.has_index() ? num_devices(at::kCUDA) : 0);
+        !text.empty())
+      log_warn(text);
+  launch_on_host(launcher, num_ranks, f, options);
 }
 
 }  // namespace moesh::comm

@@ -1,7 +1,7 @@
 // The conformance suite as a program, for backends that need a launcher:
-//   [mpirun -n 4] comm_conformance_main [--ranks 8] [--checked] [--cuda] [--digest]
-// Without a launcher the ranks are threads. --digest prints a hash of many results instead: equal
-// hashes mean equal bits.
+//   [mpirun -n 4] comm_conformance_main [--ranks 8] [--checked] [--cuda | --nccl] [--digest]
+// Without a launcher the ranks are threads. --cuda: all on one GPU; --nccl: a GPU each. --digest
+// prints a hash of many results instead: equal hashes mean equal bits.
 
 #include <cinttypes>
 #include <cstdio>
@@ -23,8 +23,11 @@ int main(int argc, char** argv) {
     if (std::strcmp(argv[i], "--checked") == 0) options.checked = true;
     if (std::strcmp(argv[i], "--cuda") == 0)
       options.device = at::Device(at::kCUDA, 0), options.backend = Backend::host;
+    if (std::strcmp(argv[i], "--nccl") == 0)
+      options.device = at::kCUDA, options.backend = Backend::nccl;
     if (std::strcmp(argv[i], "--digest") == 0) digest = true;
   }
+  const bool is_nccl = options.backend == Backend::nccl;
   if (digest) {
     launch(
         num_ranks,
@@ -41,9 +44,11 @@ int main(int argc, char** argv) {
       launch(
           num_ranks,
           [&](Group& world) {
-            c.run(world, {.device = options.device,
+            c.run(world, {.device = is_nccl ? world.control_device() : options.device,
+                          .exact_sums = !is_nccl,
+                          .nan_wins = !is_nccl,
                           .checked = options.checked,
-                          .any_order = !options.checked});
+                          .any_order = !options.checked && !is_nccl});
             if (world.rank() == 0) std::printf("%s holds on %d ranks\n", c.name, world.size());
           },
           options);
