@@ -32,7 +32,9 @@ MAY_INCLUDE = {
     "verify": ["train", "config", *BELOW_TRAIN],
     "estimate": ["train", "config", "pipeline", *BELOW_TRAIN],
     "generate": ["train", "config", *BELOW_TRAIN],
-    "cli": ["verify", "estimate", "generate", "train", "config", "pipeline", *BELOW_TRAIN],
+    "report": ["formats"],  # a page of files that a run has written
+    "cli": ["verify", "estimate", "generate", "report", "train", "config", "pipeline",
+            *BELOW_TRAIN],
     "apps": ["cli"],
 }
 TORCH = ("ATen/", "c10/", "torch/")
@@ -42,6 +44,7 @@ MUST_NOT_INCLUDE = {
     "types": TORCH,
     "formats": TORCH,
     "tokenizer": TORCH,
+    "report": TORCH,
     "pipeline": TORCH,  # schedules are data: no tensor
     "kernels": ("torch/csrc/autograd",),
 }

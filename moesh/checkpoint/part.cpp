@@ -140,8 +140,13 @@ void each_run(
 
 at::Tensor to_host(const at::Tensor& value) {
   if (value.is_cpu()) return value;
-  const at::Tensor host = at::empty(
-      value.sizes(), at::TensorOptions(at::kCPU).dtype(value.scalar_type()).pinned_memory(true));
+  at::Tensor host;
+  try {
+    host = at::empty(value.sizes(),
+                     at::TensorOptions(at::kCPU).dtype(value.scalar_type()).pinned_memory(true));
+  } catch (const c10::Error&) {
+    return value.cpu();  // the system pins no more memory
+  }
   host.copy_(value);
   return host;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <mutex>
 
 #include "moesh/base/error.h"
 
@@ -73,6 +74,17 @@ PartsByName by_name(const std::vector<Part>& parts) {
   return map;
 }
 
+namespace {
+// In host memory. On a device one tensor is converted at a time, whatever the number of threads:
+// there may be little memory left.
+at::Tensor converted(const at::Tensor& value, at::ScalarType dtype) {
+  if (value.is_cpu()) return value.to(dtype).contiguous();
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return to_host(value.to(dtype).contiguous());
+}
+}  // namespace
+
 bool owns_some(const PlannedTensor& t, const PartsByName& parts) {
   return std::any_of(t.tensor->sources.begin(), t.tensor->sources.end(), [&](const auto& source) {
     const auto found = parts.find(source.param);
@@ -85,7 +97,7 @@ void write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& pa
   const auto dtype = torch_dtype(t.dtype, t.tensor->name);
   const auto element = formats::size_of(t.dtype);
   for (const auto& [box, value] : owned_boxes(*t.tensor, parts)) {
-    const at::Tensor host = to_host(value.to(dtype).contiguous());
+    const at::Tensor host = converted(value, dtype);
     const auto* bytes = static_cast<const char*>(host.const_data_ptr());
     each_run(t.tensor->view, box,
              [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {

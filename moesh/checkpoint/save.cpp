@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <optional>
 
 #include "moesh/base/error.h"
@@ -146,53 +147,63 @@ class Saver {
     for (const auto& set : snapshot_.sets)
       for (const auto& part : set.parts)
         if (const auto d = part.value.device();
-            !d.is_cpu() && std::find(devices.begin(), devices.end(), d) == devices.end())
+            part.owned && !d.is_cpu() &&
+            std::find(devices.begin(), devices.end(), d) == devices.end())
           devices.push_back(d);
     for (const c10::Device& d : devices)
       c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(d.index());
   }
 
-  // Each thread has the files open for itself: it adds what it wrote to sums of its own.
+  // Each thread has one file open, and adds what it wrote to sums of its own: the items are in the
+  // order of the files, and a thread goes through them in that order.
   void write_tensors(const Breath& breath) {
     struct Item {
       const PlannedFile* file;
       const PlannedTensor* tensor;
       const PartsByName* parts;
     };
+    struct Writer {
+      const PlannedFile* file = nullptr;
+      std::optional<OutputFile> out = {};
+    };
     std::vector<PartsByName> parts;
     std::vector<Item> items;
     for (const auto& set : snapshot_.sets) parts.push_back(by_name(set.parts));
     for (std::size_t i = 0; i < plans_.size(); ++i)
       for (const auto& file : plans_[i])
-        for (const auto& t : file.tensors) items.push_back({&file, &t, &parts[i]});
+        for (const auto& t : file.tensors)
+          if (owns_some(t, parts[i])) items.push_back({&file, &t, &parts[i]});
     wait_for_devices();
-    std::vector<std::map<const PlannedFile*, OutputFile>> open(
-        static_cast<std::size_t>(num_threads_));
+    std::vector<Writer> writers(static_cast<std::size_t>(num_threads_));
+    std::mutex mutex;
+    const auto close = [&](Writer& w) {
+      if (!w.out) return;
+      const std::lock_guard lock(mutex);
+      add_sums(w.file->name, w.out->sums());
+      w.out.reset();
+    };
     share_work(
         items.size(), num_threads_,
         [&](std::size_t i, std::size_t thread) {
-          const Item& item = items[i];
-          if (!owns_some(*item.tensor, *item.parts)) return;
-          auto found = open[thread].find(item.file);
-          if (found == open[thread].end())
-            found =
-                open[thread]
-                    .try_emplace(item.file, temporary_ / item.file->name, OutputFile::Mode::open)
-                    .first;
-          write_tensor(found->second, *item.tensor, *item.parts);
+          Writer& w = writers[thread];
+          if (w.file != items[i].file) {
+            close(w);
+            w.file = items[i].file;
+            w.out.emplace(temporary_ / w.file->name, OutputFile::Mode::open);
+          }
+          write_tensor(*w.out, *items[i].tensor, *items[i].parts);
         },
         breath);
-    std::map<const PlannedFile*, OutputFile*>
-        written;  // any of those that are open: all are flushed
-    for (auto& files : open)
-      for (auto& [file, out] : files) {
-        add_sums(file->name, out.sums());
-        written[file] = &out;
-      }
-    std::vector<OutputFile*> outs;
-    for (const auto& [file, out] : written) outs.push_back(out);
+    for (Writer& w : writers) close(w);
+    std::vector<const PlannedFile*> written;
+    for (const Item& item : items)
+      if (written.empty() || written.back() != item.file) written.push_back(item.file);
     share_work(
-        outs.size(), num_threads_, [&](std::size_t i, std::size_t) { outs[i]->sync(); }, breath);
+        written.size(), num_threads_,
+        [&](std::size_t i, std::size_t) {
+          OutputFile(temporary_ / written[i]->name, OutputFile::Mode::open).sync();
+        },
+        breath);
   }
 
   // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
@@ -200,16 +211,19 @@ class Saver {
   void hash_blocks(const Breath& breath) {
     hashes_.assign(sums_.size(), 0);
     struct Block {
-      const formats::InputFile* file;
+      const Written* file;
       std::uint64_t begin, size;
       std::size_t number;  // among those of all files
     };
-    std::vector<formats::InputFile> inputs;
-    inputs.reserve(files_.size());
+    struct Reader {  // of a thread, which has one file open
+      const Written* of = nullptr;
+      std::optional<formats::InputFile> file = {};
+      std::vector<std::byte> buffer = {};
+    };
     std::vector<Block> blocks;
     const auto num_ranks = static_cast<std::size_t>(group_.size());
     for (const auto& written : files_) {
-      const auto& file = inputs.emplace_back(temporary_ / written.name);
+      const formats::InputFile file(temporary_ / written.name);
       MOESH_CHECK(file.size() == written.size, ErrorKind::storage, "'", file.path().string(),
                   "' has ", file.size(), " bytes, and ", written.size, " were written");
       file.forget_cached();
@@ -217,22 +231,27 @@ class Saver {
         const std::size_t number = written.first_block + begin / formats::kBlockBytes;
         if (number % num_ranks == static_cast<std::size_t>(group_.rank()))
           blocks.push_back(
-              {&file, begin, std::min(formats::kBlockBytes, written.size - begin), number});
+              {&written, begin, std::min(formats::kBlockBytes, written.size - begin), number});
       }
     }
-    std::vector<std::vector<std::byte>> buffers(static_cast<std::size_t>(num_threads_));
+    std::vector<Reader> readers(static_cast<std::size_t>(num_threads_));
     share_work(
         blocks.size(), num_threads_,
         [&](std::size_t i, std::size_t thread) {
           const Block& b = blocks[i];
-          buffers[thread].resize(b.size);
-          b.file->read(b.begin, buffers[thread]);
-          const std::string_view bytes(reinterpret_cast<const char*>(buffers[thread].data()),
-                                       b.size);
+          Reader& r = readers[thread];
+          if (r.of != b.file) {
+            r.file.reset();
+            r.of = b.file;
+            r.file.emplace(temporary_ / b.file->name);
+          }
+          r.buffer.resize(b.size);
+          r.file->read(b.begin, r.buffer);
+          const std::string_view bytes(reinterpret_cast<const char*>(r.buffer.data()), b.size);
           formats::BlockSums found;
           found.add(b.begin, bytes);
           MOESH_CHECK(found.sums().back() == sums_[b.number], ErrorKind::storage, "'",
-                      b.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
+                      r.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
                       " were read back with other values than were written; the disk or the memory "
                       "of this machine is at fault");
           hashes_[b.number] = formats::hash_block(bytes);

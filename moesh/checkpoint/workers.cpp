@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -43,19 +44,32 @@ void share_work(std::size_t num_items, int num_threads,
     return;
   }
   Shared shared;
-  shared.num_running = num_threads;
   std::vector<std::thread> threads;
-  for (int t = 0; t < num_threads; ++t)
-    threads.emplace_back([&, thread = static_cast<std::size_t>(t)] {
-      try {
-        for (std::size_t i; (i = shared.next++) < num_items;) f(i, thread);
-      } catch (...) {
-        shared.fail(std::current_exception(), num_items);
-      }
+  const auto work = [&](std::size_t thread) {
+    try {
+      for (std::size_t i; (i = shared.next++) < num_items;) f(i, thread);
+    } catch (...) {
+      shared.fail(std::current_exception(), num_items);
+    }
+    const std::lock_guard lock(shared.mutex);
+    --shared.num_running;
+    shared.changed.notify_one();
+  };
+  for (int t = 0; t < num_threads; ++t) {
+    {
+      const std::lock_guard lock(shared.mutex);
+      ++shared.num_running;
+    }
+    try {
+      threads.emplace_back(work, static_cast<std::size_t>(t));
+    } catch (const std::system_error&) {
+      // The system has no more threads for us: those that there are do it, or else this one.
       const std::lock_guard lock(shared.mutex);
       --shared.num_running;
-      shared.changed.notify_one();
-    });
+      break;
+    }
+  }
+  if (threads.empty()) return share_work(num_items, 1, f, meanwhile);
   try {
     std::unique_lock lock(shared.mutex);
     while (!shared.changed.wait_for(lock, std::chrono::milliseconds(20),

@@ -64,6 +64,18 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
       MOESH_OPTION(numbers, data, synthetic_successors,
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
+      MOESH_OPTION(numbers, data, document_mask,
+                   "tokens see their own document alone, and positions count from its start; auto: "
+                   "where files have several (jsonl, indexed)",
+                   one_of({"auto", "true", "false"})),
+      MOESH_OPTION(numbers, data, packing,
+                   "cut: documents one behind the other, cut into sequences; best_fit: whole ones "
+                   "in each sequence, and padding",
+                   one_of({data::kCut, data::kBestFit})),
+      MOESH_OPTION(
+          numbers, data, tokenizer,
+          "tokenizer.json, or its folder, for files of text; empty: their bytes are tokens"),
+      MOESH_OPTION(output, data, token_folder, "where the tokens made of text are kept"),
 
       MOESH_OPTION(output, validation, interval,
                    "steps from one validation to the next; the last step always has one",
@@ -185,7 +197,17 @@ std::vector<Option> make_options() {
                    "bytes of tensors in one file of a checkpoint", at_least(1)),
 
       MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
-      MOESH_OPTION(output, metrics, folder, "where metrics are written; empty: nowhere"),
+      MOESH_OPTION(output, metrics, folder,
+                   "of the run; one that was there before goes to earlier/ in it; empty: nowhere"),
+      MOESH_OPTION(output, metrics, enable_tensorboard, "event files, in tensorboard/ in it"),
+      MOESH_OPTION(output, metrics, enable_csv, "metrics.csv, beside metrics.jsonl"),
+      MOESH_OPTION(output, metrics, expert_counts_freq,
+                   "steps from one record of the tokens of every expert to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, peak_tflops,
+                   "of one device, which TFLOP/s are compared with; 0: as its maker says, where "
+                   "moesh knows it (bfloat16 on GPUs)",
+                   at_least(0)),
+      MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
 
       MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
@@ -416,7 +438,8 @@ const std::vector<ShortForm>& short_forms() {
   static const std::vector<ShortForm> all{{"steps", "training.steps"},
                                           {"dtype", "training.dtype"},
                                           {"device", "training.device"},
-                                          {"max-minutes", "training.max_minutes"}};
+                                          {"max-minutes", "training.max_minutes"},
+                                          {"quiet", "metrics.quiet"}};
   return all;
 }
 

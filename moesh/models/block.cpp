@@ -10,17 +10,17 @@ namespace {
 nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& config,
                               const nn::Tokens& tokens, const MicroBatch& batch,
                               const Auxiliary& weights) {
-  nn::TokenSum sum;
-  const auto add = [&](double weight, const auto& term) {
-    if (weight == 0) return;
-    const auto t = scale(term(), weight);
-    sum = local(sum).defined() ? sum + t : t;
+  if (!weights.any()) return {};
+  const nn::TokenSum none = sum_all(narrow(detach(route.logits_NE), 0, 0, 0));  // of no token
+  const auto part = [&](double weight, const auto& term) -> nn::TokenSum {
+    return weight == 0 ? none : scale(term(), weight);
   };
-  add(weights.switch_weight, [&] { return nn::switch_loss(route, config, batch.num_step_tokens); });
-  add(weights.sequence_weight,
-      [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); });
-  add(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); });
-  return sum;
+  return stack(std::vector<nn::TokenSum>{
+      part(weights.switch_weight,
+           [&] { return nn::switch_loss(route, config, batch.num_step_tokens); }),
+      part(weights.sequence_weight,
+           [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); }),
+      part(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); })});
 }
 
 }  // namespace

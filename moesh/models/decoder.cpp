@@ -29,7 +29,7 @@ class Decoder final : public Model {
                          const ForwardOptions& options) override {
     const at::NoGradGuard no_grad;
     ForwardOptions o = options;
-    o.pass = nn::Pass::evaluation, o.recompute = false, o.auxiliary = {}, o.past = &past;
+    o.pass = nn::Pass::evaluation, o.recompute = Recompute::none, o.auxiliary = {}, o.past = &past;
     past.layers.resize(static_cast<std::size_t>(num_layers_));
     return o.sequence_parallel ? run_next<true>(ids_BL, o) : run_next<false>(ids_BL, o);
   }
@@ -51,8 +51,10 @@ class Decoder final : public Model {
     const auto x = stage_.embed<Sp>(batch, tokens, options);
     const auto out = stage_.run_blocks<Sp>(x, batch, tokens, options);
     const auto cross_entropy = stage_.head<Sp>(out.x_BLD, batch, tokens, options);
-    return {.loss = local(out.auxiliary).defined() ? cross_entropy + out.auxiliary : cross_entropy,
+    return {.loss = local(out.auxiliary).defined() ? cross_entropy + sum_all(out.auxiliary)
+                                                   : cross_entropy,
             .cross_entropy = cross_entropy,
+            .auxiliary = out.auxiliary,
             .counts_E = out.counts_E};
   }
 

@@ -24,6 +24,8 @@ struct Auxiliary {
   double switch_weight = 0, sequence_weight = 0, z_weight = 0;
   bool any() const { return switch_weight != 0 || sequence_weight != 0 || z_weight != 0; }
 };
+/// The auxiliary losses by themselves: balance over the micro-batch, within sequences, of logits.
+constexpr std::int64_t kNumAuxiliary = 3;
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
@@ -31,10 +33,17 @@ struct MicroBatch {
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches: a float64 scalar, of
   // the device or of the host.
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
-  std::int64_t index = 0;  // of the micro-batch in its step
+  std::int64_t index = 0;        // of the micro-batch in its step
+  nn::Documents documents = {};  // none: every sequence is one
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
+  /// The tensors that come from the data, for whoever copies them.
+  std::vector<at::Tensor*> from_data() {
+    std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
+    if (documents.any()) all.push_back(&documents.starts_BL);
+    return all;
+  }
 };
 
 /// What backward of a block computes again, because forward has not kept it.
@@ -59,7 +68,9 @@ struct ForwardOptions {
 
 struct ForwardResult {
   nn::TokenSum loss;  // cross-entropy and auxiliary losses, each divided by the tokens of the step
-  nn::TokenSum cross_entropy;          // the first part of it, for the log
+  // The parts of it, for the log. `auxiliary` has kNumAuxiliary terms, each with its weight in it;
+  // it is undefined where all weights are 0.
+  nn::TokenSum cross_entropy, auxiliary;
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
 };
 

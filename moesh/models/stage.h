@@ -24,7 +24,7 @@ struct BlockRange {
 template <bool Sp>
 struct StageOutput {
   nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
-  nn::TokenSum auxiliary;              // auxiliary losses; undefined if there are none
+  nn::TokenSum auxiliary;              // kNumAuxiliary losses; undefined if there are none
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 

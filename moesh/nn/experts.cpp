@@ -65,13 +65,13 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
  private:
   static kernels::ExpertsOutput run(const Call& call, const kernels::ExpertsWeights& weights,
                                     const kernels::ExpertsInput& input) {
-    if (auto first = raw::recall()) {
+    if (auto first = raw::recall("pre-activations of experts")) {
       const at::Tensor &gate = (*first)[0], &up = (*first)[1];
       return {raw::not_computed(input.x.sizes(), input.x.options()),
               {input, gate, up, static_cast<std::uint32_t>(gate._version())}};
     }
     auto out = kernels::experts_forward(call.config, weights, input);
-    raw::keep({out.saved.gate_RF, out.saved.up_RF});
+    raw::keep("pre-activations of experts", {out.saved.gate_RF, out.saved.up_RF});
     return out;
   }
 };

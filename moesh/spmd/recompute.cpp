@@ -7,6 +7,7 @@
 #include <deque>
 #include <limits>
 #include <memory>
+#include <string>
 
 #include "moesh/base/error.h"
 
@@ -18,7 +19,11 @@ using torch::autograd::variable_list;
 
 // What the parts of f kept, in the order in which f came to them.
 struct Results {
-  std::deque<std::vector<at::Tensor>> all;
+  struct Kept {
+    std::string what;
+    std::vector<at::Tensor> tensors;
+  };
+  std::deque<Kept> all;
   bool is_second_run = false;
 };
 thread_local Results* current = nullptr;
@@ -72,6 +77,9 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
         if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
       }
     }
+    MOESH_CHECK(!body->kept || body->kept->all.empty(), ErrorKind::internal,
+                "the second run of a recompute has not asked for ", body->kept->all.front().what,
+                ", which the first one kept; f must do the same in both");
     torch::autograd::backward(outputs, gradients);
     return {x.grad(), at::Tensor(), at::Tensor()};
   }
@@ -94,20 +102,22 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
 
 }  // namespace
 
-std::optional<std::vector<at::Tensor>> recall() {
+std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
   if (!current || !current->is_second_run) return std::nullopt;
-  MOESH_CHECK(!current->all.empty(), ErrorKind::internal,
-              "the second run of a recompute asks for more than the first one kept; f must do the "
-              "same in both, and backward runs once");
-  auto results = std::move(current->all.front());
+  MOESH_CHECK(!current->all.empty() && current->all.front().what == what, ErrorKind::internal,
+              "the second run of a recompute asks for ", what, ", and the first one kept ",
+              current->all.empty() ? "nothing more" : current->all.front().what,
+              " here; f must do the same in both, and backward runs once");
+  auto results = std::move(current->all.front().tensors);
   current->all.pop_front();
   return results;
 }
 
-void keep(const std::vector<at::Tensor>& results) {
+void keep(std::string_view what, const std::vector<at::Tensor>& results) {
   if (!current || current->is_second_run) return;
-  current->all.emplace_back();
-  for (const auto& t : results) current->all.back().push_back(t.defined() ? t.detach() : t);
+  auto& kept = current->all.emplace_back();
+  kept.what = what;
+  for (const auto& t : results) kept.tensors.push_back(t.defined() ? t.detach() : t);
 }
 
 at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -115,9 +125,9 @@ at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options)
 }
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w) {
-  if (const auto first = recall()) return KnownLinear::apply(x, w, (*first)[0]);
+  if (const auto first = recall("a linear layer")) return KnownLinear::apply(x, w, (*first)[0]);
   const at::Tensor y = at::linear(x, w);
-  keep({y});
+  keep("a linear layer", {y});
   return y;
 }
 

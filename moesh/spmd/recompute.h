@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <optional>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -23,9 +24,9 @@ std::vector<at::Tensor> recompute(
 
 /// For the forward of what is expensive. In the second run of a recompute that keeps: what the
 /// first run gave to `keep` at this place; elsewhere nothing, and the caller computes, and calls
-/// `keep`.
-std::optional<std::vector<at::Tensor>> recall();
-void keep(const std::vector<at::Tensor>& results);
+/// `keep`. `what` is the same in both.
+std::optional<std::vector<at::Tensor>> recall(std::string_view what);
+void keep(std::string_view what, const std::vector<at::Tensor>& results);
 
 /// Stands for a result that the second run need not compute: the last ones before the end of f,
 /// whose values no gradient needs. NaN, without memory: a gradient that does need it shows.

@@ -22,14 +22,16 @@ struct Bucket {
   std::vector<GradientTerm> terms;  // without their values, once they travel
   Flat flat;
   comm::Handle handle;
+  std::int64_t block;  // terms of how many places were started before, and its own
 };
 
 namespace {
 
 thread_local Reductions* current = nullptr;
 
-// Buckets are held in full until they are awaited: of a large model no more than these.
-constexpr std::size_t kMostStarted = 2;
+// Gradients are held in full until they are awaited: of a large model those of two blocks, however
+// many messages they make.
+constexpr std::int64_t kMostBlocks = 2;
 
 bool belong_together(const GradientTerm& a, const GradientTerm& b) {
   return a.storage == b.storage && a.replicas == b.replicas && a.dtype == b.dtype;
@@ -62,9 +64,13 @@ void add_to_leaf(const at::Tensor& leaf, const at::Tensor& sum) {
 struct Reductions {
   std::vector<GradientTerm> open;  // of the bucket that backward is in
   std::deque<Bucket> started;
+  std::int64_t num_blocks = 0;
 
   void start() {
+    if (open.empty()) return;
     const at::NoGradGuard no_grad;
+    ++num_blocks;
+    while (!started.empty() && started.front().block <= num_blocks - kMostBlocks) await_first();
     while (!open.empty()) {
       const auto end = std::stable_partition(
           open.begin(), open.end(),
@@ -77,7 +83,6 @@ struct Reductions {
 
   void start(std::vector<GradientTerm> terms) {
     RECORD_USER_SCOPE("start to reduce a bucket of gradients");
-    while (started.size() >= kMostStarted) await_first();
     const GradientTerm& first = terms[0];
     std::vector<FlatPart> parts;
     for (const auto& t : terms) parts.push_back({t.grad.sizes().vec(), t.dim, t.sizes});
@@ -91,7 +96,7 @@ struct Reductions {
     comm::Handle handle = num_ranks > 1
                               ? first.storage->start_reduce_scatter(message, flat.rank_sizes())
                               : first.replicas->start_all_reduce(message);
-    started.push_back({std::move(terms), std::move(flat), std::move(handle)});
+    started.push_back({std::move(terms), std::move(flat), std::move(handle), num_blocks});
   }
 
   void await_first() {

@@ -1,6 +1,6 @@
 #pragma once
 // The gradients of parameters, summed over the ranks while backward goes on: those of a block
-// travel together, in one flat buffer, and are awaited two buckets later, the last ones before the
+// travel together, in one flat buffer, and are awaited two blocks later, the last ones before the
 // optimizer reads them.
 
 #include <ATen/core/Tensor.h>
@@ -41,8 +41,10 @@ at::Tensor begin_bucket(const at::Tensor& x);
 
 /// While it lives, sums of gradients in backward of this thread are started and not waited for:
 /// those of one bucket together. Every rank has the same buckets, and starts and awaits them in the
-/// same order. The sums have the bits that they have without it (under NCCL, whose order of terms
-/// depends on the place in a message, those of another order).
+/// same order. The sums have the bits that they have without it; but under NCCL, whose order of
+/// terms depends on the place in a message, and for a parameter that is used twice (a tied
+/// embedding), of which several micro-batches are added one use after the other, those of another
+/// order.
 class ReduceLater {
  public:
   /// Off: sums are awaited at once, one by one.

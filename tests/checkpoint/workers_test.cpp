@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 
@@ -120,6 +121,35 @@ TEST(Workers, WriteTheSameFiles) {
       }
       EXPECT_EQ(num_files, 3);
     }
+}
+
+// A thread has one file open at a time, however many there are.
+TEST(Workers, NeedFewDescriptors) {
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{64, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  const TemporaryFolder folder;
+  path saved;
+  EXPECT_NO_THROW(comm::launch(1, [&](comm::Group& world) {
+    Snapshot s;
+    s.manifest.step = 1;
+    TensorSet set{.prefix = "model"};
+    for (int i = 0; i < 100; ++i) {
+      const std::string name = "w" + std::to_string(i);
+      set.parts.push_back({.name = name,
+                           .shape = {8},
+                           .region = {{0}, {8}},
+                           .owned = true,
+                           .value = at::full({8}, i, at::kFloat)});
+      set.tensors.push_back(formats::whole_tensor(name, name, {8}));
+      set.tensors.back().dtype = formats::Dtype::f32;
+    }
+    s.sets.push_back(std::move(set));
+    saved = save(s, {.folder = folder.path() / "c", .max_shard_size = 32, .num_threads = 4}, world);
+  }));
+  setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_TRUE(find_damage(saved).empty());
 }
 
 TEST(Workers, LoseNoFault) {

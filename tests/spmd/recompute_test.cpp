@@ -115,9 +115,9 @@ TEST_F(Recompute, TakesTheValuesOfTheFirstRun) {
     const auto y = recompute(
         [&](const Rows& r, bool) {
           const auto f = [&](const at::Tensor& t) {
-            if (const auto first = raw::recall()) return t * (*first)[0];
+            if (const auto first = raw::recall("x")) return t * (*first)[0];
             const at::Tensor factor = at::full({}, ++num_products, at::kDouble);
-            raw::keep({factor});
+            raw::keep("x", {factor});
             return t * factor;
           };
           return std::tuple<Rows>(map_rows(f, r));
@@ -135,8 +135,8 @@ TEST_F(Recompute, WhatIsNotComputedShowsWhereItIsNeeded) {
   const auto y = recompute(
       [](const Rows& r, bool) {
         const auto end = [](const at::Tensor& t) {
-          if (raw::recall()) return t + raw::not_computed(t.sizes(), t.options());
-          raw::keep({});
+          if (raw::recall("x")) return t + raw::not_computed(t.sizes(), t.options());
+          raw::keep("x", {});
           return t + 1;
         };
         return std::tuple<Rows>(square(map_rows(end, r)));  // the gradient of a square needs it
@@ -144,6 +144,24 @@ TEST_F(Recompute, WhatIsNotComputedShowsWhereItIsNeeded) {
       x, Keep::expensive);
   local(std::get<0>(y)).sum().backward();
   EXPECT_TRUE(local(x).grad().isnan().all().item<bool>());
+}
+
+TEST_F(Recompute, BothRunsMustKeepAndAskForTheSame) {
+  const auto gradient = [](const char* first, const char* second) {
+    const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 4}, at::kDouble)));
+    const auto y = recompute(
+        [&](const Rows& r, bool again) {
+          if (again && *second) raw::recall(second);
+          raw::keep(first, {local(r)});
+          return std::tuple<Rows>(square(r));
+        },
+        x, Keep::expensive);
+    const at::Tensor sum = local(std::get<0>(y)).sum();
+    sum.backward();
+  };
+  EXPECT_NO_THROW(gradient("a", "a"));
+  EXPECT_ANY_THROW(gradient("a", "b"));
+  EXPECT_ANY_THROW(gradient("a", "")) << "what was kept is asked for";
 }
 
 TEST_F(Recompute, KeptResultsServeOneBackward) {
