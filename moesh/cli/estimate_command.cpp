@@ -1,5 +1,4 @@
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <fstream>
 
@@ -7,7 +6,9 @@
 #include "moesh/base/text.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/cli/estimate_in_time.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 
@@ -18,32 +19,6 @@ using namespace moesh::estimate;
 namespace {
 
 constexpr size_t kMostListed = 20;
-
-// "80GiB", "80 GB", "500MiB". A number alone is refused: whoever writes 80 does not mean bytes.
-std::int64_t parse_size(const std::string& text) {
-  const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
-                                                  {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
-                                                  {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
-  double number = 0;
-  char unit[8] = "";
-  const int num_read = std::sscanf(text.c_str(), "%lf %7s", &number, unit);
-  for (const auto& [name, factor] : units)
-    if (num_read >= 1 && number > 0 && std::isfinite(number) && std::string(unit) == name)
-      return static_cast<std::int64_t>(number * factor);
-  throw Error(
-      ErrorKind::config,
-      "--memory is '" + text + "'; it takes a number with its unit, such as 80GiB, 80GB or 500MiB");
-}
-
-std::string size_text(double bytes) {
-  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
-  size_t i = 0;
-  for (; std::abs(bytes) >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof text, i == 0 ? "%.0f %s" : "%.2f %s", bytes, units[i]);
-  return text;
-}
-std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
 void print_heading(const Config& c, const Estimate& e) {
   std::printf("%s %s: %s parameters, %s active, %s on %s\n", c.model.name.c_str(),
@@ -119,6 +94,8 @@ void write_json(const std::string& path, const std::vector<Estimate>& all) {
 }  // namespace
 
 int run_estimate(Args args) {
+  if (const auto cluster = take(args, "--cluster"))
+    return run_estimate_in_time(*cluster, std::move(args));
   const auto json = take(args, "--json"), memory = take(args, "--memory");
   const std::int64_t limit = memory ? parse_size(*memory) : 0;
   const int num_ranks = take_number(args, "--search", 0);

@@ -1,6 +1,7 @@
 #include "moesh/estimate/estimate.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 
@@ -36,6 +37,34 @@ class DryRank {
     return s;
   }
 
+  // Moments are spread over the parameters by their sizes.
+  StateMemory expert_state() const {
+    StateMemory s;
+    model_->each_param([&](const Stored& w, bool) {
+      if (w.storage == efsdp) s.weights += bytes(w.value);
+    });
+    s.gradients = s.weights;
+    const StateMemory all = state();
+    s.optimizer = all.weights == 0 ? 0
+                                   : static_cast<std::int64_t>(static_cast<double>(all.optimizer) *
+                                                               static_cast<double>(s.weights) /
+                                                               static_cast<double>(all.weights));
+    return s;
+  }
+
+  std::int64_t tp_gradients() const {
+    std::int64_t sum = 0;
+    model_->each_param([&](const Stored& w, bool) {
+      if (contains(w.replicas, tp)) sum += bytes(w.value);
+    });
+    return sum;
+  }
+
+  void make_gradients() {
+    model_->each_param(
+        [](Stored& w, bool) { w.value.mutable_grad() = at::zeros_like(w.value.detach()); });
+  }
+
   Estimate step() {
     const auto batch = config_.data.batch_size, sequence = config_.data.sequence_length;
     const auto num_micro = num_micro_batches(config_);
@@ -43,7 +72,9 @@ class DryRank {
                .num_parameters = model_->num_parameters(),
                .num_active_parameters = model_->num_active_parameters(),
                .num_tokens = mesh_.size(dp) * batch * sequence * num_micro,
-               .state = state()};
+               .state = state(),
+               .expert_state = expert_state(),
+               .tp_gradients = tp_gradients()};
     {
       std::vector<models::MicroBatch> batches;
       const auto ids = [&] {
@@ -135,6 +166,12 @@ double Estimate::moved_per_token() const {
 std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit) {
   DryRank rank(config);
   if (limit && rank.state().total() > *limit) return std::nullopt;
+  return rank.step();
+}
+
+Estimate estimate_later_micro_batch(const Config& config) {
+  DryRank rank(config);
+  rank.make_gradients();
   return rank.step();
 }
 

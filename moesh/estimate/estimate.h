@@ -27,10 +27,11 @@ struct Estimate {
   MeshShape mesh;
   std::int64_t num_parameters = 0, num_active_parameters = 0;  // of the whole model
   std::int64_t num_tokens = 0;                                 // of an optimizer step, on all ranks
-  StateMemory state;
-  std::int64_t peak = 0;       // the most that the rank holds at once
-  std::int64_t num_reads = 0;  // of the device by the host, in the step
-  comm::Ledger traffic;        // what the rank sends in an optimizer step
+  StateMemory state, expert_state;                             // the second is part of the first
+  std::int64_t tp_gradients = 0;  // bytes of gradients that tp ranks sum, shard by shard
+  std::int64_t peak = 0;          // the most that the rank holds at once
+  std::int64_t num_reads = 0;     // of the device by the host, in the step
+  comm::Ledger traffic;           // what the rank sends in an optimizer step
 
   /// What the step adds to the state at its peak: activations, logits, gathered parameters,
   /// temporaries.
@@ -44,6 +45,10 @@ struct Estimate {
 /// With a limit: nothing where the state of a rank alone is larger.
 std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit);
 Estimate estimate(const Config& config);
+
+/// The same where the gradients are there from the beginning, as in every micro-batch of a step but
+/// the first: then the peak is the state and what comes on top of all of it.
+Estimate estimate_later_micro_batch(const Config& config);
 
 /// The bytes that a rank holds through the whole run: no step is gone through.
 StateMemory state_memory(const Config& config);

@@ -31,6 +31,7 @@ class Simulator {
                 " buffers between two ranks");
     check(schedule);
     times_.resize(static_cast<size_t>(4 * s_.num_stages * s_.num_micro_batches));
+    place_.resize(times_.size());
     find_channels();
   }
 
@@ -63,8 +64,11 @@ class Simulator {
  private:
   std::optional<Timed>& time_of(const Action& a) {
     const int kind = static_cast<int>(is_input_backward(a) ? backward_input : a.kind);
-    return times_[static_cast<size_t>((kind * s_.num_stages + a.stage) * s_.num_micro_batches +
-                                      a.micro_batch)];
+    return times_[index(kind, a)];
+  }
+  size_t index(int kind, const Action& a) const {
+    return static_cast<size_t>((kind * s_.num_stages + a.stage) * s_.num_micro_batches +
+                               a.micro_batch);
   }
   int rank_of(int stage) const { return s_.rank_of[static_cast<size_t>(stage)]; }
   double duration(const Action& a) const {
@@ -97,7 +101,7 @@ class Simulator {
         const int here = rank_of(a.stage);
         if (const auto to = target(a); to && rank_of(*to) != here) {
           auto& channel = channels_[{here, rank_of(*to), is_gradient}];
-          place_[{is_gradient, a.stage, a.micro_batch}] = channel.made_by.size();
+          place_[index(is_gradient, a)] = channel.made_by.size();
           channel.made_by.push_back(a);
         }
         if (const auto from = source(a); from && rank_of(*from) != here)
@@ -125,7 +129,7 @@ class Simulator {
     }
     const auto to = target(a);
     if (!to || rank_of(*to) == rank_of(a.stage)) return ready;
-    const auto place = place_.at({a.kind != forward, a.stage, a.micro_batch});
+    const auto place = place_[index(a.kind != forward, a)];
     if (place < static_cast<size_t>(costs_.num_buffers)) return ready;
     const auto& channel = channels_.at({rank_of(a.stage), rank_of(*to), a.kind != forward});
     const auto& taken = time_of(channel.taken_by[place - static_cast<size_t>(costs_.num_buffers)]);
@@ -177,7 +181,7 @@ class Simulator {
   const Costs& costs_;
   std::vector<std::optional<Timed>> times_;  // by kind, stage, micro-batch
   std::map<ChannelKey, Channel> channels_;
-  std::map<std::tuple<bool, int, int>, size_t> place_;  // of an action's output in its channel
+  std::vector<size_t> place_;  // of what an action sends in its channel, by kind as above
   Simulation out_;
 };
 

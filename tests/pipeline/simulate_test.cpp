@@ -23,7 +23,8 @@ TEST(Simulate, BubblesAreThoseOfTheFormulas) {
     const Simulation s = simulate(c.schedule);
     const double p = c.p, v = c.v, m = c.m;
     if (c.name == "gpipe" || c.name == "1f1b")
-      EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (m + p - 1), 1e-12);
+      for (const double f : {s.bubble_fraction(), s.bubble_fraction_of_worst_rank()})
+        EXPECT_NEAR(f, (p - 1) / (m + p - 1), 1e-12);
     if (c.name == "interleaved_1f1b" && m >= p)
       EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (v * m + p - 1), 1e-12);
     // (p - 1) (F + I - W) of time, of 3 m work.

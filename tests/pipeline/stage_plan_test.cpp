@@ -60,6 +60,8 @@ TEST(StagePlan, CountsEmbeddingAndHead) {
   PartCosts embedding = alike;
   embedding.embedding = 1;
   EXPECT_EQ(balanced_plan(embedding, 3), (StagePlan{2, 3, 3}));
+  // {2, 2, 1} is more even, and its first stage takes 16.
+  EXPECT_EQ(balanced_plan({.layers = {7, 9, 6, 6, 8}}, 3), (StagePlan{1, 2, 2}));
   EXPECT_EQ(stage_costs(head, {3, 3, 2}), (std::vector<double>{3, 3, 3}));
 }
 

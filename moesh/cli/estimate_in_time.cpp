@@ -1,0 +1,263 @@
+#include "moesh/cli/estimate_in_time.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/text.h"
+#include "moesh/cli/arguments.h"
+#include "moesh/cli/memory_errors.h"
+#include "moesh/cli/sizes.h"
+#include "moesh/config/merge.h"
+#include "moesh/estimate/search_time.h"
+#include "moesh/pipeline/draw.h"
+
+namespace moesh::cli {
+
+using namespace config;
+using namespace moesh::estimate;
+namespace {
+
+constexpr size_t kMostListed = 20;
+constexpr int kMostColumns = 120;
+
+// What is asked for besides the configuration. Nothing that runs takes pp yet, so its keys are
+// taken here, under the names that they will have there.
+struct Asked {
+  Cluster cluster;
+  int pp = 1;
+  PipelineOptions pipeline;
+  bool searches = false, draws = false;
+  std::string picture;  // a file for it
+  std::optional<std::string> json, memory;
+};
+
+// `--name` with or without a value.
+bool take_with_or_without(Args& args, const std::string& name, std::string& value) {
+  for (size_t i = 0; i < args.size(); ++i)
+    if (args[i] == name && (i + 1 == args.size() || args[i + 1].starts_with("--")))
+      return take_flag(args, name);
+  const auto given = take(args, name);
+  if (given) value = *given;
+  return given.has_value();
+}
+
+int parse_pp(const std::string& text) {
+  Args one{"--parallelism.pipeline_parallel_degree=" + text};
+  return take_number(one, "--parallelism.pipeline_parallel_degree", 1);
+}
+
+// "pp=16,tp=2" -> 16, and "tp=2" is left.
+void take_pp_of_mesh(Args& args, int& pp) {
+  const auto mesh = take(args, "--mesh");
+  if (!mesh) return;
+  std::string rest;
+  for (size_t begin = 0; begin <= mesh->size();) {
+    const size_t comma = std::min(mesh->find(',', begin), mesh->size());
+    const std::string axis = mesh->substr(begin, comma - begin);
+    if (axis.starts_with("pp="))
+      pp = parse_pp(axis.substr(3));
+    else
+      rest += (rest.empty() ? "" : ",") + axis;
+    begin = comma + 1;
+  }
+  if (!rest.empty()) args.push_back("--mesh=" + rest);
+}
+
+Asked take_asked(const std::string& cluster, Args& args) {
+  Asked a{.cluster = parse_cluster(cluster)};
+  if (const auto degree = take(args, "--parallelism.pipeline_parallel_degree"))
+    a.pp = parse_pp(*degree);
+  take_pp_of_mesh(args, a.pp);
+  auto& p = a.pipeline;
+  if (const auto name = take(args, "--parallelism.pipeline_parallel_schedule")) {
+    const auto& known = pipeline::schedule_names();
+    MOESH_CHECK(std::find(known.begin(), known.end(), *name) != known.end(), ErrorKind::config,
+                "parallelism.pipeline_parallel_schedule is '", *name, "' (command line); it takes ",
+                joined_by_or(known));
+    p.schedule = *name;
+  }
+  p.layers_per_stage = take(args, "--parallelism.pipeline_parallel_layers_per_stage").value_or("");
+  std::string number;
+  a.searches = take_with_or_without(args, "--search", number);
+  MOESH_CHECK(number.empty() || number == std::to_string(a.cluster.num_gpus()), ErrorKind::config,
+              "--search is '", number, "', and the cluster has ", a.cluster.num_gpus(),
+              " GPUs, all of which are used; leave out the number");
+  a.draws = take_with_or_without(args, "--schedule", a.picture);
+  a.json = take(args, "--json"), a.memory = take(args, "--memory");
+  return a;
+}
+
+void print_heading(const Config& c, const Cluster& k) {
+  std::printf("%s %s, %s, on %d nodes of %d %s (%s GPUs)\n", c.model.name.c_str(),
+              c.model.size.c_str(), c.training.dtype.c_str(), k.num_nodes, k.gpus_per_node,
+              k.gpu.c_str(), with_commas(k.num_gpus()).c_str());
+}
+
+std::string layers_text(const pipeline::StagePlan& plan) {
+  std::string text;
+  for (const int n : plan) text += (text.empty() ? "" : ",") + std::to_string(n);
+  return text;
+}
+
+// Axes larger than 1 whose groups leave the node.
+std::string between_nodes(const Cluster& cluster, const MeshShape& mesh) {
+  std::string text;
+  for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
+    if (mesh.size(axis) > 1 && group_shape(cluster, mesh, axis).crosses_nodes())
+      text += (text.empty() ? "" : ", ") + to_string(axis);
+  return text.empty() ? "none" : text;
+}
+
+void print(const StepTime& t, const Cluster& cluster, const PipelineOptions& options) {
+  std::printf("%s\n", t.mesh.describe().c_str());
+  std::printf("%s tokens a step, in %lld micro-batches\n", with_commas(t.num_tokens).c_str(),
+              static_cast<long long>(t.num_micro_batches));
+  std::printf("axes between nodes: %s\n", between_nodes(cluster, t.mesh).c_str());
+  if (t.mesh.pp > 1)
+    std::printf("schedule %s, layers of the stages: %s\n", options.schedule.c_str(),
+                layers_text(t.layers).c_str());
+  std::printf("\ntime of a step\n");
+  const auto line = [&](const char* name, double seconds) {
+    std::printf("  %-28s %10.3f s %6.1f %%\n", name, seconds, 100 * seconds / t.total);
+  };
+  line("compute", t.compute);
+  line("tp and cp", t.tensor);
+  line("ep and etp", t.experts);
+  line("parameters and gradients", t.storage);
+  line("bubble", t.bubble);
+  line("update", t.update);
+  line("total", t.total);
+  std::printf("\n%s tokens/s, %.0f of a GPU; %.0f TFLOP/s of a GPU, %.1f %% of its peak\n",
+              with_commas(static_cast<std::int64_t>(t.tokens_per_second())).c_str(),
+              t.tokens_per_second() / t.mesh.num_ranks(), t.flops_of_a_rank() / 1e12,
+              100 * t.flops_of_a_rank() / cluster.peak_flops);
+  std::printf("memory of the rank that holds the most: %s\n", size_text(t.peak).c_str());
+}
+
+void print(const TimeSearch& r, double limit) {
+  std::printf("%d meshes, %d timed, %d dry runs of a few layers; ", r.num_meshes, r.num_timed,
+              r.num_runs);
+  if (r.best.empty()) {
+    std::printf(
+        "none fits into %s a rank; try more GPUs, a smaller batch, or "
+        "--activation_checkpoint.mode=full\n",
+        size_text(limit).c_str());
+    return;
+  }
+  std::printf("the fastest %zu that fit into %s a rank\n\n", r.best.size(),
+              size_text(limit).c_str());
+  std::printf("%12s %8s %7s %8s %7s %7s %11s  mesh\n", "tokens/s", "of a GPU", "peak %", "bubble %",
+              "comm %", "micro", "memory");
+  for (const StepTime& t : r.best)
+    std::printf("%12s %8.0f %7.1f %8.1f %7.1f %7lld %11s  %s\n",
+                with_commas(static_cast<std::int64_t>(t.tokens_per_second())).c_str(),
+                t.tokens_per_second() / t.mesh.num_ranks(),
+                100 * t.flops_of_a_rank() / t.peak_flops, 100 * t.bubble / t.total,
+                100 * (t.tensor + t.experts + t.storage) / t.total,
+                static_cast<long long>(t.num_micro_batches), size_text(t.peak).c_str(),
+                t.mesh.describe().c_str());
+}
+
+std::string to_json(const StepTime& t) {
+  return detail::concat(
+      "    {\"mesh\": \"", t.mesh.describe(), "\", \"ranks\": ", t.mesh.num_ranks(),
+      ", \"tokens\": ", t.num_tokens, ", \"micro_batches\": ", t.num_micro_batches,
+      ", \"layers\": [", layers_text(t.layers), "],\n     \"seconds\": ", t.total,
+      ", \"compute\": ", t.compute, ", \"tensor\": ", t.tensor, ", \"experts\": ", t.experts,
+      ", \"storage\": ", t.storage, ", \"bubble\": ", t.bubble, ", \"update\": ", t.update,
+      ",\n     \"tokens_per_second\": ", t.tokens_per_second(),
+      ", \"flops_of_a_rank\": ", t.flops_of_a_rank(), ", \"peak\": ", t.peak, "}");
+}
+
+void write_file(const std::string& path, const char* option, const std::string& text) {
+  std::ofstream file(path);
+  file << text;
+  file.close();
+  MOESH_CHECK(file.good(), ErrorKind::config, option, " ", path,
+              " cannot be written; choose a file that can");
+}
+
+void write_json(const std::string& path, const std::vector<StepTime>& all) {
+  std::string text = "{\n  \"estimates\": [\n";
+  for (size_t i = 0; i < all.size(); ++i) text += (i == 0 ? "" : ",\n") + to_json(all[i]);
+  write_file(path, "--json", text + "\n  ]\n}\n");
+}
+
+// On a terminal one line that changes; elsewhere a line every few seconds.
+Progress show_progress() {
+  using Clock = std::chrono::steady_clock;
+  const bool is_terminal = isatty(STDERR_FILENO) == 1;
+  return [is_terminal, last = Clock::now()](int done, int all, const TimeSearch& r) mutable {
+    const bool is_end = done == all;
+    const double since = std::chrono::duration<double>(Clock::now() - last).count();
+    if (!is_end && since < (is_terminal ? 0.2 : 5)) return;
+    last = Clock::now();
+    std::fprintf(
+        stderr, "%s%d of %d ways to split a layer, %d meshes timed, best %s tokens/s%s",
+        is_terminal ? "\r" : "", done, all, r.num_timed,
+        r.best.empty()
+            ? "-"
+            : with_commas(static_cast<std::int64_t>(r.best[0].tokens_per_second())).c_str(),
+        is_terminal && !is_end ? " " : "\n");
+  };
+}
+
+void draw(Profiler& profiler, const Asked& a, const MeshShape& mesh, const StepTime& time) {
+  const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
+  const auto s = simulated(profiler, a.cluster, mesh, a.pipeline, most);
+  const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
+  if (a.picture.empty()) {
+    std::printf("\n%lld of %lld micro-batches\n%s", static_cast<long long>(drawn),
+                static_cast<long long>(time.num_micro_batches),
+                pipeline::draw_text(s, kMostColumns).c_str());
+    return;
+  }
+  write_file(
+      a.picture, "--schedule",
+      pipeline::draw_svg(s, detail::concat(a.pipeline.schedule, ", pp ", mesh.pp, ", ", drawn,
+                                           " of ", time.num_micro_batches, " micro-batches")));
+}
+
+}  // namespace
+
+int run_estimate_in_time(const std::string& cluster, Args args) {
+  const Asked a = take_asked(cluster, args);
+  const Config config = load_config(args);
+  const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
+  MeshShape mesh = mesh_shape(config);
+  mesh.pp = a.pp;
+  print_heading(config, a.cluster);
+  const auto start = std::chrono::steady_clock::now();
+  int code = 0;
+  naming_sizes(config, [&] {
+    Profiler profiler(config);
+    if (a.searches) {
+      const TimeSearch r =
+          search_time(profiler, a.cluster, mesh, a.pipeline, limit, kMostListed, show_progress());
+      print(r, limit);
+      std::printf("\n%.1f s\n",
+                  std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+      if (a.json) write_json(*a.json, r.best);
+      if (a.draws && !r.best.empty()) draw(profiler, a, r.best[0].mesh, r.best[0]);
+      code = r.best.empty() ? 1 : 0;
+      return;
+    }
+    MOESH_CHECK(mesh.num_ranks() == a.cluster.num_gpus(), ErrorKind::config, "the mesh has ",
+                mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
+                a.cluster.num_gpus(), " GPUs; change one of them, or add --search");
+    const StepTime t = step_time(profiler, a.cluster, mesh, a.pipeline);
+    print(t, a.cluster, a.pipeline);
+    std::printf("%s %s\n", t.peak <= limit ? "fits into" : "does not fit into",
+                size_text(limit).c_str());
+    if (a.json) write_json(*a.json, {t});
+    if (a.draws) draw(profiler, a, mesh, t);
+    code = t.peak <= limit ? 0 : 1;
+  });
+  return code;
+}
+
+}  // namespace moesh::cli

@@ -1,0 +1,216 @@
+#include "moesh/estimate/profile.h"
+
+#include <optional>
+
+#include "moesh/base/error.h"
+#include "moesh/config/merge.h"
+#include "moesh/kernels/meta/dry_run.h"
+#include "moesh/models/stage.h"
+
+namespace moesh::estimate {
+namespace {
+
+const std::pair kSumOverTp(std::string("tp"), comm::Collective::all_reduce);
+
+// The first layers of a model, by whether each is a mixture.
+struct Short {
+  models::AnyConfig architecture;
+  std::vector<bool> is_moe;
+};
+
+// Where the number of dense layers is a key, it is set as well.
+Short shortened(const models::AnyConfig& full, int num_layers, int num_dense) {
+  Short s{full, {}};
+  std::visit(
+      [&](auto& c) {
+        c.num_layers = num_layers;
+        if constexpr (requires { c.num_dense_layers; }) c.num_dense_layers = num_dense;
+        for (int i = 0; i < num_layers; ++i) s.is_moe.push_back(c.plan().is_moe(i));
+      },
+      s.architecture);
+  return s;
+}
+
+bool has_dense_key(const models::AnyConfig& full) {
+  return std::visit([](const auto& c) { return requires { c.num_dense_layers; }; }, full);
+}
+
+// Models of which some differ by one layer: each kind of layer is added to a model that has two of
+// its kind already, so that the peak grows by what is held and not by what comes and goes (blocks
+// gather and reduce their parameters while their neighbours work).
+std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape& shape) {
+  const auto num = static_cast<int>(shape.is_moe.size());
+  int num_dense = 0;
+  for (const bool is_moe : shape.is_moe) num_dense += !is_moe;
+  std::vector<Short> all;
+  if (has_dense_key(full) && num_dense > 0) {
+    for (const auto& [layers, dense] : {std::pair{2, 2}, {3, 3}, {3, 1}, {4, 1}})
+      all.push_back(shortened(full, layers, dense));
+  } else {
+    const bool is_uniform = num_dense == 0 || num_dense == num;
+    for (int k = is_uniform ? 2 : 4; k <= (is_uniform ? 3 : 6); ++k)
+      all.push_back(shortened(full, k, 0));
+  }
+  return all;
+}
+
+void subtract(comm::Ledger& from, const comm::Ledger& other, std::int64_t times) {
+  for (const auto& [key, entry] : other) {
+    from[key].num_bytes -= times * entry.num_bytes;
+    from[key].num_calls -= times * entry.num_calls;
+  }
+}
+
+StateMemory minus(const StateMemory& a, const StateMemory& b) {
+  return {a.weights - b.weights, a.gradients - b.gradients, a.optimizer - b.optimizer};
+}
+
+// What a ring over n ranks sends of what it moves.
+double sent(int n) { return static_cast<double>(n - 1) / n; }
+
+PartProfile part(const Estimate& e) {
+  PartProfile p{.dense = minus(e.state, e.expert_state),
+                .experts = e.expert_state,
+                .activations = static_cast<double>(e.activations()),
+                .traffic = e.traffic,
+                .tp_gradients = static_cast<double>(e.tp_gradients)};
+  if (e.mesh.tp > 1)
+    p.traffic[kSumOverTp].num_bytes -=
+        static_cast<std::int64_t>(2 * sent(e.mesh.tp) * p.tp_gradients);
+  return p;
+}
+
+PartProfile difference(PartProfile a, const PartProfile& b, std::int64_t times = 1) {
+  for (std::int64_t i = 0; i < times; ++i) {
+    a.dense = minus(a.dense, b.dense), a.experts = minus(a.experts, b.experts);
+    a.activations -= b.activations, a.tp_gradients -= b.tp_gradients;
+  }
+  subtract(a.traffic, b.traffic, times);
+  return a;
+}
+
+StateMemory scaled(const StateMemory& s, double factor) {
+  const auto times = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(static_cast<double>(n) * factor + 0.5);
+  };
+  return {times(s.weights), times(s.gradients), times(s.optimizer)};
+}
+
+// From the mesh of the dry run to one with other sizes of dp: shards are smaller or larger, and so
+// are the rings. Copies of the model sum their gradients.
+PartProfile rescaled(const PartProfile& p, const MeshShape& from, const MeshShape& to) {
+  PartProfile out{.activations = p.activations};
+  out.dense = scaled(p.dense, static_cast<double>(from.size(fsdp)) / to.size(fsdp));
+  out.experts = scaled(p.experts, static_cast<double>(from.size(efsdp)) / to.size(efsdp));
+  for (const auto& [key, entry] : p.traffic) {
+    if (entry.num_calls == 0) continue;
+    const Axes axes = axes_of(key.first);
+    const double factor = sent(to.size(axes)) / sent(from.size(axes));
+    if (factor == 0) continue;
+    out.traffic[key] = {.num_calls = entry.num_calls,
+                        .num_bytes = static_cast<std::int64_t>(
+                            static_cast<double>(entry.num_bytes) * factor + 0.5)};
+  }
+  out.tp_gradients = p.tp_gradients * from.size(fsdp) / to.size(fsdp);
+  if (to.tp > 1)
+    out.traffic[kSumOverTp].num_bytes +=
+        static_cast<std::int64_t>(2 * sent(to.tp) * out.tp_gradients);
+  if (to.dp_replicate > 1) {
+    const std::int64_t gradients = out.dense.gradients + out.experts.gradients;
+    if (gradients > 0)
+      out.traffic[{"dp_replicate", comm::Collective::all_reduce}] = {
+          .num_calls = 1,
+          .num_bytes = static_cast<std::int64_t>(2 * sent(to.dp_replicate) *
+                                                 static_cast<double>(gradients))};
+  }
+  return out;
+}
+
+// The smallest mesh that splits layers in the same way, with rings of two or more over dp.
+MeshShape smallest(const MeshShape& mesh) {
+  MeshShape s{.cp = mesh.cp, .tp = mesh.tp, .ep = mesh.ep, .etp = mesh.etp};
+  const int experts = 2 * s.ep * s.etp;
+  s.dp_shard = 2;
+  while (s.dp_shard * s.cp * s.tp % experts != 0) ++s.dp_shard;
+  return s.validated();
+}
+
+config::Settings one_micro_batch(const MeshShape& mesh) {
+  config::Settings settings = config::mesh_settings(mesh, "estimate");
+  settings.push_back({"training.global_batch_size", std::int64_t{0}, {"estimate"}});
+  settings.push_back({"training.gradient_accumulation_steps", std::int64_t{1}, {"estimate"}});
+  settings.push_back({"checkpoint.enable", false, {"estimate"}});
+  return settings;
+}
+
+}  // namespace
+
+Axes axes_of(const std::string& group) {
+  Axes set = none;
+  for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
+    if (("|" + group + "|").find("|" + to_string(axis) + "|") != std::string::npos)
+      set = set | axis;
+  return set;
+}
+
+ModelShape model_shape(const Config& config) {
+  const kernels::meta::DryRun dry(at::kCPU);
+  comm::Ledger unused;
+  const Mesh mesh({}, 0, [&](const std::string& name, int rank, const std::vector<int>& members) {
+    return comm::fake_group(name, rank, members, unused);
+  });
+  const MeshScope scope(mesh);
+  return std::visit(
+      [&](const auto& c) {
+        const models::DecoderPlan plan = c.plan();
+        ModelShape shape{.dim = c.dim, .tied = c.tie_embeddings};
+        const auto flops = [&](std::int64_t begin, std::int64_t end) {
+          return models::Stage(plan, {.device = at::kMeta}, {begin, end})
+              .flops_per_token(config.data.sequence_length);
+        };
+        for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
+        // The head alone is a stage of no layer; what is left of the last layer is its own.
+        shape.head_flops = flops(c.num_layers, c.num_layers);
+        for (std::int64_t i = 0; i < c.num_layers; ++i)
+          shape.layer_flops.push_back(flops(i, i + 1) -
+                                      (i + 1 == c.num_layers ? shape.head_flops : 0));
+        return shape;
+      },
+      config.model.architecture);
+}
+
+const Profile& Profiler::measured(const MeshShape& mesh) {
+  const auto key = std::tuple(mesh.cp, mesh.tp, mesh.ep, mesh.etp);
+  if (const auto found = known_.find(key); found != known_.end()) return found->second;
+  const MeshShape small = smallest(mesh);
+  const std::vector<Short> models = short_models(config_.model.architecture, shape_);
+  std::vector<PartProfile> whole;
+  for (const Short& m : models) {
+    const Config c =
+        changed(config_, one_micro_batch(small), config::GivenModel{m.architecture, "estimate"});
+    whole.push_back(part(estimate_later_micro_batch(c)));
+    ++num_runs_;
+  }
+  Profile profile;
+  for (size_t a = 0; a < models.size(); ++a)
+    for (size_t b = a + 1; b < models.size(); ++b) {
+      std::vector<bool> longer = models[a].is_moe;
+      longer.push_back(models[b].is_moe.back());
+      if (longer == models[b].is_moe)
+        profile.layers[longer.back()] = difference(whole[b], whole[a]);
+    }
+  profile.ends = whole.back();
+  for (const bool is_moe : models.back().is_moe)
+    profile.ends = difference(profile.ends, profile.layers.at(is_moe));
+  return known_.emplace(key, std::move(profile)).first->second;
+}
+
+Profile Profiler::on(const MeshShape& mesh) {
+  const MeshShape to = mesh.validated(), from = smallest(to);
+  const Profile& p = measured(to);
+  Profile out{.layers = {}, .ends = rescaled(p.ends, from, to)};
+  for (const auto& [is_moe, layer] : p.layers) out.layers[is_moe] = rescaled(layer, from, to);
+  return out;
+}
+
+}  // namespace moesh::estimate

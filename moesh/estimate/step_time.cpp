@@ -1,0 +1,277 @@
+#include "moesh/estimate/step_time.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "moesh/base/error.h"
+
+namespace moesh::estimate {
+namespace {
+
+// Seconds of one micro-batch on a rank, of a layer or of a stage.
+struct Parts {
+  double compute = 0;          // forward and backward, with what is computed again
+  double forward_compute = 0;  // part of it
+  double tensor = 0;           // collectives of tp and cp
+  double experts = 0;          // of ep and etp
+  double storage = 0;          // gathering parameters and reducing gradients, as far as it shows
+  double forward_storage = 0;  // part of it
+
+  void add(const Parts& p, double times = 1) {
+    compute += times * p.compute, forward_compute += times * p.forward_compute;
+    tensor += times * p.tensor, experts += times * p.experts;
+    storage += times * p.storage, forward_storage += times * p.forward_storage;
+  }
+  double all() const { return compute + tensor + experts + storage; }
+};
+
+bool recomputes(const Config& c) { return c.activation_checkpoint.mode == "full"; }
+
+Parts parts_of(const PartProfile& p, double flops, const Config& config, const Cluster& cluster,
+               const MeshShape& mesh) {
+  Parts out;
+  const double seconds_of_flops = flops / (cluster.peak_flops * cluster.efficiency);
+  out.forward_compute = seconds_of_flops / 3;
+  out.compute = seconds_of_flops * (recomputes(config) ? 4.0 / 3 : 1);
+  double gathers = 0;
+  for (const auto& [key, entry] : p.traffic) {
+    const Axes axes = axes_of(key.first);
+    const double time =
+        seconds(cluster, group_shape(cluster, mesh, axes), key.second,
+                static_cast<double>(entry.num_bytes), static_cast<double>(entry.num_calls));
+    if ((axes & (dp_replicate | dp_shard | efsdp)) != none) {
+      out.storage += time;
+      if (key.second == comm::Collective::all_gather) gathers += time;
+    } else if ((axes & (ep | etp)) != none) {
+      out.experts += time;
+    } else {
+      out.tensor += time;
+    }
+  }
+  // The parameters of the next block travel while this one computes, forward and backward, and
+  // gradients are reduced while backward goes on.
+  const bool again = config.parallelism.fsdp_reshard_after_forward || recomputes(config);
+  const double in_forward = again ? gathers / 2 : gathers, in_backward = out.storage - in_forward,
+               can_hide =
+                   config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
+  out.forward_storage = in_forward - std::min(in_forward, out.forward_compute);
+  out.storage =
+      out.forward_storage + in_backward - std::min(can_hide, out.compute - out.forward_compute);
+  return out;
+}
+
+pipeline::StageCosts costs_of(const Parts& p, const Config& config) {
+  // Collectives of the layers are the same in forward, in backward, and in a forward that is run
+  // again.
+  const double forward_share = recomputes(config) ? 1.0 / 3 : 1.0 / 2;
+  pipeline::StageCosts c;
+  c.forward = p.forward_compute + p.forward_storage + forward_share * (p.tensor + p.experts);
+  const double backward = p.all() - c.forward;
+  c.backward_weight = p.forward_compute;  // as many products as in forward
+  c.backward_input = backward - c.backward_weight;
+  return c;
+}
+
+std::int64_t micro_batches(const Config& config, const MeshShape& mesh) {
+  const auto dp_size = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard;
+  const std::int64_t global = config.training.global_batch_size;
+  if (global == 0) return config.training.gradient_accumulation_steps;
+  MOESH_CHECK(global % (dp_size * config.data.batch_size) == 0, ErrorKind::config,
+              "training.global_batch_size is ", global, ", and ", dp_size,
+              " data-parallel ranks take ", config.data.batch_size,
+              " sequences each; choose a multiple of ", dp_size * config.data.batch_size);
+  return global / (dp_size * config.data.batch_size);
+}
+
+int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, int num_layers) {
+  if (!options.layers_per_stage.empty()) {
+    const auto plan = pipeline::given_plan(options.layers_per_stage, num_layers);
+    MOESH_CHECK(plan.size() % static_cast<size_t>(mesh.pp) == 0, ErrorKind::config,
+                "parallelism.pipeline_parallel_layers_per_stage is '", options.layers_per_stage,
+                "', which makes ", plan.size(), " stages of ", num_layers, " layers, and pp is ",
+                mesh.pp, "; it takes a multiple of pp stages");
+    return static_cast<int>(plan.size()) / mesh.pp;
+  }
+  const int fixed = pipeline::stages_of_a_rank(options.schedule);
+  return mesh.pp == 1 ? 1 : fixed == 0 ? options.stages_of_a_rank : fixed;
+}
+
+// A step on a mesh, before any schedule is gone through.
+struct Pipe {
+  int stages_of_a_rank = 1;
+  std::int64_t num_micro = 1;
+  pipeline::StagePlan plan;
+  std::vector<Parts> stages;
+  pipeline::Costs costs;
+  std::vector<StateMemory> state;  // of each stage
+  double always = 0;               // activations that do not depend on how many stages are alive
+};
+
+void add(StateMemory& to, const StateMemory& s, double factor = 1) {
+  const auto times = [&](std::int64_t n) {
+    return static_cast<std::int64_t>(static_cast<double>(n) * factor);
+  };
+  to.weights += times(s.weights), to.gradients += times(s.gradients);
+  to.optimizer += times(s.optimizer);
+}
+
+Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
+               const PipelineOptions& options) {
+  const Config& config = profiler.config();
+  const ModelShape& model = profiler.model();
+  const int num_layers = static_cast<int>(model.is_moe.size());
+  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, options, num_layers),
+            .num_micro = micro_batches(config, mesh)};
+  const int num_stages = mesh.pp * pipe.stages_of_a_rank;
+  const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length) /
+                        (mesh.cp * mesh.tp);
+  MeshShape layer_mesh = mesh;
+  layer_mesh.pp = 1;
+  const Profile profile = profiler.on(layer_mesh);
+  pipe.plan =
+      options.layers_per_stage.empty()
+          ? pipeline::balanced_plan(
+                {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
+          : pipeline::given_plan(options.layers_per_stage, num_layers);
+  std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
+  const auto layer_parts = [&](size_t i) {
+    const std::pair key(model.is_moe[i], model.layer_flops[i]);
+    const auto found = known.find(key);
+    if (found != known.end()) return found->second;
+    return known[key] =
+               parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster, mesh);
+  };
+  const Parts ends = parts_of(profile.ends, 0, config, cluster, mesh);
+  const Parts head = parts_of({}, tokens * model.head_flops, config, cluster, mesh);
+  size_t layer = 0;
+  for (size_t s = 0; s < pipe.plan.size(); ++s) {
+    Parts stage;
+    StateMemory state;
+    double activations = 0;
+    for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
+      const PartProfile& p = profile.layers.at(model.is_moe[layer]);
+      stage.add(layer_parts(layer));
+      add(state, p.dense), add(state, p.experts);
+      activations += p.activations;
+    }
+    const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
+    // Half of what is around the layers is the embedding, half the head; one is both if tied.
+    const double of_ends = is_first && is_last     ? 1
+                           : !is_first && !is_last ? 0
+                           : model.tied            ? 1
+                                                   : 0.5;
+    add(state, profile.ends.dense, of_ends);
+    stage.add(ends, is_first && is_last ? 1 : is_first || is_last ? 0.5 : 0);
+    if (is_last) stage.add(head);
+    pipe.stages.push_back(stage);
+    pipe.state.push_back(state);
+    pipeline::StageCosts c = costs_of(stage, config);
+    c.activation = activations;
+    pipe.costs.stages.push_back(c);
+  }
+  pipe.always = profile.ends.activations;
+  const double bytes_of_number = config.training.dtype == "bfloat16"  ? 2
+                                 : config.training.dtype == "float64" ? 8
+                                                                      : 4;
+  const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
+  const bool leaves_node = mesh.num_ranks() / mesh.pp >= cluster.gpus_per_node;
+  pipe.costs.transfer =
+      mesh.pp == 1 ? 0
+                   : held * static_cast<double>(model.dim) * bytes_of_number /
+                             (leaves_node ? cluster.network_bandwidth : cluster.node_bandwidth) +
+                         cluster.latency;
+  return pipe;
+}
+
+pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh,
+                               const PipelineOptions& options, std::int64_t num_micro) {
+  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : options.schedule, mesh.pp,
+                                 pipe.stages_of_a_rank, static_cast<int>(num_micro));
+}
+
+// After so many micro-batches each further one takes as long as on the slowest rank.
+std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
+  const std::int64_t enough = 4 * mesh.pp;  // and none is left over from groups of pp
+  return pipe.num_micro <= enough ? pipe.num_micro : enough + pipe.num_micro % mesh.pp;
+}
+
+}  // namespace
+
+StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
+                   const PipelineOptions& options) {
+  const MeshShape mesh = shape.validated();
+  const Config& config = profiler.config();
+  const ModelShape& model = profiler.model();
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, options);
+  const std::int64_t simulated_micro = enough_micro(pipe, mesh);
+  const auto schedule = schedule_of(pipe, mesh, options, simulated_micro);
+  const auto simulation = pipeline::simulate(schedule, pipe.costs);
+
+  std::vector<Parts> work(static_cast<size_t>(mesh.pp));
+  std::vector<StateMemory> state(work.size());
+  for (size_t s = 0; s < pipe.stages.size(); ++s) {
+    const auto rank = static_cast<size_t>(schedule.rank_of[s]);
+    work[rank].add(pipe.stages[s]);
+    add(state[rank], pipe.state[s]);
+  }
+  const Parts& longest = *std::max_element(
+      work.begin(), work.end(), [](const Parts& a, const Parts& b) { return a.all() < b.all(); });
+  const auto num_micro = static_cast<double>(pipe.num_micro);
+  StepTime out{.mesh = mesh,
+               .num_tokens = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard *
+                             config.data.batch_size * config.data.sequence_length * pipe.num_micro,
+               .num_micro_batches = pipe.num_micro,
+               .layers = pipe.plan,
+               .compute = num_micro * longest.compute,
+               .tensor = num_micro * longest.tensor,
+               .experts = num_micro * longest.experts,
+               .storage = num_micro * longest.storage};
+  for (size_t r = 0; r < work.size(); ++r) {
+    // GPipe holds all micro-batches; the others no more than were simulated.
+    const double alive = options.schedule == "gpipe" && mesh.pp > 1
+                             ? num_micro / static_cast<double>(simulated_micro)
+                             : 1;
+    out.peak = std::max(
+        out.peak, static_cast<double>(state[r].total()) + alive * simulation.peak[r] + pipe.always);
+    // Weights and moments are read and written, gradients read.
+    out.update = std::max(
+        out.update,
+        static_cast<double>(2 * state[r].weights + state[r].gradients + 2 * state[r].optimizer) /
+            cluster.memory_bandwidth);
+  }
+  const double whole =
+      simulation.time + static_cast<double>(pipe.num_micro - simulated_micro) * longest.all();
+  out.bubble = std::max(0.0, whole - num_micro * longest.all());  // not -0 by rounding
+  out.total = whole + out.update;
+  out.peak_flops = cluster.peak_flops;
+  out.flops = static_cast<double>(out.num_tokens) *
+              std::accumulate(model.layer_flops.begin(), model.layer_flops.end(), model.head_flops);
+  return out;
+}
+
+pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
+                               const PipelineOptions& options, int most) {
+  const MeshShape mesh = shape.validated();
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, options);
+  return pipeline::simulate(
+      schedule_of(pipe, mesh, options, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
+}
+
+double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,
+                                 const MeshShape& shape) {
+  const MeshShape mesh = shape.validated();
+  const Config& config = profiler.config();
+  const ModelShape& model = profiler.model();
+  const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length),
+               of_rank = tokens / (mesh.cp * mesh.tp);
+  const Profile profile = profiler.on(mesh);
+  Parts sum;
+  for (size_t i = 0; i < model.is_moe.size(); ++i)
+    sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * model.layer_flops[i], config,
+                     cluster, mesh));
+  sum.add(parts_of({}, of_rank * model.head_flops, config, cluster, mesh));
+  return tokens * mesh.dp_replicate * mesh.dp_shard / (sum.compute + sum.tensor + sum.experts);
+}
+
+}  // namespace moesh::estimate

@@ -1,0 +1,53 @@
+#pragma once
+// How long an optimizer step would take on a cluster: compute, communication that nothing hides,
+// the bubble of the pipeline, the update; and which meshes are the fastest.
+
+#include <functional>
+#include <string>
+
+#include "moesh/estimate/cluster.h"
+#include "moesh/estimate/profile.h"
+#include "moesh/pipeline/simulate.h"
+#include "moesh/pipeline/stage_plan.h"
+
+namespace moesh::estimate {
+
+/// How a model is cut into stages, and in which order they work.
+struct PipelineOptions {
+  std::string schedule = "1f1b";
+  /// Stages of a rank where the schedule takes any number.
+  int stages_of_a_rank = 2;
+  /// "4,5,5,4" or "5"; empty: balanced by FLOPs.
+  std::string layers_per_stage = "";
+};
+
+struct StepTime {
+  MeshShape mesh;
+  std::int64_t num_tokens = 0, num_micro_batches = 1;  // of a step
+  pipeline::StagePlan layers;                          // of each stage
+  // Seconds of a step. The first five are those of the rank that works longest, and add up to
+  // `total` with what it waits for others.
+  double compute = 0, tensor = 0, experts = 0, storage = 0, update = 0;
+  double bubble = 0;  // waiting, and sending to the next stage
+  double total = 0;
+  double peak = 0;        // bytes of the rank that holds the most
+  double flops = 0;       // of the model in a step, on all ranks; recompute is not counted
+  double peak_flops = 0;  // of a GPU, each second
+
+  double tokens_per_second() const { return static_cast<double>(num_tokens) / total; }
+  double flops_of_a_rank() const { return flops / total / mesh.num_ranks(); }
+};
+
+/// The mesh may have pp.
+StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
+                   const PipelineOptions& options);
+
+/// The simulated schedule of such a step, in seconds, with no more than `most` micro-batches.
+pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
+                               const PipelineOptions& options, int most);
+
+/// Tokens a second that no mesh which splits layers like this one exceeds, whatever its pp and dp:
+/// without a bubble, and with parameters and gradients moved in no time.
+double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh);
+
+}  // namespace moesh::estimate

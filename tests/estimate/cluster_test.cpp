@@ -1,0 +1,108 @@
+#include "moesh/estimate/cluster.h"
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <functional>
+
+#include "moesh/base/error.h"
+
+namespace moesh::estimate {
+namespace {
+
+using comm::Collective;
+
+void expect_error(const std::function<void()>& f, const std::string& part) {
+  try {
+    f();
+    ADD_FAILURE() << "no error; expected one with: " << part;
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    EXPECT_EQ(error.kind(), ErrorKind::config);
+  }
+}
+
+TEST(Cluster, IsReadFromItsName) {
+  const Cluster c = parse_cluster("h800x4:16");
+  EXPECT_EQ(c.gpus_per_node, 4);
+  EXPECT_EQ(c.num_nodes, 16);
+  EXPECT_EQ(c.num_gpus(), 64);
+  EXPECT_LT(c.node_bandwidth, parse_cluster("h100").node_bandwidth);
+  EXPECT_EQ(parse_cluster("h100:2").num_gpus(), 16);
+  for (const auto& name : known_gpus()) {
+    const Cluster k = parse_cluster(name);
+    EXPECT_GT(k.efficiency * k.peak_flops, 1e14);
+    EXPECT_GT(k.node_bandwidth, k.network_bandwidth);
+  }
+  expect_error([] { parse_cluster("v100x8:2"); },
+               "no GPU is called 'v100'; write it as h100x8:256");
+  expect_error([] { parse_cluster("h100x0:2"); }, "'0' is not a number of GPUs or nodes");
+  expect_error([] { parse_cluster("h100x8:"); }, "'' is not a number of GPUs or nodes");
+  expect_error([] { parse_cluster(""); }, "no GPU is called ''");
+}
+
+TEST(Cluster, IsReadFromAFile) {
+  const std::string path = testing::TempDir() + "cluster_test.toml";
+  const auto write = [&](const std::string& text) { std::ofstream(path) << text; };
+  const std::string good =
+      "gpu = \"mi300x\"\ngpus_per_node = 8\nnum_nodes = 4\npeak_tflops = 1307\n"
+      "efficiency = 0.3\nmemory_gib = 192\nmemory_bandwidth_gbs = 5300\n"
+      "node_bandwidth_gbs = 350\nnetwork_bandwidth_gbs = 40.5\nlatency_us = 6\n";
+  write(good);
+  const Cluster c = parse_cluster(path);
+  EXPECT_EQ(c.gpu, "mi300x");
+  EXPECT_EQ(c.num_gpus(), 32);
+  EXPECT_EQ(c.peak_flops, 1307e12);
+  EXPECT_EQ(c.memory, 192 * 0x1p30);
+  EXPECT_EQ(c.network_bandwidth, 40.5e9);
+  EXPECT_NEAR(c.latency, 6e-6, 1e-12);
+  write(good + "colour = 3\n");
+  expect_error([&] { parse_cluster(path); }, ":11: colour is not a key of a cluster");
+  write(good.substr(0, good.rfind("latency")));
+  expect_error([&] { parse_cluster(path); }, "lacks latency_us");
+  write("efficiency = 0\n");
+  expect_error([&] { parse_cluster(path); }, "efficiency is 0; it takes a number above 0");
+  write("num_nodes = 1.5\n");
+  expect_error([&] { parse_cluster(path); }, "num_nodes is 1.5; it takes a whole number");
+  std::string fast = good;
+  fast.replace(fast.find("0.3"), 3, "1.3");
+  write(fast);
+  expect_error([&] { parse_cluster(path); }, "efficiency is 1.3");
+  expect_error([] { parse_cluster("/nowhere/x.toml"); }, "/nowhere/x.toml");
+}
+
+// Ranks fill nodes in their order, the last axis fastest.
+TEST(Cluster, KnowsWhichAxesLeaveTheNode) {
+  const Cluster c = parse_cluster("h100x8:8");
+  const MeshShape mesh = MeshShape{.pp = 2, .dp_shard = 8, .tp = 4, .ep = 16}.validated();
+  const auto in_node = [&](Axes axes) { return group_shape(c, mesh, axes).in_node; };
+  EXPECT_EQ(in_node(tp), 4);
+  EXPECT_EQ(in_node(dp_shard), 2);
+  EXPECT_EQ(in_node(ep), 8);
+  EXPECT_EQ(in_node(efsdp), 1);
+  EXPECT_EQ(in_node(pp), 1);
+  EXPECT_FALSE(group_shape(c, mesh, tp).crosses_nodes());
+  EXPECT_TRUE(group_shape(c, mesh, ep).crosses_nodes());
+  const MeshShape small = MeshShape{.tp = 2}.validated();
+  EXPECT_EQ(group_shape(c, small, tp).in_node, 2);
+}
+
+TEST(Cluster, CountsSeconds) {
+  Cluster c = parse_cluster("h100x8:8");
+  c.node_bandwidth = 100, c.network_bandwidth = 10, c.latency = 0;
+  // Inside a node, each rank's own bytes.
+  EXPECT_EQ(seconds(c, {.size = 8, .in_node = 8}, Collective::all_gather, 700, 1), 7);
+  // One rank a node: each ring goes over one card.
+  EXPECT_EQ(seconds(c, {.size = 4, .in_node = 1}, Collective::all_gather, 300, 1), 30);
+  // 2 nodes of 4: 800 bytes are gathered, 400 of them enter each node, over 4 cards.
+  EXPECT_EQ(seconds(c, {.size = 8, .in_node = 4}, Collective::reduce_scatter, 700, 1), 10);
+  // Of 7 other ranks 4 are elsewhere.
+  EXPECT_EQ(seconds(c, {.size = 8, .in_node = 4}, Collective::all_to_all, 700, 1), 40);
+  EXPECT_EQ(seconds(c, {.size = 1, .in_node = 1}, Collective::all_reduce, 700, 1), 0);
+  c.latency = 1;
+  EXPECT_EQ(seconds(c, {.size = 8, .in_node = 8}, Collective::all_gather, 0, 3), 21);
+  EXPECT_EQ(seconds(c, {.size = 4, .in_node = 1}, Collective::all_gather, 0, 3), 6);
+}
+
+}  // namespace
+}  // namespace moesh::estimate

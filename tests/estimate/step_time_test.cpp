@@ -1,0 +1,218 @@
+// Times of steps, from layers that were measured one by one: against dry runs of the whole model,
+// formulas, and searches that leave nothing out.
+
+#include "moesh/estimate/step_time.h"
+
+#include <gtest/gtest.h>
+
+#include "moesh/config/merge.h"
+#include "moesh/estimate/search_time.h"
+
+namespace moesh::estimate {
+namespace {
+
+using Args = std::vector<std::string>;
+
+Config load(const Args& args) { return config::load_config(args); }
+
+PartProfile sum_of(const Profile& p, const ModelShape& model) {
+  PartProfile sum = p.ends;
+  const auto add = [](StateMemory& a, const StateMemory& b) {
+    a.weights += b.weights, a.gradients += b.gradients, a.optimizer += b.optimizer;
+  };
+  for (const bool is_moe : model.is_moe) {
+    const PartProfile& layer = p.layers.at(is_moe);
+    add(sum.dense, layer.dense), add(sum.experts, layer.experts);
+    sum.activations += layer.activations;
+    for (const auto& [key, entry] : layer.traffic) {
+      sum.traffic[key].num_bytes += entry.num_bytes;
+      sum.traffic[key].num_calls += entry.num_calls;
+    }
+  }
+  return sum;
+}
+
+// What differences of short models and sizes of dp make of a mesh is what the whole model does
+// there: memory, and the bytes of every group.
+TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
+  for (const Args& model : {Args{"--model=deepseek_v3:debug"}, Args{"--model=qwen3_moe:debug"},
+                            Args{"--model=llama4:tiny", "--model.num_layers=6", "--model.dim=128",
+                                 "--model.moe_ffn=128", "--model.vocab_size=512"},
+                            Args{"--model=deepseek_v3:debug", "--model.num_dense_layers=3",
+                                 "--activation_checkpoint.mode=full"}})
+    for (const char* mesh : {"dp_shard=2,ep=2", "dp_shard=8,tp=2,ep=4", "dp_shard=4,cp=2,ep=8",
+                             "dp_replicate=2,dp_shard=4,tp=2,ep=2,etp=2", "dp_shard=16"}) {
+      Args args = model;
+      args.insert(args.end(), {std::string("--mesh=") + mesh, "--dtype=bfloat16", "--device=cuda",
+                               "--data.sequence_length=128", "--data.batch_size=2"});
+      SCOPED_TRACE(model[0] + " " + mesh);
+      const Config c = load(args);
+      Profiler profiler(c);
+      const PartProfile sum = sum_of(profiler.on(mesh_shape(c)), profiler.model());
+      const Estimate e = estimate(c);
+      const auto near = [](double a, double b, double part) {
+        EXPECT_NEAR(a, b, part * b + 4096) << a / b;
+      };
+      near(static_cast<double>(sum.dense.total() + sum.experts.total()),
+           static_cast<double>(e.state.total()), 0.01);
+      near(static_cast<double>(sum.experts.total()), static_cast<double>(e.expert_state.total()),
+           0.01);
+      const Estimate second = estimate(
+          changed(c, {{"training.gradient_accumulation_steps", std::int64_t{2}, {"test"}}}));
+      near(static_cast<double>(sum.dense.total() + sum.experts.total()) + sum.activations,
+           static_cast<double>(second.peak), 0.1);
+      // With copies, gradients that tp ranks sum are summed over both at once: counted as two sums.
+      std::map<std::string, double> wanted, found;
+      const auto name = [&](const std::string& group) {
+        const bool is_sum = group.starts_with("dp_replicate") || group == "tp";
+        return e.mesh.dp_replicate > 1 && is_sum ? std::string("copies") : group;
+      };
+      for (const auto& [key, entry] : e.traffic)
+        wanted[name(key.first)] += static_cast<double>(entry.num_bytes);
+      for (const auto& [key, entry] : sum.traffic)
+        found[name(key.first)] += static_cast<double>(entry.num_bytes);
+      for (const auto& [group, bytes] : wanted) {
+        SCOPED_TRACE(group);
+        near(found[group], bytes, group == "copies" ? 0.1 : 0.01);
+      }
+    }
+}
+
+TEST(Profile, FlopsAreThoseOfTheModel) {
+  for (const char* name : {"deepseek_v3:debug", "gpt_oss:tiny", "llama4:tiny"}) {
+    const Config c = load({std::string("--model=") + name, "--data.sequence_length=64"});
+    const ModelShape shape = model_shape(c);
+    double sum = shape.head_flops;
+    for (const double flops : shape.layer_flops) sum += flops;
+    comm::Ledger unused;
+    const Mesh mesh({}, 0, [&](const auto& group, int rank, const auto& members) {
+      return comm::fake_group(group, rank, members, unused);
+    });
+    const MeshScope scope(mesh);
+    const auto model = train::make_model(c, at::kMeta);
+    EXPECT_NEAR(sum, model->flops_per_token(64), 1e-9 * sum) << name;
+  }
+}
+
+const Args kModel = {"--model=deepseek_v3:debug",  "--model.num_layers=8",
+                     "--dtype=bfloat16",           "--device=cuda",
+                     "--data.sequence_length=256", "--data.batch_size=2"};
+Args with(Args args, const Args& more) {
+  args.insert(args.end(), more.begin(), more.end());
+  return args;
+}
+
+TEST(StepTime, OneStageHasNoBubble) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const Config c =
+      load(with(kModel, {"--mesh=dp_shard=4,tp=2,ep=8", "--training.global_batch_size=64"}));
+  Profiler profiler(c);
+  const StepTime t = step_time(profiler, cluster, mesh_shape(c), {});
+  EXPECT_EQ(t.num_micro_batches, 8);
+  EXPECT_EQ(t.num_tokens, 64 * 256);
+  EXPECT_NEAR(t.bubble, 0, 1e-9 * t.total);
+  EXPECT_NEAR(t.compute + t.tensor + t.experts + t.storage + t.update, t.total, 1e-9 * t.total);
+  // The model's FLOPs at the efficiency of the cluster are the time of compute.
+  EXPECT_NEAR(t.flops / (8 * cluster.peak_flops * cluster.efficiency), t.compute, 1e-9 * t.compute);
+  for (const double part : {t.compute, t.tensor, t.experts, t.storage, t.update})
+    EXPECT_GT(part, 0);
+}
+
+// Layers that are alike, nothing but compute: the bubble of the formula.
+TEST(StepTime, BubblesAreThoseOfTheSchedule) {
+  Cluster cluster = parse_cluster("h100x8:1");
+  cluster.node_bandwidth = cluster.network_bandwidth = 1e30, cluster.latency = 0;
+  const Config c =
+      load({"--model=qwen3_moe:debug", "--model.num_layers=32", "--model.vocab_size=64",
+            "--training.global_batch_size=320", "--data.sequence_length=256", "--device=cuda"});
+  Profiler profiler(c);
+  for (const int p : {2, 4, 8}) {
+    const MeshShape mesh{.pp = p, .dp_shard = 8 / p};
+    const StepTime t = step_time(profiler, cluster, mesh, {});
+    const double m = static_cast<double>(t.num_micro_batches);
+    const double whole = t.total - t.update;
+    EXPECT_NEAR(t.bubble / whole, (p - 1) / (m + p - 1), 0.02) << p;
+    // The simulated schedule of all micro-batches takes as long as that of the first ones and the
+    // rest at the pace of the slowest rank.
+    EXPECT_NEAR(simulated(profiler, cluster, mesh, {}, 1 << 20).time, whole, 1e-6 * whole) << p;
+    for (const char* name : {"interleaved_1f1b", "zero_bubble", "zbv", "gpipe"}) {
+      const StepTime other = step_time(profiler, cluster, mesh, {.schedule = name});
+      if (std::string(name) == "gpipe") {
+        EXPECT_NEAR(other.total, t.total, 1e-3 * t.total);
+        EXPECT_GT(other.peak, t.peak);
+      } else {
+        EXPECT_LT(other.bubble, t.bubble) << name;
+      }
+    }
+  }
+}
+
+TEST(StepTime, AStageHoldsItsOwnLayers) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const Config c = load(with(kModel, {"--training.global_batch_size=64"}));
+  Profiler profiler(c);
+  const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, {}),
+                 four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, {});
+  EXPECT_EQ(one.layers, pipeline::StagePlan{8});
+  EXPECT_EQ(four.layers.size(), 4u);
+  EXPECT_EQ(one.num_tokens, four.num_tokens);
+  EXPECT_LT(four.layers.back(), 8);
+  const StepTime given = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2},
+                                   {.layers_per_stage = "1,1,1,5"});
+  EXPECT_GT(given.total, four.total);
+  EXPECT_EQ(given.layers, (pipeline::StagePlan{1, 1, 1, 5}));
+  EXPECT_THROW(step_time(profiler, cluster, {.pp = 4, .dp_shard = 2}, {.layers_per_stage = "3"}),
+               Error);
+  EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, {}), Error);
+}
+
+TEST(SearchTime, LosesNoneOfTheBest) {
+  const Cluster cluster = parse_cluster("h100x4:2");
+  const Config c = load(with(kModel, {"--training.global_batch_size=256"}));
+  Profiler profiler(c);
+  int num_calls = 0, last = 0;
+  const Progress count = [&](int done, int all, const TimeSearch&) {
+    ++num_calls, last = all - done;
+  };
+  const TimeSearch all = search_time(profiler, cluster, {}, {}, 1e15, 100000, count),
+                   few = search_time(profiler, cluster, {}, {}, 1e15, 5, count);
+  EXPECT_EQ(all.num_timed, all.num_meshes);
+  EXPECT_EQ(all.best.size(), static_cast<size_t>(all.num_meshes));
+  EXPECT_GT(num_calls, 10);
+  EXPECT_EQ(last, 0);
+  ASSERT_EQ(few.best.size(), 5u);
+  for (size_t i = 0; i < 5; ++i)
+    EXPECT_EQ(few.best[i].tokens_per_second(), all.best[i].tokens_per_second());
+  bool has_pp = false;
+  for (const StepTime& t : all.best) {
+    EXPECT_EQ(t.mesh.num_ranks(), 8);
+    EXPECT_EQ(t.num_tokens, 256 * 256);
+    has_pp |= t.mesh.pp > 1;
+  }
+  EXPECT_TRUE(has_pp);
+  for (size_t i = 1; i < all.best.size(); ++i)
+    EXPECT_GE(all.best[i - 1].tokens_per_second(), all.best[i].tokens_per_second());
+}
+
+TEST(SearchTime, KeepsWhatIsSetAndWhatFits) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const Config c = load(with(kModel, {"--training.global_batch_size=256"}));
+  Profiler profiler(c);
+  const Progress silent = [](int, int, const TimeSearch&) {};
+  const TimeSearch set = search_time(profiler, cluster, {.pp = 2, .ep = 4}, {}, 1e15, 1000, silent);
+  ASSERT_GT(set.best.size(), 1u);
+  double least = 1e15;
+  for (const StepTime& t : set.best) {
+    EXPECT_EQ(t.mesh.pp, 2);
+    EXPECT_EQ(t.mesh.ep, 4);
+    least = std::min(least, t.peak);
+  }
+  const TimeSearch tight =
+      search_time(profiler, cluster, {.pp = 2, .ep = 4}, {}, least, 1000, silent);
+  ASSERT_GE(tight.best.size(), 1u);
+  for (const StepTime& t : tight.best) EXPECT_EQ(t.peak, least);
+  EXPECT_TRUE(search_time(profiler, cluster, {.ep = 8}, {}, 1000, 10, silent).best.empty());
+}
+
+}  // namespace
+}  // namespace moesh::estimate
