@@ -25,9 +25,6 @@ import subprocess
 import sys
 import tempfile
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "cli"))
-import bad_input_test  # noqa: E402  (its tokenizer)
-
 ALLOWED = {0, 1, 2, 4, 5, 6, 7}
 NEVER = ["frame #", "Exception raised from", "terminate called", "Sanitizer", "basic_string",
          "vector::", "std::bad_alloc", "internal error", "C++ CapturedTraceback"]
