@@ -78,7 +78,7 @@ class Case:
         command = [self.moesh, "tokenize", "--tokenizer", tokenizer or self.path]
         command += ["--out", self.folder / out, *arguments]
         done = subprocess.run(command, input=stdin, capture_output=True, cwd=self.folder)
-        self.text = (done.stdout + done.stderr).decode()
+        self.text = (done.stdout + done.stderr).decode(errors="replace")
         assert done.returncode == code, f"exit code {done.returncode}, not {code}: {self.text}"
         return self.text
 
@@ -181,11 +181,11 @@ def errors(case):
     assert "is not UTF-8" in case.run("all.jsonl", code=2, out=os.fsdecode(b"caf\xe9"))
     # What stopped at its first lines is in nobody's way: neither corrected nor with other options.
     (folder / "fixed.jsonl").write_bytes(lines[0] + b"{oops\n")
-    case.run("fixed.jsonl", code=2, out="fixed")
-    assert (folder / "fixed.progress").exists()
+    case.run("fixed.jsonl", code=2, out="corrected")
+    assert (folder / "corrected.progress").exists()
     (folder / "fixed.jsonl").write_bytes(lines[0] + lines[1])
-    case.run("fixed.jsonl", "--append-eod", out="fixed")
-    case.expect(good[:2], end=[case.tokenizer.token_to_id("<eod>")], out="fixed")
+    case.run("fixed.jsonl", "--append-eod", out="corrected")
+    case.expect(good[:2], end=[case.tokenizer.token_to_id("<eod>")], out="corrected")
     # What is there stays.
     (folder / "there.bin").write_text("mine")
     assert "is there already" in case.run("all.jsonl", "--on-error=skip", code=2, out="there")
