@@ -130,7 +130,8 @@ std::string page(const std::vector<RunData>& runs, const std::vector<VerifyResul
       in_html(title), "</title>\n<style>\n", kDygraphsCss, "\n", kPageCss,
       "</style>\n</head>\n<body>\n", kPageHtml, "<script type=\"application/json\" id=\"data\">",
       in_script(data), "</script>\n<script>\n/* dygraphs:\n", kDygraphsLicence, "*/\n", kDygraphsJs,
-      "\n</script>\n<script>\n(() => {\n'use strict';\n", kPageJs, "})();\n</script>\n</body>\n</html>\n");
+      "\n</script>\n<script>\n(() => {\n'use strict';\n", kPageJs,
+      "})();\n</script>\n</body>\n</html>\n");
 }
 
 VerifyResult read_verify(const std::string& path) {
