@@ -15,6 +15,7 @@
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/usage.h"
 #include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
@@ -34,7 +35,7 @@ const char* kUsage =
     "\n"
     "  train          train a model; ranks are threads of this process, or MPI's under mpirun, srun\n"
     "  verify         prove that a mesh computes what one rank computes; exit code 0 only if\n"
-    "                 everything agrees\n"
+    "                 everything agrees; takes train's options\n"
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one;\n"
     "                                    5-8: of 5 to 8\n"
@@ -94,7 +95,7 @@ const char* kUsage =
     "                                    probability (default 1: from all)\n"
     "                   --seed N         of the draw (default 0)\n"
     "                   --tokenizer PATH instead of the folder's; bytes: each byte is a token\n"
-    "  print-config   the effective values, and where each came from\n"
+    "  print-config   the effective values, and where each came from; takes train's options\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "  --version      the version of moesh and of the LibTorch that it was built with\n"
     "\n"
@@ -105,6 +106,21 @@ const char* kUsage =
     "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
     "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
 
+// Of a rank at its peak. Micro-batches after the second need no more, and what cannot be estimated
+// may still be trained.
+std::optional<std::int64_t> expected_memory(const Config& config) {
+  const Origin origin{"estimate"};
+  const auto num_micro = std::min<std::int64_t>(2, num_micro_batches(config));
+  try {
+    return estimate::estimate(
+               changed(config, {{"training.global_batch_size", std::int64_t{0}, origin},
+                                {"training.gradient_accumulation_steps", num_micro, origin}}))
+        .peak;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
 RunSummary run_train(const Args& args) {
   const Config config = load_config(args);
   // Under a launcher the ranks are spread over the processes.
@@ -114,7 +130,7 @@ RunSummary run_train(const Args& args) {
   RunSummary s;
   naming_sizes(config, [&] {
     check_fits(config);
-    s = train::train(config, {.estimated_memory = estimate::estimate(config).peak});
+    s = train::train(config, {.estimated_memory = expected_memory(config)});
   });
   if (config.metrics.quiet) return s;
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
@@ -217,6 +233,24 @@ void take_log_level(Args& args) {
   set_log_level(*level);
 }
 
+[[noreturn]] void throw_unknown(const std::string& command) {
+  throw Error(
+      ErrorKind::config,
+      "there is no command '" + command +
+          "'; the commands are train, verify, compare, estimate, report, demo, convert, inspect, "
+          "tokenize, generate, print-config and help");
+}
+
+// Of one command; with the options of a configuration where it takes them.
+void print_help_of(const std::string& command, Args args) {
+  const std::string usage = usage_of(kUsage, command);
+  if (usage.empty()) throw_unknown(command);
+  std::printf("%s\nExit codes and all commands: moesh help\n", usage.c_str());
+  if (command != "train" && usage.find("train's options") == std::string::npos) return;
+  const auto model = take(args, "--model");
+  std::printf("\n%s", help_text(load_config(model ? Args{"--model", *model} : Args{})).c_str());
+}
+
 int run_named(Args all) {
   take_log_level(all);
   const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
@@ -229,7 +263,10 @@ int run_named(Args all) {
     std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
     return 0;
   }
-  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_named({"help"});
+  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) {
+    print_help_of(all[0], rest);
+    return 0;
+  }
   if (all[0] == "train")
     return static_cast<int>(run_train(rest).interrupted ? ExitCode::stopped : ExitCode::done);
   if (all[0] == "compare") return run_compare(rest);
@@ -246,10 +283,7 @@ int run_named(Args all) {
     std::printf("%s", print_config(config, group_notes(config)).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config,
-              "there is no command '" + all[0] +
-                  "'; the commands are train, verify, compare, estimate, report, demo, convert, "
-                  "inspect, tokenize, generate, print-config and help");
+  throw_unknown(all[0]);
 }
 
 }  // namespace

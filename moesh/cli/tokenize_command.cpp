@@ -1,5 +1,6 @@
 // The command that turns texts into files of token ids.
 
+#include <algorithm>
 #include <cstdio>
 
 #include "moesh/base/error.h"
@@ -46,11 +47,15 @@ int run_tokenize(Args args) {
                 "--append-eod: the folder of the tokenizer has no tokenizer_config.json with an "
                 "eos_token; name the token with --eod TOKEN");
   }
-  for (const std::string& word : args)
-    MOESH_CHECK(word == "-" || !word.starts_with("-"), ErrorKind::config,
-                "tokenize has no option '", word, "'; the nearest that it has is ",
-                config::nearest_name(word.substr(0, word.find('=')), kOptions),
-                ", and moesh help lists all");
+  for (const std::string& word : args) {
+    if (word == "-" || !word.starts_with("-")) continue;
+    const std::string name = word.substr(0, word.find('='));
+    MOESH_CHECK(std::find(kOptions.begin(), kOptions.end(), name) == kOptions.end(),
+                ErrorKind::config, "tokenize has ", name, " twice; keep one of them");
+    throw Error(ErrorKind::config,
+                detail::concat("tokenize has no option '", word, "'; the nearest that it has is ",
+                               config::nearest_name(name, kOptions), ", and moesh help lists all"));
+  }
   options.inputs = args;
   const auto s = data::tokenize(options);
   if (s.went_on_from > 0)

@@ -98,6 +98,17 @@ data::SampleOrder sample_order(const Config& config) {
           .num_micro = num_micro_batches(config)};
 }
 
+bool document_mask(const Config& config) {
+  if (config.data.document_mask != "auto") return config.data.document_mask == "true";
+  const auto has_several = [](const std::string& kind, const std::string& path) {
+    return data::find_kind(data::resolved_kind(kind, path)).has_documents;
+  };
+  if (config.data.source.empty()) return has_several(config.data.kind, config.data.path);
+  for (const SourceSection& s : config.data.source)
+    if (has_several(s.kind, s.path)) return true;
+  return false;
+}
+
 data::DatasetOptions dataset_options(const Config& config) {
   std::vector<data::SourceOptions> sources;
   for (const SourceSection& s : config.data.source)
@@ -112,7 +123,10 @@ data::DatasetOptions dataset_options(const Config& config) {
           .vocab_size = models::facts(config.model.architecture).vocab_size,
           .seed = static_cast<std::uint64_t>(config.data.seed),
           .shuffle = config.data.shuffle,
-          .synthetic_successors = config.data.synthetic_successors};
+          .synthetic_successors = config.data.synthetic_successors,
+          .packing = config.data.packing,
+          .tokenizer = config.data.tokenizer,
+          .token_folder = config.data.token_folder};
 }
 
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {

@@ -62,6 +62,10 @@ struct DataSection {
   std::int64_t seed = 0;
   bool shuffle = true;
   std::int64_t synthetic_successors = 4;
+  std::string document_mask = "auto";
+  std::string packing = data::kCut;
+  std::string tokenizer = "";
+  std::string token_folder = "outputs/tokens";
   std::vector<SourceSection> source = {};
 };
 
@@ -216,6 +220,8 @@ kernels::GpuKernels gpu_kernels(const Config& config);
 std::int64_t num_micro_batches(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 optim::Groups param_groups(const Config& config);
+/// Whether attention stays within documents.
+bool document_mask(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 /// Of one of the files to validate on: read from its beginning, in its order.
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);

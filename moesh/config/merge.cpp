@@ -29,17 +29,33 @@ bool names_model(const Setting& s) { return s.name == "model.name" || s.name == 
 
 constexpr const char* kNoPipeline = "moesh has no pipeline parallelism";
 
+// The list that `name`, of its own or of an entry, is meant to be: "data.sources.0.path" is of
+// data.source. Empty where none is near.
+std::string list_near(const std::string& name) {
+  const auto number =
+      std::find_if(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
+  const bool has_entry =
+      number != name.begin() && number != name.end() && *std::prev(number) == '.';
+  std::string list(name.begin(), has_entry ? std::prev(number) : name.end());
+  for (const Table& table : tables())
+    if (list == table.name || list == table.name + "s") return table.name;
+  return "";
+}
+
 [[noreturn]] void unknown(const Setting& s, const std::vector<std::string>& known) {
   const bool on_line = s.origin.text == kCommandLine;
   const std::string dashes = on_line ? "--" : "";
   const auto elsewhere = name_elsewhere(s.name);
   std::string name = s.name;
   std::replace(name.begin(), name.end(), '-', '_');
-  const std::string hint = !elsewhere
-                               ? detail::concat("the nearest known ", on_line ? "option" : "key",
-                                                " is ", dashes, nearest_name(name, known))
-                           : elsewhere->empty() ? std::string(kNoPipeline)
-                                                : detail::concat("here it is ", dashes, *elsewhere);
+  const std::string list = list_near(name);
+  const std::string hint =
+      !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
+                                     "]], or on the command line --", list, ".0.path=FILE")
+      : !elsewhere  ? detail::concat("the nearest known ", on_line ? "option" : "key", " is ",
+                                     dashes, nearest_name(name, known))
+      : elsewhere->empty() ? std::string(kNoPipeline)
+                           : detail::concat("here it is ", dashes, *elsewhere);
   throw Error(
       ErrorKind::config,
       detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,

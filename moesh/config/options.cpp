@@ -64,6 +64,18 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
       MOESH_OPTION(numbers, data, synthetic_successors,
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
+      MOESH_OPTION(numbers, data, document_mask,
+                   "tokens see their own document alone, and positions count from its start; auto: "
+                   "where files have several (jsonl, indexed)",
+                   one_of({"auto", "true", "false"})),
+      MOESH_OPTION(numbers, data, packing,
+                   "cut: documents one behind the other, cut into sequences; best_fit: whole ones "
+                   "in each sequence, and padding",
+                   one_of({data::kCut, data::kBestFit})),
+      MOESH_OPTION(
+          numbers, data, tokenizer,
+          "tokenizer.json, or its folder, for files of text; empty: their bytes are tokens"),
+      MOESH_OPTION(output, data, token_folder, "where the tokens made of text are kept"),
 
       MOESH_OPTION(output, validation, interval,
                    "steps from one validation to the next; the last step always has one",

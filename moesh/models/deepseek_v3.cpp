@@ -60,8 +60,7 @@ class Mla final : public nn::Attention {
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past) const override {
-    const auto table = rope_tables_->at(rope_, tokens.first_position(), tokens.span_length(),
-                                        local(x_BLD).scalar_type(), local(x_BLD).device());
+    const auto table = nn::rope_of(*rope_tables_, rope_, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };

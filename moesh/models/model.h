@@ -33,10 +33,17 @@ struct MicroBatch {
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches: a float64 scalar, of
   // the device or of the host.
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
-  std::int64_t index = 0;  // of the micro-batch in its step
+  std::int64_t index = 0;        // of the micro-batch in its step
+  nn::Documents documents = {};  // none: every sequence is one
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
+  /// The tensors that come from the data, for whoever copies them.
+  std::vector<at::Tensor*> from_data() {
+    std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
+    if (documents.any()) all.push_back(&documents.starts_BL);
+    return all;
+  }
 };
 
 /// What backward of a block computes again, because forward has not kept it.

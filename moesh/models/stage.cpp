@@ -59,8 +59,8 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
   MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
               "input_ids are ", ids.sizes(), ", after ", before,
               " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
-  return {current_mesh(),   ids.size(0), ids.size(1), options.sequence_parallel,
-          batch.valid_BL(), before};
+  return {current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
+          batch.valid_BL(), batch.documents, before};
 }
 
 template <bool Sp>

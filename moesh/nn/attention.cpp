@@ -14,9 +14,10 @@
 namespace moesh::nn {
 namespace {
 
-// `sinks_h` may be undefined.
+// `sinks_h` and `starts_BL` may be undefined.
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
-                        const at::Tensor& v_BSgd, const at::Tensor& sinks_h, const Tokens& tokens,
+                        const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
+                        const at::Tensor& starts_BL, const Tokens& tokens,
                         const AttentionOptions& o, const Past* past) {
   const Reach seen =
       past ? past->kept() : reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
@@ -28,8 +29,10 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
   const kernels::AttentionConfig config{.scale = o.scale,
                                         .start = tokens.first_position() - seen.begin,
                                         .window = o.window,
-                                        .chunk = o.chunk};
-  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
+                                        .chunk = o.chunk,
+                                        .most_documents = tokens.most_documents()};
+  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
+                                      starts_BL.defined() ? starts_BL - seen.begin : starts_BL};
   return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
                                                  : composed_attention(config, input);
 }
@@ -49,7 +52,10 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
   std::int64_t start = 0;
   for (auto length : tokens.over_cp().sizes) {
     std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
-    if (o.chunk > 0) first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
+    if (o.chunk > 0 && tokens.has_documents())
+      first = std::max(first, start - o.chunk + 1);
+    else if (o.chunk > 0)
+      first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
     if (length == 0) first = start;
     found.push_back(sees_all ? Reach{0, all} : Reach{first, start + length});
     start += length;
@@ -75,30 +81,42 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
 }
 
+RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
+                  const Full& x) {
+  const auto dtype = local(x).scalar_type();
+  const auto device = local(x).device();
+  if (!tokens.has_documents())
+    return tables.at(config, tokens.first_position(), tokens.span_length(), dtype, device);
+  RopeTable table = tables.at(config, 0, tokens.sequence(), dtype, device);
+  table.positions_BL = local(tokens.document_positions());
+  return table;
+}
+
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options, const Past* past) {
   return map_heads(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options, past);
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
+          const at::Tensor& starts_BL) {
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, past);
       },
-      q, k, v);
+      q, k, v, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
              const Tokens& tokens, const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
-          const at::Tensor& sinks_h) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options, past);
+          const at::Tensor& sinks_h, const at::Tensor& starts_BL) {
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, past);
       },
-      q, k, v, sinks);
+      q, k, v, sinks, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
              const AttentionOptions& options, const Past& past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
-        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, tokens, options,
+        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, {}, tokens, options,
                             &past);
       },
       q, k, v);

@@ -8,6 +8,7 @@
 
 #include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
+#include "moesh/nn/rope.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/reach.h"
@@ -21,8 +22,9 @@ using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number o
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
 
-/// For each cp rank, the positions that its queries see, its own among them: up to the end of its
-/// span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// For each cp rank, the positions that its queries may see, its own among them: up to the end of
+/// its span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
 std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options);
 
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
@@ -40,8 +42,14 @@ Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
 
+/// The lines of a table for the positions of this cp rank's tokens, in their documents if they have
+/// any.
+RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
+                  const Full& x);
+
 /// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
 /// that `past` holds, if there is one. h may be smaller for them (grouped queries).
+/// A query sees its own document alone.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options, const Past* past = nullptr);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.

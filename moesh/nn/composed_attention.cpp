@@ -16,16 +16,20 @@ using kernels::AttentionInput;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// [L, S]: which keys each of the queries sees.
+// [L, S], or [B, 1, L, S] with documents: which keys each of the queries sees.
 at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
-                        at::Device device) {
+                        const at::Tensor& starts_BL, at::Device device) {
   const auto index = at::TensorOptions(device).dtype(at::kLong);
   const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1),
                    key = at::arange(all, index);
-  at::Tensor visible = key <= query;
+  at::Tensor visible = key <= query, into_document = query;
+  if (starts_BL.defined()) {
+    const at::Tensor starts = starts_BL.unsqueeze(1).unsqueeze(3);  // [B, 1, L, 1]
+    visible = visible.logical_and(key >= starts);
+    into_document = query - starts;
+  }
   if (c.window > 0) visible = visible.logical_and(key > query - c.window);
-  if (c.chunk > 0)
-    visible = visible.logical_and(key.div(c.chunk, "floor") == query.div(c.chunk, "floor"));
+  if (c.chunk > 0) visible = visible.logical_and(key >= query - into_document.remainder(c.chunk));
   return visible;
 }
 
@@ -146,7 +150,8 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
               " key heads; choose a tp that divides both numbers of heads");
   const bool is_grouped = groups != num_heads;
   const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
-  const bool is_causal = length == all && sees_all && !in.sinks_h.defined();
+  const bool is_causal =
+      length == all && sees_all && !in.sinks_h.defined() && !in.starts_BL.defined();
   const bool is_empty = queries.numel() == 0;
   if (is_causal && !is_empty) {
     const auto kernel = kernel_for(queries, keys, values, c.scale, is_grouped);
@@ -189,9 +194,8 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   } else if (is_causal) {
     out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
-    at::Tensor visible = visible_keys(length, all, c, queries.device());
-    if (in.sinks_h.defined())
-      visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
+    at::Tensor visible = visible_keys(length, all, c, in.starts_BL, queries.device());
+    if (in.sinks_h.defined()) visible = at::constant_pad_nd(visible, {0, 1}, true);
     out = fused(queries, keys, values, visible, /*is_causal=*/false, c.scale);
   }
   at::Tensor y = out.narrow(-1, 0, value_width);

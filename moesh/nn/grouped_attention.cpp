@@ -59,8 +59,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
   if (config_.rope) {
-    const auto table = rope_tables_->at(*config_.rope, tokens.first_position(),
-                                        tokens.span_length(), dtype, device);
+    const auto table = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
       return rotate(t, table, config_.rope->interleaved);
     };
@@ -72,12 +71,16 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   }
   if (config_.growth != 0) {
     const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
-    const at::Tensor position =
+    const at::Tensor in_sequence =
         at::arange(tokens.first_position(), tokens.first_position() + tokens.span_length(), wide);
-    const at::Tensor factor =
-        1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
-    q = map_heads([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
-                  q);
+    q = map_heads(
+        [&](const at::Tensor& t, const at::Tensor& in_document) {
+          const at::Tensor position = in_document.defined() ? in_document.to(wide) : in_sequence;
+          const at::Tensor factor =
+              1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
+          return (t * factor.unsqueeze(-1).unsqueeze(-1)).to(dtype);
+        },
+        q, tokens.document_positions());
   }
   const auto [keys, values] = past ? past->add(all_positions(k, tokens), all_positions(v, tokens))
                                    : Past::KeysAndValues{seen_positions(k, tokens, options_),

@@ -1,5 +1,6 @@
 #include "moesh/train/build.h"
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 
@@ -126,6 +127,13 @@ std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
   return data::open_dataset(dataset_options(config));
 }
 
+std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int64_t num) {
+  constexpr std::int64_t kTypical = 256;  // tokens of a document, or more
+  std::int64_t most = batch * std::max<std::int64_t>(1, sequence / kTypical);
+  while (most < num) most *= 2;
+  return most;
+}
+
 std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
                                              const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
@@ -133,21 +141,22 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
+    models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
+    if (document_mask(config))
+      batch.documents = {b.document_starts_BL,
+                         most_documents(order.batch, dataset.sequence_length(), b.num_documents)};
     // From pinned memory the copy to a GPU is not waited for.
-    const auto held = [&](const at::Tensor& t) {
-      return config.training.device == "cpu" ? t : t.pin_memory();
-    };
-    batches.push_back({.input_ids_BL = held(b.input_ids_BL), .labels_BL = held(b.labels_BL)});
+    if (config.training.device != "cpu")
+      for (at::Tensor* t : batch.from_data()) *t = t->pin_memory();
+    batches.push_back(std::move(batch));
   }
   return batches;
 }
 
 std::vector<models::MicroBatch> on_device(const Config& config,
                                           std::vector<models::MicroBatch> batches) {
-  for (auto& b : batches) {
-    b.input_ids_BL = b.input_ids_BL.to(device(config), /*non_blocking=*/true);
-    b.labels_BL = b.labels_BL.to(device(config), /*non_blocking=*/true);
-  }
+  for (auto& b : batches)
+    for (at::Tensor* t : b.from_data()) *t = t->to(device(config), /*non_blocking=*/true);
   return batches;
 }
 

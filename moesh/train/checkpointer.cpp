@@ -81,6 +81,10 @@ std::string fingerprint_of_file(const std::string& path, const std::string& kind
   return fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
 }
 
+std::string fingerprint_of_tokenizer(const std::string& path) {
+  return fingerprint(formats::is_folder(path) ? path + "/tokenizer.json" : path);
+}
+
 std::string fingerprint_of_data(const Config& config) {
   if (config.data.source.empty()) return fingerprint_of_file(config.data.path, config.data.kind);
   std::string text;
@@ -105,8 +109,11 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
   const auto add = [&](const char* name, bool gives_meaning) {
     all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
   };
-  for (const char* name : {"data.kind", "data.sequence_length", "data.seed", "data.shuffle"})
+  for (const char* name :
+       {"data.kind", "data.sequence_length", "data.seed", "data.shuffle", "data.packing"})
     add(name, true);
+  all.push_back({"data.tokenizer", fingerprint_of_tokenizer(config.data.tokenizer), true});
+  all.push_back({"data.document_mask", document_mask(config) ? "true" : "false", false});
   if (config.data.path.empty() && config.data.source.empty())
     add("data.synthetic_successors", true);
   for (std::size_t i = 0; i < config.data.source.size(); ++i) {
@@ -289,8 +296,12 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
 }
 
 Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
-                           optim::Optimizer& optimizer)
-    : config_(config), world_(world), model_(model), optimizer_(optimizer) {
+                           optim::Optimizer& optimizer, std::string own_data)
+    : config_(config),
+      world_(world),
+      model_(model),
+      optimizer_(optimizer),
+      own_data_(std::move(own_data)) {
   const auto& c = config.checkpoint;
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
@@ -367,7 +378,7 @@ void Checkpointer::hold_folder() {
   checkpoint::together(world_, [&] {
     if (world_.rank() != 0 || lock_) return;
     naming_the_folder([&] { lock_.emplace(options_.folder); });
-    data_fingerprint_ = fingerprint_of_data(config_);
+    data_fingerprint_ = own_data_.empty() ? fingerprint_of_data(config_) : own_data_;
   });
   data_fingerprint_ = checkpoint::text_of_first(world_, data_fingerprint_);
 }

@@ -41,9 +41,9 @@ bool keeps_bias_apart(const std::filesystem::path& folder);
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:
-  /// `config` outlives it.
+  /// `config` outlives it. `own_data`: what data the run has that the configuration does not name.
   Checkpointer(const Config& config, comm::Group& world, models::Model& model,
-               optim::Optimizer& optimizer);
+               optim::Optimizer& optimizer, std::string own_data = "");
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
@@ -92,6 +92,7 @@ class Checkpointer {
   comm::Group& world_;
   models::Model& model_;
   optim::Optimizer& optimizer_;
+  std::string own_data_;
   checkpoint::SaveOptions options_;
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on

@@ -188,13 +188,14 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
 }
 
 void run_rank(comm::Group& world, const Config& config, const Known& known,
-              const data::Dataset& dataset, const std::vector<ValidationSet>& validation_sets,
-              Clock::time_point start, RunSummary& summary, std::atomic<bool>& interrupted) {
+              const data::Dataset& dataset, const std::string& own_data,
+              const std::vector<ValidationSet>& validation_sets, Clock::time_point start,
+              RunSummary& summary, std::atomic<bool>& interrupted) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   const auto optimizer = make_optimizer(*model, config);
-  Checkpointer checkpointer(config, world, *model, *optimizer);
+  Checkpointer checkpointer(config, world, *model, *optimizer, own_data);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
@@ -241,17 +242,23 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
                 .data_position = data_position,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0,
                 .num_tokens = position.num_tokens + g.num_tokens};
-    const bool stop = stop_agreed(world, config, start);
+    bool stop = stop_agreed(world, config, start);
     const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
     const double took = sections.of_step();
     std::vector<ValidationLoss> validation;
     // Who is told to stop has little time left, and saves.
     if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
       const InSection section(Section::validation);
-      validation = of_step(step + 1, [&] {
-        return take_step.beside(
-            [&] { return validate_model(*model, config, mesh, validation_sets); });
+      auto losses = of_step(step + 1, [&] {
+        return take_step.beside([&] {
+          return validate_model(*model, config, mesh, validation_sets,
+                                [&] { return stop_agreed(world, config, start); });
+        });
       });
+      if (losses)
+        validation = std::move(*losses);
+      else
+        stop = true;
     }
     if (is_first) {
       StepRecord record = record_of(config, facts, position, {g, u});
@@ -322,12 +329,14 @@ void write_flight_record(const Config& config, int rank, const std::exception_pt
 
 }  // namespace
 
-RunSummary train(const Config& config, const Known& known) {
+namespace {
+
+RunSummary train_on(const Config& config, const Known& known, const data::Dataset& dataset,
+                    const std::string& own_data) {
   const auto start = Clock::now();
   RunSummary summary;
-  const auto dataset = open_dataset(config);
   const auto validation_sets = open_validation(config);
-  summary.entropy = dataset->entropy();
+  summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
   comm::LaunchOptions options = launch_options(config);
@@ -337,11 +346,34 @@ RunSummary train(const Config& config, const Known& known) {
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
-        run_rank(world, config, known, *dataset, validation_sets, start, summary, interrupted);
+        run_rank(world, config, known, dataset, own_data, validation_sets, start, summary,
+                 interrupted);
       },
       options);
   summary.interrupted = interrupted;
   return summary;
+}
+
+}  // namespace
+
+RunSummary train(const Config& config, const Known& known) {
+  return train_on(config, known, *open_dataset(config), "");
+}
+
+RunSummary train(const Config& config, const data::Dataset& dataset) {
+  MOESH_CHECK(config.data.path.empty() && config.data.source.empty(), ErrorKind::config,
+              "train() is given a dataset, and the configuration names files to train on, too; "
+              "leave out data.path and data.source");
+  MOESH_CHECK(dataset.sequence_length() == config.data.sequence_length, ErrorKind::config,
+              "the dataset (", dataset.describe(), ") has sequences of ", dataset.sequence_length(),
+              " tokens, and ", describe_option(config, "data.sequence_length"),
+              "; they must be equal");
+  const auto vocab = models::facts(config.model.architecture).vocab_size;
+  MOESH_CHECK(dataset.vocab_size() <= vocab, ErrorKind::config, "the dataset (", dataset.describe(),
+              ") has ", dataset.vocab_size(),
+              " different tokens, and the vocabulary of the model has ", vocab,
+              "; set model.vocab_size to ", dataset.vocab_size(), " or more");
+  return train_on(config, {}, dataset, dataset.describe());
 }
 
 }  // namespace moesh::train

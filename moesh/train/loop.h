@@ -31,5 +31,9 @@ struct Known {
 /// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
 /// which is saved where checkpoints are.
 RunSummary train(const Config& config, const Known& known = {});
+/// The same on data of the caller's own, whose ranks in threads read from it at the same time. A
+/// run that goes on from a checkpoint goes on at its sample: `describe()` tells other data from
+/// this.
+RunSummary train(const Config& config, const data::Dataset& dataset);
 
 }  // namespace moesh::train

@@ -29,7 +29,7 @@ struct VerifyCase {
 };
 
 /// Where a proof wants other values than a training run, for `steps` steps: few tokens, and an odd
-/// number of them; auxiliary losses and an expert bias that count.
+/// number of them; documents that end anywhere; auxiliary losses and an expert bias that count.
 config::Settings verify_defaults(std::int64_t steps);
 
 /// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.

@@ -13,6 +13,7 @@
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/formats/file_system.h"
+#include "moesh/formats/token_file.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 
@@ -471,6 +472,48 @@ TEST(AnotherRun, IsNotBegunInTheFolderOfOne) {
           [&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--checkpoint.resume=false"}); },
           ErrorKind::config),
       {"checkpoint.resume is false", "holds checkpoints of another run", "choose another folder"});
+}
+
+// Files of ids are two each, and either is noticed; so are kinds, weights, packing and tokenizer.
+TEST(AnotherRun, IsNoticedByTheSourcesOfItsData) {
+  const TemporaryFolder folder;
+  const auto at = folder.path();
+  const auto write_ids = [&](const std::string& prefix, const std::vector<std::int32_t>& lengths) {
+    std::ofstream bin(prefix + ".bin", std::ios::binary), idx(prefix + ".idx", std::ios::binary);
+    const auto put = [](std::ofstream& file, auto value) {
+      file.write(reinterpret_cast<const char*>(&value), sizeof value);
+    };
+    const auto num = std::ssize(lengths);
+    idx << formats::token_index_header(formats::IdType::uint16, num, num);
+    std::int64_t num_tokens = 0;
+    for (const auto n : lengths) put(idx, n);
+    for (const auto n : lengths) put(idx, 2 * num_tokens), num_tokens += n;
+    for (std::int64_t i = 0; i <= num; ++i) put(idx, i);
+    for (std::int64_t i = 0; i < num_tokens; ++i) put(bin, static_cast<std::uint16_t>(i % 90));
+  };
+  const std::string a = at / "a", b = at / "b";
+  write_ids(a, {40, 40}), write_ids(b, {30, 50});
+  const Args sources{"--data.source.0.path=" + a + ".bin", "--data.source.1.path=" + b + ".idx"};
+  const auto go = [&](const std::string& steps, const Args& more) {
+    Args args = sources;
+    args.push_back("--steps=" + steps);
+    args.insert(args.end(), more.begin(), more.end());
+    run(at / "c", "tp=1", args);
+  };
+  go("1", {});
+  go("2", {});  // the same: it goes on
+  const auto refused = [&](const Args& more, const std::vector<std::string>& parts) {
+    expect_parts(error_of([&] { go("3", more); }, ErrorKind::config), parts);
+  };
+  refused({"--data.source.1.weight=2"}, {"data.source.1.weight was 1.0 and is 2.0"});
+  refused({"--data.source.0.kind=uint16"}, {"data.source.0.kind was indexed and is uint16"});
+  refused({"--data.packing=best_fit"}, {"data.packing was cut and is best_fit"});
+  write_ids(b, {31, 49});  // the same ids, and another index
+  refused({}, {"data.fingerprint was"});
+  write_ids(b, {30, 50});
+  go("3", {});
+  std::ofstream(a + ".bin", std::ios::binary | std::ios::in | std::ios::out) << "xy";
+  expect_parts(error_of([&] { go("4", {}); }, ErrorKind::config), {"data.fingerprint was"});
 }
 
 TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {

@@ -160,6 +160,25 @@ def quiet_and_log_level(tmp, moesh):
     )
 
 
+def help_of_one_command(tmp, moesh):
+    """COMMAND --help shows that command alone, with the keys of the model that is named."""
+
+    def text(*args):
+        run = subprocess.run([moesh, *args], capture_output=True, text=True, timeout=60)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    for command in ("train", "verify", "estimate", "print-config"):
+        said = text(command, "--help", "--model", "gpt_oss:tiny")
+        assert said.startswith(f"  {command} ") and "--training.steps" in said, said
+        assert "--model.window" in said, "the keys of the model that is named"
+        assert ("--sweep N" in said) == (command == "verify"), said
+    for command, option in (("compare", "--rename P=R"), ("report", "--serve PORT")):
+        said = text(command, "--help")
+        assert option in said and "--training.steps" not in said and "--sweep" not in said, said
+    fails([moesh, "trian", "--help"], "there is no command 'trian'")
+
+
 def a_terminal_of_80_columns(tmp, moesh):
     """Colours unless NO_COLOR is set, the time that is left, and nothing wider than that."""
     for variables, colored in (({}, True), ({"NO_COLOR": "1"}, False)):

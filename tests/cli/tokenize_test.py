@@ -171,6 +171,7 @@ def errors(case):
         (["all.jsonl", "--surprise"], "--surprise"),
         (["all.jsonl", "--on_eror=skip"], "nearest that it has is --on-error"),
         (["-", "-", "--format=text"], "named twice"),
+        (["all.jsonl", "--out=x"], "--out twice"),
         ([], "name the inputs"),
     ):
         assert reason in case.run(*arguments, code=2, out="wrong"), case.text

@@ -152,7 +152,27 @@ TEST(Config, HasListsOfSources) {
   expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.kind=synthetic"}),
                {"data.source.0.kind is \"synthetic\"", "it takes auto"});
   const TemporaryFile small("small.txt", "text");
-  expect_parts(message({"--data.source.0.path=a.parquet"}), {"a.parquet", "moesh tokenize"});
+  expect_parts(message({"--data.source.0.path=a.parquet"}), {"there is no file 'a.parquet'"});
+  const TemporaryFile parquet("a.parquet", "");
+  expect_parts(message({"--data.source.0.path=" + parquet.path()}),
+               {"set data.source.0.kind to text", "moesh tokenize"});
+  // Lists are written as lists.
+  for (const char* key : {"data.source", "data.sources", "data.sources.0.path"})
+    expect_parts(message({std::string("--") + key + "=a.txt"}),
+                 {key, "data.source is a list", "[[data.source]]", "--data.source.0.path=FILE"});
+  const TemporaryFile as_list("run.toml", "[data]\nsource = [\"a.txt\"]\n");
+  expect_parts(message({"--config", as_list.path()}), {"data.source is a list", "[[data.source]]"});
+  // Bytes and token ids are different languages.
+  const std::string vocab = "--model.vocab_size=300";
+  for (const char* other : {"--data.source.1.path=b.bin", "--validation.source.0.path=b.npy"})
+    expect_parts(message({vocab, "--data.source.0.path=a.txt", other}),
+                 {"data.source.0.path is \"a.txt\"", "whose bytes are tokens", "holds token ids",
+                  "data.tokenizer"});
+  load_config({vocab, "--data.source.0.path=a.txt", "--data.source.1.path=b.bin",
+               "--data.tokenizer=tokenizer.json"});
+  expect_parts(message({"--data.tokenizer=tokenizer.json"}), {"no file of text"});
+  // Files of ids have the tokens that they have, few as the model's may be.
+  load_config({"--model.vocab_size=3", "--data.path=b.bin"});
   expect_parts(
       error_of([&] { load_config({"--data.source.0.path=" + small.path()}); }, ErrorKind::config),
       {"data.source.0.path is", "model.vocab_size"});

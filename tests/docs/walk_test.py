@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 # Shorter, and nothing else: what is replaced is in the page.
-SHORTER = {"steps = 300": "steps = 6", "interval = 100": "interval = 3", "--steps 350": "--steps 8",
+SHORTER = {"steps = 300": "steps = 6", "interval = 100": "interval = 3", "--steps 50": "--steps 8",
            "step-00000300": "step-00000006"}
 
 

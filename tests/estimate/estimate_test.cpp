@@ -51,8 +51,12 @@ Real run(const Config& c) {
         const comm::Trace trace;
         {
           std::vector<models::MicroBatch> batches;
-          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i)
+          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i) {
             batches.push_back({.input_ids_BL = ids, .labels_BL = ids});
+            if (document_mask(c))  // of five tokens
+              batches.back().documents = {ids.remainder(c.data.sequence_length).div(5, "floor") * 5,
+                                          ids.numel()};
+          }
           const Gradients g = accumulate_gradients(*model, std::move(batches), step_options(c));
           if (world.rank() == 0) {
             model->each_param([&](Stored& w, bool) {
@@ -97,6 +101,7 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
     for (const Args& options :
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
           Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
+          Args{"--data.document_mask=true"},
           Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
       const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
                              "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
@@ -145,6 +150,10 @@ Args debug(const Args& more) {
 TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
 TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
 TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+TEST(EstimatedPeak, Documents) {
+  expect_peak(debug({"--data.document_mask=true"}));
+  expect_peak(debug({"--data.document_mask=true", "--mesh=cp=2"}));
+}
 // More tokens: the peak is that of activations, and not of the update.
 TEST(EstimatedPeak, RecomputeOfWhatIsCheap) {
   expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
@@ -210,6 +219,8 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
   const std::vector<Args> variants = {
       {"--dtype=float32"},
       {"--dtype=bfloat16", "--mesh=cp=2,ep=2"},
+      {"--dtype=bfloat16", "--mesh=cp=2,ep=2", "--data.document_mask=true"},
+      {"--dtype=float32", "--data.document_mask=true"},
       {"--dtype=float64", "--optimizer.name=sgd", "--moe.z_loss_weight=0.1",
        "--moe.sequence_loss_weight=0.1", "--moe.switch_loss_weight=0.1"},
       {"--dtype=bfloat16", "--mesh=dp_shard=2,tp=2,ep=4", "--parallelism.moe_dispatcher=all_gather",
@@ -248,7 +259,8 @@ TEST(Estimate, AStepReadsTheDeviceOnce) {
     for (const Args& more : {Args{}, Args{"--training.gradient_accumulation_steps=3"},
                              Args{"--activation_checkpoint.mode=full", "--optimizer.name=sgd"},
                              Args{"--activation_checkpoint.mode=selective"},
-                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"}}) {
+                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"},
+                             Args{"--data.document_mask=true"}}) {
       const Config c =
           load({"--model=" + name + ":tiny", "--dtype=bfloat16", "--device=cuda"}, more);
       EXPECT_EQ(estimate(c).num_reads, 1) << name << " " << (more.empty() ? "" : more[0]);

@@ -16,6 +16,7 @@
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
+#include "tests/support.h"
 
 namespace moesh::nn {
 namespace {
@@ -128,6 +129,32 @@ TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
                   shape.cp * shape.tp == 1);
       });
     }
+}
+
+// Documents are those of the whole sequence on every cp and tp rank, and a span has its part.
+TEST(Layouts, ASpanHasTheDocumentsOfItsTokens) {
+  constexpr std::int64_t B = 2, L = 5;
+  for (const auto& shape : kMeshes) {
+    const std::int64_t S = B * shape.dp_shard;
+    const at::Tensor position = at::arange(L).expand({S, L}),
+                     starts = at::minimum(position, at::arange(S).unsqueeze(1));
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto mine = [&](const at::Tensor& x) {
+        return x.narrow(0, mesh.coordinate(dp) * B, B).to(test_device());
+      };
+      const Tokens tokens(mesh, B, L, true, {}, {mine(starts), 7});
+      ASSERT_TRUE(tokens.has_documents());
+      EXPECT_EQ(tokens.most_documents(), 7);
+      EXPECT_TRUE(at::equal(local(tokens.document_starts()), tokens.my_span(mine(starts))));
+      EXPECT_TRUE(
+          at::equal(local(tokens.document_positions()), tokens.my_span(mine(position - starts))));
+      const auto wrong = [&](const at::Tensor& x) {
+        return error_of([&] { Tokens(mesh, B, L, true, {}, {x, 7}); }, ErrorKind::config);
+      };
+      expect_parts(wrong(mine(starts).to(at::kInt)), {"documents begin", "Int", "Long [2, 5]"});
+      expect_parts(wrong(mine(starts).narrow(1, 0, 4)), {"[2, 4]", "Long [2, 5]"});
+    });
+  }
 }
 
 // A router on all tokens of B sequences, and its input as a leaf.

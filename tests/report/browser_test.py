@@ -163,7 +163,7 @@ def shows_what_was_recorded(tmp, moesh, chromium):
         assert near(drawn(browser, "loss", names[1])[1024 * 10], made_up.record(10, 1.2)["loss"])
         for width in (1600, 420):  # nothing wider than the window
             browser.resize(width, 900, mobile=width < 500)
-            assert browser.run("document.documentElement.scrollWidth") <= width, width
+            browser.wait_for(f"document.documentElement.scrollWidth <= {width}")
         no_complaints(browser, url)
 
 

@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
+
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
@@ -80,8 +82,23 @@ struct Case {
   Args args;
 };
 
+// A file of short documents, of which sequences hold different numbers.
+std::string documents() {
+  const std::string path = testing::TempDir() + "step_gpu_documents.jsonl";
+  std::ofstream file(path);
+  for (int i = 0; i < 500; ++i)
+    file << "{\"text\": \"" << std::string(static_cast<std::size_t>(1 + i * i % 23), 'a') << i
+         << "\"}\n";
+  return path;
+}
+
 TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
+  const Args masked{"--data.path=" + documents(), "--model.vocab_size=264"};
   const Case cases[] = {
+      {"deepseek_v3", 20, masked},
+      {"qwen3_moe", 20, masked},
+      {"llama4", 20, masked},
+      {"gpt_oss", 20, masked},
       {"deepseek_v3", 200, {"--training.gradient_accumulation_steps=2"}},
       {"deepseek_v3", 20, {"--activation_checkpoint.mode=full", "--kernels.weight_copies=true"}},
       {"deepseek_v3", 20, {"--activation_checkpoint.mode=selective"}},

@@ -12,6 +12,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/checkpoint/support.h"
 #include "tests/config/other_value.h"
+#include "tests/data/small_tokenizer.h"
 
 namespace moesh::verify {
 namespace {
@@ -24,6 +25,7 @@ const config::OtherFiles& files() {
   static const TemporaryFolder folder;
   static const config::OtherFiles all = [] {
     const auto at = folder.path();
+    std::ofstream(at / "tokenizer.json") << small_tokenizer_json();
     std::ofstream text(at / "corpus.txt"), jsonl(at / "corpus.jsonl");
     for (int i = 0; i < 200; ++i) {
       text << "sentence " << i * i << "\n";
@@ -32,7 +34,9 @@ const config::OtherFiles& files() {
     run(at / "run", "tp=1", {"--steps=1", "--training.seed=9"});
     return config::OtherFiles{.text = at / "corpus.txt",
                               .jsonl = at / "corpus.jsonl",
-                              .weights = at / "run" / checkpoint::step_name(1)};
+                              .weights = at / "run" / checkpoint::step_name(1),
+                              .tokenizer = at / "tokenizer.json",
+                              .token_folder = at / "tokens"};
   }();
   return all;
 }
