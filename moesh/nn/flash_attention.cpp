@@ -80,9 +80,10 @@ Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const at::Tensor& sinks, const Boundaries& b, double scale,
                    std::int64_t window) {
-  if (const auto first = raw::recall("flash attention")) return {(*first)[0], (*first)[1]};
+  constexpr const char* kWhat = "attention with a window, sinks or documents";
+  if (const auto first = raw::recall(kWhat)) return {(*first)[0], (*first)[1]};
   Result r = run_with_sinks(q, k, v, sinks, b, scale, window);
-  raw::keep("flash attention", {r.y, r.lse});
+  raw::keep(kWhat, {r.y, r.lse});
   return r;
 }
 

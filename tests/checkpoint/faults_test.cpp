@@ -425,7 +425,7 @@ TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
   const std::string kept = bytes_of(file);
   EXPECT_EQ(std::count(kept.begin(), kept.end(), '\n'), 4);
   std::ofstream(file, std::ios::app) << "{\"step\":5,\"los";  // cut off by a kill
-  for (int n = 1; n <= 20; ++n) {
+  for (int n = 1; n <= 40; ++n) {
     SCOPED_TRACE(n);
     const pid_t child = fork();
     if (child == 0) {
@@ -445,7 +445,7 @@ TEST(Metrics, OfTheRunBeforeAreNotLostWhenOneDiesAsItBegins) {
   const path folder = f.folder.path() / "metrics", file = folder / "metrics.jsonl",
              earlier = folder / "earlier" / "0001" / "metrics.jsonl";
   const std::string before = bytes_of(file), config = bytes_of(folder / "config.toml");
-  for (int n = 1; n <= 30; ++n) {
+  for (int n = 1; n <= 40; ++n) {
     SCOPED_TRACE(n);
     const pid_t child = fork();
     if (child == 0) {
