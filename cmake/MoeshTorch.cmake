@@ -47,3 +47,24 @@ endif()
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_LIBRARIES "${_libraries}")
 set_property(TARGET moesh::torch PROPERTY INTERFACE_LINK_OPTIONS
   "-Wl,--allow-shlib-undefined,-rpath-link,${MOESH_TORCH_DIR}/lib") # CMake sets the run path
+
+# A compiler that links libstdc++ as an archive would give each program a second one beside the
+# shared one of LibTorch. They share symbols, and the first warning that LibTorch prints ends the
+# program: link the shared one before it.
+set(_program ${CMAKE_BINARY_DIR}/CMakeFiles/links_libstdcxx)
+file(CONFIGURE OUTPUT ${_program}.cpp CONTENT
+  "#include <iostream>\nint main() { std::cerr << 1; }\n")
+try_compile(_links ${CMAKE_BINARY_DIR}/CMakeFiles SOURCES ${_program}.cpp COPY_FILE ${_program})
+set(_shared)
+if(_links)
+  file(STRINGS ${_program} _shared REGEX "libstdc\\+\\+\\.so" LIMIT_COUNT 1)
+endif()
+if(_links AND NOT _shared)
+  find_library(MOESH_LIBSTDCXX libstdc++.so.6)
+  if(NOT MOESH_LIBSTDCXX)
+    message(FATAL_ERROR "${CMAKE_CXX_COMPILER} links libstdc++ statically, which does not go "
+      "together with LibTorch: pass -DMOESH_LIBSTDCXX=<path of libstdc++.so.6>")
+  endif()
+  message(STATUS "libstdc++: ${MOESH_LIBSTDCXX} instead of the compiler's archive")
+  add_link_options("SHELL:-Wl,--push-state,--no-as-needed ${MOESH_LIBSTDCXX} -Wl,--pop-state")
+endif()

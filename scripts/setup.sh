@@ -12,12 +12,14 @@ case $what in program | tests) ;; *) echo "usage: setup.sh [program | tests]" >&
 
 TORCH_VERSION=2.13.0
 # Python packages that tests compare moesh with.
-PEERS=(safetensors==0.8.0 transformers==5.22.2 tokenizers==0.23.3 numpy pyarrow)
+PEERS=(safetensors==0.8.0 transformers==5.22.2 tokenizers==0.23.3 numpy pyarrow
+  tensorboard==2.21.0)
 PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin
-  libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev zlib1g-dev libzstd-dev)
-TEST_PACKAGES=(zstd openssh-client libgtest-dev libcli11-dev clang-format-19 clang-19 libclang-rt-19-dev)
+  libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev zlib1g-dev libzstd-dev libjs-dygraphs)
+TEST_PACKAGES=(zstd openssh-client libgtest-dev libcli11-dev clang-format-19 clang-19 libclang-rt-19-dev
+  chromium)
 # Not on every release; moesh builds and tests without them.
-OPTIONAL=(ccache openssh-client clang-format-19 clang-19 libclang-rt-19-dev)
+OPTIONAL=(ccache openssh-client clang-format-19 clang-19 libclang-rt-19-dev libjs-dygraphs chromium)
 [ "$what" = tests ] && PACKAGES+=("${TEST_PACKAGES[@]}")
 
 log=${TMPDIR:-/tmp}/moesh-setup-$(id -u).log

@@ -3,10 +3,12 @@
 
 record_golden.py FOLDER OUT                          random tokens
 record_golden.py FOLDER OUT --tokens FILE            input_ids, and labels if any, of safetensors
+record_golden.py FOLDER OUT --documents 4            of about 4 tokens, each run by itself
 
 FOLDER is a Hugging Face checkpoint (config.json and safetensors). OUT becomes one safetensors file,
 all in float32:
     input_ids [B, L], labels [B, L]   int64; a label is the target of its position, -100: none
+    document_starts [B, L]            with --documents: the position where each token's begins
     logits [B, L, V], loss []         the mean over the positions that count
     grad.<name>                       of every parameter, under its name on disk in FOLDER
 """
@@ -69,7 +71,29 @@ def gradients_by_name_on_disk(model, on_disk):
     return found
 
 
-def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1):
+def random_documents(labels, mean, seed):
+    """Where the document of each token begins; a label beyond its end does not count."""
+    generator = torch.Generator().manual_seed(seed)
+    begins = torch.rand(labels.shape, generator=generator) < 1 / mean
+    begins[:, 0] = True
+    labels[:, :-1][begins[:, 1:]] = -100
+    return torch.where(begins, torch.arange(labels.shape[1]), 0).cummax(1).values
+
+
+def logits_of(model, ids, starts):
+    """Of every document by itself, as if there were no other."""
+    if starts is None:
+        return model(input_ids=ids, use_cache=False).logits.float()
+    rows = []
+    for sequence, begin in zip(ids, starts):
+        _, lengths = torch.unique_consecutive(begin, return_counts=True)
+        documents = sequence.split(lengths.tolist())
+        parts = [model(input_ids=d[None], use_cache=False).logits[0].float() for d in documents]
+        rows.append(torch.cat(parts))
+    return torch.stack(rows)
+
+
+def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1, documents=0):
     """Writes the file, and returns a line that says what it holds."""
     # The plain implementations: every other one is a faster way to the same numbers, or nearly.
     model = AutoModelForCausalLM.from_pretrained(
@@ -84,18 +108,22 @@ def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1):
         else random_tokens(model.config.vocab_size, batch, length, seed, ignored)
     )
 
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    starts = random_documents(labels, documents, seed) if documents else None
+    logits = logits_of(model, ids, starts)
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100
     )
     loss.backward()
 
     tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
-    for name, gradient in gradients_by_name_on_disk(model, names_on_disk(folder)).items():
+    if starts is not None:
+        tensors["document_starts"] = starts
+    gradients = gradients_by_name_on_disk(model, names_on_disk(folder))
+    for name, gradient in gradients.items():
         tensors["grad." + name] = gradient.detach().contiguous().clone()
     save_file(tensors, out)
     size = f"{ids.shape[0]} x {ids.shape[1]} tokens"
-    return f"{out}: {size}, loss {loss.item():.6f}, {len(tensors) - 4} gradients"
+    return f"{out}: {size}, loss {loss.item():.6f}, {len(gradients)} gradients"
 
 
 def main():
@@ -112,6 +140,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--ignored", type=float, default=0.1, help="fraction of random labels that are -100"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=0, help="mean length of the documents of a sequence; 0: one"
     )
     print(record(**vars(parser.parse_args())))
 

@@ -1,6 +1,6 @@
-// How fast a checkpoint is saved and loaded, against `cp` of the same bytes, and how long an
-// asynchronous save holds up a step.
-//   bench_checkpoint FOLDER [MiB] [RANKS]
+// How fast a checkpoint is saved and loaded, against `dd` and `cp` of the same bytes, and how long
+// an asynchronous save holds up a step.
+//   bench_checkpoint FOLDER [MiB] [RANKS] [cpu|cuda] [THREADS]
 
 #include <ATen/ATen.h>
 
@@ -33,6 +33,7 @@ double seconds_since(Clock::time_point start) {
 struct Problem {
   std::int64_t num_matrices;
   int num_ranks;
+  at::Device device;
 };
 
 std::vector<Part> parts_of(const std::string& prefix, std::int64_t count, int rank, int num_ranks,
@@ -77,6 +78,7 @@ Snapshot snapshot_of(const Problem& problem, int rank) {
        {std::tuple("model", "w", problem.num_matrices / 3),
         std::tuple("optimizer/state", "s", problem.num_matrices / 3 * 2)}) {
     TensorSet set{.prefix = file, .parts = parts_of(prefix, count, rank, problem.num_ranks, true)};
+    for (auto& part : set.parts) part.value = part.value.to(problem.device);
     set.tensors = table_of(set.parts).tensors;
     s.sets.push_back(std::move(set));
   }
@@ -101,10 +103,12 @@ void shell(const std::string& command) {
   MOESH_CHECK(std::system(command.c_str()) == 0, ErrorKind::config, "'", command, "' failed");
 }
 
-int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
-  const Problem problem{std::max<std::int64_t>(3, mebibytes / 16), num_ranks};
+int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device device,
+        int num_threads) {
+  const Problem problem{std::max<std::int64_t>(3, mebibytes / 16), num_ranks, device};
   const path saved = folder / "saved", copy = folder / "copy";
-  double save_time = 1e9, load_time = 1e9, copy_time = 1e9, block_time = 1e9, read_time = 1e9;
+  double save_time = 1e9, load_time = 1e9, copy_time = 1e9, block_time = 1e9, read_time = 1e9,
+         dd_time = 1e9, dd_read_time = 1e9;
   std::uint64_t bytes = 0;
   comm::launch(num_ranks, [&](comm::Group& world) {
     const Snapshot s = snapshot_of(problem, world.rank());
@@ -123,9 +127,21 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
     path checkpoint;
     for (int i = 0; i < kRepeats; ++i) {
       on_first("rm -rf '" + saved.string() + "' '" + copy.string() + "'; sync");
-      timed(save_time, [&] { checkpoint = save(s, {.folder = saved}, world); });
+      timed(save_time,
+            [&] { checkpoint = save(s, {.folder = saved, .num_threads = num_threads}, world); });
       timed(load_time, [&] { load_all(checkpoint, s, i == 0); });
       timed(block_time, [&] { copied(s); });
+      const std::string plain = (folder / "plain").string();
+      const std::string count = std::to_string(problem.num_matrices / 3 * 3 * 4);
+      timed(dd_time, [&] {
+        on_first("dd if=/dev/zero of='" + plain + "' bs=4M count=" + count +
+                 " conv=fsync status=none");
+      });
+      // Out of the system's memory: a save reads back from the disk, too.
+      on_first("dd of='" + plain + "' oflag=nocache conv=notrunc,fdatasync count=0 status=none");
+      timed(dd_read_time,
+            [&] { on_first("dd if='" + plain + "' of=/dev/null bs=4M status=none"); });
+      on_first("rm '" + plain + "'");
       timed(copy_time, [&] {
         on_first("cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && find '" +
                  copy.string() + "' -exec sync {} +");
@@ -143,10 +159,13 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
     if (baseline > 0) std::printf("  %5.2f of the baseline's speed", baseline / seconds);
     std::printf("\n");
   };
-  std::printf("%.0f MiB, %d ranks, best of %d\n", static_cast<double>(bytes) / (1 << 20), num_ranks,
-              kRepeats);
+  std::printf("%.0f MiB on %s, %d ranks, best of %d\n", static_cast<double>(bytes) / (1 << 20),
+              device.str().c_str(), num_ranks, kRepeats);
+  line("dd and fsync", dd_time, 0);
+  line("dd back", dd_read_time, 0);
+  line("dd there and back", dd_time + dd_read_time, 0);
   line("cp -r and fsync", copy_time, 0);
-  line("save (written, read back, hashed, flushed)", save_time, copy_time);
+  line("save (written, read back, hashed, flushed)", save_time, dd_time + dd_read_time);
   line("cat (cached)", read_time, 0);
   line("load (read, hashed, put in place)", load_time, read_time);
   line("asynchronous save holds up the step for", block_time, 0);
@@ -159,7 +178,9 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks) {
 }  // namespace moesh::checkpoint
 
 int main(int argc, char** argv) {
-  if (argc < 2) return std::printf("usage: %s FOLDER [MiB] [RANKS]\n", argv[0]), 2;
-  return moesh::checkpoint::run(argv[1], argc > 2 ? std::atoll(argv[2]) : 960,
-                                argc > 3 ? std::atoi(argv[3]) : 4);
+  if (argc < 2)
+    return std::printf("usage: %s FOLDER [MiB] [RANKS] [cpu|cuda] [THREADS]\n", argv[0]), 2;
+  return moesh::checkpoint::run(
+      argv[1], argc > 2 ? std::atoll(argv[2]) : 960, argc > 3 ? std::atoi(argv[3]) : 4,
+      at::Device(argc > 4 ? argv[4] : "cpu"), argc > 5 ? std::atoi(argv[5]) : 0);
 }

@@ -1,9 +1,10 @@
 // Where the time of a training step goes, by section of the model and by kernel.
-//   bench_step [--warmup N] [--profile N] [--trace FILE] OPTIONS OF moesh train
+//   bench_step [--warmup N] [--profile N] [--trace FILE] [--memory] OPTIONS OF moesh train
 // Runs N steps without a profiler (the median is what a step takes), then N with LibTorch's, and
 // prints the time of the device by section (what the host was in when it launched a kernel: a
 // forward section, or a node of backward) and by kernel; on the CPU, that of LibTorch's operations,
-// without what they call. One rank.
+// without what they call. One rank. --memory: where in a step the most memory is in use, on the
+// device and in the dry run of `moesh estimate`.
 
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -20,6 +22,8 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
+#include "moesh/estimate/estimate.h"
+#include "moesh/kernels/meta/dry_run.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "moesh/train/memory.h"
@@ -33,6 +37,7 @@ using torch::profiler::impl::ActivityType;
 
 struct Options {
   int num_warm = 10, num_profiled = 5;
+  bool memory = false;
   std::string trace;
   std::vector<std::string> rest;
 };
@@ -51,6 +56,8 @@ Options read_options(int argc, char** argv) {
       o.num_profiled = std::stoi(value());
     else if (name == "--trace")
       o.trace = value();
+    else if (name == "--memory")
+      o.memory = true;
     else
       o.rest.push_back(name);
   }
@@ -176,6 +183,56 @@ std::set<ActivityType> activities(const config::Config& config) {
   return {ActivityType::CPU, ActivityType::CUDA};
 }
 
+// Where the peak of a step is: in which operation, and in which ones that called it.
+class Peak {
+ public:
+  static inline std::function<double()> gib;  // the most so far
+  static void reset() { most_ = gib(), where_ = "", open_.clear(); }
+  static void print(const char* of) {
+    std::printf("%s: %.3f GiB, in %s\n", of, most_, where_.c_str());
+  }
+  // The operations of this thread, as long as the handle is not removed.
+  static at::CallbackHandle watch() {
+    return at::addThreadLocalCallback(
+        at::RecordFunctionCallback(
+            [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
+              look();
+              open_.emplace_back(f.name());
+              return nullptr;
+            },
+            [](const at::RecordFunction&, at::ObserverContext*) {
+              look();
+              if (!open_.empty()) open_.pop_back();
+            })
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE,
+                     at::RecordScope::BACKWARD_FUNCTION}));
+  }
+
+ private:
+  static void look() {
+    if (gib() <= most_) return;
+    most_ = gib(), where_ = "";
+    for (const auto& name : open_) where_ += (where_.empty() ? "" : " > ") + name;
+  }
+  static inline double most_ = 0;
+  static inline std::string where_;
+  static inline std::vector<std::string> open_;
+};
+
+void print_peaks(const config::Config& config, const std::function<void()>& take_step) {
+  const auto handle = Peak::watch();
+  Peak::gib = [&] { return train::peak_memory_gib(config.training.device); };
+  train::reset_peak_memory(config.training.device);
+  Peak::reset();
+  take_step();
+  Peak::print("measured");
+  Peak::gib = [] { return static_cast<double>(kernels::meta::DryRun::peak()) / 0x1p30; };
+  Peak::reset();
+  estimate::estimate(config);
+  Peak::print("estimated");
+  at::removeCallback(handle);
+}
+
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) {
@@ -209,6 +266,7 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   std::printf("then median %.4f s, quartiles %.4f and %.4f s of %zu; %.2f GiB\n",
               seconds[1 + count / 2], seconds[1 + count / 4], seconds[1 + count * 3 / 4], count,
               train::peak_memory_gib(config.training.device));
+  if (o.memory) print_peaks(config, take_step);
   const bool on_device = config.training.device != "cpu";
   kineto::enableProfiler(
       profiler_config(), activities(config),

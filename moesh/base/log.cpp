@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
 
 #include "moesh/base/terminal.h"
 
@@ -15,8 +14,7 @@ constexpr const char* kNames[] = {"debug", "info", "warn", "error", "off"};
 LogLevel level_from_environment() {
   const char* text = std::getenv("MOESH_LOG");
   if (!text) return LogLevel::info;
-  for (int i = 0; i < 5; ++i)
-    if (std::strcmp(text, kNames[i]) == 0) return static_cast<LogLevel>(i);
+  if (const auto level = parse_log_level(text)) return *level;
   std::fprintf(stderr,
                "[warn] MOESH_LOG is '%s'; it takes debug, info, warn, error or off. Using info.\n",
                text);
@@ -29,15 +27,23 @@ std::atomic<LogLevel>& current_level() {
 }
 
 std::atomic<LogSink> current_sink{nullptr};
+std::atomic<void (*)()> before_log{nullptr};
 thread_local int current_rank = -1;
 
 }  // namespace
+
+std::optional<LogLevel> parse_log_level(std::string_view text) {
+  for (int i = 0; i < 5; ++i)
+    if (text == kNames[i]) return static_cast<LogLevel>(i);
+  return std::nullopt;
+}
 
 void set_log_rank(int rank) { current_rank = rank; }
 int log_rank() { return current_rank; }
 void set_log_level(LogLevel level) { current_level() = level; }
 LogLevel log_level() { return current_level(); }
 void set_log_sink(LogSink sink) { current_sink = sink; }
+void set_before_log(void (*f)()) { before_log = f; }
 
 void log_line(LogLevel level, const std::string& text) {
   const char* name = kNames[static_cast<int>(level)];
@@ -45,6 +51,7 @@ void log_line(LogLevel level, const std::string& text) {
                                ? detail::concat("[", name, "] ", text)
                                : detail::concat("[", name, " rank ", current_rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
+  if (const auto f = before_log.load()) f();
   const std::string with_end = for_terminal(line) + '\n';
   std::fwrite(with_end.data(), 1, with_end.size(), stderr);
 }

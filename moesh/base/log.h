@@ -2,7 +2,9 @@
 // A log line carries its rank. One line is one write, so that lines of several ranks never
 // interleave.
 
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "moesh/base/error.h"
 
@@ -18,11 +20,17 @@ int log_rank();
 /// info, warn, error, off), else info.
 void set_log_level(LogLevel level);
 LogLevel log_level();
+/// Of "debug", "info", "warn", "error" or "off"; nothing of another text.
+std::optional<LogLevel> parse_log_level(std::string_view text);
 
 /// Replaces the sink (standard error) of every line; an empty function restores it. For tests and
 /// embedding programs.
 using LogSink = void (*)(LogLevel, const std::string& line);
 void set_log_sink(LogSink sink);
+
+/// Called before each line on standard error, for who has something on the terminal that must go
+/// first; null: nothing is.
+void set_before_log(void (*f)());
 
 void log_line(LogLevel level, const std::string& text);
 

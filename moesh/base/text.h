@@ -19,6 +19,11 @@ inline std::string with_commas(std::int64_t n) {
   return text;
 }
 
+/// "1 step", "2,000 steps".
+inline std::string counted(std::int64_t n, const std::string& one) {
+  return with_commas(n) + " " + one + (n == 1 ? "" : "s");
+}
+
 /// Alphabetical, but numbers in names count as numbers: layers.2 is before layers.10.
 inline bool in_natural_order(std::string_view a, std::string_view b) {
   const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };

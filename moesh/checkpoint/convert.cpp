@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/lock.h"
@@ -42,17 +43,6 @@ std::string changed_config(const std::string& text, const ConvertOptions& option
   if (options.dtype)
     for (const char* key : {"dtype", "torch_dtype"}) set(json, key, {torch_name(*options.dtype)});
   return formats::to_json(json);
-}
-
-// What is copied as it is: small files such as a tokenizer, but not those that describe the
-// weights.
-bool is_copied(const std::filesystem::path& folder, const std::string& name) {
-  const std::string kind = std::filesystem::path(name).extension().string();
-  bool is_small = false;
-  for (const char* known : {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"})
-    is_small |= kind == known;
-  return is_small && !formats::is_folder(folder / name) && name[0] != '.' &&
-         name != "config.json" && name != formats::kIndexFile && name != formats::kManifestFile;
 }
 
 // A conversion that was killed has left its folder, which has a manifest from its beginning; before
@@ -138,9 +128,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   };
   add_text(formats::kIndexFile, formats::write_safetensors_index(index));
   add_text("config.json", changed_config(read_config(from), options, source.has_quantized()));
-  for (const auto& name : formats::names_in(from))
-    if (is_copied(from, name))
-      add_text(name, formats::read_file((from / name).string(), ErrorKind::data));
+  for (const auto& [name, text] : read_companions(from)) add_text(name, text);
   std::sort(manifest.files.begin(), manifest.files.end(),
             [](const auto& a, const auto& b) { return a.name < b.name; });
   {

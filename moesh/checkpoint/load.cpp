@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/workers.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/safetensors_index.h"
@@ -22,6 +23,7 @@ constexpr std::size_t kKeptBlocks =
     4;  // tensors are read in the order of the file: older blocks do not come back
 constexpr std::int64_t kSlabBytes =
     256 << 10;  // what is copied at once: small, so that most are within one block
+constexpr std::size_t kReaders = 4;  // threads of each rank
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
@@ -140,6 +142,34 @@ void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
   }
 }
 
+// Jobs that share no file, each list in the order of its files: a file has one reader at a time.
+std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
+  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+    return std::tie(a.found.file->file().path(), a.found.info->begin) <
+           std::tie(b.found.file->file().path(), b.found.info->begin);
+  });
+  std::map<const BlockFile*, const BlockFile*> joined;  // by file: one that it is read with
+  const auto first_of = [&](const BlockFile* file) {
+    while (joined.try_emplace(file, file).first->second != file) file = joined.at(file);
+    return file;
+  };
+  for (const Job& job : jobs)
+    if (const auto* q = job.found.quantized)
+      joined[first_of(q->file_of_scales())] = first_of(job.found.file);
+  std::map<const BlockFile*, std::size_t> places;
+  std::vector<std::vector<Job>> lists;
+  for (Job& job : jobs) {
+    const auto [place, is_new] = places.try_emplace(first_of(job.found.file), lists.size());
+    if (is_new) lists.emplace_back();
+    lists[place->second].push_back(std::move(job));
+  }
+  return lists;
+}
+
+int num_readers(std::size_t num_files) {
+  return static_cast<int>(std::clamp<std::size_t>(num_files, 1, kReaders));
+}
+
 }  // namespace
 
 BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected)
@@ -196,11 +226,14 @@ const std::byte* BlockFile::bytes(std::uint64_t offset, std::size_t count, std::
 TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,
                            const formats::Manifest* manifest)
     : path_(std::move(path)) {
-  for (const auto& name : files) {
-    const auto* expected = manifest ? manifest->find(name) : nullptr;
-    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / name).string(),
+  files_.resize(files.size());
+  share_work(files.size(), num_readers(files.size()), [&](std::size_t i, std::size_t) {
+    const auto* expected = manifest ? manifest->find(files[i]) : nullptr;
+    MOESH_CHECK(!manifest || expected, ErrorKind::data, "'", (path_ / files[i]).string(),
                 "' is not in the manifest of its folder");
-    const auto& file = files_.emplace_back(std::make_unique<BlockFile>(path_ / name, expected));
+    files_[i] = std::make_unique<BlockFile>(path_ / files[i], expected);
+  });
+  for (const auto& file : files_) {
     for (const auto& info : file->file().header().tensors)
       MOESH_CHECK(tensors_.emplace(info.name, Found{{file.get(), &info}}).second, ErrorKind::data,
                   "'", path_.string(), "': tensor '", info.name,
@@ -345,12 +378,18 @@ void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
     MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
                 filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
   }
-  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
-    return std::tie(a.found.file->file().path(), a.found.info->begin) <
-           std::tie(b.found.file->file().path(), b.found.info->begin);
-  });
-  for (const auto& job : jobs)
-    read_box(job, in_view_order(*job.part, *job.source, job.overlap), breath);
+  const auto lists = apart(std::move(jobs));
+  const int num_threads = num_readers(lists.size());
+  // Several threads leave the breath to this one.
+  const Breath between = num_threads == 1 ? breath : Breath();
+  share_work(
+      lists.size(), num_threads,
+      [&](std::size_t i, std::size_t) {
+        const at::NoGradGuard of_this_thread;
+        for (const Job& job : lists[i])
+          read_box(job, in_view_order(*job.part, *job.source, job.overlap), between);
+      },
+      breath);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }

@@ -1,6 +1,7 @@
 #include "moesh/checkpoint/part.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <functional>
@@ -135,6 +136,19 @@ void each_run(
     }
     f(in_view, in_box, run);
   }
+}
+
+at::Tensor to_host(const at::Tensor& value) {
+  if (value.is_cpu()) return value;
+  at::Tensor host;
+  try {
+    host = at::empty(value.sizes(),
+                     at::TensorOptions(at::kCPU).dtype(value.scalar_type()).pinned_memory(true));
+  } catch (const c10::Error&) {
+    return value.cpu();  // the system pins no more memory
+  }
+  host.copy_(value);
+  return host;
 }
 
 std::vector<Filled> merged(std::vector<Filled> boxes) {

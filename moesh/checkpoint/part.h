@@ -55,6 +55,10 @@ void each_run(
     const Sizes& view, const Region& box,
     const std::function<void(std::int64_t in_view, std::int64_t in_box, std::int64_t length)>& f);
 
+/// The values in host memory: of an accelerator through pinned memory, which LibTorch keeps for the
+/// next ones, several times as fast as without.
+at::Tensor to_host(const at::Tensor& value);
+
 /// A box of a view with its values.
 struct Filled {
   Region box;

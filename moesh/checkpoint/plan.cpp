@@ -1,6 +1,8 @@
 #include "moesh/checkpoint/plan.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <mutex>
 
 #include "moesh/base/error.h"
 
@@ -72,12 +74,30 @@ PartsByName by_name(const std::vector<Part>& parts) {
   return map;
 }
 
-bool write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& parts) {
+namespace {
+// In host memory. On a device one tensor is converted at a time, whatever the number of threads:
+// there may be little memory left.
+at::Tensor converted(const at::Tensor& value, at::ScalarType dtype) {
+  if (value.is_cpu()) return value.to(dtype).contiguous();
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return to_host(value.to(dtype).contiguous());
+}
+}  // namespace
+
+bool owns_some(const PlannedTensor& t, const PartsByName& parts) {
+  return std::any_of(t.tensor->sources.begin(), t.tensor->sources.end(), [&](const auto& source) {
+    const auto found = parts.find(source.param);
+    return found != parts.end() && found->second->owned &&
+           overlap_with(*t.tensor, source, found->second->region);
+  });
+}
+
+void write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& parts) {
   const auto dtype = torch_dtype(t.dtype, t.tensor->name);
   const auto element = formats::size_of(t.dtype);
-  const auto boxes = owned_boxes(*t.tensor, parts);
-  for (const auto& [box, value] : boxes) {
-    const at::Tensor host = value.to(at::TensorOptions(at::kCPU).dtype(dtype)).contiguous();
+  for (const auto& [box, value] : owned_boxes(*t.tensor, parts)) {
+    const at::Tensor host = converted(value, dtype);
     const auto* bytes = static_cast<const char*>(host.const_data_ptr());
     each_run(t.tensor->view, box,
              [&](std::int64_t in_view, std::int64_t in_box, std::int64_t length) {
@@ -86,7 +106,6 @@ bool write_tensor(OutputFile& out, const PlannedTensor& t, const PartsByName& pa
                           static_cast<std::uint64_t>(length) * element});
              });
   }
-  return !boxes.empty();
 }
 
 }  // namespace moesh::checkpoint

@@ -40,7 +40,10 @@ std::vector<PlannedFile> plan_files(const std::string& prefix,
 using PartsByName = std::map<std::string, const Part*>;
 PartsByName by_name(const std::vector<Part>& parts);
 
-/// Writes what this rank owns of a tensor; false if that is nothing.
-bool write_tensor(OutputFile& out, const PlannedTensor& tensor, const PartsByName& parts);
+/// Whether this rank owns any of a tensor.
+bool owns_some(const PlannedTensor& tensor, const PartsByName& parts);
+/// Writes what this rank owns of a tensor. Threads may write different tensors at the same time,
+/// each through an OutputFile of its own.
+void write_tensor(OutputFile& out, const PlannedTensor& tensor, const PartsByName& parts);
 
 }  // namespace moesh::checkpoint

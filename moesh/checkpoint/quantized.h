@@ -31,6 +31,7 @@ class Quantized {
   /// bfloat16, which is what it is published to be computed in.
   const formats::TensorInfo& info() const { return info_; }
   BlockFile* file() const { return values_.file; }
+  BlockFile* file_of_scales() const { return scales_.file; }
   /// Elements from `first` on in the order in which they are stored, which is that of
   /// stored_order(...).
   virtual void decode(std::int64_t first, std::span<float> to) const = 0;

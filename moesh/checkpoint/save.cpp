@@ -1,9 +1,11 @@
 #include "moesh/checkpoint/save.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <optional>
 
 #include "moesh/base/error.h"
@@ -11,6 +13,7 @@
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
+#include "moesh/checkpoint/workers.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/safetensors_index.h"
@@ -50,6 +53,10 @@ class Saver {
     texts_ = snapshot.texts;
     texts_[formats::kIndexFile] = index();
     for (const auto& [name, text] : texts_) add_file(name, text.size());
+    std::uint64_t num_bytes = 0;
+    for (const auto& file : files_) num_bytes += file.size;
+    num_threads_ =
+        options.num_threads > 0 ? options.num_threads : num_workers(group.size(), num_bytes);
   }
 
   std::filesystem::path run() {
@@ -134,27 +141,86 @@ class Saver {
     for (const auto& [name, text] : texts_) add_sums(name, write_file(temporary_ / name, text));
   }
 
+  // The threads have streams of their own, which know nothing of the one that computed the values.
+  void wait_for_devices() const {
+    std::vector<c10::Device> devices;
+    for (const auto& set : snapshot_.sets)
+      for (const auto& part : set.parts)
+        if (const auto d = part.value.device();
+            part.owned && !d.is_cpu() &&
+            std::find(devices.begin(), devices.end(), d) == devices.end())
+          devices.push_back(d);
+    for (const c10::Device& d : devices)
+      c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(d.index());
+  }
+
+  // Each thread has one file open, and adds what it wrote to sums of its own: the items are in the
+  // order of the files, and a thread goes through them in that order.
   void write_tensors(const Breath& breath) {
-    for (std::size_t i = 0; i < plans_.size(); ++i) {
-      const auto parts = by_name(snapshot_.sets[i].parts);
-      for (const auto& file : plans_[i]) {
-        OutputFile out(temporary_ / file.name, OutputFile::Mode::open);
-        bool any = false;
-        for (const auto& t : file.tensors) {
-          take(breath);
-          any |= write_tensor(out, t, parts);
-        }
-        if (any) out.sync();
-        add_sums(file.name, out.sums());
-      }
-    }
+    struct Item {
+      const PlannedFile* file;
+      const PlannedTensor* tensor;
+      const PartsByName* parts;
+    };
+    struct Writer {
+      const PlannedFile* file = nullptr;
+      std::optional<OutputFile> out = {};
+    };
+    std::vector<PartsByName> parts;
+    std::vector<Item> items;
+    for (const auto& set : snapshot_.sets) parts.push_back(by_name(set.parts));
+    for (std::size_t i = 0; i < plans_.size(); ++i)
+      for (const auto& file : plans_[i])
+        for (const auto& t : file.tensors)
+          if (owns_some(t, parts[i])) items.push_back({&file, &t, &parts[i]});
+    wait_for_devices();
+    std::vector<Writer> writers(static_cast<std::size_t>(num_threads_));
+    std::mutex mutex;
+    const auto close = [&](Writer& w) {
+      if (!w.out) return;
+      const std::lock_guard lock(mutex);
+      add_sums(w.file->name, w.out->sums());
+      w.out.reset();
+    };
+    share_work(
+        items.size(), num_threads_,
+        [&](std::size_t i, std::size_t thread) {
+          Writer& w = writers[thread];
+          if (w.file != items[i].file) {
+            close(w);
+            w.file = items[i].file;
+            w.out.emplace(temporary_ / w.file->name, OutputFile::Mode::open);
+          }
+          write_tensor(*w.out, *items[i].tensor, *items[i].parts);
+        },
+        breath);
+    for (Writer& w : writers) close(w);
+    std::vector<const PlannedFile*> written;
+    for (const Item& item : items)
+      if (written.empty() || written.back() != item.file) written.push_back(item.file);
+    share_work(
+        written.size(), num_threads_,
+        [&](std::size_t i, std::size_t) {
+          OutputFile(temporary_ / written[i]->name, OutputFile::Mode::open).sync();
+        },
+        breath);
   }
 
   // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
   // hashed is what the writers had in memory, or the save fails.
   void hash_blocks(const Breath& breath) {
     hashes_.assign(sums_.size(), 0);
-    std::vector<std::byte> buffer(formats::kBlockBytes);
+    struct Block {
+      const Written* file;
+      std::uint64_t begin, size;
+      std::size_t number;  // among those of all files
+    };
+    struct Reader {  // of a thread, which has one file open
+      const Written* of = nullptr;
+      std::optional<formats::InputFile> file = {};
+      std::vector<std::byte> buffer = {};
+    };
+    std::vector<Block> blocks;
     const auto num_ranks = static_cast<std::size_t>(group_.size());
     for (const auto& written : files_) {
       const formats::InputFile file(temporary_ / written.name);
@@ -163,21 +229,34 @@ class Saver {
       file.forget_cached();
       for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes) {
         const std::size_t number = written.first_block + begin / formats::kBlockBytes;
-        if (number % num_ranks != static_cast<std::size_t>(group_.rank())) continue;
-        take(breath);
-        const auto block = std::span(buffer).first(
-            std::min<std::uint64_t>(formats::kBlockBytes, written.size - begin));
-        file.read(begin, block);
-        const std::string_view bytes(reinterpret_cast<const char*>(block.data()), block.size());
-        formats::BlockSums found;
-        found.add(begin, bytes);
-        MOESH_CHECK(found.sums().back() == sums_[number], ErrorKind::storage, "'",
-                    file.path().string(), "': bytes ", begin, " to ", begin + block.size(),
-                    " were read back with other values than were written; the disk or the memory "
-                    "of this machine is at fault");
-        hashes_[number] = formats::hash_block(bytes);
+        if (number % num_ranks == static_cast<std::size_t>(group_.rank()))
+          blocks.push_back(
+              {&written, begin, std::min(formats::kBlockBytes, written.size - begin), number});
       }
     }
+    std::vector<Reader> readers(static_cast<std::size_t>(num_threads_));
+    share_work(
+        blocks.size(), num_threads_,
+        [&](std::size_t i, std::size_t thread) {
+          const Block& b = blocks[i];
+          Reader& r = readers[thread];
+          if (r.of != b.file) {
+            r.file.reset();
+            r.of = b.file;
+            r.file.emplace(temporary_ / b.file->name);
+          }
+          r.buffer.resize(b.size);
+          r.file->read(b.begin, r.buffer);
+          const std::string_view bytes(reinterpret_cast<const char*>(r.buffer.data()), b.size);
+          formats::BlockSums found;
+          found.add(b.begin, bytes);
+          MOESH_CHECK(found.sums().back() == sums_[b.number], ErrorKind::storage, "'",
+                      r.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
+                      " were read back with other values than were written; the disk or the memory "
+                      "of this machine is at fault");
+          hashes_[b.number] = formats::hash_block(bytes);
+        },
+        breath);
   }
 
   std::vector<formats::ManifestFile> hashed_files() {
@@ -267,6 +346,7 @@ class Saver {
   std::vector<Written> files_;         // all but the manifest
   std::vector<std::uint64_t> sums_;    // of all blocks of all files, see BlockSums
   std::vector<std::uint64_t> hashes_;  // of the same
+  int num_threads_ = 1;                // that write, and that read back
   bool made_ = false;                  // the temporary folder is there, and is ours
 };
 
@@ -291,7 +371,7 @@ Snapshot copied(const Snapshot& snapshot) {
   Snapshot copy = snapshot;
   for (auto& set : copy.sets)
     for (auto& part : set.parts)
-      if (part.owned) part.value = part.value.is_cpu() ? part.value.clone() : part.value.cpu();
+      if (part.owned) part.value = part.value.is_cpu() ? part.value.clone() : to_host(part.value);
   return copy;
 }
 

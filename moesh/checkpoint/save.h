@@ -29,6 +29,7 @@ struct SaveOptions {
   std::int64_t keep_latest = 0;  // older ones are removed when the new one is intact; 0: none is
   std::set<std::int64_t> known = {};    // steps that the run has found or saved: no other is purged
   std::set<std::int64_t> damaged = {};  // of those, the ones that it may replace
+  int num_threads = 0;  // of this rank that write and read back; 0: by what there is to do
 };
 
 /// Every rank of the group calls it. What was written is read back, past the memory of the system

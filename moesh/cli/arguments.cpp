@@ -27,13 +27,14 @@ std::optional<std::string> take(Args& args, const std::string& name) {
   return std::nullopt;
 }
 
-int take_number(Args& args, const std::string& name, int initial) {
+int take_number(Args& args, const std::string& name, int initial, int least) {
   const auto text = take(args, name);
   if (!text) return initial;
   int value = 0;
   const auto [end, error] = std::from_chars(text->data(), text->data() + text->size(), value);
-  MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= 1,
-              ErrorKind::config, name, " is '", *text, "'; it takes a whole number, 1 or more");
+  MOESH_CHECK(error == std::errc() && end == text->data() + text->size() && value >= least,
+              ErrorKind::config, name, " is '", *text, "'; it takes a whole number, ", least,
+              " or more");
   return value;
 }
 

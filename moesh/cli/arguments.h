@@ -11,8 +11,8 @@ using Args = std::vector<std::string>;
 
 /// Takes `--name VALUE` or `--name=VALUE` out of the arguments; the first, if there are several.
 std::optional<std::string> take(Args& args, const std::string& name);
-/// A whole number, 1 or more; `initial` where it is not given.
-int take_number(Args& args, const std::string& name, int initial);
+/// A whole number, `least` or more; `initial` where it is not given.
+int take_number(Args& args, const std::string& name, int initial, int least = 1);
 double take_real(Args& args, const std::string& name, double initial);
 /// Takes `--name` out, and says whether it was there.
 bool take_flag(Args& args, const std::string& name);

@@ -10,12 +10,18 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
+#include "moesh/base/log.h"
+#include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/usage.h"
+#include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
+#include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
+#include "moesh/train/build.h"
 #include "moesh/train/loop.h"
 
 namespace moesh::cli {
@@ -29,7 +35,7 @@ const char* kUsage =
     "\n"
     "  train          train a model; ranks are threads of this process, or MPI's under mpirun, srun\n"
     "  verify         prove that a mesh computes what one rank computes; exit code 0 only if\n"
-    "                 everything agrees\n"
+    "                 everything agrees; takes train's options\n"
     "                   --steps N        optimizer steps to compare (default 2)\n"
     "                   --sweep N        every mesh of up to N ranks, instead of the configured one;\n"
     "                                    5-8: of 5 to 8\n"
@@ -53,6 +59,11 @@ const char* kUsage =
     "                                    they are\n"
     "                   --memory SIZE    what a rank has, as in 80GiB\n"
     "                   --json FILE      the result as JSON\n"
+    "  report RUN...  the runs of these folders (metrics.folder) as one HTML file, over each other; a\n"
+    "                 FILE.json is the result of verify --json\n"
+    "                   --out FILE       what is written (default report.html)\n"
+    "                   --serve PORT     instead: the page on http://127.0.0.1:PORT, which follows runs\n"
+    "                                    that are still training\n"
     "  demo           train a small DeepSeek-V3 on eight ranks of this process, then verify that\n"
     "                 very mesh (this is `make run`)\n"
     "  convert FROM TO   a folder of a model (Hugging Face or moesh) as another\n"
@@ -74,15 +85,41 @@ const char* kUsage =
     "                   --threads N      default: one for each core\n"
     "                   --save-interval SECONDS  of work that a crash may cost (default 30)\n"
     "                   --check PREFIX   instead: compare every byte with its checksum\n"
-    "  print-config   the effective values, and where each came from\n"
+    "  generate FOLDER   what a model says after a prompt: of a checkpoint, a run's folder of them, or\n"
+    "                 any folder of a model; takes train's options, such as --mesh and --dtype\n"
+    "                   --prompt TEXT    or --prompt-ids 1,2,3, which prints ids as well\n"
+    "                   --max-new-tokens N   default 64; it stops at the model's eos before\n"
+    "                   --ignore-eos     it does not\n"
+    "                   --temperature X  of the draw (default 0: always the likeliest token)\n"
+    "                   --top-p X        draw from the likeliest tokens that together have this\n"
+    "                                    probability (default 1: from all)\n"
+    "                   --seed N         of the draw (default 0)\n"
+    "                   --tokenizer PATH instead of the folder's; bytes: each byte is a token\n"
+    "  print-config   the effective values, and where each came from; takes train's options\n"
     "  help           this text and every option; with --model NAME:SIZE those of that model\n"
     "  --version      the version of moesh and of the LibTorch that it was built with\n"
     "\n"
     "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps,\n"
-    "--dtype, --device, --max-minutes.\n"
+    "--dtype, --device, --max-minutes, --quiet. Every command takes --log-level debug, info, warn,\n"
+    "error or off.\n"
     "\n"
     "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
     "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n";
+
+// Of a rank at its peak. Micro-batches after the second need no more, and what cannot be estimated
+// may still be trained.
+std::optional<std::int64_t> expected_memory(const Config& config) {
+  const Origin origin{"estimate"};
+  const auto num_micro = std::min<std::int64_t>(2, num_micro_batches(config));
+  try {
+    return estimate::estimate(
+               changed(config, {{"training.global_batch_size", std::int64_t{0}, origin},
+                                {"training.gradient_accumulation_steps", num_micro, origin}}))
+        .peak;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
 
 RunSummary run_train(const Args& args) {
   const Config config = load_config(args);
@@ -93,20 +130,23 @@ RunSummary run_train(const Args& args) {
   RunSummary s;
   naming_sizes(config, [&] {
     check_fits(config);
-    s = train::train(config);
+    s = train::train(config, {.estimated_memory = expected_memory(config)});
   });
+  if (config.metrics.quiet) return s;
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)
       std::printf("nothing to do: the checkpoint is of step %lld\n",
                   static_cast<long long>(s.first_step));
     return s;
   }
-  std::printf("%s after %lld steps: loss %.4f", s.interrupted ? "stopped" : "done",
-              static_cast<long long>(s.first_step + s.num_steps), s.losses.back());
-  if (s.entropy) std::printf(" (the data's entropy, which no model can beat: %.4f)", *s.entropy);
-  std::printf("; first step after %.2f s, then %.3f s a step\n", s.first_step_seconds,
-              s.step_seconds);
-  if (!s.folder.empty()) std::printf("metrics: %s/metrics.jsonl\n", s.folder.c_str());
+  std::printf("%s after %s: loss %.4f; first step after %.2f s, then %.3f s a step\n",
+              s.interrupted ? "stopped" : "done",
+              counted(s.first_step + s.num_steps, "step").c_str(), s.losses.back(),
+              s.first_step_seconds, s.step_seconds);
+  if (s.entropy) std::printf("the data's entropy, which no model can beat: %.4f\n", *s.entropy);
+  if (!s.folder.empty())
+    std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n", s.folder.c_str(),
+                s.folder.c_str());
   return s;
 }
 
@@ -149,7 +189,25 @@ int run_demo(const Args& args) {
   return verified;
 }
 
-int run_named(const Args& all);
+// How much each [[optimizer.group]] matches, of the shapes alone.
+std::map<std::string, std::string> group_notes(const Config& config) {
+  std::map<std::string, std::string> notes;
+  if (config.optimizer.group.empty()) return notes;
+  comm::Ledger unused;
+  const Mesh mesh(mesh_shape(config), /*rank=*/0,
+                  [&](const std::string& name, int rank, const std::vector<int>& members) {
+                    return comm::fake_group(name, rank, members, unused);
+                  });
+  const MeshScope scope(mesh);
+  const auto matches = group_matches(*make_model(config, at::kMeta), param_groups(config));
+  for (std::size_t i = 0; i < matches.size(); ++i)
+    notes[detail::concat("optimizer.group.", i, ".match")] = detail::concat(
+        with_commas(matches[i].num_parameters), " parameters in ",
+        with_commas(matches[i].num_tensors), matches[i].num_tensors == 1 ? " tensor" : " tensors");
+  return notes;
+}
+
+int run_named(Args all);
 
 }  // namespace
 
@@ -165,7 +223,36 @@ int run_command(const Args& all) {
 
 namespace {
 
-int run_named(const Args& all) {
+// Which lines of the log are shown, as the variable MOESH_LOG says it.
+void take_log_level(Args& args) {
+  const auto text = take(args, "--log-level");
+  if (!text) return;
+  const std::optional<LogLevel> level = parse_log_level(*text);
+  MOESH_CHECK(level, ErrorKind::config, "--log-level is '", *text,
+              "'; it takes debug, info, warn, error or off");
+  set_log_level(*level);
+}
+
+[[noreturn]] void throw_unknown(const std::string& command) {
+  throw Error(
+      ErrorKind::config,
+      "there is no command '" + command +
+          "'; the commands are train, verify, compare, estimate, report, demo, convert, inspect, "
+          "tokenize, generate, print-config and help");
+}
+
+// Of one command; with the options of a configuration where it takes them.
+void print_help_of(const std::string& command, Args args) {
+  const std::string usage = usage_of(kUsage, command);
+  if (usage.empty()) throw_unknown(command);
+  std::printf("%s\nExit codes and all commands: moesh help\n", usage.c_str());
+  if (command != "train" && usage.find("train's options") == std::string::npos) return;
+  const auto model = take(args, "--model");
+  std::printf("\n%s", help_text(load_config(model ? Args{"--model", *model} : Args{})).c_str());
+}
+
+int run_named(Args all) {
+  take_log_level(all);
   const Args rest(all.begin() + (all.empty() ? 0 : 1), all.end());
   if (all.empty() || all[0] == "help" || all[0] == "--help" || all[0] == "-h") {
     // --model names the one whose keys are shown.
@@ -176,24 +263,27 @@ int run_named(const Args& all) {
     std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
     return 0;
   }
-  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) return run_named({"help"});
+  if (std::find(rest.begin(), rest.end(), "--help") != rest.end()) {
+    print_help_of(all[0], rest);
+    return 0;
+  }
   if (all[0] == "train")
     return static_cast<int>(run_train(rest).interrupted ? ExitCode::stopped : ExitCode::done);
   if (all[0] == "compare") return run_compare(rest);
   if (all[0] == "estimate") return run_estimate(rest);
+  if (all[0] == "report") return run_report(rest);
   if (all[0] == "demo") return run_demo(rest);
   if (all[0] == "verify") return run_verify(rest);
   if (all[0] == "convert") return run_convert(rest);
   if (all[0] == "inspect") return run_inspect(rest);
   if (all[0] == "tokenize") return run_tokenize(rest);
+  if (all[0] == "generate") return run_generate(rest);
   if (all[0] == "print-config") {
-    std::printf("%s", print_config(load_config(rest)).c_str());
+    const Config config = load_config(rest);
+    std::printf("%s", print_config(config, group_notes(config)).c_str());
     return 0;
   }
-  throw Error(ErrorKind::config,
-              "there is no command '" + all[0] +
-                  "'; the commands are train, verify, compare, estimate, demo, convert, inspect, "
-                  "tokenize, print-config and help");
+  throw_unknown(all[0]);
 }
 
 }  // namespace

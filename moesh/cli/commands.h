@@ -6,8 +6,8 @@
 
 namespace moesh::cli {
 
-/// moesh train | verify | compare | estimate | demo | convert | inspect | tokenize |
-/// print-config | help ...
+/// moesh train | verify | compare | estimate | report | demo | convert | inspect | tokenize |
+/// generate | print-config | help ...
 int run_command(const std::vector<std::string>& args);
 
 int run_verify(std::vector<std::string> args);
@@ -16,5 +16,7 @@ int run_estimate(std::vector<std::string> args);
 int run_convert(std::vector<std::string> args);
 int run_inspect(std::vector<std::string> args);
 int run_tokenize(std::vector<std::string> args);
+int run_generate(std::vector<std::string> args);
+int run_report(std::vector<std::string> args);
 
 }  // namespace moesh::cli

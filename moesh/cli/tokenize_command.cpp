@@ -1,18 +1,29 @@
 // The command that turns texts into files of token ids.
 
+#include <algorithm>
 #include <cstdio>
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
+#include "moesh/config/options.h"
 #include "moesh/data/tokenize.h"
 
 namespace moesh::cli {
+namespace {
+
+const std::vector<std::string> kOptions{
+    "--tokenizer", "--out",      "--field",   "--append-eod",    "--eod",  "--with-template",
+    "--format",    "--on-error", "--threads", "--save-interval", "--check"};
+
+}  // namespace
 
 int run_tokenize(Args args) {
-  if (const auto prefix = take(args, "--check")) {
+  if (auto prefix = take(args, "--check")) {
     expect_words(args, 0, "moesh tokenize --check PREFIX");
+    for (const std::string ending : {".bin", ".idx", ".moesh.json"})
+      if (prefix->ends_with(ending)) prefix->resize(prefix->size() - ending.size());
     data::check_token_files(*prefix);
     std::printf("%s: every byte is as it was written\n", prefix->c_str());
     return 0;
@@ -36,21 +47,27 @@ int run_tokenize(Args args) {
                 "--append-eod: the folder of the tokenizer has no tokenizer_config.json with an "
                 "eos_token; name the token with --eod TOKEN");
   }
-  for (const std::string& word : args)
-    MOESH_CHECK(word == "-" || !word.starts_with("-"), ErrorKind::config,
-                "tokenize has no option '", word, "'; moesh help lists those that it has");
+  for (const std::string& word : args) {
+    if (word == "-" || !word.starts_with("-")) continue;
+    const std::string name = word.substr(0, word.find('='));
+    MOESH_CHECK(std::find(kOptions.begin(), kOptions.end(), name) == kOptions.end(),
+                ErrorKind::config, "tokenize has ", name, " twice; keep one of them");
+    throw Error(ErrorKind::config,
+                detail::concat("tokenize has no option '", word, "'; the nearest that it has is ",
+                               config::nearest_name(name, kOptions), ", and moesh help lists all"));
+  }
   options.inputs = args;
   const auto s = data::tokenize(options);
   if (s.went_on_from > 0)
     std::printf("went on behind document %s\n", with_commas(s.went_on_from).c_str());
-  std::printf("%s.bin, %s.idx: %s tokens (%s) in %s documents of %s files; %.1f s\n",
-              options.out.c_str(), options.out.c_str(), with_commas(s.num_tokens).c_str(),
-              s.id_type, with_commas(s.num_documents).c_str(), with_commas(s.num_files).c_str(),
+  std::printf("%s.bin, %s.idx: %s (%s) in %s of %s; %.1f s\n", options.out.c_str(),
+              options.out.c_str(), counted(s.num_tokens, "token").c_str(), s.id_type,
+              counted(s.num_documents, "document").c_str(), counted(s.num_files, "file").c_str(),
               s.seconds);
   if (s.num_empty > 0)
-    std::printf("left out %s documents without text\n", with_commas(s.num_empty).c_str());
+    std::printf("left out %s without text\n", counted(s.num_empty, "document").c_str());
   if (s.num_skipped > 0)
-    std::printf("skipped %s lines that could not be read\n", with_commas(s.num_skipped).c_str());
+    std::printf("skipped %s that could not be read\n", counted(s.num_skipped, "line").c_str());
   return 0;
 }
 

@@ -132,6 +132,7 @@ struct Totals {
         json.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
         ", \"holds\": ", r.holds() ? "true" : "false",
         ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
+        ", \"worst_tensor\": ", formats::json_quoted(r.worst_tensor),
         ", \"first\": ", formats::json_quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor),
         ", \"error\": ", formats::json_quoted(r.error), "}");
   }

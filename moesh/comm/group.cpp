@@ -11,11 +11,13 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/flight.h"
+#include "moesh/comm/sent.h"
 
 namespace moesh::comm {
 namespace {
 
 thread_local Trace* current_trace = nullptr;
+thread_local int num_pauses = 0;
 
 bool is_supported(at::ScalarType t) {
   return t == at::kDouble || t == at::kFloat || t == at::kBFloat16 || t == at::kLong ||
@@ -25,6 +27,16 @@ bool is_supported(at::ScalarType t) {
 Handle recorded(const Group& group, Collective op, std::unique_ptr<Work> work) {
   flight::in_progress(group.name(), op, work.get());
   return Handle(std::move(work));
+}
+
+std::int64_t bytes_of_rows(const at::Tensor& x, std::int64_t rows) {
+  return x.size(0) == 0 ? 0 : static_cast<std::int64_t>(x.nbytes()) / x.size(0) * rows;
+}
+
+void count(const Group& group, Collective op, const at::Tensor& x, std::int64_t own = 0) {
+  if (num_pauses > 0) return;
+  count_sent(group.name(),
+             sent_bytes(op, static_cast<std::int64_t>(x.nbytes()), own, group.size()));
 }
 
 // A group of one has nothing to send: the base class answers everything.
@@ -91,8 +103,14 @@ at::Tensor Handle::wait() {
 Trace::Trace() : outer_(current_trace) { current_trace = this; }
 Trace::~Trace() { current_trace = outer_; }
 
-TracePause::TracePause() : paused_(current_trace) { current_trace = nullptr; }
-TracePause::~TracePause() { current_trace = paused_; }
+TracePause::TracePause() : paused_(current_trace) {
+  current_trace = nullptr;
+  ++num_pauses;
+}
+TracePause::~TracePause() {
+  current_trace = paused_;
+  --num_pauses;
+}
 
 Group::Group(std::string name, int rank, std::vector<int> members)
     : name_(std::move(name)), rank_(rank), members_(std::move(members)) {
@@ -152,6 +170,7 @@ Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
   check_reduce(Collective::all_reduce, x, op);
   if (size() == 1) return Handle(x);
   trace(Collective::all_reduce, x.nbytes());
+  count(*this, Collective::all_reduce, x);
   return recorded(*this, Collective::all_reduce, do_all_reduce(x.contiguous(), op));
 }
 
@@ -167,6 +186,7 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
               " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
   trace(Collective::all_gather, x.nbytes());
+  count(*this, Collective::all_gather, x);
   return recorded(*this, Collective::all_gather, do_all_gather(x.contiguous(), rows));
 }
 
@@ -177,6 +197,7 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
   trace(Collective::reduce_scatter, x.nbytes());
+  count(*this, Collective::reduce_scatter, x, bytes_of_rows(x, rows[static_cast<size_t>(rank_)]));
   return recorded(*this, Collective::reduce_scatter, do_reduce_scatter(x.contiguous(), rows, op));
 }
 
@@ -193,6 +214,7 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
               rank_, " keeps ", send[self], " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
   trace(Collective::all_to_all, x.nbytes());
+  count(*this, Collective::all_to_all, x, bytes_of_rows(x, send[self]));
   return recorded(*this, Collective::all_to_all, do_all_to_all(x.contiguous(), send, recv));
 }
 
@@ -202,6 +224,7 @@ Handle Group::start_broadcast(const at::Tensor& x, int root) {
               "' from rank ", root, "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
   trace(Collective::broadcast, x.nbytes());
+  count(*this, Collective::broadcast, x);
   return recorded(*this, Collective::broadcast, do_broadcast(x.contiguous(), root));
 }
 

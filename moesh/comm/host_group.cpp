@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/base/sections.h"
 #include "moesh/comm/host_memory.h"
 #include "moesh/types/token.h"
 
@@ -97,6 +98,7 @@ class FoldWork final : public Work {
   FoldWork(std::unique_ptr<Exchange> exchange, at::Tensor out, ReduceOp op)
       : exchange_(std::move(exchange)), out_(std::move(out)), op_(op) {}
   at::Tensor wait() override {
+    const InSection reducing(Section::reduce);
     fold(op_, exchange_->receive(), part(out_, 0, out_.numel()), out_.options());
     exchange_->close();
     return out_;
@@ -129,6 +131,7 @@ class AllReduceWork final : public Work {
                             .wait_for_readers = false});
   }
   at::Tensor wait() override {
+    const InSection reducing(Section::reduce);
     const auto mine = into_[static_cast<size_t>(group_.rank())];
     fold(op_, exchange_->receive(), mine, out_.options());
     exchange_->close();

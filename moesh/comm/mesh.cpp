@@ -103,6 +103,8 @@ std::vector<int> divisors(int n) {
 
 }  // namespace
 
+int MeshShape::num_ranks() const { return pp * dp_replicate * dp_shard * cp * tp; }
+
 int MeshShape::size(Axes set) const {
   int n = 1;
   each_axis(set, [&](Axes a) { n *= axis_size(*this, a); });
@@ -216,6 +218,8 @@ Mesh::Mesh(const MeshShape& shape, int rank, const MakeGroup& make)
     return make(to_string(set), shape_.coordinate(rank, set), members);
   });
 }
+
+int Mesh::coordinate(Axes set) const { return shape_.coordinate(rank_, set); }
 
 Axes Mesh::canonical(Axes set) const {
   Axes large = none;

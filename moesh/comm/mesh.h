@@ -20,7 +20,7 @@ struct MeshShape {
   int pp = 1, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 1;
   int efsdp = 0, ep = 1, etp = 1;
 
-  int num_ranks() const { return pp * dp_replicate * dp_shard * cp * tp; }
+  int num_ranks() const;
   /// The size of a set of axes: the product.
   int size(Axes set) const;
   /// A rank's place on a set of axes, the last axis fastest.
@@ -62,7 +62,7 @@ class Mesh {
   int rank() const { return rank_; }
   int size(Axes set) const { return shape_.size(set); }
   /// This rank's place on a set of axes, the last axis fastest: its rank in that group.
-  int coordinate(Axes set) const { return shape_.coordinate(rank_, set); }
+  int coordinate(Axes set) const;
   int coordinate(int rank, Axes set) const { return shape_.coordinate(rank, set); }
   /// The ranks that differ from this one on these axes alone. Axes of one view only.
   const std::shared_ptr<comm::Group>& group(Axes set) const;

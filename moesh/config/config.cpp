@@ -77,10 +77,36 @@ std::int64_t num_micro_batches(const Config& config) {
   return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
 }
 
+optim::Groups param_groups(const Config& config) {
+  std::vector<optim::GroupOptions> groups;
+  for (std::size_t i = 0; i < config.optimizer.group.size(); ++i) {
+    const GroupSection& g = config.optimizer.group[i];
+    MOESH_CHECK(g.weight_decay >= 0 || g.weight_decay == -1, ErrorKind::config,
+                describe_option(config, detail::concat("optimizer.group.", i, ".weight_decay")),
+                "; it takes 0 or more, or -1: as optimizer.weight_decay says");
+    groups.push_back(
+        {.match = g.match,
+         .lr_scale = g.lr_scale,
+         .weight_decay = g.weight_decay < 0 ? std::nullopt : std::optional(g.weight_decay)});
+  }
+  return optim::Groups(groups);
+}
+
 data::SampleOrder sample_order(const Config& config) {
   return {.batch = config.data.batch_size,
           .num_dp = num_dp(config),
           .num_micro = num_micro_batches(config)};
+}
+
+bool document_mask(const Config& config) {
+  if (config.data.document_mask != "auto") return config.data.document_mask == "true";
+  const auto has_several = [](const std::string& kind, const std::string& path) {
+    return data::find_kind(data::resolved_kind(kind, path)).has_documents;
+  };
+  if (config.data.source.empty()) return has_several(config.data.kind, config.data.path);
+  for (const SourceSection& s : config.data.source)
+    if (has_several(s.kind, s.path)) return true;
+  return false;
 }
 
 data::DatasetOptions dataset_options(const Config& config) {
@@ -97,7 +123,10 @@ data::DatasetOptions dataset_options(const Config& config) {
           .vocab_size = models::facts(config.model.architecture).vocab_size,
           .seed = static_cast<std::uint64_t>(config.data.seed),
           .shuffle = config.data.shuffle,
-          .synthetic_successors = config.data.synthetic_successors};
+          .synthetic_successors = config.data.synthetic_successors,
+          .packing = config.data.packing,
+          .tokenizer = config.data.tokenizer,
+          .token_folder = config.data.token_folder};
 }
 
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {

@@ -19,6 +19,7 @@
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/optim/groups.h"
 
 namespace moesh::config {
 
@@ -61,6 +62,10 @@ struct DataSection {
   std::int64_t seed = 0;
   bool shuffle = true;
   std::int64_t synthetic_successors = 4;
+  std::string document_mask = "auto";
+  std::string packing = data::kCut;
+  std::string tokenizer = "";
+  std::string token_folder = "outputs/tokens";
   std::vector<SourceSection> source = {};
 };
 
@@ -86,7 +91,15 @@ struct ParallelismSection {
   std::int64_t expert_tensor_parallel_degree = 1;
   bool sequence_parallel = true;
   bool fsdp_reshard_after_forward = true;
+  bool overlap_reductions = true;
   std::string moe_dispatcher = "auto";
+};
+
+/// Parameters that learn in another way than the others.
+struct GroupSection {
+  std::string match = "";
+  double lr_scale = 1;
+  double weight_decay = -1;
 };
 
 struct OptimizerSection {
@@ -96,6 +109,7 @@ struct OptimizerSection {
   double eps = 1e-8;
   double weight_decay = 0.1;
   double momentum = 0.9;
+  std::vector<GroupSection> group = {};
 };
 
 struct LrSchedulerSection {
@@ -108,8 +122,7 @@ struct LrSchedulerSection {
 struct MoeSection {
   double load_balance_coeff = 1e-3;  // of the model above; each has its own
   std::string score_before_experts = "auto";
-  double switch_loss_weight = 0;
-  double sequence_loss_weight = 0;
+  double switch_loss_weight = 0, sequence_loss_weight = 1e-4;  // likewise
   double z_loss_weight = 0;
   bool force_load_balance = false;
 };
@@ -140,6 +153,11 @@ struct CheckpointSection {
 struct MetricsSection {
   std::int64_t log_freq = 10;
   std::string folder = "outputs";
+  bool enable_tensorboard = false;
+  bool enable_csv = false;
+  std::int64_t expert_counts_freq = 1;
+  double peak_tflops = 0;
+  bool quiet = false;
 };
 
 struct DebugSection {
@@ -182,7 +200,9 @@ void validate(const Config& config, int world_size = 0);
 std::string describe_option(const Config& config, const std::string& option);
 
 /// Every option with its effective value and where it came from, as TOML: --config reads it back.
-std::string print_config(const Config& config);
+/// `notes` are further comments, by the name of an option ("optimizer.group.0.match").
+std::string print_config(const Config& config,
+                         const std::map<std::string, std::string>& notes = {});
 /// Every option with its default and what it takes, by section, and the keys of the model.
 std::string help_text(const Config& config = {});
 
@@ -199,6 +219,9 @@ kernels::GpuKernels gpu_kernels(const Config& config);
 /// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
 std::int64_t num_micro_batches(const Config& config);
 data::SampleOrder sample_order(const Config& config);
+optim::Groups param_groups(const Config& config);
+/// Whether attention stays within documents.
+bool document_mask(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 /// Of one of the files to validate on: read from its beginning, in its order.
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);

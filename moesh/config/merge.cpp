@@ -29,17 +29,33 @@ bool names_model(const Setting& s) { return s.name == "model.name" || s.name == 
 
 constexpr const char* kNoPipeline = "moesh has no pipeline parallelism";
 
+// The list that `name`, of its own or of an entry, is meant to be: "data.sources.0.path" is of
+// data.source. Empty where none is near.
+std::string list_near(const std::string& name) {
+  const auto number =
+      std::find_if(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
+  const bool has_entry =
+      number != name.begin() && number != name.end() && *std::prev(number) == '.';
+  std::string list(name.begin(), has_entry ? std::prev(number) : name.end());
+  for (const Table& table : tables())
+    if (list == table.name || list == table.name + "s") return table.name;
+  return "";
+}
+
 [[noreturn]] void unknown(const Setting& s, const std::vector<std::string>& known) {
   const bool on_line = s.origin.text == kCommandLine;
   const std::string dashes = on_line ? "--" : "";
   const auto elsewhere = name_elsewhere(s.name);
   std::string name = s.name;
   std::replace(name.begin(), name.end(), '-', '_');
-  const std::string hint = !elsewhere
-                               ? detail::concat("the nearest known ", on_line ? "option" : "key",
-                                                " is ", dashes, nearest_name(name, known))
-                           : elsewhere->empty() ? std::string(kNoPipeline)
-                                                : detail::concat("here it is ", dashes, *elsewhere);
+  const std::string list = list_near(name);
+  const std::string hint =
+      !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
+                                     "]], or on the command line --", list, ".0.path=FILE")
+      : !elsewhere  ? detail::concat("the nearest known ", on_line ? "option" : "key", " is ",
+                                     dashes, nearest_name(name, known))
+      : elsewhere->empty() ? std::string(kNoPipeline)
+                           : detail::concat("here it is ", dashes, *elsewhere);
   throw Error(
       ErrorKind::config,
       detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
@@ -94,11 +110,34 @@ constexpr const char* kFolder = "model.folder";
 constexpr const char* kInitialLoad = "checkpoint.initial_load";
 constexpr std::size_t kMaxConfigBytes = 16 << 20;
 
+// Of a text that need not be the name of anything.
+bool is_there_as_folder(const std::string& text) {
+  try {
+    return formats::is_folder(text);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+bool is_there_as_file(const std::string& text) {
+  try {
+    return formats::exists(text) && !formats::is_folder(text);
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // "deepseek_v3:tiny"; without a size the name alone. "hf:FOLDER" is a folder.
 Settings expand_model(const std::string& text) {
   const auto colon = text.find(':');
   if (text.substr(0, colon) == "hf")
     return {{kFolder, text.substr(std::min(text.size(), 3ul)), {kCommandLine}, true}};
+  const auto names = models::model_names();
+  MOESH_CHECK(std::find(names.begin(), names.end(), text.substr(0, colon)) != names.end() ||
+                  !is_there_as_folder(text),
+              ErrorKind::config, "--model ", text,
+              " (command line) is a folder; write --model hf:", text,
+              " for the model that is in it");
   Settings settings{{"model.name", text.substr(0, colon), {kCommandLine}, true}};
   if (colon != std::string::npos)
     settings.push_back({"model.size", text.substr(colon + 1), {kCommandLine}, true});
@@ -157,6 +196,10 @@ std::optional<GivenModel> take_folder(Settings& settings) {
     MOESH_CHECK(!names_model(s), ErrorKind::config, kFolder, " is '", folder.string(), "' (",
                 asked->origin.text, "), and ", s.name, " is '", text_of(s), "' (", s.origin.text,
                 "): the folder says which model it is; leave out one of them");
+  MOESH_CHECK(!is_there_as_file(folder.string()), ErrorKind::config, kFolder, " is '",
+              folder.string(), "' (", asked->origin.text,
+              "), which is not a folder; name the one that it is in: --model hf:",
+              folder.has_parent_path() ? folder.parent_path().string() : ".");
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});

@@ -64,6 +64,18 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
       MOESH_OPTION(numbers, data, synthetic_successors,
                    "tokens that may follow a token of the synthetic language", between(1, 64)),
+      MOESH_OPTION(numbers, data, document_mask,
+                   "tokens see their own document alone, and positions count from its start; auto: "
+                   "where files have several (jsonl, indexed)",
+                   one_of({"auto", "true", "false"})),
+      MOESH_OPTION(numbers, data, packing,
+                   "cut: documents one behind the other, cut into sequences; best_fit: whole ones "
+                   "in each sequence, and padding",
+                   one_of({data::kCut, data::kBestFit})),
+      MOESH_OPTION(
+          numbers, data, tokenizer,
+          "tokenizer.json, or its folder, for files of text; empty: their bytes are tokens"),
+      MOESH_OPTION(output, data, token_folder, "where the tokens made of text are kept"),
 
       MOESH_OPTION(output, validation, interval,
                    "steps from one validation to the next; the last step always has one",
@@ -89,6 +101,9 @@ std::vector<Option> make_options() {
                    "tp ranks hold different tokens between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
                    "free gathered parameters after forward, gather again in backward"),
+      MOESH_OPTION(speed, parallelism, overlap_reductions,
+                   "sum the gradients of a block over the ranks while backward goes on, in one "
+                   "message"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
                    one_of(dispatcher_names())),
 
@@ -126,18 +141,25 @@ std::vector<Option> make_options() {
           "scores multiply what goes into an expert, or what comes out of it; auto: as the "
           "model does it",
           one_of({"auto", "true", "false"})),
-      MOESH_OPTION(numbers, moe, switch_loss_weight, "balance loss over the global micro-batch",
-                   at_least(0)),
-      MOESH_OPTION(numbers, moe, sequence_loss_weight, "balance loss within each sequence",
-                   at_least(0)),
+      MOESH_OPTION(numbers, moe, switch_loss_weight,
+                   "balance loss over the global micro-batch; the default is the model's own "
+                   "(router_aux_loss_coef of its folder; deepseek_v3: 0)",
+                   at_least(0))
+          .with_default([](const models::ModelFacts& m) -> Value { return m.switch_loss_weight; }),
+      MOESH_OPTION(numbers, moe, sequence_loss_weight,
+                   "balance loss within each sequence; the default is 1e-4 for deepseek_v3, else 0",
+                   at_least(0))
+          .with_default(
+              [](const models::ModelFacts& m) -> Value { return m.sequence_loss_weight; }),
       MOESH_OPTION(numbers, moe, z_loss_weight, "loss that keeps the router's logits small",
                    at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,
                    "for benchmarks: experts by token number, not by score"),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
-                   "full: keep only the inputs of blocks, recompute the rest",
-                   one_of({"none", "full"})),
+                   "full: keep only the inputs of blocks, recompute the rest; selective: keep the "
+                   "results of attention and the pre-activations of experts and MLPs as well",
+                   one_of({"none", "selective", "full"})),
 
       MOESH_OPTION(speed, kernels, gpu,
                    "own: moesh's kernels, or an error that says why not; library: LibTorch's; "
@@ -175,7 +197,17 @@ std::vector<Option> make_options() {
                    "bytes of tensors in one file of a checkpoint", at_least(1)),
 
       MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
-      MOESH_OPTION(output, metrics, folder, "where metrics are written; empty: nowhere"),
+      MOESH_OPTION(output, metrics, folder,
+                   "of the run; one that was there before goes to earlier/ in it; empty: nowhere"),
+      MOESH_OPTION(output, metrics, enable_tensorboard, "event files, in tensorboard/ in it"),
+      MOESH_OPTION(output, metrics, enable_csv, "metrics.csv, beside metrics.jsonl"),
+      MOESH_OPTION(output, metrics, expert_counts_freq,
+                   "steps from one record of the tokens of every expert to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, peak_tflops,
+                   "of one device, which TFLOP/s are compared with; 0: as its maker says, where "
+                   "moesh knows it (bfloat16 on GPUs)",
+                   at_least(0)),
+      MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
 
       MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
@@ -406,7 +438,8 @@ const std::vector<ShortForm>& short_forms() {
   static const std::vector<ShortForm> all{{"steps", "training.steps"},
                                           {"dtype", "training.dtype"},
                                           {"device", "training.device"},
-                                          {"max-minutes", "training.max_minutes"}};
+                                          {"max-minutes", "training.max_minutes"},
+                                          {"quiet", "metrics.quiet"}};
   return all;
 }
 

@@ -84,12 +84,14 @@ bool keys_say_all(const Config& config) {
 
 }  // namespace
 
-std::string print_config(const Config& config) {
+std::string print_config(const Config& config, const std::map<std::string, std::string>& notes) {
   std::string text;
   const auto line = [&](const std::string& key, const std::string& name, const Value& value) {
     const std::string origin =
         name == "model.folder" ? "what the model is" : config.origin(name).text;
-    return pad(key + " = " + formats::to_toml(value)) + " # " + in_one_line(origin) + "\n";
+    const auto note = notes.find(name);
+    return pad(key + " = " + formats::to_toml(value)) + " # " + in_one_line(origin) +
+           (note == notes.end() ? "" : "; " + in_one_line(note->second)) + "\n";
   };
   each_section([&](const std::string& section, const std::vector<Option>& of_section) {
     std::vector<std::pair<std::string, Value>> values;

@@ -54,6 +54,15 @@ std::vector<Table> make_tables() {
                   MOESH_COLUMN(validation, source, ValidationSource, name,
                                "what logs and metrics call it; empty: its path"),
                   MOESH_COLUMN(validation, source, ValidationSource, kind, "as data.kind", kinds)),
+      MOESH_TABLE(
+          numbers, optimizer, group, "parameters that learn in another way; the first that matches",
+          MOESH_COLUMN(optimizer, group, GroupSection, match,
+                       "regular expression that is found in their names, as inspect shows them"),
+          MOESH_COLUMN(optimizer, group, GroupSection, lr_scale,
+                       "factor of their learning rate; 0: they stay", {.least = 0}),
+          MOESH_COLUMN(optimizer, group, GroupSection, weight_decay,
+                       "of all of them, norms and biases too; -1: as optimizer.weight_decay says",
+                       {.least = -1})),
   };
 }
 

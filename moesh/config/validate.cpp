@@ -128,7 +128,7 @@ void check_export(const Config& c, const models::ModelFacts& facts) {
 void check_file(const Config& c, const models::ModelFacts& facts, const std::string& path_option,
                 const std::string& path, const std::string& kind_option,
                 const std::string& kind_asked) {
-  const std::string kind_name = data::resolved_kind(kind_asked, path);
+  const std::string kind_name = data::resolved_kind(kind_asked, path, kind_option);
   const data::DatasetKind& kind = data::find_kind(kind_name);
   MOESH_CHECK(kind.reads_file || path.empty(), ErrorKind::config, describe_option(c, kind_option),
               ", and ", describe_option(c, path_option), "; leave out the path, or set ",
@@ -137,22 +137,23 @@ void check_file(const Config& c, const models::ModelFacts& facts, const std::str
               ", and ", describe_option(c, path_option), "; name a file, or set ", kind_option,
               " to ", joined_by_or(data::choices_without_file()));
   if (facts.vocab_size == 0) return;
-  MOESH_CHECK(kind.num_tokens > 0 || c.data.synthetic_successors <= facts.vocab_size,
-              ErrorKind::config, describe_option(c, "data.synthetic_successors"), ", and ",
+  MOESH_CHECK(kind.reads_file || c.data.synthetic_successors <= facts.vocab_size, ErrorKind::config,
+              describe_option(c, "data.synthetic_successors"), ", and ",
               describe_option(c, "model.vocab_size"), "; set data.synthetic_successors to ",
               facts.vocab_size, " or less");
-  if (facts.vocab_size >= kind.num_tokens) return;
+  if (facts.vocab_size >= kind.num_tokens || !c.data.tokenizer.empty()) return;
+  const std::string or_synthetic =
+      path_option == "data.path" ? ", or leave data.path empty for the synthetic language" : "";
   // A larger model does not help where the name is wrong.
   MOESH_CHECK(formats::exists(path), ErrorKind::config, describe_option(c, path_option),
-              ", and there is no such file; name one that is there, "
-              "or leave data.path empty for the synthetic language");
+              ", and there is no such file; name one that is there", or_synthetic);
   throw Error(
       ErrorKind::config,
       detail::concat(describe_option(c, path_option), ", and a file is read as ", kind.num_tokens,
                      " different tokens (bytes, and one that ends a document), but ",
                      describe_option(c, "model.vocab_size"), "; set model.vocab_size to ",
-                     kind.num_tokens,
-                     " or more, or leave data.path empty for the synthetic language"));
+                     kind.num_tokens, " or more, or data.tokenizer to the tokenizer of the model",
+                     or_synthetic));
 }
 
 // The entries of a list of files: each names one, and no two are called the same.
@@ -172,6 +173,43 @@ void check_sources(const Config& c, const models::ModelFacts& facts, const std::
   }
 }
 
+// The files of a run, each by the option that names it.
+struct NamedFile {
+  std::string option;
+  const data::DatasetKind* kind;
+};
+std::vector<NamedFile> files_of(const Config& c) {
+  std::vector<NamedFile> files;
+  const auto add = [&](const std::string& option, const std::string& path,
+                       const std::string& kind) {
+    if (!path.empty()) files.push_back({option, &data::find_kind(data::resolved_kind(kind, path))});
+  };
+  add("data.path", c.data.path, c.data.kind);
+  for (std::size_t i = 0; i < c.data.source.size(); ++i)
+    add(detail::concat("data.source.", i, ".path"), c.data.source[i].path, c.data.source[i].kind);
+  for (std::size_t i = 0; i < c.validation.source.size(); ++i)
+    add(detail::concat("validation.source.", i, ".path"), c.validation.source[i].path,
+        c.validation.source[i].kind);
+  return files;
+}
+
+// Without a tokenizer the bytes of a text are tokens, and mean nothing among the ids of another.
+void check_one_language(const Config& c) {
+  const auto files = files_of(c);
+  const auto is_text = [](const NamedFile& f) { return f.kind->num_tokens > 0; };
+  const auto text = std::find_if(files.begin(), files.end(), is_text),
+             ids = std::find_if_not(files.begin(), files.end(), is_text);
+  MOESH_CHECK(text != files.end() || c.data.tokenizer.empty(), ErrorKind::config,
+              describe_option(c, "data.tokenizer"),
+              ", and there is no file of text to read with it; leave it out");
+  if (text == files.end() || ids == files.end() || !c.data.tokenizer.empty()) return;
+  throw Error(ErrorKind::config,
+              detail::concat(describe_option(c, text->option), ", whose bytes are tokens, and ",
+                             describe_option(c, ids->option),
+                             ", which holds token ids; set data.tokenizer to the tokenizer that "
+                             "made the ids, or leave out one of them"));
+}
+
 void check_data(const Config& c, const models::ModelFacts& facts) {
   MOESH_CHECK(c.data.source.empty() || c.data.path.empty(), ErrorKind::config,
               describe_option(c, "data.path"), ", and ", describe_option(c, "data.source.0.path"),
@@ -183,6 +221,7 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
     check_file(c, facts, "data.path", c.data.path, "data.kind", c.data.kind);
   check_sources(c, facts, "data.source", c.data.source);
   check_sources(c, facts, "validation.source", c.validation.source);
+  check_one_language(c);
 }
 
 // After the mesh: its product of ranks is one that fits.
@@ -264,6 +303,7 @@ void validate(const Config& config, int world_size) {
   check_export(config, facts);
   check_data(config, facts);
   check_schedule(config);
+  param_groups(config);  // throws where a pattern is none
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",
               describe_option(config, "checkpoint.enable"),

@@ -17,8 +17,11 @@ namespace moesh::data {
 /// bits. A batch has int64, which is what an embedding takes.
 using TokenId = std::int32_t;
 
-/// sequence_length + 1 tokens: input and label of every position. Tokens with the same number in
-/// `documents` belong together.
+/// In Sample::documents: a token that fills up a sequence; nothing is learned of it.
+constexpr std::int64_t kPadding = -1;
+
+/// sequence_length + 1 tokens: input and label of every position. Tokens side by side with the same
+/// number in `documents` belong together.
 struct Sample {
   std::vector<TokenId> tokens;
   std::vector<std::int64_t> documents;
@@ -33,6 +36,8 @@ class Dataset {
   virtual std::int64_t sequence_length() const = 0;
   /// Tokens are in [0, vocab_size()).
   virtual std::int64_t vocab_size() const = 0;
+  /// After so many samples it begins again; nothing: never.
+  virtual std::optional<std::int64_t> size() const { return std::nullopt; }
   /// The lowest loss that a model can reach, in nats per label, where it is known.
   virtual std::optional<double> entropy() const { return std::nullopt; }
   /// For a log line: what it is and how much there is of it.
@@ -43,8 +48,24 @@ class Dataset {
 /// and tp.
 struct Batch {
   at::Tensor input_ids_BL;
-  at::Tensor labels_BL;  // kIgnoredLabel where the next token begins another document
-  at::Tensor document_ids_BL;
+  at::Tensor labels_BL;           // kIgnoredLabel where the next token is of another document
+  at::Tensor document_starts_BL;  // the position in the sequence where each token's document begins
+  std::int64_t num_documents = 0;  // of all sequences
+};
+
+/// The samples of another dataset, each once: those that follow are padding.
+class Once : public Dataset {
+ public:
+  /// `of` has a size, and outlives it.
+  explicit Once(const Dataset& of) : of_(of) {}
+  Sample get(std::int64_t index) const override;
+  std::int64_t sequence_length() const override { return of_.sequence_length(); }
+  std::int64_t vocab_size() const override { return of_.vocab_size(); }
+  std::string describe() const override { return of_.describe(); }
+  std::optional<std::int64_t> size() const override { return of_.size(); }
+
+ private:
+  const Dataset& of_;
 };
 
 /// Samples first, first + 1, ... of the global order.

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/base/text.h"
 
 namespace moesh::data {
 namespace {
@@ -72,7 +73,7 @@ std::int64_t Mixture::vocab_size() const {
 }
 
 std::string Mixture::describe() const {
-  std::string text = detail::concat(parts_.size(), " sources");
+  std::string text = counted(std::ssize(parts_), "source");
   for (std::size_t p = 0; p < parts_.size(); ++p)
     text += detail::concat("\n  ", parts_[p].name, " (",
                            100.0 * static_cast<double>(per_period_[p]) / kPeriod,

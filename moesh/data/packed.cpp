@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "moesh/base/error.h"
-#include "moesh/data/shuffle.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json_lines.h"
 
@@ -90,9 +89,7 @@ PackedDataset::PackedDataset(std::shared_ptr<const TokenStore> tokens, std::int6
                              std::uint64_t seed, bool shuffle)
     : tokens_(std::move(tokens)),
       sequence_length_(sequence_length),
-      num_sequences_(0),
-      seed_(seed),
-      shuffle_(shuffle) {
+      epochs_{.seed = seed, .shuffle = shuffle} {
   MOESH_CHECK(sequence_length >= 1, ErrorKind::config, "data: sequence_length is ", sequence_length,
               "; it takes 1 or more");
   const std::int64_t num_tokens = tokens_->num_tokens();
@@ -102,7 +99,7 @@ PackedDataset::PackedDataset(std::shared_ptr<const TokenStore> tokens, std::int6
               " ", tokens_->unit(), ", and a sequence of data.sequence_length = ", sequence_length,
               " needs ", sequence_length + 1, "; set data.sequence_length to ", num_tokens - 1,
               " or less, or use more text");
-  num_sequences_ = (num_tokens - 1) / sequence_length;
+  epochs_.size = (num_tokens - 1) / sequence_length;
 }
 
 // The last document that starts at this token or before.
@@ -117,12 +114,7 @@ std::int64_t PackedDataset::document_at(std::int64_t token) const {
 
 Sample PackedDataset::get(std::int64_t index) const {
   MOESH_CHECK(index >= 0, "sample ", index, " of ", tokens_->name());
-  const std::int64_t epoch = index / num_sequences_;
-  std::int64_t sequence = index % num_sequences_;
-  if (shuffle_)
-    sequence = Shuffle(num_sequences_, seed_, detail::concat("data: epoch ", epoch)).at(sequence);
-
-  const std::int64_t begin = sequence * sequence_length_, count = sequence_length_ + 1;
+  const std::int64_t begin = epochs_.at(index) * sequence_length_, count = sequence_length_ + 1;
   Sample sample{.tokens = std::vector<TokenId>(static_cast<std::size_t>(count))};
   tokens_->copy(begin, sample.tokens);
   std::int64_t document = document_at(begin);
@@ -138,7 +130,7 @@ Sample PackedDataset::get(std::int64_t index) const {
 std::string PackedDataset::describe() const {
   return detail::concat(tokens_->name(), ": ", tokens_->num_documents(),
                         tokens_->num_documents() == 1 ? " document, " : " documents, ",
-                        tokens_->num_tokens(), " tokens, ", num_sequences_, " sequences of ",
+                        tokens_->num_tokens(), " tokens, ", epochs_.size, " sequences of ",
                         sequence_length_);
 }
 

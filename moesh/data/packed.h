@@ -1,10 +1,11 @@
 #pragma once
-// Documents from a file, packed into sequences of equal length without padding.
+// Documents from a file, one behind the other, cut into sequences of equal length.
 
 #include <memory>
 #include <span>
 
 #include "moesh/data/dataset.h"
+#include "moesh/data/shuffle.h"
 #include "moesh/formats/token_file.h"
 
 namespace moesh::data {
@@ -62,15 +63,14 @@ class PackedDataset : public Dataset {
   std::int64_t sequence_length() const override { return sequence_length_; }
   std::int64_t vocab_size() const override { return tokens_->vocab_size(); }
   std::string describe() const override;
-  std::int64_t num_sequences() const { return num_sequences_; }
+  std::optional<std::int64_t> size() const override { return epochs_.size; }
 
  private:
   std::int64_t document_at(std::int64_t token) const;
 
   std::shared_ptr<const TokenStore> tokens_;
-  std::int64_t sequence_length_, num_sequences_;
-  std::uint64_t seed_;
-  bool shuffle_;
+  std::int64_t sequence_length_;
+  Epochs epochs_;
 };
 
 }  // namespace moesh::data

@@ -4,9 +4,11 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/data/best_fit.h"
 #include "moesh/data/mixture.h"
 #include "moesh/data/packed.h"
 #include "moesh/data/synthetic.h"
+#include "moesh/data/tokenized.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/token_file.h"
 
@@ -22,21 +24,33 @@ std::unique_ptr<Dataset> open_synthetic(const DatasetOptions& o) {
                                                               .seed = o.seed});
 }
 
+std::unique_ptr<Dataset> packed(std::shared_ptr<const TokenStore> tokens, const DatasetOptions& o) {
+  if (o.packing == kBestFit)
+    return std::make_unique<BestFitDataset>(std::move(tokens), o.sequence_length, o.seed,
+                                            o.shuffle);
+  return std::make_unique<PackedDataset>(std::move(tokens), o.sequence_length, o.seed, o.shuffle);
+}
+
+std::unique_ptr<Dataset> pack(formats::TokenFile file, const DatasetOptions& o) {
+  return packed(make_store(std::move(file), o.vocab_size), o);
+}
+
 template <Corpus (*Read)(const std::string& path)>
-std::unique_ptr<Dataset> open_bytes(const DatasetOptions& o) {
-  auto dataset =
-      std::make_unique<PackedDataset>(Read(o.path), o.sequence_length, o.seed, o.shuffle);
+std::unique_ptr<Dataset> open_text(const DatasetOptions& o) {
+  if (!o.tokenizer.empty())
+    return pack(open_tokenized({.path = o.path,
+                                .kind = resolved_kind(o.kind, o.path),
+                                .tokenizer = o.tokenizer,
+                                .folder = o.token_folder,
+                                .vocab_size = o.vocab_size}),
+                o);
+  auto dataset = packed(make_store(Read(o.path)), o);
   MOESH_CHECK(
       o.vocab_size >= dataset->vocab_size(), ErrorKind::config, "data: ", o.path, " is read as ",
       dataset->vocab_size(),
       " different tokens (bytes, and one that ends a document), and the model's vocabulary has ",
       o.vocab_size, "; use a model with vocab_size = ", dataset->vocab_size(), " or more");
   return dataset;
-}
-
-std::unique_ptr<Dataset> pack(formats::TokenFile file, const DatasetOptions& o) {
-  return std::make_unique<PackedDataset>(make_store(std::move(file), o.vocab_size),
-                                         o.sequence_length, o.seed, o.shuffle);
 }
 
 std::unique_ptr<Dataset> open_indexed(const DatasetOptions& o) {
@@ -85,9 +99,14 @@ std::vector<Extension> extensions() {
 const std::vector<DatasetKind>& dataset_kinds() {
   static const std::vector<DatasetKind> all{
       {"synthetic", /*reads_file=*/false, {}, open_synthetic},
-      {"text", /*reads_file=*/true, {".txt"}, open_bytes<read_text_corpus>, kNumByteTokens},
-      {"jsonl", /*reads_file=*/true, {".jsonl"}, open_bytes<read_jsonl_corpus>, kNumByteTokens},
-      {"indexed", /*reads_file=*/true, {".bin", ".idx"}, open_indexed},
+      {"text", /*reads_file=*/true, {".txt"}, open_text<read_text_corpus>, kNumByteTokens},
+      {"jsonl",
+       /*reads_file=*/true,
+       {".jsonl"},
+       open_text<read_jsonl_corpus>,
+       kNumByteTokens,
+       /*has_documents=*/true},
+      {"indexed", /*reads_file=*/true, {".bin", ".idx"}, open_indexed, 0, /*has_documents=*/true},
       {"npy", /*reads_file=*/true, {".npy"}, open_npy},
       {"uint16", /*reads_file=*/true, {}, open_flat<formats::IdType::uint16>},
       {"uint32", /*reads_file=*/true, {}, open_flat<formats::IdType::uint32>}};
@@ -100,6 +119,11 @@ std::vector<std::string> dataset_choices() {
 std::vector<std::string> file_choices() {
   return choices([](const DatasetKind& kind) { return kind.reads_file; });
 }
+std::vector<std::string> file_kinds() {
+  std::vector<std::string> names = file_choices();
+  std::erase(names, kAuto);
+  return names;
+}
 std::vector<std::string> choices_without_file() {
   return choices([](const DatasetKind& kind) { return !kind.reads_file; });
 }
@@ -111,16 +135,24 @@ std::string dataset_help() {
   return text;
 }
 
-std::string resolved_kind(const std::string& kind, const std::string& path) {
+std::string resolved_kind(const std::string& kind, const std::string& path,
+                          const std::string& kind_option) {
   if (kind != kAuto) return kind;
   for (const auto& k : dataset_kinds())
     if (path.empty() && !k.reads_file) return k.name;
   for (const auto& [ending, k] : extensions())
     if (path.ends_with(ending)) return k->name;
-  throw Error(ErrorKind::config,
-              detail::concat("data: it is not known how to read '", path,
-                             "'; name its kind (data.kind): ", joined_by_or(file_choices()),
-                             "; or make tokens of it first: moesh tokenize"));
+  MOESH_CHECK(!formats::exists(path + ".bin") || !formats::exists(path + ".idx"), ErrorKind::config,
+              "data: '", path, "' is the name of two files, ", path, ".bin and ", path,
+              ".idx; name one of them");
+  MOESH_CHECK(!formats::is_folder(path), ErrorKind::config, "data: '", path,
+              "' is a folder; name a file, or make one of all that is in it: moesh tokenize");
+  MOESH_CHECK(formats::exists(path), ErrorKind::config, "data: there is no file '", path,
+              "'; name one that is there");
+  throw Error(
+      ErrorKind::config,
+      detail::concat("data: it is not known how to read '", path, "'; set ", kind_option, " to ",
+                     joined_by_or(file_kinds()), ", or make tokens of it first: moesh tokenize"));
 }
 
 const DatasetKind& find_kind(const std::string& name) {

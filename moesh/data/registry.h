@@ -15,6 +15,9 @@ struct SourceOptions {
   double weight = 1;
 };
 
+/// Sequences are cut from all documents one behind the other, or are filled with whole ones.
+constexpr const char *kCut = "cut", *kBestFit = "best_fit";
+
 struct DatasetOptions {
   std::string kind = "auto";  // a name of the table below; auto: see resolved_kind
   std::string path = {};
@@ -25,6 +28,9 @@ struct DatasetOptions {
   std::uint64_t seed = 0;
   bool shuffle = true;  // sequences of a file in another random order each time through
   std::int64_t synthetic_successors = 4;  // tokens that may follow one of the synthetic language
+  std::string packing = kCut;             // how documents of a file become sequences
+  std::string tokenizer = {};             // of text; empty: its bytes are tokens
+  std::string token_folder = {};          // where the tokens of text are kept
 };
 
 /// A kind is an opener, and a line in the table of registry.cpp.
@@ -34,7 +40,10 @@ struct DatasetKind {
   /// How the files end that `auto` takes for it: ".jsonl"; none: it must be named.
   std::vector<std::string> extensions;
   std::unique_ptr<Dataset> (*open)(const DatasetOptions& options);
-  std::int64_t num_tokens = 0;  // different tokens of such data; 0: as many as the model has
+  // Different tokens of such data: text, whose bytes they are without a tokenizer; 0: as many as
+  // the model has.
+  std::int64_t num_tokens = 0;
+  bool has_documents = false;  // a file holds more than one
 };
 
 const std::vector<DatasetKind>& dataset_kinds();
@@ -42,14 +51,18 @@ const std::vector<DatasetKind>& dataset_kinds();
 std::vector<std::string> dataset_choices();
 /// What data.kind takes beside a path: auto, and the kinds that read a file.
 std::vector<std::string> file_choices();
+/// The kinds that read a file, by name.
+std::vector<std::string> file_kinds();
 /// What data.kind takes without a path.
 std::vector<std::string> choices_without_file();
 /// "auto: jsonl for *.jsonl, text for *.txt".
 std::string dataset_help();
 
 /// What `auto` stands for: without a path the kind that reads none, else the kind with the longest
-/// extension that fits. Any other name is its own.
-std::string resolved_kind(const std::string& kind, const std::string& path);
+/// extension that fits. Any other name is its own. Where none fits, Error (config) says what to do,
+/// and calls the option of the kind as it is called.
+std::string resolved_kind(const std::string& kind, const std::string& path,
+                          const std::string& kind_option = "data.kind");
 /// The one of that name; throws Error (config) where there is none.
 const DatasetKind& find_kind(const std::string& name);
 

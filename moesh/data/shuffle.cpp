@@ -35,4 +35,9 @@ std::int64_t Shuffle::at(std::int64_t place) const {
   return static_cast<std::int64_t>(value);
 }
 
+std::int64_t Epochs::at(std::int64_t index) const {
+  const std::int64_t epoch = index / size, place = index % size;
+  return shuffle ? Shuffle(size, seed, detail::concat("data: epoch ", epoch)).at(place) : place;
+}
+
 }  // namespace moesh::data

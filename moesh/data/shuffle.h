@@ -23,4 +23,15 @@ class Shuffle {
   Random random_;
 };
 
+/// The order in which a run goes through `size` things, again and again: each time in another
+/// random order, or always as they lie.
+struct Epochs {
+  std::int64_t size = 0;
+  std::uint64_t seed = 0;
+  bool shuffle = true;
+
+  /// What comes at an index of the run.
+  std::int64_t at(std::int64_t index) const;
+};
+
 }  // namespace moesh::data

@@ -203,6 +203,8 @@ void TokenizeOptions::validate() const {
   MOESH_CHECK(!out.empty() && !out.ends_with('/'), ErrorKind::config,
               "name the output: --out PREFIX");
   MOESH_CHECK(!inputs.empty(), ErrorKind::config, "name the inputs: files, folders, globs, or -");
+  MOESH_CHECK(std::count(inputs.begin(), inputs.end(), "-") <= 1, ErrorKind::config,
+              "standard input (-) is named twice, and ends when it is read once; name it once");
   MOESH_CHECK(format == "auto" || format == "text" || format == "jsonl", ErrorKind::config,
               "--format is '", format, "'; it takes auto, text or jsonl");
 }

@@ -16,6 +16,7 @@ namespace {
 using formats::OutputFile;
 
 constexpr const char* kCure = "choose a folder (--out) that can be written and has room";
+constexpr std::int64_t kChunk = std::int64_t{1} << 18;
 constexpr const char* kBin = ".bin";
 constexpr const char* kIdx = ".idx";
 constexpr const char* kManifest = ".moesh.json";
@@ -47,6 +48,24 @@ void replace_file(const std::string& path, std::string_view bytes) {
   rename(partial, path);
 }
 
+// FNV-1a, a number at a time: it does not matter how they were cut into calls.
+std::uint64_t hash_more(std::uint64_t hash, std::span<const std::int32_t> lengths) {
+  for (const std::int32_t length : lengths)
+    hash = (hash ^ static_cast<std::uint32_t>(length)) * 0x100000001b3;
+  return hash;
+}
+
+// A name goes into JSON at the end of the work: it is better to know at its beginning.
+void check_name(const std::string& what, const std::string& name) {
+  try {
+    formats::json_quoted(name);
+  } catch (const Error&) {
+    throw Error(ErrorKind::config, detail::concat(what, " '", name,
+                                                  "' is not UTF-8, and PREFIX.moesh.json has to "
+                                                  "name it; choose another name"));
+  }
+}
+
 template <class T>
 std::string_view bytes_of(std::span<const T> values) {
   return {reinterpret_cast<const char*>(values.data()), values.size_bytes()};
@@ -56,6 +75,10 @@ std::string_view bytes_of(std::span<const T> values) {
 
 TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string work)
     : prefix_(std::move(prefix)), type_(type), work_(std::move(work)) {
+  check_name("--out", prefix_);
+  const auto folder = std::filesystem::absolute(prefix_).parent_path();
+  MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_,
+              ": there is no folder '", folder.string(), "'; make it first");
   const bool goes_on = read_state();
   if (goes_on && state_.is_complete) {
     publish();
@@ -71,10 +94,12 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   MOESH_CHECK(ids_->lock(), ErrorKind::config, "another moesh tokenize writes to ", prefix_,
               "; wait for it, or choose another --out");
   lengths_ = std::make_unique<OutputFile>(path(kLengths), mode, kCure);
-  if (goes_on)
+  if (goes_on) {
+    check_lengths();
     ids_->go_on_after(static_cast<std::uint64_t>(state_.num_tokens) * formats::size_of(type_));
-  else
+  } else {
     write_state();
+  }
 }
 
 void TokenOutput::refuse_to_overwrite() const {
@@ -83,12 +108,24 @@ void TokenOutput::refuse_to_overwrite() const {
                 " is there already; choose another --out, or move it away");
 }
 
+// What is on the disk is what was written, or the index would be made of something else.
+void TokenOutput::check_lengths() const {
+  std::uint64_t hash = kNoLengths;
+  each_length([&](std::span<const std::int32_t> chunk) { hash = hash_more(hash, chunk); });
+  MOESH_CHECK(hash == state_.lengths_hash, ErrorKind::data, path(kLengths),
+              " is damaged: it has other bytes than were written; remove ", prefix_,
+              ".progress, .lengths and .bin.partial to begin again");
+}
+
 bool TokenOutput::read_state() {
   if (!formats::exists(path(kProgress))) return false;
   const auto json = formats::read_json(path(kProgress));
   const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
-  MOESH_CHECK(json.at("work", path(kProgress)).as_text("work") == work_, ErrorKind::config,
-              path(kProgress),
+  // A run that has written nothing, such as one that stopped at its first lines, is in nobody's
+  // way.
+  const bool is_other = json.at("work", path(kProgress)).as_text("work") != work_;
+  if (is_other && number("documents") == 0) return false;
+  MOESH_CHECK(!is_other, ErrorKind::config, path(kProgress),
               " is of a run with another tokenizer, other options or other inputs (or an input has "
               "changed since); finish that one, or remove ",
               prefix_, ".progress, .lengths and .bin.partial to begin again");
@@ -97,6 +134,7 @@ bool TokenOutput::read_state() {
             .num_tokens = number("tokens"),
             .num_empty = number("empty"),
             .num_skipped = number("skipped"),
+            .lengths_hash = json.at("lengths_hash", path(kProgress)).as_size("lengths_hash"),
             .is_complete = json.at("complete", path(kProgress)).as_bool("complete")};
   return true;
 }
@@ -110,6 +148,7 @@ void TokenOutput::write_state() {
                                                      {"tokens", {state_.num_tokens}},
                                                      {"empty", {state_.num_empty}},
                                                      {"skipped", {state_.num_skipped}},
+                                                     {"lengths_hash", {state_.lengths_hash}},
                                                      {"complete", {state_.is_complete}}}}));
 }
 
@@ -123,6 +162,7 @@ void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::in
     ids_->write(offset, bytes_of(ids));
   }
   lengths_->write(static_cast<std::uint64_t>(state_.num_documents) * 4, bytes_of(lengths));
+  state_.lengths_hash = hash_more(state_.lengths_hash, lengths);
   state_.num_tokens += std::ssize(ids);
   state_.num_documents += std::ssize(lengths);
 }
@@ -139,6 +179,16 @@ void TokenOutput::save(TextPlace place) {
   write_state();
 }
 
+void TokenOutput::each_length(const std::function<void(std::span<const std::int32_t>)>& f) const {
+  const formats::InputFile lengths(path(kLengths));
+  for (std::int64_t first = 0; first < state_.num_documents; first += kChunk) {
+    std::vector<std::int32_t> chunk(
+        static_cast<std::size_t>(std::min(kChunk, state_.num_documents - first)));
+    lengths.read(static_cast<std::uint64_t>(first) * 4, std::as_writable_bytes(std::span(chunk)));
+    f(chunk);
+  }
+}
+
 formats::BlockSums TokenOutput::write_index() {
   remove_if_there(path(kPartialIdx));
   OutputFile out(path(kPartialIdx), OutputFile::Mode::create, kCure);
@@ -148,21 +198,10 @@ formats::BlockSums TokenOutput::write_index() {
     offset += bytes.size();
   };
   put(formats::token_index_header(type_, state_.num_documents, state_.num_documents));
-  const formats::InputFile lengths(path(kLengths));
-  constexpr std::int64_t kChunk = std::int64_t{1} << 18;
-  const auto each_chunk = [&](const auto& f) {
-    for (std::int64_t first = 0; first < state_.num_documents; first += kChunk) {
-      std::vector<std::int32_t> chunk(
-          static_cast<std::size_t>(std::min(kChunk, state_.num_documents - first)));
-      lengths.read(static_cast<std::uint64_t>(first) * 4, std::as_writable_bytes(std::span(chunk)));
-      f(first, chunk);
-    }
-  };
-  each_chunk([&](std::int64_t, const std::vector<std::int32_t>& chunk) {
-    put(bytes_of(std::span<const std::int32_t>(chunk)));
-  });
+  check_lengths();
+  each_length([&](std::span<const std::int32_t> chunk) { put(bytes_of(chunk)); });
   std::int64_t reached = 0;
-  each_chunk([&](std::int64_t, const std::vector<std::int32_t>& chunk) {
+  each_length([&](std::span<const std::int32_t> chunk) {
     std::vector<std::int64_t> offsets;
     for (const std::int32_t length : chunk) {
       offsets.push_back(reached);

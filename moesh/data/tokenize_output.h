@@ -6,6 +6,7 @@
 //
 // and at the end PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is whole.
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -19,11 +20,13 @@ namespace moesh::data {
 
 class TokenOutput {
  public:
+  static constexpr std::uint64_t kNoLengths = 0xcbf29ce484222325;
   /// What is known to be written.
   struct State {
     TextPlace place;
     std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;
-    bool is_complete = false;  // only names are left to change
+    std::uint64_t lengths_hash = kNoLengths;  // of PREFIX.lengths
+    bool is_complete = false;                 // only names are left to change
   };
 
   /// Goes on with what a run with the same `work` (a text that says all that matters) has left.
@@ -43,6 +46,9 @@ class TokenOutput {
   std::string path(const char* ending) const { return prefix_ + ending; }
   void refuse_to_overwrite() const;
   bool read_state();
+  /// f(lengths of some documents), in their order, of all that are written.
+  void each_length(const std::function<void(std::span<const std::int32_t>)>& f) const;
+  void check_lengths() const;
   void write_state();
   formats::BlockSums write_index();
   void publish();

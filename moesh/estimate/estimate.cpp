@@ -49,8 +49,11 @@ class DryRank {
       const auto ids = [&] {
         return at::empty({batch, sequence}, at::TensorOptions(at::kMeta).dtype(at::kLong));
       };
-      for (std::int64_t i = 0; i < num_micro; ++i)
+      for (std::int64_t i = 0; i < num_micro; ++i) {
         batches.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
+        if (document_mask(config_))
+          batches.back().documents = {ids(), most_documents(batch, sequence, 0)};
+      }
       const StepOptions options = step_options(config_);
       take_step(*model_, *optimizer_, std::move(batches), learning_rate(config_, 0), options);
     }

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 
@@ -50,7 +52,14 @@ void OutputFile::sync() {
   if (file_system().sync(descriptor_) != 0) fail_to("flush", path_, errno, cure_);
 }
 
-bool OutputFile::lock() { return file_system().lock(descriptor_) == 0; }
+bool OutputFile::lock() {
+  if (file_system().lock(descriptor_) == 0) return true;
+  const int code = errno;
+  if (code == EAGAIN || code == EACCES) return false;
+  log_warn("'", path_.string(), "' cannot be locked: ", std::strerror(code),
+           "; see to it that nobody else writes it");
+  return true;
+}
 
 void OutputFile::go_on_after(std::uint64_t size) {
   const InputFile written(path_);

@@ -24,7 +24,8 @@ class OutputFile {
   void write(std::uint64_t offset, std::string_view bytes);
   /// Returns when the bytes are on the disk.
   void sync();
-  /// False where another process holds the lock, which ends with this object or its process.
+  /// False where another process holds the lock, which ends with this object or its process. Where
+  /// the file system has no locks it warns, and nobody is kept out.
   bool lock();
   /// Takes the first `size` bytes, which an earlier run wrote, into the sums.
   void go_on_after(std::uint64_t size);

@@ -48,10 +48,13 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
     } else if (const auto* text = node.as_string()) {
       entry.value = text->get();
     } else {
-      throw Error(ErrorKind::config,
-                  detail::concat(name, ":", entry.line, ": ", path, " is ",
-                                 node.is_array() ? "a list" : "a date or a time",
-                                 "; a value is a text, a number, true or false"));
+      throw Error(
+          ErrorKind::config,
+          detail::concat(
+              name, ":", entry.line, ": ", path, " is ",
+              node.is_array() ? "a list" : "a date or a time",
+              "; a value is a text, a number, true or false",
+              node.is_array() ? ", and an entry of a list is written below [[" + path + "]]" : ""));
     }
     entries.push_back(std::move(entry));
   }

@@ -434,6 +434,10 @@ void append(std::string& to, std::string_view replacement, std::string_view text
 
 }  // namespace
 
+bool Pattern::is_in(std::string_view text) const {
+  return !PatternMatcher(*this, text).search(0).empty();
+}
+
 std::string Pattern::replace(std::string_view text, std::string_view replacement) const {
   constexpr std::size_t kMaxResult = 1 << 24;
   PatternMatcher matcher(*this, text);

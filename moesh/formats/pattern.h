@@ -18,6 +18,8 @@ class Pattern {
   /// Throws Error (config) where the text is none, or a larger one than anybody writes.
   explicit Pattern(std::string_view text);
 
+  /// Whether any part of `text` matches.
+  bool is_in(std::string_view text) const;
   /// Every match in `text`, from the left, replaced: $1 is the first group, $& the whole match, $$
   /// a dollar. Throws Error (config) where that would take more than `kMaxWork` steps.
   std::string replace(std::string_view text, std::string_view replacement) const;

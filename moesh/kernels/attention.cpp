@@ -29,6 +29,12 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
   MOESH_CHECK(config.scale > 0 && config.window >= 0 && config.chunk >= 0, ErrorKind::config,
               "attention: scale ", config.scale, ", window ", config.window, ", chunk ",
               config.chunk, "; a scale is positive, the others are 0 or more");
+  if (in.starts_BL.defined())
+    MOESH_CHECK(in.starts_BL.sizes() == q.sizes().slice(0, 2) && in.starts_BL.is_contiguous() &&
+                    in.starts_BL.scalar_type() == at::kLong,
+                ErrorKind::internal, "attention: starts of documents ", in.starts_BL.sizes(),
+                " of ", in.starts_BL.scalar_type(), " for queries ", q.sizes(),
+                "; they are contiguous Long, one for each query of a sequence");
   if (!in.sinks_h.defined()) return;
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   MOESH_CHECK(in.sinks_h.numel() == q.size(2) && in.sinks_h.is_contiguous() &&

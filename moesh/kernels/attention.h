@@ -8,20 +8,25 @@
 namespace moesh::kernels {
 
 /// Query i is at position start + i and sees the keys at positions [first, start + i], where first
-/// is 0, or what window and chunk leave of it.
+/// is 0, or what window, chunk and the documents leave of it.
 struct AttentionConfig {
   double scale = 1;
   std::int64_t start = 0;
   std::int64_t window = 0;  // a query sees itself and window - 1 keys before it; 0: all
   std::int64_t chunk = 0;   // a query sees the keys of its own chunk of so many positions; 0: all
+  // The most documents that the queries of the batch may be of, where they have starts.
+  std::int64_t most_documents = 0;
 };
 
 /// float64, float32 or bfloat16, all of one dtype. Features of a head lie side by side; other
 /// strides may be anything.
 struct AttentionInput {
   at::Tensor q_BLhd, k_BSgd, v_BSgv;
-  at::Tensor sinks_h;  // one more score of each head, without a value; float32 (float64 with
-                       // float64), or undefined
+  at::Tensor sinks_h = {};  // one more score of each head, without a value; float32 (float64 with
+                            // float64), or undefined
+  // int64: the key with which the document of each query begins, before which it sees none, and
+  // from which its chunks count; below 0 where that key is not among these. Undefined: 0.
+  at::Tensor starts_BL = {};
 };
 
 struct AttentionOutput {

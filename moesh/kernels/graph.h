@@ -1,11 +1,11 @@
 #pragma once
 // A CUDA graph: what was given to a stream once, done again by one call of the host.
 
+#include <ATen/core/Tensor.h>
+
 #include <functional>
 #include <memory>
 #include <string>
-
-#include <c10/core/Device.h>
 
 namespace moesh::kernels {
 
@@ -27,5 +27,9 @@ class Graph {
   struct Parts;
   std::unique_ptr<Parts> parts_;
 };
+
+/// A tensor from before the recording that is read in it, and that its owner may let go before the
+/// graph is gone: the graph which this thread records now, if it does, keeps it.
+void keep_for_graph(const at::Tensor& t);
 
 }  // namespace moesh::kernels

@@ -13,13 +13,21 @@ void check_rotation(const Rotation& r, const at::Tensor& x) {
               "x is ", describe(x),
               "; heads are float64, float32 or bfloat16 [batch, positions, heads, features]");
   const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  check_tensor("cos_Lf", r.cos_Lf, wide, 2);
-  check_tensor("sin_Lf", r.sin_Lf, wide, 2);
-  check_same_device("cos_Lf", r.cos_Lf, "x", x);
-  MOESH_CHECK(r.cos_Lf.sizes() == r.sin_Lf.sizes() && r.cos_Lf.size(0) == x.size(1) &&
-                  2 * r.cos_Lf.size(1) <= x.size(3) && r.cos_Lf.is_contiguous() &&
-                  r.sin_Lf.is_contiguous(),
-              ErrorKind::data, "cos is ", describe(r.cos_Lf), " and sin ", describe(r.sin_Lf),
+  check_tensor("cos_Pf", r.cos_Pf, wide, 2);
+  check_tensor("sin_Pf", r.sin_Pf, wide, 2);
+  check_same_device("cos_Pf", r.cos_Pf, "x", x);
+  if (r.positions_BL.defined()) {
+    check_tensor("positions_BL", r.positions_BL, at::kLong, 2);
+    check_same_device("positions_BL", r.positions_BL, "x", x);
+    MOESH_CHECK(r.positions_BL.sizes() == x.sizes().slice(0, 2) && r.positions_BL.is_contiguous(),
+                ErrorKind::data, "positions are ", describe(r.positions_BL), " for heads ",
+                describe(x), "; they are contiguous, one for each token");
+  }
+  MOESH_CHECK(r.cos_Pf.sizes() == r.sin_Pf.sizes() &&
+                  (r.positions_BL.defined() || r.cos_Pf.size(0) == x.size(1)) &&
+                  2 * r.cos_Pf.size(1) <= x.size(3) && r.cos_Pf.is_contiguous() &&
+                  r.sin_Pf.is_contiguous(),
+              ErrorKind::data, "cos is ", describe(r.cos_Pf), " and sin ", describe(r.sin_Pf),
               " for heads ", describe(x),
               "; both have a line for each position and at most a number for each two features");
 }

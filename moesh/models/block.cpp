@@ -10,23 +10,24 @@ namespace {
 nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& config,
                               const nn::Tokens& tokens, const MicroBatch& batch,
                               const Auxiliary& weights) {
-  nn::TokenSum sum;
-  const auto add = [&](double weight, const auto& term) {
-    if (weight == 0) return;
-    const auto t = scale(term(), weight);
-    sum = local(sum).defined() ? sum + t : t;
+  if (!weights.any()) return {};
+  const nn::TokenSum none = sum_all(narrow(detach(route.logits_NE), 0, 0, 0));  // of no token
+  const auto part = [&](double weight, const auto& term) -> nn::TokenSum {
+    return weight == 0 ? none : scale(term(), weight);
   };
-  add(weights.switch_weight, [&] { return nn::switch_loss(route, config, batch.num_step_tokens); });
-  add(weights.sequence_weight,
-      [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); });
-  add(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); });
-  return sum;
+  return stack(std::vector<nn::TokenSum>{
+      part(weights.switch_weight,
+           [&] { return nn::switch_loss(route, config, batch.num_step_tokens); }),
+      part(weights.sequence_weight,
+           [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); }),
+      part(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); })});
 }
 
 }  // namespace
 
 Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
-             const nn::ModuleOptions& o) {
+             const nn::ModuleOptions& o)
+    : layer_(layer) {
   const auto& c = plan.config;
   const std::string name = "model.layers." + std::to_string(layer);
   attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
@@ -46,7 +47,8 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
         *m.score_before_experts ? kernels::ScoreSide::before : kernels::ScoreSide::after;
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
-  config.dtype = o.dtype, config.device = o.device, config.init = o.init;
+  config.dtype = o.dtype, config.device = o.device, config.init = o.init,
+  config.bias_init = o.bias_init;
   moe_.emplace(config);
 }
 
@@ -58,9 +60,11 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
     return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);
   };
+  nn::Past* past =
+      options.past ? &options.past->layers.at(static_cast<std::size_t>(layer_)) : nullptr;
   const nn::Stream<Sp> after = [&] {
     RECORD_USER_SCOPE("attention");
-    return x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens), over_tp);
+    return x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens, past), over_tp);
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   if (mlp_) return {after + nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp), {}, {}};

@@ -13,8 +13,8 @@
 
 namespace moesh::models {
 
-/// A block's output: the stream, its auxiliary losses (undefined if it has none), and what its
-/// router counted (undefined without a router).
+/// A block's output: the stream, its kNumAuxiliary auxiliary losses (undefined if it has none), and
+/// what its router counted (undefined without a router).
 template <bool Sp>
 using BlockOutput = std::tuple<nn::Stream<Sp>, nn::TokenSum, nn::TokenSum>;
 
@@ -37,6 +37,7 @@ class Block {
   std::vector<const Stored*> stored();
 
  private:
+  std::int64_t layer_;
   nn::RmsNorm attention_norm_, ffn_norm_;
   std::unique_ptr<nn::Attention> attention_;
   std::optional<nn::Mlp> mlp_;

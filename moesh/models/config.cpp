@@ -28,7 +28,8 @@ ModelFacts DecoderConfig::facts() const {
           .num_kv_heads = num_heads,
           .num_experts = num_experts,
           .max_sequence = max_sequence,
-          .vocab_size = vocab};
+          .vocab_size = vocab,
+          .switch_loss_weight = balance_loss};
 }
 
 std::optional<BrokenRule> DecoderConfig::broken_rule() const {
@@ -55,7 +56,9 @@ ModelKeys GroupedDecoderConfig::keys() {
   all.insert(all.end(), {{"num_kv_heads", &num_kv_heads, "heads of keys and values"},
                          {"head_dim", &head_dim, "features of a head"},
                          {"attention_bias", &attention_bias, "biases of q, k, v and o"},
-                         {"window", &window, "tokens that a query sees; 0: all", 0}});
+                         {"window", &window, "tokens that a query sees; 0: all", 0},
+                         {"init_bias_std", &bias_std,
+                          "standard deviation of the initial biases; 0: they begin at zero"}});
   return all;
 }
 

@@ -30,9 +30,10 @@ struct ModelFacts {
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  // What the model was trained with: the step of its expert bias (balance without a loss), and
-  // whether scores multiply what goes into an expert or what comes out of it.
+  // What the model was trained with: the step of its expert bias (balance without a loss), its
+  // balance losses, and whether scores multiply what goes into an expert or what comes out of it.
   double load_balance_coeff = 0;
+  double switch_loss_weight = 0, sequence_loss_weight = 0;
   bool score_before_experts = false;
   bool stores_expert_bias = false;  // its files have a place for the bias
 };
@@ -53,6 +54,10 @@ struct DecoderConfig {
   bool tie_embeddings = false;
   std::int64_t max_sequence = 4096;
   double init_std = 0.02;
+  // Of biases at the start, but those of a router. Every library begins with zeros; the tiny sizes
+  // do not, so that comparisons see what biases do.
+  double bias_std = 0;
+  double balance_loss = 0;  // weight of the loss that the model was trained with: the switch loss
 
   /// Points into this object.
   ModelKeys keys();
@@ -63,6 +68,8 @@ struct DecoderConfig {
 
 /// A decoder with grouped-query attention.
 struct GroupedDecoderConfig : DecoderConfig {
+  GroupedDecoderConfig() { balance_loss = 1e-3; }  // router_aux_loss_coef of their library
+
   std::int64_t num_kv_heads = 4, head_dim = 8;
   bool attention_bias = false;
   std::int64_t window = 0;  // tokens that a query sees; 0: all

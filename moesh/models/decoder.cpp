@@ -1,5 +1,7 @@
 #include "moesh/models/decoder.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include "moesh/models/stage.h"
 
 namespace moesh::models {
@@ -14,12 +16,22 @@ bool decays(const Stored& w) {
 class Decoder final : public Model {
  public:
   Decoder(const DecoderPlan& plan, const ModelOptions& options)
-      : stage_(plan, options, {0, plan.config.num_layers}), gpu_kernels_(options.gpu_kernels) {
+      : num_layers_(plan.config.num_layers),
+        stage_(plan, options, {0, plan.config.num_layers}),
+        gpu_kernels_(options.gpu_kernels) {
     if (options.weight_copies) stage_.each_param([](Stored& w) { raw::keep_copy(w); });
   }
 
   ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) override {
     return options.sequence_parallel ? run<true>(batch, options) : run<false>(batch, options);
+  }
+  at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+                         const ForwardOptions& options) override {
+    const at::NoGradGuard no_grad;
+    ForwardOptions o = options;
+    o.pass = nn::Pass::evaluation, o.recompute = Recompute::none, o.auxiliary = {}, o.past = &past;
+    past.layers.resize(static_cast<std::size_t>(num_layers_));
+    return o.sequence_parallel ? run_next<true>(ids_BL, o) : run_next<false>(ids_BL, o);
   }
   void each_param(const std::function<void(Stored&, bool)>& f) override {
     stage_.each_param([&](Stored& w) { f(w, decays(w)); });
@@ -39,11 +51,24 @@ class Decoder final : public Model {
     const auto x = stage_.embed<Sp>(batch, tokens, options);
     const auto out = stage_.run_blocks<Sp>(x, batch, tokens, options);
     const auto cross_entropy = stage_.head<Sp>(out.x_BLD, batch, tokens, options);
-    return {.loss = local(out.auxiliary).defined() ? cross_entropy + out.auxiliary : cross_entropy,
+    return {.loss = local(out.auxiliary).defined() ? cross_entropy + sum_all(out.auxiliary)
+                                                   : cross_entropy,
             .cross_entropy = cross_entropy,
+            .auxiliary = out.auxiliary,
             .counts_E = out.counts_E};
   }
 
+  template <bool Sp>
+  at::Tensor run_next(const at::Tensor& ids_BL, const ForwardOptions& options) {
+    const MicroBatch batch{.input_ids_BL = ids_BL, .labels_BL = ids_BL};
+    const nn::Tokens tokens = stage_.tokens_of(batch, options);
+    const auto x = stage_.embed<Sp>(batch, tokens, options);
+    const auto out = stage_.run_blocks<Sp>(x, batch, tokens, options);
+    options.past->num_tokens += ids_BL.size(1);
+    return local(stage_.last_logits<Sp>(out.x_BLD, tokens));
+  }
+
+  std::int64_t num_layers_;
   Stage stage_;
   kernels::GpuKernels gpu_kernels_;
 };

@@ -59,9 +59,8 @@ class Mla final : public nn::Attention {
     o_ = nn::row(name + ".o_proj", c.dim, num_heads_ * v_dim_, o);
   }
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens) const override {
-    const auto table = rope_tables_->at(rope_, tokens.span_start(), tokens.span_length(),
-                                        local(x_BLD).scalar_type(), local(x_BLD).device());
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past) const override {
+    const auto table = nn::rope_of(*rope_tables_, rope_, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
     };
@@ -72,6 +71,14 @@ class Mla final : public nn::Attention {
     const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
+    if (past) {
+      const Full both =
+          map_rows([](const at::Tensor& a, const at::Tensor& b) { return at::cat({a, b}, -1); },
+                   kv_norm_(latent), turned);
+      const Full& latents = past->add(nn::all_positions(both, tokens));
+      const Heads y = nn::attend_latents(q, latents, use(kv_b_), nope_, tokens, options_, *past);
+      return linear(nn::merge_heads(y), use(o_));
+    }
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
@@ -125,7 +132,8 @@ DecoderPlan DeepseekV3Config::plan() const {
 
 ModelFacts DeepseekV3Config::facts() const {
   ModelFacts facts = DecoderConfig::facts();
-  facts.load_balance_coeff = 1e-3, facts.stores_expert_bias = true;
+  facts.load_balance_coeff = 1e-3, facts.sequence_loss_weight = 1e-4;
+  facts.stores_expert_bias = true;
   return facts;
 }
 

@@ -142,6 +142,10 @@ void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderCo
 void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDecoderConfig& c) {
   read_decoder(json, defaults, c);
   c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
+  c.bias_std = number(json, "initializer_bias_range", 0);  // moesh's own; others begin with zeros
+  c.balance_loss = number(json, "router_aux_loss_coef", c.balance_loss);
+  MOESH_CHECK(c.balance_loss >= 0, ErrorKind::data, "router_aux_loss_coef is ", c.balance_loss,
+              "; it takes 0 or more");
   c.head_dim =
       count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
 }
@@ -164,8 +168,10 @@ JsonObject decoder_json(const DecoderConfig& c) {
 }
 
 JsonObject grouped_json(const GroupedDecoderConfig& c) {
-  return joined(decoder_json(c),
-                {{"num_key_value_heads", {c.num_kv_heads}}, {"head_dim", {c.head_dim}}});
+  return joined(decoder_json(c), {{"num_key_value_heads", {c.num_kv_heads}},
+                                  {"head_dim", {c.head_dim}},
+                                  {"initializer_bias_range", {c.bias_std}},
+                                  {"router_aux_loss_coef", {c.balance_loss}}});
 }
 
 JsonObject joined(JsonObject fields, const JsonObject& more) {

@@ -20,13 +20,15 @@ DecoderPlan GptOssConfig::plan() const {
 
 std::vector<BuiltIn<GptOssConfig>> GptOssConfig::built_in() {
   GptOssConfig tiny;
-  tiny.attention_bias = true, tiny.window = 3, tiny.norm_eps = 1e-5, tiny.init_std = 0.2;
+  tiny.attention_bias = true, tiny.window = 3, tiny.norm_eps = 1e-5, tiny.init_std = 0.2,
+  tiny.bias_std = 0.2;
   tiny.rope.theta = 150000, tiny.rope.factor = 32, tiny.rope.truncate = false;
 
   GptOssConfig debug = tiny;
   debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16,
   debug.num_kv_heads = 4, debug.head_dim = 64;
-  debug.moe_ffn = 256, debug.top_k = 4, debug.window = 32, debug.init_std = 0.02;
+  debug.moe_ffn = 256, debug.top_k = 4, debug.window = 32, debug.init_std = 0.02,
+  debug.bias_std = 0;
 
   GptOssConfig small = debug;
   small.vocab = 201088, small.dim = 2880, small.num_layers = 24, small.num_heads = 64,

@@ -65,7 +65,7 @@ std::vector<BuiltIn<Llama4Config>> Llama4Config::built_in() {
   Llama4Config tiny;
   tiny.num_layers = 4, tiny.top_k = 1, tiny.moe_step = 2, tiny.nope_step = 4, tiny.chunk = 3,
   tiny.growth_floor = 2;
-  tiny.norm_eps = 1e-5, tiny.rope.theta = 5e5, tiny.init_std = 0.2;
+  tiny.norm_eps = 1e-5, tiny.rope.theta = 5e5, tiny.init_std = 0.2, tiny.bias_std = 0.2;
 
   Llama4Config debug;
   debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16,

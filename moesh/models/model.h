@@ -12,6 +12,7 @@
 #include "moesh/base/label.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/past.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
@@ -23,6 +24,8 @@ struct Auxiliary {
   double switch_weight = 0, sequence_weight = 0, z_weight = 0;
   bool any() const { return switch_weight != 0 || sequence_weight != 0 || z_weight != 0; }
 };
+/// The auxiliary losses by themselves: balance over the micro-batch, within sequences, of logits.
+constexpr std::int64_t kNumAuxiliary = 3;
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
@@ -30,26 +33,44 @@ struct MicroBatch {
   // Valid tokens of the whole optimizer step, of all ranks and micro-batches: a float64 scalar, of
   // the device or of the host.
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
-  std::int64_t index = 0;  // of the micro-batch in its step
+  std::int64_t index = 0;        // of the micro-batch in its step
+  nn::Documents documents = {};  // none: every sequence is one
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
+  /// The tensors that come from the data, for whoever copies them.
+  std::vector<at::Tensor*> from_data() {
+    std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
+    if (documents.any()) all.push_back(&documents.starts_BL);
+    return all;
+  }
+};
+
+/// What backward of a block computes again, because forward has not kept it.
+enum class Recompute {
+  none,
+  selective,  // all but what is expensive: results of attention, pre-activations of MLPs and
+              // experts
+  full,       // all but the input of the block
 };
 
 struct ForwardOptions {
   bool sequence_parallel = true;
-  // Keep only what goes from block to block, and compute the rest again in backward.
-  bool recompute = false;
+  Recompute recompute = Recompute::none;
   nn::Pass pass = nn::Pass::training;
   Auxiliary auxiliary;
   // Free gathered parameters after a block's forward, and gather them again in backward.
   bool reshard = false;
   nn::Probe* probe = nullptr;  // null: nobody looks
+  // What the layers have kept of the tokens before, and keep of these; null: these are all.
+  nn::PastOfLayers* past = nullptr;
 };
 
 struct ForwardResult {
   nn::TokenSum loss;  // cross-entropy and auxiliary losses, each divided by the tokens of the step
-  nn::TokenSum cross_entropy;          // the first part of it, for the log
+  // The parts of it, for the log. `auxiliary` has kNumAuxiliary terms, each with its weight in it;
+  // it is undefined where all weights are 0.
+  nn::TokenSum cross_entropy, auxiliary;
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
 };
 
@@ -71,6 +92,10 @@ class Model {
  public:
   virtual ~Model() = default;
   virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
+  /// The logits [B, V] of the token that follows ids [B, L], and those which `past` has kept before
+  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients.
+  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+                                 const ForwardOptions& options) = 0;
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   virtual std::vector<nn::Router*> routers() = 0;

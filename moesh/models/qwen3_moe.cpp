@@ -30,7 +30,7 @@ ModelKeys Qwen3MoeConfig::keys() {
 
 std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {
   Qwen3MoeConfig tiny;
-  tiny.mlp_only_layers = {0}, tiny.init_std = 0.2;
+  tiny.mlp_only_layers = {0}, tiny.init_std = 0.2, tiny.bias_std = 0.2;
 
   Qwen3MoeConfig debug;
   debug.vocab = 2048, debug.dim = 256, debug.num_layers = 6, debug.num_heads = 16,

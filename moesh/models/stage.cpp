@@ -4,9 +4,12 @@
 
 #include <ATen/record_function.h>
 
+#include <utility>
+
 #include "moesh/base/error.h"
 #include "moesh/nn/residual.h"
 #include "moesh/spmd/recompute.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
 
 namespace moesh::models {
@@ -29,7 +32,10 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
   const nn::ModuleOptions o{
       .dtype = m.dtype,
       .device = m.device,
-      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed}};
+      .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed},
+      .bias_init = Init{.kind = c.bias_std > 0 ? Init::Kind::normal : Init::Kind::zeros,
+                        .scale = c.bias_std,
+                        .seed = m.seed}};
   const bool is_first = range.begin == 0, is_last = range.end == c.num_layers;
   if (is_first || (is_last && c.tie_embeddings))
     embedding_.emplace("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
@@ -49,10 +55,12 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
 
 nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& options) const {
   const auto& ids = batch.input_ids_BL;
-  MOESH_CHECK(ids.dim() == 2 && ids.size(1) <= config_.max_sequence, ErrorKind::config,
-              "input_ids are ", ids.sizes(), "; the model takes sequences of up to ",
-              config_.max_sequence, " tokens");
-  return {current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel, batch.valid_BL()};
+  const std::int64_t before = options.past ? options.past->num_tokens : 0;
+  MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
+              "input_ids are ", ids.sizes(), ", after ", before,
+              " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
+  return {current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
+          batch.valid_BL(), batch.documents, before};
 }
 
 template <bool Sp>
@@ -67,19 +75,28 @@ nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
 }
 
 template <bool Sp>
-BlockOutput<Sp> Stage::run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
-                                 const nn::Tokens& tokens, const ForwardOptions& options,
-                                 std::int64_t moe_layer) {
-  if (options.recompute && options.pass == nn::Pass::training)
+BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
+                                 const MicroBatch& batch, const nn::Tokens& tokens,
+                                 const ForwardOptions& options, std::int64_t moe_layer) {
+  Block& block = *run.block;
+  const nn::Stream<Sp> x = begin_bucket(input);
+  if (options.recompute != Recompute::none && options.pass == nn::Pass::training)
     return recompute(
-        [&block, tokens, batch, options, moe_layer](const nn::Stream<Sp>& input, bool again) {
+        [&block, before = run.before, tokens, batch, options, moe_layer](
+            const nn::Stream<Sp>& stream, bool again) {
           ForwardOptions o = options;
           if (again) o.pass = nn::Pass::recompute;
-          return block.run<Sp>(input, tokens, batch, o, moe_layer);
+          // Backward comes to the block before this one next.
+          if (again && options.reshard) {
+            prefetch(block.stored());
+            if (before) prefetch(before->stored());
+          }
+          return block.run<Sp>(stream, tokens, batch, o, moe_layer);
         },
-        x);
+        x, options.recompute == Recompute::selective ? Keep::expensive : Keep::nothing);
   if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
-  ReshardScope scope;
+  ReshardScope scope(run.gathers_before);
+  run.gathers_before = scope.gathers();
   auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);
   std::get<0>(out) = scope.leave(std::get<0>(out));
   return out;
@@ -90,11 +107,14 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
                                   const nn::Tokens& tokens, const ForwardOptions& options) {
   StageOutput<Sp> out{.x_BLD = x_BLD};
   std::int64_t moe_layer = first_moe_layer_;
+  BlockRun run;
   for (size_t i = 0; i < blocks_.size(); ++i) {
     // The parameters of the next block travel while this one computes.
-    if (options.reshard && i + 1 < blocks_.size()) prefetch(blocks_[i + 1]->stored());
+    for (size_t next : {i, i + 1})
+      if (options.reshard && next < blocks_.size()) prefetch(blocks_[next]->stored());
+    run.before = std::exchange(run.block, blocks_[i].get());
     const auto [x, auxiliary, counts_E] =
-        run_block<Sp>(*blocks_[i], out.x_BLD, batch, tokens, options, moe_layer);
+        run_block<Sp>(run, out.x_BLD, batch, tokens, options, moe_layer);
     out.x_BLD = x;
     if (local(auxiliary).defined())
       out.auxiliary = local(out.auxiliary).defined() ? out.auxiliary + auxiliary : auxiliary;
@@ -110,12 +130,23 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                          const nn::Tokens& tokens, const ForwardOptions& options) const {
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
-  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, begin_bucket(x_BLD)), tokens.over_tp());
   const auto weight = use(head_ ? *head_ : embedding_->weight());
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
   const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
   return once<tp>(scale(sum, batch.num_step_tokens.reciprocal()));
+}
+
+template <bool Sp>
+Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<Sp>& x_BLD,
+                                                               const nn::Tokens& tokens) const {
+  MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
+  const auto logits = linear(last, use(head_ ? *head_ : embedding_->weight()));
+  const Pieces words{config_.vocab, current_mesh().size(tp)};
+  return all_gather<tp>(logits, {.dim = 1, .sizes = words.lengths()});
 }
 
 void Stage::each_param(const std::function<void(Stored&)>& f) {
@@ -152,5 +183,9 @@ template nn::TokenSum Stage::head<true>(const nn::Stream<true>&, const MicroBatc
                                         const nn::Tokens&, const ForwardOptions&) const;
 template nn::TokenSum Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
                                          const nn::Tokens&, const ForwardOptions&) const;
+template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<true>(
+    const nn::Stream<true>&, const nn::Tokens&) const;
+template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<false>(
+    const nn::Stream<false>&, const nn::Tokens&) const;
 
 }  // namespace moesh::models

@@ -11,6 +11,7 @@
 #include "moesh/models/block.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/vocabulary.h"
+#include "moesh/spmd/reshard.h"
 
 namespace moesh::models {
 
@@ -23,7 +24,7 @@ struct BlockRange {
 template <bool Sp>
 struct StageOutput {
   nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
-  nn::TokenSum auxiliary;              // auxiliary losses; undefined if there are none
+  nn::TokenSum auxiliary;              // kNumAuxiliary losses; undefined if there are none
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 
@@ -46,6 +47,11 @@ class Stage {
   nn::TokenSum head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
                     const ForwardOptions& options) const;
 
+  /// The last stage: stream -> logits [B, V] of the last position, whole on cp and tp.
+  template <bool Sp>
+  Tensor<Dense{Place::T, Place::R, Place::R}> last_logits(const nn::Stream<Sp>& x_BLD,
+                                                          const nn::Tokens& tokens) const;
+
   /// Every parameter once, in forward order.
   void each_param(const std::function<void(Stored&)>& f);
   /// Of each MoE layer.
@@ -57,8 +63,13 @@ class Stage {
   double flops_per_token(std::int64_t sequence) const;
 
  private:
+  // A block, and what backward comes to after it.
+  struct BlockRun {
+    Block *block = nullptr, *before = nullptr;
+    std::shared_ptr<raw::Gathers> gathers_before = nullptr;
+  };
   template <bool Sp>
-  BlockOutput<Sp> run_block(Block& block, const nn::Stream<Sp>& x, const MicroBatch& batch,
+  BlockOutput<Sp> run_block(BlockRun& run, const nn::Stream<Sp>& x, const MicroBatch& batch,
                             const nn::Tokens& tokens, const ForwardOptions& options,
                             std::int64_t moe_layer);
 

@@ -14,21 +14,25 @@
 namespace moesh::nn {
 namespace {
 
-// `sinks_h` may be undefined.
+// `sinks_h` and `starts_BL` may be undefined.
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
-                        const at::Tensor& v_BSgd, const at::Tensor& sinks_h, const Tokens& tokens,
-                        const AttentionOptions& o) {
-  const Reach seen = reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+                        const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
+                        const at::Tensor& starts_BL, const Tokens& tokens,
+                        const AttentionOptions& o, const Past* past) {
+  const Reach seen =
+      past ? past->kept() : reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
   MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
   // Positions count from the first key: chunks begin where they did.
   const kernels::AttentionConfig config{.scale = o.scale,
-                                        .start = tokens.span_start() - seen.begin,
+                                        .start = tokens.first_position() - seen.begin,
                                         .window = o.window,
-                                        .chunk = o.chunk};
-  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h};
+                                        .chunk = o.chunk,
+                                        .most_documents = tokens.most_documents()};
+  const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
+                                      starts_BL.defined() ? starts_BL - seen.begin : starts_BL};
   return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
                                                  : composed_attention(config, input);
 }
@@ -48,12 +52,22 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
   std::int64_t start = 0;
   for (auto length : tokens.over_cp().sizes) {
     std::int64_t first = o.window > 0 ? std::max<std::int64_t>(0, start - o.window + 1) : 0;
-    if (o.chunk > 0) first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
+    if (o.chunk > 0 && tokens.has_documents())
+      first = std::max(first, start - o.chunk + 1);
+    else if (o.chunk > 0)
+      first = std::max(first, start / o.chunk * o.chunk) / o.chunk * o.chunk;
     if (length == 0) first = start;
     found.push_back(sees_all ? Reach{0, all} : Reach{first, start + length});
     start += length;
   }
   return found;
+}
+
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
+}
+Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& o) {
+  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
 }
 
 double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
@@ -67,23 +81,45 @@ double mean_visible(std::int64_t sequence, const AttentionOptions& o) {
   return sum / static_cast<double>(std::max<std::int64_t>(1, sequence));
 }
 
+RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
+                  const Full& x) {
+  const auto dtype = local(x).scalar_type();
+  const auto device = local(x).device();
+  if (!tokens.has_documents())
+    return tables.at(config, tokens.first_position(), tokens.span_length(), dtype, device);
+  RopeTable table = tables.at(config, 0, tokens.sequence(), dtype, device);
+  table.positions_BL = local(tokens.document_positions());
+  return table;
+}
+
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options) {
+             const AttentionOptions& options, const Past* past) {
   return map_heads(
-      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, tokens, options);
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
+          const at::Tensor& starts_BL) {
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, {}, starts_BL, tokens, options, past);
       },
-      q, k, v);
+      q, k, v, tokens.document_starts());
 }
 
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options) {
+             const Tokens& tokens, const AttentionOptions& options, const Past* past) {
   return map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSgd, const at::Tensor& v_BSgd,
-          const at::Tensor& sinks_h) {
-        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, tokens, options);
+          const at::Tensor& sinks_h, const at::Tensor& starts_BL) {
+        return attend_plain(q_BLhd, k_BSgd, v_BSgd, sinks_h, starts_BL, tokens, options, past);
       },
-      q, k, v, sinks);
+      q, k, v, sinks, tokens.document_starts());
+}
+
+Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
+             const AttentionOptions& options, const Past& past) {
+  return map_heads(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& k_BSd, const at::Tensor& v_BSd) {
+        return attend_plain(q_BLhd, k_BSd.unsqueeze(2), v_BSd.unsqueeze(2), {}, {}, tokens, options,
+                            &past);
+      },
+      q, k, v);
 }
 
 }  // namespace moesh::nn

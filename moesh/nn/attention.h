@@ -6,7 +6,9 @@
 #include <functional>
 #include <vector>
 
+#include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
+#include "moesh/nn/rope.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/reach.h"
@@ -14,49 +16,55 @@
 
 namespace moesh::nn {
 
-using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;    // [B, L, h, d]: own positions
 using PerHead = Tensor<Dense{Place::R, Place::R, Place::F}>;  // [h]: a number of each own head
 
 /// [B, L, h * width] -> [B, L, h, width], and back.
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width);
 Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
 
-/// A query sees itself and what is before it, as far as the window and its chunk reach.
-struct AttentionOptions {
-  double scale = 1;
-  std::int64_t window = 0;  // tokens that a query sees, itself among them; 0: all
-  // The sequence is cut into chunks of this many tokens, and a query sees its own; 0: one chunk.
-  std::int64_t chunk = 0;
-};
-
-/// For each cp rank, the positions that its queries see, its own among them: up to the end of its
-/// span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// For each cp rank, the positions that its queries may see, its own among them: up to the end of
+/// its span, and from a multiple of the chunk. Without a window or chunk all ranks see the whole.
+/// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
 std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options);
 
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
 /// only these travel. Keys and values may be made before or after, whichever is smaller on its way.
+Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
+Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
+
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks: what every one of them keeps.
 template <auto L>
-Tensor<L> seen_positions(const Tensor<L>& x, const Tokens& tokens,
-                         const AttentionOptions& options) {
-  return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, options));
+Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {
+  const std::vector<Reach> whole(tokens.over_cp().sizes.size(), Reach{0, tokens.sequence()});
+  return with_reach<cp>(x, tokens.over_cp(), whole);
 }
 
 /// How many keys a query sees, on average over a sequence.
 double mean_visible(std::int64_t sequence, const AttentionOptions& options);
 
-/// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options. h may
-/// be smaller for them (grouped queries).
+/// The lines of a table for the positions of this cp rank's tokens, in their documents if they have
+/// any.
+RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& tokens,
+                  const Full& x);
+
+/// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
+/// that `past` holds, if there is one. h may be smaller for them (grouped queries).
+/// A query sees its own document alone.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
-             const AttentionOptions& options);
+             const AttentionOptions& options, const Past* past = nullptr);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sinks,
-             const Tokens& tokens, const AttentionOptions& options);
+             const Tokens& tokens, const AttentionOptions& options, const Past* past = nullptr);
+/// All heads have the same keys and values [B, S, d], those that `past` holds.
+Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
+             const AttentionOptions& options, const Past& past);
 
 /// What a decoder's block needs of its attention, whatever the kind.
 class Attention {
  public:
   virtual ~Attention() = default;
-  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens) const = 0;
+  /// With a `past`, the tokens follow those that it has kept, and it keeps these.
+  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const = 0;
   /// Every parameter, in forward order.
   virtual void each_param(const std::function<void(Stored&)>& f) = 0;
   /// FLOPs of scores and values per token, forward and backward, at this sequence length.

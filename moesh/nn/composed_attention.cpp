@@ -6,6 +6,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/nn/flash_attention.h"
+#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {
@@ -15,16 +16,20 @@ using kernels::AttentionInput;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// [L, S]: which keys each of the queries sees.
+// [L, S], or [B, 1, L, S] with documents: which keys each of the queries sees.
 at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
-                        at::Device device) {
+                        const at::Tensor& starts_BL, at::Device device) {
   const auto index = at::TensorOptions(device).dtype(at::kLong);
   const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1),
                    key = at::arange(all, index);
-  at::Tensor visible = key <= query;
+  at::Tensor visible = key <= query, into_document = query;
+  if (starts_BL.defined()) {
+    const at::Tensor starts = starts_BL.unsqueeze(1).unsqueeze(3);  // [B, 1, L, 1]
+    visible = visible.logical_and(key >= starts);
+    into_document = query - starts;
+  }
   if (c.window > 0) visible = visible.logical_and(key > query - c.window);
-  if (c.chunk > 0)
-    visible = visible.logical_and(key.div(c.chunk, "floor") == query.div(c.chunk, "floor"));
+  if (c.chunk > 0) visible = visible.logical_and(key >= query - into_document.remainder(c.chunk));
   return visible;
 }
 
@@ -67,15 +72,69 @@ at::Tensor fused(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return at::scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale, is_grouped);
 }
 
-// Whether a fused kernel takes values of another width than keys, and fewer key heads than query
+// The causal kernel of cuDNN, or on meta what stands for it, as LibTorch calls it: by a function of
+// our own, so that a recompute can keep its result.
+class CausalAttention : public torch::autograd::Function<CausalAttention> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, double scale) {
+    variable_list saved{q, k, v};
+    const auto results = run(q, k, v, scale);
+    saved.insert(saved.end(), results.begin(), results.end());
+    context->save_for_backward(saved);
+    context->saved_data["scale"] = scale;
+    return results[0];
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto s = context->get_saved_variables();
+    const at::Tensor &q = s[0], &k = s[1], &v = s[2], &y = s[3], &lse = s[4];
+    const double scale = context->saved_data["scale"].toDouble();
+    if (q.is_meta()) {
+      // d(k) and d(v) of every query head are there before they are summed over a group.
+      variable_list of_heads;
+      if (q.size(1) != k.size(1))
+        for (const at::Tensor& t : {k, v})
+          of_heads.push_back(at::empty({q.size(0), q.size(1), t.size(2), t.size(3)}, t.options()));
+      const auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+          grads[0], q, k, v, y, lse, 0.0, /*is_causal=*/true, {}, scale);
+      return {dq, dk, dv, {}};
+    }
+    const at::Tensor none;
+    const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
+        grads[0], q, k, v, y, lse, s[5], s[6], none, none, none, q.size(2), k.size(2), 0.0,
+        /*is_causal=*/true, scale);
+    return {dq, dk, dv, {}};
+  }
+
+ private:
+  // y, the logarithms of the sums, and two numbers of the dropout that there is none of.
+  static variable_list run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           double scale) {
+    if (auto first = raw::recall("causal attention")) return *first;
+    variable_list results;
+    if (q.is_meta()) {
+      const auto [y, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+          q, k, v, 0.0, /*is_causal=*/true, {}, scale);
+      results = {y, lse, {}, {}};
+    } else {
+      const auto out = at::_scaled_dot_product_cudnn_attention(
+          q, k, v, {}, /*compute_log_sumexp=*/true, 0.0, /*is_causal=*/true,
+          /*return_debug_mask=*/false, scale);
+      results = {std::get<0>(out), std::get<1>(out), std::get<6>(out), std::get<7>(out)};
+    }
+    raw::keep("causal attention", results);
+    return results;
+  }
+};
+
+// The fused kernel that takes values of another width than keys, and fewer key heads than query
 // heads, as they are: cuDNN's does in bfloat16 on Hopper, twice as fast as what takes them padded
 // and repeated. (The memory-efficient kernel takes other widths, too, but is slower.)
-bool takes_as_is(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-                 bool is_grouped) {
-  if (q.is_meta()) return true;
-  const auto kernel = static_cast<at::SDPBackend>(
+at::SDPBackend kernel_for(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          double scale, bool is_grouped) {
+  if (q.is_meta()) return at::SDPBackend::cudnn_attention;
+  return static_cast<at::SDPBackend>(
       at::_fused_sdp_choice(q, k, v, {}, 0.0, /*is_causal=*/true, scale, is_grouped));
-  return kernel == at::SDPBackend::cudnn_attention || kernel == at::SDPBackend::flash_attention;
 }
 
 }  // namespace
@@ -91,10 +150,16 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
               " key heads; choose a tp that divides both numbers of heads");
   const bool is_grouped = groups != num_heads;
   const bool sees_all = (c.window == 0 || c.window >= all) && (c.chunk == 0 || c.chunk >= all);
-  const bool is_causal = length == all && sees_all && !in.sinks_h.defined();
+  const bool is_causal =
+      length == all && sees_all && !in.sinks_h.defined() && !in.starts_BL.defined();
   const bool is_empty = queries.numel() == 0;
-  if (is_causal && !is_empty && takes_as_is(queries, keys, values, c.scale, is_grouped))
-    return heads(fused(queries, keys, values, {}, /*is_causal=*/true, c.scale, is_grouped));
+  if (is_causal && !is_empty) {
+    const auto kernel = kernel_for(queries, keys, values, c.scale, is_grouped);
+    if (kernel == at::SDPBackend::cudnn_attention)
+      return heads(CausalAttention::apply(queries, keys, values, c.scale));
+    if (kernel == at::SDPBackend::flash_attention)
+      return heads(fused(queries, keys, values, {}, /*is_causal=*/true, c.scale, is_grouped));
+  }
   if (is_grouped) {
     keys = keys.repeat_interleave(num_heads / groups, 1);
     values = values.repeat_interleave(num_heads / groups, 1);
@@ -129,9 +194,8 @@ at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in
   } else if (is_causal) {
     out = fused(queries, keys, values, {}, /*is_causal=*/true, c.scale);
   } else {
-    at::Tensor visible = visible_keys(length, all, c, queries.device());
-    if (in.sinks_h.defined())
-      visible = at::cat({visible, at::ones({length, 1}, visible.options())}, 1);
+    at::Tensor visible = visible_keys(length, all, c, in.starts_BL, queries.device());
+    if (in.sinks_h.defined()) visible = at::constant_pad_nd(visible, {0, 1}, true);
     out = fused(queries, keys, values, visible, /*is_causal=*/false, c.scale);
   }
   at::Tensor y = out.narrow(-1, 0, value_width);

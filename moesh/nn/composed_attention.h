@@ -6,7 +6,7 @@
 namespace moesh::nn {
 
 /// [B, L, h, v], by scaled_dot_product_attention; a mask [L, S] is made where the queries do not
-/// see all that is before them.
+/// see all that is before them, and one of each sequence where it has documents.
 at::Tensor composed_attention(const kernels::AttentionConfig& config,
                               const kernels::AttentionInput& input);
 

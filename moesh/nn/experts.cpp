@@ -7,6 +7,7 @@
 #include "moesh/nn/rows.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/recompute.h"
 #include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
@@ -39,8 +40,7 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
                                           b1.value_or(at::Tensor()),
                                           b3.value_or(at::Tensor()),
                                           b2.value_or(at::Tensor())};
-    auto out = kernels::experts_forward(call->config, weights,
-                                        {x, call->ends_e, scores_R, token_R, inverse});
+    const auto out = run(*call, weights, {x, call->ends_e, scores_R, token_R, inverse});
     call->saved_version = out.saved.version;
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
@@ -61,6 +61,19 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
     return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
             w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
   }
+
+ private:
+  static kernels::ExpertsOutput run(const Call& call, const kernels::ExpertsWeights& weights,
+                                    const kernels::ExpertsInput& input) {
+    if (auto first = raw::recall("pre-activations of experts")) {
+      const at::Tensor &gate = (*first)[0], &up = (*first)[1];
+      return {raw::not_computed(input.x.sizes(), input.x.options()),
+              {input, gate, up, static_cast<std::uint32_t>(gate._version())}};
+    }
+    auto out = kernels::experts_forward(call.config, weights, input);
+    raw::keep("pre-activations of experts", {out.saved.gate_RF, out.saved.up_RF});
+    return out;
+  }
 };
 
 }  // namespace
@@ -75,7 +88,7 @@ void RoutedExpertsConfig::validate() const {
 }
 
 Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-                 at::Device device, const Init& init)
+                 at::Device device, const Init& init, const std::optional<Init>& bias_init)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
@@ -97,9 +110,10 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
   w3_ = Weight(spec("w3", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
   w2_ = Weight(spec("w2", {experts, dim, ffn}, {{ep, 0}, {etp, 2}}), init);
   if (!config.biases) return;
-  b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), init);
-  b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), init);
-  b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), init);
+  const Init of_biases = bias_init.value_or(init);
+  b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
+  b3_.emplace(spec("b3", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
+  b2_.emplace(spec("b2", {experts, dim}, {{ep, 0}}), of_biases);
 }
 
 template <auto L>

@@ -29,7 +29,7 @@ class Experts {
 
   /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
   Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-          at::Device device, const Init& init);
+          at::Device device, const Init& init, const std::optional<Init>& bias_init = {});
 
   /// Rows which came to this rank's experts, in the order of arrival -> their outputs in the same
   /// order, a partial sum over etp. `order` is how they lie by expert.

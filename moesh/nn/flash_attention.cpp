@@ -3,15 +3,23 @@
 // sink wants y and lse only for the probabilities p = exp(score - lse) and for D = <dy, y> in
 // d(score) = p (<dy, v> - D): given y' and lse' it computes what belongs to the sink's softmax, and
 // d(sink) = -exp(sink - lse') D.
+// Documents are the kernel's sequences of different lengths, one behind the other: T queries, U
+// keys of the whole batch, and where each of N begins among them, in tensors of a size that does
+// not depend on the boundaries.
 // B batch, L queries, S keys, h query heads, g key heads, d width
 
 #include "moesh/nn/flash_attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/SDPBackend.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <tuple>
+#include <utility>
+#include <vector>
+
+#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {
@@ -26,90 +34,196 @@ std::optional<std::int64_t> reach_of(std::int64_t window) {
   return window > 0 ? std::optional(window - 1) : std::nullopt;
 }
 
-struct Result {
-  at::Tensor y_BLhd, lse_BhL;
+// As document_boundaries has them, where there are any.
+struct Boundaries {
+  std::optional<at::Tensor> queries = {}, keys = {};
+  std::int64_t most_queries, most_keys;  // of one document
+
+  std::int64_t num() const { return queries->size(0) - 1; }
 };
 
-Result run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-           std::int64_t window) {
-  if (q.is_meta())
-    return {at::empty(q.sizes(), q.options()),
-            at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
-  const auto out = at::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1),
-                                                /*dropout_p=*/0, /*is_causal=*/true,
-                                                /*return_debug_mask=*/false, scale,
-                                                reach_of(window), /*window_size_right=*/0);
+// With documents y is [T, h, d] and lse [h, T], else [B, L, h, d] and [B, h, L].
+struct Result {
+  at::Tensor y, lse;
+};
+
+Result run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
+           double scale, std::int64_t window) {
+  if (q.is_meta()) {
+    auto shape = q.sizes().vec();
+    shape.pop_back();
+    std::swap(shape[shape.size() - 2], shape[shape.size() - 1]);
+    return {at::empty(q.sizes(), q.options()), at::empty(shape, q.options().dtype(at::kFloat))};
+  }
+  const auto out = at::_flash_attention_forward(
+      q, k, v, b.queries, b.keys, b.most_queries, b.most_keys,
+      /*dropout_p=*/0, /*is_causal=*/true,
+      /*return_debug_mask=*/false, scale, reach_of(window), /*window_size_right=*/0);
   return {std::get<0>(out), std::get<1>(out)};
+}
+
+std::optional<at::Tensor> optional_of(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                      const at::Tensor& sinks, const Boundaries& b, double scale,
+                      std::int64_t window) {
+  Result r = run(q, k, v, b, scale, window);
+  if (!sinks.defined()) return r;
+  const at::Tensor lse = at::logaddexp(r.lse, sinks.unsqueeze(1));
+  const at::Tensor share = (r.lse - lse).exp_().transpose(-2, -1);
+  at::mul_out(r.y, r.y, share.unsqueeze(-1));
+  return {r.y, lse};
+}
+
+Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& sinks, const Boundaries& b, double scale,
+                   std::int64_t window) {
+  constexpr const char* kWhat = "attention with a window, sinks or documents";
+  if (const auto first = raw::recall(kWhat)) return {(*first)[0], (*first)[1]};
+  Result r = run_with_sinks(q, k, v, sinks, b, scale, window);
+  raw::keep(kWhat, {r.y, r.lse});
+  return r;
+}
+
+// What the kernel holds in backward besides its results: d(q) summed in float32, with room for 128
+// more rows of each document, and d(k) and d(v) of every query head before they are summed over a
+// group.
+std::vector<at::Tensor> held_in_backward(const at::Tensor& q, const at::Tensor& k,
+                                         const Boundaries& b) {
+  auto rows = q.sizes().vec(), of_heads = k.sizes().vec();
+  if (b.queries) rows[0] += 128 * b.num();
+  of_heads[of_heads.size() - 2] = q.size(-2);
+  return {at::empty(rows, q.options().dtype(at::kFloat)), at::empty(of_heads, k.options()),
+          at::empty(of_heads, k.options())};
 }
 
 class FlashAttention : public torch::autograd::Function<FlashAttention> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
                             const at::Tensor& v, const std::optional<at::Tensor>& sinks_h,
-                            double scale, std::int64_t window) {
-    Result r = run(q, k, v, scale, window);
+                            const std::optional<at::Tensor>& queries,
+                            const std::optional<at::Tensor>& keys, std::int64_t most_queries,
+                            std::int64_t most_keys, double scale, std::int64_t window) {
     const at::Tensor sinks = sinks_h.value_or(at::Tensor());
-    if (sinks.defined()) {
-      const at::Tensor lse_BhL = at::logaddexp(r.lse_BhL, sinks.reshape({1, -1, 1}));
-      const at::Tensor share_BLh = (r.lse_BhL - lse_BhL).exp_().transpose(1, 2);
-      at::mul_out(r.y_BLhd, r.y_BLhd, share_BLh.unsqueeze(3));
-      r.lse_BhL = lse_BhL;
-    }
-    context->save_for_backward({q, k, v, sinks, r.y_BLhd, r.lse_BhL});
+    const Result r =
+        kept_or_run(q, k, v, sinks, {queries, keys, most_queries, most_keys}, scale, window);
+    const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
+    context->save_for_backward({q, k, v, sinks, r.y, r.lse, given(queries), given(keys)});
     context->saved_data["scale"] = scale;
     context->saved_data["window"] = window;
-    return r.y_BLhd;
+    context->saved_data["most_queries"] = most_queries;
+    context->saved_data["most_keys"] = most_keys;
+    return r.y;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const at::Tensor &q = saved[0], &k = saved[1], &v = saved[2], &sinks = saved[3], &y = saved[4],
-                     &lse_BhL = saved[5];
+                     &lse = saved[5];
+    auto& data = context->saved_data;
+    const Boundaries b{.queries = optional_of(saved[6]),
+                       .keys = optional_of(saved[7]),
+                       .most_queries = data["most_queries"].toInt(),
+                       .most_keys = data["most_keys"].toInt()};
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor d_sinks;
     if (sinks.defined()) {
-      const at::Tensor dot_BhL = dy.to(at::kFloat).mul_(y).sum(at::IntArrayRef{3}).transpose(1, 2);
-      const at::Tensor share_BhL = (sinks.reshape({1, -1, 1}) - lse_BhL).exp_();
-      d_sinks = share_BhL.mul_(dot_BhL).sum(at::IntArrayRef{0, 2}).neg_();
+      const at::Tensor dot = dy.to(at::kFloat).mul_(y).sum(at::IntArrayRef{-1}).transpose(-2, -1);
+      const at::Tensor share = (sinks.unsqueeze(1) - lse).exp_();
+      d_sinks = share.mul_(dot).movedim(-2, 0).flatten(1).sum(1).neg_();
     }
     if (q.is_meta()) {
-      // The kernel sums d(q) in float32, and has d(k) and d(v) of every query head before it sums
-      // them over a group.
-      const at::Tensor sums = at::empty(q.sizes(), q.options().dtype(at::kFloat));
-      const std::int64_t of_heads[] = {k.size(0), k.size(1), q.size(2), k.size(3)};
-      const at::Tensor dk = at::empty(of_heads, k.options()), dv = at::empty(of_heads, v.options());
+      const auto held = held_in_backward(q, k, b);
       return {at::empty(q.sizes(), q.options()),
               at::empty(k.sizes(), k.options()),
               at::empty(v.sizes(), v.options()),
               d_sinks,
               {},
+              {},
+              {},
+              {},
+              {},
               {}};
     }
     const at::Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // seeds of dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(
-        dy, q, k, v, y, lse_BhL, {}, {}, q.size(1), k.size(1), /*dropout_p=*/0, /*is_causal=*/true,
-        unused, unused, context->saved_data["scale"].toDouble(),
-        reach_of(context->saved_data["window"].toInt()), /*window_size_right=*/0);
-    return {dq, dk, dv, d_sinks, {}, {}};
+        dy, q, k, v, y, lse, b.queries.value_or(at::Tensor()), b.keys.value_or(at::Tensor()),
+        b.most_queries, b.most_keys, /*dropout_p=*/0, /*is_causal=*/true, unused, unused,
+        data["scale"].toDouble(), reach_of(data["window"].toInt()), /*window_size_right=*/0);
+    return {dq, dk, dv, d_sinks, {}, {}, {}, {}, {}, {}};
   }
 };
 
+// The kernel wants compute capability 8.0, and so does everything that LibTorch would choose for
+// these tensors but for its slow ways. (Asked without a mask, and not as causal: it is not known
+// there that queries may be the last positions of the keys.)
+bool has_fast_kernels(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  if (q.is_meta()) return true;
+  const auto kernel = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, 0.0, /*is_causal=*/false,
+      std::nullopt, /*enable_gqa=*/q.size(2) != k.size(2)));
+  return kernel == at::SDPBackend::cudnn_attention || kernel == at::SDPBackend::flash_attention;
+}
+
 }  // namespace
+
+DocumentBoundaries document_boundaries(const AttentionConfig& c, const at::Tensor& starts_BL) {
+  const auto batch = starts_BL.size(0), length = starts_BL.size(1), num_keys = c.start + length,
+             num = c.most_documents + batch, unused = num + 1;
+  const at::Tensor query_L = at::arange(length, starts_BL.options()),
+                   sequence_B1 = at::arange(batch, starts_BL.options()).unsqueeze(1);
+  // The first query of this rank begins an entry even where its document began before.
+  const at::Tensor is_first_BL = (starts_BL == query_L + c.start).logical_or(query_L == 0);
+  const at::Tensor entry_BL =
+      is_first_BL.flatten().cumsum(0).reshape({batch, length}) + sequence_B1;
+  const at::Tensor place_T = at::where(is_first_BL, entry_BL, unused).flatten(),
+                   unseen_B = entry_BL.select(1, 0) - 1;
+  const auto filled = [&](std::int64_t end, const at::Tensor& first_BL, std::int64_t stride) {
+    at::Tensor all = at::full({unused + 1}, end, starts_BL.options());
+    all.scatter_(0, place_T, (first_BL + sequence_B1 * stride).flatten());
+    all.scatter_(0, unseen_B, sequence_B1.squeeze(1) * stride);
+    return all.narrow(0, 0, num + 1).to(at::kInt);
+  };
+  const at::Tensor first_key_BL =
+      at::where(query_L == 0, starts_BL.clamp_min(0), query_L + c.start);
+  return {.queries = filled(batch * length, query_L.expand_as(starts_BL), length),
+          .keys = filled(batch * num_keys, first_key_BL, num_keys)};
+}
 
 bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &k = in.k_BSgd, &v = in.v_BSgv;
   const auto all = k.size(1), width = q.size(3);
-  const bool has_window = c.window > 0 && c.window < all;
+  const bool has_window = c.window > 0 && c.window < all, has_documents = in.starts_BL.defined();
+  const bool fits =
+      has_documents ? v.size(3) <= width : c.start + q.size(1) == all && width == v.size(3);
   return (q.is_cuda() || q.is_meta()) && q.scalar_type() == at::kBFloat16 && q.numel() > 0 &&
-         (has_window || in.sinks_h.defined()) && (c.chunk == 0 || c.chunk >= all) &&
-         c.start + q.size(1) == all && width == v.size(3) && width % 8 == 0 && width <= 256;
+         (has_window || in.sinks_h.defined() || has_documents) &&
+         (c.chunk == 0 || c.chunk >= all) && fits && width % 8 == 0 && width <= 256 &&
+         has_fast_kernels(q, k, v);
 }
 
 at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {
-  const auto rows = [](const at::Tensor& t) { return t.stride(3) == 1 ? t : t.contiguous(); };
-  const std::optional<at::Tensor> sinks =
-      in.sinks_h.defined() ? std::optional(in.sinks_h) : std::nullopt;
-  return FlashAttention::apply(rows(in.q_BLhd), rows(in.k_BSgd), rows(in.v_BSgv), sinks, c.scale,
-                               c.window < in.k_BSgd.size(1) ? c.window : 0);
+  const auto rows = [](const at::Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); };
+  const auto sinks = optional_of(in.sinks_h);
+  const auto batch = in.q_BLhd.size(0), length = in.q_BLhd.size(1), num_keys = c.start + length,
+             window = c.window < in.k_BSgd.size(1) ? c.window : 0;
+  if (!in.starts_BL.defined())
+    return FlashAttention::apply(rows(in.q_BLhd), rows(in.k_BSgd), rows(in.v_BSgv), sinks,
+                                 optional_of({}), optional_of({}), length, num_keys, c.scale,
+                                 window);
+  const DocumentBoundaries b = document_boundaries(c, in.starts_BL);
+  // Keys behind the last query are nobody's, and the kernel wants values as wide as keys.
+  const auto flat = [&](const at::Tensor& t, std::int64_t num) {
+    return rows(t.narrow(1, 0, num).flatten(0, 1));
+  };
+  const auto width = in.q_BLhd.size(3), value_width = in.v_BSgv.size(3);
+  const at::Tensor values =
+      value_width < width ? at::constant_pad_nd(in.v_BSgv, {0, width - value_width}) : in.v_BSgv;
+  const at::Tensor y_Thd = FlashAttention::apply(
+      flat(in.q_BLhd, length), flat(in.k_BSgd, num_keys), flat(values, num_keys), sinks,
+      optional_of(b.queries), optional_of(b.keys), length, num_keys, c.scale, window);
+  return y_Thd.unflatten(0, {batch, length}).narrow(3, 0, value_width);
 }
 
 }  // namespace moesh::nn

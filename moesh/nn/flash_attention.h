@@ -1,15 +1,29 @@
 #pragma once
-// Attention with a window or with sinks on an accelerator, by LibTorch's FlashAttention-2: no mask,
-// and key heads are not repeated.
+// Attention with a window, with sinks or within documents on an accelerator, by LibTorch's
+// FlashAttention-2: no mask, and key heads are not repeated.
 
 #include "moesh/kernels/attention.h"
 
 namespace moesh::nn {
 
-/// Whether it takes them: bfloat16, heads of one width, queries that end where the keys end, no
-/// chunks. What has neither window nor sinks is left to faster kernels.
+/// Whether it takes them: compute capability 8.0 or more, bfloat16, heads of one width, queries
+/// that end where the keys end (in documents: any), no chunks. What has no window, sinks or
+/// documents is left to faster kernels.
 bool takes_flash_attention(const kernels::AttentionConfig& config,
                            const kernels::AttentionInput& input);
+
+/// Documents as the kernel's sequences of different lengths, one behind the other: the first query
+/// and key of each among those of the whole batch, and the ends of the last, int32
+/// [most_documents + B + 1] each. A query sees the keys of its document up to its own: the last of
+/// both belong together.
+struct DocumentBoundaries {
+  at::Tensor queries, keys;
+};
+/// Of queries whose documents begin at `starts_BL`, and the keys up to the last query. Of each
+/// sequence first the keys that none of its queries sees, with no query, then the documents of its
+/// queries; entries that are left over are empty, at the end. Nothing is read by the host.
+DocumentBoundaries document_boundaries(const kernels::AttentionConfig& config,
+                                       const at::Tensor& starts_BL);
 
 /// [B, L, h, v], differentiable. Keeps its input, its result and one number for each query.
 at::Tensor flash_attention(const kernels::AttentionConfig& config,

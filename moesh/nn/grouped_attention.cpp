@@ -52,15 +52,14 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
   }
 }
 
-Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const {
+Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
   Heads q = split_heads(q_(x_BLD), config_.head_dim), k = split_heads(k_(x_BLD), config_.head_dim);
   const Heads v = split_heads(v_(x_BLD), config_.head_dim);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
   if (config_.rope) {
-    const auto table =
-        rope_tables_->at(*config_.rope, tokens.span_start(), tokens.span_length(), dtype, device);
+    const auto table = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
       return rotate(t, table, config_.rope->interleaved);
     };
@@ -72,17 +71,24 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens) const 
   }
   if (config_.growth != 0) {
     const auto wide = at::TensorOptions(device).dtype(wide_dtype(dtype));
-    const at::Tensor position =
-        at::arange(tokens.span_start(), tokens.span_start() + tokens.span_length(), wide);
-    const at::Tensor factor =
-        1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
-    q = map_heads([&](const at::Tensor& t) { return (t * factor.reshape({-1, 1, 1})).to(dtype); },
-                  q);
+    const at::Tensor in_sequence =
+        at::arange(tokens.first_position(), tokens.first_position() + tokens.span_length(), wide);
+    q = map_heads(
+        [&](const at::Tensor& t, const at::Tensor& in_document) {
+          const at::Tensor position = in_document.defined() ? in_document.to(wide) : in_sequence;
+          const at::Tensor factor =
+              1 + config_.growth * at::log1p(at::floor((position + 1) / config_.growth_floor));
+          return (t * factor.unsqueeze(-1).unsqueeze(-1)).to(dtype);
+        },
+        q, tokens.document_positions());
   }
-  const Heads keys = seen_positions(k, tokens, options_),
-              values = seen_positions(v, tokens, options_);
-  return o_(merge_heads(sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_)
-                               : attend(q, keys, values, tokens, options_)));
+  const auto [keys, values] = past ? past->add(all_positions(k, tokens), all_positions(v, tokens))
+                                   : Past::KeysAndValues{seen_positions(k, tokens, options_),
+                                                         seen_positions(v, tokens, options_)};
+  const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
+                         : attend(q, keys, values, tokens, options_, past);
+  if (past) past->forget(options_);
+  return o_(merge_heads(y));
 }
 
 void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {

@@ -40,7 +40,7 @@ class GroupedAttention final : public Attention {
   GroupedAttention(const GroupedAttentionConfig& config, const std::string& name,
                    const ModuleOptions& o);
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens) const override;
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
 

@@ -1,9 +1,12 @@
 #include "moesh/nn/latent.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/einsum.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/kernels/latent.h"
 #include "moesh/spmd/map.h"
+#include "moesh/spmd/ops.h"
 
 namespace moesh::nn {
 namespace {
@@ -40,6 +43,35 @@ std::pair<Heads, Heads> latent_heads(const Heads& kv, const Full& key, std::int6
   };
   Heads k = part(0);
   return {std::move(k), part(1)};
+}
+
+// score = <q, W_k latent> = <W_k' q, latent>, and sum p W_v latent = W_v sum p latent.
+// c latent, n num_own
+Heads attend_latents(const Heads& q, const Full& latents,
+                     const Tensor<Dense{Place::R, Place::R, Place::F}>& weight,
+                     std::int64_t num_own, const Tokens& tokens, const AttentionOptions& options,
+                     const Past& past) {
+  const std::int64_t width = local(weight).size(1);
+  const auto of_heads = [&](const at::Tensor& w, std::int64_t num_heads) {
+    return num_heads > 0 ? w.reshape({num_heads, -1, width}) : w.reshape({0, num_own, width});
+  };
+  const Heads queries = map_heads(
+      [&](const at::Tensor& q_BLhd, const at::Tensor& w) {
+        const at::Tensor w_hnc = of_heads(w, q_BLhd.size(2)).narrow(1, 0, num_own);
+        const at::Tensor own = q_BLhd.narrow(3, 0, num_own);
+        return at::cat({at::einsum("blhn,hnc->blhc", {own, w_hnc}),
+                        q_BLhd.narrow(3, num_own, q_BLhd.size(3) - num_own)},
+                       3);
+      },
+      q, weight);
+  const Heads y = attend(queries, latents, narrow(latents, 2, 0, width), tokens, options, past);
+  return map_heads(
+      [&](const at::Tensor& y_BLhc, const at::Tensor& w) {
+        const at::Tensor all = of_heads(w, y_BLhc.size(2));
+        return at::einsum("blhc,hvc->blhv",
+                          {y_BLhc, all.narrow(1, num_own, all.size(1) - num_own)});
+      },
+      y, weight);
 }
 
 }  // namespace moesh::nn

@@ -21,6 +21,7 @@ struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  std::optional<Init> bias_init = {};  // of biases; as the others if not given
   std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
 
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
@@ -55,7 +56,8 @@ class ColumnLinear {
   ColumnLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
                const ModuleOptions& o)
       : weight_(column(name, out, in, o)) {
-    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}, {{tp, 0}}), o.init);
+    if (has_bias)
+      bias_.emplace(o.spec(name + ".bias", {out}, {{tp, 0}}), o.bias_init.value_or(o.init));
   }
 
   Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
@@ -81,7 +83,7 @@ class RowLinear {
   RowLinear(const std::string& name, std::int64_t out, std::int64_t in, bool has_bias,
             const ModuleOptions& o)
       : weight_(row(name, out, in, o)) {
-    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}), o.init);
+    if (has_bias) bias_.emplace(o.spec(name + ".bias", {out}), o.bias_init.value_or(o.init));
   }
 
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(

@@ -6,19 +6,20 @@
 
 #include "moesh/nn/linear.h"
 #include "moesh/nn/residual.h"
+#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 
-/// silu(gate) up of plain tensors; kept for backward are these two alone.
-at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+/// (silu(gate) up) w^T of plain tensors [.., F] and w [D, F]; kept for backward are these three,
+/// and not what is in the brackets.
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w);
 
-/// The same of each feature that a rank has.
-template <auto L>
-auto swiglu(const Tensor<L>& gate, const Tensor<L>& up) {
-  const auto each = [](const Tensor<L>& x) { return unflatten(x, -1, {local(x).size(-1), 1}); };
-  return flatten(map_heads([](const at::Tensor& g, const at::Tensor& u) { return swiglu(g, u); },
-                           each(gate), each(up)),
-                 -2, -1);
+/// The same, by the features of the hidden layer that a rank has.
+template <auto L, auto W>
+auto swiglu_linear(const Tensor<L>& gate, const Tensor<L>& up, const Tensor<W>& w) {
+  constexpr auto hidden = mix(Op::mul, apply(Unary::nonlinear, L), L);
+  constexpr auto out = mix(Op::linear, hidden, W);
+  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local()));
 }
 
 class Mlp {
@@ -29,7 +30,8 @@ class Mlp {
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
   Sum operator()(const Full& x) const {
-    return linear(swiglu(linear(x, use(gate_)), linear(x, use(up_))), use(down_));
+    const auto gate = kept_linear(x, use(gate_)), up = kept_linear(x, use(up_));
+    return swiglu_linear(gate, up, use(down_));
   }
 
   template <class Fn>

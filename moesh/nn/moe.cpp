@@ -38,7 +38,8 @@ Moe::Moe(const MoeConfig& config)
                                current_mesh().shape()))),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim,
               config.dtype, config.device, config.init),
-      experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init) {
+      experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init,
+               config.bias_init) {
   if (config.shared_ffn > 0)
     shared_.emplace(
         config.name + "." + config.shared_name, config.experts.dim, config.shared_ffn,

@@ -23,6 +23,7 @@ struct MoeConfig {
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
 
   void validate() const;
 };

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/graph.h"
 #include "moesh/kernels/rope.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
@@ -84,8 +85,8 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
                      at::ScalarType dtype, at::Device device) {
   const auto options = at::TensorOptions(device).dtype(wide_dtype(dtype));
   if (device.is_meta())
-    return {at::empty({length, c.dim / 2}, options),
-            at::empty({length, c.dim / 2}, options)};  // shapes alone
+    return {.cos = at::empty({length, c.dim / 2}, options),
+            .sin = at::empty({length, c.dim / 2}, options)};  // shapes alone
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
@@ -95,7 +96,7 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
             : growth(c.factor, 1);
     if (c.magnitude != 0) m = c.magnitude;
   }
-  return {(angles.cos() * m).to(options), (angles.sin() * m).to(options)};
+  return {.cos = (angles.cos() * m).to(options), .sin = (angles.sin() * m).to(options)};
 }
 
 RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int64_t length,
@@ -112,11 +113,13 @@ RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int6
     entries_.push_back(
         {config, start, length, wide, device, rope_table(config, start, length, dtype, device)});
   }
-  return entries_.back().table;
+  const RopeTable& table = entries_.back().table;
+  kernels::keep_for_graph(table.cos), kernels::keep_for_graph(table.sin);
+  return table;
 }
 
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {
-  const kernels::Rotation rotation{table.cos, table.sin, interleaved};
+  const kernels::Rotation rotation{table.cos, table.sin, table.positions_BL, interleaved};
   return raw::map_linear(
       x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t); },
       [rotation](const at::Tensor& g) { return kernels::rotate_backward(rotation, g); });

@@ -46,6 +46,8 @@ at::Tensor rope_frequencies(const RopeConfig& config);
 /// cos and sin of positions [start, start + length): [length, dim / 2] each, with YaRN's magnitude.
 struct RopeTable {
   at::Tensor cos, sin;
+  // int64 [B, L]: the line of each token; undefined: token l of a sequence has line l.
+  at::Tensor positions_BL = {};
 };
 RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length,
                      at::ScalarType dtype, at::Device device);
@@ -68,8 +70,8 @@ class RopeTables {
   std::vector<Entry> entries_;  // the last one asked for is the last
 };
 
-/// Rotates the last features of x [B, L, heads, ..], two for each column of the table, by the table
-/// of its L positions; those before them stay.
+/// Rotates the last features of x [B, L, heads, ..], two for each column of the table, each token
+/// by its line of the table; those before them stay.
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);
 
 }  // namespace moesh::nn

@@ -1,8 +1,12 @@
 #include "moesh/nn/tokens.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+
+#include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -11,20 +15,36 @@ namespace moesh::nn {
 using enum Place;
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-               const at::Tensor& valid_BL)
+               const at::Tensor& valid_BL, const Documents& documents, std::int64_t num_before)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
       rank_(mesh.rank()),
-      num_dp_(mesh.size(dp)) {
-  if (!valid_BL.defined()) return;
-  MOESH_CHECK(
-      valid_BL.sizes() == at::IntArrayRef({batch, sequence}) && valid_BL.scalar_type() == at::kBool,
-      ErrorKind::config, "tokens: which of them count is given as ", valid_BL.scalar_type(), " ",
-      valid_BL.sizes(), "; it takes Bool [", batch, ", ", sequence, "]");
-  // A dp rank has its own sequences, and their labels are the same on its cp and tp ranks.
-  valid_N1_ = own(assume<Dense{T, R, R}>(valid_BL.unsqueeze(2)));
+      num_dp_(mesh.size(dp)),
+      num_before_(num_before) {
+  if (valid_BL.defined()) valid_N1_ = own(whole(valid_BL, at::kBool, "which of them count"));
+  if (!documents.any()) return;
+  most_documents_ = documents.most;
+  const auto starts = whole(documents.starts_BL, at::kLong, "where their documents begin");
+  starts_ = map_rows([](const at::Tensor& t) { return t.squeeze(2).contiguous(); },
+                     keep<cp>(starts, over_cp()));
+  positions_ = map_rows(
+      [&](const at::Tensor& starts_BL) {
+        return at::arange(span_start(), span_start() + span_length(), starts_BL.options()) -
+               starts_BL;
+      },
+      starts_);
+}
+
+// [batch, sequence, 1]. A dp rank has its own sequences, and what is known of their tokens is the
+// same on its cp and tp ranks.
+Tensor<Dense{T, R, R}> Tokens::whole(const at::Tensor& x_BL, at::ScalarType dtype,
+                                     const char* what) const {
+  MOESH_CHECK(x_BL.sizes() == at::IntArrayRef({batch_, sequence_}) && x_BL.scalar_type() == dtype,
+              ErrorKind::config, "tokens: ", what, " is given as ", x_BL.scalar_type(), " ",
+              x_BL.sizes(), "; it takes ", dtype, " [", batch_, ", ", sequence_, "]");
+  return assume<Dense{T, R, R}>(x_BL.unsqueeze(2));
 }
 
 SequenceShard Tokens::shard(int rank) const {
@@ -86,11 +106,17 @@ GlobalToken Tokens::global(LocalToken t) const {
   return {before + held.global(LocalToken{flat_start(rank_) + t.value}).value};
 }
 
+// Made where they are used: a copy from the host would be a wait, and no part of a CUDA graph.
 at::Tensor Tokens::global_ids(at::Device device) const {
-  at::Tensor ids = at::empty({num_local()}, at::kLong);
-  auto* p = ids.data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < ids.numel(); ++i) p[i] = global(LocalToken{i}).value;
-  return ids.to(device);
+  const SequenceShard held = shard(rank_);
+  const std::int64_t first = flat_start(rank_), length = std::max<std::int64_t>(held.length(), 1),
+                     before = mesh_.coordinate(dp) * batch_ * sequence_;
+  const at::Tensor rows =
+      at::arange(first, first + num_local(), at::TensorOptions(device).dtype(at::kLong));
+  return rows.div(length, "floor")
+      .mul_(sequence_)
+      .add_(rows.remainder(length))
+      .add_(before + held.start());
 }
 
 at::Tensor Tokens::sequence_ids(at::Device device) const {

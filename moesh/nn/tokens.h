@@ -14,6 +14,19 @@
 namespace moesh::nn {
 
 using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has its own tokens
+using OfSpan = Tensor<Dense{Place::T, Place::T, Place::R}>;    // of the tokens of a cp rank [B, L]
+
+/// Documents that share a sequence: a token sees its own alone, and its position counts from there.
+struct Documents {
+  // int64 [batch, sequence], of this dp rank's sequences: where the document of each token begins,
+  // by position in the sequence. Undefined: every sequence is one document.
+  at::Tensor starts_BL = {};
+  // The most that the batch may have, for kernels whose work is planned before the boundaries are
+  // read; batches with the same number can share a CUDA graph.
+  std::int64_t most = 0;
+
+  bool any() const { return starts_BL.defined(); }
+};
 
 /// Every dp rank has `batch` sequences of `sequence` tokens, and dp numbers them all. The sequence
 /// is cut over cp x tp. With sequence parallelism a rank holds its own piece [batch, len]; without
@@ -22,9 +35,11 @@ using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has
 class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
-  /// those with a label; undefined: all.
+  /// those with a label; undefined: all. `num_before`: tokens of each sequence that the model has
+  /// seen already, and whose keys and values it has kept (nn/past.h).
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-         const at::Tensor& valid_BL = {});
+         const at::Tensor& valid_BL = {}, const Documents& documents = {},
+         std::int64_t num_before = 0);
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return sequence_; }
@@ -46,6 +61,10 @@ class Tokens {
   /// The first position of this cp rank's span, and its length.
   std::int64_t span_start() const { return span().start(); }
   std::int64_t span_length() const { return span().length(); }
+  /// The position of the first token of this cp rank's span, counted from the beginning of the
+  /// sequence: what rotations and masks go by.
+  std::int64_t first_position() const { return num_before_ + span_start(); }
+  std::int64_t num_before() const { return num_before_; }
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp
   /// rank's sequences.
   at::Tensor mine(const at::Tensor& x) const {
@@ -61,6 +80,13 @@ class Tokens {
   /// bool [num_local, 1]: which of this rank's own tokens count; undefined: all.
   const PerToken& valid_N1() const { return valid_N1_; }
 
+  bool has_documents() const { return local(starts_).defined(); }
+  std::int64_t most_documents() const { return most_documents_; }
+  /// Of this cp rank's span: where the document of each token begins in the sequence, which may be
+  /// on another cp rank, and the token's position in it. Undefined without documents.
+  const OfSpan& document_starts() const { return starts_; }
+  const OfSpan& document_positions() const { return positions_; }
+
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
   at::Tensor global_ids(at::Device device = at::kCPU) const;
@@ -73,13 +99,17 @@ class Tokens {
     return SequenceShard(batch_, sequence_, mesh_.size(cp), mesh_.coordinate(cp), mesh_.size(tp));
   }
   std::int64_t flat_start(int rank) const;
+  Tensor<Dense{Place::T, Place::R, Place::R}> whole(const at::Tensor& x_BL, at::ScalarType dtype,
+                                                    const char* what) const;
 
   const Mesh& mesh_;
   std::int64_t batch_, sequence_;
   bool sequence_parallel_;
   int rank_;
-  std::int64_t num_dp_;
+  std::int64_t num_dp_, num_before_;
   PerToken valid_N1_;
+  OfSpan starts_, positions_;
+  std::int64_t most_documents_ = 0;
 };
 
 }  // namespace moesh::nn

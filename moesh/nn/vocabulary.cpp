@@ -105,7 +105,7 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
     const auto saved = context->get_saved_variables();
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
     // In one pass each: nothing of these sizes besides, at the moment when the step holds most.
-    at::Tensor dw = at::empty(saved[1].sizes(), saved[1].options().dtype(dtype));
+    at::Tensor dw = at::empty_like(saved[1], at::TensorOptions(dtype));
     at::mul_out(dw, saved[1], grads[0]);
     return {saved[0].mul_(grads[0]), dw, {}, {}, {}};
   }

@@ -20,18 +20,21 @@ at::Tensor make_state(const StateSpec& spec, const Stored& w) {
 }  // namespace
 
 Optimizer::Optimizer(ParamList params, RulePtr rule)
-    : Optimizer(std::move(params), [&](const ParamList::Entry&) { return rule; }) {}
+    : Optimizer(std::move(params), [&](const ParamList::Entry&) { return Way{rule}; }) {}
 
-Optimizer::Optimizer(ParamList params, const ChooseRule& choose) : params_(std::move(params)) {
+Optimizer::Optimizer(ParamList params, const ChooseWay& choose) : params_(std::move(params)) {
   MOESH_CHECK(params_.size() > 0, ErrorKind::config,
               "an optimizer with an empty list of parameters; add(w) some");
   for (const auto& entry : params_) {
     const Stored& w = *entry.stored;
-    const RulePtr rule = choose(entry);
+    const Way way = choose(entry);
+    const Rule* rule = way.rule.get();
     MOESH_CHECK(rule, ErrorKind::config, "parameter '", w.spec.name, "' has no update rule");
-    const auto found = std::find(rules_.begin(), rules_.end(), rule);
-    Kept kept{.rule = static_cast<std::size_t>(found - rules_.begin()), .specs = rule->state(w)};
-    if (found == rules_.end()) rules_.push_back(rule);
+    MOESH_CHECK(std::isfinite(way.lr_scale) && way.lr_scale >= 0, ErrorKind::config, "parameter '",
+                w.spec.name, "' has lr_scale ", way.lr_scale, "; it takes 0 or more");
+    const auto found = std::find(ways_.begin(), ways_.end(), way);
+    Kept kept{.way = static_cast<std::size_t>(found - ways_.begin()), .specs = rule->state(w)};
+    if (found == ways_.end()) ways_.push_back(way);
     for (const auto& spec : kept.specs) {
       MOESH_CHECK(!spec.shape || rule->sees() == Sees::parameter, ErrorKind::internal,
                   "a rule that sees elements keeps '", spec.name, "' for parameter '", w.spec.name,
@@ -40,13 +43,13 @@ Optimizer::Optimizer(ParamList params, const ChooseRule& choose) : params_(std::
     }
     kept_.push_back(std::move(kept));
   }
-  step_.numbers =
-      at::zeros({4}, at::TensorOptions(params_[0].stored->value.device()).dtype(at::kDouble));
+  numbers_ = at::zeros({static_cast<std::int64_t>(ways_.size()), 4},
+                       at::TensorOptions(params_[0].stored->value.device()).dtype(at::kDouble));
 }
 
 void Optimizer::step(double lr) {
   begin_step(lr);
-  const auto options = step_.numbers.options();
+  const auto options = numbers_.options();
   update(at::ones({}, options), at::zeros({}, options));
   end_step(/*skipped=*/false);
 }
@@ -54,20 +57,24 @@ void Optimizer::step(double lr) {
 void Optimizer::begin_step(double lr) {
   MOESH_CHECK(std::isfinite(lr) && lr >= 0, ErrorKind::config, "a step with learning rate ", lr,
               "; it takes a number from 0 on");
-  step_.lr().fill_(lr);
-  step_.number().fill_(static_cast<double>(num_steps_ + 1));
+  for (std::size_t i = 0; i < ways_.size(); ++i) {
+    const RuleStep step{numbers_[static_cast<std::int64_t>(i)]};
+    step.lr().fill_(lr * ways_[i].lr_scale);
+    step.number().fill_(static_cast<double>(num_steps_ + 1));
+  }
 }
 
 void Optimizer::update(const at::Tensor& factor, const at::Tensor& skip) {
   const at::NoGradGuard no_grad;
   const auto gradients = params_.gradients();
-  step_.numbers.select(0, 2).copy_(factor);
-  step_.numbers.select(0, 3).copy_(skip);
-  for (std::size_t r = 0; r < rules_.size(); ++r) {
+  numbers_.select(1, 2).copy_(factor);
+  numbers_.select(1, 3).copy_(skip);
+  for (std::size_t r = 0; r < ways_.size(); ++r) {
+    const Rule& rule = *ways_[r].rule;
     std::vector<Moving> moving;
     for (std::size_t i = 0; i < params_.size(); ++i) {
       const auto& [stored, decay] = params_[i];
-      if (kept_[i].rule != r || (rules_[r]->sees() == Sees::element && stored->value.numel() == 0))
+      if (kept_[i].way != r || (rule.sees() == Sees::element && stored->value.numel() == 0))
         continue;
       moving.push_back({.stored = stored,
                         .value = stored->value.detach(),
@@ -75,7 +82,7 @@ void Optimizer::update(const at::Tensor& factor, const at::Tensor& skip) {
                         .state = kept_[i].values,
                         .decay = decay});
     }
-    rules_[r]->update(moving, step_);
+    rule.update(moving, {numbers_[static_cast<std::int64_t>(r)]});
   }
 }
 

@@ -14,11 +14,17 @@ namespace moesh::optim {
 class Optimizer {
  public:
   using RulePtr = std::shared_ptr<const Rule>;
-  using ChooseRule = std::function<RulePtr(const ParamList::Entry&)>;
+  /// How a parameter moves: by which rule, and by how much of the learning rate.
+  struct Way {
+    RulePtr rule;
+    double lr_scale = 1;
+    bool operator==(const Way&) const = default;
+  };
+  using ChooseWay = std::function<Way(const ParamList::Entry&)>;
 
-  /// One rule for all parameters, or one for each: those with the same rule move together.
+  /// One rule for all parameters, or a way for each: those with the same one move together.
   Optimizer(ParamList params, RulePtr rule);
-  Optimizer(ParamList params, const ChooseRule& choose);
+  Optimizer(ParamList params, const ChooseWay& choose);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
@@ -55,15 +61,15 @@ class Optimizer {
 
  private:
   struct Kept {  // for one parameter
-    std::size_t rule;
+    std::size_t way;
     std::vector<StateSpec> specs;
     std::vector<at::Tensor> values;
   };
 
   ParamList params_;
-  std::vector<RulePtr> rules_;  // each once, in the order of the parameters
-  std::vector<Kept> kept_;      // by parameter
-  RuleStep step_;
+  std::vector<Way> ways_;   // each once, in the order of the parameters
+  std::vector<Kept> kept_;  // by parameter
+  at::Tensor numbers_;      // those of RuleStep, a row for each way: rates differ
   std::int64_t num_steps_ = 0;
 };
 

@@ -14,6 +14,7 @@
 #include "moesh/kernels/cast.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/device_random.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
 #include "moesh/types/token.h"
 
@@ -149,26 +150,25 @@ at::Tensor use(const Stored& w, Axes replicas) {
   const auto& mesh = current_mesh();
   const auto storage_group = mesh.group(w.storage);
   const auto replica_group = mesh.group(replicas);
-  const auto compute = w.spec.compute.value_or(w.spec.dtype);
-  at::Tensor out = w.value.detach();
   // Also where ranks that have it do the same work with it, and need no sum of their gradients.
-  mesh.group(w.replicas)->expect_same(out, w.spec.name);
+  mesh.group(w.replicas)->expect_same(w.value.detach(), w.spec.name);
   const auto same_work = mesh.group(without(w.replicas, replicas));
-  // Cast before the gather: fewer bytes travel.
-  out =
-      storage_group->size() > 1 ? gather_shards(w, compute, storage_group) : cast_value(w, compute);
-  return attach(
-      w.value, out,
-      [storage_group, replica_group, same_work, name = w.spec.name, dim = w.spec.storage_dim,
-       sizes = w.storage_sizes, dtype = w.spec.dtype](const at::Tensor& grad) {
-        // The reduction is in the precision of the master weights.
-        at::Tensor sum = kernels::cast(grad, dtype);
-        if (storage_group->size() > 1)
-          sum = run(Step::reduce_scatter, sum, *storage_group, dim, sizes);
-        sum = replica_group->all_reduce(sum);
-        same_work->expect_same(sum, "d(" + name + ")");
-        return sum;
-      });
+  const at::Tensor out =
+      storage_group->size() > 1 ? gather_shards(w, storage_group) : cast_value(w);
+  return attach(w.value, out,
+                [term = GradientTerm{.leaf = w.value,
+                                     .grad = {},
+                                     .dtype = w.spec.dtype,
+                                     .storage = storage_group,
+                                     .replicas = replica_group,
+                                     .same_work = same_work,
+                                     .dim = w.spec.storage_dim,
+                                     .sizes = w.storage_sizes,
+                                     .name = w.spec.name}](const at::Tensor& grad) {
+                  GradientTerm mine = term;
+                  mine.grad = grad;
+                  return reduce(mine);
+                });
 }
 
 at::Tensor gather(const Stored& w, const at::Tensor& shard) {

@@ -4,14 +4,45 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <deque>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "moesh/base/error.h"
+
 namespace moesh::raw {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// What the parts of f kept, in the order in which f came to them.
+struct Results {
+  struct Kept {
+    std::string what;
+    std::vector<at::Tensor> tensors;
+  };
+  std::deque<Kept> all;
+  bool is_second_run = false;
+};
+thread_local Results* current = nullptr;
+
+// Parts of f keep and recall here. Null: nothing is kept, also where a recompute around does.
+class ResultsScope {
+ public:
+  explicit ResultsScope(Results* results) : outer_(std::exchange(current, results)) {}
+  ~ResultsScope() { current = outer_; }
+  ResultsScope(const ResultsScope&) = delete;
+  ResultsScope& operator=(const ResultsScope&) = delete;
+
+ private:
+  Results* outer_;
+};
+
 struct Body : torch::CustomClassHolder {
   std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> f;
+  std::unique_ptr<Results> kept;  // null: nothing is
   std::vector<bool> defined;
 };
 
@@ -23,6 +54,7 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     context->save_for_backward({x});
     context->saved_data["body"] = c10::IValue::make_capsule(body);
     variable_list out;
+    const ResultsScope scope(body->kept.get());
     for (const auto& t : body->f(x.detach(), false)) {
       body->defined.push_back(t.defined());
       if (t.defined()) out.push_back(t);
@@ -36,6 +68,8 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
     variable_list outputs, gradients;
     {
       const at::AutoGradMode enable(true);
+      const ResultsScope scope(body->kept.get());
+      if (body->kept) body->kept->is_second_run = true;
       size_t next = 0;
       for (const auto& t : body->f(x, true)) {
         if (!t.defined()) continue;
@@ -43,19 +77,67 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
         if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
       }
     }
+    MOESH_CHECK(!body->kept || body->kept->all.empty(), ErrorKind::internal,
+                "the second run of a recompute has not asked for ", body->kept->all.front().what,
+                ", which the first one kept; f must do the same in both");
     torch::autograd::backward(outputs, gradients);
     return {x.grad(), at::Tensor(), at::Tensor()};
   }
 };
 
+// A linear layer whose result is known.
+class KnownLinear : public torch::autograd::Function<KnownLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
+                            const at::Tensor& y) {
+    context->save_for_backward({x, w});
+    return y.detach();
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor rows = grads[0].flatten(0, -2);
+    return {rows.mm(saved[1]).view(saved[0].sizes()), rows.t().mm(saved[0].flatten(0, -2)), {}};
+  }
+};
+
 }  // namespace
 
+std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
+  if (!current || !current->is_second_run) return std::nullopt;
+  MOESH_CHECK(!current->all.empty() && current->all.front().what == what, ErrorKind::internal,
+              "the second run of a recompute asks for ", what, ", and the first one kept ",
+              current->all.empty() ? "nothing more" : current->all.front().what,
+              " here; f must do the same in both, and backward runs once");
+  auto results = std::move(current->all.front().tensors);
+  current->all.pop_front();
+  return results;
+}
+
+void keep(std::string_view what, const std::vector<at::Tensor>& results) {
+  if (!current || current->is_second_run) return;
+  auto& kept = current->all.emplace_back();
+  kept.what = what;
+  for (const auto& t : results) kept.tensors.push_back(t.defined() ? t.detach() : t);
+}
+
+at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::full({}, std::numeric_limits<double>::quiet_NaN(), options).expand(sizes);
+}
+
+at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w) {
+  if (const auto first = recall("a linear layer")) return KnownLinear::apply(x, w, (*first)[0]);
+  const at::Tensor y = at::linear(x, w);
+  keep("a linear layer", {y});
+  return y;
+}
+
 std::vector<at::Tensor> recompute(
-    std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f,
-    const at::Tensor& x) {
+    std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x,
+    Keep keep) {
   if (!at::GradMode::is_enabled()) return f(x, false);
   auto body = c10::make_intrusive<Body>();
   body->f = std::move(f);
+  if (keep == Keep::expensive) body->kept = std::make_unique<Results>();
   const at::Tensor anchor = at::zeros({0}, x.options()).requires_grad_(true);
   const variable_list out = RecomputeFunction::apply(x, anchor, body);
   std::vector<at::Tensor> results;

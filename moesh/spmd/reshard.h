@@ -1,6 +1,8 @@
 #pragma once
 // FSDP's memory: parameters that `use` gathers or casts within a scope are freed when the scope's
-// forward is done, and gathered or cast again when its backward begins. The tensors that autograd
+// forward is done, and gathered or cast again when its backward begins. Those of a block travel in
+// one message (of each group and dtype), while the block before it is computed, in forward and in
+// backward. The tensors that autograd
 // saved stay the same objects; their storage is emptied and filled again. (Saved-tensor hooks, the
 // other way to do it, exist in Python only.)
 
@@ -23,7 +25,9 @@ at::Tensor leave_reshard(const at::Tensor& y, const std::shared_ptr<Gathers>& ga
 /// here.
 class ReshardScope {
  public:
-  ReshardScope();
+  /// `before` is that of the part before this one: its gathers start when backward of this one
+  /// begins.
+  explicit ReshardScope(std::shared_ptr<raw::Gathers> before = nullptr);
   ~ReshardScope();
   ReshardScope(const ReshardScope&) = delete;
   ReshardScope& operator=(const ReshardScope&) = delete;
@@ -38,6 +42,8 @@ class ReshardScope {
   Tensor<L> leave(const Tensor<L>& y) {
     return assume<L>(raw::leave_reshard(y.local(), gathers_));
   }
+
+  const std::shared_ptr<raw::Gathers>& gathers() const { return gathers_; }
 
  private:
   std::shared_ptr<raw::Gathers> gathers_, outer_;
@@ -58,10 +64,9 @@ void reset_gather_bytes();
 namespace raw {
 /// Called by `use`: the gathered shards, from a prefetch or gathered now, known to the scope of
 /// this thread if there is one.
-at::Tensor gather_shards(const Stored& w, at::ScalarType compute,
-                         const std::shared_ptr<comm::Group>& group);
+at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& group);
 /// The same where one rank stores all of it: the value, cast, and cast again in backward.
-at::Tensor cast_value(const Stored& w, at::ScalarType compute);
+at::Tensor cast_value(const Stored& w);
 }  // namespace raw
 
 }  // namespace moesh

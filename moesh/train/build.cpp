@@ -1,5 +1,9 @@
 #include "moesh/train/build.h"
 
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
 #include "moesh/config/options.h"
 #include "moesh/models/disk.h"
 #include "moesh/optim/registry.h"
@@ -7,6 +11,13 @@
 
 namespace moesh::train {
 namespace {
+
+models::Recompute recompute(const Config& config) {
+  const std::string& mode = config.activation_checkpoint.mode;
+  return mode == "full"        ? models::Recompute::full
+         : mode == "selective" ? models::Recompute::selective
+                               : models::Recompute::none;
+}
 
 optim::Schedule schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
@@ -49,23 +60,53 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
   return make_model(config, device(config));
 }
 
+std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups) {
+  std::vector<optim::GroupMatch> matches(groups.size());
+  std::vector<std::string> names;
+  model.each_param([&](Stored& w, bool) {
+    names.push_back(w.spec.name);
+    const auto found = groups.find(w.spec.name);
+    if (!found) return;
+    ++matches[*found].num_tensors;
+    matches[*found].num_parameters += std::accumulate(
+        w.spec.shape.begin(), w.spec.shape.end(), std::int64_t{1}, std::multiplies<std::int64_t>());
+  });
+  optim::check_matches(groups, matches, names);
+  return matches;
+}
+
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
+  const optim::Groups groups = param_groups(config);
+  group_matches(model, groups);
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
-    params.add(w, decays ? optim::Decay::on : optim::Decay::off);
+    const auto found = groups.find(w.spec.name);
+    const bool is_asked = found && groups[*found].weight_decay;
+    params.add(w, decays || is_asked ? optim::Decay::on : optim::Decay::off);
   });
   const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
   optim::RuleValues values;
   for (const auto& key : kind.keys)
     values[key] = std::get<double>(config::find_option("optimizer." + key)->get(config));
-  return std::make_unique<optim::Optimizer>(params, kind.make(values));
+  const optim::Optimizer::Way of_others{kind.make(values)};
+  std::vector<optim::Optimizer::Way> ways;
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    optim::RuleValues own = values;
+    if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
+    ways.push_back({groups[i].weight_decay ? kind.make(own) : of_others.rule, groups[i].lr_scale});
+  }
+  return std::make_unique<optim::Optimizer>(params, [&](const optim::ParamList::Entry& entry) {
+    const auto found = groups.find(entry.stored->spec.name);
+    return found ? ways[*found] : of_others;
+  });
 }
 
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
-                      .bias_coeff = config.moe.load_balance_coeff};
+                      .bias_coeff = config.moe.load_balance_coeff,
+                      .overlap = config.parallelism.overlap_reductions};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = config.activation_checkpoint.mode == "full",
+                     .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,
                                    config.moe.z_loss_weight},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};
@@ -86,6 +127,13 @@ std::unique_ptr<data::Dataset> open_dataset(const Config& config) {
   return data::open_dataset(dataset_options(config));
 }
 
+std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int64_t num) {
+  constexpr std::int64_t kTypical = 256;  // tokens of a document, or more
+  std::int64_t most = batch * std::max<std::int64_t>(1, sequence / kTypical);
+  while (most < num) most *= 2;
+  return most;
+}
+
 std::vector<models::MicroBatch> host_batches(const Config& config, const data::Dataset& dataset,
                                              const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
@@ -93,21 +141,22 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
+    models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
+    if (document_mask(config))
+      batch.documents = {b.document_starts_BL,
+                         most_documents(order.batch, dataset.sequence_length(), b.num_documents)};
     // From pinned memory the copy to a GPU is not waited for.
-    const auto held = [&](const at::Tensor& t) {
-      return config.training.device == "cpu" ? t : t.pin_memory();
-    };
-    batches.push_back({.input_ids_BL = held(b.input_ids_BL), .labels_BL = held(b.labels_BL)});
+    if (config.training.device != "cpu")
+      for (at::Tensor* t : batch.from_data()) *t = t->pin_memory();
+    batches.push_back(std::move(batch));
   }
   return batches;
 }
 
 std::vector<models::MicroBatch> on_device(const Config& config,
                                           std::vector<models::MicroBatch> batches) {
-  for (auto& b : batches) {
-    b.input_ids_BL = b.input_ids_BL.to(device(config), /*non_blocking=*/true);
-    b.labels_BL = b.labels_BL.to(device(config), /*non_blocking=*/true);
-  }
+  for (auto& b : batches)
+    for (at::Tensor* t : b.from_data()) *t = t->to(device(config), /*non_blocking=*/true);
   return batches;
 }
 

@@ -23,6 +23,9 @@ std::unique_ptr<models::Model> make_model(const Config& config);
 /// On another device than that of the configuration: meta has shapes alone.
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
+/// Of each [[optimizer.group]]: what it matches of the model. One that matches nothing throws Error
+/// (config).
+std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 StepOptions step_options(const Config& config);
@@ -32,6 +35,10 @@ UseGraph use_graph(const Config& config);
 double learning_rate(const Config& config, std::int64_t step);
 
 std::unique_ptr<data::Dataset> open_dataset(const Config& config);
+
+/// The bound on `num` documents of a micro-batch that its kernels plan for: one of few numbers, so
+/// that few graphs are recorded.
+std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int64_t num);
 
 /// The micro-batches of this dp rank in the optimizer step whose first sample of the global order
 /// is `data_position`, on the host: any thread may make them.

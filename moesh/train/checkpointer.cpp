@@ -16,6 +16,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
+#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -43,6 +44,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kStatePrefix = "optimizer/state";
 constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
 constexpr const char* kOptimizerSteps = "optimizer_steps";
+constexpr const char* kTokens = "tokens";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
 
 std::string master_name(const std::string& param) { return param + ".master"; }
@@ -79,6 +81,10 @@ std::string fingerprint_of_file(const std::string& path, const std::string& kind
   return fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
 }
 
+std::string fingerprint_of_tokenizer(const std::string& path) {
+  return fingerprint(formats::is_folder(path) ? path + "/tokenizer.json" : path);
+}
+
 std::string fingerprint_of_data(const Config& config) {
   if (config.data.source.empty()) return fingerprint_of_file(config.data.path, config.data.kind);
   std::string text;
@@ -103,8 +109,11 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
   const auto add = [&](const char* name, bool gives_meaning) {
     all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
   };
-  for (const char* name : {"data.kind", "data.sequence_length", "data.seed", "data.shuffle"})
+  for (const char* name :
+       {"data.kind", "data.sequence_length", "data.seed", "data.shuffle", "data.packing"})
     add(name, true);
+  all.push_back({"data.tokenizer", fingerprint_of_tokenizer(config.data.tokenizer), true});
+  all.push_back({"data.document_mask", document_mask(config) ? "true" : "false", false});
   if (config.data.path.empty() && config.data.source.empty())
     add("data.synthetic_successors", true);
   for (std::size_t i = 0; i < config.data.source.size(); ++i) {
@@ -167,6 +176,7 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
   for (const auto& [key, value] : a.as_object("config.json")) {
     const auto* other = b.find(key);
     if (key == "initializer_range" || key == "max_position_embeddings" ||
+        key == "initializer_bias_range" || key == "router_aux_loss_coef" ||
         (other && *other == value))
       continue;
     std::string line = formats::to_json(value);
@@ -184,7 +194,9 @@ std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
   std::string text;
   for (const auto& [key, value] : config::model_values(other)) {
     const auto ours = config::model_value(config, key);
-    if (key == "model.init_std" || key == "model.max_sequence" || ours == value) continue;
+    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.max_sequence" ||
+        ours == value)
+      continue;
     text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
   }
   return text;
@@ -200,7 +212,8 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
   const std::string others = other_keys(config, theirs);
   MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than the run asks for; set ", others,
-              " as it has it, or choose another folder");
+              " as it has it, leave out all of [model] (and --model) to take the model of the "
+              "folder, or choose another folder");
   // What no key of [model] says: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);
   const std::string there = own_values(a, b), here = own_values(b, a);
@@ -283,8 +296,12 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
 }
 
 Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
-                           optim::Optimizer& optimizer)
-    : config_(config), world_(world), model_(model), optimizer_(optimizer) {
+                           optim::Optimizer& optimizer, std::string own_data)
+    : config_(config),
+      world_(world),
+      model_(model),
+      optimizer_(optimizer),
+      own_data_(std::move(own_data)) {
   const auto& c = config.checkpoint;
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
@@ -337,6 +354,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   checkpoint::Snapshot s;
   s.sets.push_back(weights());
   s.sets.push_back(state(s.sets[0]));
+  s.texts = companions_;
   s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
   s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
@@ -350,6 +368,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                           {"dtype", config_.training.dtype}}};
   for (const auto& [key, value, gives_meaning] : remembered(config_, data_fingerprint_))
     s.manifest.extra[key] = value;
+  s.manifest.extra[kTokens] = std::to_string(position.num_tokens);
   if (position.num_skipped > 0)
     s.manifest.extra[checkpoint::kSkippedSteps] = std::to_string(position.num_skipped);
   return s;
@@ -359,7 +378,7 @@ void Checkpointer::hold_folder() {
   checkpoint::together(world_, [&] {
     if (world_.rank() != 0 || lock_) return;
     naming_the_folder([&] { lock_.emplace(options_.folder); });
-    data_fingerprint_ = fingerprint_of_data(config_);
+    data_fingerprint_ = own_data_.empty() ? fingerprint_of_data(config_) : own_data_;
   });
   data_fingerprint_ = checkpoint::text_of_first(world_, data_fingerprint_);
 }
@@ -475,6 +494,7 @@ Position Checkpointer::load_newest() {
       std::string damage;
       if (const auto position = load_unless_damaged(folder, damage)) {
         last_saved_ = position->step;
+        find_companions(folder);
         if (is_first) log_info("going on from ", folder.string());
         return *position;
       }
@@ -486,6 +506,7 @@ Position Checkpointer::load_newest() {
                 "' is whole (", faults,
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
+  find_companions({});
   if (!c.initial_load.empty()) {
     checkpoint::together(world_, [&](const Breath& breath) {
       load_initial_weights(config_, model_, world_.rank(), breath);
@@ -493,6 +514,16 @@ Position Checkpointer::load_newest() {
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
+}
+
+void Checkpointer::find_companions(const std::filesystem::path& resumed) {
+  if (!config_.checkpoint.enable) return;
+  checkpoint::together(world_, [&] {
+    for (const std::filesystem::path& folder :
+         {resumed, std::filesystem::path(config_.checkpoint.initial_load),
+          std::filesystem::path(config_.model.folder)})
+      if (companions_.empty() && !folder.empty()) companions_ = checkpoint::read_companions(folder);
+  });
 }
 
 std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem::path& folder,
@@ -582,9 +613,11 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, cons
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   optimizer_.set_num_steps(whole_number(steps->second));
   const auto skipped = manifest.extra.find(checkpoint::kSkippedSteps);
+  const auto tokens = manifest.extra.find(kTokens);
   return {.step = manifest.step,
           .data_position = manifest.data_position,
-          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second)};
+          .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second),
+          .num_tokens = tokens == manifest.extra.end() ? 0 : whole_number(tokens->second)};
 }
 
 }  // namespace moesh::train

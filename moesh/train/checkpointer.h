@@ -3,6 +3,7 @@
 // end.
 
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <string>
 #include <thread>
@@ -23,6 +24,7 @@ struct Position {
   std::int64_t step = 0;           // optimizer steps taken
   std::int64_t data_position = 0;  // samples taken from the global order
   std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
+  std::int64_t num_tokens = 0;     // valid ones, of all steps
 };
 
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
@@ -39,9 +41,9 @@ bool keeps_bias_apart(const std::filesystem::path& folder);
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
  public:
-  /// `config` outlives it.
+  /// `config` outlives it. `own_data`: what data the run has that the configuration does not name.
   Checkpointer(const Config& config, comm::Group& world, models::Model& model,
-               optim::Optimizer& optimizer);
+               optim::Optimizer& optimizer, std::string own_data = "");
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
@@ -80,6 +82,9 @@ class Checkpointer {
   /// Nothing, and what is wrong, where the checkpoint is damaged.
   std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
                                               std::string& damage);
+  /// The files that go into every checkpoint beside the model: those of the one that the run goes
+  /// on from, or else of the folder which it begins with, or took its model from.
+  void find_companions(const std::filesystem::path& resumed);
   /// Throws Error (storage) unless the disk has room for one checkpoint.
   void check_room(const Position& position);
 
@@ -87,10 +92,12 @@ class Checkpointer {
   comm::Group& world_;
   models::Model& model_;
   optim::Optimizer& optimizer_;
+  std::string own_data_;
   checkpoint::SaveOptions options_;
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
+  std::map<std::string, std::string> companions_;  // by name
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;

@@ -15,15 +15,18 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/text.h"
+#include "moesh/base/sections.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/flight.h"
 #include "moesh/comm/launch.h"
+#include "moesh/comm/sent.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/metrics/collapse.h"
+#include "moesh/train/metrics/console.h"
 #include "moesh/train/metrics/sink.h"
+#include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
 #include "moesh/train/validation.h"
@@ -139,47 +142,85 @@ auto of_step(std::int64_t step, const F& f) {
   }
 }
 
-void run_rank(comm::Group& world, const Config& config, const data::Dataset& dataset,
+RunFacts facts_of(const Config& config, const models::Model& model, const Known& known,
+                  std::int64_t first_step) {
+  const int num_ranks = mesh_shape(config).num_ranks();
+  const bool is_known =
+      config.training.device == "cuda" && config.training.dtype == "bfloat16";  // see peak.h
+  const double of_one = config.metrics.peak_tflops > 0 ? config.metrics.peak_tflops
+                        : is_known ? peak_tflops(device_name(config.training.device))
+                                   : 0;
+  // Ranks in threads of one process have its device together.
+  const int processes = comm::num_launched_processes();
+  return {.first_step = first_step,
+          .num_ranks = num_ranks,
+          .num_parameters = model.num_parameters(),
+          .num_active_parameters = model.num_active_parameters(),
+          .flops_per_token = model.flops_per_token(config.data.sequence_length),
+          .peak_tflops = of_one * std::max(1, processes),
+          .estimated_memory = known.estimated_memory};
+}
+
+double seconds_since_1970() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// What follows from the result of the step that was taken last.
+StepRecord record_of(const Config& config, const RunFacts& facts, const Position& position,
+                     const StepResult& result) {
+  const auto& [g, u] = result;
+  const bool counts_are_due = position.step % config.metrics.expert_counts_freq == 0;
+  return {.step = position.step,
+          .time = seconds_since_1970(),
+          .loss = g.loss,
+          .total_loss = g.total_loss,
+          .auxiliary = g.auxiliary,
+          .grad_norm = u.grad_norm,
+          .num_tokens = g.num_tokens,
+          .num_tokens_all = position.num_tokens,
+          .flops_per_token = facts.flops_per_token,
+          .peak_tflops = facts.peak_tflops,
+          .memory_gib = peak_memory_gib(config.training.device),
+          .experts = expert_load(g.counts_E),
+          .bias = u.bias,
+          .counts_E = counts_are_due ? g.counts_E : std::vector<at::Tensor>{},
+          .skipped = u.skipped};
+}
+
+void run_rank(comm::Group& world, const Config& config, const Known& known,
+              const data::Dataset& dataset, const std::string& own_data,
               const std::vector<ValidationSet>& validation_sets, Clock::time_point start,
               RunSummary& summary, std::atomic<bool>& interrupted) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   const auto optimizer = make_optimizer(*model, config);
-  Checkpointer checkpointer(config, world, *model, *optimizer);
+  Checkpointer checkpointer(config, world, *model, *optimizer, own_data);
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
+  // Rank 0 alone measures.
+  std::optional<SectionClock> clock;
+  std::optional<comm::SentBytes> sent;
   MetricSinks sinks;
   CollapseWatch collapse;
+  const RunFacts facts = facts_of(config, *model, known, first_step);
   if (is_first) {
     warn_of_bias_kept_apart(config);
-    sinks = open_sinks(config, first_step);
+    sinks = open_sinks(config, facts);
+    clock.emplace(start), sent.emplace();
     summary.first_step = first_step;
     summary.folder = config.metrics.folder;
-    std::printf("%s %s: %s parameters, %s active, on %d rank%s (%s)\n", config.model.name.c_str(),
-                config.model.size.c_str(), with_commas(model->num_parameters()).c_str(),
-                with_commas(model->num_active_parameters()).c_str(), world.size(),
-                world.size() == 1 ? "" : "s", mesh.shape().describe().c_str());
-    std::printf("data: %s\n", dataset.describe().c_str());
-    if (config.training.global_batch_size > 0) {
-      const data::SampleOrder order = sample_order(config);
-      std::printf(
-          "a step of %lld sequences: %lld micro-batch%s of %lld on each of %lld dp rank%s\n",
-          static_cast<long long>(order.num_per_step()), static_cast<long long>(order.num_micro),
-          order.num_micro == 1 ? "" : "es", static_cast<long long>(order.batch),
-          static_cast<long long>(order.num_dp), order.num_dp == 1 ? "" : "s");
-    }
+    if (!config.metrics.quiet)
+      std::fputs(run_header(config, facts, dataset.describe()).c_str(), stdout);
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ",
                nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
   }
   Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
-  const double flops_per_token = model->flops_per_token(config.data.sequence_length);
   std::vector<double> seconds;
-  bool is_slowness_known = false;
-  auto last = start;
+  bool is_slowness_known = false, was_finite = true;
   // The batches of the next step are made while this one computes.
   Prefetch<std::vector<models::MicroBatch>> next([&](std::int64_t data_position) {
     set_log_rank(world.rank());
@@ -187,40 +228,47 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
   });
   if (first_step < config.training.steps) next.start(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
-    auto batches = on_device(config, next.take());
+    auto batches = [&] {
+      const InSection section(Section::data);
+      return on_device(config, next.take());
+    }();
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
     if (step + 1 < config.training.steps) next.start(data_position);
     const double lr = learning_rate(config, step);
+    if (is_first) sent->take();  // of validation and saving
     const auto [g, u] = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
+    const auto sent_bytes = is_first ? sent->take() : std::map<std::string, std::int64_t>{};
     position = {.step = step + 1,
                 .data_position = data_position,
-                .num_skipped = u.skipped ? position.num_skipped + 1 : 0};
-    const bool stop = stop_agreed(world, config, start);
-    const auto now = Clock::now();
-    const double took = std::chrono::duration<double>(now - last).count();
-    last = now;
+                .num_skipped = u.skipped ? position.num_skipped + 1 : 0,
+                .num_tokens = position.num_tokens + g.num_tokens};
+    bool stop = stop_agreed(world, config, start);
+    const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
+    const double took = sections.of_step();
     std::vector<ValidationLoss> validation;
     // Who is told to stop has little time left, and saves.
     if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
-      validation =
-          of_step(step + 1, [&] { return validate_model(*model, config, mesh, validation_sets); });
-      last = Clock::now();  // its time is nobody's step
+      const InSection section(Section::validation);
+      auto losses = of_step(step + 1, [&] {
+        return take_step.beside([&] {
+          return validate_model(*model, config, mesh, validation_sets,
+                                [&] { return stop_agreed(world, config, start); });
+        });
+      });
+      if (losses)
+        validation = std::move(*losses);
+      else
+        stop = true;
     }
     if (is_first) {
-      const StepRecord record{.step = step + 1,
-                              .seconds = took,
-                              .loss = g.loss,
-                              .total_loss = g.total_loss,
-                              .grad_norm = u.grad_norm,
-                              .lr = lr,
-                              .num_tokens = g.num_tokens,
-                              .flops_per_token = flops_per_token,
-                              .memory_gib = peak_memory_gib(config.training.device),
-                              .experts = expert_load(g.counts_E),
-                              .skipped = u.skipped,
-                              .validation = std::move(validation)};
+      StepRecord record = record_of(config, facts, position, {g, u});
+      record.lr = lr, record.seconds = took, record.sections = sections;
+      record.sent = sent_bytes, record.validation = std::move(validation);
       for (const auto& sink : sinks) sink->write(record);
       for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
+      if (was_finite && !std::isfinite(g.loss))
+        log_warn("the loss of step ", step + 1, " is ", g.loss, ": the step changes nothing");
+      was_finite = std::isfinite(g.loss);
       summary.losses.push_back(g.loss);
       ++summary.num_steps;
       if (step == first_step)
@@ -232,7 +280,10 @@ void run_rank(comm::Group& world, const Config& config, const data::Dataset& dat
     if (has_diverged(config, position))
       throw_diverged(world, config, *model, position, checkpointer.last_healthy(position));
     if (stop) break;
-    checkpointer.after_step(position);
+    {
+      const InSection section(Section::saving);
+      checkpointer.after_step(position);
+    }
     if (const auto saving = checkpointer.save_seconds(); saving && is_first && !is_slowness_known) {
       is_slowness_known = true;
       warn_if_too_slow_to_stop(took + *saving);
@@ -278,12 +329,14 @@ void write_flight_record(const Config& config, int rank, const std::exception_pt
 
 }  // namespace
 
-RunSummary train(const Config& config) {
+namespace {
+
+RunSummary train_on(const Config& config, const Known& known, const data::Dataset& dataset,
+                    const std::string& own_data) {
   const auto start = Clock::now();
   RunSummary summary;
-  const auto dataset = open_dataset(config);
   const auto validation_sets = open_validation(config);
-  summary.entropy = dataset->entropy();
+  summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
   comm::LaunchOptions options = launch_options(config);
@@ -293,11 +346,34 @@ RunSummary train(const Config& config) {
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
-        run_rank(world, config, *dataset, validation_sets, start, summary, interrupted);
+        run_rank(world, config, known, dataset, own_data, validation_sets, start, summary,
+                 interrupted);
       },
       options);
   summary.interrupted = interrupted;
   return summary;
+}
+
+}  // namespace
+
+RunSummary train(const Config& config, const Known& known) {
+  return train_on(config, known, *open_dataset(config), "");
+}
+
+RunSummary train(const Config& config, const data::Dataset& dataset) {
+  MOESH_CHECK(config.data.path.empty() && config.data.source.empty(), ErrorKind::config,
+              "train() is given a dataset, and the configuration names files to train on, too; "
+              "leave out data.path and data.source");
+  MOESH_CHECK(dataset.sequence_length() == config.data.sequence_length, ErrorKind::config,
+              "the dataset (", dataset.describe(), ") has sequences of ", dataset.sequence_length(),
+              " tokens, and ", describe_option(config, "data.sequence_length"),
+              "; they must be equal");
+  const auto vocab = models::facts(config.model.architecture).vocab_size;
+  MOESH_CHECK(dataset.vocab_size() <= vocab, ErrorKind::config, "the dataset (", dataset.describe(),
+              ") has ", dataset.vocab_size(),
+              " different tokens, and the vocabulary of the model has ", vocab,
+              "; set model.vocab_size to ", dataset.vocab_size(), " or more");
+  return train_on(config, {}, dataset, dataset.describe());
 }
 
 }  // namespace moesh::train

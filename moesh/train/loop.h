@@ -22,9 +22,18 @@ struct RunSummary {
   std::string folder;  // where metrics.jsonl is
 };
 
+/// What the caller knows of the run, for its header and its folder.
+struct Known {
+  std::optional<std::int64_t> estimated_memory = {};  // bytes of a rank at its peak
+};
+
 /// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are
 /// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
 /// which is saved where checkpoints are.
-RunSummary train(const Config& config);
+RunSummary train(const Config& config, const Known& known = {});
+/// The same on data of the caller's own, whose ranks in threads read from it at the same time. A
+/// run that goes on from a checkpoint goes on at its sample: `describe()` tells other data from
+/// this.
+RunSummary train(const Config& config, const data::Dataset& dataset);
 
 }  // namespace moesh::train

@@ -6,13 +6,22 @@
 
 namespace moesh::train {
 
+namespace {
+c10::DeviceAllocator* allocator_of(const std::string& device) {
+  return device == "cuda"
+             ? dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA))
+             : nullptr;
+}
+}  // namespace
+
+void reset_peak_memory(const std::string& device) {
+  if (auto* allocator = allocator_of(device)) allocator->resetPeakStats(0);
+}
+
 double peak_memory_gib(const std::string& device) {
   constexpr double kGiB = 1024.0 * 1024.0 * 1024.0;
-  if (device == "cuda") {
-    auto* allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(c10::DeviceType::CUDA));
-    if (allocator)
-      return static_cast<double>(allocator->getDeviceStats(0).allocated_bytes[0].peak) / kGiB;
-  }
+  if (auto* allocator = allocator_of(device))
+    return static_cast<double>(allocator->getDeviceStats(0).allocated_bytes[0].peak) / kGiB;
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   return static_cast<double>(usage.ru_maxrss) * 1024.0 / kGiB;

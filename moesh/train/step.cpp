@@ -3,9 +3,13 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
+
 #include "moesh/base/error.h"
+#include "moesh/base/sections.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
 
@@ -34,6 +38,18 @@ nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOp
   return assume<Dense{P, P, P}>(sum);
 }
 
+models::ForwardResult forward_of(models::Model& model, const models::MicroBatch& batch,
+                                 const StepOptions& options) {
+  const InSection section(Section::forward);
+  return model.forward(batch, options.forward);
+}
+
+void backward_of(const models::ForwardResult& result, ReduceLater& reductions) {
+  const InSection section(Section::backward);
+  backward(result.loss);
+  reductions.start();
+}
+
 }  // namespace
 
 Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
@@ -42,25 +58,35 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const nn::CheckLater later;
+  ReduceLater reductions(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
   std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
+  nn::TokenSum auxiliary;
   for (auto& batch : batches) {
     batch.num_step_tokens = num_tokens.clamp_min(1);
     batch.index = &batch - batches.data();
-    const auto result = model.forward(batch, options.forward);
-    backward(result.loss);
+    const auto result = forward_of(model, batch, options);
+    backward_of(result, reductions);
     const auto add = [](nn::TokenSum& sum, const nn::TokenSum& term) {
       sum = local(sum).defined() ? sum + term : term;
     };
     add(losses[0], cast(detach(result.cross_entropy), at::kDouble));
     add(losses[1], cast(detach(result.loss), at::kDouble));
+    if (local(result.auxiliary).defined())
+      add(auxiliary, cast(detach(result.auxiliary), at::kDouble));
     counts.resize(result.counts_E.size());
     for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
+  }
+  {
+    const InSection section(Section::reduce);
+    reductions.finish();
   }
   Unread step{.checks = later.checks()};
   // One message for all of it: float64 holds every count.
   losses.push_back(num_failed(step.checks, num_tokens.options()));
   std::vector<nn::TokenSum> terms{stack(losses)};
+  step.has_auxiliary = local(auxiliary).defined();
+  if (step.has_auxiliary) terms.push_back(auxiliary);
   for (const auto& count : counts) {
     terms.push_back(cast(count, at::kDouble));
     step.num_experts.push_back(local(count).numel());
@@ -72,6 +98,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
 void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
                   const StepOptions& options) {
   RECORD_USER_SCOPE("norm and update");
+  const InSection section(Section::update);
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const auto norm = optim::grad_norm(optimizer.params());
   const auto sum = [&](std::int64_t i) { return step.sums.select(0, i); };
@@ -89,7 +116,12 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& ste
     else
       router->clear_counts();
   }
-  step.update = at::stack({whole(norm), skip});
+  std::vector<at::Tensor> numbers{whole(norm), skip};
+  for (auto* router : model.routers()) {
+    const auto [least, largest] = router->expert_bias().aminmax();
+    numbers.push_back(least.to(at::kDouble)), numbers.push_back(largest.to(at::kDouble));
+  }
+  step.update = at::stack(numbers);
 }
 
 StepResult read(const Unread& step) {
@@ -97,7 +129,10 @@ StepResult read(const Unread& step) {
   std::vector<at::Tensor> parts{step.sums.view(at::kLong)};
   if (step.update.defined()) parts.push_back(step.update.view(at::kLong));
   parts.insert(parts.end(), step.checks.found.begin(), step.checks.found.end());
-  at::Tensor rest = at::cat(parts).cpu();
+  at::Tensor rest = [&] {
+    const InSection section(Section::waiting);
+    return at::cat(parts).cpu();
+  }();
   const auto take = [&](std::int64_t n) {
     const at::Tensor first = rest.narrow(0, 0, n);
     rest = rest.narrow(0, n, rest.size(0) - n);
@@ -108,13 +143,20 @@ StepResult read(const Unread& step) {
   Gradients& g = result.gradients;
   g.on_device = step;
   const at::Tensor sums = take_numbers(kNumSums);
-  g.num_tokens = static_cast<std::int64_t>(sums[kTokens].item<double>());
-  g.loss = sums[kCrossEntropy].item<double>(), g.total_loss = sums[kTotal].item<double>();
+  const auto* sum = sums.const_data_ptr<double>();
+  g.num_tokens = static_cast<std::int64_t>(sum[kTokens]);
+  g.loss = sum[kCrossEntropy], g.total_loss = sum[kTotal];
+  if (step.has_auxiliary) {
+    const at::Tensor parts_of_loss = take_numbers(models::kNumAuxiliary);
+    std::copy_n(parts_of_loss.const_data_ptr<double>(), models::kNumAuxiliary, g.auxiliary.begin());
+  }
   for (const auto n : step.num_experts) g.counts_E.push_back(take_numbers(n).to(at::kLong));
   if (step.update.defined()) {
-    const at::Tensor update = take_numbers(2);
-    result.update = {.grad_norm = update[0].item<double>(),
-                     .skipped = update[1].item<double>() != 0};
+    const at::Tensor update = take_numbers(step.update.numel());
+    const auto* number = update.const_data_ptr<double>();
+    result.update = {.grad_norm = number[0], .bias = {}, .skipped = number[1] != 0};
+    for (std::int64_t i = 2; i < update.numel(); i += 2)
+      result.update.bias.push_back({.least = number[i], .largest = number[i + 1]});
   }
   step.checks.raise(rest.const_data_ptr<std::int64_t>());
   return result;

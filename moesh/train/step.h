@@ -2,6 +2,7 @@
 // One optimizer step: the gradients of all micro-batches, their norm, the update, the expert bias.
 // The host hands all of it to the device without a wait, and then reads what the step gave, once.
 
+#include <array>
 #include <vector>
 
 #include "moesh/models/model.h"
@@ -14,29 +15,41 @@ namespace moesh::train {
 struct StepOptions {
   double max_norm = 1;        // of the gradient; 0: not clipped
   double bias_coeff = 0.001;  // by how much the expert bias moves; 0: it stays
+  bool overlap = true;        // gradients are summed over the ranks while backward goes on
   models::ForwardOptions forward;
 };
 
 /// What a step has left on the device, where nobody has looked yet.
 struct Unread {
-  at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, then
-                      // the counts of each MoE layer; of all ranks
-  at::Tensor update;  // float64: gradient norm, skipped; undefined before the update
+  at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
+                      // auxiliary losses if there are any, then the counts of each MoE layer; of
+                      // all ranks
+  at::Tensor update;  // float64: gradient norm, skipped, then the least and the largest expert bias
+                      // of each MoE layer; undefined before the update
   nn::CheckLater::Checks checks;          // of this rank
   std::vector<std::int64_t> num_experts;  // of each MoE layer
+  bool has_auxiliary = false;
 };
 
 /// What the micro-batches of a step gave; every number is that of all ranks.
 struct Gradients {
-  double loss = 0;                   // cross-entropy per valid token
-  double total_loss = 0;             // with the auxiliary losses
-  std::int64_t num_tokens = 0;       // valid tokens of the step
+  double loss = 0;              // cross-entropy per valid token
+  double total_loss = 0;        // with the auxiliary losses
+  std::int64_t num_tokens = 0;  // valid tokens of the step
+  /// The parts of the auxiliary losses, each with its weight in it; 0 where that is 0.
+  std::array<double, models::kNumAuxiliary> auxiliary{};
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
   Unread on_device;
 };
 
+/// Of the experts of a layer.
+struct BiasRange {
+  double least = 0, largest = 0;
+};
+
 struct Update {
   double grad_norm = 0;
+  std::vector<BiasRange> bias;  // of each MoE layer, after the step
   /// A gradient was not finite, or there was no valid token: nothing has moved, on any rank.
   bool skipped = false;
 };

@@ -12,7 +12,8 @@ namespace {
 std::vector<std::int64_t> shape_of(const std::vector<models::MicroBatch>& batches) {
   std::vector<std::int64_t> shape;
   for (const auto& b : batches)
-    for (const auto n : b.input_ids_BL.sizes()) shape.push_back(n);
+    for (const auto n : {b.input_ids_BL.size(0), b.input_ids_BL.size(1), b.documents.most})
+      shape.push_back(n);
   return shape;
 }
 
@@ -47,8 +48,9 @@ void Stepper::refuse(const std::string& reason) {
 }
 
 bool Stepper::record(Recorded& r, const std::vector<models::MicroBatch>& batches) {
-  for (const auto& b : batches)
-    r.inputs.push_back({.input_ids_BL = b.input_ids_BL.clone(), .labels_BL = b.labels_BL.clone()});
+  r.inputs = batches;
+  for (auto& b : r.inputs)
+    for (at::Tensor* t : b.from_data()) *t = t->clone();
   try {
     r.graph = std::make_unique<kernels::Graph>([&] {
       r.step = start_gradients(model_, r.inputs, options_);
@@ -67,6 +69,16 @@ bool Stepper::record(Recorded& r, const std::vector<models::MicroBatch>& batches
   return false;
 }
 
+bool Stepper::release() {
+  bool any = false;
+  for (auto& [shape, r] : recorded_) {
+    if (!r.graph) continue;
+    any = true;
+    r = {.num_eager = kEagerSteps - 1};  // one more, to make again what was let go meanwhile
+  }
+  return any;
+}
+
 StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr) {
   if (graph_ == UseGraph::off)
     return take_step(model_, optimizer_, std::move(batches), lr, options_);
@@ -77,8 +89,8 @@ StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double l
     return take_step(model_, optimizer_, std::move(batches), lr, options_);
   }
   for (std::size_t i = 0; i < batches.size(); ++i) {
-    r.inputs[i].input_ids_BL.copy_(batches[i].input_ids_BL);
-    r.inputs[i].labels_BL.copy_(batches[i].labels_BL);
+    const auto held = r.inputs[i].from_data(), given = batches[i].from_data();
+    for (std::size_t t = 0; t < held.size(); ++t) held[t]->copy_(*given[t]);
   }
   optimizer_.begin_step(lr);
   r.graph->replay();

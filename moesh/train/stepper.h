@@ -2,6 +2,8 @@
 // Steps one after the other, as a CUDA graph where that can be: the host then makes one call for
 // the thousands of launches of a step.
 
+#include <c10/util/Exception.h>
+
 #include <map>
 #include <memory>
 #include <string>
@@ -25,6 +27,20 @@ class Stepper {
 
   /// As take_step. The first steps of a shape run without a graph, to make what is made once.
   StepResult operator()(std::vector<models::MicroBatch> batches, double lr);
+
+  /// Gives the graphs and their memory back, if there are any: the next steps record new ones.
+  bool release();
+  /// f(), which runs beside the steps; once more after `release` where there was not enough memory
+  /// for f and the graphs.
+  template <class F>
+  auto beside(const F& f) {
+    try {
+      return f();
+    } catch (const c10::OutOfMemoryError&) {
+      if (!release()) throw;
+    }
+    return f();
+  }
 
   /// Steps that were replayed.
   std::int64_t num_replayed() const { return num_replayed_; }

@@ -46,21 +46,25 @@ bool validation_is_due(const Config& config, std::int64_t num_steps) {
          (num_steps % config.validation.interval == 0 || num_steps == config.training.steps);
 }
 
-std::vector<ValidationLoss> validate_model(models::Model& model, const Config& config,
-                                           const Mesh& mesh,
-                                           const std::vector<ValidationSet>& sets) {
+std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
+                                                          const Config& config, const Mesh& mesh,
+                                                          const std::vector<ValidationSet>& sets,
+                                                          const std::function<bool()>& stops) {
   const at::NoGradGuard no_grad;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   models::ForwardOptions options = step_options(config).forward;
   options.pass = nn::Pass::evaluation;
-  options.recompute = false, options.auxiliary = {};
+  options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
     Sum sum;
-    for (std::int64_t step = 0; step < config.validation.steps; ++step)
-      for (const models::MicroBatch& batch :
-           step_batches(config, *set.dataset, mesh, step * sample_order(config).num_per_step()))
+    const data::Once once(*set.dataset);
+    const std::int64_t per_step = sample_order(config).num_per_step(), size = *once.size();
+    for (std::int64_t step = 0; step < config.validation.steps && step * per_step < size; ++step) {
+      for (const models::MicroBatch& batch : step_batches(config, once, mesh, step * per_step))
         sum.add(batch, model.forward(batch, options).cross_entropy);
+      if (stops()) return std::nullopt;
+    }
     losses.push_back({set.name, mean_of(sum)});
   }
   return losses;

@@ -1,7 +1,9 @@
 #pragma once
 // The loss on files that the run does not train on.
 
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,10 +24,13 @@ std::vector<ValidationSet> open_validation(const Config& config);
 bool validation_is_due(const Config& config, std::int64_t num_steps);
 
 /// Cross-entropy per valid token of each set, over its first validation.steps times the sequences
-/// of an optimizer step: the same number on every mesh with the same global batch. Nothing moves,
-/// no expert is counted, and auxiliary losses are left out. Collective.
-std::vector<ValidationLoss> validate_model(models::Model& model, const Config& config,
-                                           const Mesh& mesh,
-                                           const std::vector<ValidationSet>& sets);
+/// of an optimizer step, or all of them where there are fewer: the same number on every mesh with
+/// the same global batch. Nothing moves, no expert is counted, and auxiliary losses are left out.
+/// Collective. `stops` is asked after each of the steps, on all ranks with one answer: then there
+/// is no result.
+std::optional<std::vector<ValidationLoss>> validate_model(
+    models::Model& model, const Config& config, const Mesh& mesh,
+    const std::vector<ValidationSet>& sets,
+    const std::function<bool()>& stops = [] { return false; });
 
 }  // namespace moesh::train

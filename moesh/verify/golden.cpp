@@ -115,7 +115,7 @@ using NamedList = std::vector<std::pair<std::string, at::Tensor>>;
 
 void read_gradients(const checkpoint::TensorFolder& source, const std::filesystem::path& folder,
                     const models::AnyConfig& model, NamedList& to) {
-  const std::set<std::string> others{"input_ids", "labels", "logits", "loss"};
+  const std::set<std::string> others{"input_ids", "labels", "document_starts", "logits", "loss"};
   // The gradients lie as the weights do; an expert bias has none.
   const auto names = models::on_disk(model);
   auto table =
@@ -169,6 +169,19 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& se
                 " from ", least, " to ", most, ", and the model of '", folder.string(), "' has ",
                 vocab, " tokens");
   }
+  if (source.tensors().contains("document_starts")) {
+    golden.document_starts_BL = read_tensor(source, "document_starts");
+    const auto& starts = golden.document_starts_BL;
+    const auto fits = [&] {
+      const at::Tensor position = at::arange(golden.input_ids_BL.size(1));
+      return starts.ge(0).logical_and(starts.le(position)).all().item<bool>();
+    };
+    MOESH_CHECK(starts.sizes() == golden.input_ids_BL.sizes() &&
+                    starts.scalar_type() == at::kLong && fits(),
+                ErrorKind::data, "'", file.string(), "': document_starts ", starts.sizes(), " of ",
+                starts.scalar_type(), "; they are Long ", golden.input_ids_BL.sizes(),
+                ", from 0 to the position of each token");
+  }
   golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
@@ -194,11 +207,12 @@ VerifyReport verify_golden(const Golden& golden) {
     StepOptions options = step_options(config);
     VerifyProbe probe;
     options.forward.probe = &probe;
-    const Gradients g =
-        accumulate_gradients(*model,
-                             {{.input_ids_BL = of_dp(golden.input_ids_BL).to(device(config)),
-                               .labels_BL = of_dp(golden.labels_BL).to(device(config))}},
-                             options);
+    models::MicroBatch batch_of_dp{.input_ids_BL = of_dp(golden.input_ids_BL),
+                                   .labels_BL = of_dp(golden.labels_BL)};
+    if (golden.document_starts_BL.defined())
+      batch_of_dp.documents = {of_dp(golden.document_starts_BL), golden.input_ids_BL.numel()};
+    for (at::Tensor* t : batch_of_dp.from_data()) *t = t->to(device(config));
+    const Gradients g = accumulate_gradients(*model, {batch_of_dp}, options);
     const auto compare = [&](const RankTensor& t) { findings.compare(t, world.rank()); };
     const nn::Tokens tokens(mesh, batch, config.data.sequence_length,
                             options.forward.sequence_parallel);
@@ -218,7 +232,8 @@ VerifyReport verify_golden(const Golden& golden) {
   };
   launch_for(report, config, run);
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  report.worst_ratio = findings.worst_ratio();
+  const auto [ratio, tensor] = findings.worst();
+  report.worst_ratio = ratio, report.worst_tensor = tensor;
   return report;
 }
 

@@ -14,6 +14,7 @@ namespace moesh::verify {
 /// in moesh.
 struct Golden : NamedTensors {
   at::Tensor input_ids_BL, labels_BL;
+  at::Tensor document_starts_BL;  // undefined: every sequence is one document
   /// The run that must give the same: the model of the checkpoint, the sizes of the file, and for
   /// the rest what was asked for.
   Config config;

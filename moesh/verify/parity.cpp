@@ -271,11 +271,12 @@ std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
   return found;
 }
 
-double Findings::worst_ratio() const {
+Findings::Worst Findings::worst() const {
   const std::lock_guard lock(mutex_);
-  double worst = 0;
+  Worst worst;
   for (const Mismatch& m : collect())
-    if (m.allowed > 0) worst = std::max(worst, m.error / m.allowed);
+    if (m.allowed > 0 && m.error / m.allowed > worst.ratio)
+      worst = {.ratio = m.error / m.allowed, .tensor = m.tensor};
   return worst;
 }
 

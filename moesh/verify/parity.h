@@ -88,8 +88,13 @@ class Findings {
   void exchange(comm::Group& world, at::Device device);
   /// In forward order: the first is nearest to the cause.
   std::vector<Mismatch> mismatches(const MeshShape& shape) const;
-  /// The largest |delta| / allowed of all tensors.
-  double worst_ratio() const;
+  /// The largest |delta| / allowed of all tensors, and which one has it; 0 and none where nothing
+  /// differs at all.
+  struct Worst {
+    double ratio = 0;
+    std::string tensor;
+  };
+  Worst worst() const;
 
  private:
   struct Finding {

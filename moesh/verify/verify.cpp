@@ -36,7 +36,8 @@ class WithIgnored : public data::Dataset {
       const auto token = static_cast<std::uint64_t>(index) * sample.documents.size() + i;
       const bool ends = sample.documents[i] != before || random_.uniform(token) < fraction_;
       before = sample.documents[i];
-      sample.documents[i] = document += ends;
+      document += ends;
+      if (before != data::kPadding) sample.documents[i] = document;
     }
     return sample;
   }
@@ -147,6 +148,7 @@ config::Settings verify_defaults(std::int64_t steps) {
   const config::Origin origin{"verify's default", true};
   return {{"training.steps", std::max(steps, Config{}.training.steps), origin},
           {"data.sequence_length", std::int64_t{7}, origin},
+          {"data.document_mask", std::string("true"), origin},
           {"moe.load_balance_coeff", 0.01, origin},
           {"moe.switch_loss_weight", 0.01, origin},
           {"moe.sequence_loss_weight", 0.01, origin},
@@ -278,7 +280,8 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
     findings.exchange(world, device(c.config));
   });
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
-  report.worst_ratio = findings.worst_ratio();
+  const auto [ratio, tensor] = findings.worst();
+  report.worst_ratio = ratio, report.worst_tensor = tensor;
   if (c.replays())
     for (const auto& step : routing)
       for (const auto& r : step) {

@@ -29,7 +29,7 @@ struct VerifyCase {
 };
 
 /// Where a proof wants other values than a training run, for `steps` steps: few tokens, and an odd
-/// number of them; auxiliary losses and an expert bias that count.
+/// number of them; documents that end anywhere; auxiliary losses and an expert bias that count.
 config::Settings verify_defaults(std::int64_t steps);
 
 /// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
@@ -53,7 +53,8 @@ struct VerifyReport {
   bool is_first = false;                  // this process holds rank 0: it prints for all
   std::int64_t num_flipped = 0;
   double largest_margin = 0;
-  double worst_ratio = 0;  // the largest |delta| / allowed
+  double worst_ratio = 0;         // the largest |delta| / allowed
+  std::string worst_tensor = {};  // which has it
   bool holds() const { return mismatches.empty() && error.empty(); }
   /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.

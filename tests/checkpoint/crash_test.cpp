@@ -41,6 +41,8 @@ formats::DiskTable table() {
   return table;
 }
 
+int num_threads = 1;  // of each rank that saves
+
 // What is saved is full of the number of its generation.
 void save_generation(const path& folder, std::int64_t step, int generation, int keep) {
   comm::launch(2, [&](comm::Group& world) {
@@ -52,7 +54,13 @@ void save_generation(const path& folder, std::int64_t step, int generation, int 
                         .tensors = table().tensors,
                         .parts = parts_of(world.rank(), 2, generation)});
     // The step that is there may be replaced, and those before it may be purged.
-    save(s, {.folder = folder, .keep_latest = keep, .known = {1, 2, 3}, .damaged = {step}}, world);
+    save(s,
+         {.folder = folder,
+          .keep_latest = keep,
+          .known = {1, 2, 3},
+          .damaged = {step},
+          .num_threads = num_threads},
+         world);
   });
 }
 
@@ -136,6 +144,12 @@ void expect_to_survive_deaths(const std::string& rules, int oldest) {
 }
 
 TEST(Crash, AWholeCheckpointSurvivesADeathBeforeEveryCall) { expect_to_survive_deaths("", 2); }
+
+TEST(Crash, AlsoWithSeveralThreadsThatWrite) {
+  num_threads = 3;
+  expect_to_survive_deaths("", 2);
+  num_threads = 1;
+}
 
 TEST(Crash, AlsoWhereTheFileSystemCannotSwapTwoNames) {
   expect_to_survive_deaths(detail::concat("exchange step- 1 1000 ", EINVAL, ";"), 1);

@@ -270,16 +270,18 @@ TEST(Lock, TheMetricsOfTwoRunsDoNotMix) {
   const path file = f.folder.path() / "metrics" / "metrics.jsonl";
   const std::string before = bytes_of(file);
   for (const std::int64_t first : {0, 2, 4}) {  // with and without lines that are left out
-    const auto held = train::open_sinks(config, 4);
-    expect_parts(error_of([&] { train::open_sinks(config, first); }, ErrorKind::config),
-                 {"metrics.folder", "is used by another run"});
+    const auto held = train::open_sinks(config, {.first_step = 4});
+    expect_parts(
+        error_of([&] { train::open_sinks(config, {.first_step = first}); }, ErrorKind::config),
+        {"metrics.folder", "is used by another run"});
     EXPECT_EQ(bytes_of(file), before);
   }
   {
-    const auto held = train::open_sinks(config, 2);  // written anew, and held as before
-    error_of([&] { train::open_sinks(config, 2); }, ErrorKind::config);
+    const auto held =
+        train::open_sinks(config, {.first_step = 2});  // written anew, and held as before
+    error_of([&] { train::open_sinks(config, {.first_step = 2}); }, ErrorKind::config);
   }
-  train::open_sinks(config, 2);
+  train::open_sinks(config, {.first_step = 2});
 }
 
 // On which another run replaces a file after it was opened and before it is locked.
@@ -308,10 +310,10 @@ TEST(Lock, OfMetricsIsThatOfTheFileWhichHasTheName) {
   const path file = f.folder.path() / "metrics" / "metrics.jsonl";
   {
     const ReplacedBeforeTheLock files(file);
-    const auto sinks = train::open_sinks(config, 4);
+    const auto sinks = train::open_sinks(config, {.first_step = 4});
     EXPECT_EQ(files.num_locks, 2);
     // The file that has the name is held, not the one that it replaced.
-    error_of([&] { train::open_sinks(config, 4); }, ErrorKind::config);
+    error_of([&] { train::open_sinks(config, {.first_step = 4}); }, ErrorKind::config);
   }
   EXPECT_EQ(bytes_of(file), "{\"step\":1}\n");
 }
@@ -423,12 +425,12 @@ TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
   const std::string kept = bytes_of(file);
   EXPECT_EQ(std::count(kept.begin(), kept.end(), '\n'), 4);
   std::ofstream(file, std::ios::app) << "{\"step\":5,\"los";  // cut off by a kill
-  for (int n = 1; n <= 20; ++n) {
+  for (int n = 1; n <= 40; ++n) {
     SCOPED_TRACE(n);
     const pid_t child = fork();
     if (child == 0) {
       const WithFaults faults(detail::concat("any metrics ", n, " 1 kill"));
-      train::open_sinks(run_config(f.runs, "tp=1"), 4);
+      train::open_sinks(run_config(f.runs, "tp=1"), {.first_step = 4});
       _exit(0);
     }
     int status = 0;
@@ -436,6 +438,28 @@ TEST(Metrics, AreNotLostWhenARunDiesWhileItTakesThemOver) {
     EXPECT_EQ(bytes_of(file).substr(0, kept.size()), kept);
   }
   EXPECT_EQ(bytes_of(file), kept);  // the last ones were not killed
+}
+
+TEST(Metrics, OfTheRunBeforeAreNotLostWhenOneDiesAsItBegins) {
+  const Finished f;
+  const path folder = f.folder.path() / "metrics", file = folder / "metrics.jsonl",
+             earlier = folder / "earlier" / "0001" / "metrics.jsonl";
+  const std::string before = bytes_of(file), config = bytes_of(folder / "config.toml");
+  for (int n = 1; n <= 40; ++n) {
+    SCOPED_TRACE(n);
+    const pid_t child = fork();
+    if (child == 0) {
+      const WithFaults faults(detail::concat("any metrics ", n, " 1 kill"));
+      train::open_sinks(run_config(f.runs, "tp=1"), {});
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(bytes_of(std::filesystem::exists(earlier) ? earlier : file), before);
+  }
+  EXPECT_EQ(bytes_of(earlier), before);
+  EXPECT_EQ(bytes_of(earlier.parent_path() / "config.toml"), config);
+  EXPECT_FALSE(std::filesystem::exists(folder / "earlier" / "0002")) << "no step was taken since";
 }
 
 std::vector<std::string> lines;  // of the log

@@ -2,11 +2,18 @@
 #include <sys/fsuid.h>
 #include <sys/resource.h>
 
+#include <ATen/ops/equal.h>
+
+#include <atomic>
+#include <chrono>
 #include <csignal>
 #include <random>
+#include <thread>
 
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/inspect.h"
+#include "moesh/formats/file_system.h"
+#include "moesh/formats/token_file.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 
@@ -44,7 +51,10 @@ void expect_bit_identical_resume(const Case& c) {
 }
 
 TEST(Resume, GivesTheSameBitsOnEveryMesh) {
-  expect_bit_identical_resume({"dp_shard=2,tp=2,ep=2", {}});
+  expect_bit_identical_resume(
+      {"dp_shard=2,tp=2,ep=2",
+       {"--optimizer.group.0.match=embed", "--optimizer.group.0.lr_scale=0.5",
+        "--optimizer.group.1.match=norm", "--optimizer.group.1.weight_decay=0.2"}});
   expect_bit_identical_resume(
       {"dp_replicate=2,cp=2,ep=2",
        {"--dtype=bfloat16", "--checkpoint.export_dtype=bfloat16", "--checkpoint.async"}});
@@ -58,6 +68,117 @@ TEST(Resume, DataGoesOnWhereItWasWithAnotherBatch) {
   run(folder.path() / "c", "dp_shard=2", {"--steps=5", "--data.batch_size=3"});
   EXPECT_EQ(formats::read_manifest(step(folder.path() / "c", 5).string()).data_position,
             3 * 4 + 2 * 6);
+}
+
+// Tokenizer and the like go from the folder that a run begins with into its checkpoints, and on.
+TEST(Companions, TravelWithTheModel) {
+  const TemporaryFolder folder;
+  const path first = step(folder.path() / "first", 1), second = folder.path() / "second";
+  run(folder.path() / "first", "tp=1", {"--steps=1"});
+  const std::map<std::string, std::string> given{{"tokenizer.json", "{\"a\": 1}"},
+                                                 {"chat_template.jinja", "{{ x }}"},
+                                                 {"generation_config.json", "{}"},
+                                                 {"vocab.txt", std::string("a\0b", 3)}};
+  for (const auto& [name, text] : given) std::ofstream(first / name, std::ios::binary) << text;
+  std::ofstream(first / "pytorch_model.bin") << "weights";
+  std::filesystem::create_directory(first / "onnx.json");
+  const auto expect_all = [&](const path& at) {
+    for (const auto& [name, text] : given) EXPECT_EQ(bytes_of(at / name), text) << at / name;
+    EXPECT_FALSE(std::filesystem::exists(at / "pytorch_model.bin"));
+    EXPECT_EQ(checkpoint::find_damage(at), std::vector<std::string>());
+  };
+  const std::string begin = "--checkpoint.initial_load=" + first.string();
+  run(second, "dp_shard=2,tp=2", {"--steps=2", "--checkpoint.interval=1", begin});
+  expect_all(step(second, 1));
+  expect_all(step(second, 2));
+  // A run that goes on needs the first folder no more.
+  std::filesystem::remove_all(folder.path() / "first");
+  run(second, "tp=2", {"--steps=3"});
+  expect_all(step(second, 3));
+  // The folder of which only the model was taken.
+  const path bare = folder.path() / "bare";
+  std::filesystem::create_directory(bare);
+  for (const char* name : {"config.json", "tokenizer.json"})
+    std::filesystem::copy(step(second, 3) / name, bare / name);
+  run(folder.path() / "third", "tp=1", {"--steps=1", "--model=hf:" + bare.string()});
+  EXPECT_EQ(bytes_of(step(folder.path() / "third", 1) / "tokenizer.json"),
+            given.at("tokenizer.json"));
+}
+
+// Counts what is read of weights, and how many threads read at the same time.
+class CountingFileSystem final : public formats::FileSystem {
+ public:
+  CountingFileSystem() { formats::set_file_system(this); }
+  ~CountingFileSystem() override { formats::set_file_system(nullptr); }
+  ssize_t read(int file, void* to, std::size_t count, std::uint64_t offset) override {
+    const int readers = ++num_readers;
+    for (int most = most_readers; most < readers;)
+      most_readers.compare_exchange_weak(most, readers);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    const auto result = FileSystem::read(file, to, count, offset);
+    --num_readers;
+    if (result > 0) num_bytes += result;
+    return result;
+  }
+  std::atomic<int> num_readers = 0, most_readers = 0;
+  std::atomic<std::int64_t> num_bytes = 0;
+};
+
+struct Loaded {
+  std::int64_t num_bytes;
+  int most_readers;
+  std::vector<at::Tensor> values;  // of rank 0
+};
+
+Loaded load_counted(const path& folder, const std::string& mesh) {
+  const auto c = config::load_config({"--model=hf:" + folder.string(), "--mesh", mesh});
+  Loaded loaded;
+  std::unique_ptr<CountingFileSystem> counting;
+  comm::launch(mesh_shape(c).num_ranks(), [&](comm::Group& world) {
+    const Mesh m(world, mesh_shape(c));
+    const MeshScope scope(m);
+    const auto model = train::make_model(c);
+    if (world.rank() == 0) counting = std::make_unique<CountingFileSystem>();
+    world.barrier();
+    train::load_initial_weights(c, *model, world.rank());
+    world.barrier();
+    if (world.rank() == 0)
+      model->each_param([&](Stored& w, bool) { loaded.values.push_back(w.value.detach()); });
+  });
+  loaded.num_bytes = counting->num_bytes, loaded.most_readers = counting->most_readers;
+  return loaded;
+}
+
+// A folder of fifty files: several are read at a time, and a rank reads those with its experts.
+TEST(Folders, OfManyFilesAreReadInParallelAndByEachRankInPart) {
+  const TemporaryFolder folder;
+  const Args model{"--steps=1",           "--model=qwen3_moe:tiny", "--model.dim=128",
+                   "--model.moe_ffn=256", "--model.num_experts=32", "--model.num_layers=2"};
+  Args small_files = model;
+  small_files.push_back("--checkpoint.max_shard_size=300000");
+  run(folder.path() / "one", "tp=1", model);
+  run(folder.path() / "many", "tp=1", small_files);
+  const path one = step(folder.path() / "one", 1), many = step(folder.path() / "many", 1);
+  std::int64_t size = 0, num_files = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(many))
+    if (entry.path().extension() == ".safetensors")
+      size += static_cast<std::int64_t>(entry.file_size()), ++num_files;
+  ASSERT_GT(num_files, 40);
+  std::filesystem::remove(many / formats::kManifestFile);  // as others publish them
+
+  const Loaded by_one = load_counted(many, "tp=1"), of_one_file = load_counted(one, "tp=1");
+  EXPECT_GT(by_one.most_readers, 1);
+  ASSERT_EQ(by_one.values.size(), of_one_file.values.size());
+  for (std::size_t i = 0; i < by_one.values.size(); ++i)
+    EXPECT_TRUE(at::equal(by_one.values[i], of_one_file.values[i])) << i;
+  // Headers are read by all, weights of experts by one rank of four.
+  const Loaded by_four = load_counted(many, "dp_shard=4,ep=4");
+  EXPECT_GE(by_one.num_bytes, size);
+  EXPECT_LT(by_four.num_bytes, 2 * by_one.num_bytes)
+      << "four ranks have read " << by_four.num_bytes << " bytes of " << size;
+  std::printf("%lld files, %lld bytes: one rank reads %lld, four together %lld\n",
+              static_cast<long long>(num_files), static_cast<long long>(size),
+              static_cast<long long>(by_one.num_bytes), static_cast<long long>(by_four.num_bytes));
 }
 
 TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
@@ -351,6 +472,48 @@ TEST(AnotherRun, IsNotBegunInTheFolderOfOne) {
           [&] { run(folder.path() / "c", "tp=1", {"--steps=2", "--checkpoint.resume=false"}); },
           ErrorKind::config),
       {"checkpoint.resume is false", "holds checkpoints of another run", "choose another folder"});
+}
+
+// Files of ids are two each, and either is noticed; so are kinds, weights, packing and tokenizer.
+TEST(AnotherRun, IsNoticedByTheSourcesOfItsData) {
+  const TemporaryFolder folder;
+  const auto at = folder.path();
+  const auto write_ids = [&](const std::string& prefix, const std::vector<std::int32_t>& lengths) {
+    std::ofstream bin(prefix + ".bin", std::ios::binary), idx(prefix + ".idx", std::ios::binary);
+    const auto put = [](std::ofstream& file, auto value) {
+      file.write(reinterpret_cast<const char*>(&value), sizeof value);
+    };
+    const auto num = std::ssize(lengths);
+    idx << formats::token_index_header(formats::IdType::uint16, num, num);
+    std::int64_t num_tokens = 0;
+    for (const auto n : lengths) put(idx, n);
+    for (const auto n : lengths) put(idx, 2 * num_tokens), num_tokens += n;
+    for (std::int64_t i = 0; i <= num; ++i) put(idx, i);
+    for (std::int64_t i = 0; i < num_tokens; ++i) put(bin, static_cast<std::uint16_t>(i % 90));
+  };
+  const std::string a = at / "a", b = at / "b";
+  write_ids(a, {40, 40}), write_ids(b, {30, 50});
+  const Args sources{"--data.source.0.path=" + a + ".bin", "--data.source.1.path=" + b + ".idx"};
+  const auto go = [&](const std::string& steps, const Args& more) {
+    Args args = sources;
+    args.push_back("--steps=" + steps);
+    args.insert(args.end(), more.begin(), more.end());
+    run(at / "c", "tp=1", args);
+  };
+  go("1", {});
+  go("2", {});  // the same: it goes on
+  const auto refused = [&](const Args& more, const std::vector<std::string>& parts) {
+    expect_parts(error_of([&] { go("3", more); }, ErrorKind::config), parts);
+  };
+  refused({"--data.source.1.weight=2"}, {"data.source.1.weight was 1.0 and is 2.0"});
+  refused({"--data.source.0.kind=uint16"}, {"data.source.0.kind was indexed and is uint16"});
+  refused({"--data.packing=best_fit"}, {"data.packing was cut and is best_fit"});
+  write_ids(b, {31, 49});  // the same ids, and another index
+  refused({}, {"data.fingerprint was"});
+  write_ids(b, {30, 50});
+  go("3", {});
+  std::ofstream(a + ".bin", std::ios::binary | std::ios::in | std::ios::out) << "xy";
+  expect_parts(error_of([&] { go("4", {}); }, ErrorKind::config), {"data.fingerprint was"});
 }
 
 TEST(InitialLoad, BeginsWithTheWeightsAloneAndListsWhatIsMissing) {

@@ -120,7 +120,11 @@ def inputs(case):
     given = case.jsonl(a, "body") + b"\n  \n" + case.jsonl([""], "body") + case.jsonl(b, "body")
     case.run("-", "--format", "jsonl", "--field=body", stdin=given[:-1], out="standard")
     case.expect(a + b, out="standard")
-    assert "left out 1 documents" in case.text, case.text
+    assert "left out 1 document without" in case.text, case.text
+    # The output may be named by either of its files.
+    for name in ("standard.bin", "standard.idx", "standard.moesh.json"):
+        check = [case.moesh, "tokenize", "--check", folder / name]
+        assert subprocess.run(check, capture_output=True).returncode == 0, name
     # Bytes that changed are found.
     with open(folder / "standard.bin", "r+b") as file:
         file.seek(7)
@@ -165,9 +169,23 @@ def errors(case):
         (["none*.jsonl"], "no file matches"),
         (["all.jsonl", "--eod", "<none>"], "<none>"),
         (["all.jsonl", "--surprise"], "--surprise"),
+        (["all.jsonl", "--on_eror=skip"], "nearest that it has is --on-error"),
+        (["-", "-", "--format=text"], "named twice"),
+        (["all.jsonl", "--out=x"], "--out twice"),
         ([], "name the inputs"),
     ):
         assert reason in case.run(*arguments, code=2, out="wrong"), case.text
+    # A folder that is not there is a mistake in the command, not of the disk.
+    text = case.run("all.jsonl", code=2, out="nodir/x")
+    assert "there is no folder" in text and "nodir" in text, text
+    assert "is not UTF-8" in case.run("all.jsonl", code=2, out=os.fsdecode(b"caf\xe9"))
+    # What stopped at its first lines is in nobody's way: neither corrected nor with other options.
+    (folder / "fixed.jsonl").write_bytes(lines[0] + b"{oops\n")
+    case.run("fixed.jsonl", code=2, out="fixed")
+    assert (folder / "fixed.progress").exists()
+    (folder / "fixed.jsonl").write_bytes(lines[0] + lines[1])
+    case.run("fixed.jsonl", "--append-eod", out="fixed")
+    case.expect(good[:2], end=[case.tokenizer.token_to_id("<eod>")], out="fixed")
     # What is there stays.
     (folder / "there.bin").write_text("mine")
     assert "is there already" in case.run("all.jsonl", "--on-error=skip", code=2, out="there")
@@ -215,12 +233,45 @@ def resume(case):
         one, two = ((case.folder / f"{n}{ending}").read_bytes() for n in ("whole", "killed"))
         assert one == two
     print(f"killed with {reached} of {len(documents)} documents written")
-    # Another input is other work.
-    (case.folder / "x.progress").write_text(
-        '{"work": "other", "file": 0, "line": 0, "documents": 0, "tokens": 0, "empty": 0,'
-        ' "skipped": 0, "complete": false}'
-    )
-    assert "another tokenizer, other options or other inputs" in case.run(*names, code=2, out="x")
+    stopped_early(case, names)
+    stopped_input(case, documents)
+
+
+def stop_when_written(case, command, stdin=None):
+    process = subprocess.Popen(command, cwd=case.folder, stdin=stdin, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)
+    while process.poll() is None and documents_written(command[5]) == 0:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() != 0, "it was not stopped in time"
+
+
+def stopped_early(case, names):
+    """Other work is refused where documents are written, and so are lengths that have changed."""
+    command = [case.moesh, "tokenize", "--tokenizer", case.path, "--out", case.folder / "x"]
+    command += ["--threads", "1", "--save-interval", "0"]
+    stop_when_written(case, command + names)
+    text = case.run(*names[:1], code=2, out="x")
+    assert "another tokenizer, other options or other inputs" in text, text
+    with open(case.folder / "x.lengths", "r+b") as file:
+        file.write(b"\x01")
+    text = case.run("--threads", "1", "--save-interval", "0", *names, code=2, out="x")
+    assert "x.lengths is damaged" in text and "x.progress" in text, text
+
+
+def stopped_input(case, documents):
+    """Whether standard input is the same once more nobody knows."""
+    command = [case.moesh, "tokenize", "--tokenizer", case.path, "--out", case.folder / "y"]
+    command += ["--save-interval", "0", "--threads", "1", "--format", "jsonl", "-"]
+    with open(case.folder / "a.jsonl", "rb") as stdin:
+        stop_when_written(case, command, stdin)
+    given = case.jsonl(documents[:40_000])
+    text = case.run("--format=jsonl", "-", stdin=given, code=2, out="y")
+    assert "standard input is the same once more is not known" in text, text
+    for name in case.folder.glob("y.*"):
+        name.unlink()
+    case.run("--format=jsonl", "-", stdin=given, out="y")
+    case.expect(documents[:40_000], out="y")
 
 
 def wide(case):

@@ -152,7 +152,27 @@ TEST(Config, HasListsOfSources) {
   expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.kind=synthetic"}),
                {"data.source.0.kind is \"synthetic\"", "it takes auto"});
   const TemporaryFile small("small.txt", "text");
-  expect_parts(message({"--data.source.0.path=a.parquet"}), {"a.parquet", "moesh tokenize"});
+  expect_parts(message({"--data.source.0.path=a.parquet"}), {"there is no file 'a.parquet'"});
+  const TemporaryFile parquet("a.parquet", "");
+  expect_parts(message({"--data.source.0.path=" + parquet.path()}),
+               {"set data.source.0.kind to text", "moesh tokenize"});
+  // Lists are written as lists.
+  for (const char* key : {"data.source", "data.sources", "data.sources.0.path"})
+    expect_parts(message({std::string("--") + key + "=a.txt"}),
+                 {key, "data.source is a list", "[[data.source]]", "--data.source.0.path=FILE"});
+  const TemporaryFile as_list("run.toml", "[data]\nsource = [\"a.txt\"]\n");
+  expect_parts(message({"--config", as_list.path()}), {"data.source is a list", "[[data.source]]"});
+  // Bytes and token ids are different languages.
+  const std::string vocab = "--model.vocab_size=300";
+  for (const char* other : {"--data.source.1.path=b.bin", "--validation.source.0.path=b.npy"})
+    expect_parts(message({vocab, "--data.source.0.path=a.txt", other}),
+                 {"data.source.0.path is \"a.txt\"", "whose bytes are tokens", "holds token ids",
+                  "data.tokenizer"});
+  load_config({vocab, "--data.source.0.path=a.txt", "--data.source.1.path=b.bin",
+               "--data.tokenizer=tokenizer.json"});
+  expect_parts(message({"--data.tokenizer=tokenizer.json"}), {"no file of text"});
+  // Files of ids have the tokens that they have, few as the model's may be.
+  load_config({"--model.vocab_size=3", "--data.path=b.bin"});
   expect_parts(
       error_of([&] { load_config({"--data.source.0.path=" + small.path()}); }, ErrorKind::config),
       {"data.source.0.path is", "model.vocab_size"});
@@ -207,9 +227,42 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
       {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
   expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
   expect_parts(message({"--model=hf:" + path + "/nowhere"}), {"/nowhere/config.json"});
+  expect_parts(message({"--model=hf:" + path + "/config.json"}),
+               {"/config.json'", "is not a folder", "--model hf:" + path});
+  expect_parts(message({"--model=" + path}), {"is a folder", "--model hf:" + path});
   std::ofstream(json.path()) << R"({"model_type": "bert"})";
   expect_parts(error_of([&] { load_config({"--model=hf:" + path}); }, ErrorKind::data),
                {path + "/config.json", "model_type is 'bert'"});
+}
+
+// The balance loss that a model was trained with, unless somebody asks for another.
+TEST(Config, BalanceIsThatOfTheModelsRecipe) {
+  const auto weights = [](std::vector<std::string> args) {
+    const MoeSection moe = load_config(args).moe;
+    return std::vector<double>{moe.load_balance_coeff, moe.switch_loss_weight,
+                               moe.sequence_loss_weight};
+  };
+  using Weights = std::vector<double>;
+  EXPECT_EQ(weights({"--model=deepseek_v3:671b"}), (Weights{1e-3, 0, 1e-4}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02, 0}));
+  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=llama4:tiny"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3, 0}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny", "--moe.switch_loss_weight=0"}), (Weights{0, 0, 0}));
+  EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.switch_loss_weight").text,
+            "qwen3_moe:tiny");
+  for (const auto& [model, wanted] : {std::pair{"qwen3_moe", 0.5}, std::pair{"gpt_oss", 1e-3}}) {
+    std::string text =
+        models::on_disk(load_config({std::string("--model=") + model}).model.architecture)
+            .config_json(formats::Dtype::f32);
+    const std::string key = "\"router_aux_loss_coef\": 0.001";
+    ASSERT_NE(text.find(key), std::string::npos) << text;
+    text.replace(text.find(key), key.size(), "\"router_aux_loss_coef\": 0.5");
+    const TemporaryFile json("config.json", text);
+    const std::string folder = std::filesystem::path(json.path()).parent_path().string();
+    EXPECT_EQ(weights({"--model=hf:" + folder}), (Weights{0, wanted, 0})) << model;
+  }
 }
 
 TEST(Config, AVariationIsANewOne) {

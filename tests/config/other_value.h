@@ -12,7 +12,8 @@ namespace moesh::config {
 
 /// Files that options name. A test that only reads configurations need not have them.
 struct OtherFiles {
-  std::string text = "corpus.txt", jsonl = "corpus.jsonl", weights = "weights";
+  std::string text = "corpus.txt", jsonl = "corpus.jsonl", weights = "weights",
+              tokenizer = "tokenizer.json", token_folder = "tokens";
 };
 
 struct OtherValue {
@@ -31,11 +32,18 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"training.max_norm", {"0.001"}},
       {"data.path", {files.text, {bytes}}},
       {"data.kind", {"text", {bytes, "--data.path=" + files.jsonl}}},
+      {"data.document_mask", {"false"}},
+      {"data.packing", {"best_fit", {bytes, "--data.path=" + files.jsonl}}},
+      {"data.tokenizer",
+       {files.tokenizer,
+        {bytes, "--data.path=" + files.text, "--data.token_folder=" + files.token_folder}}},
       {"data.shuffle", {"false", {bytes, "--data.path=" + files.text}}},
       {"parallelism.expert_parallel_degree", {"2", {tp}}},
       {"parallelism.expert_tensor_parallel_degree", {"2", {tp}}},
       {"parallelism.sequence_parallel", {"false", {tp}}},
       {"parallelism.fsdp_reshard_after_forward",
+       {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
+      {"parallelism.overlap_reductions",
        {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
       {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
       {"activation_checkpoint.mode", {"full", {tp}}},

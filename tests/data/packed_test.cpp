@@ -19,7 +19,7 @@ Corpus corpus_of(const std::vector<std::string>& documents) {
 TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
   const PackedDataset data(corpus_of({"abc", "", "de"}), 3, 0, false);  // a b c | d e |
   constexpr TokenId kEnd = kEndOfDocument;
-  EXPECT_EQ(data.num_sequences(), 2);
+  EXPECT_EQ(data.size().value(), 2);
   EXPECT_EQ(data.get(0).tokens, (Ids{'a', 'b', 'c', kEnd}));
   EXPECT_EQ(data.get(0).documents, (Numbers{0, 0, 0, 0}));
   EXPECT_EQ(data.get(1).tokens, (Ids{kEnd, 'd', 'e', kEnd}));
@@ -33,7 +33,9 @@ TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
       batch.labels_BL, at::tensor(Numbers{'b', 'c', kEnd, kIgnoredLabel, 'e', kEnd}).view({2, 3})));
   EXPECT_TRUE(at::equal(batch.input_ids_BL,
                         at::tensor(Numbers{'a', 'b', 'c', kEnd, 'd', 'e'}).view({2, 3})));
-  EXPECT_TRUE(at::equal(batch.document_ids_BL, at::tensor(Numbers{0, 0, 0, 0, 1, 1}).view({2, 3})));
+  EXPECT_TRUE(
+      at::equal(batch.document_starts_BL, at::tensor(Numbers{0, 0, 0, 0, 1, 1}).view({2, 3})));
+  EXPECT_EQ(batch.num_documents, 3);
 }
 
 // Whatever the length: put together again, the sequences are the text, and every token but the
@@ -46,7 +48,7 @@ TEST(Packed, NothingIsLostButTheEnd) {
     const PackedDataset data(corpus, length, 0, false);
     Ids joined{corpus.tokens[0]};
     Numbers documents{0};
-    for (std::int64_t i = 0; i < data.num_sequences(); ++i) {
+    for (std::int64_t i = 0; i < data.size().value(); ++i) {
       const Sample sample = data.get(i);
       EXPECT_EQ(sample.tokens.front(), joined.back());
       joined.insert(joined.end(), sample.tokens.begin() + 1, sample.tokens.end());
@@ -68,11 +70,11 @@ TEST(Packed, EveryEpochHasAllSequencesInAnotherOrder) {
   const PackedDataset data(corpus_of({text}), 1, 7, true), again(corpus_of({text}), 1, 7, true);
   const auto epoch = [](const PackedDataset& d, std::int64_t number) {
     Numbers firsts;
-    for (std::int64_t i = 0; i < d.num_sequences(); ++i)
-      firsts.push_back(d.get(number * d.num_sequences() + i).tokens[0]);
+    for (std::int64_t i = 0; i < d.size().value(); ++i)
+      firsts.push_back(d.get(number * d.size().value() + i).tokens[0]);
     return firsts;
   };
-  ASSERT_EQ(data.num_sequences(), 40);
+  ASSERT_EQ(data.size().value(), 40);
   const Numbers first = epoch(data, 0), second = epoch(data, 1);
   EXPECT_EQ(std::set(first.begin(), first.end()).size(), 40u);
   EXPECT_EQ(std::set(second.begin(), second.end()).size(), 40u);
@@ -114,7 +116,7 @@ TEST(Packed, SaysWhatIsWrongWithAFile) {
   expect_parts(error(empty.path(), 4), {empty.path(), "holds no text", "data.path"});
   expect_parts(error(brief.path(), 64), {brief.path(), "13 tokens", "data.sequence_length = 64",
                                          "needs 65", "to 12 or less"});
-  EXPECT_EQ(PackedDataset(read_text_corpus(brief.path()), 12, 0, true).num_sequences(),
+  EXPECT_EQ(PackedDataset(read_text_corpus(brief.path()), 12, 0, true).size(),
             1);  // the cure works
   expect_parts(error("no_such_folder/corpus.txt", 4),
                {"no_such_folder/corpus.txt", "No such file"});

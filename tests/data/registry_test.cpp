@@ -39,10 +39,28 @@ TEST(OpenDataset, TakesTheKindFromThePath) {
 }
 
 TEST(OpenDataset, RefusesAFileOfAnUnknownKind) {
-  for (const char* path : {"a.parquet", "a.jsonl.gz", "a", "a.tokens"}) {
-    const auto text = error_of([&] { resolved_kind("auto", path); }, ErrorKind::config);
-    expect_parts(text, {path, "uint16", "moesh tokenize"});
+  for (const char* name : {"a.parquet", "a.jsonl.gz", "a", "a.tokens"}) {
+    const TemporaryFile file(name, "something");
+    const auto text = error_of([&] { resolved_kind("auto", file.path(), "data.source.3.kind"); },
+                               ErrorKind::config);
+    expect_parts(
+        text, {file.path(), "set data.source.3.kind to text, jsonl", "uint16", "moesh tokenize"});
+    EXPECT_EQ(text.find("auto"), std::string::npos) << text;
   }
+}
+
+// What is wrong with the name comes before what is wrong with the kind.
+TEST(OpenDataset, NamesWhatIsNotThere) {
+  const auto error = [](const std::string& path) {
+    return error_of([&] { resolved_kind("auto", path); }, ErrorKind::config);
+  };
+  const TemporaryFile bin("corpus.bin", ""), file("a", "");
+  const std::string prefix = bin.path().substr(0, bin.path().size() - 4);
+  expect_parts(error(prefix + ".parquet"), {"there is no file '" + prefix + ".parquet'"});
+  expect_parts(error(std::filesystem::path(file.path()).parent_path().string()),
+               {"is a folder", "name a file"});
+  std::ofstream(prefix + ".idx") << "";
+  expect_parts(error(prefix), {prefix + ".bin and " + prefix + ".idx", "name one of them"});
 }
 
 TEST(DatasetKinds, GiveTheChoicesAndTheHelp) {

@@ -51,8 +51,12 @@ Real run(const Config& c) {
         const comm::Trace trace;
         {
           std::vector<models::MicroBatch> batches;
-          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i)
+          for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i) {
             batches.push_back({.input_ids_BL = ids, .labels_BL = ids});
+            if (document_mask(c))  // of five tokens
+              batches.back().documents = {ids.remainder(c.data.sequence_length).div(5, "floor") * 5,
+                                          ids.numel()};
+          }
           const Gradients g = accumulate_gradients(*model, std::move(batches), step_options(c));
           if (world.rank() == 0) {
             model->each_param([&](Stored& w, bool) {
@@ -96,6 +100,8 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
   for (const auto& name : models::model_names()) {
     for (const Args& options :
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
+          Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
+          Args{"--data.document_mask=true"},
           Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
       const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
                              "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
@@ -127,7 +133,8 @@ void expect_peak(const Args& args) {
   const double measured = static_cast<double>(run(c).peak);
   const Estimate e = estimate(c);
   const double expected = static_cast<double>(e.peak) * e.mesh.num_ranks();
-  EXPECT_NEAR(expected / measured, 1, 0.1)
+  // Ranks that are threads are not at the same place at the same time.
+  EXPECT_NEAR(expected / measured, 1, e.mesh.num_ranks() == 1 ? 0.02 : 0.1)
       << expected / 0x1p20 << " MiB estimated, " << measured / 0x1p20 << " MiB measured";
   std::printf("estimated %.1f MiB, measured %.1f MiB: %.3f\n", expected / 0x1p20, measured / 0x1p20,
               expected / measured);
@@ -143,6 +150,30 @@ Args debug(const Args& more) {
 TEST(EstimatedPeak, OneRank) { expect_peak(debug({})); }
 TEST(EstimatedPeak, OneRankFloat32) { expect_peak(debug({"--dtype=float32"})); }
 TEST(EstimatedPeak, Recompute) { expect_peak(debug({"--activation_checkpoint.mode=full"})); }
+TEST(EstimatedPeak, Documents) {
+  expect_peak(debug({"--data.document_mask=true"}));
+  expect_peak(debug({"--data.document_mask=true", "--mesh=cp=2"}));
+}
+// More tokens: the peak is that of activations, and not of the update.
+TEST(EstimatedPeak, RecomputeOfWhatIsCheap) {
+  expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
+               "--data.batch_size=16", "--optimizer.name=sgd",
+               "--activation_checkpoint.mode=selective"});
+}
+// Each mode keeps less than the one before, on both kinds of devices.
+TEST(Estimate, SelectiveRecomputeIsBetweenNoneAndFull) {
+  for (const auto& name : models::model_names())
+    for (const char* device : {"cpu", "cuda"}) {
+      const auto peak = [&](const std::string& mode) {
+        return estimate(load({"--model=" + name + ":debug", "--dtype=bfloat16",
+                              std::string("--device=") + device, "--data.sequence_length=512",
+                              "--data.batch_size=32", "--activation_checkpoint.mode=" + mode}))
+            .peak;
+      };
+      EXPECT_GT(peak("none"), peak("selective")) << name << " on " << device;
+      EXPECT_GT(peak("selective"), peak("full")) << name << " on " << device;
+    }
+}
 TEST(EstimatedPeak, FsdpTpEp) { expect_peak(debug({"--mesh=dp_shard=2,tp=2,ep=2"})); }
 TEST(EstimatedPeak, Accumulation) {
   expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2"}));
@@ -188,6 +219,8 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
   const std::vector<Args> variants = {
       {"--dtype=float32"},
       {"--dtype=bfloat16", "--mesh=cp=2,ep=2"},
+      {"--dtype=bfloat16", "--mesh=cp=2,ep=2", "--data.document_mask=true"},
+      {"--dtype=float32", "--data.document_mask=true"},
       {"--dtype=float64", "--optimizer.name=sgd", "--moe.z_loss_weight=0.1",
        "--moe.sequence_loss_weight=0.1", "--moe.switch_loss_weight=0.1"},
       {"--dtype=bfloat16", "--mesh=dp_shard=2,tp=2,ep=4", "--parallelism.moe_dispatcher=all_gather",
@@ -206,12 +239,28 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
       }
 }
 
+// Gradients that are summed while backward goes on are held in full, in float32: those of two
+// blocks, and not of all six.
+TEST(Estimate, ReductionsInProgressHoldTwoBlocks) {
+  const auto peak = [](const std::string& overlap) {
+    return estimate(load({"--model=deepseek_v3:debug", "--dtype=bfloat16", "--mesh=dp_shard=8",
+                          "--data.sequence_length=16", "--data.batch_size=1",
+                          "--parallelism.overlap_reductions=" + overlap}));
+  };
+  const Estimate now = peak("false"), later = peak("true");
+  const std::int64_t block = 4 * now.num_parameters / 6;
+  EXPECT_GT(later.peak, now.peak);
+  EXPECT_LT(static_cast<double>(later.peak - now.peak), 2.5 * static_cast<double>(block));
+}
+
 // On one rank, with own kernels: the loss and all that belongs to it, at the end.
 TEST(Estimate, AStepReadsTheDeviceOnce) {
   for (const auto& name : models::model_names())
     for (const Args& more : {Args{}, Args{"--training.gradient_accumulation_steps=3"},
                              Args{"--activation_checkpoint.mode=full", "--optimizer.name=sgd"},
-                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"}}) {
+                             Args{"--activation_checkpoint.mode=selective"},
+                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"},
+                             Args{"--data.document_mask=true"}}) {
       const Config c =
           load({"--model=" + name + ":tiny", "--dtype=bfloat16", "--device=cuda"}, more);
       EXPECT_EQ(estimate(c).num_reads, 1) << name << " " << (more.empty() ? "" : more[0]);

@@ -8,6 +8,8 @@
 #include <fstream>
 #include <thread>
 
+#include "moesh/formats/output_file.h"
+#include "tests/faulty_file_system.h"
 #include "tests/support.h"
 
 namespace moesh::formats {
@@ -118,6 +120,24 @@ TEST(InputFile, RefusesWhatIsNoRegularFileWithoutWaiting) {
   expect_parts(error(folder / "to_pipe"), {"to_pipe", "it is a pipe"});
   expect_parts(error("/dev/zero"), {"/dev/zero", "it is a device"});
   expect_parts(error(""), {"cannot read"});
+}
+
+// Only a lock that somebody holds keeps others out: a file system may have none at all.
+TEST(OutputFile, IsLockedByOneWhereThereAreLocks) {
+  const TemporaryFile file("out.bin", "");
+  const auto locked_where = [&](int code) {
+    FaultyFileSystem faulty({{.call = "lock", .part = "out.bin", .code = code}});
+    set_file_system(&faulty);
+    OutputFile out(file.path(), OutputFile::Mode::open, "cure");
+    const bool result = out.lock();
+    set_file_system(nullptr);
+    EXPECT_EQ(faulty.num_hit(), code == 0 ? 0 : 1);
+    return result;
+  };
+  EXPECT_FALSE(locked_where(EAGAIN));
+  EXPECT_FALSE(locked_where(EACCES));
+  EXPECT_TRUE(locked_where(ENOLCK));
+  EXPECT_TRUE(locked_where(ENOTSUP));
 }
 
 TEST(InputFile, ClosesWhatItOpened) {

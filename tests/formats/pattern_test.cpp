@@ -89,5 +89,13 @@ TEST(Pattern, TakesLinearTimeWhereBacktrackingTakesForEver) {
       {"takes too long", "50000 letters"});
 }
 
+TEST(Pattern, IsFoundAnywhereInAText) {
+  EXPECT_TRUE(Pattern("b+").is_in("abbc"));
+  EXPECT_FALSE(Pattern("^b").is_in("abbc"));
+  EXPECT_TRUE(Pattern("").is_in("")) << "nothing is in everything";
+  EXPECT_TRUE(Pattern("(?:x|c)$").is_in("abbc"));
+  EXPECT_FALSE(Pattern("\\.gate\\.").is_in("mlp.gate_proj"));
+}
+
 }  // namespace
 }  // namespace moesh::formats

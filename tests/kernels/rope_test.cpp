@@ -8,19 +8,21 @@ namespace {
 
 Rotation random_rotation(std::int64_t length, std::int64_t turns, at::ScalarType dtype,
                          bool interleaved) {
-  return {normal({length, turns}, "cos", dtype), normal({length, turns}, "sin", dtype),
+  return {normal({length, turns}, "cos", dtype),
+          normal({length, turns}, "sin", dtype),
+          {},
           interleaved};
 }
 
 // In float64, pair by pair as complex numbers.
 at::Tensor formula(const Rotation& r, const at::Tensor& x) {
-  const std::int64_t f = r.cos_Lf.size(1), kept = x.size(3) - 2 * f;
+  const std::int64_t f = r.cos_Pf.size(1), kept = x.size(3) - 2 * f;
   const at::Tensor wide = x.to(at::kDouble), turning = wide.narrow(3, kept, 2 * f);
   const at::Tensor pairs =
       r.interleaved ? turning.unflatten(3, {f, 2}) : turning.unflatten(3, {2, f}).transpose(3, 4);
   const at::Tensor z = at::view_as_real(
       at::view_as_complex(pairs.contiguous()) *
-      at::complex(r.cos_Lf.to(at::kDouble), r.sin_Lf.to(at::kDouble)).unsqueeze(1));
+      at::complex(r.cos_Pf.to(at::kDouble), r.sin_Pf.to(at::kDouble)).unsqueeze(1));
   return at::cat({wide.narrow(3, 0, kept), z.select(4, 0), z.select(4, 1)}, 3);
 }
 
@@ -53,6 +55,35 @@ TEST(Rotation, TurnsPairsAndItsAdjointIsTheDerivative) {
     check(normal({2, 5, 1, 16}, "x", dtype), 8);
   }
   check(normal({3, 40, 16, 192}, "x", at::kBFloat16), 32);
+}
+
+// Tokens with lines of their own turn as heads of sequences of one token do, each with its line.
+TEST(Rotation, TakesTheLineOfEachToken) {
+  for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble})
+    for (const bool interleaved : {false, true}) {
+      const at::Tensor x = normal({2, 5, 3, 48}, "x", dtype);
+      Rotation r =
+          random_rotation(9, 16, dtype == at::kDouble ? at::kDouble : at::kFloat, interleaved);
+      r.positions_BL =
+          at::tensor({0, 1, 8, 0, 1, 3, 0, 0, 1, 2}, at::kLong).reshape({2, 5}).to(x.device());
+      const auto of_token = [&](std::int64_t b, std::int64_t l) {
+        Rotation one = r;
+        const auto line = r.positions_BL[b][l].item<std::int64_t>();
+        one.cos_Pf = r.cos_Pf.narrow(0, line, 1), one.sin_Pf = r.sin_Pf.narrow(0, line, 1);
+        one.positions_BL = at::Tensor();
+        return one;
+      };
+      const at::Tensor y = rotate_forward(r, x), dx = rotate_backward(r, x);
+      for (std::int64_t b = 0; b < 2; ++b)
+        for (std::int64_t l = 0; l < 5; ++l) {
+          const auto token = [&](const at::Tensor& t) { return t.narrow(0, b, 1).narrow(1, l, 1); };
+          EXPECT_TRUE(token(y).equal(rotate_forward(of_token(b, l), token(x)))) << dtype;
+          EXPECT_TRUE(token(dx).equal(rotate_backward(of_token(b, l), token(x)))) << dtype;
+        }
+    }
+  Rotation r = random_rotation(9, 8, at::kFloat, false);
+  r.positions_BL = at::zeros({2, 4}, at::kLong);
+  EXPECT_THROW(rotate_forward(r, normal({2, 5, 1, 16}, "x", at::kBFloat16)), Error);
 }
 
 TEST(Rotation, OfNothingIsNothing) {

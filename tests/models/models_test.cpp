@@ -5,10 +5,12 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <map>
 
 #include "moesh/models/registry.h"
 #include "moesh/spmd/spmd.h"
+#include "moesh/train/build.h"
 #include "moesh/verify/verify.h"
 #include "tests/support.h"
 #include "tests/train/device.h"
@@ -74,8 +76,8 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
   int number = 0;
   for (const auto& mesh : meshes) {
     // Every other mesh takes the other ways.
-    const bool sequence_parallel = ++number % 2 == 0, recompute = number % 3 == 0,
-               reshard = number % 3 == 1;
+    const bool sequence_parallel = ++number % 2 == 0, reshard = number % 3 == 1;
+    const std::string recompute = std::array{"full", "none", "selective"}[number % 3U];
     config::Settings settings = verify::verify_defaults(2);
     for (const auto& more : {config::mesh_settings(mesh, "test"), test_settings()})
       settings.insert(settings.end(), more.begin(), more.end());
@@ -84,12 +86,48 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
     settings.push_back({"optimizer.lr", 0.01, test});
     settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
     settings.push_back({"parallelism.fsdp_reshard_after_forward", reshard, test});
-    settings.push_back(
-        {"activation_checkpoint.mode", std::string(recompute ? "full" : "none"), test});
+    settings.push_back({"activation_checkpoint.mode", recompute, test});
     const verify::VerifyCase c{config::merged(settings, config::GivenModel{model, "test"})};
     const auto report = verify::verify(c, verify::run_reference(c));
     EXPECT_TRUE(report.holds()) << report.describe(mesh);
   }
+}
+
+// Memory for time, and not a bit of the result; in every dtype and with every kind of kernel that a
+// model has on this device.
+TEST(Recompute, GivesTheSameBitsInEveryModel) {
+  for (const auto& name : models::model_names())
+    for (const std::string dtype : {"float32", "bfloat16"}) {
+      const auto result = [&](const std::string& mode) {
+        config::Settings settings = verify::verify_defaults(2);
+        for (const auto& s : test_settings()) settings.push_back(s);
+        const config::Origin test{"test"};
+        settings.push_back({"model.name", name, test});
+        settings.push_back({"training.dtype", dtype, test});
+        settings.push_back({"training.gradient_accumulation_steps", std::int64_t{2}, test});
+        const auto config = config::merged(settings);
+        const auto world = comm::solo_group();
+        const Mesh mesh(*world, {});
+        const MeshScope scope(mesh);
+        const auto model = train::make_model(config);
+        const auto data = train::open_dataset(config);
+        auto options = train::step_options(config);
+        options.forward.recompute = mode == "full"        ? models::Recompute::full
+                                    : mode == "selective" ? models::Recompute::selective
+                                                          : models::Recompute::none;
+        train::accumulate_gradients(*model, train::step_batches(config, *data, mesh, 0), options);
+        std::vector<at::Tensor> gradients;
+        model->each_param([&](Stored& w, bool) { gradients.push_back(w.value.grad().clone()); });
+        return gradients;
+      };
+      const auto kept = result("none");
+      for (const std::string mode : {"selective", "full"}) {
+        const auto again = result(mode);
+        ASSERT_EQ(kept.size(), again.size());
+        for (size_t i = 0; i < kept.size(); ++i)
+          EXPECT_TRUE(at::equal(kept[i], again[i])) << name << ", " << dtype << ", " << mode << i;
+      }
+    }
 }
 
 // With every promise looked at: values that are R or I are compared over the ranks, and so are the

@@ -56,7 +56,7 @@ Result run(const std::vector<std::int64_t>& cuts) {
     r.flops += s->flops_per_token(7);
   }
   const auto loss = stages.back()->head<Sp>(x, batch, tokens, options);
-  backward(loss + auxiliary);
+  backward(loss + sum_all(auxiliary));
   for (auto& s : stages)
     s->each_param([&](Stored& w) {
       EXPECT_TRUE(r.names.insert(w.spec.name).second) << w.spec.name << " is in two stages";

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
+#include "moesh/kernels/graph.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/flash_attention.h"
 
@@ -60,8 +62,9 @@ TEST(AttentionOnAGpu, GoesToTheFastestKernelAsItIs) {
   }
 }
 
+// sinks [B, h, L, 1]
 at::Tensor with_sinks(const kernels::AttentionConfig& c, const at::Tensor& q, const at::Tensor& k,
-                      const at::Tensor& v, const at::Tensor& sinks) {
+                      const at::Tensor& v, const at::Tensor& sinks, const at::Tensor& starts = {}) {
   const auto per_group = q.size(2) / k.size(2);
   const at::Tensor keys = k.repeat_interleave(per_group, 2).permute({0, 2, 3, 1}),
                    values = v.repeat_interleave(per_group, 2).transpose(1, 2);
@@ -70,11 +73,26 @@ at::Tensor with_sinks(const kernels::AttentionConfig& c, const at::Tensor& q, co
                    key = at::arange(k.size(1), index);
   at::Tensor hidden = key > query;
   if (c.window > 0) hidden = hidden.logical_or(key <= query - c.window);
+  if (starts.defined()) hidden = hidden.logical_or(key < starts.unsqueeze(1).unsqueeze(3));
   at::Tensor scores = (q.transpose(1, 2).matmul(keys) * c.scale).masked_fill(hidden, -INFINITY);
-  if (sinks.defined())
-    scores = at::cat(
-        {scores, sinks.reshape({1, -1, 1, 1}).expand({q.size(0), q.size(2), q.size(1), 1})}, 3);
+  if (sinks.defined()) scores = at::cat({scores, sinks}, 3);
   return scores.softmax(-1).narrow(3, 0, k.size(1)).matmul(values).transpose(1, 2);
+}
+
+// A sink of each query, [B, h, L, 1]: their gradients have both signs, and what is left of their
+// sum may be small beside the rounding of its terms.
+at::Tensor of_queries(const at::Tensor& sinks, const at::Tensor& q) {
+  return sinks.detach()
+      .to(at::kDouble)
+      .reshape({1, -1, 1, 1})
+      .expand({q.size(0), q.size(2), q.size(1), 1})
+      .contiguous()
+      .requires_grad_(true);
+}
+
+double error_of_sums(const at::Tensor& got_h, const at::Tensor& terms_BhL1) {
+  const at::Tensor terms = terms_BhL1.transpose(0, 1).reshape({got_h.numel(), -1});
+  return ((got_h.to(at::kDouble) - terms.sum(1)) / terms.norm(2, 1)).abs().max().item<double>();
 }
 
 // Windows and sinks, with and without each other, and queries that begin in the middle.
@@ -89,7 +107,10 @@ TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
         const auto leaf = [&](std::int64_t length, std::int64_t heads) {
           return at::randn({2, length, heads, 64}, options).requires_grad_(true);
         };
-        const at::Tensor q = leaf(200, 8), k = leaf(200 + start, 2), v = leaf(200 + start, 2);
+        // Keys that are not in rows, as a kernel wants them.
+        const at::Tensor k_columns = at::randn({2, 200 + start, 64, 2}, options);
+        const at::Tensor q = leaf(200, 8), k = k_columns.transpose(2, 3).requires_grad_(true),
+                         v = leaf(200 + start, 2);
         at::Tensor sinks;
         if (has_sinks)
           sinks = at::randn({8}, options.dtype(at::kFloat)).mul_(2).requires_grad_(true);
@@ -98,7 +119,8 @@ TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
         const auto wide = [](const at::Tensor& x) {
           return x.defined() ? x.detach().to(at::kDouble).requires_grad_(true) : x;
         };
-        const at::Tensor wq = wide(q), wk = wide(k), wv = wide(v), ws = wide(sinks),
+        const at::Tensor ws = has_sinks ? of_queries(sinks, q) : at::Tensor();
+        const at::Tensor wq = wide(q), wk = wide(k), wv = wide(v),
                          want = with_sinks(config, wq, wk, wv, ws);
         const at::Tensor dy = at::randn(want.sizes(), options);
         const at::Tensor y = nn::composed_attention(config, {q, k, v, sinks});
@@ -108,9 +130,133 @@ TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
         EXPECT_LT(error(q.grad(), wq.grad()), 1e-2) << what;
         EXPECT_LT(error(k.grad(), wk.grad()), 1e-2) << what;
         EXPECT_LT(error(v.grad(), wv.grad()), 1e-2) << what;
-        // A sum over all queries, of both signs.
-        if (has_sinks) EXPECT_LT(error(sinks.grad(), ws.grad()), 5e-2) << what;
+        if (!has_sinks) continue;
+        EXPECT_LT(error_of_sums(sinks.grad(), ws.grad()), 1e-2) << what;
       }
+}
+
+struct Leaves {
+  at::Tensor q, k, v, sinks;
+
+  Leaves wide() const {
+    const auto to_double = [](const at::Tensor& x) {
+      return x.defined() ? x.detach().to(at::kDouble).requires_grad_(true) : x;
+    };
+    return {to_double(q), to_double(k), to_double(v),
+            sinks.defined() ? of_queries(sinks, q) : sinks};
+  }
+};
+
+// int64 [B, L] on the GPU: where the document of each query begins, as a key; from the lengths of
+// the documents of each sequence, the first of which begins at key `first`.
+at::Tensor starts_of(const std::vector<std::vector<std::int64_t>>& lengths, std::int64_t first,
+                     std::int64_t start) {
+  std::vector<at::Tensor> sequences;
+  for (const auto& of_sequence : lengths) {
+    std::vector<std::int64_t> starts;
+    for (const std::int64_t n : of_sequence)
+      starts.insert(starts.end(), static_cast<std::size_t>(n),
+                    starts.empty() ? first : start + std::ssize(starts));
+    sequences.push_back(at::tensor(starts));
+  }
+  return at::stack(sequences).to(at::kCUDA);
+}
+
+void expect_document_attention(const kernels::AttentionConfig& c, const Leaves& x,
+                               const at::Tensor& starts, const std::string& what) {
+  const Leaves w = x.wide();
+  const at::Tensor want = with_sinks(c, w.q, w.k, w.v, w.sinks, starts);
+  const at::Tensor dy = at::randn(want.sizes(), x.q.options());
+  const at::Tensor y = nn::composed_attention(c, {x.q, x.k, x.v, x.sinks, starts});
+  ASSERT_EQ(y.sizes(), want.sizes());
+  y.backward(dy), want.backward(dy.to(at::kDouble));
+  EXPECT_LT(error(y, want), 1e-2) << what;
+  EXPECT_LT(error(x.q.grad(), w.q.grad()), 1e-2) << what;
+  EXPECT_LT(error(x.k.grad(), w.k.grad()), 1e-2) << what;
+  EXPECT_LT(error(x.v.grad(), w.v.grad()), 1e-2) << what;
+  if (x.sinks.defined()) {
+    EXPECT_LT(error_of_sums(x.sinks.grad(), w.sinks.grad()), 1e-2) << what;
+  }
+}
+
+// Sequences with one document and with many, of one token and of hundreds; queries of a second cp
+// rank, whose first document begins before them, on this rank's keys or before; values narrower
+// than keys. With and without windows and sinks: no mask.
+TEST(AttentionOnAGpu, StaysWithinDocumentsWithoutAMask) {
+  at::manual_seed(3);
+  const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  const std::vector<std::vector<std::int64_t>> lengths{{1, 130, 1, 1, 67, 100}, {300}, {150, 150}};
+  for (const auto& s : {Shape{4, 4, 192, 128}, Shape{8, 2, 64, 64}})
+    for (const std::int64_t start : {0, 90})
+      for (const std::int64_t first : {std::int64_t{0}, std::int64_t{40}, std::int64_t{-5}})
+        for (const std::int64_t window : {0, 50})
+          for (const bool has_sinks : {false, true}) {
+            if (start == 0 && first != 0) continue;
+            const auto leaf = [&](std::int64_t length, std::int64_t heads, std::int64_t width) {
+              return at::randn({3, length, heads, width}, options).requires_grad_(true);
+            };
+            // Keys behind the last query, too: where a window or chunk does not cut them off.
+            const std::int64_t num_keys = 300 + start + (start > 0 ? 13 : 0);
+            Leaves x{leaf(300, s.heads, s.width),
+                     leaf(num_keys, s.groups, s.width),
+                     leaf(num_keys, s.groups, s.value_width),
+                     {}};
+            if (has_sinks)
+              x.sinks = at::randn({s.heads}, options.dtype(at::kFloat)).requires_grad_(true);
+            const at::Tensor starts = starts_of(lengths, first, start);
+            const kernels::AttentionConfig c{
+                .scale = 0.125, .start = start, .window = window, .most_documents = 9};
+            ASSERT_TRUE(nn::takes_flash_attention(c, {x.q, x.k, x.v, x.sinks, starts}));
+            expect_document_attention(
+                c, x, starts,
+                detail::concat("width ", s.width, ", start ", start, ", first ", first, ", window ",
+                               window, has_sinks ? ", sinks" : ""));
+          }
+}
+
+// What that kernel does not take has a mask: chunks, which count from where a document begins.
+TEST(AttentionOnAGpu, StaysWithinDocumentsInChunks) {
+  at::manual_seed(4);
+  const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  const auto leaf = [&](std::int64_t heads) {
+    return at::randn({2, 96, heads, 64}, options).requires_grad_(true);
+  };
+  const Leaves x{leaf(4), leaf(2), leaf(2), {}};
+  const at::Tensor starts = starts_of({{40, 56}, {96}}, 0, 0);
+  const kernels::AttentionConfig c{.scale = 0.125, .chunk = 32, .most_documents = 4};
+  ASSERT_FALSE(nn::takes_flash_attention(c, {x.q, x.k, x.v, {}, starts}));
+  // A chunk is a document of its own.
+  const at::Tensor position = at::arange(96, starts.options()),
+                   chunks = position - (position - starts).remainder(32);
+  const Leaves w = x.wide();
+  const at::Tensor want = with_sinks({.scale = 0.125}, w.q, w.k, w.v, {}, chunks);
+  const at::Tensor y = nn::composed_attention(c, {x.q, x.k, x.v, {}, starts});
+  EXPECT_LT(error(y, want), 1e-2);
+}
+
+// The same launches serve other boundaries: nothing of them is read by the host.
+TEST(AttentionOnAGpu, OfDocumentsIsAGraph) {
+  // A rank has a stream of its own, which a graph needs.
+  const auto rank = [](comm::Group&) {
+    at::manual_seed(5);
+    const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+    const auto random = [&](std::int64_t heads) { return at::randn({2, 128, heads, 64}, options); };
+    const at::Tensor q = random(4), k = random(2), v = random(2);
+    const kernels::AttentionConfig c{.scale = 0.125, .most_documents = 8};
+    const at::Tensor starts = starts_of({{128}, {128}}, 0, 0);
+    const auto attend = [&] { return nn::composed_attention(c, {q, k, v, {}, starts}); };
+    attend();  // makes what is made once
+    at::Tensor y;
+    kernels::Graph graph([&] { y = attend(); });
+    for (const auto& lengths : {std::vector<std::vector<std::int64_t>>{{1, 127}, {64, 64}},
+                                {{3, 5, 7, 113}, {100, 1, 26, 1}}}) {
+      starts.copy_(starts_of(lengths, 0, 0));
+      graph.replay();
+      const auto wide = [](const at::Tensor& t) { return t.to(at::kDouble); };
+      EXPECT_LT(error(y, with_sinks(c, wide(q), wide(k), wide(v), {}, starts)), 1e-2);
+    }
+  };
+  comm::launch(1, rank, {.device = at::Device(at::kCUDA)});
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/composed_attention.h"
+#include "moesh/nn/flash_attention.h"
 #include "moesh/nn/grouped_attention.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
@@ -21,9 +22,23 @@ using nn::Tokens;
 
 constexpr Dense kHeads{T, T, F};
 
-// The formula, number by number: q, k, v [B, L, heads, d], sinks [heads] or undefined.
+// Where the document of each of [B, L] tokens begins, from the lengths of those of each sequence.
+at::Tensor starts_of(const std::vector<std::vector<std::int64_t>>& lengths) {
+  std::vector<at::Tensor> sequences;
+  for (const auto& of_sequence : lengths) {
+    std::vector<std::int64_t> starts;
+    for (const std::int64_t n : of_sequence)
+      starts.insert(starts.end(), static_cast<std::size_t>(n), std::ssize(starts));
+    sequences.push_back(at::tensor(starts));
+  }
+  return at::stack(sequences);
+}
+
+// The formula, number by number: q, k, v [B, L, heads, d], sinks [heads] or undefined, starts of
+// documents [B, L] or undefined.
 at::Tensor formula(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& sinks, const AttentionOptions& o) {
+                   const at::Tensor& sinks, const AttentionOptions& o,
+                   const at::Tensor& starts = {}) {
   const auto batch = q.size(0), length = q.size(1), heads = q.size(2),
              per_group = heads / k.size(2);
   at::Tensor out = at::zeros({batch, length, heads, v.size(3)}, at::kDouble);
@@ -31,9 +46,10 @@ at::Tensor formula(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
     for (std::int64_t h = 0; h < heads; ++h)
       for (std::int64_t i = 0; i < length; ++i) {
         double sum = sinks.defined() ? std::exp(sinks[h].item<double>()) : 0;
-        for (std::int64_t j = 0; j <= i; ++j) {
+        const auto start = starts.defined() ? starts[b][i].item<std::int64_t>() : 0;
+        for (std::int64_t j = start; j <= i; ++j) {
           if (o.window > 0 && i - j >= o.window) continue;
-          if (o.chunk > 0 && i / o.chunk != j / o.chunk) continue;
+          if (o.chunk > 0 && (i - start) / o.chunk != (j - start) / o.chunk) continue;
           const double weight =
               std::exp(o.scale * q[b][i][h].dot(k[b][j][h / per_group]).item<double>());
           sum += weight;
@@ -63,7 +79,7 @@ struct Outputs {
 
 // On a mesh of cp x tp: each rank gives what it has, and the whole is put together here.
 Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
-                const MeshShape& shape) {
+                const MeshShape& shape, const at::Tensor& starts = {}) {
   const auto batch = in.q.size(0), length = in.q.size(1);
   Outputs out{at::zeros({batch, length, in.q.size(2), in.v.size(3)}, at::kDouble),
               at::zeros_like(in.q), at::zeros_like(in.k), at::zeros_like(in.v),
@@ -74,7 +90,9 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
       [&](comm::Group& world) {
         const Mesh mesh(world, shape);
         const MeshScope scope(mesh);
-        const Tokens tokens(mesh, batch, length, true);
+        nn::Documents documents;
+        if (starts.defined()) documents = {starts.to(test_device()), batch * length};
+        const Tokens tokens(mesh, batch, length, true, {}, documents);
         const auto part = [&](const at::Tensor& x) {
           const auto n = x.size(2) / mesh.size(tp);
           return tokens.my_span(x).narrow(2, mesh.coordinate(tp) * n, n);
@@ -107,7 +125,8 @@ Outputs on_mesh(const Inputs& in, const AttentionOptions& o, bool with_sinks,
 }
 
 // The same with the formula and autograd's own derivative of it.
-Outputs by_formula(const Inputs& in, const AttentionOptions& o, bool with_sinks) {
+Outputs by_formula(const Inputs& in, const AttentionOptions& o, bool with_sinks,
+                   const at::Tensor& starts = {}) {
   const auto leaf = [](const at::Tensor& x) { return x.clone().requires_grad_(true); };
   const at::Tensor q = leaf(in.q), k = leaf(in.k), v = leaf(in.v), sinks = leaf(in.sinks);
   // A dense form that autograd can differentiate; its values are compared with the formula first.
@@ -117,15 +136,18 @@ Outputs by_formula(const Inputs& in, const AttentionOptions& o, bool with_sinks)
   const at::Tensor i = at::arange(q.size(1)).unsqueeze(1), j = at::arange(q.size(1));
   at::Tensor hidden = j > i;
   if (o.window > 0) hidden = hidden.logical_or(i - j >= o.window);
-  if (o.chunk > 0) hidden = hidden.logical_or(i.div(o.chunk, "floor") != j.div(o.chunk, "floor"));
+  const at::Tensor start = starts.defined() ? starts.unsqueeze(1).unsqueeze(3) : at::zeros_like(i);
+  const auto chunk_of = [&](const at::Tensor& x) { return (x - start).div(o.chunk, "floor"); };
+  if (o.chunk > 0) hidden = hidden.logical_or(chunk_of(i) != chunk_of(j));
+  hidden = hidden.logical_or(j < start);
   scores = scores.masked_fill(hidden, -INFINITY);
   if (with_sinks)
     scores =
         at::cat({scores, sinks.reshape({1, -1, 1, 1}).expand({q.size(0), -1, q.size(1), 1})}, -1);
   const at::Tensor p = scores.softmax(-1).narrow(-1, 0, q.size(1));
   const at::Tensor y = p.matmul(v.repeat_interleave(per_group, 2).transpose(1, 2)).transpose(1, 2);
-  EXPECT_TRUE(at::allclose(y, formula(in.q, in.k, in.v, with_sinks ? in.sinks : at::Tensor(), o),
-                           1e-10, 1e-12));
+  EXPECT_TRUE(at::allclose(
+      y, formula(in.q, in.k, in.v, with_sinks ? in.sinks : at::Tensor(), o, starts), 1e-10, 1e-12));
   (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin()).sum().backward();
   return {y.detach(), q.grad(), k.grad(), v.grad(),
           with_sinks ? sinks.grad() : at::zeros_like(in.sinks)};
@@ -167,6 +189,34 @@ TEST(Attention, IsTheFormulaOnEveryMesh) {
         expect_equal(on_mesh(in, o, with_sinks, shape), expected,
                      shape.describe() + ", " + describe(o, with_sinks));
     }
+}
+
+// The same within documents, which begin anywhere, differently in each sequence, and lie on several
+// cp ranks; chunks count from where they begin.
+TEST(Attention, StaysWithinDocumentsOnEveryMesh) {
+  const auto in = make_inputs(3, 7, 4, 2);
+  const at::Tensor starts = starts_of({{3, 4}, {1, 1, 4, 1}, {7}});
+  for (const AttentionOptions& o : kOptions)
+    for (bool with_sinks : {false, true}) {
+      const Outputs expected = by_formula(in, o, with_sinks, starts);
+      for (const auto& shape : kMeshes)
+        expect_equal(on_mesh(in, o, with_sinks, shape, starts), expected,
+                     shape.describe() + ", documents, " + describe(o, with_sinks));
+    }
+}
+
+// More queries than a block of the kernel of the CPU, and more keys than a panel.
+TEST(Attention, StaysWithinLongDocuments) {
+  const auto in = make_inputs(2, 150, 2, 1);
+  const at::Tensor starts = starts_of({{5, 60, 1, 70, 14}, {129, 21}});
+  for (const AttentionOptions& o : {AttentionOptions{.scale = 0.4},
+                                    {.scale = 0.4, .window = 20},
+                                    {.scale = 0.4, .chunk = 33}}) {
+    const Outputs expected = by_formula(in, o, true, starts);
+    for (const MeshShape& shape : {MeshShape{}, {.cp = 2}})
+      expect_equal(on_mesh(in, o, true, shape, starts), expected,
+                   shape.describe() + ", " + describe(o, true));
+  }
 }
 
 // Between cp ranks travels what the queries see: all of it, or the window, or the chunk. In bytes
@@ -222,17 +272,20 @@ TEST(Attention, SendsWhatQueriesSee) {
 
 // The form for devices without a kernel of ours, here on any device; with all queries, and with
 // those of a second cp rank.
-void compare_composed(const Inputs& in) {
+void compare_composed(const Inputs& in, const at::Tensor& starts = {}) {
+  const auto of = [&](std::int64_t first, std::int64_t num) {
+    return starts.defined() ? starts.narrow(1, first, num).contiguous().to(test_device()) : starts;
+  };
   for (const AttentionOptions& o : kOptions)
     for (bool with_sinks : {false, true}) {
-      const Outputs expected = by_formula(in, o, with_sinks);
+      const Outputs expected = by_formula(in, o, with_sinks, starts);
       const auto leaf = [](const at::Tensor& x) {
         return x.clone().to(test_device()).requires_grad_(true);
       };
       const at::Tensor q = leaf(in.q), k = leaf(in.k), v = leaf(in.v), sinks = leaf(in.sinks);
       const at::Tensor given = with_sinks ? sinks : at::Tensor();
       at::Tensor y = nn::composed_attention(
-          {.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given});
+          {.scale = o.scale, .window = o.window, .chunk = o.chunk}, {q, k, v, given, of(0, 7)});
       (y * at::arange(y.numel(), at::kDouble).reshape(y.sizes()).sin().to(test_device()))
           .sum()
           .backward();
@@ -241,7 +294,7 @@ void compare_composed(const Inputs& in) {
                    expected, describe(o, with_sinks));
       y = nn::composed_attention(
           {.scale = o.scale, .start = 4, .window = o.window, .chunk = o.chunk},
-          {q.narrow(1, 4, 3), k, v, given});
+          {q.narrow(1, 4, 3), k, v, given, of(4, 3)});
       EXPECT_TRUE(at::allclose(y.detach().cpu(), expected.y.narrow(1, 4, 3), 1e-9, 1e-11))
           << describe(o, with_sinks);
     }
@@ -249,6 +302,53 @@ void compare_composed(const Inputs& in) {
 
 TEST(ComposedAttention, IsTheFormula) { compare_composed(make_inputs(2, 7, 4, 2)); }
 TEST(ComposedAttention, IsTheFormulaWithOneKeyHead) { compare_composed(make_inputs(1, 7, 3, 1)); }
+TEST(ComposedAttention, IsTheFormulaWithinDocuments) {
+  compare_composed(make_inputs(2, 7, 4, 2), starts_of({{3, 4}, {1, 1, 4, 1}}));
+}
+// Each entry by itself, with the last query at the last key: what the kernel of a GPU computes of
+// them is attention within documents. With all queries, and with those of a later cp rank, whose
+// first document begins before them, among the keys or before.
+TEST(FlashAttention, HasTheBoundariesOfDocuments) {
+  const auto in = make_inputs(3, 7, 2, 1);
+  const at::Tensor starts = starts_of({{3, 4}, {1, 1, 4, 1}, {7}});
+  constexpr std::int64_t kMost = 11;
+  for (const std::int64_t first_key : {0, 1, 2, 4})
+    for (std::int64_t first = first_key; first < 7; ++first)
+      for (std::int64_t end = first + 1; end <= 7; ++end) {
+        const std::int64_t length = end - first, num_keys = end - first_key;
+        const auto part = [](const at::Tensor& x, std::int64_t from, std::int64_t num) {
+          return x.narrow(1, from, num).contiguous();
+        };
+        const at::Tensor q = part(in.q, first, length), k = part(in.k, first_key, num_keys),
+                         v = part(in.v, first_key, num_keys),
+                         at_keys = part(starts, first, length) - first_key;
+        const kernels::AttentionConfig c{
+            .scale = 0.4, .start = first - first_key, .most_documents = kMost};
+        const auto b = nn::document_boundaries(c, at_keys);
+        ASSERT_EQ(b.queries.numel(), kMost + 3 + 1);
+        ASSERT_EQ(b.keys.numel(), kMost + 3 + 1);
+        EXPECT_EQ(b.queries.scalar_type(), at::kInt);
+        at::Tensor y = at::zeros({3 * length, 2, 4}, at::kDouble);
+        for (std::int64_t i = 0; i + 1 < b.queries.numel(); ++i) {
+          const auto of = [&](const at::Tensor& t, const at::Tensor& cuts) {
+            const auto from = cuts[i].item<std::int64_t>(), to = cuts[i + 1].item<std::int64_t>();
+            return t.flatten(0, 1).narrow(0, from, to - from).unsqueeze(0);
+          };
+          const at::Tensor queries = of(q, b.queries), keys = of(k, b.keys);
+          if (queries.size(1) == 0) continue;
+          ASSERT_LE(queries.size(1), keys.size(1));
+          of(y.unsqueeze(0), b.queries)
+              .copy_(nn::composed_attention({.scale = 0.4, .start = keys.size(1) - queries.size(1)},
+                                            {queries, keys, of(v, b.keys)}));
+        }
+        const at::Tensor expected = nn::composed_attention(c, {q, k, v, {}, at_keys});
+        EXPECT_TRUE(at::allclose(y.reshape(expected.sizes()), expected, 1e-9, 1e-11))
+            << first_key << ", " << first << ", " << end;
+        EXPECT_EQ(b.queries[-1].item<std::int64_t>(), 3 * length);
+        EXPECT_EQ(b.keys[-1].item<std::int64_t>(), 3 * num_keys);
+      }
+}
+
 // What a library's kernel takes as it is: heads of one width, as many of keys as of queries.
 TEST(ComposedAttention, IsTheFormulaWithHeadsOfOneWidth) {
   compare_composed(make_inputs(1, 7, 2, 2, 6));

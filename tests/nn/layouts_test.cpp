@@ -10,11 +10,13 @@
 
 #include "moesh/nn/experts.h"
 #include "moesh/nn/gate.h"
+#include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
+#include "tests/support.h"
 
 namespace moesh::nn {
 namespace {
@@ -127,6 +129,32 @@ TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
                   shape.cp * shape.tp == 1);
       });
     }
+}
+
+// Documents are those of the whole sequence on every cp and tp rank, and a span has its part.
+TEST(Layouts, ASpanHasTheDocumentsOfItsTokens) {
+  constexpr std::int64_t B = 2, L = 5;
+  for (const auto& shape : kMeshes) {
+    const std::int64_t S = B * shape.dp_shard;
+    const at::Tensor position = at::arange(L).expand({S, L}),
+                     starts = at::minimum(position, at::arange(S).unsqueeze(1));
+    on_mesh(shape, [&](const Mesh& mesh) {
+      const auto mine = [&](const at::Tensor& x) {
+        return x.narrow(0, mesh.coordinate(dp) * B, B).to(test_device());
+      };
+      const Tokens tokens(mesh, B, L, true, {}, {mine(starts), 7});
+      ASSERT_TRUE(tokens.has_documents());
+      EXPECT_EQ(tokens.most_documents(), 7);
+      EXPECT_TRUE(at::equal(local(tokens.document_starts()), tokens.my_span(mine(starts))));
+      EXPECT_TRUE(
+          at::equal(local(tokens.document_positions()), tokens.my_span(mine(position - starts))));
+      const auto wrong = [&](const at::Tensor& x) {
+        return error_of([&] { Tokens(mesh, B, L, true, {}, {x, 7}); }, ErrorKind::config);
+      };
+      expect_parts(wrong(mine(starts).to(at::kInt)), {"documents begin", "Int", "Long [2, 5]"});
+      expect_parts(wrong(mine(starts).narrow(1, 0, 4)), {"[2, 4]", "Long [2, 5]"});
+    });
+  }
 }
 
 // A router on all tokens of B sequences, and its input as a leaf.
@@ -242,6 +270,38 @@ TEST(Layouts, ExpertsGivePartialSums) {
       EXPECT_EQ(layout_complaint(mesh, grad(leaf), {0, 0, 0}, d_x), "") << shape.describe();
       EXPECT_NE(layout_complaint(mesh, assume<Sparse{T, R, R}>(local(y)), {0, 0, 0}, alone), "");
     });
+}
+
+TEST(Layouts, AnMlpIsAPartialSum) {
+  constexpr std::int64_t L = 5, D = 4, kHidden = 6;
+  const auto run = [&](const Mesh& mesh, const at::Tensor& x_BLD, Mlp& mlp) {
+    const Tokens tokens(mesh, 1, L, true);
+    const auto x = as_leaf(assume<Dense{T, T, R}>(my_tokens(x_BLD, mesh, tokens)));
+    return std::pair(x, mlp(x));
+  };
+  const ModuleOptions options{.dtype = at::kDouble, .device = test_device(), .init = kInit};
+  for (const auto& shape : kMeshes) {
+    const at::Tensor x = random({shape.dp_shard, L, D});
+    const at::Tensor leaf = x.clone().requires_grad_(true);
+    at::Tensor alone;  // by LibTorch's own operations
+    on_one_rank([&](const Mesh&) {
+      Mlp mlp("mlp", D, kHidden, options);
+      std::vector<at::Tensor> w;
+      mlp.each_param([&](auto& p) { w.push_back(p.stored().value.detach()); });
+      alone = at::linear(at::silu(at::linear(leaf, w[0])) * at::linear(leaf, w[1]), w[2]);
+      alone.square().sum().backward();
+      return 0;
+    });
+    on_mesh(shape, [&](const Mesh& mesh) {
+      Mlp mlp("mlp", D, kHidden, options);
+      const auto [in, y] = run(mesh, x, mlp);
+      EXPECT_EQ(layout_complaint(mesh, y, {0, 1, 0}, alone.detach()), "") << shape.describe();
+      backward(sum_all(square(all_reduce<tp, I>(y))));
+      EXPECT_EQ(layout_complaint(mesh, grad(in), {0, 1, 0}, leaf.grad()), "") << shape.describe();
+      const auto as_whole = assume<Dense{T, T, R}>(local(y));
+      EXPECT_EQ(layout_complaint(mesh, as_whole, {0, 1, 0}, alone.detach()) == "", shape.tp == 1);
+    });
+  }
 }
 
 // FSDP divides the experts where there is one for every rank that has others, and else their

@@ -1,6 +1,8 @@
 // Checks that mistakes in a layer or a step must not pass: the parity of a layer, of a whole step
 // with its optimizer, and two files of gradients.
 
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -72,11 +74,17 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   config::Settings more{{"training.max_norm", 0.01, {"test"}}};
   for (const std::string dtype : {"float32", "bfloat16"})
     if (settings.take(dtype) != 0) more.push_back({"training.dtype", dtype, {"test"}});
+  if (settings.take("group") != 0) {
+    more.push_back({"optimizer.group.0.match", std::string("embed_tokens"), {"test"}});
+    more.push_back({"optimizer.group.0.lr_scale", 0.25, {"test"}});
+  }
   const bool has_copies = settings.take("weight_copies") != 0;
   if (has_copies) {
     more.push_back({"kernels.weight_copies", true, {"test"}});
-    more.push_back({"optimizer.lr", 0.1, {"test"}});  // an old copy must show
+    more.push_back({"optimizer.lr", 1.0, {"test"}});  // an old copy must show
   }
+  if (settings.take("selective") != 0)
+    more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
   auto c = step_case(mesh, more);
   if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
@@ -140,6 +148,51 @@ const mutants::Provide compare("compare", [](Settings&) -> Check {
         return t.name + " is not an expert's, or does not differ";
     const auto* first = found.first_difference();
     return first->name + ": " + first->diagnosis();
+  };
+});
+
+// Logits of a sequence [L, V] with a window in some layers: of all positions at once, or, on a
+// mesh, of the last ones one after the other, with what is kept of those before.
+constexpr std::int64_t kLength = 9, kPrompt = 4;
+
+at::Tensor logits_of(const MeshShape& shape, bool one_by_one) {
+  struct Logits : nn::Probe {
+    at::Tensor all_BLV;
+    void on_logits(const at::Tensor& logits_BLV) override { all_BLV = logits_BLV.clone(); }
+  };
+  const auto config = models::built_in("gpt_oss", "tiny");
+  const at::Tensor ids = (at::arange(kLength) * 31 + 7).remainder(96).unsqueeze(0);
+  at::Tensor result;
+  comm::launch(shape.num_ranks(), [&](comm::Group& world) {
+    const Mesh mesh(world, shape);
+    const MeshScope scope(mesh);
+    const at::NoGradGuard no_grad;
+    const auto model = models::make_model(config, {.dtype = at::kDouble, .seed = 3});
+    at::Tensor found_LV = at::zeros({kLength, 96}, at::kDouble);
+    if (one_by_one) {
+      nn::PastOfLayers past;
+      for (std::int64_t begin = 0, end = kPrompt; end <= kLength; begin = end, ++end)
+        found_LV[end - 1] = model->next_logits(ids.narrow(1, begin, end - begin), past, {})[0];
+    } else {
+      Logits probe;
+      model->forward({.input_ids_BL = ids, .labels_BL = ids},
+                     {.pass = nn::Pass::evaluation, .probe = &probe});
+      found_LV = probe.all_BLV[0];
+    }
+    if (world.rank() == 0) result = found_LV;
+  });
+  return result;
+}
+
+const mutants::Provide past("past", [](Settings& settings) -> Check {
+  const MeshShape shape = settings.take_mesh();
+  const at::Tensor wanted_LV = logits_of({}, false);
+  return [=]() -> std::string {
+    const at::Tensor found_LV = logits_of(shape, true);
+    for (std::int64_t i = kPrompt - 1; i < kLength; ++i)
+      if ((found_LV[i] - wanted_LV[i]).abs().max().item<double>() > 1e-10)
+        return "logits of token " + std::to_string(i);
+    return "";
   };
 });
 

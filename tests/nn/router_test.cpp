@@ -466,6 +466,26 @@ TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
         test_options());
 }
 
+// Counts that a checkpoint brings are totals, which every rank is given: they count once.
+TEST(Balance, CountsThatAreGivenBackMoveTheBiasOnce) {
+  for (const auto& shape : {MeshShape{}, MeshShape{.dp_shard = 2, .cp = 2, .tp = 2}})
+    comm::launch(
+        shape.num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, shape);
+          const MeshScope scope(mesh);
+          Router router = identity_router({.num_experts = 2, .top_k = 1});
+          const at::Tensor total = at::tensor({10, 0}, at::kLong).to(test_device());
+          router.set_pending_counts(constant(total));
+          const at::Tensor counts = world.all_reduce(local(router.pending_counts()));
+          EXPECT_TRUE(at::equal(counts.cpu(), total.cpu())) << counts;
+          router.update_bias(0.1);
+          EXPECT_TRUE(
+              at::allclose(router.expert_bias().cpu(), at::tensor({-0.1, 0.1}, at::kDouble)));
+        },
+        test_options());
+}
+
 TEST(Probe, SeesTheChoiceAndGivesTheOneThatIsUsed) {
   struct Reversed final : Probe {
     at::Tensor on_choice(const Choice& c) override {

@@ -56,13 +56,13 @@ class Orthogonal final : public Rule {
   }
 };
 
-Optimizer::ChooseRule matrices_apart() {
+Optimizer::ChooseWay matrices_apart() {
   const auto whole = std::make_shared<Orthogonal>();
   const auto elementwise = std::make_shared<Sgd>(SgdConfig{.momentum = 0.7});
-  return [=](const ParamList::Entry& entry) -> Optimizer::RulePtr {
+  return [=](const ParamList::Entry& entry) -> Optimizer::Way {
     const auto& name = entry.stored->spec.name;
-    if (name == "w" || name == "experts") return whole;
-    return elementwise;
+    if (name == "w" || name == "experts") return {whole};
+    return {elementwise};
   };
 }
 
@@ -172,8 +172,8 @@ TEST(OptimizerErrors, RefuseAnElementwiseRuleWithStateOfItsOwnShape) {
 TEST(OptimizerErrors, NameAParameterWithoutARule) {
   on_mesh({}, [](const Mesh&) {
     Model model;
-    const auto only_w = [](const ParamList::Entry& entry) -> Optimizer::RulePtr {
-      return entry.stored->spec.name == "w" ? std::make_shared<Sgd>() : nullptr;
+    const auto only_w = [](const ParamList::Entry& entry) -> Optimizer::Way {
+      return {entry.stored->spec.name == "w" ? std::make_shared<Sgd>() : nullptr};
     };
     EXPECT_EQ(error_of([&] { Optimizer(model.list(), only_w); }, ErrorKind::config),
               "parameter 'norm' has no update rule");

@@ -157,6 +157,9 @@ std::string step_complaint(const MeshShape& shape, Mask mask, bool sequence_para
     }
     if (found.empty())
       found = differs(term.name, run.gradients.total_loss - run.gradients.loss, auxiliary);
+    for (size_t i = 0; i < std::size(kTerms) && found.empty(); ++i)
+      found = differs(std::string("the part of the ") + kTerms[i].name, run.gradients.auxiliary[i],
+                      &kTerms[i] == &term ? auxiliary : 0);
     if (!found.empty()) return found + "; labels: " + to_string(mask);
   }
   return "";

@@ -151,7 +151,7 @@ TEST_P(Steps, RunUnderTheKernelsOfTheirModel) {
         {.dtype = at::kDouble, .device = test_device(), .seed = 1, .gpu_kernels = asked});
     Watch watch;
     t.options.forward.probe = &watch;
-    t.options.forward.recompute = true;
+    t.options.forward.recompute = models::Recompute::full;
     t.gradients();
     const size_t num_layers = t.model->routers().size();
     EXPECT_EQ(watch.seen, std::vector<kernels::GpuKernels>(2 * num_layers, asked));

@@ -5,10 +5,13 @@
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
 #include "moesh/spmd/spmd.h"
+#include "moesh/train/loop.h"
 #include "tests/support.h"
 
 namespace moesh::train {
 namespace {
+
+using Args = std::vector<std::string>;
 
 std::string sentences() {
   std::string text;
@@ -71,9 +74,10 @@ TEST(Validation, IsTheLossOfTheSameSequencesInTraining) {
     const auto sets = open_validation(config);
     on_ranks(config, [&](models::Model& model, const Mesh& on, comm::Group&) {
       const auto losses = validate_model(model, config, on, sets);
-      ASSERT_EQ(losses.size(), 1u);
-      EXPECT_EQ(losses[0].name, "held out");
-      EXPECT_NEAR(losses[0].loss, expected, 1e-10 * expected) << mesh;
+      ASSERT_TRUE(losses);
+      ASSERT_EQ(losses->size(), 1u);
+      EXPECT_EQ(losses->at(0).name, "held out");
+      EXPECT_NEAR(losses->at(0).loss, expected, 1e-10 * expected) << mesh;
     });
   }
 }
@@ -89,6 +93,71 @@ TEST(Validation, LeavesNoTrace) {
       EXPECT_EQ(world.all_reduce(local(router->pending_counts())).sum().item<std::int64_t>(), 0);
     model.each_param([](Stored& w, bool) { EXPECT_FALSE(w.value.grad().defined()); });
   });
+}
+
+// A file with fewer sequences than validation.steps asks for: each of them once, on every mesh, and
+// the documents of best_fit sequences by themselves.
+TEST(Validation, ReadsAFileOnceAndNotAgain) {
+  std::string lines;
+  for (int i = 0; i < 60; ++i) lines += "{\"text\": \"line " + std::to_string(i * i) + "\"}\n";
+  const TemporaryFile file("held_out.jsonl", lines);
+  for (const std::string packing : {"cut", "best_fit"}) {
+    const Args more{"--validation.steps=100000", "--data.packing=" + packing};
+    double expected = 0;
+    const Config one = config_on("tp=1", file.path(), more);
+    on_ranks(one, [&](models::Model& model, const Mesh&, comm::Group&) {
+      const auto set = std::move(open_validation(one)[0].dataset);
+      ASSERT_NE(*set->size() % 8, 0) << "the last step is not full";
+      std::int64_t tokens = 0;
+      for (std::int64_t i = 0; i < *set->size(); ++i) {
+        const data::Batch b = data::make_batch(*set, i, 1);
+        const models::MicroBatch batch{.input_ids_BL = b.input_ids_BL,
+                                       .labels_BL = b.labels_BL,
+                                       .documents = {b.document_starts_BL, b.num_documents}};
+        expected += local(model.forward(batch, {.pass = nn::Pass::evaluation}).cross_entropy)
+                        .item<double>();
+        tokens += batch.valid_BL().sum().item<std::int64_t>();
+      }
+      expected /= static_cast<double>(tokens);
+    });
+    for (const std::string mesh : {"tp=1", "dp_shard=4", "dp_shard=2,cp=2"}) {
+      const Config config = config_on(mesh, file.path(), more);
+      const auto sets = open_validation(config);
+      on_ranks(config, [&](models::Model& model, const Mesh& on, comm::Group&) {
+        EXPECT_NEAR(validate_model(model, config, on, sets)->at(0).loss, expected, 1e-10 * expected)
+            << mesh << ", " << packing;
+      });
+    }
+  }
+}
+
+TEST(Validation, EndsWhereItIsToldTo) {
+  const TemporaryFile text("held_out.txt", sentences());
+  const Config config = config_on("tp=2,ep=2", text.path(), {"--validation.steps=30"});
+  const auto sets = open_validation(config);
+  on_ranks(config, [&](models::Model& model, const Mesh& mesh, comm::Group&) {
+    int asked = 0;
+    EXPECT_FALSE(validate_model(model, config, mesh, sets, [&] { return ++asked == 2; }));
+    EXPECT_EQ(asked, 2);
+  });
+}
+
+// A run that is told to stop saves, and does not validate first; without the stop it does.
+TEST(Validation, ComesAfterAStop) {
+  const TemporaryFile text("held_out.txt", sentences());
+  const TemporaryFile place("nothing", "");
+  const auto folder = std::filesystem::path(place.path()).parent_path();
+  for (const bool stops : {false, true}) {
+    const auto metrics = (folder / (stops ? "stopped" : "whole")).string();
+    const auto summary =
+        train(config_on("tp=1", text.path(),
+                        {"--steps=2", "--validation.interval=1", "--metrics.folder=" + metrics,
+                         stops ? "--training.max_minutes=1e-9" : "--training.max_minutes=0"}));
+    EXPECT_EQ(summary.interrupted, stops);
+    std::ifstream file(metrics + "/metrics.jsonl");
+    const std::string lines{std::istreambuf_iterator<char>(file), {}};
+    EXPECT_EQ(lines.find("held out") == std::string::npos, stops) << lines;
+  }
 }
 
 TEST(Validation, IsDueAtItsIntervalAndAtTheEnd) {

@@ -12,6 +12,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/checkpoint/support.h"
 #include "tests/config/other_value.h"
+#include "tests/data/small_tokenizer.h"
 
 namespace moesh::verify {
 namespace {
@@ -24,6 +25,7 @@ const config::OtherFiles& files() {
   static const TemporaryFolder folder;
   static const config::OtherFiles all = [] {
     const auto at = folder.path();
+    std::ofstream(at / "tokenizer.json") << small_tokenizer_json();
     std::ofstream text(at / "corpus.txt"), jsonl(at / "corpus.jsonl");
     for (int i = 0; i < 200; ++i) {
       text << "sentence " << i * i << "\n";
@@ -32,7 +34,9 @@ const config::OtherFiles& files() {
     run(at / "run", "tp=1", {"--steps=1", "--training.seed=9"});
     return config::OtherFiles{.text = at / "corpus.txt",
                               .jsonl = at / "corpus.jsonl",
-                              .weights = at / "run" / checkpoint::step_name(1)};
+                              .weights = at / "run" / checkpoint::step_name(1),
+                              .tokenizer = at / "tokenizer.json",
+                              .token_folder = at / "tokens"};
   }();
   return all;
 }
@@ -157,6 +161,22 @@ TEST_P(Output, ChangesNoNumber) {
 // The keys of a model need no list: they are in the one object of which the model is made.
 TEST(ModelKeys, ReachVerify) {
   EXPECT_FALSE(same(run_reference(case_of({})), run_reference(case_of({"--model.moe_ffn=16"}))));
+}
+
+// Lists have no place in the table of options.
+TEST(ParamGroups, ReachVerify) {
+  const Args others{"--optimizer.group.0.match=\\.gate\\.", "--optimizer.group.0.lr_scale=0.5",
+                    "--optimizer.group.1.match=experts", "--optimizer.group.1.weight_decay=0.7"};
+  const auto plain = run_reference(case_of({"--mesh=tp=2,ep=2"}));
+  for (std::size_t count : {2, 4}) {
+    Args args{"--mesh=tp=2,ep=2"};
+    args.insert(args.end(), others.begin(), others.begin() + static_cast<std::ptrdiff_t>(count));
+    const VerifyCase c = case_of(args);
+    const auto reference = run_reference(c);
+    EXPECT_FALSE(same(plain, reference)) << count;
+    const auto report = verify(c, reference);
+    EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+  }
 }
 
 // What the option sets, the model of verify carries.

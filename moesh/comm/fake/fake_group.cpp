@@ -7,17 +7,22 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/sent.h"
 
 namespace moesh::comm {
 namespace {
 
+// Holds its input until it is waited for, as every backend must: an estimate counts it.
 class Ready final : public Work {
  public:
-  explicit Ready(at::Tensor value) : value_(std::move(value)) {}
-  at::Tensor wait() override { return value_; }
+  Ready(at::Tensor x, at::Tensor value) : x_(std::move(x)), value_(std::move(value)) {}
+  at::Tensor wait() override {
+    x_.reset();
+    return value_;
+  }
 
  private:
-  at::Tensor value_;
+  at::Tensor x_, value_;
 };
 
 std::int64_t sum(const Rows& rows) {
@@ -31,51 +36,49 @@ class FakeGroup final : public Group {
 
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp) override {
-    send(Collective::all_reduce, 2 * bytes(x) * (size() - 1) / size());
-    return std::make_unique<Ready>(at::zeros_like(x));
+    send(Collective::all_reduce, x);
+    return std::make_unique<Ready>(x, at::zeros_like(x));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
-    send(Collective::all_gather, bytes(x) * (size() - 1));
+    send(Collective::all_gather, x);
     if (x.is_meta()) return with_rows(x, sum(rows));
     MOESH_CHECK(std::all_of(rows.begin(), rows.end(), [&](auto n) { return n == x.size(0); }),
                 "a fake gather of host values with uneven rows ", rows);
     std::vector<std::int64_t> repeats(static_cast<size_t>(x.dim()), 1);
     repeats[0] = size();
-    return std::make_unique<Ready>(x.repeat(repeats));
+    return std::make_unique<Ready>(x, x.repeat(repeats));
   }
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                           ReduceOp) override {
     const auto own = rows[static_cast<size_t>(rank())];
-    send(Collective::reduce_scatter, row_bytes(x) * (sum(rows) - own));
+    send(Collective::reduce_scatter, x, own);
     return with_rows(x, own);
   }
   std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& to,
                                       const Rows& from) override {
-    send(Collective::all_to_all, row_bytes(x) * (sum(to) - to[static_cast<size_t>(rank())]));
+    send(Collective::all_to_all, x, to[static_cast<size_t>(rank())]);
     return with_rows(x, sum(from));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int /*root*/) override {
-    send(Collective::broadcast, bytes(x) * (size() - 1) / size());
-    return std::make_unique<Ready>(at::zeros_like(x));
+    send(Collective::broadcast, x);
+    return std::make_unique<Ready>(x, at::zeros_like(x));
   }
-  void do_barrier() override { send(Collective::barrier, 0); }
+  void do_barrier() override { ++ledger_[{name(), Collective::barrier}].num_calls; }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
     throw Error(ErrorKind::internal,
                 "a fake group was asked to split: the other ranks cannot say where they go");
   }
 
-  static std::int64_t bytes(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()); }
-  static std::int64_t row_bytes(const at::Tensor& x) {
-    return x.size(0) == 0 ? 0 : bytes(x) / x.size(0);
-  }
-  void send(Collective op, std::int64_t num_bytes) {
+  void send(Collective op, const at::Tensor& x, std::int64_t own_rows = 0) {
+    const auto bytes = static_cast<std::int64_t>(x.nbytes());
+    const auto own = own_rows == 0 ? 0 : bytes / x.size(0) * own_rows;
     auto& entry = ledger_[{name(), op}];
-    ++entry.num_calls, entry.num_bytes += num_bytes;
+    ++entry.num_calls, entry.num_bytes += sent_bytes(op, bytes, own, size());
   }
   static std::unique_ptr<Work> with_rows(const at::Tensor& like, std::int64_t rows) {
     auto shape = like.sizes().vec();
     shape[0] = rows;
-    return std::make_unique<Ready>(at::zeros(shape, like.options()));
+    return std::make_unique<Ready>(like, at::zeros(shape, like.options()));
   }
 
   Ledger& ledger_;

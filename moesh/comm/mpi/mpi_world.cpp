@@ -18,6 +18,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
 #include "moesh/base/log.h"
+#include "moesh/base/sections.h"
 #include "moesh/comm/roll.h"
 
 namespace moesh::comm {
@@ -271,6 +272,7 @@ class MpiWorld {
 
   // Works on the requests until all are done. Peers are ranks of the group.
   void wait(Requests& requests, const Call& call, const GroupInfo& group, const char* where) {
+    const InSection waiting(Section::waiting);
     const auto deadline = Clock::now() + timeout_;
     auto bad_news = Clock::time_point::max();
     for (Backoff backoff;; backoff.pause()) {

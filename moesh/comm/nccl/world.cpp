@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/sections.h"
 
 namespace moesh::comm {
 namespace {
@@ -157,6 +158,7 @@ std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call,
 
 void NcclWorld::wait(NcclTicket& ticket) {
   throw_if_stopped();
+  const InSection waiting(Section::waiting);
   if (block_host_) finish(ticket);
   ticket.mark->hold_current();
   throw_if_stopped();

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
+#include "moesh/base/sections.h"
 
 namespace moesh::comm {
 namespace {
@@ -121,6 +122,8 @@ class ThreadGroupState {
   void wait_for(const Slot& slot, const std::atomic<size_t>& num, Flag flag, int rank,
                 const char* where) {
     const auto done = [&] { return num.load(std::memory_order_acquire) == members_.size(); };
+    if (done()) return;
+    const InSection waiting(Section::waiting);
     for (int i = 0; i < kYieldsBeforeBlocking; ++i) {
       if (done()) return;
       std::this_thread::yield();

@@ -71,23 +71,31 @@ struct QueryBlock {
   int64_t first, rows, begin, end;
   std::array<int64_t, kQueries> row_begin, row_end;  // what each query sees, from `begin` on
 
-  QueryBlock(const AttentionConfig& c, const Sizes& n, int64_t first_query)
+  // `starts` of the documents of this sequence's queries; null: one document from key 0 on.
+  QueryBlock(const AttentionConfig& c, const Sizes& n, int64_t first_query, const int64_t* starts)
       : first(first_query), rows(std::min(kQueries, n.queries - first_query)) {
-    const auto sees_from = [&](int64_t position) {
-      int64_t from = 0;
+    const auto sees_from = [&](int64_t query) {
+      const int64_t position = c.start + query, document = starts ? starts[query] : 0;
+      int64_t from = std::max<int64_t>(0, document);
       if (c.window > 0) from = std::max(from, position - c.window + 1);
-      if (c.chunk > 0) from = std::max(from, position / c.chunk * c.chunk);
+      if (c.chunk > 0) from = std::max(from, position - (position - document) % c.chunk);
       return from;
     };
-    begin = sees_from(c.start + first) / kPanel * kPanel,
+    begin = sees_from(first) / kPanel * kPanel;  // later queries see none before it
     end = whole_panels(c.start + first + rows);
     for (int64_t r = 0; r < rows; ++r) {
-      row_begin[static_cast<size_t>(r)] = sees_from(c.start + first + r) - begin;
+      row_begin[static_cast<size_t>(r)] = sees_from(first + r) - begin;
       row_end[static_cast<size_t>(r)] = c.start + first + r + 1 - begin;
     }
   }
   int64_t columns() const { return end - begin; }
 };
+
+const int64_t* starts_of(const AttentionInput& in, int64_t batch) {
+  return in.starts_BL.defined()
+             ? in.starts_BL.const_data_ptr<int64_t>() + batch * in.starts_BL.size(1)
+             : nullptr;
+}
 
 // [S, w] as a right operand whose columns are the keys: a panel for every 64 of them.
 template <class T>
@@ -178,7 +186,7 @@ AttentionOutput forward(const AttentionConfig& config, const AttentionInput& in)
     T* left = arena.take<T>(kQueries * padded<T>(n.d));
     for (int64_t h = g * per_key; h < (g + 1) * per_key; ++h) {
       for (int64_t i = 0; i < n.queries; i += kQueries) {
-        const QueryBlock block(config, n, i);
+        const QueryBlock block(config, n, i, starts_of(in, b));
         const auto a = left_operand<T>(q.rows(b, h, i), block.rows, n.d, left);
         keys.multiply(block, n.keys, a.data, a.ld, s, ld);
         simd_ops<T>().softmax({.rows = block.rows,
@@ -260,7 +268,7 @@ AttentionGradients backward(const AttentionConfig& config, const AttentionInput&
       *left_y = arena.take<T>(kQueries * padded<T>(n.v));
     for (int64_t h = g * per_key; h < (g + 1) * per_key; ++h) {
       for (int64_t i = 0; i < n.queries; i += kQueries) {
-        const QueryBlock block(config, n, i);
+        const QueryBlock block(config, n, i, starts_of(in, b));
         const int64_t columns = block.columns();
         const A* lse_block = lse_data + (b * n.heads + h) * n.queries + i;
         const auto a = left_operand<T>(q.rows(b, h, i), block.rows, n.d, left_q);

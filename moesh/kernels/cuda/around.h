@@ -29,7 +29,8 @@ struct Rope {
   std::int64_t strides[3];  // of x, from a sequence, position and head to the next: multiples of 8
   bool interleaved;         // x has pairs side by side, y evens then odds
   bool adjoint;             // from the gradient of y to that of x
-  const float *cos, *sin;   // [length, num_turns]
+  const float *cos, *sin;   // [positions, num_turns]
+  const std::int64_t* positions = nullptr;  // [batch, length]: the line of each token; null: l
 };
 /// y has no gaps.
 Error rope(const Rope&, const void* x, void* y, Stream);

@@ -7,7 +7,7 @@
 namespace moesh::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kRunRows = kBiasRows;
 
 struct ScoreParams {
   const float* terms;  // [num_terms, R]
@@ -57,21 +57,42 @@ struct ColumnParams {
   const int* ends_E;
   const float* score_R;  // null: not weighted
   const float* after_R;  // the rows are multiplied by it after the sum; null: they stay
+  float* terms;          // [num_bias_terms, width]
   bf16* out;             // [E, width]; null: not wanted
-  int width;
+  int width, num_experts;
 };
 
-/// out[e] = the sum of an expert's rows. A block has 256 columns of one expert: 32 lanes of 8
-/// columns, 8 warps which take every eighth row.
+/// Runs of up to kRunRows rows of one expert, numbered expert after expert.
+struct Run {
+  int expert, first, last;  // rows [first, last); expert -1: there are fewer runs
+};
+__device__ Run run_of(const int* ends_E, int num_experts, int number) {
+  int first = 0;
+  for (int expert = 0; expert < num_experts; ++expert) {
+    const int last = ends_E[expert], count = (last - first + kRunRows - 1) / kRunRows;
+    if (number < count) {
+      const int begin = first + number * kRunRows;
+      return {expert, begin, min(begin + kRunRows, last)};
+    }
+    number -= count, first = last;
+  }
+  return {-1, 0, 0};
+}
+
+/// terms[run] = the sum of a run's rows: all blocks have as much to do, however uneven the experts
+/// are. A block has 256 columns: 32 lanes of 8 columns, 8 warps which take every eighth row.
 __global__ void __launch_bounds__(kThreads) sum_columns(const ColumnParams p) {
   __shared__ float sums[8][256];
-  const int expert = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  __shared__ Run run;
+  if (threadIdx.x == 0) run = run_of(p.ends_E, p.num_experts, blockIdx.y);
+  __syncthreads();
+  if (run.expert < 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int column = blockIdx.x * 256 + lane * 8;
-  const int first = expert > 0 ? p.ends_E[expert - 1] : 0, last = p.ends_E[expert];
   float sum[8] = {};
   if (column < p.width) {
 #pragma unroll 4
-    for (int row = first + warp; row < last; row += 8) {
+    for (int row = run.first + warp; row < run.last; row += 8) {
       const float factor = p.score_R ? p.score_R[row] : 1.f;
       bf16* at = p.rows + static_cast<int64_t>(row) * p.width + column;
       float v[8];
@@ -88,10 +109,27 @@ __global__ void __launch_bounds__(kThreads) sum_columns(const ColumnParams p) {
   for (int i = 0; i < 8; ++i) sums[warp][lane * 8 + i] = sum[i];
   __syncthreads();
   const int mine = blockIdx.x * 256 + threadIdx.x;
-  if (mine >= p.width || !p.out) return;
+  if (mine >= p.width) return;
   float total = 0.f;
   for (int i = 0; i < 8; ++i) total += sums[i][threadIdx.x];
-  p.out[static_cast<int64_t>(expert) * p.width + mine] = __float2bfloat16(total);
+  p.terms[static_cast<int64_t>(blockIdx.y) * p.width + mine] = total;
+}
+
+/// out[e] = the sum of the terms of an expert's runs, in order.
+__global__ void __launch_bounds__(kThreads) sum_runs(const ColumnParams p) {
+  const int expert = blockIdx.y, column = blockIdx.x * kThreads + threadIdx.x;
+  if (column >= p.width) return;
+  int number = 0, first = 0;
+  for (int e = 0; e < expert; ++e) {
+    number += (p.ends_E[e] - first + kRunRows - 1) / kRunRows;
+    first = p.ends_E[e];
+  }
+  const int count = (p.ends_E[expert] - first + kRunRows - 1) / kRunRows;
+  float total = 0.f;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i)
+    total += p.terms[static_cast<int64_t>(number + i) * p.width + column];
+  p.out[static_cast<int64_t>(expert) * p.width + column] = __float2bfloat16(total);
 }
 
 }  // namespace
@@ -120,16 +158,24 @@ Error score_gradient(const Experts& e, const void* dy_RD, const float* d_score_t
 }
 
 Error bias_gradients(const Experts& e, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
-                     void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
+                     float* terms, void* db1_EF, void* db3_EF, void* db2_ED, Stream stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const auto num_runs = static_cast<unsigned>(num_bias_terms(e.num_rows, e.num_experts));
   const auto sum = [&](void* rows, const float* score_R, const float* after_R, void* out,
                        std::int64_t width) {
     if (!out && !after_R) return;
-    const ColumnParams p{
-        static_cast<bf16*>(rows), e.ends_E, score_R, after_R, static_cast<bf16*>(out),
-        static_cast<int>(width)};
-    const dim3 grid(static_cast<unsigned>((width + 255) / 256),
-                    static_cast<unsigned>(e.num_experts));
-    sum_columns<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+    const ColumnParams p{static_cast<bf16*>(rows),
+                         e.ends_E,
+                         score_R,
+                         after_R,
+                         terms,
+                         static_cast<bf16*>(out),
+                         static_cast<int>(width),
+                         static_cast<int>(e.num_experts)};
+    const auto num_tiles = static_cast<unsigned>((width + 255) / 256);
+    sum_columns<<<dim3(num_tiles, num_runs), kThreads, 0, queue>>>(p);
+    if (out)
+      sum_runs<<<dim3(num_tiles, static_cast<unsigned>(e.num_experts)), kThreads, 0, queue>>>(p);
   };
   const float* after_R = e.score_before && (e.b1_EF || e.b3_EF) ? e.score_R : nullptr;
   sum(d_gate_RF, nullptr, after_R, db1_EF, e.ffn);

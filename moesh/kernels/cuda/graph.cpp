@@ -1,7 +1,11 @@
 #include "moesh/kernels/graph.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+
+#include <exception>
+#include <vector>
 
 namespace moesh::kernels {
 
@@ -11,7 +15,50 @@ std::string refuses_graphs(c10::Device device) {
 
 struct Graph::Parts {
   at::cuda::CUDAGraph graph;
+  std::vector<at::Tensor> kept;
 };
+
+namespace {
+
+thread_local std::vector<at::Tensor>* kept_by_recording = nullptr;
+
+// Graphs have pools of pinned memory in some versions of LibTorch only.
+template <class Allocator>
+void end_host_pool(Allocator& allocator, const at::cuda::MempoolId_t& pool) {
+  if constexpr (requires { allocator.end_allocate_to_pool(pool); })
+    allocator.end_allocate_to_pool(pool);
+}
+template <class Allocator>
+void release_host_pool(Allocator& allocator, const at::cuda::MempoolId_t& pool) {
+  if constexpr (requires { allocator.release_pool(pool); }) allocator.release_pool(pool);
+}
+
+// After a capture that was broken. LibTorch gives the pool of a graph back only if its capture was
+// whole, and the allocator would go on asking a graph that is gone. How far its end came is not
+// known, so that each of these may find nothing left to do, which it says by throwing.
+void give_back(at::cuda::CUDAGraph& graph, const at::cuda::MempoolId_t& pool) {
+  const auto has_thrown = [](const auto& f) {
+    try {
+      f();
+      return false;
+    } catch (const c10::Error&) {
+      return true;
+    }
+  };
+  if (!has_thrown([&] { graph.pool(); })) return;  // it was whole: the graph does it
+  const auto device = c10::cuda::current_device();
+  auto& host = *at::getHostAllocator(at::kCUDA);
+  has_thrown([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool); });
+  has_thrown([&] { end_host_pool(host, pool); });
+  has_thrown([&] { c10::cuda::CUDACachingAllocator::releasePool(device, pool); });
+  has_thrown([&] { release_host_pool(host, pool); });
+}
+
+}  // namespace
+
+void keep_for_graph(const at::Tensor& t) {
+  if (kept_by_recording) kept_by_recording->push_back(t);
+}
 
 Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>()) {
   auto& graph = parts_->graph;
@@ -19,21 +66,21 @@ Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>())
   const at::cuda::MempoolId_t pool = at::cuda::graph_pool_handle();
   // Other threads may allocate meanwhile: the one that makes the next batches does.
   graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+  std::exception_ptr reason;
+  kept_by_recording = &parts_->kept;
   try {
     f();
   } catch (...) {
-    try {
-      graph.capture_end();
-    } catch (const c10::Error&) {
-      // Of a capture that f has broken: what f threw says more. The graph gives its pool back only
-      // after a capture that was whole.
-      const auto device = c10::cuda::current_device();
-      c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool);
-      c10::cuda::CUDACachingAllocator::releasePool(device, pool);
-    }
-    throw;
+    reason = std::current_exception();
   }
-  graph.capture_end();
+  kept_by_recording = nullptr;
+  try {
+    graph.capture_end();
+  } catch (const c10::Error&) {
+    if (!reason) reason = std::current_exception();  // else what f threw says more
+    give_back(graph, pool);
+  }
+  if (reason) std::rethrow_exception(reason);
 }
 Graph::~Graph() = default;
 void Graph::replay() { parts_->graph.replay(); }

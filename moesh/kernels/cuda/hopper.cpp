@@ -10,6 +10,7 @@
 #include <ATen/ops/logical_and.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
@@ -94,8 +95,13 @@ class Call {
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
       d.weights.w2_eDF = like(weights_.w2_eDF);
       run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
-      run_("bias_gradients", bias_gradients, experts_, in(dy_RD), out(gate_RF), out(up_RF),
-           out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
+      if (weights_.b1_eF.defined() || weights_.b3_eF.defined() || weights_.b2_eD.defined()) {
+        const at::Tensor sums = at::empty({num_bias_terms(experts_.num_rows, experts_.num_experts),
+                                           std::max(experts_.model, experts_.ffn)},
+                                          dy.options().dtype(at::kFloat));
+        run_("bias_gradients", bias_gradients, experts_, in(dy_RD), out(gate_RF), out(up_RF),
+             floats(sums), out(d.weights.b1_eF), out(d.weights.b3_eF), out(d.weights.b2_eD));
+      }
     }
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
     run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));

@@ -39,7 +39,7 @@ Norm norm_of(const at::Tensor& rows, const at::Tensor& weight_D, double eps) {
 
 bool takes_rotation(const Rotation& r, const at::Tensor& x) {
   bool is_taken = x.scalar_type() == at::kBFloat16 && x.stride(3) == 1 && in_chunks(x) &&
-                  r.cos_Lf.size(1) >= 8 && r.cos_Lf.size(1) % 8 == 0 && x.size(3) % 8 == 0;
+                  r.cos_Pf.size(1) >= 8 && r.cos_Pf.size(1) % 8 == 0 && x.size(3) % 8 == 0;
   for (int d = 0; d < 3; ++d) is_taken = is_taken && x.stride(d) % 8 == 0;
   return is_taken;
 }
@@ -49,13 +49,16 @@ at::Tensor rotated(const Rotation& r, const at::Tensor& x, bool adjoint) {
   const Rope rope{.batch = x.size(0),
                   .length = x.size(1),
                   .num_heads = x.size(2),
-                  .num_kept = x.size(3) - 2 * r.cos_Lf.size(1),
-                  .num_turns = r.cos_Lf.size(1),
+                  .num_kept = x.size(3) - 2 * r.cos_Pf.size(1),
+                  .num_turns = r.cos_Pf.size(1),
                   .strides = {x.stride(0), x.stride(1), x.stride(2)},
                   .interleaved = r.interleaved,
                   .adjoint = adjoint,
-                  .cos = read_floats(r.cos_Lf),
-                  .sin = read_floats(r.sin_Lf)};
+                  .cos = read_floats(r.cos_Pf),
+                  .sin = read_floats(r.sin_Pf),
+                  .positions = has_memory(r.positions_BL)
+                                   ? r.positions_BL.const_data_ptr<std::int64_t>()
+                                   : nullptr};
   OnDeviceOf{x}("rope", cuda::rope, rope, in(x), out(y));
   return y;
 }

@@ -63,9 +63,15 @@ Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, 
 /// Sums the terms of dh in order, and adds b2's.
 Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,
                      float* d_score_R, Stream);
+/// Rows of one expert that are summed at once, and how many such sums there are at most.
+constexpr std::int64_t kBiasRows = 256;
+constexpr std::int64_t num_bias_terms(std::int64_t num_rows, std::int64_t num_experts) {
+  return num_rows / kBiasRows + num_experts;
+}
 /// Sums over the rows of each expert; null: not wanted. d_gate and d_up are complete after it.
+/// `terms` has room for num_bias_terms times the wider of D and F.
 Error bias_gradients(const Experts&, const void* dy_RD, void* d_gate_RF, void* d_up_RF,
-                     void* db1_EF, void* db3_EF, void* db2_ED, Stream);
+                     float* terms, void* db1_EF, void* db3_EF, void* db2_ED, Stream);
 
 // ---- rows ----
 

@@ -17,7 +17,8 @@ Error dw13(const Experts&, const void*, const void*, const void*, void*, void*, 
 }
 Error dw2(const Experts&, const void*, const void*, void*, Stream) { return kNone; }
 Error score_gradient(const Experts&, const void*, const float*, float*, Stream) { return kNone; }
-Error bias_gradients(const Experts&, const void*, void*, void*, void*, void*, void*, Stream) {
+Error bias_gradients(const Experts&, const void*, void*, void*, float*, void*, void*, void*,
+                     Stream) {
   return kNone;
 }
 Error expand(const void*, const std::int32_t*, void*, std::int64_t, std::int64_t, std::int64_t,

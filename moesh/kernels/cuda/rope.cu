@@ -13,6 +13,7 @@ struct RopeParams {
   const bf16* x;
   bf16* y;
   const float *cos, *sin;
+  const int64_t* positions;  // null: token l of a sequence has line l of the table
   int64_t strides[3];
   int64_t size;                     // pieces in all
   int length, num_heads, num_kept;  // features that stay
@@ -57,7 +58,9 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
       b[i] = !kPairsIn ? v[i] : i < 4 ? u[2 * i % 8 + 1] : v[2 * i % 8 + 1];
     }
   }
-  const int64_t angle = static_cast<int64_t>(position) * p.num_turns + turn;
+  const int64_t angle =
+      (p.positions ? __ldg(p.positions + token) : static_cast<int64_t>(position)) * p.num_turns +
+      turn;
   load_floats(p.cos + angle, cos), load_floats(p.sin + angle, sin);
   float c[8], d[8];
 #pragma unroll
@@ -86,6 +89,7 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
                      .y = static_cast<bf16*>(y),
                      .cos = r.cos,
                      .sin = r.sin,
+                     .positions = r.positions,
                      .strides = {r.strides[0], r.strides[1], r.strides[2]},
                      .size = r.batch * r.length * r.num_heads * ((r.num_kept + r.num_turns) / 8),
                      .length = static_cast<int>(r.length),

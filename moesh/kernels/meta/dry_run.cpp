@@ -207,7 +207,7 @@ DryRun::~DryRun() {
 }
 
 std::int64_t DryRun::num_reads() const { return reads; }
-std::int64_t DryRun::live() const { return CountingAllocator::live; }
-std::int64_t DryRun::peak() const { return CountingAllocator::peak; }
+std::int64_t DryRun::live() { return CountingAllocator::live; }
+std::int64_t DryRun::peak() { return CountingAllocator::peak; }
 
 }  // namespace moesh::kernels::meta

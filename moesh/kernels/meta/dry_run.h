@@ -22,10 +22,10 @@ class DryRun {
 
   /// How often the host has read from the device so far, and would have waited for it.
   std::int64_t num_reads() const;
-  /// The bytes of tensors that live now.
-  std::int64_t live() const;
-  /// The most that lived at once.
-  std::int64_t peak() const;
+  /// Of the one that lives, or of the last: the bytes of tensors that live now, and the most that
+  /// lived at once.
+  static std::int64_t live();
+  static std::int64_t peak();
 
  private:
   struct Parts;

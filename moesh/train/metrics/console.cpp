@@ -1,8 +1,16 @@
 #include "moesh/train/metrics/console.h"
 
-#include <cmath>
+#include <sys/ioctl.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdlib>
+
+#include "moesh/base/log.h"
 #include "moesh/base/text.h"
+#include "moesh/comm/launch.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::train {
@@ -10,41 +18,194 @@ namespace {
 
 constexpr const char* kClearLine = "\r\033[K";
 
+// Where a progress line stands, which whoever writes next on the terminal clears.
+std::FILE* progress_on = nullptr;
+
+void clear_progress() {
+  if (!progress_on) return;
+  std::fputs(kClearLine, progress_on);
+  std::fflush(progress_on);
+  progress_on = nullptr;
+}
+
+__attribute__((format(printf, 1, 2))) std::string format(const char* text, ...) {
+  char buffer[256];
+  va_list arguments;
+  va_start(arguments, text);
+  std::vsnprintf(buffer, sizeof buffer, text, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+struct Field {
+  std::string text;
+  int color;  // of the terminal
+  int rank;   // those of the highest rank are left out first
+};
+
+// As many fields as fit into the columns.
+std::string joined(std::vector<Field> fields, const ConsoleOptions& options) {
+  const auto width = [&] {
+    std::size_t sum = 0;
+    for (const Field& f : fields) sum += f.text.size() + 2;
+    return sum - 2;
+  };
+  while (fields.size() > 1 && width() > static_cast<std::size_t>(options.columns))
+    fields.erase(std::max_element(fields.begin(), fields.end(),
+                                  [](const auto& a, const auto& b) { return a.rank < b.rank; }));
+  std::string line;
+  for (const Field& f : fields) {
+    if (!line.empty()) line += "  ";
+    line += options.has_colors ? format("\033[%dm%s\033[0m", f.color, f.text.c_str()) : f.text;
+  }
+  return line;
+}
+
+std::string duration(double seconds) {
+  const auto s = static_cast<long long>(std::llround(std::min(seconds, 1e12)));
+  if (s >= 86400) return format("%lldd %02lld:%02lld", s / 86400, s / 3600 % 24, s / 60 % 60);
+  return format("%lld:%02lld:%02lld", s / 3600, s / 60 % 60, s % 60);
+}
+
+std::string bytes_text(double bytes) {
+  const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t i = 0;
+  for (; bytes >= 1024 && i + 1 < std::size(units); ++i) bytes /= 1024;
+  return format("%.*f %s", i == 0 ? 0 : 2, bytes, units[i]);
+}
+
 }  // namespace
 
+ConsoleOptions console_options(const config::Config& config, std::int64_t first_step) {
+  ConsoleOptions options{
+      .num_steps = config.training.steps,
+      .first_step = first_step,
+      .log_freq = config.metrics.log_freq,
+      .is_terminal = isatty(STDOUT_FILENO) != 0 && comm::num_launched_processes() == 0};
+  const char* no_color = std::getenv("NO_COLOR");
+  options.has_colors = options.is_terminal && !(no_color && *no_color);
+  winsize size{};
+  if (options.is_terminal && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0)
+    options.columns = std::min<int>(size.ws_col, 100);
+  return options;
+}
+
 ConsoleSink::ConsoleSink(const ConsoleOptions& options, std::FILE* out)
-    : options_(options), out_(out) {}
+    : options_(options), out_(out) {
+  if (options_.is_terminal) set_before_log(clear_progress);
+}
 
-ConsoleSink::~ConsoleSink() { clear_progress(); }  // also where an error ends the run
+ConsoleSink::~ConsoleSink() { finish(); }  // also where an error ends the run
 
-void ConsoleSink::clear_progress() {
-  if (has_progress_) std::fputs(kClearLine, out_);
-  has_progress_ = false;
+void ConsoleSink::finish() {
+  clear_progress();
+  if (options_.is_terminal) set_before_log(nullptr);
+}
+
+std::string ConsoleSink::line_of(const StepRecord& r) const {
+  const std::string speed = with_commas(std::llround(r.tokens_per_second()));
+  std::vector<Field> fields{
+      {format("step: %4lld", static_cast<long long>(r.step)), 31, 0},
+      {format("loss: %8.5f", r.loss), 32, 1},
+      {format("grad_norm: %7.4f", r.grad_norm), 33, 3},
+      {format("memory: %5.2fGiB", r.memory_gib), 36, 5},
+      {"tps: " + speed, 34, 2},
+      {r.peak_tflops > 0 ? format("tflops: %.1f (%.1f %%)", r.tflops(), 100 * r.peak_fraction())
+                         : format("tflops: %.3f", r.tflops()),
+       36, 6}};
+  if (!r.experts.entropy.empty()) {
+    fields.push_back({format("load: %.2f", r.experts.max_over_mean), 35, 4});
+    if (r.experts.num_idle > 0)
+      fields.push_back({format("idle: %lld", static_cast<long long>(r.experts.num_idle)), 31, 2});
+  }
+  return joined(std::move(fields), options_);
+}
+
+std::string ConsoleSink::progress_of(const StepRecord& r) {
+  constexpr double kWeight = 0.1;
+  const double took = last_time_ > 0 && r.time > last_time_ ? r.time - last_time_ : r.seconds;
+  mean_seconds_ = mean_seconds_ > 0 ? mean_seconds_ + kWeight * (took - mean_seconds_) : took;
+  const double left = mean_seconds_ * static_cast<double>(options_.num_steps - r.step);
+  const double done = static_cast<double>(r.step) / static_cast<double>(options_.num_steps);
+  constexpr int kBar = 20;
+  const auto full = static_cast<std::size_t>(done * kBar);
+  return joined({{format("%lld / %lld", static_cast<long long>(r.step),
+                         static_cast<long long>(options_.num_steps)),
+                  31, 0},
+                 {"[" + std::string(full, '#') + std::string(kBar - full, '.') + "]", 0, 5},
+                 {format("%3.0f %%", 100 * done), 0, 4},
+                 {format("loss %.4f", r.loss), 32, 1},
+                 {"tps " + with_commas(std::llround(r.tokens_per_second())), 34, 3},
+                 {"left " + duration(left), 36, 2}},
+                options_);
 }
 
 void ConsoleSink::write(const StepRecord& r) {
-  const bool is_logged = r.step == 1 || r.step % options_.log_freq == 0 ||
+  const bool is_logged = r.step == options_.first_step + 1 || r.step % options_.log_freq == 0 ||
                          r.step == options_.num_steps || r.skipped || !r.validation.empty();
+  const std::string progress = progress_of(r);
+  last_time_ = r.time;
   if (!is_logged && !options_.is_terminal) return;
+  clear_progress();
   if (!is_logged) {
-    std::fprintf(out_, "%s%lld / %lld  loss %.4f", kClearLine, static_cast<long long>(r.step),
-                 static_cast<long long>(options_.num_steps), r.loss);
-    has_progress_ = true;
+    std::fprintf(out_, "%s%s", kClearLine, progress.c_str());
+    progress_on = out_;
   } else {
-    clear_progress();
-    std::fprintf(
-        out_,
-        "step: %4lld  loss: %8.5f  grad_norm: %8.4f  memory: %5.2fGiB  tps: %s  tflops: %.3f  "
-        "experts: max/mean %.2f, %lld idle%s\n",
-        static_cast<long long>(r.step), r.loss, r.grad_norm, r.memory_gib,
-        with_commas(std::llround(r.tokens_per_second())).c_str(), r.tflops(),
-        r.experts.max_over_mean, static_cast<long long>(r.experts.num_idle),
-        r.skipped ? "  (skipped: a gradient is not finite, or no token counts)" : "");
+    std::fprintf(out_, "%s\n", line_of(r).c_str());
+    if (r.skipped)
+      std::fputs("      skipped: a gradient is not finite, or no token counts\n", out_);
     for (const ValidationLoss& v : r.validation)
       std::fprintf(out_, "      validation on %s: loss %.5f, perplexity %.4g\n",
                    formats::printable(v.name).c_str(), v.loss, v.perplexity());
   }
   std::fflush(out_);
+}
+
+std::string run_header(const config::Config& config, const RunFacts& facts,
+                       const std::string& data) {
+  const MeshShape shape = mesh_shape(config).validated();
+  const auto view = [&](std::initializer_list<std::pair<const char*, int>> axes) {
+    std::string text;
+    for (const auto& [name, size] : axes)
+      if (size > 1) text += detail::concat(text.empty() ? "" : " ", name, "=", size);
+    return text.empty() ? std::string("1 rank") : text;
+  };
+  const data::SampleOrder order = sample_order(config);
+  const auto s = [](std::int64_t n, const char* ending = "s") { return n == 1 ? "" : ending; };
+  std::string text =
+      detail::concat(config.model.name, " ",
+                     config.model.folder.empty() ? config.model.size
+                                                 : "of " + formats::printable(config.model.folder),
+                     ": ", with_commas(facts.num_parameters), " parameters, ",
+                     with_commas(facts.num_active_parameters), " active, ", config.training.dtype,
+                     " on ", config.training.device, "\n");
+  text += detail::concat("on ", facts.num_ranks, " rank", s(facts.num_ranks));
+  if (facts.num_ranks > 1)
+    text += detail::concat(", in two views\n  dense:  ",
+                           view({{"pp", shape.pp},
+                                 {"dp_replicate", shape.dp_replicate},
+                                 {"dp_shard", shape.dp_shard},
+                                 {"cp", shape.cp},
+                                 {"tp", shape.tp}}),
+                           "\n  sparse: ",
+                           view({{"pp", shape.pp},
+                                 {"dp_replicate", shape.dp_replicate},
+                                 {"efsdp", shape.efsdp},
+                                 {"ep", shape.ep},
+                                 {"etp", shape.etp}}));
+  text += detail::concat(
+      "\ndata: ", data, "\na step of ", order.num_per_step(), " sequences: ", order.num_micro,
+      " micro-batch", s(order.num_micro, "es"), " of ", order.batch, " on each of ", order.num_dp,
+      " dp rank", s(order.num_dp), "\n      of ", with_commas(config.data.sequence_length),
+      " tokens, ", with_commas(order.num_per_step() * config.data.sequence_length), " in all\n");
+  if (facts.estimated_memory)
+    text += detail::concat(
+        "memory of a rank: ", bytes_text(static_cast<double>(*facts.estimated_memory)),
+        ", as estimated\n");
+  text += detail::concat("steps ", facts.first_step + 1, " to ", config.training.steps);
+  if (!config.metrics.folder.empty())
+    text += detail::concat(", metrics in ", formats::printable(config.metrics.folder));
+  return text + "\n";
 }
 
 }  // namespace moesh::train

@@ -1,26 +1,16 @@
 #include "moesh/train/metrics/jsonl.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-
-#include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <cstring>
-#include <string_view>
 #include <utility>
 
-#include "moesh/base/error.h"
-#include "moesh/base/log.h"
-#include "moesh/checkpoint/file.h"
-#include "moesh/formats/file.h"
-#include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
-#include "moesh/train/metrics/kept_lines.h"
+#include "moesh/train/metrics/run_folder.h"
 
 namespace moesh::train {
 namespace {
 
+using formats::JsonList;
 using formats::JsonObject;
 using formats::JsonValue;
 
@@ -37,86 +27,53 @@ JsonValue rounded(double x, int num_digits) {
 // With all its digits: runs on two meshes are compared by these.
 JsonValue exact(double x) { return std::isfinite(x) ? JsonValue{x} : JsonValue{nullptr}; }
 
-// Longer than any run of these has written: 2^33 bytes are thirty million steps.
-constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 33;
-
-std::string bytes_of(const std::filesystem::path& path) {
-  return formats::exists(path) ? formats::InputFile(path).read_all(kMaxBytes) : "";
-}
-
-// Whether an open file is the one that has the name.
-bool has_name(int file, const std::filesystem::path& path) {
-  struct stat opened = {}, named = {};
-  if (formats::file_system().status(file, opened) != 0) formats::fail_at(path, "look at", errno);
-  if (formats::file_system().status(path, named) == 0)
-    return opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
-  if (errno != ENOENT) formats::fail_at(path, "look at", errno);
-  return false;
-}
-
-// Open for lines at its end, and for no other run as long as it is. A file system without locks
-// gives no such protection.
-int open_alone(const std::filesystem::path& path, const std::filesystem::path& folder) {
-  for (;;) {
-    const int file = formats::file_system().open(path, O_WRONLY | O_CREAT | O_APPEND);
-    if (file < 0) formats::fail_at(path, "open", errno);
-    try {
-      const bool is_held =
-          formats::file_system().lock(file) != 0 && (errno == EAGAIN || errno == EACCES);
-      MOESH_CHECK(!is_held, ErrorKind::config, "metrics.folder '", folder.string(),
-                  "' is used by another run; wait until that has ended, or choose another folder");
-      // A run that was taking the lines over may have put another file in its place since it was
-      // opened: that one is to be held.
-      if (has_name(file, path)) return file;
-    } catch (...) {
-      formats::file_system().close(file);
-      throw;
-    }
-    formats::file_system().close(file);
+JsonValue sections_of(const StepRecord& r) {
+  JsonObject seconds;
+  for (std::size_t i = 0; i < kNumSections; ++i) {
+    const auto section = static_cast<Section>(i);
+    if (is_in_step(section) || r.sections[section] > 0)
+      seconds.emplace_back(to_string(section), rounded(r.sections[section], 4));
   }
+  return {std::move(seconds)};
+}
+
+// By layer.
+template <class List, class F>
+JsonValue layers(const List& list, const F& value_of) {
+  JsonList values;
+  values.reserve(list.size());
+  for (const auto& layer : list) values.push_back(value_of(layer));
+  return {std::move(values)};
+}
+
+JsonValue counts_of(const at::Tensor& counts_E) {
+  const at::Tensor held = counts_E.contiguous();
+  const auto* count = held.const_data_ptr<std::int64_t>();
+  JsonList values;
+  values.reserve(static_cast<std::size_t>(held.numel()));
+  for (std::int64_t e = 0; e < held.numel(); ++e) values.emplace_back().value = count[e];
+  return {std::move(values)};
+}
+
+void add_experts(JsonObject& object, const StepRecord& r) {
+  if (r.experts.entropy.empty()) return;
+  object.emplace_back("expert_entropy",
+                      layers(r.experts.entropy, [](double x) { return rounded(x, 6); }));
+  object.emplace_back("expert_bias", layers(r.bias, [](const BiasRange& b) {
+                        return JsonValue{JsonList{rounded(b.least, 6), rounded(b.largest, 6)}};
+                      }));
+  if (!r.counts_E.empty()) object.emplace_back("expert_counts", layers(r.counts_E, counts_of));
 }
 
 }  // namespace
 
 JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_step)
-    : path_(folder / "metrics.jsonl") {
-  try {
-    checkpoint::make_folders(folder);
-    file_ = open_alone(path_, folder);
-    const std::string before = bytes_of(path_);
-    const std::string kept = kept_lines(before, path_.string(), first_step);
-    if (kept != before) {
-      // Beside, and under its name only when it is on the disk: who is killed loses no line.
-      const auto beside = std::filesystem::path(path_).concat(".new");
-      if (formats::exists(beside) && formats::file_system().remove(beside) != 0)
-        formats::fail_at(beside, "remove", errno);
-      checkpoint::write_file(beside, kept);
-      // The new one is held before it has the name, and the old one until then.
-      const int held = std::exchange(file_, open_alone(beside, folder));
-      const int result = formats::file_system().rename(beside, path_), code = errno;
-      formats::file_system().close(held);
-      if (result != 0) formats::fail_at(path_, "replace", code);
-    }
-  } catch (const Error& e) {
-    if (file_ >= 0) formats::file_system().close(file_);  // no destructor runs
-    if (e.kind() == ErrorKind::config) throw;
-    throw Error(ErrorKind::storage,
-                detail::concat("metrics.folder = '", folder.string(),
-                               "' cannot be written; choose a folder that can be: ", e.what()));
-  }
-}
-
-JsonlSink::~JsonlSink() {
-  if (file_ >= 0) formats::file_system().close(file_);
-}
-
-void JsonlSink::finish() {
-  if (num_lost_ > 0) log_warn("'", path_.string(), "': ", num_lost_, " lines could not be written");
-}
+    : file_(open_run_folder(folder, first_step)) {}
 
 void JsonlSink::write(const StepRecord& r) {
   JsonObject object{
       {"step", {r.step}},
+      {"time", rounded(r.time, 13)},
       {"loss", exact(r.loss)},
       {"total_loss", exact(r.total_loss)},
       {"grad_norm", exact(r.grad_norm)},
@@ -128,8 +85,19 @@ void JsonlSink::write(const StepRecord& r) {
       {"expert_max_over_mean", rounded(r.experts.max_over_mean, 6)},
       {"experts_idle", {r.experts.num_idle}},
       {"tokens", {r.num_tokens}},
+      {"tokens_total", {r.num_tokens_all}},
       {"skipped", {r.skipped}},
   };
+  for (std::size_t i = 0; i < r.auxiliary.size(); ++i)
+    if (r.auxiliary[i] != 0) object.emplace_back(kAuxiliaryNames[i], exact(r.auxiliary[i]));
+  if (r.peak_tflops > 0) object.emplace_back("peak_fraction", rounded(r.peak_fraction(), 5));
+  object.emplace_back("sections", sections_of(r));
+  if (!r.sent.empty()) {
+    JsonObject sent;
+    for (const auto& [axes, bytes] : r.sent) sent.emplace_back(axes, JsonValue{bytes});
+    object.emplace_back("sent", JsonValue{std::move(sent)});
+  }
+  add_experts(object, r);
   if (!r.validation.empty()) {
     JsonObject losses;
     for (const ValidationLoss& v : r.validation)
@@ -137,23 +105,7 @@ void JsonlSink::write(const StepRecord& r) {
                                                        {"perplexity", exact(v.perplexity())}}});
     object.emplace_back("validation", JsonValue{std::move(losses)});
   }
-  std::string line = formats::to_json_line({std::move(object)});
-  if (is_cut_off_) line.insert(0, "\n");
-  std::string_view rest = line;
-  while (!rest.empty()) {
-    const auto count = formats::file_system().append(file_, rest.data(), rest.size());
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) {
-      if (num_lost_++ == 0)
-        log_warn("'", path_.string(),
-                 "' cannot be written: ", count < 0 ? std::strerror(errno) : "no byte was taken",
-                 "; metrics from step ", r.step, " on are lost until it can");
-      break;
-    }
-    rest.remove_prefix(static_cast<std::size_t>(count));
-    is_cut_off_ = true;
-  }
-  if (rest.empty()) is_cut_off_ = false;
+  file_.write_line(formats::to_json_line({std::move(object)}), r.step);
 }
 
 }  // namespace moesh::train

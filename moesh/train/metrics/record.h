@@ -5,17 +5,21 @@
 
 #include <cmath>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
+#include "moesh/base/sections.h"
+#include "moesh/train/step.h"
+
 namespace moesh::train {
 
-/// The load of the experts over all MoE layers.
+/// The load of the experts, from the tokens of each, layer by layer.
 struct ExpertLoad {
-  double max_over_mean = 0;   // of the busiest expert of a layer, in the worst layer
-  std::int64_t num_idle = 0;  // experts without a token
+  double max_over_mean = 0;          // of the busiest expert of a layer, in the worst layer
+  std::int64_t num_idle = 0;         // experts without a token, of all layers
+  std::vector<double> entropy = {};  // of each layer, in nats: ln(experts) where all have the same
 };
-/// From the tokens of each expert, layer by layer.
 ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
 
 /// Of one file that is not trained on.
@@ -26,23 +30,38 @@ struct ValidationLoss {
   double perplexity() const { return std::exp(loss); }
 };
 
-/// One step; every number is that of all ranks.
+/// One step; numbers are those of all ranks, but for memory, times and bytes, which rank 0 has.
 struct StepRecord {
   std::int64_t step = 0;  // from 1
-  double seconds = 0;     // from the end of the step before
+  double time = 0;        // when it ended, in seconds since 1970
+  double seconds = 0;     // from the end of the step before, without validation and saving
   double loss = 0;        // cross-entropy per valid token
   double total_loss = 0;  // with the auxiliary losses
-  double grad_norm = 0;   // before it was clipped
+  std::array<double, models::kNumAuxiliary> auxiliary = {};  // each with its weight in it
+  double grad_norm = 0;                                      // before it was clipped
   double lr = 0;
-  std::int64_t num_tokens = 0;  // valid ones
+  std::int64_t num_tokens = 0;      // valid ones
+  std::int64_t num_tokens_all = 0;  // of all steps so far
   double flops_per_token = 0;
-  double memory_gib = 0;  // the most so far, of this process or its device
+  double peak_tflops = 0;  // of all devices together; 0: nobody knows
+  double memory_gib = 0;   // the most so far, of this process or its device
+  SectionTimes sections = {};
+  std::map<std::string, std::int64_t> sent = {};  // bytes, by the axes of the group
   ExpertLoad experts = {};
-  bool skipped = false;                         // nothing has moved
+  std::vector<BiasRange> bias = {};  // of each MoE layer
+  std::vector<at::Tensor> counts_E =
+      {};                // of each MoE layer, int64, on the host; where they are due
+  bool skipped = false;  // nothing has moved
   std::vector<ValidationLoss> validation = {};  // after the step, where one was due
 
   double tokens_per_second() const { return static_cast<double>(num_tokens) / seconds; }
   double tflops() const { return tokens_per_second() * flops_per_token / 1e12; }
+  /// Of the devices' peak: 0.4 is 40 %; 0 where that is not known.
+  double peak_fraction() const { return peak_tflops > 0 ? tflops() / peak_tflops : 0; }
 };
+
+/// What the parts of the auxiliary losses are called.
+constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"switch_loss", "sequence_loss",
+                                                                "z_loss"};
 
 }  // namespace moesh::train

@@ -1,21 +1,39 @@
 #include "moesh/train/metrics/sink.h"
 
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include "moesh/comm/launch.h"
 #include "moesh/train/metrics/console.h"
+#include "moesh/train/metrics/csv.h"
 #include "moesh/train/metrics/jsonl.h"
+#include "moesh/train/metrics/tensorboard.h"
 
 namespace moesh::train {
+namespace {
 
-MetricSinks open_sinks(const config::Config& config, std::int64_t first_step) {
+std::vector<std::string> validation_names(const config::Config& config) {
+  std::vector<std::string> names;
+  for (const auto& source : config.validation.source)
+    names.push_back(source.name.empty() ? source.path : source.name);
+  return names;
+}
+
+}  // namespace
+
+MetricSinks open_sinks(const config::Config& config, const RunFacts& facts) {
   MetricSinks sinks;
-  if (!config.metrics.folder.empty())
-    sinks.push_back(std::make_unique<JsonlSink>(config.metrics.folder, first_step));
-  sinks.push_back(std::make_unique<ConsoleSink>(ConsoleOptions{
-      .num_steps = config.training.steps,
-      .log_freq = config.metrics.log_freq,
-      .is_terminal = isatty(STDOUT_FILENO) != 0 && comm::num_launched_processes() == 0}));
+  if (const std::string& folder = config.metrics.folder; !folder.empty()) {
+    sinks.push_back(std::make_unique<JsonlSink>(folder, facts.first_step));
+    describe_start(config, facts);
+    if (config.metrics.enable_csv)
+      sinks.push_back(
+          std::make_unique<CsvSink>(folder, facts.first_step, validation_names(config)));
+    if (config.metrics.enable_tensorboard)
+      sinks.push_back(std::make_unique<TensorBoardSink>(folder, facts.first_step));
+  }
+  if (!config.metrics.quiet)
+    sinks.push_back(std::make_unique<ConsoleSink>(console_options(config, facts.first_step)));
   return sinks;
 }
 

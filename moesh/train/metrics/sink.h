@@ -6,6 +6,7 @@
 
 #include "moesh/config/config.h"
 #include "moesh/train/metrics/record.h"
+#include "moesh/train/metrics/run_folder.h"
 
 namespace moesh::train {
 
@@ -25,8 +26,7 @@ class MetricSink {
 
 using MetricSinks = std::vector<std::unique_ptr<MetricSink>>;
 
-/// The sinks that a configuration asks for. `first_step` steps were taken before, by the run that
-/// saved the checkpoint.
-MetricSinks open_sinks(const config::Config& config, std::int64_t first_step);
+/// The sinks that a configuration asks for.
+MetricSinks open_sinks(const config::Config& config, const RunFacts& facts);
 
 }  // namespace moesh::train

@@ -179,7 +179,7 @@ struct DeviceLayer {
   std::int64_t rows;  // capacity: T * K
   Buffer<bf16> x, dy, w1, w3, w2, b1, b3, b2;
   Buffer<std::int32_t> experts_TK, routed_TK, workspace, ends, order, token, inverse;
-  Buffer<float> weight_TK, score, d_score_terms, d_score;
+  Buffer<float> weight_TK, score, d_score_terms, d_score, bias_terms;
   // rows_ is x, then dy, at their experts; one buffer would do for y_R and dx_R too, but a check
   // wants to see them
   Buffer<bf16> rows_, gate, up_, act, y_R, y, dx_R, dx_, dw1, dw3, dw2_, db1, db3, db2;
@@ -198,6 +198,7 @@ struct DeviceLayer {
     workspace = Buffer<std::int32_t>(sort_workspace(sort_arguments()));
     score = Buffer<float>(rows), d_score = Buffer<float>(rows);
     d_score_terms = Buffer<float>(rows * num_score_terms(c.ffn));
+    bias_terms = Buffer<float>(num_bias_terms(rows, e) * std::max(c.model, c.ffn));
     gate = Buffer<bf16>(rows * c.ffn), up_ = Buffer<bf16>(rows * c.ffn);
     act = Buffer<bf16>(rows * c.ffn);
     rows_ = Buffer<bf16>(rows * c.model), y_R = Buffer<bf16>(rows * c.model);
@@ -223,7 +224,7 @@ struct DeviceLayer {
   /// Everything that is the same before each run: outputs and workspaces are NaN.
   void poison() {
     for (auto* b : {&workspace, &ends, &order, &token, &inverse}) b->poison();
-    for (auto* b : {&score, &d_score_terms, &d_score}) b->poison();
+    for (auto* b : {&score, &d_score_terms, &d_score, &bias_terms}) b->poison();
     for (auto* b : results()) b->poison();
   }
   std::vector<Buffer<bf16>*> results() {
@@ -233,7 +234,8 @@ struct DeviceLayer {
     bool good = true;
     for (auto* b : {&workspace, &ends, &order, &token, &inverse, &experts_TK})
       good &= b->guards_intact();
-    for (auto* b : {&score, &d_score_terms, &d_score, &weight_TK}) good &= b->guards_intact();
+    for (auto* b : {&score, &d_score_terms, &d_score, &weight_TK, &bias_terms})
+      good &= b->guards_intact();
     for (auto* b : results()) good &= b->guards_intact();
     return good;
   }
@@ -298,8 +300,8 @@ struct DeviceLayer {
       MOESH_RUN(score_gradient(e, dy_R, d_score_terms.get(), d_score.get(), stream));
     MOESH_RUN(dw2(e, dy_R, act.get(), dw2_.get(), stream));
     if (config.biases)
-      MOESH_RUN(
-          bias_gradients(e, dy_R, gate.get(), up_.get(), db1.get(), db3.get(), db2.get(), stream));
+      MOESH_RUN(bias_gradients(e, dy_R, gate.get(), up_.get(), bias_terms.get(), db1.get(),
+                               db3.get(), db2.get(), stream));
     MOESH_RUN(dx(e, gate.get(), up_.get(), dx_R.get(), stream));
     if (config.router)
       router.backward(x.get(), experts_TK.get(), d_score.get(), inverse.get(), false, stream);

@@ -9,7 +9,9 @@ the tree under build-mutate/ is configured and compiled with them; those that th
 are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn) and, for what
 survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
 recorded once, and every mistake is then given to the tests that reach it, the quickest first, until
-one fails. What is left has survived: it wants a test, or a reason in equivalent.txt.
+one fails. What is left has survived: it wants a test, or a reason in equivalent.txt. On a machine
+with a GPU a third program, mutate_gpu, judges what is left of the code that only a GPU runs;
+without one, that code's survivors count as not run.
 
 Results are kept in build-mutate/ by the text of the mistaken file: a run that is stopped goes on
 where it was, and a change runs again what it touches. --fresh forgets them.
@@ -52,6 +54,10 @@ QUICK_MS = 700  # tests that are tried first, together
 
 FROM_OUTSIDE = ("signal 9", "signal 15")
 PROGRAMS = ("mutate_checks", "mutate_sweep")
+ON_A_GPU = "mutate_gpu"  # where there is one
+NEEDS_A_GPU = ("moesh/nn/flash_attention.cpp",)
+GPU_JOBS = 6  # processes that share it
+HAS_GPU = os.path.exists("/dev/nvidiactl")
 
 
 @dataclasses.dataclass
@@ -625,10 +631,12 @@ def judge_alone(tree, program, checks, chosen, jobs, most):
     sources = digest(folder.sources(), program, str(most))
 
     def near(m):
-        of_file = [o for o in tree.by_file[m.file]]
+        """Those that reach its function, then its file: a function may throw at its first line."""
+        of_file = tree.by_file[m.file]
         of_function = {o.number for o in of_file if o.site.function == m.site.function}
-        return [c for c in by_time if of_function & c.reaches] or [
-            c for c in by_time if {o.number for o in of_file} & c.reaches]
+        first = [c for c in by_time if of_function & c.reaches]
+        return first + [c for c in by_time if c not in first and
+                        {o.number for o in of_file} & c.reaches]
 
     def work(m):
         memory = tree.memory(m, "alone")
@@ -699,23 +707,28 @@ def main():
     tree.copy_all()
     configure(folder, arguments.flags)
     check_syntax(tree, arguments.jobs)
-    programs, reached = PROGRAMS[:1] if arguments.quick else PROGRAMS, set()
+    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
+    reached = set()
     try:
         for program in programs:
+            jobs = min(arguments.jobs, GPU_JOBS) if program == ON_A_GPU else arguments.jobs
             build(tree, program, arguments.jobs)
             print(f"  after {time.time() - began:.0f} s", flush=True)
-            checks = trace(folder, program, arguments.jobs)
+            checks = trace(folder, program, jobs)
             reached = reached.union(*(c.reaches for c in checks))
             live = [m for m in chosen if m.state != "refused" and not m.alone]
             recall(tree, live, {c.name for c in checks})
-            judge(tree, program, checks, live, arguments.jobs, arguments.most)
+            judge(tree, program, checks, live, jobs, arguments.most)
             judge_alone(tree, program, checks, [
                 m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
                                       else m.state == "refused" or m.state == "survived" and
                                       m.number not in reached and not m.file.endswith(".h"))],
-                        arguments.jobs, arguments.most)
+                        jobs, arguments.most)
     finally:
         folder.save()
+    for m in chosen:
+        if m.state == "survived" and m.file in NEEDS_A_GPU and ON_A_GPU not in programs:
+            m.state = ""  # not run
     print(tables(chosen, reasons))
     write(folder.counts, tables(chosen, reasons))
     survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]

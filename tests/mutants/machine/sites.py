@@ -26,7 +26,7 @@ CALLS = {
 }
 # Members that place something by rank, whose value a mistake could miss by one.
 INDICES = {"start", "length", "coordinate", "owner", "stride", "start_of", "flat_start",
-           "span_start", "span_length", "mine_start", "num_local", "group_number"}
+           "span_start", "first_position", "span_length", "mine_start", "num_local", "group_number"}
 TWINS = {"send": "recv", "recv": "send", "my_ep": "my_etp", "my_etp": "my_ep",
          "num_ep": "num_etp", "num_etp": "num_ep", "send_": "recv_", "recv_": "send_",
          "num_cp": "num_tp", "num_tp": "num_cp"}

@@ -1,0 +1,41 @@
+#include "moesh/checkpoint/companions.h"
+
+#include <algorithm>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/manifest.h"
+#include "moesh/formats/safetensors_index.h"
+
+namespace moesh::checkpoint {
+namespace {
+
+constexpr std::uint64_t kMaxBytes = 256 << 20;
+
+bool is_companion(const std::filesystem::path& folder, const std::string& name) {
+  const std::string kind = std::filesystem::path(name).extension().string();
+  const auto kinds = {".json", ".txt", ".model", ".tiktoken", ".jinja", ".md", ".py"};
+  const bool is_small =
+      std::find(kinds.begin(), kinds.end(), kind) != kinds.end() || name == "LICENSE";
+  return is_small && !formats::is_folder(folder / name) && name[0] != '.' &&
+         name != "config.json" && name != formats::kIndexFile && name != formats::kManifestFile;
+}
+
+}  // namespace
+
+std::map<std::string, std::string> read_companions(const std::filesystem::path& folder) {
+  std::map<std::string, std::string> all;
+  for (const auto& name : formats::names_in(folder)) {
+    if (!is_companion(folder, name)) continue;
+    const formats::InputFile file(folder / name);
+    if (file.size() > kMaxBytes)
+      log_warn("'", (folder / name).string(), "' has ", file.size(),
+               " bytes: it is left out of checkpoints; copy it yourself if it belongs there");
+    else
+      all[name] = file.read_all(kMaxBytes);
+  }
+  return all;
+}
+
+}  // namespace moesh::checkpoint

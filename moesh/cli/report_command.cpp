@@ -1,0 +1,71 @@
+#include <atomic>
+#include <charconv>
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+
+#include "moesh/base/error.h"
+#include "moesh/cli/arguments.h"
+#include "moesh/cli/commands.h"
+#include "moesh/report/page.h"
+#include "moesh/report/serve.h"
+
+namespace moesh::cli {
+namespace {
+
+std::atomic<bool> stopped{false};
+
+int port_of(const std::string& text) {
+  int port = -1;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
+  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && port >= 0 && port < 65536,
+              ErrorKind::config, "--serve is '", text,
+              "'; it takes a port, 1 to 65535, or 0 for any that is free");
+  return port;
+}
+
+void serve_until_stopped(std::vector<report::RunData> runs,
+                         const std::vector<report::VerifyResult>& verified, int port) {
+  for (const int signal : {SIGINT, SIGTERM}) std::signal(signal, [](int) { stopped = true; });
+  report::serve(std::move(runs), verified, port, stopped, [](int actual) {
+    std::printf("http://127.0.0.1:%d follows the runs; Ctrl-C ends it\n", actual);
+    std::fflush(stdout);
+  });
+}
+
+}  // namespace
+
+int run_report(Args args) {
+  const auto out = take(args, "--out"), port = take(args, "--serve");
+  const char* usage = "moesh report RUN... [FILE.json...] [--out FILE | --serve PORT]";
+  MOESH_CHECK(!args.empty(), ErrorKind::config, "report of which runs? usage: ", usage);
+  std::vector<report::RunData> runs;
+  std::vector<report::VerifyResult> verified;
+  for (const std::string& arg : args) {
+    MOESH_CHECK(!arg.starts_with("--"), ErrorKind::config, "there is no option '", arg,
+                "' here; usage: ", usage);
+    if (arg.ends_with(".json") && !std::filesystem::is_directory(arg))
+      verified.push_back(report::read_verify(arg));
+    else
+      runs.emplace_back(arg);
+  }
+  MOESH_CHECK(!runs.empty(), ErrorKind::config,
+              "no folder of a run is given beside the results of verify; usage: ", usage);
+  MOESH_CHECK(!out || !port, ErrorKind::config, "--out ", out.value_or(""), " and --serve ",
+              port.value_or(""), " are two ways to show a report; leave one of them out");
+  if (port) {
+    serve_until_stopped(std::move(runs), verified, port_of(*port));
+    return 0;
+  }
+  const std::string path = out.value_or("report.html"), text = report::page(runs, verified);
+  std::ofstream file(path, std::ios::binary);
+  file << text << std::flush;
+  MOESH_CHECK(file.good(), ErrorKind::config, "--out ", path,
+              " cannot be written; choose a file that can");
+  std::printf("%s: %zu run%s, %.1f MB; open it in a browser\n", path.c_str(), runs.size(),
+              runs.size() == 1 ? "" : "s", static_cast<double>(text.size()) / 1e6);
+  return 0;
+}
+
+}  // namespace moesh::cli

@@ -1,0 +1,35 @@
+#include "moesh/comm/sent.h"
+
+#include <utility>
+
+namespace moesh::comm {
+namespace {
+
+thread_local SentBytes* current = nullptr;
+
+}  // namespace
+
+std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int num_ranks) {
+  const std::int64_t n = num_ranks;
+  switch (op) {
+    case Collective::all_reduce: return 2 * bytes * (n - 1) / n;
+    case Collective::all_gather: return bytes * (n - 1);
+    case Collective::reduce_scatter:
+    case Collective::all_to_all: return bytes - own;
+    case Collective::broadcast: return bytes * (n - 1) / n;
+    case Collective::barrier:
+    case Collective::split: return 0;
+  }
+  return 0;
+}
+
+SentBytes::SentBytes() : outer_(current) { current = this; }
+SentBytes::~SentBytes() { current = outer_; }
+
+std::map<std::string, std::int64_t> SentBytes::take() { return std::exchange(bytes_, {}); }
+
+void count_sent(const std::string& group, std::int64_t bytes) {
+  if (current) current->bytes_[group] += bytes;
+}
+
+}  // namespace moesh::comm

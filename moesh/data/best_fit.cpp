@@ -1,0 +1,89 @@
+#include "moesh/data/best_fit.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "moesh/base/error.h"
+
+namespace moesh::data {
+
+std::vector<std::vector<Piece>> best_fit(std::vector<Piece> pieces, std::int64_t capacity) {
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [](const Piece& a, const Piece& b) { return a.length > b.length; });
+  std::vector<std::vector<Piece>> groups;
+  std::set<std::pair<std::int64_t, std::size_t>> rooms;  // what is left, of which group
+  for (const Piece& piece : pieces) {
+    const auto found = rooms.lower_bound({piece.length, 0});
+    const std::size_t group = found == rooms.end() ? groups.size() : found->second;
+    const std::int64_t room = found == rooms.end() ? capacity : found->first;
+    if (found == rooms.end())
+      groups.emplace_back();
+    else
+      rooms.erase(found);
+    groups[group].push_back(piece);
+    rooms.insert({room - piece.length, group});
+  }
+  return groups;
+}
+
+BestFitDataset::BestFitDataset(std::shared_ptr<const TokenStore> tokens,
+                               std::int64_t sequence_length, std::uint64_t seed, bool shuffle)
+    : tokens_(std::move(tokens)),
+      sequence_length_(sequence_length),
+      sequences_before_{0},
+      epochs_{.seed = seed, .shuffle = shuffle} {
+  MOESH_CHECK(sequence_length >= 1, ErrorKind::config, "data: sequence_length is ", sequence_length,
+              "; it takes 1 or more");
+  for (std::int64_t w = 0; w * kWindow < tokens_->num_documents(); ++w) {
+    const auto sequences = window(w);
+    for (const auto& pieces : sequences)
+      for (const Piece& p : pieces) num_filled_ += p.length;
+    sequences_before_.push_back(sequences_before_.back() + std::ssize(sequences));
+  }
+  epochs_.size = sequences_before_.back();
+  MOESH_CHECK(epochs_.size > 0, ErrorKind::data, tokens_->name(), " has ", tokens_->num_documents(),
+              " documents and ", tokens_->num_tokens(), " ", tokens_->unit(),
+              ", and nothing can be learned of a document with less than two; use more text");
+}
+
+std::vector<std::vector<Piece>> BestFitDataset::window(std::int64_t number) const {
+  const std::int64_t num_documents = tokens_->num_documents(), first = number * kWindow,
+                     last = std::min(first + kWindow, num_documents);
+  std::vector<Piece> pieces;
+  for (std::int64_t d = first; d < last; ++d) {
+    const std::int64_t end = d + 1 < num_documents ? tokens_->start(d + 1) : tokens_->num_tokens();
+    for (std::int64_t begin = tokens_->start(d); end - begin > 1; begin += sequence_length_)
+      pieces.push_back({begin, std::min(sequence_length_ + 1, end - begin)});
+  }
+  return best_fit(std::move(pieces), sequence_length_ + 1);
+}
+
+Sample BestFitDataset::get(std::int64_t index) const {
+  MOESH_CHECK(index >= 0, "sample ", index, " of ", tokens_->name());
+  const std::int64_t sequence = epochs_.at(index);
+  const auto after = std::upper_bound(sequences_before_.begin(), sequences_before_.end(), sequence);
+  const std::int64_t number = after - sequences_before_.begin() - 1;
+  const auto pieces = window(number)[static_cast<std::size_t>(sequence - *std::prev(after))];
+  const auto count = static_cast<std::size_t>(sequence_length_ + 1);
+  Sample sample{.tokens = std::vector<TokenId>(count, 0),
+                .documents = std::vector<std::int64_t>(count, kPadding)};
+  std::size_t at = 0;
+  for (std::size_t p = 0; p < pieces.size(); ++p) {
+    const auto length = static_cast<std::size_t>(pieces[p].length);
+    tokens_->copy(pieces[p].begin, std::span(sample.tokens).subspan(at, length));
+    std::fill_n(sample.documents.begin() + static_cast<std::ptrdiff_t>(at), length,
+                static_cast<std::int64_t>(p));
+    at += length;
+  }
+  return sample;
+}
+
+std::string BestFitDataset::describe() const {
+  const std::int64_t room = epochs_.size * (sequence_length_ + 1);
+  return detail::concat(tokens_->name(), ": ", tokens_->num_documents(), " documents, ",
+                        tokens_->num_tokens(), " tokens, ", epochs_.size, " sequences of ",
+                        sequence_length_, " by best fit, ", 100 * num_filled_ / room, " % filled");
+}
+
+}  // namespace moesh::data

@@ -1,0 +1,49 @@
+#pragma once
+// Documents packed whole into sequences, which are filled up where nothing fits any more.
+
+#include <memory>
+#include <vector>
+
+#include "moesh/data/packed.h"
+#include "moesh/data/shuffle.h"
+
+namespace moesh::data {
+
+/// Tokens [begin, begin + length) of a store, of one document.
+struct Piece {
+  std::int64_t begin, length;
+};
+
+/// The pieces in groups of at most `capacity` tokens: the longest first, each into the group which
+/// it leaves the least room in. No piece is longer than that.
+std::vector<std::vector<Piece>> best_fit(std::vector<Piece> pieces, std::int64_t capacity);
+
+/// A document of more than L + 1 tokens is cut: its pieces begin with the last token of the one
+/// before, so that every token of a document but its first is a label once. What a sequence lacks
+/// is padding, of which nothing is learned. Documents are packed with those near them in the file,
+/// kWindow at a time: sequences are found without a list of all.
+class BestFitDataset : public Dataset {
+ public:
+  static constexpr std::int64_t kWindow = 1024;
+
+  BestFitDataset(std::shared_ptr<const TokenStore> tokens, std::int64_t sequence_length,
+                 std::uint64_t seed, bool shuffle);
+
+  Sample get(std::int64_t index) const override;
+  std::int64_t sequence_length() const override { return sequence_length_; }
+  std::int64_t vocab_size() const override { return tokens_->vocab_size(); }
+  std::optional<std::int64_t> size() const override { return epochs_.size; }
+  std::string describe() const override;
+
+ private:
+  /// The sequences of the documents [number * kWindow, ..).
+  std::vector<std::vector<Piece>> window(std::int64_t number) const;
+
+  std::shared_ptr<const TokenStore> tokens_;
+  std::int64_t sequence_length_;
+  std::vector<std::int64_t> sequences_before_;  // each window; the last: of all
+  std::int64_t num_filled_ = 0;                 // tokens that are no padding
+  Epochs epochs_;
+};
+
+}  // namespace moesh::data

@@ -1,0 +1,100 @@
+#include "moesh/data/tokenized.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/base/text.h"
+#include "moesh/data/tokenize.h"
+#include "moesh/formats/checksum.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
+#include "moesh/tokenizer/tokenizer.h"
+
+namespace moesh::data {
+namespace {
+
+using formats::file_system;
+
+// Held by who makes the ids; the others wait.
+class Turn {
+ public:
+  explicit Turn(const std::string& path) : file_(file_system().open(path, O_RDWR | O_CREAT)) {
+    if (file_ < 0) formats::fail_at(path, "open", errno);
+    for (bool is_told = false; file_system().lock(file_) != 0; is_told = true) {
+      const int code = errno;
+      if (code != EAGAIN && code != EACCES) {
+        log_warn("'", path, "' cannot be locked: ", std::strerror(code),
+                 "; see to it that no other run makes the same tokens now");
+        return;
+      }
+      if (!is_told) log_info("another process makes the tokens of '", path, "': waiting for it");
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    }
+  }
+  ~Turn() { file_system().close(file_); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  int file_;
+};
+
+std::filesystem::path file_of(const std::string& tokenizer) {
+  const std::filesystem::path path = tokenizer;
+  return formats::is_folder(path) ? path / "tokenizer.json" : path;
+}
+
+// A name that another text, tokenizer or ending does not have.
+std::string name_of(const TokenizedText& text, const std::string& tokenizer_json,
+                    const std::string& end_of_document) {
+  struct stat status{};
+  if (file_system().status(text.path, status) != 0) formats::fail_at(text.path, "read", errno);
+  const std::string facts =
+      detail::concat(std::filesystem::absolute(text.path).lexically_normal().string(), " ",
+                     status.st_size, " ", status.st_mtime, " ", text.kind, " ", end_of_document,
+                     " ", formats::checksum_text(formats::hash_block(tokenizer_json)));
+  return std::filesystem::path(text.path).stem().string() + "-" +
+         formats::checksum_text(formats::hash_block(facts));
+}
+
+}  // namespace
+
+formats::TokenFile open_tokenized(const TokenizedText& text) {
+  MOESH_CHECK(!text.folder.empty(), ErrorKind::config, "data: ", text.path,
+              " is to become tokens of ", text.tokenizer,
+              ", and data.token_folder, where they are kept, is empty; name a folder");
+  const std::string file = file_of(text.tokenizer).string();
+  const std::string json = formats::read_file(file, ErrorKind::config);
+  const auto num_words = tokenizer::Tokenizer(json, file).vocab_size();
+  MOESH_CHECK(num_words <= text.vocab_size, ErrorKind::config, "data.tokenizer is ", text.tokenizer,
+              ", which has ", num_words, " tokens, and the vocabulary of the model has ",
+              text.vocab_size, "; set model.vocab_size to ", num_words,
+              " or more, or name the tokenizer of this model");
+  const std::string end_of_document = find_end_of_document(text.tokenizer);
+  std::filesystem::create_directories(text.folder);
+  const std::string prefix =
+      (std::filesystem::path(text.folder) / name_of(text, json, end_of_document)).string();
+  const Turn turn(prefix + ".lock");
+  if (!formats::exists(prefix + ".moesh.json")) {
+    log_info("making tokens of ", text.path, " in ", prefix, ".bin");
+    const auto made = tokenize({.tokenizer = text.tokenizer,
+                                .out = prefix,
+                                .inputs = {text.path},
+                                .format = text.kind,
+                                .end_of_document = end_of_document,
+                                .show_progress = true});
+    log_info(text.path, ": ", with_commas(made.num_documents), " documents, ",
+             with_commas(made.num_tokens), " tokens, ", made.seconds, " s");
+  }
+  return formats::TokenFile::open_indexed(prefix);
+}
+
+}  // namespace moesh::data

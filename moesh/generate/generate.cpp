@@ -1,0 +1,90 @@
+#include "moesh/generate/generate.h"
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+
+#include "moesh/base/error.h"
+#include "moesh/checkpoint/agree.h"
+#include "moesh/comm/launch.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/checkpointer.h"
+
+namespace moesh::generate {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void check(const Config& config, const GenerateOptions& options) {
+  const auto facts = models::facts(config.model.architecture);
+  MOESH_CHECK(!options.prompt.empty(), ErrorKind::config,
+              "the prompt has no token, and a model goes on from one; give it some text, or ids");
+  for (const std::int64_t id : options.prompt)
+    MOESH_CHECK(id >= 0 && id < facts.vocab_size, ErrorKind::config, "token ", id,
+                " of the prompt is outside of the model's vocabulary of ", facts.vocab_size,
+                "; the prompt and the model must use the same tokenizer");
+  const auto length = static_cast<std::int64_t>(options.prompt.size());
+  MOESH_CHECK(length + options.max_new_tokens - 1 <= facts.max_sequence, ErrorKind::config,
+              "a prompt of ", length, " tokens and ", options.max_new_tokens,
+              " new ones are more than the ", facts.max_sequence,
+              " positions of the model; ask for ",
+              std::max<std::int64_t>(0, facts.max_sequence - length + 1),
+              " new tokens or fewer, or shorten the prompt");
+}
+
+}  // namespace
+
+Generated generate(models::Model& model, comm::Group& world, const Config& config,
+                   const GenerateOptions& options) {
+  check(config, options);
+  const kernels::UseGpuKernels chosen(model.gpu_kernels());
+  const auto forward = train::step_options(config).forward;
+  const auto longs = at::TensorOptions(device(config)).dtype(at::kLong);
+  nn::PastOfLayers past;
+  Generated result;
+  at::Tensor input_1L = at::tensor(options.prompt, at::kLong).unsqueeze(0).to(device(config));
+  auto start = Clock::now();
+  for (std::int64_t i = 0; i < options.max_new_tokens; ++i) {
+    const at::Tensor logits_V = model.next_logits(input_1L, past, forward)[0];
+    // Every dp rank has computed the same sequence; one of them chooses, should they differ in a
+    // last bit.
+    at::Tensor chosen_1 = at::zeros({1}, longs);
+    if (world.rank() == 0) chosen_1.fill_(choose_token(logits_V, options.choose, i));
+    chosen_1 = world.broadcast(chosen_1, 0);
+    const auto id = chosen_1.item<std::int64_t>();
+    result.ids.push_back(id);
+    if (i == 0) {
+      result.prompt_seconds = seconds_since(start);
+      start = Clock::now();
+    }
+    result.has_stopped = options.stop.contains(id);
+    if (result.has_stopped) break;
+    input_1L = chosen_1.unsqueeze(0);
+  }
+  result.seconds = seconds_since(start);
+  return result;
+}
+
+Generated generate(const Config& config, const GenerateOptions& options) {
+  check(config, options);
+  Generated result;
+  comm::launch(
+      mesh_shape(config).num_ranks(),
+      [&](comm::Group& world) {
+        const Mesh mesh(world, mesh_shape(config));
+        const MeshScope scope(mesh);
+        const auto model = train::make_model(config);
+        checkpoint::together(world,
+                             [&] { train::load_initial_weights(config, *model, world.rank()); });
+        Generated mine = generate(*model, world, config, options);
+        if (world.rank() == 0) result = std::move(mine);
+      },
+      launch_options(config));
+  return result;
+}
+
+}  // namespace moesh::generate

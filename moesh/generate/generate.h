@@ -1,0 +1,39 @@
+#pragma once
+// Texts of a trained model: a prompt, and what the model says after it.
+
+#include <cstdint>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include "moesh/generate/choose.h"
+#include "moesh/train/build.h"
+
+namespace moesh::generate {
+
+using train::Config;
+
+struct GenerateOptions {
+  std::vector<std::int64_t> prompt;
+  std::int64_t max_new_tokens = 64;
+  ChooseOptions choose;
+  std::set<std::int64_t> stop;  // ids that end the text
+};
+
+struct Generated {
+  std::vector<std::int64_t> ids;  // the new tokens; one that ends the text is the last of them
+  bool has_stopped = false;       // at such a token
+  double prompt_seconds = 0;      // until the first new token
+  double seconds = 0;             // of all others together
+};
+
+/// On every rank of the world, under its mesh: all get the same ids. The prompt is one pass, and
+/// each further token costs one row: `past` of the layers is kept.
+Generated generate(models::Model& model, comm::Group& world, const Config& config,
+                   const GenerateOptions& options);
+
+/// Starts the ranks of the configuration, each with its part of the weights of
+/// checkpoint.initial_load. The result is that of rank 0; without ids where another process has it.
+Generated generate(const Config& config, const GenerateOptions& options);
+
+}  // namespace moesh::generate

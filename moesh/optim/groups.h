@@ -1,0 +1,43 @@
+#pragma once
+// Parameters that learn in another way than the others, by their names.
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moesh/formats/pattern.h"
+
+namespace moesh::optim {
+
+struct GroupOptions {
+  std::string match;  // a regular expression that is found in the names
+  double lr_scale = 1;
+  std::optional<double> weight_decay = {};  // of all of them; nothing: as that of the others
+};
+
+class Groups {
+ public:
+  /// Throws Error (config) where a pattern is none, or empty.
+  explicit Groups(std::vector<GroupOptions> groups);
+
+  /// The first whose pattern is found in the name; nothing: none is.
+  std::optional<std::size_t> find(const std::string& name) const;
+  const GroupOptions& operator[](std::size_t i) const { return groups_[i]; }
+  std::size_t size() const { return groups_.size(); }
+
+ private:
+  std::vector<GroupOptions> groups_;
+  std::vector<formats::Pattern> patterns_;
+};
+
+/// What a group has found.
+struct GroupMatch {
+  std::int64_t num_tensors = 0, num_parameters = 0;
+};
+
+/// Throws Error (config) where a group has found nothing, with some of the names that there are.
+void check_matches(const Groups& groups, const std::vector<GroupMatch>& matches,
+                   const std::vector<std::string>& names);
+
+}  // namespace moesh::optim

@@ -1,0 +1,18 @@
+#pragma once
+// A simulated schedule as a picture.
+
+#include <string>
+
+#include "moesh/pipeline/simulate.h"
+
+namespace moesh::pipeline {
+
+/// A line for each rank, time from left to right, dots where it waits. An action is its letter and
+/// its micro-batch ("F0 "; "F4.0 " with the stage, where ranks have several), and the letter alone
+/// where `columns` are too few for that. 0: as many as it takes.
+std::string draw_text(const Simulation& simulation, int columns = 0);
+
+/// A picture for browsers and pages, with its title, colours and numbers explained in it.
+std::string draw_svg(const Simulation& simulation, const std::string& title);
+
+}  // namespace moesh::pipeline

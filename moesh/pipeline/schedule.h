@@ -1,0 +1,73 @@
+#pragma once
+// A pipeline schedule is data: for each rank of pp, the actions that it goes through, in order.
+// Pure functions make them; check() and simulate() take any list, whoever made it. No tensor is
+// here.
+//   p  ranks of pp        v  stages of a rank        m  micro-batches of an optimizer step
+
+#include <string>
+#include <vector>
+
+namespace moesh::pipeline {
+
+enum class ActionKind {
+  forward,
+  backward,         // gradients of inputs and of weights
+  backward_input,   // gradients of inputs, which the stage before waits for
+  backward_weight,  // gradients of weights, which nobody waits for
+};
+
+struct Action {
+  ActionKind kind;
+  int stage;
+  int micro_batch;
+  bool operator==(const Action&) const = default;
+};
+
+/// "F2.0": forward of stage 2 for micro-batch 0. B is backward, I its half for the inputs, W that
+/// for the weights.
+std::string to_string(const Action& action);
+
+struct Schedule {
+  int num_stages = 1, num_micro_batches = 1;
+  std::vector<int> rank_of;                // of each stage
+  std::vector<std::vector<Action>> ranks;  // the actions of each
+
+  int num_ranks() const { return static_cast<int>(ranks.size()); }
+};
+
+/// All forwards, then all backwards: m activations are alive on every rank.
+Schedule gpipe(int p, int m);
+
+/// Rank r runs p - r forwards ahead, then a backward after each forward: the same bubble, and at
+/// most p activations alive.
+Schedule one_f_one_b(int p, int m);
+
+/// 1F1B over v stages a rank, stage s on rank s % p: the bubble is v times as short, for v times as
+/// many messages. Micro-batches go in groups of p; where p does not divide m, the first group is
+/// larger.
+Schedule interleaved_1f1b(int p, int v, int m);
+
+/// 1F1B with the weight half of backward put off, by r micro-batches on rank r (ZB-H1 of Qi et al.,
+/// 2023): a third of the bubble, in the memory of 1F1B's first rank on every rank.
+Schedule zero_bubble(int p, int m);
+
+/// Two stages a rank, down and up again in a V: stages r and 2p - 1 - r on rank r, so that the
+/// loss arises where the first forward was (ZB-V of the same authors). No bubble where both halves
+/// of backward take as long as forward, and m >= 2p - 1.
+Schedule zbv(int p, int m);
+
+/// The names that configurations know, as in "1f1b".
+const std::vector<std::string>& schedule_names();
+
+/// Stages of a rank that a schedule needs: 1, 2, or 0 where any number from 2 on will do.
+int stages_of_a_rank(const std::string& name);
+
+/// By name; throws Error (config) when there is no such schedule, or not with so many stages.
+Schedule make_schedule(const std::string& name, int p, int v, int m);
+
+/// Throws Error (config) that names rank and action unless every stage does every micro-batch
+/// exactly once, forward and backward (whole, or both halves), on the rank that has the stage, and
+/// each rank does forward before backward and inputs before weights.
+void check(const Schedule& schedule);
+
+}  // namespace moesh::pipeline

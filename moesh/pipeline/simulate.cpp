@@ -1,0 +1,205 @@
+#include "moesh/pipeline/simulate.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <tuple>
+
+#include "moesh/base/error.h"
+
+namespace moesh::pipeline {
+namespace {
+
+using enum ActionKind;
+
+bool is_input_backward(const Action& a) { return a.kind == backward || a.kind == backward_input; }
+
+// What goes from one rank to another, in order: activations forward, gradients backward. Receivers
+// know the order, so that a message needs no name.
+struct Channel {
+  std::vector<Action> made_by, taken_by;  // the actions, message by message
+};
+using ChannelKey = std::tuple<int, int, bool>;  // from, to, whether it is a gradient
+
+class Simulator {
+ public:
+  Simulator(const Schedule& schedule, const Costs& costs) : s_(schedule), costs_(costs) {
+    MOESH_CHECK(
+        costs.stages.size() == 1 || costs.stages.size() == static_cast<size_t>(schedule.num_stages),
+        "costs of ", costs.stages.size(), " stages for a schedule of ", schedule.num_stages);
+    MOESH_CHECK(costs.num_buffers >= 1, "a pipeline with ", costs.num_buffers,
+                " buffers between two ranks");
+    check(schedule);
+    times_.resize(static_cast<size_t>(4 * s_.num_stages * s_.num_micro_batches));
+    find_channels();
+  }
+
+  Simulation run() {
+    out_.ranks.resize(s_.ranks.size()), out_.busy.resize(s_.ranks.size());
+    std::vector<double> free_from(s_.ranks.size());
+    for (bool has_moved = true; has_moved;) {
+      has_moved = false;
+      for (size_t r = 0; r < s_.ranks.size(); ++r)
+        while (out_.ranks[r].size() < s_.ranks[r].size()) {
+          const Action& a = s_.ranks[r][out_.ranks[r].size()];
+          const auto ready = ready_at(a);
+          if (!ready) break;
+          const double start = std::max(free_from[r], *ready), end = start + duration(a);
+          time_of(a) = Timed{a, start, end};
+          out_.ranks[r].push_back({a, start, end});
+          out_.busy[r] += end - start;
+          out_.time = std::max(out_.time, end);
+          free_from[r] = end;
+          has_moved = true;
+        }
+    }
+    check_all_ran();
+    for (const auto& list : s_.ranks) out_.peak.push_back(peak_of(list));
+    for (const auto& [key, channel] : channels_)
+      out_.num_buffers = std::max(out_.num_buffers, most_messages(channel));
+    return std::move(out_);
+  }
+
+ private:
+  std::optional<Timed>& time_of(const Action& a) {
+    const int kind = static_cast<int>(is_input_backward(a) ? backward_input : a.kind);
+    return times_[static_cast<size_t>((kind * s_.num_stages + a.stage) * s_.num_micro_batches +
+                                      a.micro_batch)];
+  }
+  int rank_of(int stage) const { return s_.rank_of[static_cast<size_t>(stage)]; }
+  double duration(const Action& a) const {
+    const StageCosts& c = costs_.of(a.stage);
+    switch (a.kind) {
+      case forward: return c.forward;
+      case backward: return c.backward_input + c.backward_weight;
+      case backward_input: return c.backward_input;
+      case backward_weight: break;
+    }
+    return c.backward_weight;
+  }
+
+  // The stage from which an action gets its input, and that to which its output goes.
+  std::optional<int> source(const Action& a) const {
+    if (a.kind == forward && a.stage > 0) return a.stage - 1;
+    if (is_input_backward(a) && a.stage + 1 < s_.num_stages) return a.stage + 1;
+    return std::nullopt;
+  }
+  std::optional<int> target(const Action& a) const {
+    if (a.kind == forward && a.stage + 1 < s_.num_stages) return a.stage + 1;
+    if (is_input_backward(a) && a.stage > 0) return a.stage - 1;
+    return std::nullopt;
+  }
+
+  void find_channels() {
+    for (const auto& list : s_.ranks)
+      for (const Action& a : list) {
+        const bool is_gradient = a.kind != forward;
+        const int here = rank_of(a.stage);
+        if (const auto to = target(a); to && rank_of(*to) != here) {
+          auto& channel = channels_[{here, rank_of(*to), is_gradient}];
+          place_[{is_gradient, a.stage, a.micro_batch}] = channel.made_by.size();
+          channel.made_by.push_back(a);
+        }
+        if (const auto from = source(a); from && rank_of(*from) != here)
+          channels_[{rank_of(*from), here, is_gradient}].taken_by.push_back(a);
+      }
+    for (const auto& [key, channel] : channels_)
+      for (size_t i = 0; i < channel.made_by.size(); ++i) {
+        const Action &made = channel.made_by[i], &taken = channel.taken_by[i];
+        MOESH_CHECK(*target(made) == taken.stage && made.micro_batch == taken.micro_batch,
+                    ErrorKind::config, "rank ", std::get<0>(key), " sends what ", to_string(made),
+                    " gives as its message ", i, " to rank ", std::get<1>(key),
+                    ", which takes it for ", to_string(taken),
+                    ": both sides must have the same order");
+      }
+  }
+
+  // When all that an action needs is there; nothing: that is not known yet.
+  std::optional<double> ready_at(const Action& a) {
+    double ready = 0;
+    if (const auto from = source(a)) {
+      const auto& before =
+          time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
+      if (!before) return std::nullopt;
+      ready = before->end + (rank_of(*from) == rank_of(a.stage) ? 0 : costs_.transfer);
+    }
+    const auto to = target(a);
+    if (!to || rank_of(*to) == rank_of(a.stage)) return ready;
+    const auto place = place_.at({a.kind != forward, a.stage, a.micro_batch});
+    if (place < static_cast<size_t>(costs_.num_buffers)) return ready;
+    const auto& channel = channels_.at({rank_of(a.stage), rank_of(*to), a.kind != forward});
+    const auto& taken = time_of(channel.taken_by[place - static_cast<size_t>(costs_.num_buffers)]);
+    if (!taken) return std::nullopt;
+    return std::max(ready, taken->start);
+  }
+
+  void check_all_ran() {
+    std::string waiting;
+    for (size_t r = 0; r < s_.ranks.size(); ++r)
+      if (out_.ranks[r].size() < s_.ranks[r].size()) {
+        const Action& a = s_.ranks[r][out_.ranks[r].size()];
+        const auto from = source(a);
+        const bool has_input =
+            !from || time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
+        waiting += detail::concat(waiting.empty() ? "" : ", ", "rank ", r, " before ", to_string(a),
+                                  has_input ? " for a free buffer" : " for its input");
+      }
+    MOESH_CHECK(waiting.empty(), ErrorKind::config,
+                "the ranks of a pipeline wait for each other: ", waiting);
+  }
+
+  double peak_of(const std::vector<Action>& list) const {
+    double held = 0, peak = 0;
+    for (const Action& a : list) {
+      const StageCosts& c = costs_.of(a.stage);
+      const double kept = c.activation * c.kept_for_weights;
+      if (a.kind == forward) peak = std::max(peak, held += c.activation);
+      if (a.kind == backward) held -= c.activation;
+      if (a.kind == backward_input) held -= c.activation - kept;
+      if (a.kind == backward_weight) held -= kept;
+    }
+    return peak;
+  }
+
+  int most_messages(const Channel& channel) {
+    std::vector<std::pair<double, int>> events;  // at one time, what is taken comes first
+    for (size_t i = 0; i < channel.made_by.size(); ++i) {
+      events.emplace_back(time_of(channel.made_by[i])->start, 1);
+      events.emplace_back(time_of(channel.taken_by[i])->start, -1);
+    }
+    std::sort(events.begin(), events.end());
+    int now = 0, most = 0;
+    for (const auto& [time, change] : events) most = std::max(most, now += change);
+    return most;
+  }
+
+  const Schedule& s_;
+  const Costs& costs_;
+  std::vector<std::optional<Timed>> times_;  // by kind, stage, micro-batch
+  std::map<ChannelKey, Channel> channels_;
+  std::map<std::tuple<bool, int, int>, size_t> place_;  // of an action's output in its channel
+  Simulation out_;
+};
+
+}  // namespace
+
+double Simulation::bubble_fraction() const {
+  double work = 0;
+  for (const double b : busy) work += b;
+  return time == 0 ? 0 : 1 - work / (time * static_cast<double>(busy.size()));
+}
+
+double Simulation::bubble_fraction_of_worst_rank() const {
+  double worst = 0;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    const double span = ranks[r].back().end - ranks[r].front().start;
+    if (span > 0) worst = std::max(worst, 1 - busy[r] / span);
+  }
+  return worst;
+}
+
+Simulation simulate(const Schedule& schedule, const Costs& costs) {
+  return Simulator(schedule, costs).run();
+}
+
+}  // namespace moesh::pipeline

@@ -1,0 +1,55 @@
+#pragma once
+// Runs a schedule without tensors: when each action would begin and end, what the ranks hold, and
+// whether they ever wait for each other in a circle. For any list of actions.
+
+#include <limits>
+#include <vector>
+
+#include "moesh/pipeline/schedule.h"
+
+namespace moesh::pipeline {
+
+/// What the actions of a stage take, in any unit of time.
+struct StageCosts {
+  double forward = 1, backward_input = 1, backward_weight = 1;
+  double activation = 1;  // held from forward until backward has ended, in any unit of memory
+  /// How much of it is held on from the gradients of inputs to those of weights.
+  double kept_for_weights = 1;
+};
+
+struct Costs {
+  std::vector<StageCosts> stages;  // one: all are alike
+  double transfer = 0;             // of an activation or a gradient to another rank
+  /// Messages of one kind (activations, or gradients) that may lie between two ranks, from the
+  /// start of the action that makes one to the start of that which takes it.
+  int num_buffers = std::numeric_limits<int>::max();
+
+  const StageCosts& of(int stage) const {
+    return stages.size() == 1 ? stages[0] : stages[static_cast<size_t>(stage)];
+  }
+};
+
+struct Timed {
+  Action action;
+  double start, end;
+};
+
+struct Simulation {
+  std::vector<std::vector<Timed>> ranks;
+  double time = 0;           // from the first start to the last end, of all ranks
+  std::vector<double> busy;  // time that each rank works
+  std::vector<double> peak;  // of activations that each rank holds at once
+  int num_buffers = 0;       // the most messages that lay between two ranks at once
+
+  /// The part of `time` in which ranks wait: 1 - work / (ranks * time).
+  double bubble_fraction() const;
+  /// The same between the first start and the last end of each rank, the worst of them: what is
+  /// left where an optimizer step need not wait for all ranks. So the papers on zero bubbles count.
+  double bubble_fraction_of_worst_rank() const;
+};
+
+/// Checks the schedule first. Throws Error (config) which names what each rank waits for where
+/// they wait in a circle, or where two ranks do not exchange messages in one order.
+Simulation simulate(const Schedule& schedule, const Costs& costs = {.stages = {{}}});
+
+}  // namespace moesh::pipeline

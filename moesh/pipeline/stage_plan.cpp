@@ -1,0 +1,107 @@
+#include "moesh/pipeline/stage_plan.h"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <numeric>
+
+#include "moesh/base/error.h"
+
+namespace moesh::pipeline {
+namespace {
+
+// Costs of all layers before each one, with the embedding and the head where they belong, so that
+// the cost of the layers [a, b) is a difference.
+std::vector<double> sums(const PartCosts& costs) {
+  std::vector<double> all{0};
+  for (const double layer : costs.layers) all.push_back(all.back() + layer);
+  for (size_t i = 1; i < all.size(); ++i) all[i] += costs.embedding;
+  all.back() += costs.head;
+  return all;
+}
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// The least of combine(what came before, a stage of the layers [a, b)) over all plans of `stages`
+// stages, with the plan that has it. Stages that cost more than `limit` do not count.
+template <class Combine>
+std::pair<double, StagePlan> best_plan(const std::vector<double>& before, int stages, double limit,
+                                       Combine combine) {
+  const int n = static_cast<int>(before.size()) - 1;
+  const auto at = [n](int stage, int layers) {
+    return static_cast<size_t>(stage * (n + 1) + layers);
+  };
+  std::vector<double> best(at(stages, n) + 1, kNever);
+  std::vector<int> start(best.size());
+  best[at(0, 0)] = 0;
+  for (int k = 1; k <= stages; ++k)
+    for (int b = k; b <= n; ++b)
+      for (int a = k - 1; a < b; ++a) {
+        const double cost = before[static_cast<size_t>(b)] - before[static_cast<size_t>(a)];
+        if (cost > limit || best[at(k - 1, a)] == kNever) continue;
+        const double whole = combine(best[at(k - 1, a)], cost);
+        if (whole < best[at(k, b)]) best[at(k, b)] = whole, start[at(k, b)] = a;
+      }
+  StagePlan plan;
+  for (int k = stages, b = n; k > 0; b = start[at(k, b)], --k)
+    plan.insert(plan.begin(), b - start[at(k, b)]);
+  return {best[at(stages, n)], plan};
+}
+
+int parse_count(const std::string& text, const std::string& whole) {
+  int n = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), n);
+  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && n >= 1, ErrorKind::config,
+              "layers of the stages are '", whole, "', and '", text,
+              "' is not a number of layers; write one number, or one for each stage as in 4,5,5,4");
+  return n;
+}
+
+}  // namespace
+
+StagePlan balanced_plan(const PartCosts& costs, int num_stages) {
+  const int num_layers = static_cast<int>(costs.layers.size());
+  MOESH_CHECK(num_stages >= 1 && num_layers >= num_stages, ErrorKind::config, "a model of ",
+              num_layers, " layers does not make ", num_stages,
+              " stages of a pipeline; every stage has at least one layer");
+  const auto before = sums(costs);
+  const double least = best_plan(before, num_stages, kNever, [](double a, double b) {
+                         return std::max(a, b);
+                       }).first;
+  return best_plan(before, num_stages, least * (1 + 1e-9),
+                   [](double a, double b) { return a + b * b; })
+      .second;
+}
+
+StagePlan given_plan(const std::string& text, int num_layers) {
+  StagePlan plan;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t comma = std::min(text.find(',', begin), text.size());
+    plan.push_back(parse_count(text.substr(begin, comma - begin), text));
+    begin = comma + 1;
+  }
+  if (plan.size() == 1) {
+    const int each = plan[0];
+    plan.assign(static_cast<size_t>((num_layers + each - 1) / each), each);
+    plan.back() = num_layers - each * static_cast<int>(plan.size() - 1);
+  }
+  const int sum = std::accumulate(plan.begin(), plan.end(), 0);
+  MOESH_CHECK(sum == num_layers, ErrorKind::config, "layers of the stages are '", text,
+              "', which are ", sum, ", and the model has ", num_layers,
+              "; they must make up the whole model");
+  return plan;
+}
+
+std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan) {
+  const auto before = sums(costs);
+  std::vector<double> all;
+  size_t first = 0;
+  for (const int num_layers : plan) {
+    const size_t end = first + static_cast<size_t>(num_layers);
+    all.push_back(before.at(end) - before[first]);
+    first = end;
+  }
+  return all;
+}
+
+}  // namespace moesh::pipeline

@@ -1,0 +1,405 @@
+// Curves: which there are, and what of their points is drawn.
+
+// Exponential mean; gaps are left out.
+function smoothed(ys, weight) {
+  if (weight === 0) return ys;
+  const out = new Float64Array(ys.length);
+  let mean = NaN;
+  for (let i = 0; i < ys.length; ++i) {
+    if (!Number.isNaN(ys[i]))
+      mean = Number.isNaN(mean) ? ys[i] : weight * mean + (1 - weight) * ys[i];
+    out[i] = Number.isNaN(ys[i]) ? NaN : mean;
+  }
+  return out;
+}
+
+function lowerBound(xs, x) {
+  let low = 0, high = xs.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// Of the points [begin, end) those that a screen of so many columns can show: the least and the
+// largest of each bucket, so that no peak is lost.
+function thinned(ys, begin, end, buckets) {
+  const kept = [], size = (end - begin) / buckets;
+  if (size <= 2) {
+    for (let i = begin; i < end; ++i)
+      if (!Number.isNaN(ys[i])) kept.push(i);
+    return kept;
+  }
+  for (let b = 0; b < buckets; ++b) {
+    const to = Math.min(end, Math.floor(begin + (b + 1) * size));
+    let least = -1, largest = -1;
+    for (let i = Math.floor(begin + b * size); i < to; ++i) {
+      if (Number.isNaN(ys[i])) continue;
+      if (least < 0 || ys[i] < ys[least]) least = i;
+      if (largest < 0 || ys[i] > ys[largest]) largest = i;
+    }
+    if (least < 0) continue;
+    kept.push(Math.min(least, largest));
+    if (least !== largest) kept.push(Math.max(least, largest));
+  }
+  return kept;
+}
+
+// Rows of dygraphs: one x, and a number or null for each series. The ends of the run are always
+// there, since a double-click zooms out to them.
+function rowsOf(series, window, width) {
+  const rows = new Map();
+  series.forEach(({xs, ys}, s) => {
+    const begin = window ? Math.max(0, lowerBound(xs, window[0]) - 1) : 0;
+    const end = window ? Math.min(xs.length, lowerBound(xs, window[1]) + 1) : xs.length;
+    const kept = thinned(ys, begin, end, width);
+    const ends = [0, xs.length - 1].filter((i) => xs.length && !Number.isNaN(ys[i]));
+    if (ends.includes(0) && kept[0] !== 0) kept.unshift(0);
+    if (ends.length && kept[kept.length - 1] !== ends[ends.length - 1])
+      kept.push(ends[ends.length - 1]);
+    for (const i of kept) {
+      const x = xs[i];
+      if (!rows.has(x)) rows.set(x, [x, ...series.map(() => null)]);
+      rows.get(x)[s + 1] = ys[i];
+    }
+  });
+  return [...rows.values()].sort((a, b) => a[0] - b[0]);
+}
+
+// Means of buckets, for series that are stacked: they share their x.
+function meanRows(series, window, width) {
+  if (!series.length) return [];
+  const {xs} = series[0];
+  const begin = window ? Math.max(0, lowerBound(xs, window[0]) - 1) : 0;
+  const end = window ? Math.min(xs.length, lowerBound(xs, window[1]) + 1) : xs.length;
+  const size = Math.max(1, Math.ceil((end - begin) / width));
+  const rows = [], row = (from, to) => {
+    const out = [xs[from]];
+    for (const {ys} of series) {
+      let sum = 0, n = 0;
+      for (let i = from; i < to; ++i)
+        if (!Number.isNaN(ys[i])) {
+          sum += ys[i];
+          ++n;
+        }
+      out.push(n ? sum / n : 0);
+    }
+    rows.push(out);
+  };
+  if (begin > 0) row(0, 1);
+  for (let i = begin; i < end; i += size) row(i, Math.min(end, i + size));
+  if (end < xs.length) row(xs.length - 1, xs.length);
+  return rows;
+}
+
+const visibleRuns = () => runs.filter((r) => r.visible && r.count > 0);
+
+// One curve of each run, or several where columns are asked for by prefix.
+function ofRuns(...columns) {
+  const series = [];
+  for (const run of visibleRuns()) {
+    columns.forEach(({name, label = '', dash = null, sharp = false}) => {
+      const ys = run.columns[name];
+      if (!ys || ys.every(Number.isNaN)) return;
+      series.push({
+        label: run.name + (label && ' ' + label),
+        color: run.color,
+        dash,
+        xs: run.x(state.axis),
+        ys: sharp ? ys : smoothed(ys, state.smooth)
+      });
+    });
+  }
+  return series;
+}
+
+const chosen = () => runs[state.run];
+function parts(prefix, names) {
+  const run = chosen();
+  return names.filter((n) => run.columns[prefix + n])
+      .map((n, i) => ({
+             label: n,
+             color: COLORS[i % COLORS.length],
+             xs: run.x(state.axis),
+             ys: smoothed(run.columns[prefix + n], state.smooth)
+           }));
+}
+const suffixes = (prefix) => chosen().names(prefix).map((n) => n.slice(prefix.length));
+
+function withValidation() {
+  const series = ofRuns({name: 'loss'});
+  for (const run of visibleRuns())
+    for (const name of run.names('validation.')) {
+      const xs = [], ys = [], all = run.x(state.axis);
+      run.columns[name].forEach((y, i) => {
+        if (!Number.isNaN(y)) {
+          xs.push(all[i]);
+          ys.push(y);
+        }
+      });
+      series.push({
+        label: `${run.name} on ${name.slice(11)}`,
+        color: run.color,
+        dash: [6, 3],
+        points: ys.length <= 200,
+        xs,
+        ys
+      });
+    }
+  return series;
+}
+
+function withEstimate() {
+  const series = ofRuns({name: 'memory_gib', sharp: true});
+  for (const run of visibleRuns()) {
+    const {estimated_memory: bytes, ranks, processes, device} = run.start;
+    if (bytes === undefined) continue;
+    const held = bytes * (ranks / processes) / 2 ** 30, xs = run.x(state.axis);
+    series.push({
+      label: `${run.name} estimate of tensors${device === 'cpu' ? ' (without the program)' : ''}`,
+      color: run.color,
+      dash: [3, 3],
+      xs: [xs[0], xs[xs.length - 1]],
+      ys: [held, held]
+    });
+  }
+  return series;
+}
+
+function meanEntropy() {
+  return visibleRuns().flatMap((run) => {
+    const layers = run.names('expert_entropy.').map((n) => run.columns[n]);
+    if (!layers.length) return [];
+    const least = layers[0].map((_, i) => Math.min(...layers.map((l) => l[i])));
+    const mean = layers[0].map((_, i) => layers.reduce((sum, l) => sum + l[i], 0) / layers.length);
+    return [
+      {
+        label: run.name + ' mean of layers',
+        color: run.color,
+        dash: null,
+        xs: run.x(state.axis),
+        ys: smoothed(mean, state.smooth)
+      },
+      {
+        label: run.name + ' least',
+        color: run.color,
+        dash: [3, 3],
+        xs: run.x(state.axis),
+        ys: smoothed(least, state.smooth)
+      }
+    ];
+  });
+}
+
+const CHARTS = [
+  {id: 'loss', title: 'Loss', unit: 'nats per token', series: withValidation, log: true},
+  {
+    id: 'parts',
+    title: 'Auxiliary losses',
+    unit: 'with their weights',
+    log: true,
+    series: () => ofRuns(
+        {name: 'switch_loss', label: 'switch'},
+        {name: 'sequence_loss', label: 'sequence', dash: [6, 3]},
+        {name: 'z_loss', label: 'z', dash: [2, 3]})
+  },
+  {
+    id: 'grad_norm',
+    title: 'Gradient norm',
+    unit: 'before clipping',
+    series: () => ofRuns({name: 'grad_norm'})
+  },
+  {id: 'lr', title: 'Learning rate', unit: '', series: () => ofRuns({name: 'lr', sharp: true})},
+  {
+    id: 'tps',
+    title: 'Throughput',
+    unit: 'tokens/s of all ranks',
+    series: () => ofRuns({name: 'tps'}),
+    zero: true
+  },
+  {
+    id: 'tflops',
+    title: 'Arithmetic',
+    unit: 'TFLOP/s of all ranks',
+    series: () => ofRuns({name: 'tflops'}),
+    zero: true
+  },
+  {
+    id: 'peak_fraction',
+    title: 'Fraction of the peak',
+    unit: '',
+    series: () => ofRuns({name: 'peak_fraction'}),
+    zero: true
+  },
+  {
+    id: 'memory',
+    title: 'Memory',
+    unit: 'GiB, the most so far, and the estimate',
+    series: withEstimate,
+    zero: true
+  },
+  {
+    id: 'sections',
+    title: 'Time by section',
+    unit: 'seconds of a step, on rank 0',
+    stacked: true,
+    single: true,
+    series: () => parts('sections.', SECTIONS)
+  },
+  {
+    id: 'sent',
+    title: 'Bytes by axis',
+    unit: 'sent by rank 0 in a step',
+    stacked: true,
+    single: true,
+    series: () => parts('sent.', suffixes('sent.'))
+  },
+  {id: 'entropy', title: 'Entropy of the load', unit: 'nats', series: meanEntropy},
+  {
+    id: 'load',
+    title: 'Busiest expert',
+    unit: 'times the mean, worst layer',
+    series: () => ofRuns({name: 'expert_max_over_mean'})
+  },
+  {
+    id: 'idle',
+    title: 'Experts without a token',
+    unit: 'of all layers',
+    series: () => ofRuns({name: 'experts_idle'}),
+    zero: true
+  },
+  {
+    id: 'bias',
+    title: 'Range of the expert bias',
+    unit: 'largest less least, worst layer',
+    series: () => ofRuns({name: 'bias_range'}),
+    zero: true
+  },
+];
+
+function short(x) {
+  if (x === 0) return '0';
+  const size = Math.abs(x);
+  if (size >= 1e12) return (x / 1e12).toPrecision(3) + 'T';
+  if (size >= 1e9) return (x / 1e9).toPrecision(3) + 'G';
+  if (size >= 1e6) return (x / 1e6).toPrecision(3) + 'M';
+  if (size >= 1e4) return (x / 1e3).toPrecision(3) + 'k';
+  return size < 1e-3 ? x.toExponential(1) : String(Number(x.toPrecision(4)));
+}
+const exactly = (x) =>
+    (x === null || x === undefined ? '' :
+         Number.isInteger(x)       ? x.toLocaleString('en') :
+                                     String(Number(x.toPrecision(6))));
+
+class Chart {
+  constructor(spec) {
+    this.spec = spec;
+    this.box = document.createElement('div');
+    this.box.className = 'chart';
+    this.box.id = 'chart-' + spec.id;
+    this.box.innerHTML = `<h3>${spec.title} <small>${
+        spec.unit}</small></h3><div class="plot"></div><div class="legend"></div>`;
+    byId('charts').append(this.box);
+    this.plot = this.box.querySelector('.plot');
+    this.legend = this.box.querySelector('.legend');
+    this.graph = null;
+    this.isStale = true;
+  }
+  get isOnScreen() {
+    const {top, bottom} = this.box.getBoundingClientRect();
+    return bottom > -200 && top < window.innerHeight + 200;
+  }
+  rows() {
+    const width = Math.max(100, Math.min(1000, this.plot.clientWidth));
+    return (this.spec.stacked ? meanRows : rowsOf)(this.series, state.window, width);
+  }
+  // Everything anew: other runs, another axis, more data.
+  build() {
+    this.series = this.spec.series();
+    this.box.hidden = this.series.length === 0;
+    if (this.graph) this.graph.destroy();
+    this.graph = null;
+    if (this.box.hidden) return;
+    const styles = {};
+    this.labels = this.series.map((s, i) => {
+      const label = this.series.findIndex((t) => t.label === s.label) === i ?
+          s.label :
+          `${s.label} (${i + 1})`;
+      styles[label] = {strokePattern: s.dash || null, drawPoints: Boolean(s.points), pointSize: 3};
+      return label;
+    });
+    this.graph = new Dygraph(this.plot, this.rows(), {
+      labels: ['x', ...this.labels],
+      colors: this.series.map((s) => s.color),
+      series: styles,
+      connectSeparatedPoints: true,
+      strokeWidth: 1.3,
+      legend: 'always',
+      labelsDiv: this.legend,
+      legendFormatter: (data) => this.describe(data),
+      stackedGraph: Boolean(this.spec.stacked),
+      includeZero: Boolean(this.spec.zero || this.spec.stacked),
+      logscale: Boolean(this.spec.log && state.log),
+      dateWindow: state.window,
+      axisLabelFontSize: 11,
+      highlightCircleSize: 4,
+      animatedZooms: false,
+      axes: {
+        x: {
+          axisLabelFormatter: short,
+          valueFormatter: exactly,
+          pixelsPerLabel: 60,
+          drawGrid: false
+        },
+        y: {axisLabelFormatter: short, axisLabelWidth: 52, valueFormatter: exactly}
+      },
+      zoomCallback: (low, high) => zoomTo(this.graph.isZoomed('x') ? [low, high] : null, this),
+    });
+    this.isStale = false;
+  }
+  zoom() {
+    if (!this.graph) return;
+    this.graph.updateOptions({file: this.rows(), dateWindow: state.window, valueRange: null});
+    this.isStale = false;
+  }
+  describe(data) {
+    const at = data.x === undefined || data.x === null ?
+        '' :
+        `${state.axis === 'time' ? 'hour' : state.axis.replace('_total', '')} ${exactly(data.x)}: `;
+    const all = data.series.filter((s) => at === '' || s.y !== undefined);
+    const safe = document.createElement('div');
+    for (const s of all) {
+      const b = document.createElement('b');
+      b.style.color = s.color;
+      b.textContent = s.label;
+      safe.append(b, at && s.y !== null ? ` ${exactly(s.y)}  ` : '  ');
+    }
+    return at + safe.innerHTML;
+  }
+}
+
+const charts = CHARTS.map((spec) => new Chart(spec));
+
+// The curve under the hand is drawn at once, the others on the screen in the next frames, and
+// those elsewhere when they come into view.
+function zoomTo(window_, first) {
+  state.window = window_;
+  if (first) first.zoom();
+  for (const c of charts)
+    if (c !== first) c.isStale = true;
+  requestAnimationFrame(drawStale);
+}
+function drawStale() {
+  const next = charts.find((c) => c.isStale && c.graph && c.isOnScreen);
+  if (!next) return;
+  next.zoom();
+  requestAnimationFrame(drawStale);
+}
+addEventListener('scroll', () => requestAnimationFrame(drawStale), {passive: true});
+function rebuild() {
+  for (const c of charts) c.build();
+}

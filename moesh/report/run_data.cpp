@@ -1,0 +1,153 @@
+#include "moesh/report/run_data.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <limits>
+
+#include "moesh/base/error.h"
+
+namespace moesh::report {
+namespace {
+
+using formats::JsonList;
+using formats::JsonObject;
+using formats::JsonValue;
+
+// What a page shows of experts, in numbers: 4 MB.
+constexpr std::size_t kMaxCells = 1'000'000;
+
+// Two runs may be called the same: the last two names of the path, as in "outputs/earlier".
+std::string name_of(const std::filesystem::path& folder) {
+  const auto whole = std::filesystem::weakly_canonical(folder);
+  const std::string last = whole.filename().string(),
+                    above = whole.parent_path().filename().string();
+  return last == "outputs" || above.empty() || above == "/" ? last : above + "/" + last;
+}
+
+}  // namespace
+
+RunData::RunData(const std::filesystem::path& folder) : folder_(folder), name_(name_of(folder)) {
+  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
+              "' is not a folder; name the metrics.folder of a run");
+  MOESH_CHECK(std::filesystem::exists(folder / "metrics.jsonl"), ErrorKind::config, "'",
+              folder.string(),
+              "' has no metrics.jsonl: no run has written its metrics there; name the "
+              "metrics.folder of one");
+  update();
+}
+
+void RunData::clear() {
+  ++generation_;
+  offset_ = 0, size_ = 0, stride_ = 1, num_counted_ = 0;
+  columns_.clear(), frames_.clear();
+}
+
+void RunData::read_starts() {
+  starts_.clear();
+  std::ifstream lines(folder_ / "starts.jsonl", std::ios::binary);
+  for (std::string line; std::getline(lines, line);) try {
+      starts_.push_back(formats::parse_json(line, "starts.jsonl"));
+    } catch (const Error&) {  // cut off
+    }
+}
+
+void RunData::update() {
+  const auto path = folder_ / "metrics.jsonl";
+  struct stat status{};
+  if (::stat(path.c_str(), &status) != 0) return;  // between two names
+  const bool is_another =
+      status.st_ino != file_id_ || static_cast<std::uint64_t>(status.st_size) < offset_;
+  if (is_another) clear();
+  file_id_ = status.st_ino;
+  if (is_another || static_cast<std::uint64_t>(status.st_size) > offset_) read_starts();
+  std::ifstream file(path, std::ios::binary);
+  file.seekg(static_cast<std::streamoff>(offset_));
+  for (std::string line; std::getline(file, line);) {
+    if (file.eof()) break;  // its end is not written yet
+    offset_ += line.size() + 1;
+    add(line);
+  }
+}
+
+void RunData::add(const std::string& line) {
+  JsonValue record;
+  std::int64_t step = 0;
+  try {
+    record = formats::parse_json(line, "metrics.jsonl");
+    step = record.at("step", "metrics.jsonl").as_int("step");
+  } catch (const Error&) {
+    return;  // cut off by a full disk
+  }
+  ++size_;
+  for (const auto& [key, value] : record.as_object("record")) {
+    if (key == "expert_counts")
+      add_frame(step, value);
+    else if (key == "validation")
+      for (const auto& [name, losses] : value.as_object("validation")) {
+        const JsonValue* loss = losses.find("loss");
+        if (loss) add_numbers("validation." + name, *loss);
+      }
+    else if (key == "expert_bias") {
+      double widest = 0;
+      for (const JsonValue& layer : value.as_list("expert_bias"))
+        if (const auto& range = layer.as_list("expert_bias");
+            range.size() == 2 && !range[0].is_null() && !range[1].is_null())
+          widest = std::max(widest, range[1].as_number("") - range[0].as_number(""));
+      set("bias_range", widest);
+    } else {
+      add_numbers(key, value);
+    }
+  }
+  for (auto& [name, column] : columns_) column.resize(size_, std::nan(""));
+}
+
+void RunData::add_numbers(const std::string& name, const JsonValue& value) {
+  if (const auto* object = std::get_if<JsonObject>(&value.value)) {
+    for (const auto& [key, part] : *object) add_numbers(name + "." + key, part);
+  } else if (const auto* list = std::get_if<JsonList>(&value.value)) {
+    for (std::size_t i = 0; i < list->size(); ++i)
+      add_numbers(name + "." + std::to_string(i), (*list)[i]);
+  } else if (const auto* flag = std::get_if<bool>(&value.value)) {
+    set(name, *flag ? 1 : 0);
+  } else if (!value.is_null() && !std::holds_alternative<std::string>(value.value)) {
+    set(name, value.as_number(name));
+  }
+}
+
+void RunData::set(const std::string& name, double value) {
+  auto& column = columns_[name];
+  column.resize(size_, std::nan(""));
+  column.back() = value;
+}
+
+// Where there are too many, every second goes, and from then on every second is left out.
+void RunData::add_frame(std::int64_t step, const JsonValue& counts) {
+  const auto& layers = counts.as_list("expert_counts");
+  std::size_t num_experts = 0;
+  for (const auto& layer : layers)
+    num_experts = std::max(num_experts, layer.as_list("expert_counts").size());
+  if (layers.empty() || num_experts == 0) return;
+  if (layers.size() != num_layers_ || num_experts != num_experts_) frames_.clear();
+  num_layers_ = layers.size(), num_experts_ = num_experts;
+  if (num_counted_++ % stride_ != 0) return;
+  Frame frame{.step = step, .counts = std::vector<std::uint32_t>(num_layers_ * num_experts_)};
+  for (std::size_t l = 0; l < num_layers_; ++l) {
+    const auto& layer = layers[l].as_list("expert_counts");
+    for (std::size_t e = 0; e < layer.size(); ++e)
+      frame.counts[l * num_experts_ + e] = static_cast<std::uint32_t>(
+          std::min<std::uint64_t>(layer[e].as_size("count"), UINT32_MAX));
+  }
+  frames_.push_back(std::move(frame));
+  const std::size_t most =
+      std::clamp<std::size_t>(kMaxCells / (num_layers_ * num_experts_), 8, 400);
+  if (frames_.size() <= most) return;
+  std::size_t kept = 1;
+  for (std::size_t i = 2; i < frames_.size(); i += 2) frames_[kept++] = std::move(frames_[i]);
+  frames_.resize(kept);
+  stride_ *= 2;
+}
+
+}  // namespace moesh::report

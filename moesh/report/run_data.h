@@ -1,0 +1,63 @@
+#pragma once
+// A run as its report needs it: metrics.jsonl by column, read on as the run goes on.
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "moesh/formats/json.h"
+
+namespace moesh::report {
+
+/// The tokens of every expert at one step, layer by layer.
+struct Frame {
+  std::int64_t step = 0;
+  std::vector<std::uint32_t> counts;  // layers x experts
+};
+
+class RunData {
+ public:
+  /// Throws Error (config) where the folder has no metrics.jsonl.
+  explicit RunData(const std::filesystem::path& folder);
+
+  /// Reads the lines that have come since the last call. A file that was replaced (a run that goes
+  /// on from a checkpoint) is read from its beginning: then `generation` is another.
+  void update();
+
+  const std::string& name() const { return name_; }
+  std::int64_t generation() const { return generation_; }
+  /// Records so far. Columns have as many numbers; NaN where a record has none. A list or an object
+  /// of a record has a column for each of its numbers: "sections.data", "expert_entropy.3".
+  std::size_t size() const { return size_; }
+  const std::map<std::string, std::vector<double>>& columns() const { return columns_; }
+  /// Of all that were recorded, as many as a page can hold, evenly chosen.
+  const std::vector<Frame>& frames() const { return frames_; }
+  std::size_t num_layers() const { return num_layers_; }
+  std::size_t num_experts() const { return num_experts_; }
+  /// The lines of starts.jsonl.
+  const formats::JsonList& starts() const { return starts_; }
+
+ private:
+  void clear();
+  void read_starts();
+  void add(const std::string& line);
+  void add_numbers(const std::string& name, const formats::JsonValue& value);
+  void set(const std::string& name, double value);
+  void add_frame(std::int64_t step, const formats::JsonValue& counts);
+
+  std::filesystem::path folder_;
+  std::string name_;
+  std::int64_t generation_ = 0;
+  std::uint64_t offset_ = 0;  // in metrics.jsonl
+  std::uint64_t file_id_ = 0;
+  std::size_t size_ = 0;
+  std::map<std::string, std::vector<double>> columns_;
+  std::vector<Frame> frames_;
+  std::size_t num_layers_ = 0, num_experts_ = 0;
+  std::size_t stride_ = 1, num_counted_ = 0;  // every stride-th record of counts is a frame
+  formats::JsonList starts_;
+};
+
+}  // namespace moesh::report

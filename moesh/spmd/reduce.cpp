@@ -1,0 +1,150 @@
+#include "moesh/spmd/reduce.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <deque>
+#include <numeric>
+#include <utility>
+
+#include "moesh/kernels/cast.h"
+#include "moesh/spmd/attach.h"
+#include "moesh/spmd/flat.h"
+#include "moesh/spmd/raw.h"
+
+namespace moesh {
+namespace raw {
+
+// Terms that travel together.
+struct Bucket {
+  std::vector<GradientTerm> terms;  // without their values, once they travel
+  Flat flat;
+  comm::Handle handle;
+  std::int64_t block;  // terms of how many places were started before, and its own
+};
+
+namespace {
+
+thread_local Reductions* current = nullptr;
+
+// Gradients are held in full until they are awaited: of a large model those of two blocks, however
+// many messages they make.
+constexpr std::int64_t kMostBlocks = 2;
+
+bool belong_together(const GradientTerm& a, const GradientTerm& b) {
+  return a.storage == b.storage && a.replicas == b.replicas && a.dtype == b.dtype;
+}
+
+void check_same(const GradientTerm& term, const at::Tensor& sum) {
+  term.same_work->expect_same(sum, "d(" + term.name + ")");
+}
+
+at::Tensor reduce_now(const GradientTerm& term) {
+  // The reduction is in the precision of the master weights.
+  at::Tensor sum = kernels::cast(term.grad, term.dtype);
+  if (term.storage->size() > 1)
+    sum = run(Step::reduce_scatter, sum, *term.storage, term.dim, term.sizes);
+  sum = term.replicas->all_reduce(sum);
+  check_same(term, sum);
+  return sum;
+}
+
+void add_to_leaf(const at::Tensor& leaf, const at::Tensor& sum) {
+  at::Tensor& grad = at::Tensor(leaf).mutable_grad();
+  if (grad.defined())
+    grad.add_(sum);
+  else
+    grad = sum.clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace
+
+struct Reductions {
+  std::vector<GradientTerm> open;  // of the bucket that backward is in
+  std::deque<Bucket> started;
+  std::int64_t num_blocks = 0;
+
+  void start() {
+    if (open.empty()) return;
+    const at::NoGradGuard no_grad;
+    ++num_blocks;
+    while (!started.empty() && started.front().block <= num_blocks - kMostBlocks) await_first();
+    while (!open.empty()) {
+      const auto end = std::stable_partition(
+          open.begin(), open.end(),
+          [first = open.front()](const GradientTerm& t) { return belong_together(first, t); });
+      std::vector<GradientTerm> together(open.begin(), end);
+      open.erase(open.begin(), end);
+      start(std::move(together));
+    }
+  }
+
+  void start(std::vector<GradientTerm> terms) {
+    RECORD_USER_SCOPE("start to reduce a bucket of gradients");
+    const GradientTerm& first = terms[0];
+    std::vector<FlatPart> parts;
+    for (const auto& t : terms) parts.push_back({t.grad.sizes().vec(), t.dim, t.sizes});
+    const int num_ranks = first.storage->size();
+    Flat flat(std::move(parts), num_ranks);
+    const at::Tensor message = at::empty({flat.numel()}, first.grad.options().dtype(first.dtype));
+    for (std::size_t i = 0; i < terms.size(); ++i) {
+      flat.put_whole(message, i, terms[i].grad);
+      terms[i].grad.reset();
+    }
+    comm::Handle handle = num_ranks > 1
+                              ? first.storage->start_reduce_scatter(message, flat.rank_sizes())
+                              : first.replicas->start_all_reduce(message);
+    started.push_back({std::move(terms), std::move(flat), std::move(handle), num_blocks});
+  }
+
+  void await_first() {
+    RECORD_USER_SCOPE("await a bucket of gradients");
+    const at::NoGradGuard no_grad;
+    Bucket& bucket = started.front();
+    const GradientTerm& first = bucket.terms[0];
+    at::Tensor sum = bucket.handle.wait();
+    if (first.storage->size() > 1) sum = first.replicas->all_reduce(sum);
+    for (std::size_t i = 0; i < bucket.terms.size(); ++i) {
+      const at::Tensor mine = bucket.flat.part_of_rank(sum, i, first.storage->rank());
+      check_same(bucket.terms[i], mine);
+      add_to_leaf(bucket.terms[i].leaf, mine);
+    }
+    started.pop_front();
+  }
+};
+
+at::Tensor reduce(const GradientTerm& term) {
+  if (!current || (term.storage->size() == 1 && term.replicas->size() == 1))
+    return reduce_now(term);
+  current->open.push_back(term);
+  return {};
+}
+
+at::Tensor begin_bucket(const at::Tensor& x) {
+  return attach(x, x.detach(), [](const at::Tensor& grad) {
+    if (current) current->start();
+    return grad;
+  });
+}
+
+}  // namespace raw
+
+ReduceLater::ReduceLater(bool on) : outer_(raw::current) {
+  if (on) reductions_ = std::make_unique<raw::Reductions>();
+  raw::current = reductions_.get();
+}
+ReduceLater::~ReduceLater() { raw::current = outer_; }
+
+void ReduceLater::start() {
+  if (reductions_) reductions_->start();
+}
+
+void ReduceLater::finish() {
+  if (!reductions_) return;
+  reductions_->start();
+  while (!reductions_->started.empty()) reductions_->await_first();
+}
+
+}  // namespace moesh

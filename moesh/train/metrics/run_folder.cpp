@@ -1,0 +1,176 @@
+#include "moesh/train/metrics/run_folder.h"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <thread>
+
+#include "moesh/base/error.h"
+#include "moesh/base/version.h"
+#include "moesh/checkpoint/file.h"
+#include "moesh/comm/launch.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
+#include "moesh/formats/json.h"
+#include "moesh/train/metrics/kept_lines.h"
+#include "moesh/train/peak.h"
+
+namespace moesh::train {
+namespace {
+
+using formats::JsonObject;
+using formats::JsonValue;
+using std::filesystem::path;
+
+constexpr const char* kMetrics = "metrics.jsonl";
+// Longer than any run of these has written: 2^33 bytes are millions of steps.
+constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 33;
+
+std::string bytes_of(const path& file) {
+  return formats::exists(file) ? formats::InputFile(file).read_all(kMaxBytes) : "";
+}
+
+AppendFile open_alone(const path& file, const path& folder) {
+  for (;;) {
+    AppendFile opened(file);
+    MOESH_CHECK(opened.lock(), ErrorKind::config, "metrics.folder '", folder.string(),
+                "' is used by another run; wait until that has ended, or choose another folder");
+    // A run that was taking the lines over may have put another file in its place since it was
+    // opened: that one is to be held.
+    if (opened.has_name()) return opened;
+  }
+}
+
+void move(const path& from, const path& to) {
+  if (formats::file_system().rename(from, to) != 0) formats::fail_at(from, "move", errno);
+}
+
+bool belongs_to_run(const std::string& name) {
+  return name == "metrics.csv" || name == "tensorboard" || name == "config.toml" ||
+         name == "starts.jsonl" || name == "replaced.jsonl" ||
+         name.starts_with("metrics-until-step-") || name.starts_with("flight-rank-");
+}
+
+// The run that was here gets a folder of its own. Its metrics.jsonl goes last: as long as that is
+// here, the next start goes on with the same folder.
+void set_aside(const path& folder) {
+  path target;
+  for (int number = 1; target.empty() || formats::exists(target / kMetrics); ++number) {
+    char name[16];
+    std::snprintf(name, sizeof name, "%04d", number);
+    target = folder / "earlier" / name;
+  }
+  checkpoint::make_folders(target);
+  for (const std::string& name : formats::names_in(folder))
+    if (belongs_to_run(name)) move(folder / name, target / name);
+  move(folder / kMetrics, target / kMetrics);
+}
+
+// The lines that are not in `kept`, which is `before` without them.
+std::string replaced_lines(const std::string& before, const std::string& kept) {
+  std::string replaced;
+  std::size_t at = 0;
+  for (std::size_t begin = 0; begin < before.size();) {
+    const std::size_t end = std::min(before.find('\n', begin), before.size() - 1) + 1;
+    const std::string_view line(before.data() + begin, end - begin);
+    if (std::string_view(kept).substr(at, line.size()) == line)
+      at += line.size();
+    else
+      replaced += line;
+    begin = end;
+  }
+  if (!replaced.empty() && replaced.back() != '\n') replaced += '\n';
+  return replaced;
+}
+
+double seconds_since_1970() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+std::string host_name() {
+  char name[256] = "";
+  return gethostname(name, sizeof name - 1) == 0 ? name : "unknown";
+}
+
+JsonValue mesh_of(const MeshShape& shape) {
+  return {JsonObject{{"pp", {std::int64_t{shape.pp}}},
+                     {"dp_replicate", {std::int64_t{shape.dp_replicate}}},
+                     {"dp_shard", {std::int64_t{shape.dp_shard}}},
+                     {"cp", {std::int64_t{shape.cp}}},
+                     {"tp", {std::int64_t{shape.tp}}},
+                     {"efsdp", {std::int64_t{shape.efsdp}}},
+                     {"ep", {std::int64_t{shape.ep}}},
+                     {"etp", {std::int64_t{shape.etp}}}}};
+}
+
+}  // namespace
+
+AppendFile open_run_folder(const path& folder, std::int64_t first_step) {
+  try {
+    checkpoint::make_folders(folder);
+    const path file = folder / kMetrics;
+    AppendFile opened = open_alone(file, folder);
+    const std::string before = bytes_of(file);
+    if (before.empty()) return opened;
+    if (first_step == 0) {
+      set_aside(folder);
+      return open_alone(file, folder);
+    }
+    const std::string kept = kept_lines(before, file.string(), first_step);
+    if (kept == before) return opened;
+    AppendFile(folder / "replaced.jsonl").write(replaced_lines(before, kept), first_step);
+    // Beside, and under its name only when it is on the disk: who is killed loses no line.
+    const path beside = path(file).concat(".new");
+    if (formats::exists(beside) && formats::file_system().remove(beside) != 0)
+      formats::fail_at(beside, "remove", errno);
+    checkpoint::write_file(beside, kept);
+    // The new one is held before it has the name, and the old one until then.
+    AppendFile anew = open_alone(beside, folder);
+    move(beside, file);
+    return anew;
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::config) throw;
+    throw Error(ErrorKind::storage,
+                detail::concat("metrics.folder = '", folder.string(),
+                               "' cannot be written; choose a folder that can be: ", e.what()));
+  }
+}
+
+void describe_start(const config::Config& config, const RunFacts& facts) {
+  const path folder = config.metrics.folder;
+  const std::string text = print_config(config);
+  JsonObject start{
+      {"time", {seconds_since_1970()}},
+      {"first_step", {facts.first_step}},
+      {"steps", {config.training.steps}},
+      {"host", {host_name()}},
+      {"process", {std::int64_t{getpid()}}},
+      {"processes", {std::int64_t{std::max(1, comm::num_launched_processes())}}},
+      {"cores", {static_cast<std::int64_t>(std::thread::hardware_concurrency())}},
+      {"device", {config.training.device}},
+      {"device_name", {device_name(config.training.device)}},
+      {"moesh", {version()}},
+      {"torch", {torch_version()}},
+      {"model",
+       {config.model.folder.empty() ? config.model.name + ":" + config.model.size
+                                    : "hf:" + config.model.folder}},
+      {"parameters", {facts.num_parameters}},
+      {"active_parameters", {facts.num_active_parameters}},
+      {"flops_per_token", {facts.flops_per_token}},
+      {"ranks", {std::int64_t{facts.num_ranks}}},
+      {"mesh", mesh_of(mesh_shape(config).validated())},
+  };
+  if (facts.peak_tflops > 0) start.emplace_back("peak_tflops", JsonValue{facts.peak_tflops});
+  if (facts.estimated_memory)
+    start.emplace_back("estimated_memory", JsonValue{*facts.estimated_memory});
+  start.emplace_back("config", JsonValue{text});
+  const path beside = folder / "config.toml.new";
+  formats::file_system().remove(beside);
+  checkpoint::write_file(beside, text);
+  move(beside, folder / "config.toml");
+  AppendFile(folder / "starts.jsonl").write(formats::to_json_line({std::move(start)}), 0);
+}
+
+}  // namespace moesh::train

@@ -1,0 +1,38 @@
+#pragma once
+// The folder of a run, metrics.folder:
+//   metrics.jsonl   a line for each step           config.toml    what the run was asked to do
+//   starts.jsonl    a line for each start: when, where, with which versions, mesh and configuration
+//   metrics.csv, tensorboard/                      where they are asked for
+//   replaced.jsonl  lines of steps that a run took once more, from a checkpoint
+//   earlier/0001/   the same of the run that was here before
+
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "moesh/config/config.h"
+#include "moesh/train/metrics/append_file.h"
+
+namespace moesh::train {
+
+/// What is known of a run before its first step.
+struct RunFacts {
+  std::int64_t first_step = 0;  // taken before, by the run that saved the checkpoint
+  int num_ranks = 1;
+  std::int64_t num_parameters = 0, num_active_parameters = 0;
+  double flops_per_token = 0;
+  double peak_tflops = 0;  // of all devices; 0: unknown
+  /// The most that a rank should hold at once, in bytes, where somebody has estimated it.
+  std::optional<std::int64_t> estimated_memory = {};
+};
+
+/// metrics.jsonl of the folder, for lines at its end and for no other run: throws Error (config)
+/// where one is writing there, and Error (storage) where nobody can. A run that goes on from a
+/// checkpoint keeps the lines of the first `first_step` steps. One that begins finds the folder
+/// empty: what was there goes to earlier/. At every moment all lines are in one of the files.
+AppendFile open_run_folder(const std::filesystem::path& folder, std::int64_t first_step);
+
+/// Notes in the folder, which is open, what starts now.
+void describe_start(const config::Config& config, const RunFacts& facts);
+
+}  // namespace moesh::train

@@ -1,0 +1,143 @@
+// The simulator against formulas that were published for each schedule, and against lists that do
+// not work.
+
+#include "moesh/pipeline/simulate.h"
+
+#include <algorithm>
+#include <map>
+
+#include "tests/pipeline/support.h"
+
+namespace moesh::pipeline {
+namespace {
+
+using enum ActionKind;
+
+double most(const std::vector<double>& values) {
+  return *std::max_element(values.begin(), values.end());
+}
+
+// Forward and each half of backward take 1.
+TEST(Simulate, BubblesAreThoseOfTheFormulas) {
+  each_case([](const Case& c) {
+    const Simulation s = simulate(c.schedule);
+    const double p = c.p, v = c.v, m = c.m;
+    if (c.name == "gpipe" || c.name == "1f1b")
+      EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (m + p - 1), 1e-12);
+    if (c.name == "interleaved_1f1b" && m >= p)
+      EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (v * m + p - 1), 1e-12);
+    // (p - 1) (F + I - W) of time, of 3 m work.
+    if (c.name == "zero_bubble" && m >= 2 * p - 1)
+      EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (3 * m + p - 1), 1e-12);
+    // No rank waits once it has begun; they begin one after the other.
+    if (c.name == "zbv" && m >= 2 * p - 1) {
+      EXPECT_EQ(s.bubble_fraction_of_worst_rank(), 0);
+      EXPECT_NEAR(s.bubble_fraction(), (p - 1) / (6 * m + p - 1), 1e-12);
+    }
+  });
+}
+
+// In whole stages of a rank: a rank with v of them has activations v times as small.
+TEST(Simulate, LiveActivationsAreThoseOfTheFormulas) {
+  each_case([](const Case& c) {
+    const Simulation s = simulate(c.schedule);
+    const int p = c.p, v = c.v, m = c.m;
+    for (int r = 0; r < p; ++r) {
+      const double peak = s.peak[static_cast<size_t>(r)];
+      if (c.name == "gpipe") EXPECT_EQ(peak, m);
+      if (c.name == "1f1b") EXPECT_EQ(peak, std::min(m, p - r));
+      if (c.name == "zero_bubble") EXPECT_EQ(peak, std::min(m, p));
+      if (c.name == "zbv") EXPECT_LE(peak, 2 * std::min(m, p));
+      if (c.name == "interleaved_1f1b" && m % p == 0)
+        EXPECT_EQ(peak, std::min(m * v, (v - 1) * p + 2 * (p - 1 - r) + 1));
+    }
+    if (c.name == "zbv") EXPECT_EQ(most(s.peak), 2 * std::min(m, p));
+  });
+}
+
+// Whatever actions take: nothing begins before its input is there, or before the rank is free.
+TEST(Simulate, NothingBeginsBeforeItsInput) {
+  each_case([](const Case& c) {
+    Costs costs{.stages = {}, .transfer = 0.25};
+    for (int stage = 0; stage < c.schedule.num_stages; ++stage)
+      costs.stages.push_back({.forward = 1.0 + stage % 3,
+                              .backward_input = 2.0 - stage % 2,
+                              .backward_weight = 0.5 + stage % 4});
+    const Simulation s = simulate(c.schedule, costs);
+    std::map<std::tuple<bool, int, int>, double> ends;  // of forward, and of gradients of inputs
+    for (const auto& list : s.ranks)
+      for (const Timed& t : list)
+        if (t.action.kind != backward_weight)
+          ends[{t.action.kind == forward, t.action.stage, t.action.micro_batch}] = t.end;
+    for (const auto& list : s.ranks) {
+      double free_from = 0;
+      for (const auto& [a, start, end] : list) {
+        EXPECT_GE(start, free_from);
+        free_from = end;
+        const int from = a.kind == forward ? a.stage - 1 : a.stage + 1;
+        if (a.kind == backward_weight || from < 0 || from == c.schedule.num_stages) continue;
+        const bool is_here = c.schedule.rank_of[static_cast<size_t>(from)] ==
+                             c.schedule.rank_of[static_cast<size_t>(a.stage)];
+        const double arrives =
+            ends.at({a.kind == forward, from, a.micro_batch}) + (is_here ? 0 : costs.transfer);
+        EXPECT_GE(start, arrives - 1e-12) << to_string(a);
+      }
+    }
+  });
+}
+
+// One buffer in each direction between two ranks is enough, but where stages come round.
+int least_buffers(const Case& c) { return c.name == "interleaved_1f1b" ? 2 + c.m % c.p : 1; }
+
+TEST(Simulate, NoneDeadlocksWithFewBuffers) {
+  each_case([](const Case& c) {
+    Costs costs{.stages = {{}}, .num_buffers = least_buffers(c)};
+    ASSERT_NO_THROW(simulate(c.schedule, costs));
+    EXPECT_LE(simulate(c.schedule, costs).num_buffers, costs.num_buffers);
+  });
+  expect_error([] { simulate(interleaved_1f1b(4, 2, 8), {.stages = {{}}, .num_buffers = 1}); },
+               "wait for each other: rank 0 before F4.0 for a free buffer");
+}
+
+TEST(Simulate, ThreeBuffersNeverSlowThemDown) {
+  each_case([](const Case& c) {
+    if (c.m % c.p != 0) return;
+    EXPECT_EQ(simulate(c.schedule, {.stages = {{}}, .num_buffers = 3}).time,
+              simulate(c.schedule).time);
+  });
+}
+
+TEST(Simulate, FindsRanksThatWaitForEachOther) {
+  Schedule s = one_f_one_b(2, 2);
+  // Rank 0 wants the gradient of a forward that rank 1 runs only after it got the next one.
+  s.ranks[0] = {{forward, 0, 0}, {backward, 0, 0}, {forward, 0, 1}, {backward, 0, 1}};
+  s.ranks[1] = {{forward, 1, 0}, {forward, 1, 1}, {backward, 1, 0}, {backward, 1, 1}};
+  expect_error([&] { simulate(s); },
+               "wait for each other: rank 0 before B0.0 for its input, rank 1 before F1.1 for its "
+               "input");
+}
+
+TEST(Simulate, FindsMessagesInAnotherOrder) {
+  Schedule s = gpipe(2, 2);
+  std::swap(s.ranks[1][0], s.ranks[1][1]);
+  expect_error([&] { simulate(s); },
+               "rank 0 sends what F0.0 gives as its message 0 to rank 1, which takes it for F1.1");
+}
+
+TEST(Simulate, KeepsWhatWeightsNeed) {
+  const auto peak = [](double kept) {
+    return most(simulate(zero_bubble(4, 8), {.stages = {{.kept_for_weights = kept}}}).peak);
+  };
+  EXPECT_EQ(peak(1), 4);
+  EXPECT_EQ(peak(0), 4);  // of the first rank, which puts off nothing
+  const auto last = simulate(zero_bubble(4, 8), {.stages = {{.kept_for_weights = 0.5}}}).peak[3];
+  EXPECT_EQ(last, 1 + 3 * 0.5);
+}
+
+TEST(Simulate, ChecksItsCosts) {
+  EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}, {}, {}}}), Error);
+  EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}}, .num_buffers = 0}), Error);
+}
+
+}  // namespace
+}  // namespace moesh::pipeline

@@ -1,0 +1,42 @@
+#pragma once
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "moesh/base/error.h"
+#include "moesh/pipeline/simulate.h"
+
+namespace moesh::pipeline {
+
+/// Every schedule of up to 8 ranks, 4 stages a rank and 3 p + 2 micro-batches.
+struct Case {
+  std::string name;
+  int p, v, m;
+  Schedule schedule;
+};
+
+inline void each_case(const std::function<void(const Case&)>& f) {
+  for (const auto& name : schedule_names())
+    for (int p = 1; p <= 8; ++p)
+      for (int v = 1; v <= 4; ++v) {
+        const int wanted = stages_of_a_rank(name);
+        if (wanted == 0 ? v < 2 : v != wanted) continue;
+        for (int m = 1; m <= 3 * p + 2; ++m) {
+          const Case c{name, p, v, m, make_schedule(name, p, v, m)};
+          SCOPED_TRACE(detail::concat(name, " p ", p, " v ", v, " m ", m));
+          f(c);
+        }
+      }
+}
+
+inline void expect_error(const std::function<void()>& f, const std::string& part) {
+  try {
+    f();
+    ADD_FAILURE() << "no error; expected one with: " << part;
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    EXPECT_EQ(error.kind(), ErrorKind::config);
+  }
+}
+
+}  // namespace moesh::pipeline

@@ -1,0 +1,136 @@
+// Gathers and reductions of a step that go on beside its computation, on threads and over the
+// loopback table of NCCL, where a rank has one stream for all of them.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "moesh/comm/launch.h"
+#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/config/merge.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/build.h"
+#include "tests/comm/nccl_loopback.h"
+#include "tests/spmd/device.h"
+
+namespace moesh::train {
+namespace {
+
+using Args = std::vector<std::string>;
+
+struct Result {
+  std::vector<at::Tensor> gradients;
+  std::vector<std::string> calls;  // group and operation
+};
+
+Config config_of(const Args& more) {
+  Args args{"--model=qwen3_moe:tiny", "--model.num_layers=2", "--dtype=bfloat16",
+            "--training.gradient_accumulation_steps=2", "--data.sequence_length=16"};
+  args.insert(args.end(), more.begin(), more.end());
+  return config::load_config(args);
+}
+
+Result gradients_on(comm::Group& world, const Config& config) {
+  const Mesh mesh(world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto model = make_model(config);
+  const auto dataset = open_dataset(config);
+  Result r;
+  const comm::Trace trace;
+  accumulate_gradients(*model, step_batches(config, *dataset, mesh, 0), step_options(config));
+  for (const auto& e : trace.entries()) r.calls.push_back(e.group + " " + comm::to_string(e.op));
+  model->each_param([&](Stored& w, bool) { r.gradients.push_back(w.value.grad().clone()); });
+  return r;
+}
+
+enum class World { threads, nccl };
+
+// Of each rank.
+std::vector<Result> results(const Config& config, World kind) {
+  std::vector<Result> all(static_cast<std::size_t>(mesh_shape(config).num_ranks()));
+  const auto f = [&](comm::Group& world) {
+    all[static_cast<std::size_t>(world.rank())] = gradients_on(world, config);
+  };
+  const int num_ranks = mesh_shape(config).num_ranks();
+  if (kind == World::threads) {
+    comm::launch(num_ranks, f, launch_options(config));
+    return all;
+  }
+  const auto nccl = comm::loopback::make(at::kCPU, comm::loopback::Pace::queued);
+  comm::launch(
+      num_ranks,
+      comm::on_nccl(f, {.timeout = std::chrono::seconds(60), .backend = comm::Backend::nccl},
+                    nccl.api));
+  EXPECT_EQ(nccl.count->aborted, 0);
+  return all;
+}
+
+std::ptrdiff_t count(const std::vector<std::string>& calls, const std::string& call) {
+  return std::count(calls.begin(), calls.end(), call);
+}
+
+const Args kMeshes{"dp_shard=2", "dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2",
+                   "dp_shard=2,tp=2,ep=2"};
+
+// Blocks freed and gathered again, recomputed, or kept: not a bit changes, with either world.
+TEST(Overlap, GivesTheSameBits) {
+  for (const auto& mesh : kMeshes)
+    for (const Args& mode : {Args{}, Args{"--activation_checkpoint.mode=full"},
+                             Args{"--activation_checkpoint.mode=selective"},
+                             Args{"--parallelism.fsdp_reshard_after_forward=false"}}) {
+      Args on = mode;
+      on.push_back("--mesh=" + mesh);
+      Args off = on;
+      off.emplace_back("--parallelism.overlap_reductions=false");
+      const auto expected = results(config_of(off), World::threads);
+      for (const World kind : {World::threads, World::nccl}) {
+        const auto found = results(config_of(on), kind);
+        for (std::size_t r = 0; r < found.size(); ++r)
+          for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+            EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i]))
+                << mesh << (mode.empty() ? "" : " " + mode[0]) << ", rank " << r << ", parameter "
+                << i;
+      }
+    }
+}
+
+// NCCL hangs where two ranks call in different orders.
+TEST(Overlap, EveryRankMakesItsCallsInOneOrder) {
+  for (const auto& mesh : kMeshes)
+    for (const Args& mode : {Args{}, Args{"--activation_checkpoint.mode=selective"}}) {
+      Args args = mode;
+      args.push_back("--mesh=" + mesh);
+      const auto all = results(config_of(args), World::nccl);
+      for (const auto& r : all) EXPECT_EQ(r.calls, all[0].calls) << mesh;
+    }
+}
+
+// A message for each block, its experts apart, and not one for each parameter; a block's gathers
+// for backward are called before the reductions of the block after it.
+TEST(Overlap, SendsABlockInOneMessage) {
+  const std::int64_t num_micro = 2, num_blocks = 2;
+  const Args mesh{"--mesh=dp_shard=2,ep=2"};
+  Args off = mesh;
+  off.emplace_back("--parallelism.overlap_reductions=false");
+  const auto later = results(config_of(mesh), World::threads)[0].calls,
+             now = results(config_of(off), World::threads)[0].calls;
+  const std::string group = "dp_shard";
+  ASSERT_GT(count(now, group + " reduce_scatter"), 0) << "the name of the group";
+  // The head with the last norm, each block, and the embedding.
+  EXPECT_EQ(count(later, group + " reduce_scatter"), num_micro * (num_blocks + 2));
+  EXPECT_GT(count(now, group + " reduce_scatter"), 3 * num_micro * num_blocks);
+  // From the first sum on, that of the head: the last block is gathered, and the one before it;
+  // then their sums, and that of the embedding.
+  std::vector<std::string> of_group;
+  for (const auto& call : later)
+    if (call.starts_with(group + " ")) of_group.push_back(call.substr(group.size() + 1));
+  const auto first_sum = std::find(of_group.begin(), of_group.end(), "reduce_scatter");
+  ASSERT_GE(of_group.end() - first_sum, 6);
+  EXPECT_EQ(std::vector<std::string>(first_sum, first_sum + 6),
+            (std::vector<std::string>{"reduce_scatter", "all_gather", "all_gather",
+                                      "reduce_scatter", "reduce_scatter", "reduce_scatter"}));
+}
+
+}  // namespace
+}  // namespace moesh::train
