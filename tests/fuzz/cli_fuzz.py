@@ -145,7 +145,9 @@ class Words:
             return [pick.choice(FLAGS)]
         else:
             name = "--" + "".join(pick.choice("abc.=-_ 1") for _ in range(pick.randrange(12)))
-        if name in AMOUNTS and command in COMPUTING:
+        if name == "--serve":  # at a port that can be, for ever
+            value = pick.choice(["-1", "65536", "1e400", "http", ""])
+        elif name in AMOUNTS and command in COMPUTING:
             value = pick.choice(SMALL if pick.random() < 0.5 else REFUSED)
         elif name == "--mesh" and pick.random() < 0.7:
             value = pick.choice(MESHES)
@@ -161,7 +163,7 @@ class Words:
         commands = [*self.own, "--version"]
         command = pick.choice(commands) if pick.random() < 0.97 else self.value(pick)
         words = [command]
-        if command in ("compare", "convert", "inspect", "tokenize", "generate"):
+        if command in ("compare", "convert", "inspect", "tokenize", "generate", "report"):
             words += [pick.choice(self.paths) for _ in range(pick.choice([0, 1, 1, 2, 2, 2, 3]))]
         if command == "tokenize" and pick.random() < 0.7:
             words += ["--tokenizer=tokenizer.json", "--out=out"]
