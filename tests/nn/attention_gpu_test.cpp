@@ -107,10 +107,7 @@ TEST(AttentionOnAGpu, WindowsAndSinksGoWithoutAMask) {
         const auto leaf = [&](std::int64_t length, std::int64_t heads) {
           return at::randn({2, length, heads, 64}, options).requires_grad_(true);
         };
-        // Keys that are not in rows, as a kernel wants them.
-        const at::Tensor k_columns = at::randn({2, 200 + start, 64, 2}, options);
-        const at::Tensor q = leaf(200, 8), k = k_columns.transpose(2, 3).requires_grad_(true),
-                         v = leaf(200 + start, 2);
+        const at::Tensor q = leaf(200, 8), k = leaf(200 + start, 2), v = leaf(200 + start, 2);
         at::Tensor sinks;
         if (has_sinks)
           sinks = at::randn({8}, options.dtype(at::kFloat)).mul_(2).requires_grad_(true);

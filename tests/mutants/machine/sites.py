@@ -50,7 +50,8 @@ OPEN, CLOSE = "([{", ")]}"
 ASSIGNMENTS = {"=", "+=", "-=", "*=", "/=", "%=", "|=", "&="}
 ENDS = {",", ";", "?", ":", "return", "else", "do", "<<"} | ASSIGNMENTS
 # A file's text for people, and checks of what users give: mistakes there are of another kind.
-SKIPPED_CALLS = {"MOESH_CHECK", "static_assert", "requires", "decltype", "assume", "expect_same"}
+SKIPPED_CALLS = {"MOESH_CHECK", "static_assert", "requires", "decltype", "assume", "expect_same",
+                 "RECORD_USER_SCOPE"}
 
 
 @dataclasses.dataclass(frozen=True)
