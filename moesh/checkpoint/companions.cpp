@@ -5,7 +5,9 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
+#include "moesh/formats/name.h"
 #include "moesh/formats/safetensors_index.h"
 
 namespace moesh::checkpoint {
@@ -26,14 +28,24 @@ bool is_companion(const std::filesystem::path& folder, const std::string& name) 
 
 std::map<std::string, std::string> read_companions(const std::filesystem::path& folder) {
   std::map<std::string, std::string> all;
+  // They are no part of the model: one that cannot travel ends no run.
+  const auto leave_out = [&](const std::string& name, const std::string& reason) {
+    log_warn(formats::shown((folder / name).string()), " is left out of checkpoints: ", reason,
+             "; copy it yourself if it belongs there");
+  };
   for (const auto& name : formats::names_in(folder)) {
     if (!is_companion(folder, name)) continue;
-    const formats::InputFile file(folder / name);
-    if (file.size() > kMaxBytes)
-      log_warn("'", (folder / name).string(), "' has ", file.size(),
-               " bytes: it is left out of checkpoints; copy it yourself if it belongs there");
-    else
-      all[name] = file.read_all(kMaxBytes);
+    try {
+      formats::check_file_name(name);
+      formats::json_quoted(name);  // for the list of files in moesh.json
+      const formats::InputFile file(folder / name);
+      if (file.size() > kMaxBytes)
+        leave_out(name, detail::concat("it has ", file.size(), " bytes"));
+      else
+        all[name] = file.read_all(kMaxBytes);
+    } catch (const Error& e) {
+      leave_out(name, e.what());
+    }
   }
   return all;
 }

@@ -142,8 +142,9 @@ std::vector<Option> make_options() {
           "model does it",
           one_of({"auto", "true", "false"})),
       MOESH_OPTION(numbers, moe, switch_loss_weight,
-                   "balance loss over the global micro-batch; the default is the model's own "
-                   "(router_aux_loss_coef of its folder; deepseek_v3: 0)",
+                   "balance loss over the global micro-batch, of each layer; the default is the "
+                   "model's own (router_aux_loss_coef * top_k / layers with experts; "
+                   "deepseek_v3: 0)",
                    at_least(0))
           .with_default([](const models::ModelFacts& m) -> Value { return m.switch_loss_weight; }),
       MOESH_OPTION(numbers, moe, sequence_loss_weight,

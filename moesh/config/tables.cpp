@@ -56,8 +56,10 @@ std::vector<Table> make_tables() {
                   MOESH_COLUMN(validation, source, ValidationSource, kind, "as data.kind", kinds)),
       MOESH_TABLE(
           numbers, optimizer, group, "parameters that learn in another way; the first that matches",
-          MOESH_COLUMN(optimizer, group, GroupSection, match,
-                       "regular expression that is found in their names, as inspect shows them"),
+          MOESH_COLUMN(
+              optimizer, group, GroupSection, match,
+              "regular expression that is found in their names: as inspect shows them, but "
+              "for routed experts, which are experts.w1 (gate), .w3 (up) and .w2 (down)"),
           MOESH_COLUMN(optimizer, group, GroupSection, lr_scale,
                        "factor of their learning rate; 0: they stay", {.least = 0}),
           MOESH_COLUMN(optimizer, group, GroupSection, weight_decay,

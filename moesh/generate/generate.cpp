@@ -78,8 +78,9 @@ Generated generate(const Config& config, const GenerateOptions& options) {
         const Mesh mesh(world, mesh_shape(config));
         const MeshScope scope(mesh);
         const auto model = train::make_model(config);
-        checkpoint::together(world,
-                             [&] { train::load_initial_weights(config, *model, world.rank()); });
+        checkpoint::together(world, [&](const checkpoint::Breath& breath) {
+          train::load_initial_weights(config, *model, world.rank(), breath);
+        });
         Generated mine = generate(*model, world, config, options);
         if (world.rank() == 0) result = std::move(mine);
       },

@@ -57,7 +57,7 @@ struct DecoderConfig {
   // Of biases at the start, but those of a router. Every library begins with zeros; the tiny sizes
   // do not, so that comparisons see what biases do.
   double bias_std = 0;
-  double balance_loss = 0;  // weight of the loss that the model was trained with: the switch loss
+  double balance_loss = 0;  // router_aux_loss_coef: of one loss for all layers together
 
   /// Points into this object.
   ModelKeys keys();

@@ -48,8 +48,14 @@ ModelFacts facts(const AnyConfig& config) {
   return std::visit(
       [](const auto& c) {
         ModelFacts facts = c.facts();
-        facts.score_before_experts =
-            c.plan().moe.experts.scores == kernels::ScoreSide::before;  // said once, in the plan
+        const DecoderPlan plan = c.plan();  // says these once
+        facts.score_before_experts = plan.moe.experts.scores == kernels::ScoreSide::before;
+        // In the library one loss, of the tokens of all layers together, is top_k where experts are
+        // balanced. Here each layer has one, which is 1 then, and they are added up.
+        std::int64_t num_moe = 0;
+        for (std::int64_t layer = 0; layer < c.num_layers; ++layer) num_moe += plan.is_moe(layer);
+        facts.switch_loss_weight *=
+            static_cast<double>(c.top_k) / static_cast<double>(std::max<std::int64_t>(num_moe, 1));
         return facts;
       },
       config);

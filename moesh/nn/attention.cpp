@@ -25,11 +25,14 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
+  // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
+  // cannot tell: they know the keys of this rank alone.)
+  const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
   // Positions count from the first key: chunks begin where they did.
   const kernels::AttentionConfig config{.scale = o.scale,
                                         .start = tokens.first_position() - seen.begin,
                                         .window = o.window,
-                                        .chunk = o.chunk,
+                                        .chunk = chunk,
                                         .most_documents = tokens.most_documents()};
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
                                       starts_BL.defined() ? starts_BL - seen.begin : starts_BL};

@@ -195,12 +195,14 @@ bool takes_flash_attention(const AttentionConfig& c, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &k = in.k_BSgd, &v = in.v_BSgv;
   const auto all = k.size(1), width = q.size(3);
   const bool has_window = c.window > 0 && c.window < all, has_documents = in.starts_BL.defined();
+  // In documents chunks count from where each begins, which may be before the first key: one may
+  // end between the keys, however few they are.
   const bool fits =
       has_documents ? v.size(3) <= width : c.start + q.size(1) == all && width == v.size(3);
   return (q.is_cuda() || q.is_meta()) && q.scalar_type() == at::kBFloat16 && q.numel() > 0 &&
          (has_window || in.sinks_h.defined() || has_documents) &&
-         (c.chunk == 0 || c.chunk >= all) && fits && width % 8 == 0 && width <= 256 &&
-         has_fast_kernels(q, k, v);
+         (c.chunk == 0 || (c.chunk >= all && !has_documents)) && fits && width % 8 == 0 &&
+         width <= 256 && has_fast_kernels(q, k, v);
 }
 
 at::Tensor flash_attention(const AttentionConfig& c, const AttentionInput& in) {

@@ -1,6 +1,7 @@
 // Runs that are saved, interrupted and resumed.
 #include <sys/fsuid.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <ATen/ops/equal.h>
 
@@ -82,6 +83,10 @@ TEST(Companions, TravelWithTheModel) {
   for (const auto& [name, text] : given) std::ofstream(first / name, std::ios::binary) << text;
   std::ofstream(first / "pytorch_model.bin") << "weights";
   std::filesystem::create_directory(first / "onnx.json");
+  // What cannot travel is left behind, and ends no run.
+  for (const char* name : {"caf\xe9.txt", "back\\slash.txt"}) std::ofstream(first / name) << "x";
+  std::filesystem::create_symlink("nowhere", first / "gone.json");
+  ASSERT_EQ(mkfifo((first / "pipe.json").c_str(), 0600), 0);
   const auto expect_all = [&](const path& at) {
     for (const auto& [name, text] : given) EXPECT_EQ(bytes_of(at / name), text) << at / name;
     EXPECT_FALSE(std::filesystem::exists(at / "pytorch_model.bin"));

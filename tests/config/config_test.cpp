@@ -244,15 +244,18 @@ TEST(Config, BalanceIsThatOfTheModelsRecipe) {
   };
   using Weights = std::vector<double>;
   EXPECT_EQ(weights({"--model=deepseek_v3:671b"}), (Weights{1e-3, 0, 1e-4}));
-  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3, 0}));
-  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02, 0}));
-  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3, 0}));
-  EXPECT_EQ(weights({"--model=llama4:tiny"}), (Weights{0, 1e-3, 0}));
-  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3, 0}));
+  // router_aux_loss_coef, times experts of a token, by layers with experts.
+  EXPECT_EQ(weights({"--model=qwen3_moe:30b-a3b"}), (Weights{0, 1e-3 * (8. / 48), 0}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3 * (2. / 2), 0})) << "2 of 3";
+  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02 * (2. / 32), 0}));
+  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3 * (2. / 56), 0}));
+  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3 * (4. / 24), 0}));
   EXPECT_EQ(weights({"--model=qwen3_moe:tiny", "--moe.switch_loss_weight=0"}), (Weights{0, 0, 0}));
   EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.switch_loss_weight").text,
             "qwen3_moe:tiny");
-  for (const auto& [model, wanted] : {std::pair{"qwen3_moe", 0.5}, std::pair{"gpt_oss", 1e-3}}) {
+  const double scale = 2. / 3;  // of gpt_oss:tiny
+  for (const auto& [model, wanted] :
+       {std::pair{"qwen3_moe", 0.5}, std::pair{"gpt_oss", 1e-3 * scale}}) {
     std::string text =
         models::on_disk(load_config({std::string("--model=") + model}).model.architecture)
             .config_json(formats::Dtype::f32);

@@ -212,23 +212,26 @@ TEST(AttentionOnAGpu, StaysWithinDocumentsWithoutAMask) {
 }
 
 // What that kernel does not take has a mask: chunks, which count from where a document begins.
+// A chunk is a document of its own. With as many keys as a chunk has, too: a document that began
+// before the first of them, on another cp rank, has a chunk that ends between them.
 TEST(AttentionOnAGpu, StaysWithinDocumentsInChunks) {
   at::manual_seed(4);
   const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
   const auto leaf = [&](std::int64_t heads) {
     return at::randn({2, 96, heads, 64}, options).requires_grad_(true);
   };
-  const Leaves x{leaf(4), leaf(2), leaf(2), {}};
-  const at::Tensor starts = starts_of({{40, 56}, {96}}, 0, 0);
-  const kernels::AttentionConfig c{.scale = 0.125, .chunk = 32, .most_documents = 4};
-  ASSERT_FALSE(nn::takes_flash_attention(c, {x.q, x.k, x.v, {}, starts}));
-  // A chunk is a document of its own.
-  const at::Tensor position = at::arange(96, starts.options()),
-                   chunks = position - (position - starts).remainder(32);
-  const Leaves w = x.wide();
-  const at::Tensor want = with_sinks({.scale = 0.125}, w.q, w.k, w.v, {}, chunks);
-  const at::Tensor y = nn::composed_attention(c, {x.q, x.k, x.v, {}, starts});
-  EXPECT_LT(error(y, want), 1e-2);
+  for (const std::int64_t chunk : {32, 96}) {
+    const Leaves x{leaf(4), leaf(2), leaf(2), {}};
+    const at::Tensor starts = starts_of({{40, 56}, {96}}, chunk == 96 ? -50 : 0, 0);
+    const kernels::AttentionConfig c{.scale = 0.125, .chunk = chunk, .most_documents = 4};
+    ASSERT_FALSE(nn::takes_flash_attention(c, {x.q, x.k, x.v, {}, starts}));
+    const at::Tensor position = at::arange(96, starts.options()),
+                     chunks = position - (position - starts).remainder(chunk);
+    const Leaves w = x.wide();
+    const at::Tensor want = with_sinks({.scale = 0.125}, w.q, w.k, w.v, {}, chunks);
+    const at::Tensor y = nn::composed_attention(c, {x.q, x.k, x.v, {}, starts});
+    EXPECT_LT(error(y, want), 1e-2) << chunk;
+  }
 }
 
 // The same launches serve other boundaries: nothing of them is read by the host.

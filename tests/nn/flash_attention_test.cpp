@@ -20,7 +20,7 @@ struct Case {
   std::int64_t queries = kQueries, width = kWidth, value_width = kWidth;
   at::ScalarType dtype = at::kBFloat16;
   at::Device device = at::kMeta;
-  bool has_sinks = false;
+  bool has_sinks = false, has_documents = false;
 
   at::Tensor tensor(std::int64_t length, std::int64_t heads, std::int64_t last) const {
     return at::empty({kBatch, length, heads, last}, at::TensorOptions(device).dtype(dtype));
@@ -28,9 +28,12 @@ struct Case {
   bool taken() const {
     const at::Tensor sinks =
         has_sinks ? at::empty({kHeads}, at::TensorOptions(device)) : at::Tensor();
+    const at::Tensor starts =
+        has_documents ? at::empty({kBatch, queries}, at::TensorOptions(device).dtype(at::kLong))
+                      : at::Tensor();
     return nn::takes_flash_attention(config,
                                      {tensor(queries, kHeads, width), tensor(kKeys, kGroups, width),
-                                      tensor(kKeys, kGroups, value_width), sinks});
+                                      tensor(kKeys, kGroups, value_width), sinks, starts});
   }
 };
 
@@ -48,6 +51,18 @@ TEST(FlashAttention, TakesWindowsAndSinks) {
   EXPECT_TRUE(taken([](Case& c) { c.has_sinks = true; }));
   EXPECT_TRUE(taken([](Case& c) { c.width = c.value_width = 256; }));
   EXPECT_TRUE(taken([](Case& c) { c.config.chunk = kKeys; })) << "one chunk";
+}
+
+TEST(FlashAttention, TakesDocuments) {
+  const auto of_documents = [](auto change) {
+    return taken([&](Case& c) { c.config.window = 0, c.has_documents = true, change(c); });
+  };
+  EXPECT_TRUE(of_documents([](Case&) {}));
+  EXPECT_TRUE(of_documents([](Case& c) { c.config.start -= 1; })) << "keys after the last query";
+  EXPECT_TRUE(of_documents([](Case& c) { c.value_width = 32; }));
+  EXPECT_FALSE(of_documents([](Case& c) { c.value_width = 72; }));
+  // A document that began before the first key may have a chunk that ends between the keys.
+  EXPECT_FALSE(of_documents([](Case& c) { c.config.chunk = kKeys; }));
 }
 
 // Each for one reason alone.
