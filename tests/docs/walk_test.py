@@ -33,7 +33,8 @@ def main(root, moesh):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         for entry in root.iterdir():
-            if entry.name != "build" and not entry.name.startswith("."):
+            # Not what someone has who did the walk here.
+            if entry.name not in ("build", "walk") and not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
         (folder / "build" / "bin").mkdir(parents=True)
         (folder / "build" / "bin" / "moesh").symlink_to(pathlib.Path(moesh).resolve())
