@@ -80,6 +80,11 @@ void check_characters(std::string_view text, const std::string& name) {
       is_comment = c != '\n';
     } else if (!quotes.empty()) {
       if (c == '\\' && quotes[0] == '"') {
+        // At the end of a line it joins the next: what follows is asked whether it is a space.
+        const auto next = text.find_first_not_of(quotes.size() == 3 ? " \t\r\n" : "", i + 1);
+        MOESH_CHECK(next == std::string_view::npos || static_cast<unsigned char>(text[next]) < 0x80,
+                    ErrorKind::config, name, ":", line, ": ", shown(text.substr(i, next - i + 4)),
+                    ": behind a backslash letters are ASCII's alone");
         i += i + 1 < text.size() && text[i + 1] >= 0x20;
       } else if (text.substr(i).starts_with(quotes)) {
         i += quotes.size() - 1;

@@ -53,7 +53,7 @@ def does_not_hold_and_usage(tmp, moesh):
 
 
 def stopped(tmp, moesh):
-    assert "stopped after 1 steps" in train(moesh, tmp, "--steps=9999999", "--max-minutes=1e-9",
+    assert "stopped after 1 step:" in train(moesh, tmp, "--steps=9999999", "--max-minutes=1e-9",
                                             code=4)
 
 

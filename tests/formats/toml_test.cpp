@@ -98,6 +98,9 @@ TEST(Toml, OtherLettersAreInTextsAndComments) {
   for (const char* text : {"a =\u0412", "gr\u00f6\u00dfe = 1", "a = 'x' \u0412", "a = \"\"\u0412"})
     expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
                  {"file:1:", "outside of a text", "\\x"});
+  for (const char* text : {"a = \"\\\u00e9\"", "a = \"\"\"b \\\n \ufefd\"\"\""})
+    expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
+                 {"file:1:", "behind a backslash"});
 }
 
 TEST(Toml, KeysOfManyPartsAreRefusedBeforeTheyAreParsed) {
