@@ -1,5 +1,6 @@
 #include "moesh/estimate/profile.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "moesh/base/error.h"
@@ -35,20 +36,20 @@ bool has_dense_key(const models::AnyConfig& full) {
   return std::visit([](const auto& c) { return requires { c.num_dense_layers; }; }, full);
 }
 
-// Models of which some differ by one layer: each kind of layer is added to a model that has two of
+// Models of which some differ by one layer: each kind of layer is added to a model that has four of
 // its kind already, so that the peak grows by what is held and not by what comes and goes (blocks
-// gather and reduce their parameters while their neighbours work).
+// gather their parameters while their neighbours work, and the sums of two travel meanwhile).
 std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape& shape) {
   const auto num = static_cast<int>(shape.is_moe.size());
   int num_dense = 0;
   for (const bool is_moe : shape.is_moe) num_dense += !is_moe;
   std::vector<Short> all;
   if (has_dense_key(full) && num_dense > 0) {
-    for (const auto& [layers, dense] : {std::pair{2, 2}, {3, 3}, {3, 1}, {4, 1}})
+    for (const auto& [layers, dense] : {std::pair{4, 4}, {5, 5}, {5, 1}, {6, 1}})
       all.push_back(shortened(full, layers, dense));
   } else {
     const bool is_uniform = num_dense == 0 || num_dense == num;
-    for (int k = is_uniform ? 2 : 4; k <= (is_uniform ? 3 : 6); ++k)
+    for (int k = is_uniform ? 4 : 6; k <= (is_uniform ? 5 : 8); ++k)
       all.push_back(shortened(full, k, 0));
   }
   return all;
@@ -209,7 +210,17 @@ Profile Profiler::on(const MeshShape& mesh) {
   const MeshShape to = mesh.validated(), from = smallest(to);
   const Profile& p = measured(to);
   Profile out{.layers = {}, .ends = rescaled(p.ends, from, to)};
-  for (const auto& [is_moe, layer] : p.layers) out.layers[is_moe] = rescaled(layer, from, to);
+  // Of blocks whose sums travel a rank gets its shards, which are in the peak as well: two at most,
+  // and one counts, so that the rest errs on the side of more.
+  double in_flight = 0;
+  const auto gradients = [](const PartProfile& part) {
+    return static_cast<double>(part.dense.gradients + part.experts.gradients);
+  };
+  for (const auto& [is_moe, layer] : p.layers) {
+    out.layers[is_moe] = rescaled(layer, from, to);
+    in_flight = std::max(in_flight, gradients(layer) - gradients(out.layers[is_moe]));
+  }
+  if (config_.parallelism.overlap_reductions) out.ends.activations -= in_flight;
   return out;
 }
 

@@ -59,8 +59,13 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
            0.01);
       const Estimate second = estimate(
           changed(c, {{"training.gradient_accumulation_steps", std::int64_t{2}, {"test"}}}));
-      near(static_cast<double>(sum.dense.total() + sum.experts.total()) + sum.activations,
-           static_cast<double>(second.peak), 0.1);
+      // What comes and goes (gathers, sums that travel) is that of a small dp: seldom less than the
+      // dry run has, and in these small models up to a fifth more.
+      const double peak = static_cast<double>(sum.dense.total() + sum.experts.total()) +
+                          sum.activations,
+                   of_dry_run = static_cast<double>(second.peak);
+      EXPECT_GT(peak, 0.95 * of_dry_run) << peak / of_dry_run;
+      EXPECT_LT(peak, 1.2 * of_dry_run) << peak / of_dry_run;
       // With copies, gradients that tp ranks sum are summed over both at once: counted as two sums.
       std::map<std::string, double> wanted, found;
       const auto name = [&](const std::string& group) {

@@ -85,6 +85,8 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   }
   if (settings.take("selective") != 0)
     more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
+  if (settings.take("one_document") != 0)
+    more.push_back({"data.document_mask", std::string("false"), {"test"}});
   auto c = step_case(mesh, more);
   if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
