@@ -28,6 +28,8 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
              std::vector<TomlEntry>& entries) {
   for (const auto& [key, node] : table) {
     const std::string path = prefix + std::string(key);
+    MOESH_CHECK(!key.str().empty(), ErrorKind::config, name, ":", line_of(node),
+                ": a key without a name; a key is section.name");
     if (const auto* below = node.as_table()) {
       flatten(*below, path + '.', name, entries);
       continue;

@@ -90,6 +90,12 @@ TEST(Toml, WhatIsNoTextIsAnErrorAndNotTheEndOfTheProgram) {
                  {"file:", "controls a terminal"});
 }
 
+TEST(Toml, AKeyHasAName) {
+  for (const char* text : {"\"\" = 1", "[\"\"]\na = 1"})
+    expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
+                 {"file:1:", "a key without a name"});
+}
+
 TEST(Toml, OtherLettersAreInTextsAndComments) {
   for (const char* text : {"a = \"gr\u00f6\u00dfe\"", "a = 1 # gr\u00f6\u00dfe",
                            "a = '''\n\u0412'\n'''", "a = \"\"\"\u0412\"\"\"\"\"  # \u0412",
