@@ -43,15 +43,19 @@ def greedy(model, ids, use_cache=True):
 
 def ids_agree(tmp, seed):
     for number, (name, config) in enumerate(golden_test.VARIANTS.items()):
-        torch.manual_seed(seed + number)
-        folder = tmp / f"variant{number}"
-        golden_test.make(config, folder)
-        prompt = torch.randint(96, (9,)).tolist()
-        model = open_model(folder)
-        # transformers with its own cache, and every time from the beginning.
-        wanted = greedy(model, prompt)
-        assert wanted == greedy(model, prompt, use_cache=False), name
+        # Random weights may repeat one token for ever, which says little: others, then.
+        for attempt in range(20):
+            torch.manual_seed(seed + number + 1000 * attempt)
+            folder = tmp / f"variant{number}_{attempt}"
+            golden_test.make(config, folder)
+            prompt = torch.randint(96, (9,)).tolist()
+            model = open_model(folder)
+            wanted = greedy(model, prompt)
+            if len(set(wanted)) > 1:
+                break
         assert len(set(wanted)) > 1, f"{name}: {wanted} says little"
+        # transformers with its own cache, and every time from the beginning.
+        assert wanted == greedy(model, prompt, use_cache=False), name
         for mesh in MESHES:
             found = moesh(folder, "--prompt-ids", ",".join(map(str, prompt)), "--mesh", mesh,
                           "--max-new-tokens", NEW)
