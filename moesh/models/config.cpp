@@ -28,8 +28,7 @@ ModelFacts DecoderConfig::facts() const {
           .num_kv_heads = num_heads,
           .num_experts = num_experts,
           .max_sequence = max_sequence,
-          .vocab_size = vocab,
-          .switch_loss_weight = balance_loss};
+          .vocab_size = vocab};
 }
 
 std::optional<BrokenRule> DecoderConfig::broken_rule() const {

@@ -54,8 +54,9 @@ ModelFacts facts(const AnyConfig& config) {
         // balanced. Here each layer has one, which is 1 then, and they are added up.
         std::int64_t num_moe = 0;
         for (std::int64_t layer = 0; layer < c.num_layers; ++layer) num_moe += plan.is_moe(layer);
-        facts.switch_loss_weight *=
+        const double per_layer =
             static_cast<double>(c.top_k) / static_cast<double>(std::max<std::int64_t>(num_moe, 1));
+        facts.switch_loss_weight = c.balance_loss * per_layer;
         return facts;
       },
       config);
