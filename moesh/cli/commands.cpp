@@ -203,7 +203,7 @@ std::map<std::string, std::string> group_notes(const Config& config) {
                     return comm::fake_group(name, rank, members, unused);
                   });
   const MeshScope scope(mesh);
-  const auto matches = group_matches(*make_model(config, at::kMeta), param_groups(config));
+  const auto matches = group_matches(*make_model(config, at::kMeta), config);
   for (std::size_t i = 0; i < matches.size(); ++i)
     notes[detail::concat("optimizer.group.", i, ".match")] = detail::concat(
         with_commas(matches[i].num_parameters), " parameters in ",
