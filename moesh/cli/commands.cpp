@@ -55,7 +55,7 @@ const char* kUsage =
     "  estimate       parameters, memory of a rank and bytes that it sends in a step, without\n"
     "                 running it; takes train's options\n"
     "                   --cluster h100x8:256   seconds of a step on 256 nodes of 8 H100 (or a\n"
-    "                                    TOML file); takes pp, and with it\n"
+    "                                    TOML file); with it\n"
     "                                    --search         the fastest meshes of all GPUs\n"
     "                                    --schedule [FILE.svg]   what each rank of pp does when\n"
     "                   --search N       the best meshes of N ranks that fit, those that send the\n"
