@@ -151,6 +151,7 @@ RunSummary run_train(const Args& args) {
   if (!s.folder.empty())
     std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n", s.folder.c_str(),
                 s.folder.c_str());
+  std::fputs(s.trace.c_str(), stdout);
   return s;
 }
 

@@ -46,7 +46,8 @@ class Work {
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
-  explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  explicit Handle(std::unique_ptr<Work> work, std::int64_t number = -1)
+      : work_(std::move(work)), number_(number) {}
   Handle(Handle&&) = default;
   Handle& operator=(Handle&&) = delete;  // it would drop what is in progress
   ~Handle();
@@ -58,6 +59,7 @@ class [[nodiscard]] Handle {
  private:
   std::unique_ptr<Work> work_;
   at::Tensor value_;
+  std::int64_t number_ = -1;                         // in the thread's Timeline, where that records
   int num_exceptions_ = std::uncaught_exceptions();  // that were unwinding when it was started
 };
 
@@ -152,6 +154,9 @@ class Group {
   /// its message.
   virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
 
+  /// Whether `wait` returns when the other ranks have come: else the device waits for them.
+  virtual bool meets_on_host() const { return true; }
+
   /// Where small tensors that no caller chose a device for must live.
   virtual at::Device control_device() const { return at::kCPU; }
 
@@ -181,7 +186,8 @@ class Group {
   void check(Collective op, const at::Tensor& x) const;
   void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
   Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
-  void trace(Collective op, std::size_t bytes) const;
+  /// Tells of a collective that is called; its number in the thread's Timeline.
+  std::int64_t trace(Collective op, std::size_t bytes) const;
 
   std::string name_;
   int rank_;
