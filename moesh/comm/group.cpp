@@ -69,6 +69,11 @@ class SoloGroup final : public Group {
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor&, int) override { never(); }
   void do_barrier() override { never(); }
+  std::unique_ptr<Work> do_send(const at::Tensor&, const Message&) override { never(); }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef, const at::TensorOptions&,
+                                const Message&) override {
+    never();
+  }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
     never();
   }
@@ -85,6 +90,8 @@ const char* to_string(Collective op) {
     case Collective::broadcast: return "broadcast";
     case Collective::barrier: return "barrier";
     case Collective::split: return "split";
+    case Collective::send: return "send";
+    case Collective::recv: return "recv";
   }
   return "unknown";
 }
@@ -128,7 +135,11 @@ TracePause::~TracePause() {
 }
 
 Group::Group(std::string name, int rank, std::vector<int> members)
-    : name_(std::move(name)), rank_(rank), members_(std::move(members)) {
+    : name_(std::move(name)),
+      rank_(rank),
+      members_(std::move(members)),
+      num_sent_(members_.size()),
+      num_received_(members_.size()) {
   MOESH_CHECK(rank >= 0 && rank < size(), "rank ", rank, " of a group of ", size());
 }
 
@@ -142,10 +153,14 @@ std::vector<int> Group::world_ranks(const std::vector<int>& ranks) const {
 void Group::check(Collective op, const at::Tensor& x) const {
   MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_,
               "': the tensor is undefined");
-  MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_,
-              "': dtype ", c10::getDtypeNames(x.scalar_type()).first,
+  check_kind(op, x.scalar_type(), x.dim());
+}
+
+void Group::check_kind(Collective op, at::ScalarType dtype, std::int64_t num_dims) const {
+  MOESH_CHECK(is_supported(dtype), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': dtype ", c10::getDtypeNames(dtype).first,
               " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
-  MOESH_CHECK(x.dim() <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", x.dim(),
+  MOESH_CHECK(num_dims <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", num_dims,
               " dimensions; at most 8 are supported, so flatten some");
 }
 
@@ -175,13 +190,13 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
   return rows;
 }
 
-std::int64_t Group::trace(Collective op, std::size_t bytes) const {
+std::int64_t Group::trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const {
   for (Trace* t = current_trace; t; t = t->outer_)
     t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
   flight::called(name_, op, static_cast<std::int64_t>(bytes));
   Timeline* timeline = Timeline::current();
   if (!timeline || num_pauses > 0) return -1;
-  return timeline->call(to_string(op), name_, members_, meets_on_host(),
+  return timeline->call(to_string(op), name_, ranks, meets_on_host(),
                         static_cast<std::int64_t>(bytes));
 }
 
@@ -256,6 +271,66 @@ void Group::barrier() {
   tell_ended(number);
 }
 
+void Group::check_channel(Collective op, const Channel& c) const {
+  for (const int r : {c.from, c.to})
+    MOESH_CHECK(r >= 0 && r < size(), ErrorKind::comm, to_string(op), " on group '", name_,
+                "' from rank ", c.from, " to rank ", c.to, "; the group has ranks 0 to ",
+                size() - 1);
+  MOESH_CHECK(c.from != c.to, ErrorKind::comm, to_string(op), " on group '", name_, "': rank ",
+              c.from, " would send to itself; keep the tensor instead");
+}
+
+void Group::check_open(Collective op, const Channel& c) const {
+  check_channel(op, c);
+  MOESH_CHECK(channels_.contains(c), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': the channel from rank ", c.from, " to rank ", c.to,
+              " is not open; every rank calls open_channels with it before the first message");
+}
+
+void Group::open_channels(const std::vector<Channel>& channels) {
+  std::vector<Channel> fresh;
+  std::vector<std::int64_t> words;
+  for (const Channel& c : channels) {
+    check_channel(Collective::send, c);
+    if (channels_.insert(c).second) fresh.push_back(c);
+    words.insert(words.end(), {c.from, c.to});
+  }
+  if (size() == 1) return;
+  const TracePause quiet;
+  expect_same(at::tensor(words, at::kLong).to(control_device()), "the list of channels");
+  if (!fresh.empty()) do_open_channels(fresh);
+}
+
+Handle Group::start_send(const at::Tensor& x, int to, std::int64_t label) {
+  check(Collective::send, x);
+  check_open(Collective::send, {rank_, to});
+  const auto number = trace(Collective::send, x.nbytes(), world_ranks({rank_, to}));
+  count(*this, Collective::send, x);
+  return recorded(
+      *this, Collective::send, number,
+      do_send(x.detach().contiguous(),
+              {.peer = to, .number = num_sent_[static_cast<size_t>(to)]++, .label = label}));
+}
+
+Handle Group::start_recv(at::IntArrayRef sizes, const at::TensorOptions& options, int from,
+                         std::int64_t label) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  check_kind(Collective::recv, dtype, static_cast<std::int64_t>(sizes.size()));
+  check_open(Collective::recv, {from, rank_});
+  std::size_t bytes = c10::elementSize(dtype);
+  for (const auto n : sizes) {
+    MOESH_CHECK(n >= 0, ErrorKind::comm, "recv on group '", name_, "': sizes ", sizes,
+                " have a negative entry");
+    bytes *= static_cast<std::size_t>(n);
+  }
+  const auto number = trace(Collective::recv, bytes, world_ranks({from, rank_}));
+  return recorded(
+      *this, Collective::recv, number,
+      do_recv(
+          sizes, options.requires_grad(std::nullopt),
+          {.peer = from, .number = num_received_[static_cast<size_t>(from)]++, .label = label}));
+}
+
 std::shared_ptr<Group> Group::split(int color, int key, const std::string& name) {
   std::vector<std::pair<int, int>> asked{{color, key}};
   if (size() > 1) {
@@ -287,6 +362,13 @@ std::shared_ptr<Group> Group::split(int color, int key, const std::string& name)
   if (members.size() == 1)
     return std::make_shared<SoloGroup>(name, members_[static_cast<size_t>(rank_)]);
   return group;
+}
+
+std::unique_ptr<Work> Group::do_send(const at::Tensor&, const Message&) {
+  throw Error(ErrorKind::comm, "send: this backend has no messages; use threads");
+}
+std::unique_ptr<Work> Group::do_recv(at::IntArrayRef, const at::TensorOptions&, const Message&) {
+  throw Error(ErrorKind::comm, "recv: this backend has no messages; use threads");
 }
 
 std::shared_ptr<Group> solo_group(const std::string& name) {

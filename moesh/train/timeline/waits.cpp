@@ -21,7 +21,9 @@ std::map<Key, Calls> calls_of(const std::vector<RankRecord>& records) {
     for (std::size_t i = 0; i < t.collectives.size(); ++i) {
       const CollectiveSpan& c = t.collectives[i];
       const TimelineGroup& g = t.groups.at(static_cast<std::size_t>(c.group));
-      Calls& calls = all[{g.name, g.members, t.names.at(static_cast<std::size_t>(c.op))}];
+      const std::string& op = t.names.at(static_cast<std::size_t>(c.op));
+      const bool is_message = op == "send" || op == "recv";  // its members are its two ends
+      Calls& calls = all[{g.name, g.members, is_message ? "message" : op}];
       calls.meets_on_host = g.meets_on_host;
       calls.of_rank[static_cast<int>(r)].push_back(i);
     }

@@ -17,7 +17,8 @@ struct Wait {
 };
 
 /// By rank and collective. All ranks of a group make the same calls in the same order, so the k-th
-/// all_reduce on it is the same one for all.
+/// all_reduce on it is the same one for all; and the k-th message of a channel is that at both
+/// ends.
 std::vector<std::vector<Wait>> find_waits(const std::vector<RankRecord>& records);
 
 }  // namespace moesh::train
