@@ -8,7 +8,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
@@ -35,19 +34,28 @@ struct Asked {
   std::optional<std::string> json, memory;
 };
 
-// `--name` with or without a value.
-bool take_with_or_without(Args& args, const std::string& name, std::string& value) {
-  for (size_t i = 0; i < args.size(); ++i)
-    if (args[i] == name && (i + 1 == args.size() || args[i + 1].starts_with("--")))
-      return take_flag(args, name);
-  const auto given = take(args, name);
-  if (given) value = *given;
-  return given.has_value();
-}
+constexpr const char* kDegree = "--parallelism.pipeline_parallel_degree";
+int parse_pp(const std::string& text) { return whole_number(kDegree, text, 1); }
 
-int parse_pp(const std::string& text) {
-  Args one{"--parallelism.pipeline_parallel_degree=" + text};
-  return take_number(one, "--parallelism.pipeline_parallel_degree", 1);
+// Takes `--name VALUE` or `--name=VALUE` out of the options of the configuration; the first.
+std::optional<std::string> take(Args& args, const std::string& name) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    const auto at = args.begin() + static_cast<std::ptrdiff_t>(i);
+    std::string value;
+    if (args[i].starts_with(name + "=")) {
+      value = args[i].substr(name.size() + 1);
+      args.erase(at);
+    } else if (args[i] == name) {
+      MOESH_CHECK(i + 1 < args.size() && !args[i + 1].starts_with("--"), ErrorKind::config, name,
+                  " needs a value, as in ", name, "=...");
+      value = args[i + 1];
+      args.erase(at, at + 2);
+    } else {
+      continue;
+    }
+    return value;
+  }
+  return std::nullopt;
 }
 
 // "pp=16,tp=2" -> 16, and "tp=2" is left.
@@ -67,10 +75,9 @@ void take_pp_of_mesh(Args& args, int& pp) {
   if (!rest.empty()) args.push_back("--mesh=" + rest);
 }
 
-Asked take_asked(const std::string& cluster, Args& args) {
+Asked asked_of(const std::string& cluster, const Given& given, Args& args) {
   Asked a{.cluster = parse_cluster(cluster)};
-  if (const auto degree = take(args, "--parallelism.pipeline_parallel_degree"))
-    a.pp = parse_pp(*degree);
+  if (const auto degree = take(args, kDegree)) a.pp = parse_pp(*degree);
   take_pp_of_mesh(args, a.pp);
   auto& p = a.pipeline;
   if (const auto name = take(args, "--parallelism.pipeline_parallel_schedule")) {
@@ -81,13 +88,14 @@ Asked take_asked(const std::string& cluster, Args& args) {
     p.schedule = *name;
   }
   p.layers_per_stage = take(args, "--parallelism.pipeline_parallel_layers_per_stage").value_or("");
-  std::string number;
-  a.searches = take_with_or_without(args, "--search", number);
+  a.searches = given.has("--search");
+  const std::string number = given.text("--search").value_or("");
   MOESH_CHECK(number.empty() || number == std::to_string(a.cluster.num_gpus()), ErrorKind::config,
               "--search is '", number, "', and the cluster has ", a.cluster.num_gpus(),
               " GPUs, all of which are used; leave out the number");
-  a.draws = take_with_or_without(args, "--schedule", a.picture);
-  a.json = take(args, "--json"), a.memory = take(args, "--memory");
+  a.draws = given.has("--schedule");
+  a.picture = given.text("--schedule").value_or("");
+  a.json = given.text("--json"), a.memory = given.text("--memory");
   return a;
 }
 
@@ -224,8 +232,9 @@ void draw(Profiler& profiler, const Asked& a, const MeshShape& mesh, const StepT
 
 }  // namespace
 
-int run_estimate_in_time(const std::string& cluster, Args args) {
-  const Asked a = take_asked(cluster, args);
+int run_estimate_in_time(const std::string& cluster, const Given& given) {
+  Args args = given.rest();
+  const Asked a = asked_of(cluster, given, args);
   const Config config = load_config(args);
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
   MeshShape mesh = mesh_shape(config);

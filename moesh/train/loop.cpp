@@ -29,6 +29,7 @@
 #include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/step_trace.h"
 #include "moesh/train/validation.h"
 
@@ -349,6 +350,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
     write_flight_record(config, rank, fault);
   };
+  if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {

@@ -131,7 +131,7 @@ def ranges_of_steps(tmp, moesh):
         ("1:2:3", "as in 10:12"),
         ("1-2", "as in 10:12"),
         ("99999999999999999999", "as in 10:12"),
-        ("4:6", "training.steps is 5 (command line, --steps)", "name steps up to 5"),
+        ("4:6", "training.steps is 5 (command line)", "name steps up to 5"),
     ):
         command = [moesh, "train", *TINY, "--steps=5", f"--profile.steps={text}"]
         fails(command, f'profile.steps is "{text}" (command line)', *parts)

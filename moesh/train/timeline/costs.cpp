@@ -60,7 +60,7 @@ void add_collective(Sums& sums, const TimelineRecord& t, const Slice& s, std::in
   const bool has_waited = s.end == c.end && wait.unknown.empty();
   const std::int64_t waited = has_waited ? std::min(wait.nanoseconds, self) : 0;
   if (has_waited) {
-    Sum& sum = sums["waiting for the slowest rank in " + what];
+    Sum& sum = sums["waiting in " + what];
     sum.nanoseconds += waited;
     ++sum.num_calls;
     ++sum.slowest[wait.slowest];
@@ -107,14 +107,14 @@ void add_device(Sums& sums, const RankRecord& record) {
   }
 }
 
-// "; rank 5 came last in 12 of 16"
+// " (rank 5 last in 12 of 16)"
 std::string who_was_slowest(const Sum& sum) {
   if (sum.slowest.empty()) return "";
   const auto most =
       std::max_element(sum.slowest.begin(), sum.slowest.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
-  return detail::concat("; rank ", most->first, " came last in ", most->second, " of ",
-                        sum.num_calls);
+  return detail::concat(" (rank ", most->first, " last in ", most->second, " of ", sum.num_calls,
+                        ")");
 }
 
 }  // namespace

@@ -18,6 +18,18 @@ using torch::profiler::impl::ActivityType;
 
 std::atomic<bool> is_taken = false;
 
+// The operators are what a kernel is linked with, and they know their thread.
+const std::set<ActivityType> kActivities{ActivityType::CPU, ActivityType::CUDA};
+
+torch::profiler::impl::ProfilerConfig profiler_config() {
+  torch::profiler::impl::ExperimentalConfig options;
+  options.profile_all_threads = true;
+  return torch::profiler::impl::ProfilerConfig(
+      torch::profiler::impl::ProfilerState::KINETO, /*report_input_shapes=*/false,
+      /*profile_memory=*/false, /*with_stack=*/false, /*with_flops=*/false,
+      /*with_modules=*/false, options);
+}
+
 bool is_on_gpu(const kineto::KinetoEvent& e) {
   const auto type = static_cast<libkineto::ActivityType>(e.activityType());
   return type == libkineto::ActivityType::CONCURRENT_KERNEL ||
@@ -38,18 +50,13 @@ std::int64_t thread_number() {
   return static_cast<std::int64_t>(at::RecordFunction::currentThreadId());
 }
 
+void prepare_kernels() { kineto::prepareProfiler(profiler_config(), kActivities); }
+
 RecordKernels::RecordKernels() : is_recording_(!is_taken.exchange(true)) {
   if (!is_recording_) return;
-  torch::profiler::impl::ExperimentalConfig options;
-  options.profile_all_threads = true;
-  const torch::profiler::impl::ProfilerConfig config(
-      torch::profiler::impl::ProfilerState::KINETO, /*report_input_shapes=*/false,
-      /*profile_memory=*/false, /*with_stack=*/false, /*with_flops=*/false,
-      /*with_modules=*/false, options);
-  // The operators are what a kernel is linked with, and they know their thread.
-  const std::set<ActivityType> activities{ActivityType::CPU, ActivityType::CUDA};
-  kineto::prepareProfiler(config, activities);
-  kineto::enableProfiler(config, activities);
+  kineto::enableProfiler(
+      profiler_config(), kActivities,
+      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
 }
 
 std::vector<KernelSpan> RecordKernels::take() {

@@ -18,6 +18,9 @@ struct KernelSpan {
 /// Of this thread, within its process.
 std::int64_t thread_number();
 
+/// Before the ranks are started, in the thread that loaded the program: the profiler wants it.
+void prepare_kernels();
+
 /// While it lives, records the kernels of this process. The profiler is one for all threads: the
 /// first of several objects records, and the others nothing.
 class RecordKernels {

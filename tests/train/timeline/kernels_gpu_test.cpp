@@ -29,6 +29,7 @@ TEST(Kernels, AreOfTheThreadThatLaunchedThem) {
     const auto mine = recorded.take();
     if (!mine.empty()) kernels = mine;
   };
+  prepare_kernels();
   comm::launch(2, f, {.device = at::kCUDA});
   ASSERT_FALSE(kernels.empty());
   std::set<std::int64_t> seen;

@@ -60,6 +60,9 @@ TEST(Timeline, HasTheCollectivesOfTheTrace) {
       world.all_to_all(at::ones({4}), {}, {});
       pair->broadcast(at::ones({2}), 1);
       world.barrier();
+      world.open_channels({{0, 3}});
+      if (world.rank() == 0) world.start_send(at::ones({9}), 3).wait();
+      if (world.rank() == 3) world.start_recv({9}, at::kFloat, 0).wait();
       {
         const auto dropped = world.start_all_reduce(at::ones({7}));
       }
@@ -72,7 +75,12 @@ TEST(Timeline, HasTheCollectivesOfTheTrace) {
         const TimelineGroup& g = t.groups[static_cast<size_t>(c.group)];
         EXPECT_EQ(t.names[static_cast<size_t>(c.op)], to_string(e.op));
         EXPECT_EQ(g.name, e.group);
-        EXPECT_EQ(g.members.size(), e.group == "pair" ? 2u : 4u);
+        const bool is_message = e.op == comm::Collective::send || e.op == comm::Collective::recv;
+        if (is_message) {
+          EXPECT_EQ(g.members, (std::vector<int>{0, 3}));
+        } else {
+          EXPECT_EQ(g.members.size(), e.group == "pair" ? 2u : 4u);
+        }
         EXPECT_EQ(c.bytes, e.bytes);
         EXPECT_LE(c.begin, c.wait_begin);
         EXPECT_LE(c.wait_begin, c.end);
@@ -102,7 +110,7 @@ TEST(Timeline, ShowsOperatorsOfForwardAndBackwardInTheirSections) {
       const InSection section(Section::backward);
       w.sum().backward();
     }
-    std::thread([] { at::ones({3}).add_(1); }).join();  // that of nobody
+    std::thread([] { at::ones({3}).cos_(); }).join();  // that of nobody
     const TimelineRecord t = timeline.take();
     expect_nested(t);
     EXPECT_EQ(names_of(t, SliceKind::section), (std::vector<std::string>{"forward", "backward"}));
@@ -110,7 +118,7 @@ TEST(Timeline, ShowsOperatorsOfForwardAndBackwardInTheirSections) {
     const auto ops = names_of(t, SliceKind::op);
     EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::mm"), 3);  // and two in backward
     EXPECT_EQ(std::count(ops.begin(), ops.end(), "MmBackward0"), 1);
-    EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::add_"), 0);
+    EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::cos_"), 0);
   });
 }
 
@@ -124,7 +132,9 @@ TEST(Timeline, NothingIsRecordedWhereNobodyAsks) {
       world.all_reduce(at::ones({2}));
     }
     before.wait();
-    EXPECT_TRUE(timeline.take().slices.empty());
+    const TimelineRecord t = timeline.take();
+    EXPECT_TRUE(t.collectives.empty());
+    EXPECT_TRUE(names_of(t, SliceKind::collective).empty());
   });
 }
 
@@ -192,6 +202,14 @@ TEST(Waits, AreFromTheWaitToTheLastCall) {
   EXPECT_EQ(waits[0][0].slowest, 1);
 }
 
+TEST(Waits, AreThoseOfBothEndsOfAMessage) {
+  auto records = two_ranks();
+  records[0].timeline.names[4] = "send", records[1].timeline.names[4] = "recv";
+  const auto waits = find_waits(records);
+  EXPECT_EQ(waits[0][0].nanoseconds, 60 - 41);
+  EXPECT_EQ(waits[0][0].slowest, 1);
+}
+
 TEST(Waits, AreUnknownWhereNothingCanBeTold) {
   const auto unknown = [](auto change) {
     auto records = two_ranks();
@@ -221,8 +239,7 @@ TEST(Costs, AddUpToTheStep) {
   EXPECT_EQ(sum, 100);
   EXPECT_EQ(of.at("aten::mm"), 16);
   EXPECT_EQ(of.at("aten::linear"), 4);
-  EXPECT_EQ(of.at("waiting for the slowest rank in all_reduce on tp; rank 1 came last in 2 of 2"),
-            19 / 2.0);
+  EXPECT_EQ(of.at("waiting in all_reduce on tp (rank 1 last in 2 of 2)"), 19 / 2.0);
   EXPECT_EQ(of.at("all_reduce on tp"), (50 + 30 - 19) / 2.0);
   EXPECT_EQ(of.at("host, between the operators of forward"), (20 + 40) / 2.0);
   EXPECT_EQ(of.at("host, between the operators of other"), 10);
