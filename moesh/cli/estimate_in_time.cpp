@@ -8,7 +8,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
@@ -32,25 +31,16 @@ struct Asked {
   std::optional<std::string> json, memory;
 };
 
-// `--name` with or without a value.
-bool take_with_or_without(Args& args, const std::string& name, std::string& value) {
-  for (size_t i = 0; i < args.size(); ++i)
-    if (args[i] == name && (i + 1 == args.size() || args[i + 1].starts_with("--")))
-      return take_flag(args, name);
-  const auto given = take(args, name);
-  if (given) value = *given;
-  return given.has_value();
-}
-
-Asked take_asked(const std::string& cluster, Args& args) {
+Asked asked_of(const std::string& cluster, const Given& given) {
   Asked a{.cluster = parse_cluster(cluster)};
-  std::string number;
-  a.searches = take_with_or_without(args, "--search", number);
+  a.searches = given.has("--search");
+  const std::string number = given.text("--search").value_or("");
   MOESH_CHECK(number.empty() || number == std::to_string(a.cluster.num_gpus()), ErrorKind::config,
               "--search is '", number, "', and the cluster has ", a.cluster.num_gpus(),
               " GPUs, all of which are used; leave out the number");
-  a.draws = take_with_or_without(args, "--schedule", a.picture);
-  a.json = take(args, "--json"), a.memory = take(args, "--memory");
+  a.draws = given.has("--schedule");
+  a.picture = given.text("--schedule").value_or("");
+  a.json = given.text("--json"), a.memory = given.text("--memory");
   return a;
 }
 
@@ -188,9 +178,9 @@ void draw(Profiler& profiler, const Asked& a, const PipelineOptions& pipe, const
 
 }  // namespace
 
-int run_estimate_in_time(const std::string& cluster, Args args) {
-  const Asked a = take_asked(cluster, args);
-  const Config config = load_config(args);
+int run_estimate_in_time(const std::string& cluster, const Given& given) {
+  const Asked a = asked_of(cluster, given);
+  const Config config = load_config(given.rest());
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
   const MeshShape mesh = mesh_shape(config);
   const PipelineOptions pipe{

@@ -1,5 +1,7 @@
 #include "moesh/config/config.h"
 
+#include <charconv>
+
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
 #include "moesh/pipeline/schedule.h"
@@ -28,6 +30,38 @@ MeshShape mesh_shape(const Config& config) {
                    .ep = static_cast<int>(p.expert_parallel_degree),
                    .etp = static_cast<int>(p.expert_tensor_parallel_degree)}
       .validated();
+}
+
+std::optional<StepRange> profile_steps(const Config& config) {
+  constexpr const char* kSteps = "profile.steps";
+  constexpr std::int64_t kMost = 100;  // hundreds of thousands of operators on each rank
+  const std::string& text = config.profile.steps;
+  if (text.empty()) return std::nullopt;
+  StepRange range;
+  const char *at = text.data(), *end = at + text.size();
+  const auto take = [&](std::int64_t& number) {
+    const auto [next, error] = std::from_chars(at, end, number);
+    at = next;
+    return error == std::errc{};
+  };
+  bool is_range = take(range.first);
+  range.last = range.first;
+  if (is_range && at != end) is_range = *at++ == ':' && take(range.last);
+  MOESH_CHECK(is_range && at == end, ErrorKind::config, describe_option(config, kSteps),
+              "; it takes the first and the last step, as in 10:12, or one step");
+  MOESH_CHECK(range.first >= 1 && range.last >= range.first, ErrorKind::config,
+              describe_option(config, kSteps),
+              "; steps are counted from 1, and the last is not before the first");
+  MOESH_CHECK(range.last <= config.training.steps, ErrorKind::config,
+              describe_option(config, kSteps), ", and ", describe_option(config, "training.steps"),
+              "; name steps up to ", config.training.steps);
+  MOESH_CHECK(range.last - range.first < kMost, ErrorKind::config, describe_option(config, kSteps),
+              ", which are ", range.last - range.first + 1, " steps; a trace of more than ", kMost,
+              " is too large to look at: name fewer");
+  MOESH_CHECK(!config.metrics.folder.empty(), ErrorKind::config, describe_option(config, kSteps),
+              ", and ", describe_option(config, "metrics.folder"),
+              ", where the trace belongs; name a folder");
+  return range;
 }
 
 at::ScalarType scalar_type(const Config& config) {

@@ -164,6 +164,10 @@ struct MetricsSection {
   bool quiet = false;
 };
 
+struct ProfileSection {
+  std::string steps = "";
+};
+
 struct DebugSection {
   bool checked = false;
   double timeout_seconds = 300;
@@ -188,6 +192,7 @@ struct Config {
   KernelsSection kernels;
   CheckpointSection checkpoint;
   MetricsSection metrics;
+  ProfileSection profile;
   DebugSection debug;
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
@@ -222,6 +227,12 @@ std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
 /// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
 std::int64_t num_micro_batches(const Config& config);
+/// Steps that are traced, counted from 1; nothing: none is. Throws Error (config) where the text of
+/// profile.steps is no such range of steps of the run.
+struct StepRange {
+  std::int64_t first = 1, last = 1;
+};
+std::optional<StepRange> profile_steps(const Config& config);
 data::SampleOrder sample_order(const Config& config);
 /// The layers of each stage, as the user wants them or balanced by FLOPs. Without pp: one stage.
 pipeline::StagePlan stage_plan(const Config& config);

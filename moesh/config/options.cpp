@@ -219,6 +219,9 @@ std::vector<Option> make_options() {
                    at_least(0)),
       MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
 
+      MOESH_OPTION(output, profile, steps,
+                   "the first and the last step to write a trace of, as in 10:12; empty: none"),
+
       MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
       MOESH_OPTION(speed, debug, timeout_seconds, "how long a rank waits for the others",

@@ -55,6 +55,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"lr_scheduler.kind", {"linear", {steps}}},
       {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
       {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},
+      {"profile.steps", {"1:1"}},
       {"checkpoint.initial_load", {files.weights}}};
   if (const auto found = chosen.find(o.name); found != chosen.end()) return found->second;
   const Value initial = o.initial();
