@@ -10,7 +10,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/config/options.h"
@@ -64,9 +63,9 @@ struct Request {
 };
 
 // --sweep, --sample, --sample-seed, --shard.
-std::optional<Sweep> take_sweep(Args& args) {
-  const auto ranks = take(args, "--sweep"), shard = take(args, "--shard");
-  const int count = take_number(args, "--sample", 0), seed = take_number(args, "--sample-seed", 0);
+std::optional<Sweep> sweep_of(const Given& given) {
+  const auto ranks = given.text("--sweep"), shard = given.text("--shard");
+  const int count = given.number("--sample", 0), seed = given.number("--sample-seed", 0);
   MOESH_CHECK(ranks || (!shard && count == 0), ErrorKind::config,
               "--shard and --sample choose from the meshes of --sweep; give it, as in --sweep 8");
   MOESH_CHECK(count > 0 || seed == 0, ErrorKind::config, "--sample-seed is ", seed,
@@ -86,7 +85,8 @@ std::vector<Config> configs_of(const Config& config, const Request& request) {
               request.sweep->least_ranks, " to ", request.sweep->most_ranks,
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
   std::vector<Config> configs;
-  for (const auto& shape : request.sweep->shapes()) configs.push_back(fitted(config, shape));
+  for (const auto& mesh : request.sweep->meshes())
+    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
   return configs;
 }
 
@@ -116,7 +116,8 @@ struct Totals {
   bool is_first = true;  // this process holds rank 0
   std::string json;      // one entry for each mesh
 
-  void add(const MeshShape& shape, const VerifyReport& r, double seconds) {
+  void add(const Config& config, const VerifyReport& r, double seconds) {
+    const MeshShape shape = mesh_shape(config);
     auto& row = rows[shape.num_ranks()];
     ++num_meshes, ++row.num_meshes;
     if (exit_code == 0) exit_code = exit_code_of(r);
@@ -130,6 +131,9 @@ struct Totals {
     is_first = prints(r);
     json += detail::concat(
         json.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
+        shape.pp > 1 ? ", \"schedule\": " +
+                           formats::json_quoted(config.parallelism.pipeline_parallel_schedule)
+                     : "",
         ", \"holds\": ", r.holds() ? "true" : "false",
         ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
         ", \"worst_tensor\": ", formats::json_quoted(r.worst_tensor),
@@ -164,7 +168,7 @@ Totals verify_all(const std::vector<Config>& configs, const Request& request) {
       write_tensors(*request.dump + "/one_rank.safetensors", found->second);
       write_tensors(*request.dump + "/mesh.safetensors", values);
     }
-    totals.add(shape, r, seconds_since(begin));
+    totals.add(config, r, seconds_since(begin));
     if (!prints(r)) continue;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
@@ -179,13 +183,13 @@ Totals verify_all(const std::vector<Config>& configs, const Request& request) {
 
 }  // namespace
 
-int run_verify(Args args) {
-  if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
-  const Request request{.steps = take_number(args, "--steps", 2),
-                        .sweep = take_sweep(args),
-                        .json = take(args, "--json"),
-                        .dump = take(args, "--dump")};
-  const Config config = load_config(args, verify_defaults(request.steps));
+int run_verify(const Given& given) {
+  if (const auto golden = given.text("--golden")) return run_golden(given.rest(), *golden);
+  const Request request{.steps = given.number("--steps", 2),
+                        .sweep = sweep_of(given),
+                        .json = given.text("--json"),
+                        .dump = given.text("--dump")};
+  const Config config = load_config(given.rest(), verify_defaults(request.steps));
   const std::vector<Config> configs = configs_of(config, request);
   check_dump(request);
   std::ofstream file;

@@ -55,7 +55,8 @@ class Work {
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
-  explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  explicit Handle(std::unique_ptr<Work> work, std::int64_t number = -1)
+      : work_(std::move(work)), number_(number) {}
   Handle(Handle&&) = default;
   Handle& operator=(Handle&&) = delete;  // it would drop what is in progress
   ~Handle();
@@ -67,6 +68,7 @@ class [[nodiscard]] Handle {
  private:
   std::unique_ptr<Work> work_;
   at::Tensor value_;
+  std::int64_t number_ = -1;                         // in the thread's Timeline, where that records
   int num_exceptions_ = std::uncaught_exceptions();  // that were unwinding when it was started
 };
 
@@ -175,6 +177,8 @@ class Group {
   /// its message.
   virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
 
+  /// Whether `wait` returns when the other ranks have come: else the device waits for them.
+  virtual bool meets_on_host() const { return true; }
   /// Where small tensors that no caller chose a device for must live.
   virtual at::Device control_device() const { return at::kCPU; }
 
@@ -217,7 +221,9 @@ class Group {
   void check_open(Collective op, const Channel& channel) const;
   void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
   Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
-  void trace(Collective op, std::size_t bytes) const;
+  /// Tells of what is called, in which these world ranks meet; its number in the thread's Timeline.
+  std::int64_t trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const;
+  std::int64_t trace(Collective op, std::size_t bytes) const { return trace(op, bytes, members_); }
 
   std::string name_;
   int rank_;

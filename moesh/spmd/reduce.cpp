@@ -42,6 +42,13 @@ void check_same(const GradientTerm& term, const at::Tensor& sum) {
   term.same_work->expect_same(sum, "d(" + term.name + ")");
 }
 
+// What a profiler shows: "start to reduce layers.2.norm .. layers.2.moe.w1 (12 gradients)".
+std::string scope_name(const char* what, const std::vector<GradientTerm>& terms) {
+  return std::string(what) + " " + terms.front().name +
+         (terms.size() > 1 ? " .. " + terms.back().name : "") + " (" +
+         std::to_string(terms.size()) + (terms.size() > 1 ? " gradients)" : " gradient)");
+}
+
 at::Tensor reduce_now(const GradientTerm& term) {
   // The reduction is in the precision of the master weights.
   at::Tensor sum = kernels::cast(term.grad, term.dtype);
@@ -83,7 +90,7 @@ struct Reductions {
   }
 
   void start(std::vector<GradientTerm> terms) {
-    RECORD_USER_SCOPE("start to reduce a bucket of gradients");
+    RECORD_USER_SCOPE(scope_name("start to reduce", terms));
     const GradientTerm& first = terms[0];
     std::vector<FlatPart> parts;
     for (const auto& t : terms) parts.push_back({t.grad.sizes().vec(), t.dim, t.sizes});
@@ -101,9 +108,9 @@ struct Reductions {
   }
 
   void await_first() {
-    RECORD_USER_SCOPE("await a bucket of gradients");
-    const at::NoGradGuard no_grad;
     Bucket& bucket = started.front();
+    RECORD_USER_SCOPE(scope_name("await the sum of", bucket.terms));
+    const at::NoGradGuard no_grad;
     const GradientTerm& first = bucket.terms[0];
     at::Tensor sum = bucket.handle.wait();
     if (first.storage->size() > 1) sum = first.replicas->all_reduce(sum);

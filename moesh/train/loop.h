@@ -20,6 +20,7 @@ struct RunSummary {
   double step_seconds = 0;        // median of the later ones
   bool interrupted = false;
   std::string folder;  // where metrics.jsonl is
+  std::string trace;   // of profile.steps: where it is, and what cost most
 };
 
 /// What the caller knows of the run, for its header and its folder.

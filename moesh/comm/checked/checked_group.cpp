@@ -50,6 +50,7 @@ class CheckedGroup final : public Group {
       : Group(inner->name(), inner->rank(), inner->members()), inner_(std::move(inner)) {}
 
   at::Device control_device() const override { return inner_->control_device(); }
+  bool meets_on_host() const override { return inner_->meets_on_host(); }
 
   std::shared_ptr<Group> background(const std::string& name) override {
     const TracePause quiet;

@@ -117,6 +117,7 @@ class NcclGroup final : public Group {
         host_(std::move(host)) {}
 
   at::Device control_device() const override { return world_->device(); }
+  bool meets_on_host() const override { return false; }
 
   // A second thread cannot use NCCL: the rank has one stream, and the order of the calls on it must
   // be that of every other rank.
