@@ -246,7 +246,7 @@ const std::vector<Command>& commands() {
        .takes_config = true,
        .options = {{"--cluster", "C",
                     "seconds of a step on it: h100x8:256 are 256 nodes of 8 "
-                    "H100, and a TOML file describes any; takes pp"},
+                    "H100, and a TOML file describes any"},
                    {"--schedule", "[FILE.svg]", "with --cluster: what each rank of pp does when"},
                    {"--search", "[N]",
                     "the best meshes of N ranks that fit, those that send the "

@@ -85,7 +85,8 @@ std::vector<Config> configs_of(const Config& config, const Request& request) {
               request.sweep->least_ranks, " to ", request.sweep->most_ranks,
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
   std::vector<Config> configs;
-  for (const auto& shape : request.sweep->shapes()) configs.push_back(fitted(config, shape));
+  for (const auto& mesh : request.sweep->meshes())
+    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
   return configs;
 }
 
@@ -115,7 +116,8 @@ struct Totals {
   bool is_first = true;  // this process holds rank 0
   std::string json;      // one entry for each mesh
 
-  void add(const MeshShape& shape, const VerifyReport& r, double seconds) {
+  void add(const Config& config, const VerifyReport& r, double seconds) {
+    const MeshShape shape = mesh_shape(config);
     auto& row = rows[shape.num_ranks()];
     ++num_meshes, ++row.num_meshes;
     if (exit_code == 0) exit_code = exit_code_of(r);
@@ -129,6 +131,9 @@ struct Totals {
     is_first = prints(r);
     json += detail::concat(
         json.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
+        shape.pp > 1 ? ", \"schedule\": " +
+                           formats::json_quoted(config.parallelism.pipeline_parallel_schedule)
+                     : "",
         ", \"holds\": ", r.holds() ? "true" : "false",
         ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
         ", \"worst_tensor\": ", formats::json_quoted(r.worst_tensor),
@@ -163,7 +168,7 @@ Totals verify_all(const std::vector<Config>& configs, const Request& request) {
       write_tensors(*request.dump + "/one_rank.safetensors", found->second);
       write_tensors(*request.dump + "/mesh.safetensors", values);
     }
-    totals.add(shape, r, seconds_since(begin));
+    totals.add(config, r, seconds_since(begin));
     if (!prints(r)) continue;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());

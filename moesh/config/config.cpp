@@ -4,6 +4,7 @@
 
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
 
@@ -21,7 +22,8 @@ Origin Config::origin(const std::string& option) const {
 
 MeshShape mesh_shape(const Config& config) {
   const ParallelismSection& p = config.parallelism;
-  return MeshShape{.dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
+  return MeshShape{.pp = static_cast<int>(p.pipeline_parallel_degree),
+                   .dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
                    .dp_shard = static_cast<int>(p.data_parallel_shard_degree),
                    .cp = static_cast<int>(p.context_parallel_degree),
                    .tp = static_cast<int>(p.tensor_parallel_degree),
@@ -109,6 +111,19 @@ std::int64_t num_dp(const Config& config) {
 std::int64_t num_micro_batches(const Config& config) {
   if (config.training.global_batch_size == 0) return config.training.gradient_accumulation_steps;
   return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
+}
+
+pipeline::StagePlan stage_plan(const Config& config) {
+  const ParallelismSection& p = config.parallelism;
+  const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
+  if (p.pipeline_parallel_degree == 1) return {num_layers};
+  if (!p.pipeline_parallel_layers_per_stage.empty())
+    return pipeline::given_plan(p.pipeline_parallel_layers_per_stage, num_layers);
+  const auto flops = models::flops_of_parts(config.model.architecture, config.data.sequence_length);
+  const int each = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
+  return pipeline::balanced_plan(
+      {.layers = flops.layers, .embedding = 0, .head = flops.head},
+      static_cast<int>(p.pipeline_parallel_degree) * (each == 0 ? 2 : each));
 }
 
 optim::Groups param_groups(const Config& config) {

@@ -20,6 +20,7 @@
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/optim/groups.h"
+#include "moesh/pipeline/stage_plan.h"
 
 namespace moesh::config {
 
@@ -89,6 +90,9 @@ struct ParallelismSection {
   std::int64_t tensor_parallel_degree = 1;
   std::int64_t expert_parallel_degree = 1;
   std::int64_t expert_tensor_parallel_degree = 1;
+  std::int64_t pipeline_parallel_degree = 1;
+  std::string pipeline_parallel_schedule = "1f1b";
+  std::string pipeline_parallel_layers_per_stage = "";
   bool sequence_parallel = true;
   bool fsdp_reshard_after_forward = true;
   bool overlap_reductions = true;
@@ -230,6 +234,8 @@ struct StepRange {
 };
 std::optional<StepRange> profile_steps(const Config& config);
 data::SampleOrder sample_order(const Config& config);
+/// The layers of each stage, as the user wants them or balanced by FLOPs. Without pp: one stage.
+pipeline::StagePlan stage_plan(const Config& config);
 optim::Groups param_groups(const Config& config);
 /// Whether attention stays within documents.
 bool document_mask(const Config& config);

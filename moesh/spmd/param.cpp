@@ -18,7 +18,13 @@
 #include "moesh/spmd/reshard.h"
 #include "moesh/types/token.h"
 
-namespace moesh::raw {
+namespace moesh {
+
+bool is_first_holder(const Stored& w) {
+  return !w.is_of_other_stage && current_mesh().coordinate(w.replicas) == 0;
+}
+
+namespace raw {
 namespace {
 
 // Cuts one dimension of a region; sizes of all parts are returned.
@@ -181,4 +187,5 @@ at::Tensor gather(const Stored& w, const at::Tensor& shard) {
              : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
 }
 
-}  // namespace moesh::raw
+}  // namespace raw
+}  // namespace moesh

@@ -145,7 +145,7 @@ Loaded load_counted(const path& folder, const std::string& mesh) {
     const auto model = train::make_model(c);
     if (world.rank() == 0) counting = std::make_unique<CountingFileSystem>();
     world.barrier();
-    train::load_initial_weights(c, *model, world.rank());
+    train::load_initial_weights(c, *model);
     world.barrier();
     if (world.rank() == 0)
       model->each_param([&](Stored& w, bool) { loaded.values.push_back(w.value.detach()); });
@@ -258,7 +258,7 @@ TEST(ExpertBias, OfEveryModelStaysInItsCheckpoints) {
         const Mesh mesh(world, {});
         const MeshScope scope(mesh);
         const auto model = train::make_model(c);
-        train::load_initial_weights(c, *model, 0);
+        train::load_initial_weights(c, *model);
         for (auto* router : model->routers())
           EXPECT_EQ(router->expert_bias().any().item<bool>(), from == with);
       });

@@ -356,9 +356,10 @@ TEST(Config, MeshIsShortForAllDegrees) {
     return error_of([&] { load_config({"--mesh", mesh}); }, ErrorKind::config);
   };
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
-                                     "dp_replicate, dp_shard, cp, tp, ep, etp"});
+                                     "pp, dp_replicate, dp_shard, cp, tp, ep, etp"});
   expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
-  expect_parts(error("pp=2"), {"no axis 'pp'", "moesh has no pipeline parallelism"});
+  expect_parts(error("pipeline=2"), {"no axis 'pipeline'", "here it is pp"});
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "pp=3,tp=2"})).pp, 3);
   expect_parts(error("tp"), {"'tp' has no size"});
   expect_parts(error("tp=two"),
                {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
@@ -400,7 +401,8 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--tensor-model-parallel-size", "2"},
           {"here it is --parallelism.tensor_parallel_degree"});
   on_line({"--micro-batch-size=2"}, {"here it is --data.batch_size"});
-  on_line({"--pipeline-model-parallel-size=2"}, {"moesh has no pipeline parallelism"});
+  on_line({"--pipeline-model-parallel-size=2"},
+          {"here it is --parallelism.pipeline_parallel_degree"});
   on_line({"--num-layers=2"}, {"nearest known option is --model.num_layers"});
   in_file("[training]\nseq_len = 5\n",
           {":2: unknown key training.seq_len", "here it is data.sequence_length"});
