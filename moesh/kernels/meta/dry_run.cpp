@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <tuple>
 
 #include "moesh/base/error.h"
@@ -157,13 +158,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(
 at::DeviceType modelled_device() { return modelled; }
 
 struct DryRun::Parts {
+  // meta has one allocator and one set of operations: a dry run on another thread is waited for.
   Parts() {
-    MOESH_CHECK(!is_there.exchange(true),
-                "two dry runs at once; meta has one allocator and one set of operations");
+    MOESH_CHECK(!is_there, "a dry run within a dry run");
+    mutex.lock();
+    is_there = true;
   }
-  ~Parts() { is_there = false; }
+  ~Parts() {
+    is_there = false;
+    mutex.unlock();
+  }
 
-  static inline std::atomic<bool> is_there{false};
+  static inline thread_local bool is_there = false;
+  static inline std::mutex mutex;
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   c10::Allocator* outer = c10::GetAllocator(c10::kMeta);
   int num_threads = at::get_num_threads();
