@@ -16,6 +16,7 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/meta/native.h"
 
 namespace moesh::kernels::meta {
 namespace {
@@ -171,12 +172,15 @@ struct DryRun::Parts {
 
   static inline thread_local bool is_there = false;
   static inline std::mutex mutex;
+  // The second is in front of the first.
+  torch::Library native{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   c10::Allocator* outer = c10::GetAllocator(c10::kMeta);
   int num_threads = at::get_num_threads();
 };
 
 DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
+  restore_native(parts_->native);
   auto& m = parts_->library;
   m.impl("_local_scalar_dense", TORCH_FN(read_scalar));
   m.impl("_to_copy", TORCH_FN(to_copy));
