@@ -4,7 +4,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/estimate_in_time.h"
 #include "moesh/cli/memory_errors.h"
@@ -66,40 +65,25 @@ void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
                 size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
 }
 
-std::string to_json(const Estimate& e) {
-  std::string traffic;
-  for (const auto& [key, entry] : e.traffic)
-    traffic +=
-        detail::concat(traffic.empty() ? "" : ", ", "{\"group\": \"", key.first,
-                       "\", \"collective\": \"", comm::to_string(key.second),
-                       "\", \"calls\": ", entry.num_calls, ", \"bytes\": ", entry.num_bytes, "}");
-  return detail::concat(
-      "    {\"mesh\": \"", e.mesh.describe(), "\", \"ranks\": ", e.mesh.num_ranks(),
-      ", \"parameters\": ", e.num_parameters, ", \"active_parameters\": ", e.num_active_parameters,
-      ", \"tokens\": ", e.num_tokens, ",\n     \"weights\": ", e.state.weights,
-      ", \"gradients\": ", e.state.gradients, ", \"optimizer\": ", e.state.optimizer,
-      ", \"activations\": ", e.activations(), ", \"peak\": ", e.peak,
-      ",\n     \"sent\": ", e.moved(), ", \"traffic\": [", traffic, "]}");
-}
-
 void write_json(const std::string& path, const std::vector<Estimate>& all) {
+  formats::JsonList estimates;
+  for (const Estimate& e : all) estimates.push_back(to_json(e));
   std::ofstream file(path);
-  file << "{\n  \"estimates\": [\n";
-  for (size_t i = 0; i < all.size(); ++i) file << (i == 0 ? "" : ",\n") << to_json(all[i]);
-  file << "\n  ]\n}\n";
+  file << formats::to_json({formats::JsonObject{{"estimates", {std::move(estimates)}}}}) << "\n";
   MOESH_CHECK(file.good(), ErrorKind::config, "--json ", path,
               " cannot be written; choose a file that can");
 }
 
 }  // namespace
 
-int run_estimate(Args args) {
-  if (const auto cluster = take(args, "--cluster"))
-    return run_estimate_in_time(*cluster, std::move(args));
-  const auto json = take(args, "--json"), memory = take(args, "--memory");
+int run_estimate(const Given& given) {
+  if (const auto cluster = given.text("--cluster")) return run_estimate_in_time(*cluster, given);
+  MOESH_CHECK(!given.has("--schedule"), ErrorKind::config,
+              "--schedule draws what a cluster does; name one, as in --cluster h100x8:256");
+  const auto json = given.text("--json"), memory = given.text("--memory");
   const std::int64_t limit = memory ? parse_size(*memory) : 0;
-  const int num_ranks = take_number(args, "--search", 0);
-  const Config config = load_config(args);
+  const int num_ranks = given.number("--search", 0);
+  const Config config = load_config(given.rest());
   if (num_ranks == 0) {
     Estimate e;
     naming_sizes(config, [&] { e = estimate::estimate(config); });

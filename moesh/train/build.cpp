@@ -9,6 +9,7 @@
 #include "moesh/models/disk.h"
 #include "moesh/optim/registry.h"
 #include "moesh/optim/schedule.h"
+#include "moesh/spmd/one_rank.h"
 
 namespace moesh::train {
 namespace {
@@ -34,6 +35,20 @@ optim::Schedule schedule(const Config& config) {
                           .min_lr_factor = s.min_lr_factor});
 }
 
+// Where the layers of each stage begin and end, of those that a rank of pp has.
+std::vector<models::LayerRange> stages_of(const Config& config, int rank) {
+  if (config.parallelism.pipeline_parallel_degree == 1) return {};
+  const auto schedule = schedule_of(pipeline_options(config), 1);
+  std::vector<models::LayerRange> mine;
+  std::int64_t begin = 0;
+  int stage = 0;
+  for (const int num_layers : stage_plan(config)) {
+    if (schedule.rank_with(stage++) == rank) mine.push_back({begin, begin + num_layers});
+    begin += num_layers;
+  }
+  return mine;
+}
+
 }  // namespace
 
 std::int64_t top_k(const Config& config) {
@@ -46,15 +61,18 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
   const nn::Dispatcher way =
       nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
                   device.is_meta() ? nn::planned_exchange(of_run) : nn::exchange_of(of_run));
-  return models::make_model(config.model.architecture,
-                            {.dtype = scalar_type(config),
-                             .device = device,
-                             .seed = static_cast<std::uint64_t>(config.training.seed),
-                             .dispatcher = way,
-                             .forced_balance = config.moe.force_load_balance,
-                             .score_before_experts = score_before_experts(config),
-                             .gpu_kernels = gpu_kernels(config),
-                             .weight_copies = config.kernels.weight_copies});
+  auto model = models::make_model(config.model.architecture,
+                                  {.dtype = scalar_type(config),
+                                   .device = device,
+                                   .seed = static_cast<std::uint64_t>(config.training.seed),
+                                   .dispatcher = way,
+                                   .forced_balance = config.moe.force_load_balance,
+                                   .score_before_experts = score_before_experts(config),
+                                   .gpu_kernels = gpu_kernels(config),
+                                   .weight_copies = config.kernels.weight_copies,
+                                   .stages = stages_of(config, current_mesh().coordinate(pp))});
+  open_channels(*model, pipeline_options(config));
+  return model;
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {
@@ -89,10 +107,14 @@ class GroupOfParam {
   std::map<std::string, std::vector<std::string>> in_files_;  // by parameter
 };
 
-std::vector<optim::GroupMatch> group_matches(models::Model& model, const GroupOfParam& groups) {
+// Of the whole model: what a group matches may be on another stage.
+std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOfParam& groups) {
+  if (groups.groups().size() == 0) return {};
+  const OneRankScope scope;
+  const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
   std::vector<optim::GroupMatch> matches(groups.groups().size());
   std::vector<std::string> names;
-  model.each_param([&](Stored& w, bool) {
+  model->each_param([&](Stored& w, bool) {
     names.push_back(w.spec.name);
     const auto& in_files = groups.in_files(w.spec.name);
     names.insert(names.end(), in_files.begin(), in_files.end());
@@ -108,14 +130,14 @@ std::vector<optim::GroupMatch> group_matches(models::Model& model, const GroupOf
 
 }  // namespace
 
-std::vector<optim::GroupMatch> group_matches(models::Model& model, const Config& config) {
-  return group_matches(model, GroupOfParam(config));
+std::vector<optim::GroupMatch> group_matches(const Config& config) {
+  return group_matches(config, GroupOfParam(config));
 }
 
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
   const GroupOfParam group_of(config);
+  group_matches(config, group_of);  // one that matches nothing throws
   const optim::Groups& groups = group_of.groups();
-  group_matches(model, group_of);
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
     const auto found = group_of.find(w.spec.name);
@@ -139,10 +161,17 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
   });
 }
 
+PipelineOptions pipeline_options(const Config& config) {
+  const auto degree = static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  return {.schedule = config.parallelism.pipeline_parallel_schedule,
+          .stages_of_a_rank = static_cast<int>(stage_plan(config).size()) / degree};
+}
+
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
                       .bias_coeff = config.moe.load_balance_coeff,
-                      .overlap = config.parallelism.overlap_reductions};
+                      .overlap = config.parallelism.overlap_reductions,
+                      .pipeline = pipeline_options(config)};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
                      .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,

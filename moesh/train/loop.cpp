@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -29,6 +30,8 @@
 #include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/timeline/kernels.h"
+#include "moesh/train/timeline/step_trace.h"
 #include "moesh/train/validation.h"
 
 namespace moesh::train {
@@ -38,20 +41,36 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int> stop_signal{0};
 
-// Ends the run after the current step; a second signal ends the process as usual.
+// Ends the run after the current step; a second signal ends the process as usual. Runs at the same
+// time, on threads of an embedding program, all end; the last gives back the handlers that were
+// there before the first.
 class SignalScope {
  public:
   SignalScope() {
+    const std::lock_guard lock(mutex);
+    if (num_scopes++ > 0) return;
     stop_signal = 0;
-    for (int s : {SIGINT, SIGTERM})
-      std::signal(s, [](int signal) {
-        stop_signal = signal;
-        std::signal(signal, SIG_DFL);
-      });
+    struct sigaction action = {};
+    action.sa_flags = SA_RESTART;
+    action.sa_handler = [](int signal) {
+      stop_signal = signal;
+      std::signal(signal, SIG_DFL);
+    };
+    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &before[i]);
   }
   ~SignalScope() {
-    for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
+    const std::lock_guard lock(mutex);
+    if (--num_scopes > 0) return;
+    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
   }
+  SignalScope(const SignalScope&) = delete;
+  SignalScope& operator=(const SignalScope&) = delete;
+
+ private:
+  static constexpr std::array kSignals{SIGINT, SIGTERM};
+  static inline std::mutex mutex;
+  static inline int num_scopes = 0;
+  static inline std::array<struct sigaction, 2> before = {};
 };
 
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
@@ -218,6 +237,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
       log_info("dispatcher auto: ",
                nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
   }
+  StepTrace trace(config, world, first_step);
   Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
   std::vector<double> seconds;
   bool is_slowness_known = false, was_finite = true;
@@ -228,6 +248,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   });
   if (first_step < config.training.steps) next.start(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
+    trace.begin_step(step + 1);
     auto batches = [&] {
       const InSection section(Section::data);
       return on_device(config, next.take());
@@ -243,6 +264,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0,
                 .num_tokens = position.num_tokens + g.num_tokens};
     bool stop = stop_agreed(world, config, start);
+    trace.end_step();
     const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
     const double took = sections.of_step();
     std::vector<ValidationLoss> validation;
@@ -265,6 +287,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
       record.lr = lr, record.seconds = took, record.sections = sections;
       record.sent = sent_bytes, record.validation = std::move(validation);
       for (const auto& sink : sinks) sink->write(record);
+      if (known.on_step) known.on_step(record);
       for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       if (was_finite && !std::isfinite(g.loss))
         log_warn("the loss of step ", step + 1, " is ", g.loss, ": the step changes nothing");
@@ -279,11 +302,12 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     if (stop && step + 1 < config.training.steps) interrupted = true;
     if (has_diverged(config, position))
       throw_diverged(world, config, *model, position, checkpointer.last_healthy(position));
-    if (stop) break;
-    {
+    if (!stop) {
       const InSection section(Section::saving);
       checkpointer.after_step(position);
     }
+    trace.after_step(step + 1, stop);
+    if (stop) break;
     if (const auto saving = checkpointer.save_seconds(); saving && is_first && !is_slowness_known) {
       is_slowness_known = true;
       warn_if_too_slow_to_stop(took + *saving);
@@ -291,6 +315,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   }
   for (const auto& sink : sinks) sink->finish();
   checkpointer.finish(position);
+  if (is_first) summary.trace = trace.summary();
   if (is_first && !seconds.empty()) {
     std::nth_element(seconds.begin(),
                      seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2),
@@ -343,6 +368,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
     write_flight_record(config, rank, fault);
   };
+  if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
@@ -351,6 +377,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
       },
       options);
   summary.interrupted = interrupted;
+  summary.stop_signal = stop_signal;
   return summary;
 }
 
@@ -360,7 +387,7 @@ RunSummary train(const Config& config, const Known& known) {
   return train_on(config, known, *open_dataset(config), "");
 }
 
-RunSummary train(const Config& config, const data::Dataset& dataset) {
+RunSummary train(const Config& config, const data::Dataset& dataset, const Known& known) {
   MOESH_CHECK(config.data.path.empty() && config.data.source.empty(), ErrorKind::config,
               "train() is given a dataset, and the configuration names files to train on, too; "
               "leave out data.path and data.source");
@@ -373,7 +400,7 @@ RunSummary train(const Config& config, const data::Dataset& dataset) {
               ") has ", dataset.vocab_size(),
               " different tokens, and the vocabulary of the model has ", vocab,
               "; set model.vocab_size to ", dataset.vocab_size(), " or more");
-  return train_on(config, {}, dataset, dataset.describe());
+  return train_on(config, known, dataset, dataset.describe());
 }
 
 }  // namespace moesh::train
