@@ -185,8 +185,10 @@ class Saver {
     sync_written(items, breath);
   }
 
-  // Blocks to read back now: none, until there are enough of them.
+  // Blocks to read back now: none, until there are enough of them. One thread alone would only wait
+  // for the disk in between: it reads back at the end.
   std::vector<std::size_t> with_waiting(const std::vector<std::size_t>& whole) {
+    if (num_threads_ == 1) return {};
     const std::lock_guard lock(mutex_);
     waiting_.insert(waiting_.end(), whole.begin(), whole.end());
     return waiting_.size() < kBatchBlocks ? std::vector<std::size_t>()
