@@ -106,7 +106,7 @@ void run(int num_pairs, int num_steps, const std::vector<std::string>& args) {
       launch_options(config));
   // A collective looks four times: called, started, waited for, ended. Operators have no hook of
   // moesh's.
-  std::int64_t num_hooks = 2 * static_cast<std::int64_t>(recorded.collectives.size());
+  std::int64_t num_hooks = 4 * static_cast<std::int64_t>(recorded.collectives.size());
   for (const Slice& s : recorded.slices) num_hooks += s.kind == SliceKind::section;
   const double hook = hook_nanoseconds(), hooks = static_cast<double>(num_hooks) / num_steps,
                step = quantile(alone, 0.5);

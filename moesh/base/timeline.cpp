@@ -16,7 +16,7 @@ std::int64_t now() {
 
 }  // namespace
 
-thread_local Timeline* Timeline::current_ = nullptr;
+constinit thread_local Timeline* Timeline::current_ = nullptr;
 
 Timeline::Timeline() : outer_(current_) { current_ = this; }
 Timeline::~Timeline() { current_ = outer_; }

@@ -86,7 +86,7 @@ class Timeline {
   std::int64_t group_of(const std::string& name, const std::vector<int>& members,
                         bool meets_on_host);
 
-  static thread_local Timeline* current_;
+  static constinit thread_local Timeline* current_;  // no call to look at it
   TimelineRecord record_;
   std::map<std::string, std::int64_t, std::less<>> numbers_;  // of names
   std::vector<std::int64_t> open_;                            // slices, the innermost last

@@ -67,6 +67,15 @@ Args values_of(const CLI::App& app, const CommandOption& o) {
   return values;
 }
 
+int whole_number(const std::string& name, const std::string& text, int least) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && value >= least,
+              ErrorKind::config, name, " is '", text, "'; it takes a whole number, ", least,
+              " or more");
+  return value;
+}
+
 [[noreturn]] void throw_no_command(const std::vector<Command>& commands, const std::string& name) {
   std::string names;
   for (std::size_t i = 0; i < commands.size(); ++i)
@@ -96,15 +105,6 @@ std::optional<std::string> Given::text(const std::string& name) const {
 Args Given::texts(const std::string& name) const {
   const auto found = values_.find(name);
   return found == values_.end() ? Args{} : found->second;
-}
-
-int whole_number(const std::string& name, const std::string& text, int least) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && value >= least,
-              ErrorKind::config, name, " is '", text, "'; it takes a whole number, ", least,
-              " or more");
-  return value;
 }
 
 int Given::number(const std::string& name, int initial, int least) const {

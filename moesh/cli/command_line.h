@@ -72,7 +72,4 @@ struct CommandLine {
 /// is none of a command that takes no configuration.
 CommandLine read_command_line(const std::vector<Command>& commands, const Args& args);
 
-/// A value as a whole number, `least` or more; errors call it `name`.
-int whole_number(const std::string& name, const std::string& text, int least);
-
 }  // namespace moesh::cli

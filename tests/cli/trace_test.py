@@ -161,6 +161,26 @@ def what_a_folder_keeps(tmp, moesh):
     assert "what costs most" not in on.stdout, on.stdout
 
 
+def a_pipeline_shows_its_messages(tmp, moesh):
+    """Both ends of a message are there, and who was waited for; micro-batches have names."""
+    mesh = ["--mesh", "pp=2,tp=2", "--training.gradient_accumulation_steps=4"]
+    train([moesh], tmp, *mesh, "--steps=2", "--profile.steps=2")
+    trace = json.loads((tmp / "trace-steps-2-2.json").read_text())
+    ends = collections.defaultdict(list)
+    for (rank, _), track in slices_by_track(trace).items():
+        check_nesting(track)
+    for e in trace["traceEvents"]:
+        if e["ph"] == "b" and e["name"].split()[0] in ("send", "recv"):
+            assert e["args"]["ranks"] == 2 and "slowest_rank" in e["args"], e
+            ends[e["pid"], e["name"].split()[0]].append(e["args"]["bytes"])
+    # Ranks 0 and 1 are the first stage: activations of 4 micro-batches go, and as many gradients
+    # come, each as large at both ends.
+    for first, last in ((0, 2), (1, 3)):
+        assert len(ends[first, "send"]) == len(ends[first, "recv"]) == 4, dict(ends)
+        assert ends[first, "send"] == ends[last, "recv"], dict(ends)
+        assert ends[first, "recv"] == ends[last, "send"], dict(ends)
+
+
 def mpi_has_every_rank(tmp, moesh, *mpirun):
     """Processes of one machine have one clock."""
     out = train([*mpirun, "-n", "2", moesh], tmp, *MESH, "--steps=3", "--profile.steps=2:3")
