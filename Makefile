@@ -10,7 +10,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
 CTEST = ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run test gpu asan tsan sanitize fuzz fuzz-cli mutate soak verify \
-  test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
+  wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
 
 all: build
 
@@ -28,6 +28,11 @@ program:
 build: setup
 	@cmake --preset release $(OPTIONS) > /dev/null
 	@cmake --build build -j $(JOBS)
+
+# dist/moesh-*.whl for the torch of .venv, out of the build tree.
+wheel: build
+	.venv/bin/pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@ls dist/moesh-*.whl
 
 # Train a small DeepSeek-V3 on eight ranks of one process, then verify that very mesh.
 run: program

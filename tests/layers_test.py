@@ -2,7 +2,7 @@
 """Greps the library against what its pages promise: the #include lines against the table of what may depend on what, and the
 escapes from the types against the list of those that a test compares with one rank.
 
-layers_test.py <root of the tree>    every file under moesh/ and apps/ keeps to the table
+layers_test.py <root of the tree>    every file under moesh/, apps/ and python/ keeps to the table
 layers_test.py --self-test           mistakes in a made-up tree are found, what is allowed is not
 """
 
@@ -36,6 +36,7 @@ MAY_INCLUDE = {
     "cli": ["verify", "estimate", "generate", "report", "train", "config",
             *BELOW_TRAIN],
     "apps": ["cli"],
+    "python": ["cli", "verify", "estimate", "train", "config", *BELOW_TRAIN],
 }
 TORCH = ("ATen/", "c10/", "torch/")
 # Folder -> how external includes that it must not have begin.
@@ -78,6 +79,8 @@ def complaints_of(path, folder):
         if not match:
             continue
         quote, target = match.groups()
+        if target.startswith("python/") and folder == "python":
+            continue
         if target.startswith("moesh/"):
             wanted = target.split("/")[1]
             allowed = sorted({folder, "base", *MAY_INCLUDE[folder]})
@@ -124,12 +127,13 @@ def complaints_about_escapes(root, escapes):
 def check(root):
     """All complaints about the tree, and the number of files that were read."""
     complaints, num_files = [], 0
-    for path in sorted([*(root / "moesh").rglob("*"), *(root / "apps").rglob("*")]):
+    roots = [root / name for name in ("moesh", "apps", "python")]
+    for path in sorted(p for r in roots for p in r.rglob("*")):
         if path.suffix not in SUFFIXES:
             continue
         num_files += 1
         parts = path.relative_to(root).parts
-        folder = parts[1] if parts[0] == "moesh" else "apps"
+        folder = parts[1] if parts[0] == "moesh" else parts[0]
         where = "/".join(parts)
         if folder not in MAY_INCLUDE:
             complaints.append(f"{where}: folder '{folder}' is not in the table: add it to tests/layers_test.py and CONTRIBUTING.md")

@@ -14,11 +14,10 @@
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/train_command.h"
 #include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
-#include "moesh/estimate/estimate.h"
-#include "moesh/kernels/memory.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"
 
@@ -28,32 +27,9 @@ using namespace config;
 using namespace train;
 namespace {
 
-// Of a rank at its peak. Micro-batches after the second need no more, and what cannot be estimated
-// may still be trained.
-std::optional<std::int64_t> expected_memory(const Config& config) {
-  const Origin origin{"estimate"};
-  const auto num_micro = std::min<std::int64_t>(2, num_micro_batches(config));
-  try {
-    return estimate::estimate(
-               changed(config, {{"training.global_batch_size", std::int64_t{0}, origin},
-                                {"training.gradient_accumulation_steps", num_micro, origin}}))
-        .peak;
-  } catch (const std::exception&) {
-    return std::nullopt;
-  }
-}
-
 RunSummary run_train(const Args& args) {
   const Config config = load_config(args);
-  // Under a launcher the ranks are spread over the processes.
-  const int processes = comm::num_launched_processes();
-  if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
-  if (config.training.device == "cpu") kernels::keep_freed_memory();
-  RunSummary s;
-  naming_sizes(config, [&] {
-    check_fits(config);
-    s = train::train(config, {.estimated_memory = expected_memory(config)});
-  });
+  const RunSummary s = train_in_memory(config);
   if (config.metrics.quiet) return s;
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
     if (s.first_step > 0)

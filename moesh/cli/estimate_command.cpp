@@ -65,27 +65,11 @@ void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
                 size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
 }
 
-std::string to_json(const Estimate& e) {
-  std::string traffic;
-  for (const auto& [key, entry] : e.traffic)
-    traffic +=
-        detail::concat(traffic.empty() ? "" : ", ", "{\"group\": \"", key.first,
-                       "\", \"collective\": \"", comm::to_string(key.second),
-                       "\", \"calls\": ", entry.num_calls, ", \"bytes\": ", entry.num_bytes, "}");
-  return detail::concat(
-      "    {\"mesh\": \"", e.mesh.describe(), "\", \"ranks\": ", e.mesh.num_ranks(),
-      ", \"parameters\": ", e.num_parameters, ", \"active_parameters\": ", e.num_active_parameters,
-      ", \"tokens\": ", e.num_tokens, ",\n     \"weights\": ", e.state.weights,
-      ", \"gradients\": ", e.state.gradients, ", \"optimizer\": ", e.state.optimizer,
-      ", \"activations\": ", e.activations(), ", \"peak\": ", e.peak,
-      ",\n     \"sent\": ", e.moved(), ", \"traffic\": [", traffic, "]}");
-}
-
 void write_json(const std::string& path, const std::vector<Estimate>& all) {
+  formats::JsonList estimates;
+  for (const Estimate& e : all) estimates.push_back(to_json(e));
   std::ofstream file(path);
-  file << "{\n  \"estimates\": [\n";
-  for (size_t i = 0; i < all.size(); ++i) file << (i == 0 ? "" : ",\n") << to_json(all[i]);
-  file << "\n  ]\n}\n";
+  file << formats::to_json({formats::JsonObject{{"estimates", {std::move(estimates)}}}}) << "\n";
   MOESH_CHECK(file.good(), ErrorKind::config, "--json ", path,
               " cannot be written; choose a file that can");
 }

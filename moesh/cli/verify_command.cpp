@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -12,12 +11,10 @@
 #include "moesh/base/exit_code.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
-#include "moesh/config/options.h"
 #include "moesh/formats/json.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/golden.h"
-#include "moesh/verify/sweep.h"
-#include "moesh/verify/verify.h"
+#include "moesh/verify/verify_all.h"
 
 namespace moesh::cli {
 
@@ -77,19 +74,6 @@ std::optional<Sweep> sweep_of(const Given& given) {
   return sweep;
 }
 
-// The configured mesh, or those of --sweep.
-std::vector<Config> configs_of(const Config& config, const Request& request) {
-  if (!request.sweep) return {config};
-  const MeshShape given = mesh_shape(config);
-  MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep goes through every mesh of ",
-              request.sweep->least_ranks, " to ", request.sweep->most_ranks,
-              " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
-  std::vector<Config> configs;
-  for (const auto& mesh : request.sweep->meshes())
-    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
-  return configs;
-}
-
 void check_dump(const Request& request) {
   if (!request.dump) return;
   MOESH_CHECK(!request.sweep, ErrorKind::config, "--dump ", *request.dump,
@@ -114,11 +98,11 @@ struct Totals {
   std::int64_t num_flipped = 0;
   int exit_code = 0;     // of the first mesh that does not hold
   bool is_first = true;  // this process holds rank 0
-  std::string json;      // one entry for each mesh
+  formats::JsonList meshes;
 
-  void add(const Config& config, const VerifyReport& r, double seconds) {
-    const MeshShape shape = mesh_shape(config);
-    auto& row = rows[shape.num_ranks()];
+  void add(const Verified& v) {
+    const VerifyReport& r = v.report;
+    auto& row = rows[mesh_shape(v.config).num_ranks()];
     ++num_meshes, ++row.num_meshes;
     if (exit_code == 0) exit_code = exit_code_of(r);
     if (r.holds())
@@ -127,18 +111,9 @@ struct Totals {
       ++num_failed;
     worst = std::max(worst, r.worst_ratio), row.worst = std::max(row.worst, r.worst_ratio);
     margin = std::max(margin, r.largest_margin), num_flipped += r.num_flipped;
-    row.seconds += seconds;
+    row.seconds += v.seconds;
     is_first = prints(r);
-    json += detail::concat(
-        json.empty() ? "" : ",\n", "    {\"mesh\": ", formats::json_quoted(shape.describe()),
-        shape.pp > 1 ? ", \"schedule\": " +
-                           formats::json_quoted(config.parallelism.pipeline_parallel_schedule)
-                     : "",
-        ", \"holds\": ", r.holds() ? "true" : "false",
-        ", \"worst\": ", std::isfinite(r.worst_ratio) ? std::to_string(r.worst_ratio) : "null",
-        ", \"worst_tensor\": ", formats::json_quoted(r.worst_tensor),
-        ", \"first\": ", formats::json_quoted(r.mismatches.empty() ? "" : r.mismatches[0].tensor),
-        ", \"error\": ", formats::json_quoted(r.error), "}");
+    meshes.push_back(to_json(v));
   }
 };
 
@@ -150,33 +125,25 @@ void print_table(const std::map<int, SweepRow>& rows) {
                 row.seconds);
 }
 
-// Every mesh against its reference. Meshes on which the run has the same numbers have one.
-Totals verify_all(const std::vector<Config>& configs, const Request& request) {
+Totals verify_and_print(const std::vector<Config>& configs, const Request& request) {
   const bool is_terminal = isatty(STDOUT_FILENO) && comm::num_launched_processes() == 0;
-  std::map<std::string, VerifyReference> references;
   Totals totals;
-  for (const Config& config : configs) {
-    const auto begin = Clock::now();
-    const MeshShape shape = mesh_shape(config);
-    const VerifyCase c{config, request.steps};
-    const std::string key = numbers_of(one_rank(config));
-    auto found = references.find(key);
-    if (found == references.end()) found = references.emplace(key, run_reference(c)).first;
-    NamedTensors values;
-    const VerifyReport r = verify::verify(c, found->second, request.dump ? &values : nullptr);
+  verify_all(configs, request.steps, request.dump.has_value(), [&](const Verified& v) {
     if (request.dump) {
-      write_tensors(*request.dump + "/one_rank.safetensors", found->second);
-      write_tensors(*request.dump + "/mesh.safetensors", values);
+      write_tensors(*request.dump + "/one_rank.safetensors", v.reference);
+      write_tensors(*request.dump + "/mesh.safetensors", v.values);
     }
-    totals.add(config, r, seconds_since(begin));
-    if (!prints(r)) continue;  // another process does
+    totals.add(v);
+    const VerifyReport& r = v.report;
+    const MeshShape shape = mesh_shape(v.config);
+    if (!prints(r)) return;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
-    if (!is_terminal || configs.size() == 1) continue;
+    if (!is_terminal || configs.size() == 1) return;
     std::printf("%zu of %zu meshes, %zu failed: %s", totals.num_meshes, configs.size(),
                 totals.num_failed, shape.describe().c_str());
     std::fflush(stdout);
-  }
+  });
   if (is_terminal) std::printf("\r\033[K");
   return totals;
 }
@@ -190,7 +157,7 @@ int run_verify(const Given& given) {
                         .json = given.text("--json"),
                         .dump = given.text("--dump")};
   const Config config = load_config(given.rest(), verify_defaults(request.steps));
-  const std::vector<Config> configs = configs_of(config, request);
+  const std::vector<Config> configs = meshes_of(config, request.sweep);
   check_dump(request);
   std::ofstream file;
   if (request.json) {
@@ -202,7 +169,7 @@ int run_verify(const Given& given) {
   Totals t;
   naming_sizes(config, [&] {
     check_fits(config);
-    t = verify_all(configs, request);
+    t = verify_and_print(configs, request);
   });
   const double seconds = seconds_since(start);
   const bool all_hold = t.num_failed == 0;
@@ -220,9 +187,9 @@ int run_verify(const Given& given) {
         "%.2g\n",
         static_cast<long long>(t.num_flipped), t.margin);
   if (request.json) {
-    file << "{\n  \"holds\": " << (all_hold ? "true" : "false") << ",\n  \"seconds\": " << seconds
-         << ",\n  \"meshes\": [\n"
-         << t.json << "\n  ]\n}\n";
+    file << formats::to_json({formats::JsonObject{
+                {"holds", {all_hold}}, {"seconds", {seconds}}, {"meshes", {std::move(t.meshes)}}}})
+         << "\n";
     file.flush();
     MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *request.json,
                 " could not be written to its end; is the disk full?");

@@ -364,13 +364,6 @@ std::shared_ptr<Group> Group::split(int color, int key, const std::string& name)
   return group;
 }
 
-std::unique_ptr<Work> Group::do_send(const at::Tensor&, const Message&) {
-  throw Error(ErrorKind::comm, "send: this backend has no messages; use threads");
-}
-std::unique_ptr<Work> Group::do_recv(at::IntArrayRef, const at::TensorOptions&, const Message&) {
-  throw Error(ErrorKind::comm, "recv: this backend has no messages; use threads");
-}
-
 std::shared_ptr<Group> solo_group(const std::string& name) {
   return std::make_shared<SoloGroup>(name, 0);
 }

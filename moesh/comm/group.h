@@ -179,9 +179,6 @@ class Group {
 
   /// Whether `wait` returns when the other ranks have come: else the device waits for them.
   virtual bool meets_on_host() const { return true; }
-  /// Whether the group itself compares what is sent with what is expected; else `checked` does.
-  virtual bool compares_messages() const { return false; }
-
   /// Where small tensors that no caller chose a device for must live.
   virtual at::Device control_device() const { return at::kCPU; }
 
@@ -204,9 +201,9 @@ class Group {
     std::int64_t label = 0;
   };
   virtual void do_open_channels(const std::vector<Channel>& /*channels*/) {}
-  virtual std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& message);
+  virtual std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& message) = 0;
   virtual std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
-                                        const Message& message);
+                                        const Message& message) = 0;
   /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place
   /// among them. `index` is the number of the new group among those which this split makes:
   /// (parent, split count, index) names it everywhere. Called on every rank, also on one that is in

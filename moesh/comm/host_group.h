@@ -96,8 +96,6 @@ class HostGroup : public Group {
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
 
-  bool compares_messages() const override { return true; }
-
   /// This rank's end of a message, as it is compared with the other end.
   Call call_of(Collective op, at::ScalarType dtype, at::IntArrayRef sizes, const Message& m) const;
 

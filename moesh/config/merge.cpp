@@ -76,9 +76,15 @@ std::string axis_hint(const std::string& axis, const std::vector<std::string>& a
   return "here it is " + *elsewhere;
 }
 
+// How whoever is at `origin` writes a short form: --mesh on the command line.
+std::string written(const char* name, const std::string& origin) {
+  return origin == kCommandLine ? detail::concat("--", name) : name;
+}
+
 // "dp_shard=2,tp=2,ep=4" is the whole mesh: axes that are not named have size 1.
-Settings expand_mesh(const std::string& text) {
-  Settings settings = mesh_settings({}, "command line, --mesh");
+Settings expand_mesh(const std::string& text, const std::string& origin) {
+  const std::string mesh = written("mesh", origin);
+  Settings settings = mesh_settings({}, detail::concat(origin, ", ", mesh));
   std::vector<std::string> axes;
   for (const Degree& d : degrees()) axes.push_back(d.axis);
   for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
@@ -86,16 +92,15 @@ Settings expand_mesh(const std::string& text) {
     const std::string word = text.substr(begin, end - begin);
     if (word.empty()) continue;
     const auto equals = word.find('=');
-    MOESH_CHECK(equals != std::string::npos, ErrorKind::config, "--mesh ", text,
-                " (command line): '", word,
-                "' has no size; write axes as in --mesh dp_shard=2,tp=2,ep=4");
+    MOESH_CHECK(equals != std::string::npos, ErrorKind::config, mesh, " ", text, " (", origin,
+                "): '", word, "' has no size; write axes as in ", mesh, " dp_shard=2,tp=2,ep=4");
     const std::string axis = word.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
-    MOESH_CHECK(found != axes.end(), ErrorKind::config, "--mesh ", text,
-                " (command line): there is no axis '", axis, "' to set; ", axis_hint(axis, axes),
+    MOESH_CHECK(found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
+                "): there is no axis '", axis, "' to set; ", axis_hint(axis, axes),
                 ", and the axes are ", axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
-    MOESH_CHECK(!s.is_text, ErrorKind::config, "--mesh ", text, " (command line): the axis ", axis,
+    MOESH_CHECK(!s.is_text, ErrorKind::config, mesh, " ", text, " (", origin, "): the axis ", axis,
                 " has two sizes; keep one of them");
     s.value = word.substr(equals + 1);
     s.is_text = true;
@@ -125,19 +130,19 @@ bool is_there_as_file(const std::string& text) {
 }
 
 // "deepseek_v3:tiny"; without a size the name alone. "hf:FOLDER" is a folder.
-Settings expand_model(const std::string& text) {
+Settings expand_model(const std::string& text, const std::string& origin) {
+  const std::string model = written("model", origin);
   const auto colon = text.find(':');
   if (text.substr(0, colon) == "hf")
-    return {{kFolder, text.substr(std::min(text.size(), 3ul)), {kCommandLine}, true}};
+    return {{kFolder, text.substr(std::min(text.size(), 3ul)), {origin}, true}};
   const auto names = models::model_names();
   MOESH_CHECK(std::find(names.begin(), names.end(), text.substr(0, colon)) != names.end() ||
                   !is_there_as_folder(text),
-              ErrorKind::config, "--model ", text,
-              " (command line) is a folder; write --model hf:", text,
-              " for the model that is in it");
-  Settings settings{{"model.name", text.substr(0, colon), {kCommandLine}, true}};
+              ErrorKind::config, model, " ", text, " (", origin, ") is a folder; write ", model,
+              " hf:", text, " for the model that is in it");
+  Settings settings{{"model.name", text.substr(0, colon), {origin}, true}};
   if (colon != std::string::npos)
-    settings.push_back({"model.size", text.substr(colon + 1), {kCommandLine}, true});
+    settings.push_back({"model.size", text.substr(colon + 1), {origin}, true});
   return settings;
 }
 
@@ -204,6 +209,15 @@ std::optional<GivenModel> take_folder(Settings& settings) {
 }
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }
+
+// None where no file is named.
+Settings settings_of_file(const std::string& file) {
+  Settings settings;
+  if (!file.empty())
+    for (const formats::TomlEntry& entry : formats::read_toml(file))
+      settings.push_back({entry.key, entry.value, {detail::concat(file, ":", entry.line)}});
+  return settings;
+}
 
 // An entry begins with the first of its keys; they are numbered without holes.
 void apply_cell(Config& config, const Cell& cell, const Setting& s) {
@@ -305,16 +319,37 @@ Settings read_arguments(const std::vector<std::string>& args) {
                   "--config (command line) has no value; name a TOML file");
       file = value;
     } else {
-      append(line, name == "mesh"    ? expand_mesh(value)
-                   : name == "model" ? expand_model(value)
+      append(line, name == "mesh"    ? expand_mesh(value, kCommandLine)
+                   : name == "model" ? expand_model(value, kCommandLine)
                                      : Settings{{name, value, {kCommandLine}, true}});
     }
   }
-  Settings all;
-  if (!file.empty())
-    for (const formats::TomlEntry& entry : formats::read_toml(file))
-      all.push_back({entry.key, entry.value, {detail::concat(file, ":", entry.line)}});
+  Settings all = settings_of_file(file);
   append(all, line);
+  return all;
+}
+
+Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
+                     const std::string& origin) {
+  std::string file;
+  Settings own;
+  for (const auto& [given, value] : values) {
+    std::string name = given;
+    std::replace(name.begin(), name.end(), '_', '-');
+    const auto form = std::find_if(short_forms().begin(), short_forms().end(),
+                                   [&](const ShortForm& f) { return f.name == name; });
+    if (given == "config" || given == "mesh" || given == "model") {
+      const std::string text = text_of({given, value, {origin}});
+      if (given == "config")
+        file = text;
+      else
+        append(own, given == "mesh" ? expand_mesh(text, origin) : expand_model(text, origin));
+    } else {
+      own.push_back({form == short_forms().end() ? given : form->option, value, {origin}});
+    }
+  }
+  Settings all = settings_of_file(file);
+  append(all, own);
   return all;
 }
 
@@ -334,8 +369,12 @@ Config changed(const Config& config, const Settings& settings,
 }
 
 Config load_config(const std::vector<std::string>& args, const Settings& defaults) {
+  return load_settings(read_arguments(args), defaults);
+}
+
+Config load_settings(const Settings& given, const Settings& defaults) {
   Settings settings = defaults;
-  append(settings, read_arguments(args));
+  append(settings, given);
   const auto model = take_folder(settings);
   return merged(settings, model);
 }

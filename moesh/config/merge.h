@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moesh/config/config.h"
@@ -32,6 +33,11 @@ struct GivenModel {
 /// --max-minutes. The settings of the file come first, wherever it is named.
 Settings read_arguments(const std::vector<std::string>& args);
 
+/// The same of a program that has values and not words: options by their names, or the short forms
+/// (mesh, model, steps, ...) and config. `origin` is what messages call the program.
+Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
+                     const std::string& origin);
+
 /// The mesh as settings: every degree of it.
 Settings mesh_settings(const MeshShape& shape, const std::string& origin);
 
@@ -49,5 +55,7 @@ Config changed(const Config& config, const Settings& settings,
 /// folder of a Hugging Face model: its config.json says what the model is, keys of [model] override
 /// that, and with model.folder the run starts from its weights.
 Config load_config(const std::vector<std::string>& args, const Settings& defaults = {});
+/// The same of settings that were read already.
+Config load_settings(const Settings& settings, const Settings& defaults = {});
 
 }  // namespace moesh::config

@@ -217,4 +217,26 @@ SearchResult search(const Config& config, int num_ranks, std::int64_t limit, siz
   return result;
 }
 
+formats::JsonValue to_json(const Estimate& e) {
+  using formats::JsonObject;
+  formats::JsonList traffic;
+  for (const auto& [key, entry] : e.traffic)
+    traffic.push_back({JsonObject{{"group", {key.first}},
+                                  {"collective", {std::string(comm::to_string(key.second))}},
+                                  {"calls", {std::int64_t{entry.num_calls}}},
+                                  {"bytes", {std::int64_t{entry.num_bytes}}}}});
+  return {JsonObject{{"mesh", {e.mesh.describe()}},
+                     {"ranks", {std::int64_t{e.mesh.num_ranks()}}},
+                     {"parameters", {e.num_parameters}},
+                     {"active_parameters", {e.num_active_parameters}},
+                     {"tokens", {e.num_tokens}},
+                     {"weights", {e.state.weights}},
+                     {"gradients", {e.state.gradients}},
+                     {"optimizer", {e.state.optimizer}},
+                     {"activations", {e.activations()}},
+                     {"peak", {e.peak}},
+                     {"sent", {e.moved()}},
+                     {"traffic", {std::move(traffic)}}}};
+}
+
 }  // namespace moesh::estimate

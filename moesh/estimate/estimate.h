@@ -10,6 +10,7 @@
 
 #include "moesh/comm/fake/fake_group.h"
 #include "moesh/config/config.h"
+#include "moesh/formats/json.h"
 #include "moesh/train/build.h"
 
 namespace moesh::estimate {
@@ -52,6 +53,9 @@ Estimate estimate_later_micro_batch(const Config& config);
 
 /// The bytes that a rank holds through the whole run: no step is gone through.
 StateMemory state_memory(const Config& config);
+
+/// As --json has it.
+formats::JsonValue to_json(const Estimate& e);
 
 struct SearchResult {
   std::vector<Estimate> best;  // those that send the fewest bytes a token first

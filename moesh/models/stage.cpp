@@ -11,6 +11,7 @@
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::models {
 namespace {
@@ -136,7 +137,10 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, begin_bucket(x_BLD)), tokens.over_tp());
+  // The gradient is there with the loss: to keep it for later would cost as much memory again.
+  std::optional<WeightsNow> now(std::in_place);
   const auto weight = use(head_ ? *head_ : embedding_->weight());
+  now.reset();
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
   const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);

@@ -30,9 +30,9 @@ struct ExecuteOptions {
   int num_buffers = std::numeric_limits<int>::max();
 };
 
-/// All actions of a rank, in order. The receive of the next message but one that the rank takes is
-/// begun before each action, so that it travels meanwhile; a send is waited for when its buffer is
-/// wanted, or at the end. Where there are several ranks, an Error of an action says which one it
+/// All actions of a rank, in order. Before each one the receives of the next two messages that the
+/// rank takes have been begun, so that they travel meanwhile; a send is waited for when its buffer
+/// is wanted, or at the end. Where there are several ranks, an Error of an action says which one it
 /// was, of which rank of pp.
 void execute(const Schedule& schedule, int rank, Actor& actor, const ExecuteOptions& options = {});
 

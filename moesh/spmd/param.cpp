@@ -16,6 +16,7 @@
 #include "moesh/spmd/device_random.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
+#include "moesh/spmd/weights_later.h"
 #include "moesh/types/token.h"
 
 namespace moesh {
@@ -170,10 +171,13 @@ at::Tensor use(const Stored& w, Axes replicas) {
                                      .same_work = same_work,
                                      .dim = w.spec.storage_dim,
                                      .sizes = w.storage_sizes,
-                                     .name = w.spec.name}](const at::Tensor& grad) {
+                                     .name = w.spec.name},
+                 is_later = are_weights_later()](const at::Tensor& grad) {
                   GradientTerm mine = term;
                   mine.grad = grad;
-                  return reduce(mine);
+                  if (!is_later || !are_weights_later()) return reduce(mine);
+                  later([mine] { reduce_to_leaf(mine); });
+                  return at::Tensor();
                 });
 }
 

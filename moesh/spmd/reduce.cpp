@@ -13,6 +13,7 @@
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
 #include "moesh/spmd/raw.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh {
 namespace raw {
@@ -129,9 +130,17 @@ at::Tensor reduce(const GradientTerm& term) {
   return {};
 }
 
+void reduce_to_leaf(const GradientTerm& term) {
+  const at::Tensor sum = reduce(term);
+  if (sum.defined()) add_to_leaf(term.leaf, sum);
+}
+
 at::Tensor begin_bucket(const at::Tensor& x) {
   return attach(x, x.detach(), [](const at::Tensor& grad) {
-    if (current) current->start();
+    // Gradients that were left for later come then, and end then.
+    later([] {
+      if (current) current->start();
+    });
     return grad;
   });
 }

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -40,20 +41,36 @@ using Clock = std::chrono::steady_clock;
 
 std::atomic<int> stop_signal{0};
 
-// Ends the run after the current step; a second signal ends the process as usual.
+// Ends the run after the current step; a second signal ends the process as usual. Runs at the same
+// time, on threads of an embedding program, all end; the last gives back the handlers that were
+// there before the first.
 class SignalScope {
  public:
   SignalScope() {
+    const std::lock_guard lock(mutex);
+    if (num_scopes++ > 0) return;
     stop_signal = 0;
-    for (int s : {SIGINT, SIGTERM})
-      std::signal(s, [](int signal) {
-        stop_signal = signal;
-        std::signal(signal, SIG_DFL);
-      });
+    struct sigaction action = {};
+    action.sa_flags = SA_RESTART;
+    action.sa_handler = [](int signal) {
+      stop_signal = signal;
+      std::signal(signal, SIG_DFL);
+    };
+    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &before[i]);
   }
   ~SignalScope() {
-    for (int s : {SIGINT, SIGTERM}) std::signal(s, SIG_DFL);
+    const std::lock_guard lock(mutex);
+    if (--num_scopes > 0) return;
+    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
   }
+  SignalScope(const SignalScope&) = delete;
+  SignalScope& operator=(const SignalScope&) = delete;
+
+ private:
+  static constexpr std::array kSignals{SIGINT, SIGTERM};
+  static inline std::mutex mutex;
+  static inline int num_scopes = 0;
+  static inline std::array<struct sigaction, 2> before = {};
 };
 
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
@@ -270,6 +287,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
       record.lr = lr, record.seconds = took, record.sections = sections;
       record.sent = sent_bytes, record.validation = std::move(validation);
       for (const auto& sink : sinks) sink->write(record);
+      if (known.on_step) known.on_step(record);
       for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
       if (was_finite && !std::isfinite(g.loss))
         log_warn("the loss of step ", step + 1, " is ", g.loss, ": the step changes nothing");
@@ -359,6 +377,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
       },
       options);
   summary.interrupted = interrupted;
+  summary.stop_signal = stop_signal;
   return summary;
 }
 
@@ -368,7 +387,7 @@ RunSummary train(const Config& config, const Known& known) {
   return train_on(config, known, *open_dataset(config), "");
 }
 
-RunSummary train(const Config& config, const data::Dataset& dataset) {
+RunSummary train(const Config& config, const data::Dataset& dataset, const Known& known) {
   MOESH_CHECK(config.data.path.empty() && config.data.source.empty(), ErrorKind::config,
               "train() is given a dataset, and the configuration names files to train on, too; "
               "leave out data.path and data.source");
@@ -381,7 +400,7 @@ RunSummary train(const Config& config, const data::Dataset& dataset) {
               ") has ", dataset.vocab_size(),
               " different tokens, and the vocabulary of the model has ", vocab,
               "; set model.vocab_size to ", dataset.vocab_size(), " or more");
-  return train_on(config, {}, dataset, dataset.describe());
+  return train_on(config, known, dataset, dataset.describe());
 }
 
 }  // namespace moesh::train

@@ -1,12 +1,14 @@
 #pragma once
 // The training run: as many ranks as the mesh asks for, console lines, metrics in the run folder.
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "moesh/config/config.h"
 #include "moesh/train/build.h"
+#include "moesh/train/metrics/record.h"
 
 namespace moesh::train {
 
@@ -19,22 +21,26 @@ struct RunSummary {
   double first_step_seconds = 0;  // from the start to the end of the first step
   double step_seconds = 0;        // median of the later ones
   bool interrupted = false;
-  std::string folder;  // where metrics.jsonl is
-  std::string trace;   // of profile.steps: where it is, and what cost most
+  int stop_signal = 0;  // SIGINT or SIGTERM, where this process got one
+  std::string folder;   // where metrics.jsonl is
+  std::string trace;    // of profile.steps: where it is, and what cost most
 };
 
-/// What the caller knows of the run, for its header and its folder.
+/// What the caller knows of the run, for its header and its folder, and what it wants to be told.
 struct Known {
   std::optional<std::int64_t> estimated_memory = {};  // bytes of a rank at its peak
+  /// Called after each step on the thread of rank 0, which goes on when it returns.
+  std::function<void(const StepRecord& record)> on_step = {};
 };
 
 /// Trains. Without a launcher the ranks are threads of this process; under mpirun or srun they are
 /// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
-/// which is saved where checkpoints are.
+/// which is saved where checkpoints are; what the caller had set for these signals counts again
+/// afterwards.
 RunSummary train(const Config& config, const Known& known = {});
 /// The same on data of the caller's own, whose ranks in threads read from it at the same time. A
 /// run that goes on from a checkpoint goes on at its sample: `describe()` tells other data from
 /// this.
-RunSummary train(const Config& config, const data::Dataset& dataset);
+RunSummary train(const Config& config, const data::Dataset& dataset, const Known& known = {});
 
 }  // namespace moesh::train

@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
+#include "moesh/checkpoint/part.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
 #include "moesh/formats/pattern.h"
@@ -59,17 +62,60 @@ double tolerance_of(Dtype dtype) {
   }
 }
 
-// The tensors of a file, or of all files of a folder in the order of their names.
-struct Tensors {
-  struct Entry {
-    const formats::SafetensorsFile* file;
-    const formats::TensorInfo* info;
+// The elements of a tensor from `first` on, in float64 on the host.
+using Read = std::function<at::Tensor(std::int64_t first, std::int64_t count)>;
+
+struct Entry {
+  std::string name;
+  Dtype dtype;
+  std::vector<std::int64_t> shape;
+  const void* file;            // whose order it is in
+  std::function<Read()> open;  // as long as the reader lives the tensor may be in memory
+};
+
+Read reader_of(const formats::SafetensorsFile& file, const formats::TensorInfo& info) {
+  return [&file, &info](std::int64_t first, std::int64_t count) {
+    at::Tensor raw = at::empty({count}, scalar_type(info.dtype));
+    const auto width = formats::size_of(info.dtype);
+    file.read(file.header().data_start + info.begin + static_cast<std::uint64_t>(first) * width,
+              {static_cast<std::byte*>(raw.data_ptr()), static_cast<std::size_t>(count) * width});
+    return raw.to(at::kDouble);
   };
+}
+
+Read reader_of(const at::Tensor& tensor) {
+  return [flat = tensor.detach().reshape({-1})](std::int64_t first, std::int64_t count) {
+    return flat.slice(0, first, first + count).to(at::kCPU, at::kDouble);
+  };
+}
+
+// One side of the comparison: of all files of a folder, in the order of their names.
+struct Tensors {
   std::vector<std::unique_ptr<formats::SafetensorsFile>> files;
   std::vector<Entry> order;
-  std::map<std::string, Entry> by_name;
+  std::map<std::string, const Entry*> by_name;
 
-  explicit Tensors(const std::string& path) {
+  explicit Tensors(const Compared& from) {
+    if (const auto* path = std::get_if<std::string>(&from))
+      add_files(*path);
+    else
+      for (const auto& [name, tensor] : std::get<TensorList>(from))
+        order.push_back({name, checkpoint::disk_dtype(tensor.scalar_type()), tensor.sizes().vec(),
+                         nullptr, [&tensor] { return reader_of(tensor); }});
+    if (is_alphabetical())
+      std::stable_sort(order.begin(), order.end(), [](const Entry& x, const Entry& y) {
+        return in_natural_order(x.name, y.name);
+      });
+    const std::string what =
+        std::holds_alternative<std::string>(from) ? std::get<std::string>(from) : "a list";
+    for (const Entry& e : order)
+      MOESH_CHECK(by_name.emplace(e.name, &e).second, ErrorKind::data, what, " holds ", e.name,
+                  " twice; keep one of them");
+  }
+  Tensors(const Tensors&) = delete;
+  Tensors& operator=(const Tensors&) = delete;
+
+  void add_files(const std::string& path) {
     std::vector<std::filesystem::path> paths;
     if (formats::is_folder(path)) {
       for (const auto& name : formats::names_in(path))
@@ -80,40 +126,25 @@ struct Tensors {
       paths.emplace_back(path);
     }
     for (const auto& p : paths) {
-      files.push_back(std::make_unique<formats::SafetensorsFile>(p));
-      for (const auto& info : files.back()->header().tensors) {
-        order.push_back({files.back().get(), &info});
-        MOESH_CHECK(by_name.emplace(info.name, order.back()).second, ErrorKind::data, path,
-                    ": two of its files hold ", info.name, "; keep one of them");
-      }
+      const auto& file = *files.emplace_back(std::make_unique<formats::SafetensorsFile>(p));
+      for (const auto& info : file.header().tensors)
+        order.push_back({info.name, info.dtype, info.shape, &file,
+                         [&file, &info] { return reader_of(file, info); }});
     }
-    if (is_alphabetical())
-      std::stable_sort(order.begin(), order.end(), [](const Entry& x, const Entry& y) {
-        return in_natural_order(x.info->name, y.info->name);
-      });
   }
 
   // Whether the order of the tensors says nothing: Python's safetensors writes them by name, within
   // each dtype. A dump of moesh has them in the order in which they were computed.
   bool is_alphabetical() const {
-    std::map<std::pair<const formats::SafetensorsFile*, Dtype>, std::string> last;
+    std::map<std::pair<const void*, Dtype>, std::string> last;
     return std::all_of(order.begin(), order.end(), [&](const Entry& e) {
-      std::string& before = last[{e.file, e.info->dtype}];
-      const bool is_next = before < e.info->name || before.empty();
-      before = e.info->name;
+      std::string& before = last[{e.file, e.dtype}];
+      const bool is_next = before < e.name || before.empty();
+      before = e.name;
       return is_next;
     });
   }
 };
-
-at::Tensor read(const Tensors::Entry& e, std::int64_t first, std::int64_t count) {
-  at::Tensor raw = at::empty({count}, scalar_type(e.info->dtype));
-  const auto width = formats::size_of(e.info->dtype);
-  e.file->read(
-      e.file->header().data_start + e.info->begin + static_cast<std::uint64_t>(first) * width,
-      {static_cast<std::byte*>(raw.data_ptr()), static_cast<std::size_t>(count) * width});
-  return raw.to(at::kDouble);
-}
 
 std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::int64_t>& shape) {
   std::vector<std::int64_t> index(shape.size());
@@ -121,13 +152,14 @@ std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::
   return index;
 }
 
-void compare_values(ComparedTensor& c, const Tensors::Entry& a, const Tensors::Entry& b) {
+void compare_values(ComparedTensor& c, const Entry& a, const Entry& b) {
+  const Read read_a = a.open(), read_b = b.open();
   std::int64_t size = 1;
   for (auto n : c.shape) size *= n;
   double aa = 0, ab = 0, bb = 0, dd = 0, worst = -1;
   for (std::int64_t first = 0; first < size; first += kChunk) {
     const std::int64_t count = std::min(kChunk, size - first);
-    at::Tensor x = read(a, first, count), y = read(b, first, count);
+    at::Tensor x = read_a(first, count), y = read_b(first, count);
     // What is the same and not finite (a mask of -inf) is the same, and has no size.
     const at::Tensor same = x.isfinite().logical_not().logical_and(
         x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
@@ -171,6 +203,48 @@ std::string ComparedTensor::diagnosis() const {
   return detail::concat("a is ", factor, " times b in every element");
 }
 
+std::string ComparedTensor::describe() const {
+  const std::string shown = formats::printable(name);
+  switch (state) {
+    case State::only_in_a:
+      return detail::concat(
+          "only in A    ", shown,
+          other_name == name ? "" : " (looked for " + formats::printable(other_name) + " in B)");
+    case State::only_in_b: return "only in B    " + shown;
+    case State::shape_differs:
+      return detail::concat("shape        ", shown, ": ", shape, " in A, ", other_shape, " in B");
+    case State::same:
+    case State::differs: break;
+  }
+  const auto number = [](const char* format, double x) {
+    char text[40];
+    std::snprintf(text, sizeof text, format, x);
+    return std::string(text);
+  };
+  std::string text =
+      detail::concat(state == State::same ? "same         " : "differs      ", shown, " ", shape,
+                     "  error ", number("%.3g", relative()), "  factor ", number("%.6g", factor));
+  if (state == State::differs)
+    text += detail::concat("  worst at ", worst_index, ": ", number("%.6g", worst_a), ", not ",
+                           number("%.6g", worst_b));
+  if (const auto cause = diagnosis(); !cause.empty()) text += "\n             " + cause;
+  return text;
+}
+
+std::string Comparison::describe(bool all) const {
+  std::string text;
+  std::size_t num_same = 0;
+  for (const auto& t : tensors) {
+    const bool is_same = t.state == State::same;
+    num_same += is_same;
+    if (all || !is_same) text += t.describe() + "\n";
+  }
+  text += detail::concat(num_same, " of ", tensors.size(), " tensors are the same");
+  if (const auto* first = first_difference())
+    text += "; the first that differs: " + formats::printable(first->name);
+  return text;
+}
+
 bool Comparison::same() const { return first_difference() == nullptr; }
 
 const ComparedTensor* Comparison::first_difference() const {
@@ -179,9 +253,9 @@ const ComparedTensor* Comparison::first_difference() const {
   return nullptr;
 }
 
-Comparison compare(const std::string& path_a, const std::string& path_b,
+Comparison compare(const Compared& given_a, const Compared& given_b,
                    const CompareOptions& options) {
-  const Tensors a(path_a), b(path_b);
+  const Tensors a(given_a), b(given_b);
   std::vector<std::pair<formats::Pattern, std::string>> renames;
   for (const auto& [pattern, replacement] : options.renames) {
     try {
@@ -196,8 +270,7 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
   double all = 0;
   int num_compared = 0;
   for (const auto& entry : a.order) {
-    ComparedTensor c{
-        .name = entry.info->name, .other_name = entry.info->name, .shape = entry.info->shape};
+    ComparedTensor c{.name = entry.name, .other_name = entry.name, .shape = entry.shape};
     for (const auto& [pattern, replacement] : renames)
       c.other_name = pattern.replace(c.other_name, replacement);
     const auto [first, is_new] = taken.emplace(c.other_name, c.name);
@@ -206,12 +279,12 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
     double tolerance = 0;
     if (const auto found = b.by_name.find(c.other_name); found == b.by_name.end()) {
       c.state = State::only_in_a;
-    } else if (c.other_shape = found->second.info->shape; c.other_shape != c.shape) {
+    } else if (c.other_shape = found->second->shape; c.other_shape != c.shape) {
       c.state = State::shape_differs;
     } else {
-      compare_values(c, entry, found->second);
+      compare_values(c, entry, *found->second);
       tolerance = options.tolerance.value_or(
-          std::max(tolerance_of(entry.info->dtype), tolerance_of(found->second.info->dtype)));
+          std::max(tolerance_of(entry.dtype), tolerance_of(found->second->dtype)));
       if (std::isfinite(c.other_norm)) all += c.other_norm * c.other_norm, ++num_compared;
     }
     tolerances.push_back(tolerance);
@@ -226,11 +299,11 @@ Comparison compare(const std::string& path_a, const std::string& path_b,
     if (!c.is_finite || !(c.error <= c.allowed)) c.state = State::differs;
   }
   for (const auto& entry : b.order)
-    if (!taken.contains(entry.info->name))
-      result.tensors.push_back({.name = entry.info->name,
-                                .other_name = entry.info->name,
+    if (!taken.contains(entry.name))
+      result.tensors.push_back({.name = entry.name,
+                                .other_name = entry.name,
                                 .state = State::only_in_b,
-                                .other_shape = entry.info->shape});
+                                .other_shape = entry.shape});
   return result;
 }
 

@@ -2,8 +2,12 @@
 // Two sets of tensors, of any framework, name by name: for people who debug the parallelism of
 // their own system.
 
+#include <ATen/core/Tensor.h>
+
 #include <optional>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 namespace moesh::verify {
@@ -34,6 +38,8 @@ struct ComparedTensor {
   double relative() const;
   /// What the factor says, where it says something: "a is 2 times b: ...".
   std::string diagnosis() const;
+  /// All of it, as lines.
+  std::string describe() const;
 };
 
 struct Comparison {
@@ -42,9 +48,16 @@ struct Comparison {
   std::vector<ComparedTensor> tensors;
   bool same() const;
   const ComparedTensor* first_difference() const;
+  /// What the command prints: the tensors that differ, or all of them, and how many are the same.
+  std::string describe(bool all = false) const;
 };
 
-/// A and B are safetensors files, or folders of them. b is the reference.
-Comparison compare(const std::string& a, const std::string& b, const CompareOptions& options = {});
+/// Tensors of any device, in the order in which they are computed where there is one.
+using TensorList = std::vector<std::pair<std::string, at::Tensor>>;
+/// A safetensors file, a folder of them, or what is in memory.
+using Compared = std::variant<std::string, TensorList>;
+
+/// b is the reference.
+Comparison compare(const Compared& a, const Compared& b, const CompareOptions& options = {});
 
 }  // namespace moesh::verify

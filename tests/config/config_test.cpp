@@ -13,6 +13,34 @@
 namespace moesh::config {
 namespace {
 
+TEST(Pipeline, SaysWhichStagesDoNotFit) {
+  const auto error = [](const std::string& schedule, const std::string& layers) {
+    return error_of(
+        [&] {
+          load_config({"--mesh=pp=2", "--model.num_layers=6",
+                       "--parallelism.pipeline_parallel_schedule=" + schedule,
+                       "--parallelism.pipeline_parallel_layers_per_stage=" + layers});
+        },
+        ErrorKind::config);
+  };
+  constexpr const char* kLayers = "parallelism.pipeline_parallel_layers_per_stage is ";
+  expect_parts(error("1f1b", "2,3"), {kLayers, "which are 5, and the model has 6"});
+  expect_parts(error("1f1b", "two"), {kLayers, "'two' is not a number of layers"});
+  expect_parts(error("1f1b", "2,2,2"),
+               {kLayers, "3 stages", "pipeline_parallel_degree is 2", "to one of [1, 3]"});
+  expect_parts(error("1f1b", "2,2,1,1"), {kLayers, "4 stages, 2 on each rank", "which takes one"});
+  expect_parts(error("interleaved_1f1b", "3"), {"which takes two or more"});
+  expect_parts(error("zbv", "1"), {"6 stages, 3 on each rank", "which takes two"});
+  expect_parts(
+      error_of([] { load_config({"--mesh=pp=2", "--parallelism.pipeline_parallel_schedule=zbv"}); },
+               ErrorKind::config),
+      {"with 2 stages on each rank", "model.num_layers is 3", "to 1 or less",
+       "a schedule with one stage a rank"});
+  EXPECT_EQ(stage_plan(load_config({"--mesh=pp=2", "--model.num_layers=6",
+                                    "--parallelism.pipeline_parallel_layers_per_stage=2,4"})),
+            (pipeline::StagePlan{2, 4}));
+}
+
 TEST(Config, TheCommandLineOverridesTheFileAndTheFileTheDefaults) {
   const TemporaryFile file("run.toml",
                            "[training]\nsteps = 7\nseed = 8\n\n[optimizer]\nlr = 0.5\n");
@@ -361,6 +389,8 @@ TEST(Config, MeshIsShortForAllDegrees) {
   expect_parts(error("pipeline=2"), {"no axis 'pipeline'", "here it is pp"});
   EXPECT_EQ(mesh_shape(load_config({"--mesh", "pp=3,tp=2"})).pp, 3);
   expect_parts(error("tp"), {"'tp' has no size"});
+  expect_parts(error("pp=4"), {"parallelism.pipeline_parallel_degree is 4 (command line, --mesh)",
+                               "model.num_layers is 3", "to 3 or less"});
   expect_parts(error("tp=two"),
                {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
   expect_parts(error("tp=0"),

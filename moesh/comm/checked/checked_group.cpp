@@ -1,6 +1,5 @@
 #include "moesh/comm/checked/checked_group.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
 #include <cstring>
@@ -45,44 +44,6 @@ class InnerWork final : public Work {
   Handle handle_;
 };
 
-// The call of the sender goes before each message.
-class SendWork final : public Work {
- public:
-  SendWork(Handle call, Handle x) : call_(std::move(call)), x_(std::move(x)) {}
-  at::Tensor wait() override {
-    call_.wait();
-    return x_.wait();
-  }
-
- private:
-  Handle call_, x_;
-};
-
-class RecvWork final : public Work {
- public:
-  RecvWork(Handle theirs, Handle x, const Call& mine, std::string group)
-      : theirs_(std::move(theirs)), x_(std::move(x)), mine_(mine), group_(std::move(group)) {}
-  at::Tensor wait() override {
-    const at::Tensor words = theirs_.wait().cpu();
-    Call theirs;
-    std::memcpy(static_cast<void*>(&theirs), words.const_data_ptr(), sizeof(Call));
-    const std::string verdict = disagreement(theirs, mine_, group_);
-    MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
-    return x_.wait();
-  }
-
- private:
-  Handle theirs_, x_;
-  Call mine_;
-  std::string group_;
-};
-
-at::Tensor words_of(const Call& call) {
-  const at::Tensor words = at::empty({kHeaderSize}, at::kLong);
-  std::memcpy(words.data_ptr(), &call, sizeof(Call));
-  return words;
-}
-
 class CheckedGroup final : public Group {
  public:
   explicit CheckedGroup(std::shared_ptr<Group> inner)
@@ -90,7 +51,6 @@ class CheckedGroup final : public Group {
 
   at::Device control_device() const override { return inner_->control_device(); }
   bool meets_on_host() const override { return inner_->meets_on_host(); }
-  bool compares_messages() const override { return true; }
 
   std::shared_ptr<Group> background(const std::string& name) override {
     const TracePause quiet;
@@ -150,26 +110,16 @@ class CheckedGroup final : public Group {
   void do_open_channels(const std::vector<Channel>& channels) override {
     inner_->open_channels(channels);
   }
+  // What is sent is compared with what is expected by the group below, without which a start would
+  // wait for its peer.
   std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override {
     const TracePause quiet;
-    if (inner_->compares_messages()) return forward(inner_->start_send(x, m.peer, m.label));
-    const Call call = Call::message(Collective::send, m.number, x.scalar_type(), x.sizes(),
-                                    world_rank(m.peer), m.label);
-    Handle first = inner_->start_send(words_of(call).to(x.device()), m.peer);
-    return std::make_unique<SendWork>(std::move(first), inner_->start_send(x, m.peer, m.label));
+    return forward(inner_->start_send(x, m.peer, m.label));
   }
-  // The sender's call is compared when the message is waited for: a start waits for nobody.
   std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
                                 const Message& m) override {
     const TracePause quiet;
-    if (inner_->compares_messages())
-      return forward(inner_->start_recv(sizes, options, m.peer, m.label));
-    const Call call =
-        Call::message(Collective::recv, m.number, c10::typeMetaToScalarType(options.dtype()), sizes,
-                      world_rank(m.peer), m.label);
-    Handle first = inner_->start_recv({kHeaderSize}, options.dtype(at::kLong), m.peer);
-    return std::make_unique<RecvWork>(
-        std::move(first), inner_->start_recv(sizes, options, m.peer, m.label), call, name());
+    return forward(inner_->start_recv(sizes, options, m.peer, m.label));
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                   const std::string& name) override {
@@ -181,8 +131,6 @@ class CheckedGroup final : public Group {
   static std::unique_ptr<Work> forward(Handle handle) {
     return std::make_unique<InnerWork>(std::move(handle));
   }
-
-  int world_rank(int r) const { return members()[static_cast<size_t>(r)]; }
 
   // [size, words]: the words of every rank, on the host.
   at::Tensor gather(const std::vector<std::int64_t>& words, const at::Device& device) {

@@ -12,9 +12,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/meta/native.h"
 
 namespace moesh::kernels::meta {
 namespace {
@@ -157,19 +159,28 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sdpa_backward(
 at::DeviceType modelled_device() { return modelled; }
 
 struct DryRun::Parts {
+  // meta has one allocator and one set of operations: a dry run on another thread is waited for.
   Parts() {
-    MOESH_CHECK(!is_there.exchange(true),
-                "two dry runs at once; meta has one allocator and one set of operations");
+    MOESH_CHECK(!is_there, "a dry run within a dry run");
+    mutex.lock();
+    is_there = true;
   }
-  ~Parts() { is_there = false; }
+  ~Parts() {
+    is_there = false;
+    mutex.unlock();
+  }
 
-  static inline std::atomic<bool> is_there{false};
+  static inline thread_local bool is_there = false;
+  static inline std::mutex mutex;
+  // The second is in front of the first.
+  torch::Library native{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::Meta, __FILE__, __LINE__};
   c10::Allocator* outer = c10::GetAllocator(c10::kMeta);
   int num_threads = at::get_num_threads();
 };
 
 DryRun::DryRun(c10::DeviceType device) : parts_(std::make_unique<Parts>()) {
+  restore_native(parts_->native);
   auto& m = parts_->library;
   m.impl("_local_scalar_dense", TORCH_FN(read_scalar));
   m.impl("_to_copy", TORCH_FN(to_copy));

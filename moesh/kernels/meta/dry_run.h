@@ -12,7 +12,7 @@ c10::DeviceType modelled_device();
 /// As long as it lives, a whole training step runs on the device meta, where tensors have shapes
 /// and no memory, and the bytes that they would take on `device` are counted. It fills in what
 /// LibTorch has for meta in Python only, and lets the host read zeros from it. One at a time in a
-/// process.
+/// process: a second one waits.
 class DryRun {
  public:
   explicit DryRun(c10::DeviceType device);

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <utility>
 
-#include "moesh/formats/json.h"
 #include "moesh/train/metrics/run_folder.h"
 
 namespace moesh::train {
@@ -67,10 +66,7 @@ void add_experts(JsonObject& object, const StepRecord& r) {
 
 }  // namespace
 
-JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_step)
-    : file_(open_run_folder(folder, first_step)) {}
-
-void JsonlSink::write(const StepRecord& r) {
+JsonObject to_json(const StepRecord& r) {
   JsonObject object{
       {"step", {r.step}},
       {"time", rounded(r.time, 13)},
@@ -105,7 +101,14 @@ void JsonlSink::write(const StepRecord& r) {
                                                        {"perplexity", exact(v.perplexity())}}});
     object.emplace_back("validation", JsonValue{std::move(losses)});
   }
-  file_.write_line(formats::to_json_line({std::move(object)}), r.step);
+  return object;
+}
+
+JsonlSink::JsonlSink(const std::filesystem::path& folder, std::int64_t first_step)
+    : file_(open_run_folder(folder, first_step)) {}
+
+void JsonlSink::write(const StepRecord& r) {
+  file_.write_line(formats::to_json_line({to_json(r)}), r.step);
 }
 
 }  // namespace moesh::train

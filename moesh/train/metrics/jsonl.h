@@ -3,10 +3,14 @@
 
 #include <filesystem>
 
+#include "moesh/formats/json.h"
 #include "moesh/train/metrics/append_file.h"
 #include "moesh/train/metrics/sink.h"
 
 namespace moesh::train {
+
+/// The record as a line of the file has it.
+formats::JsonObject to_json(const StepRecord& record);
 
 class JsonlSink final : public MetricSink {
  public:

@@ -1,0 +1,48 @@
+#include "moesh/cli/train_command.h"
+
+#include <algorithm>
+
+#include "moesh/cli/memory_errors.h"
+#include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
+#include "moesh/estimate/estimate.h"
+#include "moesh/kernels/memory.h"
+
+namespace moesh::cli {
+
+using namespace config;
+using namespace train;
+namespace {
+
+// Of a rank at its peak. Micro-batches after the second need no more, and what cannot be estimated
+// may still be trained.
+std::optional<std::int64_t> expected_memory(const Config& config) {
+  const Origin origin{"estimate"};
+  const auto num_micro = std::min<std::int64_t>(2, num_micro_batches(config));
+  try {
+    return estimate::estimate(
+               changed(config, {{"training.global_batch_size", std::int64_t{0}, origin},
+                                {"training.gradient_accumulation_steps", num_micro, origin}}))
+        .peak;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+RunSummary train_in_memory(const Config& config, Known known, const data::Dataset* dataset) {
+  // Under a launcher the ranks are spread over the processes.
+  const int processes = comm::num_launched_processes();
+  if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
+  if (config.training.device == "cpu") kernels::keep_freed_memory();
+  RunSummary summary;
+  naming_sizes(config, [&] {
+    check_fits(config);
+    known.estimated_memory = expected_memory(config);
+    summary = dataset ? train::train(config, *dataset, known) : train::train(config, known);
+  });
+  return summary;
+}
+
+}  // namespace moesh::cli

@@ -1,0 +1,62 @@
+#include "moesh/verify/verify_all.h"
+
+#include <chrono>
+#include <cmath>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/config/options.h"
+
+namespace moesh::verify {
+
+using formats::JsonObject;
+using formats::JsonValue;
+
+std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& sweep) {
+  if (!sweep) return {config};
+  const MeshShape given = mesh_shape(config);
+  MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep goes through every mesh of ",
+              sweep->least_ranks, " to ", sweep->most_ranks,
+              " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
+  std::vector<Config> configs;
+  for (const auto& mesh : sweep->meshes())
+    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
+  return configs;
+}
+
+void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
+                const std::function<void(const Verified&)>& each) {
+  using Clock = std::chrono::steady_clock;
+  std::map<std::string, VerifyReference> references;
+  for (const Config& config : configs) {
+    const auto start = Clock::now();
+    const VerifyCase c{config, steps};
+    const std::string key = numbers_of(one_rank(config));
+    auto found = references.find(key);
+    if (found == references.end()) found = references.emplace(key, run_reference(c)).first;
+    NamedTensors values;
+    const VerifyReport report = verify(c, found->second, keep_values ? &values : nullptr);
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    each({config, report, seconds, found->second, values});
+  }
+}
+
+JsonValue to_json(const Verified& v) {
+  const VerifyReport& r = v.report;
+  const MeshShape shape = mesh_shape(v.config);
+  JsonObject entry{{"mesh", {shape.describe()}}};
+  if (shape.pp > 1)
+    entry.emplace_back("schedule", JsonValue{v.config.parallelism.pipeline_parallel_schedule});
+  entry.insert(
+      entry.end(),
+      {
+          {"holds", {r.holds()}},
+          {"worst", std::isfinite(r.worst_ratio) ? JsonValue{r.worst_ratio} : JsonValue{nullptr}},
+          {"worst_tensor", {r.worst_tensor}},
+          {"first", {r.mismatches.empty() ? std::string() : r.mismatches[0].tensor}},
+          {"error", {r.error}},
+      });
+  return {entry};
+}
+
+}  // namespace moesh::verify

@@ -1,0 +1,34 @@
+#pragma once
+// Several meshes against one rank, as `moesh verify` and its Python function ask for them.
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "moesh/formats/json.h"
+#include "moesh/verify/sweep.h"
+#include "moesh/verify/verify.h"
+
+namespace moesh::verify {
+
+/// The configured mesh, or those of a sweep; throws Error (config) where both are given.
+std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& sweep);
+
+/// What one mesh came to.
+struct Verified {
+  const Config& config;
+  const VerifyReport& report;
+  double seconds;  // with those of the reference, where this mesh is the first that needs it
+  const VerifyReference& reference;
+  const NamedTensors& values;  // of the mesh, where they are asked for
+};
+
+/// Every configuration for so many steps, one after the other. Meshes on which the run has the same
+/// numbers share a reference.
+void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
+                const std::function<void(const Verified& verified)>& each);
+
+/// As --json has it.
+formats::JsonValue to_json(const Verified& verified);
+
+}  // namespace moesh::verify

@@ -1,0 +1,99 @@
+"""The functions of the package, over those of the extension module."""
+
+import json
+import os
+import sys
+
+from . import _moesh
+from ._errors import error
+from ._moesh import Comparison, Error, RunSummary  # noqa: F401
+from ._settings import values_of
+from .tensor_dump import tensors_of
+
+
+def train(config=None, *, dataset=None, on_step=None, **options):
+    """Trains as `moesh train` does, in this process, and returns a RunSummary.
+
+    config     a dict (dotted keys or nested), a dataclass, or the path of a TOML file; `options`
+               override it, such as steps=100, mesh="tp=2,ep=2", training={"seed": 1}
+    dataset    your own: dataset[index] is data.sequence_length + 1 token ids, as an array, a tensor
+               or a list, or a pair of them and the numbers of their documents. With len(dataset) it
+               begins again after so many. Optional: vocab_size, and describe(), by which a run that
+               is resumed tells other data. Threads ask in any order, one at a time.
+    on_step    called with the record of each step, a dict as in metrics.jsonl; what it raises ends
+               the run
+
+    The GIL is released but for these calls. Ctrl-C ends the run after the step, which is saved
+    where checkpoints are, and then raises KeyboardInterrupt; a second Ctrl-C ends the process.
+    """
+    values = values_of(config, options)
+    sys.stdout.flush()  # moesh prints by itself
+    return _moesh.train(values, dataset, on_step)
+
+
+def verify(config=None, *, num_steps=2, sweep=None, **options):
+    """Compares the mesh with one rank, as `moesh verify` does: {"holds": ..., "meshes": [...]}.
+
+    num_steps  optimizer steps to compare
+    sweep      8 or "5-8": every mesh of so many ranks, instead of the configured one
+    """
+    meshes = None if sweep is None else str(sweep)
+    return _moesh.verify(values_of(config, options), num_steps, meshes)
+
+
+def estimate(config=None, *, search=None, memory=None, most=20, **options):
+    """Parameters, bytes of a rank and bytes that it sends in a step, without running it: a dict.
+
+    search=64, memory="80GiB": a list of such dicts, of the meshes of 64 ranks that fit into so much
+    a rank, those that send the fewest bytes a token first.
+    """
+    values = values_of(config, options)
+    if search is None:
+        return _moesh.estimate(values)
+    if memory is None:
+        raise error("config", f"search is {search} (Python) and there is no memory of a rank; give "
+                    'one, as in memory="80GiB"')
+    return _moesh.search(values, search, str(memory), most)
+
+
+def print_config(config=None, **options):
+    """The effective value of every option, and where it came from, as TOML."""
+    return _moesh.print_config(values_of(config, options))
+
+
+def compare(a, b, *, tolerance=None, rename=None):
+    """Two sets of tensors, name by name, as `moesh compare` does; b is the reference.
+
+    a, b       a dict of tensors or arrays, a torch.nn.Module (its parameters and gradients), or the
+               path of a safetensors file or of a folder of them
+    rename     {pattern: replacement}: the name in b of what a calls so (regular expressions)
+    """
+    return _moesh.compare(_side(a), _side(b), tolerance, list((rename or {}).items()))
+
+
+def _side(given):
+    if isinstance(given, (str, os.PathLike)):
+        return os.fspath(given)
+    return list(tensors_of(given).items())
+
+
+def load_metrics(run):
+    """The records of a run, one dict a step, from its folder (metrics.folder), its metrics.jsonl,
+    or the RunSummary that train() returned. A last line that is still being written is left out."""
+    path = run.folder if isinstance(run, RunSummary) else os.fspath(run)
+    if os.path.isdir(path):
+        path = os.path.join(path, "metrics.jsonl")
+    if not path or not os.path.exists(path):
+        raise error("data", f"there is no '{path or 'metrics.jsonl'}'; name the folder of a run "
+                    "(metrics.folder), which must not be empty")
+    records = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                records.append(json.loads(line))
+            except ValueError as wrong:
+                raise error("data", f"{path}:{number} is not JSON ({wrong}); is it the "
+                            "metrics.jsonl of a run?") from None
+    return records
