@@ -34,7 +34,7 @@ MeshShape mesh_shape(const Config& config) {
 
 std::optional<StepRange> profile_steps(const Config& config) {
   constexpr const char* kSteps = "profile.steps";
-  constexpr std::int64_t kMost = 100;  // hundreds of thousands of operators on each rank
+  constexpr std::int64_t kMost = 20;  // with thousands of operators each, on every rank
   const std::string& text = config.profile.steps;
   if (text.empty()) return std::nullopt;
   StepRange range;
