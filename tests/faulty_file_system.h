@@ -62,6 +62,13 @@ class FaultyFileSystem final : public formats::FileSystem {
     return sum;
   }
   int num_calls() const { return num_calls_; }
+  /// Calls that the rules name, whether they go wrong or not.
+  int num_seen() const {
+    const std::lock_guard lock(mutex_);
+    int sum = 0;
+    for (const auto& r : rules_) sum += r.num_seen;
+    return sum;
+  }
 
   int open(const Path& path, int flags) override {
     return failing("open", path) ? -1 : named(path, FileSystem::open(path, flags));

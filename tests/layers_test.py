@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 
-BELOW_TRAIN = ["types", "formats", "tokenizer", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
+BELOW_TRAIN = ["types", "formats", "tokenizer", "pipeline", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
 # Folder -> the folders which it may include, besides itself and base (errors, checks, logging: for everyone).
 MAY_INCLUDE = {
     "base": [],
@@ -27,13 +27,13 @@ MAY_INCLUDE = {
     "optim": ["spmd", "kernels", "formats"],
     "data": ["spmd", "formats", "tokenizer"],
     "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
-    "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data"],  # their names
+    "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data", "pipeline"],  # their names
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
-    "estimate": ["train", "config", "pipeline", *BELOW_TRAIN],
+    "estimate": ["train", "config", *BELOW_TRAIN],
     "generate": ["train", "config", *BELOW_TRAIN],
     "report": ["formats"],  # a page of files that a run has written
-    "cli": ["verify", "estimate", "generate", "report", "train", "config", "pipeline",
+    "cli": ["verify", "estimate", "generate", "report", "train", "config",
             *BELOW_TRAIN],
     "apps": ["cli"],
     "python": ["cli", "verify", "estimate", "train", "config", *BELOW_TRAIN],

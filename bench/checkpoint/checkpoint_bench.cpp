@@ -132,15 +132,15 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device de
       timed(load_time, [&] { load_all(checkpoint, s, i == 0); });
       timed(block_time, [&] { copied(s); });
       const std::string plain = (folder / "plain").string();
-      const std::string count = std::to_string(problem.num_matrices / 3 * 3 * 4);
+      const std::string count = std::to_string(problem.num_matrices / 3 * 3);
       timed(dd_time, [&] {
-        on_first("dd if=/dev/zero of='" + plain + "' bs=4M count=" + count +
+        on_first("dd if=/dev/zero of='" + plain + "' bs=16M count=" + count +
                  " conv=fsync status=none");
       });
       // Out of the system's memory: a save reads back from the disk, too.
       on_first("dd of='" + plain + "' oflag=nocache conv=notrunc,fdatasync count=0 status=none");
       timed(dd_read_time,
-            [&] { on_first("dd if='" + plain + "' of=/dev/null bs=4M status=none"); });
+            [&] { on_first("dd if='" + plain + "' of=/dev/null bs=16M status=none"); });
       on_first("rm '" + plain + "'");
       timed(copy_time, [&] {
         on_first("cp -r '" + checkpoint.string() + "' '" + copy.string() + "' && find '" +

@@ -48,7 +48,8 @@ SectionTimes SectionClock::take() {
   return taken;
 }
 
-InSection::InSection(Section section) : clock_(current_clock) {
+InSection::InSection(Section section)
+    : slice_(SliceKind::section, to_string(section)), clock_(current_clock) {
   if (clock_ && !is_in_step(clock_->current_)) clock_ = nullptr;
   if (!clock_) return;
   before_ = clock_->current_;

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <cstddef>
 
+#include "moesh/base/timeline.h"
+
 namespace moesh {
 
 /// What the host does. The time of a step is the sum of those before `validation`; the last two are
@@ -58,7 +60,8 @@ class SectionClock {
 };
 
 /// The time of its scope belongs to a section, and no longer to the one around it. In `validation`
-/// and `saving` nothing changes: their time is none of a step. Without a clock it does nothing.
+/// and `saving` nothing changes: their time is none of a step. Without a clock nothing is summed
+/// up. Where somebody records, the scope is a slice.
 class InSection {
  public:
   explicit InSection(Section section);
@@ -67,6 +70,7 @@ class InSection {
   InSection& operator=(const InSection&) = delete;
 
  private:
+  InSlice slice_;
   SectionClock* clock_;
   Section before_ = Section::other;
 };

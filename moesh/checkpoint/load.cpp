@@ -12,6 +12,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/workers.h"
+#include "moesh/comm/launch.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/safetensors_index.h"
@@ -22,8 +23,8 @@ namespace {
 constexpr std::size_t kKeptBlocks =
     4;  // tensors are read in the order of the file: older blocks do not come back
 constexpr std::int64_t kSlabBytes =
-    256 << 10;  // what is copied at once: small, so that most are within one block
-constexpr std::size_t kReaders = 4;  // threads of each rank
+    256 << 10;               // what is copied at once: small, so that most are within one block
+constexpr int kReaders = 4;  // threads of each rank, at most
 constexpr std::size_t kListedNames = 20;
 constexpr const char* kSingleFile = "model.safetensors";
 
@@ -167,7 +168,20 @@ std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
 }
 
 int num_readers(std::size_t num_files) {
-  return static_cast<int>(std::clamp<std::size_t>(num_files, 1, kReaders));
+  const auto most = static_cast<std::size_t>(std::min(kReaders, comm::cores_of_rank()));
+  return static_cast<int>(std::clamp<std::size_t>(num_files, 1, most));
+}
+
+// A list of jobs in the order of its files. The blocks of a file go when the next one is read.
+void read_list(const std::vector<Job>& jobs, const Breath& breath) {
+  const at::NoGradGuard of_this_thread;
+  for (std::size_t i = 0; i < jobs.size(); ++i) {
+    const Job& job = jobs[i];
+    read_box(job, in_view_order(*job.part, *job.source, job.overlap), breath);
+    if (i + 1 < jobs.size() && jobs[i + 1].found.file == job.found.file) continue;
+    job.found.file->forget();
+    if (job.found.quantized) job.found.quantized->file_of_scales()->forget();
+  }
 }
 
 }  // namespace
@@ -180,6 +194,13 @@ BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestF
   expected_ = *expected;
   for (std::uint64_t begin = 0; begin < file_.header().data_start; begin += formats::kBlockBytes)
     block(begin / formats::kBlockBytes);
+  forget();
+}
+
+std::size_t BlockFile::kept_bytes() const {
+  std::size_t sum = 0;
+  for (const auto& b : blocks_) sum += b.bytes.capacity();
+  return sum;
 }
 
 const BlockFile::Block& BlockFile::block(std::uint64_t number) {
@@ -239,6 +260,12 @@ TensorFolder::TensorFolder(std::filesystem::path path, const std::vector<std::st
                   "'", path_.string(), "': tensor '", info.name,
                   "' is in two files; take one of them away");
   }
+}
+
+std::size_t TensorFolder::kept_bytes() const {
+  std::size_t sum = 0;
+  for (const auto& file : files_) sum += file->kept_bytes();
+  return sum;
 }
 
 void TensorFolder::join_quantized() {
@@ -383,12 +410,7 @@ void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
   // Several threads leave the breath to this one.
   const Breath between = num_threads == 1 ? breath : Breath();
   share_work(
-      lists.size(), num_threads,
-      [&](std::size_t i, std::size_t) {
-        const at::NoGradGuard of_this_thread;
-        for (const Job& job : lists[i])
-          read_box(job, in_view_order(*job.part, *job.source, job.overlap), between);
-      },
+      lists.size(), num_threads, [&](std::size_t i, std::size_t) { read_list(lists[i], between); },
       breath);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);

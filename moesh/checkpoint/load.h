@@ -30,6 +30,9 @@ class BlockFile {
   /// of `alignment`, in `buffer`. They stay until the next call.
   const std::byte* bytes(std::uint64_t offset, std::size_t count, std::size_t alignment,
                          std::vector<std::byte>& buffer);
+  /// Gives the memory of the kept blocks back: a folder may have hundreds of files.
+  void forget() { blocks_ = {}; }
+  std::size_t kept_bytes() const;
 
  private:
   struct Block {
@@ -68,6 +71,8 @@ class TensorFolder {
   const std::map<std::string, Found>& tensors() const { return tensors_; }
   bool has_quantized() const { return !quantized_.empty(); }
   const std::filesystem::path& path() const { return path_; }
+  /// Of blocks in memory: while a rank loads, at most four for each of its four readers.
+  std::size_t kept_bytes() const;
 
  private:
   TensorFolder(std::filesystem::path path, const std::vector<std::string>& files,

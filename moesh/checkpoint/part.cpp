@@ -8,7 +8,6 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/mesh.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -32,7 +31,7 @@ Part part_of(const Stored& w, const std::string& name, const at::Tensor& value) 
   return {.name = name,
           .shape = w.spec.shape,
           .region = w.shard,
-          .owned = current_mesh().coordinate(w.replicas) == 0,
+          .owned = is_first_holder(w),
           .value = value};
 }
 

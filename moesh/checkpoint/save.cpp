@@ -1,18 +1,18 @@
 #include "moesh/checkpoint/save.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <cstring>
 #include <mutex>
 #include <optional>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
+#include "moesh/checkpoint/read_back.h"
 #include "moesh/checkpoint/workers.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
@@ -21,22 +21,9 @@
 namespace moesh::checkpoint {
 namespace {
 
-struct Written {
-  std::string name;
-  std::uint64_t size;
-  std::size_t first_block;  // among those of all files
-};
-
-// One number for each block of all files, of which each rank knows some and has 0 for the others:
-// the sum over the ranks has them all.
-std::vector<std::uint64_t> summed(comm::Group& group, const std::vector<std::uint64_t>& mine) {
-  at::Tensor all = at::zeros({static_cast<std::int64_t>(mine.size())}, at::kLong);
-  std::memcpy(all.data_ptr(), mine.data(), mine.size() * sizeof(std::uint64_t));
-  all = group.all_reduce(all.to(group.control_device())).cpu();
-  std::vector<std::uint64_t> sum(mine.size());
-  std::memcpy(sum.data(), all.const_data_ptr(), sum.size() * sizeof(std::uint64_t));
-  return sum;
-}
+// So many blocks that are whole are flushed and read back at once: enough for a flush to be worth
+// its while, few enough for the disk to be at work from the beginning to the end.
+constexpr std::size_t kBatchBlocks = 16;
 
 class Saver {
  public:
@@ -45,18 +32,16 @@ class Saver {
         options_(options),
         group_(group),
         temporary_(options.folder / temporary_name(snapshot.manifest.step)),
-        target_(options.folder / step_name(snapshot.manifest.step)) {
+        target_(options.folder / step_name(snapshot.manifest.step)),
+        blocks_(temporary_) {
     for (const auto& set : snapshot.sets) {
       plans_.push_back(plan_files(set.prefix, set.tensors, options.max_shard_size));
-      for (const auto& file : plans_.back()) add_file(file.name, file.size);
+      for (const auto& file : plans_.back()) blocks_.add_file(file.name, file.size);
     }
     texts_ = snapshot.texts;
     texts_[formats::kIndexFile] = index();
-    for (const auto& [name, text] : texts_) add_file(name, text.size());
-    std::uint64_t num_bytes = 0;
-    for (const auto& file : files_) num_bytes += file.size;
-    num_threads_ =
-        options.num_threads > 0 ? options.num_threads : num_workers(group.size(), num_bytes);
+    for (const auto& [name, text] : texts_) blocks_.add_file(name, text.size());
+    num_threads_ = options.num_threads > 0 ? options.num_threads : num_workers(blocks_.num_bytes());
   }
 
   std::filesystem::path run() {
@@ -66,9 +51,9 @@ class Saver {
       });
       together(group_, [&](const Breath& breath) { write_tensors(breath); });
       formats::Manifest manifest = snapshot_.manifest;
-      sums_ = summed(group_, sums_);
-      together(group_, [&](const Breath& breath) { hash_blocks(breath); });
-      manifest.files = hashed_files();
+      const auto left = blocks_.left_to_read(group_);
+      together(group_, [&](const Breath& breath) { read_back(left, breath); });
+      manifest.files = blocks_.hashed_files(group_);
       together(group_, [&] {
         if (is_first()) publish(manifest);
       });
@@ -82,19 +67,6 @@ class Saver {
 
  private:
   bool is_first() const { return group_.rank() == 0; }
-
-  void add_file(const std::string& name, std::uint64_t size) {
-    files_.push_back({name, size, sums_.size()});
-    sums_.resize(sums_.size() + formats::num_blocks(size), 0);
-  }
-
-  // What was written to a file counts for what must be read back.
-  void add_sums(const std::string& name, const formats::BlockSums& written) {
-    const auto file = std::find_if(files_.begin(), files_.end(),
-                                   [&](const Written& w) { return w.name == name; });
-    for (std::size_t i = 0; i < written.sums().size(); ++i)
-      sums_.at(file->first_block + i) += written.sums()[i];
-  }
 
   std::string index() const {
     formats::SafetensorsIndex index{.total_size = 0};
@@ -136,9 +108,10 @@ class Saver {
         out.reserve(file.size);
         out.write(0, file.header);
         out.sync();
-        add_sums(file.name, out.sums());
+        blocks_.add_written(file.name, out.sums());
       }
-    for (const auto& [name, text] : texts_) add_sums(name, write_file(temporary_ / name, text));
+    for (const auto& [name, text] : texts_)
+      blocks_.add_written(name, write_file(temporary_ / name, text));
   }
 
   // The threads have streams of their own, which know nothing of the one that computed the values.
@@ -154,17 +127,20 @@ class Saver {
       c10::impl::VirtualGuardImpl(d.type()).synchronizeDevice(d.index());
   }
 
-  // Each thread has one file open, and adds what it wrote to sums of its own: the items are in the
-  // order of the files, and a thread goes through them in that order.
+  struct Item {
+    const PlannedFile* file;
+    const PlannedTensor* tensor;
+    const PartsByName* parts;
+  };
+
+  // Each thread has one file open: the items are in the order of the files, and a thread goes
+  // through them in that order. When enough blocks are whole, the thread that notices it flushes
+  // them and reads them back, while others write: the disk is at work all the time.
   void write_tensors(const Breath& breath) {
-    struct Item {
-      const PlannedFile* file;
-      const PlannedTensor* tensor;
-      const PartsByName* parts;
-    };
     struct Writer {
       const PlannedFile* file = nullptr;
       std::optional<OutputFile> out = {};
+      ReadBack::Reader reader = {};
     };
     std::vector<PartsByName> parts;
     std::vector<Item> items;
@@ -175,26 +151,45 @@ class Saver {
           if (owns_some(t, parts[i])) items.push_back({&file, &t, &parts[i]});
     wait_for_devices();
     std::vector<Writer> writers(static_cast<std::size_t>(num_threads_));
-    std::mutex mutex;
-    const auto close = [&](Writer& w) {
-      if (!w.out) return;
-      const std::lock_guard lock(mutex);
-      add_sums(w.file->name, w.out->sums());
-      w.out.reset();
-    };
     share_work(
         items.size(), num_threads_,
         [&](std::size_t i, std::size_t thread) {
           Writer& w = writers[thread];
           if (w.file != items[i].file) {
-            close(w);
+            w.out.reset();
             w.file = items[i].file;
             w.out.emplace(temporary_ / w.file->name, OutputFile::Mode::open);
           }
           write_tensor(*w.out, *items[i].tensor, *items[i].parts);
+          const auto whole = blocks_.add_written(w.file->name, w.out->take_sums());
+          if (!whole.empty())
+            w.out->begin_sync(blocks_.range_of(whole.front()).begin,
+                              whole.size() * formats::kBlockBytes);
+          read_back_now(with_waiting(whole), w.reader);
         },
         breath);
-    for (Writer& w : writers) close(w);
+    writers.clear();
+    sync_written(items, breath);
+  }
+
+  // Blocks to read back now: none, until there are enough of them.
+  std::vector<std::size_t> with_waiting(const std::vector<std::size_t>& whole) {
+    const std::lock_guard lock(mutex_);
+    waiting_.insert(waiting_.end(), whole.begin(), whole.end());
+    return waiting_.size() < kBatchBlocks ? std::vector<std::size_t>()
+                                          : std::exchange(waiting_, {});
+  }
+
+  // A flush is of a file, and takes with it what others have written to it so far.
+  void read_back_now(const std::vector<std::size_t>& batch, ReadBack::Reader& reader) {
+    std::set<std::string> flushed;
+    for (const std::size_t block : batch)
+      if (const auto& name = blocks_.file_of(block); flushed.insert(name).second)
+        OutputFile(temporary_ / name, OutputFile::Mode::open).sync();
+    for (const std::size_t block : batch) blocks_.read_back(block, reader);
+  }
+
+  void sync_written(const std::vector<Item>& items, const Breath& breath) const {
     std::vector<const PlannedFile*> written;
     for (const Item& item : items)
       if (written.empty() || written.back() != item.file) written.push_back(item.file);
@@ -206,69 +201,15 @@ class Saver {
         breath);
   }
 
-  // The blocks of all files are divided among the ranks, and read back, whoever wrote them. What is
-  // hashed is what the writers had in memory, or the save fails.
-  void hash_blocks(const Breath& breath) {
-    hashes_.assign(sums_.size(), 0);
-    struct Block {
-      const Written* file;
-      std::uint64_t begin, size;
-      std::size_t number;  // among those of all files
-    };
-    struct Reader {  // of a thread, which has one file open
-      const Written* of = nullptr;
-      std::optional<formats::InputFile> file = {};
-      std::vector<std::byte> buffer = {};
-    };
-    std::vector<Block> blocks;
-    const auto num_ranks = static_cast<std::size_t>(group_.size());
-    for (const auto& written : files_) {
-      const formats::InputFile file(temporary_ / written.name);
-      MOESH_CHECK(file.size() == written.size, ErrorKind::storage, "'", file.path().string(),
-                  "' has ", file.size(), " bytes, and ", written.size, " were written");
-      file.forget_cached();
-      for (std::uint64_t begin = 0; begin < written.size; begin += formats::kBlockBytes) {
-        const std::size_t number = written.first_block + begin / formats::kBlockBytes;
-        if (number % num_ranks == static_cast<std::size_t>(group_.rank()))
-          blocks.push_back(
-              {&written, begin, std::min(formats::kBlockBytes, written.size - begin), number});
-      }
-    }
-    std::vector<Reader> readers(static_cast<std::size_t>(num_threads_));
+  // What is left of the blocks, this rank's share of it: those that several ranks wrote, and the
+  // last ones. What is hashed is what the writers had in memory, or the save fails.
+  void read_back(const std::vector<std::size_t>& left, const Breath& breath) {
+    std::vector<ReadBack::Reader> readers(static_cast<std::size_t>(num_threads_));
     share_work(
-        blocks.size(), num_threads_,
-        [&](std::size_t i, std::size_t thread) {
-          const Block& b = blocks[i];
-          Reader& r = readers[thread];
-          if (r.of != b.file) {
-            r.file.reset();
-            r.of = b.file;
-            r.file.emplace(temporary_ / b.file->name);
-          }
-          r.buffer.resize(b.size);
-          r.file->read(b.begin, r.buffer);
-          const std::string_view bytes(reinterpret_cast<const char*>(r.buffer.data()), b.size);
-          formats::BlockSums found;
-          found.add(b.begin, bytes);
-          MOESH_CHECK(found.sums().back() == sums_[b.number], ErrorKind::storage, "'",
-                      r.file->path().string(), "': bytes ", b.begin, " to ", b.begin + b.size,
-                      " were read back with other values than were written; the disk or the memory "
-                      "of this machine is at fault");
-          hashes_[b.number] = formats::hash_block(bytes);
-        },
+        left.size(), num_threads_,
+        [&](std::size_t i, std::size_t thread) { blocks_.read_back(left[i], readers[thread]); },
         breath);
-  }
-
-  std::vector<formats::ManifestFile> hashed_files() {
-    const auto all = summed(group_, hashes_);
-    std::vector<formats::ManifestFile> files;
-    for (const auto& written : files_) {
-      const auto first = all.begin() + static_cast<std::ptrdiff_t>(written.first_block);
-      const auto count = static_cast<std::ptrdiff_t>(formats::num_blocks(written.size));
-      files.push_back(
-          {.name = written.name, .size = written.size, .blocks = {first, first + count}});
-    }
-    return files;
+    blocks_.check();
   }
 
   void write_manifest(const formats::Manifest& manifest) const {
@@ -343,11 +284,11 @@ class Saver {
   std::optional<std::filesystem::path> replaced_;  // where an older one of this step is now
   std::vector<std::vector<PlannedFile>> plans_;    // by set
   std::map<std::string, std::string> texts_;
-  std::vector<Written> files_;         // all but the manifest
-  std::vector<std::uint64_t> sums_;    // of all blocks of all files, see BlockSums
-  std::vector<std::uint64_t> hashes_;  // of the same
-  int num_threads_ = 1;                // that write, and that read back
-  bool made_ = false;                  // the temporary folder is there, and is ours
+  ReadBack blocks_;                   // of all files but the manifest
+  std::mutex mutex_;                  // of those that wait
+  std::vector<std::size_t> waiting_;  // blocks that are whole and not read back
+  int num_threads_ = 1;               // that write, and that read back
+  bool made_ = false;                 // the temporary folder is there, and is ours
 };
 
 }  // namespace

@@ -10,6 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "moesh/comm/launch.h"
+
 namespace moesh::checkpoint {
 namespace {
 
@@ -85,11 +87,10 @@ void share_work(std::size_t num_items, int num_threads,
   if (shared.fault) std::rethrow_exception(shared.fault);
 }
 
-int num_workers(int num_ranks, std::uint64_t num_bytes) {
-  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+int num_workers(std::uint64_t num_bytes) {
   const auto pieces =
       static_cast<int>(std::min<std::uint64_t>(kMostWorkers, num_bytes / kBytesPerWorker));
-  return std::clamp(std::min(pieces, cores / num_ranks), 1, kMostWorkers);
+  return std::clamp(std::min(pieces, comm::cores_of_rank()), 1, kMostWorkers);
 }
 
 }  // namespace moesh::checkpoint

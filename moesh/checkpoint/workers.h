@@ -17,8 +17,8 @@ void share_work(std::size_t num_items, int num_threads,
                 const std::function<void(std::size_t item, std::size_t thread)>& f,
                 const std::function<void()>& meanwhile = {});
 
-/// Threads of each of so many ranks, for so much work: as many as the machine has, up to eight
-/// (which keep a fast disk busy), and one for what is done at once.
-int num_workers(int num_ranks, std::uint64_t num_bytes);
+/// Threads of a rank for so much work: its share of the machine's cores, up to eight (which keep a
+/// fast disk busy), and one for what is done at once.
+int num_workers(std::uint64_t num_bytes);
 
 }  // namespace moesh::checkpoint

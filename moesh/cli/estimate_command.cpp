@@ -4,7 +4,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/estimate_in_time.h"
 #include "moesh/cli/memory_errors.h"
@@ -77,13 +76,14 @@ void write_json(const std::string& path, const std::vector<Estimate>& all) {
 
 }  // namespace
 
-int run_estimate(Args args) {
-  if (const auto cluster = take(args, "--cluster"))
-    return run_estimate_in_time(*cluster, std::move(args));
-  const auto json = take(args, "--json"), memory = take(args, "--memory");
+int run_estimate(const Given& given) {
+  if (const auto cluster = given.text("--cluster")) return run_estimate_in_time(*cluster, given);
+  MOESH_CHECK(!given.has("--schedule"), ErrorKind::config,
+              "--schedule draws what a cluster does; name one, as in --cluster h100x8:256");
+  const auto json = given.text("--json"), memory = given.text("--memory");
   const std::int64_t limit = memory ? parse_size(*memory) : 0;
-  const int num_ranks = take_number(args, "--search", 0);
-  const Config config = load_config(args);
+  const int num_ranks = given.number("--search", 0);
+  const Config config = load_config(given.rest());
   if (num_ranks == 0) {
     Estimate e;
     naming_sizes(config, [&] { e = estimate::estimate(config); });

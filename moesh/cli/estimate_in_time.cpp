@@ -8,7 +8,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
@@ -24,70 +23,24 @@ namespace {
 constexpr size_t kMostListed = 20;
 constexpr int kMostColumns = 120;
 
-// What is asked for besides the configuration. Nothing that runs takes pp yet, so its keys are
-// taken here, under the names that they will have there.
+// What is asked for besides the configuration.
 struct Asked {
   Cluster cluster;
-  int pp = 1;
-  PipelineOptions pipeline;
   bool searches = false, draws = false;
   std::string picture;  // a file for it
   std::optional<std::string> json, memory;
 };
 
-// `--name` with or without a value.
-bool take_with_or_without(Args& args, const std::string& name, std::string& value) {
-  for (size_t i = 0; i < args.size(); ++i)
-    if (args[i] == name && (i + 1 == args.size() || args[i + 1].starts_with("--")))
-      return take_flag(args, name);
-  const auto given = take(args, name);
-  if (given) value = *given;
-  return given.has_value();
-}
-
-int parse_pp(const std::string& text) {
-  Args one{"--parallelism.pipeline_parallel_degree=" + text};
-  return take_number(one, "--parallelism.pipeline_parallel_degree", 1);
-}
-
-// "pp=16,tp=2" -> 16, and "tp=2" is left.
-void take_pp_of_mesh(Args& args, int& pp) {
-  const auto mesh = take(args, "--mesh");
-  if (!mesh) return;
-  std::string rest;
-  for (size_t begin = 0; begin <= mesh->size();) {
-    const size_t comma = std::min(mesh->find(',', begin), mesh->size());
-    const std::string axis = mesh->substr(begin, comma - begin);
-    if (axis.starts_with("pp="))
-      pp = parse_pp(axis.substr(3));
-    else
-      rest += (rest.empty() ? "" : ",") + axis;
-    begin = comma + 1;
-  }
-  if (!rest.empty()) args.push_back("--mesh=" + rest);
-}
-
-Asked take_asked(const std::string& cluster, Args& args) {
+Asked asked_of(const std::string& cluster, const Given& given) {
   Asked a{.cluster = parse_cluster(cluster)};
-  if (const auto degree = take(args, "--parallelism.pipeline_parallel_degree"))
-    a.pp = parse_pp(*degree);
-  take_pp_of_mesh(args, a.pp);
-  auto& p = a.pipeline;
-  if (const auto name = take(args, "--parallelism.pipeline_parallel_schedule")) {
-    const auto& known = pipeline::schedule_names();
-    MOESH_CHECK(std::find(known.begin(), known.end(), *name) != known.end(), ErrorKind::config,
-                "parallelism.pipeline_parallel_schedule is '", *name, "' (command line); it takes ",
-                joined_by_or(known));
-    p.schedule = *name;
-  }
-  p.layers_per_stage = take(args, "--parallelism.pipeline_parallel_layers_per_stage").value_or("");
-  std::string number;
-  a.searches = take_with_or_without(args, "--search", number);
+  a.searches = given.has("--search");
+  const std::string number = given.text("--search").value_or("");
   MOESH_CHECK(number.empty() || number == std::to_string(a.cluster.num_gpus()), ErrorKind::config,
               "--search is '", number, "', and the cluster has ", a.cluster.num_gpus(),
               " GPUs, all of which are used; leave out the number");
-  a.draws = take_with_or_without(args, "--schedule", a.picture);
-  a.json = take(args, "--json"), a.memory = take(args, "--memory");
+  a.draws = given.has("--schedule");
+  a.picture = given.text("--schedule").value_or("");
+  a.json = given.text("--json"), a.memory = given.text("--memory");
   return a;
 }
 
@@ -206,9 +159,10 @@ Progress show_progress() {
   };
 }
 
-void draw(Profiler& profiler, const Asked& a, const MeshShape& mesh, const StepTime& time) {
+void draw(Profiler& profiler, const Asked& a, const PipelineOptions& pipe, const MeshShape& mesh,
+          const StepTime& time) {
   const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
-  const auto s = simulated(profiler, a.cluster, mesh, a.pipeline, most);
+  const auto s = simulated(profiler, a.cluster, mesh, pipe, most);
   const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
   if (a.picture.empty()) {
     std::printf("\n%lld of %lld micro-batches\n%s", static_cast<long long>(drawn),
@@ -218,18 +172,20 @@ void draw(Profiler& profiler, const Asked& a, const MeshShape& mesh, const StepT
   }
   write_file(
       a.picture, "--schedule",
-      pipeline::draw_svg(s, detail::concat(a.pipeline.schedule, ", pp ", mesh.pp, ", ", drawn,
-                                           " of ", time.num_micro_batches, " micro-batches")));
+      pipeline::draw_svg(s, detail::concat(pipe.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
+                                           time.num_micro_batches, " micro-batches")));
 }
 
 }  // namespace
 
-int run_estimate_in_time(const std::string& cluster, Args args) {
-  const Asked a = take_asked(cluster, args);
-  const Config config = load_config(args);
+int run_estimate_in_time(const std::string& cluster, const Given& given) {
+  const Asked a = asked_of(cluster, given);
+  const Config config = load_config(given.rest());
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
-  MeshShape mesh = mesh_shape(config);
-  mesh.pp = a.pp;
+  const MeshShape mesh = mesh_shape(config);
+  const PipelineOptions pipe{
+      .schedule = config.parallelism.pipeline_parallel_schedule,
+      .layers_per_stage = config.parallelism.pipeline_parallel_layers_per_stage};
   print_heading(config, a.cluster);
   const auto start = std::chrono::steady_clock::now();
   int code = 0;
@@ -237,24 +193,24 @@ int run_estimate_in_time(const std::string& cluster, Args args) {
     Profiler profiler(config);
     if (a.searches) {
       const TimeSearch r =
-          search_time(profiler, a.cluster, mesh, a.pipeline, limit, kMostListed, show_progress());
+          search_time(profiler, a.cluster, mesh, pipe, limit, kMostListed, show_progress());
       print(r, limit);
       std::printf("\n%.1f s\n",
                   std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       if (a.json) write_json(*a.json, r.best);
-      if (a.draws && !r.best.empty()) draw(profiler, a, r.best[0].mesh, r.best[0]);
+      if (a.draws && !r.best.empty()) draw(profiler, a, pipe, r.best[0].mesh, r.best[0]);
       code = r.best.empty() ? 1 : 0;
       return;
     }
     MOESH_CHECK(mesh.num_ranks() == a.cluster.num_gpus(), ErrorKind::config, "the mesh has ",
                 mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
                 a.cluster.num_gpus(), " GPUs; change one of them, or add --search");
-    const StepTime t = step_time(profiler, a.cluster, mesh, a.pipeline);
-    print(t, a.cluster, a.pipeline);
+    const StepTime t = step_time(profiler, a.cluster, mesh, pipe);
+    print(t, a.cluster, pipe);
     std::printf("%s %s\n", t.peak <= limit ? "fits into" : "does not fit into",
                 size_text(limit).c_str());
     if (a.json) write_json(*a.json, {t});
-    if (a.draws) draw(profiler, a, mesh, t);
+    if (a.draws) draw(profiler, a, pipe, mesh, t);
     code = t.peak <= limit ? 0 : 1;
   });
   return code;

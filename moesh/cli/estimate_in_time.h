@@ -2,11 +2,12 @@
 // moesh estimate --cluster: how long a step would take, and which meshes are the fastest.
 
 #include <string>
-#include <vector>
+
+#include "moesh/cli/command_line.h"
 
 namespace moesh::cli {
 
-/// `cluster` is the value of --cluster; `args` are the others.
-int run_estimate_in_time(const std::string& cluster, std::vector<std::string> args);
+/// `cluster` is the value of --cluster.
+int run_estimate_in_time(const std::string& cluster, const Given& given);
 
 }  // namespace moesh::cli

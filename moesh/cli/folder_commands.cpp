@@ -7,7 +7,6 @@
 #include "moesh/checkpoint/convert.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
@@ -31,20 +30,21 @@ T one_of(const std::string& option, const std::string& text,
 
 }  // namespace
 
-int run_convert(Args args) {
+int run_convert(const Given& given) {
   checkpoint::ConvertOptions options;
-  if (const auto layout = take(args, "--layout"))
+  if (const auto layout = given.text("--layout"))
     options.layout =
         one_of<formats::ExpertLayout>("--layout", *layout,
                                       {{"per_expert", formats::ExpertLayout::per_expert},
                                        {"stacked", formats::ExpertLayout::stacked}});
-  if (const auto dtype = take(args, "--dtype"))
+  if (const auto dtype = given.text("--dtype"))
     options.dtype = one_of<formats::Dtype>("--dtype", *dtype,
                                            {{"float32", formats::Dtype::f32},
                                             {"bfloat16", formats::Dtype::bf16},
                                             {"float16", formats::Dtype::f16},
                                             {"float64", formats::Dtype::f64}});
-  expect_words(args, 2, "moesh convert FROM TO [--layout per_expert|stacked] [--dtype TYPE]");
+  given.expect_words(2);
+  const Args& args = given.rest();
   const std::filesystem::path from = args[0];
   const std::string config = (from / "config.json").string();
   const auto model = models::on_disk(models::config_of(checkpoint::read_config(from), config));
@@ -60,10 +60,10 @@ int run_convert(Args args) {
   return 0;
 }
 
-int run_inspect(Args args) {
-  const bool check = take_flag(args, "--check");
-  expect_words(args, 1, "moesh inspect FOLDER [--check]");
-  if (check) {
+int run_inspect(const Given& given) {
+  given.expect_words(1);
+  const Args& args = given.rest();
+  if (given.has("--check")) {
     MOESH_CHECK(formats::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
                 ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,
                 ", so there is nothing to check it against; was it written by moesh?");

@@ -11,7 +11,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/terminal.h"
 #include "moesh/checkpoint/folder.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
@@ -142,16 +141,17 @@ std::string joined(const Ids& ids) {
 
 }  // namespace
 
-int run_generate(Args args) {
-  const auto prompt = take(args, "--prompt"), prompt_ids = take(args, "--prompt-ids"),
-             tokenizer = take(args, "--tokenizer");
+int run_generate(const Given& given) {
+  const auto prompt = given.text("--prompt"), prompt_ids = given.text("--prompt-ids"),
+             tokenizer = given.text("--tokenizer");
   generate::GenerateOptions options{
-      .max_new_tokens = take_number(args, "--max-new-tokens", 0),
-      .choose = {.temperature = take_real(args, "--temperature", 0),
-                 .top_p = take_real(args, "--top-p", 1),
-                 .seed = static_cast<std::uint64_t>(take_number(args, "--seed", 0, 0))}};
+      .max_new_tokens = given.number("--max-new-tokens", 0),
+      .choose = {.temperature = given.real("--temperature", 0),
+                 .top_p = given.real("--top-p", 1),
+                 .seed = static_cast<std::uint64_t>(given.number("--seed", 0, 0))}};
   options.choose.validate();
-  const bool ignores_eos = take_flag(args, "--ignore-eos");
+  const bool ignores_eos = given.has("--ignore-eos");
+  Args args = given.rest();
   MOESH_CHECK(!args.empty() && !args[0].starts_with("--"), ErrorKind::config,
               "generate needs the folder of a model; usage: ", kUsage);
   MOESH_CHECK(

@@ -6,7 +6,6 @@
 #include <fstream>
 
 #include "moesh/base/error.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/report/page.h"
 #include "moesh/report/serve.h"
@@ -36,15 +35,13 @@ void serve_until_stopped(std::vector<report::RunData> runs,
 
 }  // namespace
 
-int run_report(Args args) {
-  const auto out = take(args, "--out"), port = take(args, "--serve");
+int run_report(const Given& given) {
+  const auto out = given.text("--out"), port = given.text("--serve");
   const char* usage = "moesh report RUN... [FILE.json...] [--out FILE | --serve PORT]";
-  MOESH_CHECK(!args.empty(), ErrorKind::config, "report of which runs? usage: ", usage);
+  MOESH_CHECK(!given.rest().empty(), ErrorKind::config, "report of which runs? usage: ", usage);
   std::vector<report::RunData> runs;
   std::vector<report::VerifyResult> verified;
-  for (const std::string& arg : args) {
-    MOESH_CHECK(!arg.starts_with("--"), ErrorKind::config, "there is no option '", arg,
-                "' here; usage: ", usage);
+  for (const std::string& arg : given.rest()) {
     if (arg.ends_with(".json") && !std::filesystem::is_directory(arg))
       verified.push_back(report::read_verify(arg));
     else

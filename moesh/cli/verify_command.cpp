@@ -9,7 +9,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
-#include "moesh/cli/arguments.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/formats/json.h"
@@ -61,9 +60,9 @@ struct Request {
 };
 
 // --sweep, --sample, --sample-seed, --shard.
-std::optional<Sweep> take_sweep(Args& args) {
-  const auto ranks = take(args, "--sweep"), shard = take(args, "--shard");
-  const int count = take_number(args, "--sample", 0), seed = take_number(args, "--sample-seed", 0);
+std::optional<Sweep> sweep_of(const Given& given) {
+  const auto ranks = given.text("--sweep"), shard = given.text("--shard");
+  const int count = given.number("--sample", 0), seed = given.number("--sample-seed", 0);
   MOESH_CHECK(ranks || (!shard && count == 0), ErrorKind::config,
               "--shard and --sample choose from the meshes of --sweep; give it, as in --sweep 8");
   MOESH_CHECK(count > 0 || seed == 0, ErrorKind::config, "--sample-seed is ", seed,
@@ -151,13 +150,13 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
 
 }  // namespace
 
-int run_verify(Args args) {
-  if (const auto golden = take(args, "--golden")) return run_golden(args, *golden);
-  const Request request{.steps = take_number(args, "--steps", 2),
-                        .sweep = take_sweep(args),
-                        .json = take(args, "--json"),
-                        .dump = take(args, "--dump")};
-  const Config config = load_config(args, verify_defaults(request.steps));
+int run_verify(const Given& given) {
+  if (const auto golden = given.text("--golden")) return run_golden(given.rest(), *golden);
+  const Request request{.steps = given.number("--steps", 2),
+                        .sweep = sweep_of(given),
+                        .json = given.text("--json"),
+                        .dump = given.text("--dump")};
+  const Config config = load_config(given.rest(), verify_defaults(request.steps));
   const std::vector<Config> configs = meshes_of(config, request.sweep);
   check_dump(request);
   std::ofstream file;

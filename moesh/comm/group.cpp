@@ -10,6 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/timeline.h"
 #include "moesh/comm/flight.h"
 #include "moesh/comm/sent.h"
 
@@ -24,9 +25,19 @@ bool is_supported(at::ScalarType t) {
          t == at::kInt || t == at::kBool;
 }
 
-Handle recorded(const Group& group, Collective op, std::unique_ptr<Work> work) {
+Handle recorded(const Group& group, Collective op, std::int64_t number,
+                std::unique_ptr<Work> work) {
   flight::in_progress(group.name(), op, work.get());
-  return Handle(std::move(work));
+  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->started(number);
+  return Handle(std::move(work), number);
+}
+
+// The host waits, and has waited, for the collective of this number.
+void tell_wait(std::int64_t number) {
+  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->wait(number);
+}
+void tell_ended(std::int64_t number) {
+  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->ended(number);
 }
 
 std::int64_t bytes_of_rows(const at::Tensor& x, std::int64_t rows) {
@@ -58,6 +69,11 @@ class SoloGroup final : public Group {
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor&, int) override { never(); }
   void do_barrier() override { never(); }
+  std::unique_ptr<Work> do_send(const at::Tensor&, const Message&) override { never(); }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef, const at::TensorOptions&,
+                                const Message&) override {
+    never();
+  }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
     never();
   }
@@ -74,6 +90,8 @@ const char* to_string(Collective op) {
     case Collective::broadcast: return "broadcast";
     case Collective::barrier: return "barrier";
     case Collective::split: return "split";
+    case Collective::send: return "send";
+    case Collective::recv: return "recv";
   }
   return "unknown";
 }
@@ -85,8 +103,10 @@ const char* to_string(ReduceOp op) {
 Handle::~Handle() {
   if (!work_ || std::uncaught_exceptions() > num_exceptions_) return;
   try {
+    tell_wait(number_);
     work_->wait();
     flight::ended(work_.get());
+    tell_ended(number_);
   } catch (const std::exception& e) {
     log_warn("a collective whose handle was dropped failed: ", e.what());
   }
@@ -94,8 +114,10 @@ Handle::~Handle() {
 
 at::Tensor Handle::wait() {
   if (auto work = std::move(work_)) {
+    tell_wait(number_);
     value_ = work->wait();
     flight::ended(work.get());
+    tell_ended(number_);
   }
   return value_;
 }
@@ -113,7 +135,11 @@ TracePause::~TracePause() {
 }
 
 Group::Group(std::string name, int rank, std::vector<int> members)
-    : name_(std::move(name)), rank_(rank), members_(std::move(members)) {
+    : name_(std::move(name)),
+      rank_(rank),
+      members_(std::move(members)),
+      num_sent_(members_.size()),
+      num_received_(members_.size()) {
   MOESH_CHECK(rank >= 0 && rank < size(), "rank ", rank, " of a group of ", size());
 }
 
@@ -127,10 +153,14 @@ std::vector<int> Group::world_ranks(const std::vector<int>& ranks) const {
 void Group::check(Collective op, const at::Tensor& x) const {
   MOESH_CHECK(x.defined(), ErrorKind::comm, to_string(op), " on group '", name_,
               "': the tensor is undefined");
-  MOESH_CHECK(is_supported(x.scalar_type()), ErrorKind::comm, to_string(op), " on group '", name_,
-              "': dtype ", c10::getDtypeNames(x.scalar_type()).first,
+  check_kind(op, x.scalar_type(), x.dim());
+}
+
+void Group::check_kind(Collective op, at::ScalarType dtype, std::int64_t num_dims) const {
+  MOESH_CHECK(is_supported(dtype), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': dtype ", c10::getDtypeNames(dtype).first,
               " is not supported; use float64, float32, bfloat16, int64, int32 or bool");
-  MOESH_CHECK(x.dim() <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", x.dim(),
+  MOESH_CHECK(num_dims <= 8, ErrorKind::comm, to_string(op), " on group '", name_, "': ", num_dims,
               " dimensions; at most 8 are supported, so flatten some");
 }
 
@@ -160,18 +190,22 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
   return rows;
 }
 
-void Group::trace(Collective op, std::size_t bytes) const {
+std::int64_t Group::trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const {
   for (Trace* t = current_trace; t; t = t->outer_)
     t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
   flight::called(name_, op, static_cast<std::int64_t>(bytes));
+  Timeline* timeline = Timeline::current();
+  if (!timeline || num_pauses > 0) return -1;
+  return timeline->call(to_string(op), name_, ranks, meets_on_host(),
+                        static_cast<std::int64_t>(bytes));
 }
 
 Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
   check_reduce(Collective::all_reduce, x, op);
   if (size() == 1) return Handle(x);
-  trace(Collective::all_reduce, x.nbytes());
+  const auto number = trace(Collective::all_reduce, x.nbytes());
   count(*this, Collective::all_reduce, x);
-  return recorded(*this, Collective::all_reduce, do_all_reduce(x.contiguous(), op));
+  return recorded(*this, Collective::all_reduce, number, do_all_reduce(x.contiguous(), op));
 }
 
 Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
@@ -185,9 +219,9 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
               "all_gather on group '", name_, "': rank ", rank_, " holds ", x.size(0),
               " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
-  trace(Collective::all_gather, x.nbytes());
+  const auto number = trace(Collective::all_gather, x.nbytes());
   count(*this, Collective::all_gather, x);
-  return recorded(*this, Collective::all_gather, do_all_gather(x.contiguous(), rows));
+  return recorded(*this, Collective::all_gather, number, do_all_gather(x.contiguous(), rows));
 }
 
 Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) {
@@ -196,9 +230,10 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
               "': a scalar has no rows; use all_reduce");
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
-  trace(Collective::reduce_scatter, x.nbytes());
+  const auto number = trace(Collective::reduce_scatter, x.nbytes());
   count(*this, Collective::reduce_scatter, x, bytes_of_rows(x, rows[static_cast<size_t>(rank_)]));
-  return recorded(*this, Collective::reduce_scatter, do_reduce_scatter(x.contiguous(), rows, op));
+  return recorded(*this, Collective::reduce_scatter, number,
+                  do_reduce_scatter(x.contiguous(), rows, op));
 }
 
 Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
@@ -213,9 +248,9 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
   MOESH_CHECK(send[self] == recv[self], ErrorKind::comm, "all_to_all on group '", name_, "': rank ",
               rank_, " keeps ", send[self], " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
-  trace(Collective::all_to_all, x.nbytes());
+  const auto number = trace(Collective::all_to_all, x.nbytes());
   count(*this, Collective::all_to_all, x, bytes_of_rows(x, send[self]));
-  return recorded(*this, Collective::all_to_all, do_all_to_all(x.contiguous(), send, recv));
+  return recorded(*this, Collective::all_to_all, number, do_all_to_all(x.contiguous(), send, recv));
 }
 
 Handle Group::start_broadcast(const at::Tensor& x, int root) {
@@ -223,16 +258,77 @@ Handle Group::start_broadcast(const at::Tensor& x, int root) {
   MOESH_CHECK(root >= 0 && root < size(), ErrorKind::comm, "broadcast on group '", name_,
               "' from rank ", root, "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
-  trace(Collective::broadcast, x.nbytes());
+  const auto number = trace(Collective::broadcast, x.nbytes());
   count(*this, Collective::broadcast, x);
-  return recorded(*this, Collective::broadcast, do_broadcast(x.contiguous(), root));
+  return recorded(*this, Collective::broadcast, number, do_broadcast(x.contiguous(), root));
 }
 
 void Group::barrier() {
   if (size() == 1) return;
-  trace(Collective::barrier, 0);
+  const auto number = trace(Collective::barrier, 0);
   do_barrier();
   flight::ended(name_, Collective::barrier);
+  tell_ended(number);
+}
+
+void Group::check_channel(Collective op, const Channel& c) const {
+  for (const int r : {c.from, c.to})
+    MOESH_CHECK(r >= 0 && r < size(), ErrorKind::comm, to_string(op), " on group '", name_,
+                "' from rank ", c.from, " to rank ", c.to, "; the group has ranks 0 to ",
+                size() - 1);
+  MOESH_CHECK(c.from != c.to, ErrorKind::comm, to_string(op), " on group '", name_, "': rank ",
+              c.from, " would send to itself; keep the tensor instead");
+}
+
+void Group::check_open(Collective op, const Channel& c) const {
+  check_channel(op, c);
+  MOESH_CHECK(channels_.contains(c), ErrorKind::comm, to_string(op), " on group '", name_,
+              "': the channel from rank ", c.from, " to rank ", c.to,
+              " is not open; every rank calls open_channels with it before the first message");
+}
+
+void Group::open_channels(const std::vector<Channel>& channels) {
+  std::vector<Channel> fresh;
+  std::vector<std::int64_t> words;
+  for (const Channel& c : channels) {
+    check_channel(Collective::send, c);
+    if (channels_.insert(c).second) fresh.push_back(c);
+    words.insert(words.end(), {c.from, c.to});
+  }
+  if (size() == 1) return;
+  const TracePause quiet;
+  expect_same(at::tensor(words, at::kLong).to(control_device()), "the list of channels");
+  if (!fresh.empty()) do_open_channels(fresh);
+}
+
+Handle Group::start_send(const at::Tensor& x, int to, std::int64_t label) {
+  check(Collective::send, x);
+  check_open(Collective::send, {rank_, to});
+  const auto number = trace(Collective::send, x.nbytes(), world_ranks({rank_, to}));
+  count(*this, Collective::send, x);
+  return recorded(
+      *this, Collective::send, number,
+      do_send(x.detach().contiguous(),
+              {.peer = to, .number = num_sent_[static_cast<size_t>(to)]++, .label = label}));
+}
+
+Handle Group::start_recv(at::IntArrayRef sizes, const at::TensorOptions& options, int from,
+                         std::int64_t label) {
+  const auto dtype = c10::typeMetaToScalarType(options.dtype());
+  check_kind(Collective::recv, dtype, static_cast<std::int64_t>(sizes.size()));
+  check_open(Collective::recv, {from, rank_});
+  std::size_t bytes = c10::elementSize(dtype);
+  for (const auto n : sizes) {
+    MOESH_CHECK(n >= 0, ErrorKind::comm, "recv on group '", name_, "': sizes ", sizes,
+                " have a negative entry");
+    bytes *= static_cast<std::size_t>(n);
+  }
+  const auto number = trace(Collective::recv, bytes, world_ranks({from, rank_}));
+  return recorded(
+      *this, Collective::recv, number,
+      do_recv(
+          sizes, options.requires_grad(std::nullopt),
+          {.peer = from, .number = num_received_[static_cast<size_t>(from)]++, .label = label}));
 }
 
 std::shared_ptr<Group> Group::split(int color, int key, const std::string& name) {

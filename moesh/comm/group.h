@@ -1,14 +1,15 @@
 #pragma once
-// A group of ranks and its collectives. Values are returned, inputs are never written (a group of
-// one rank returns its input). Rows (dimension 0) may be uneven: `rows[r]` is what rank r holds,
-// and every rank passes the same list. Backends live in threads/, mpi/, nccl/; checked/ wraps any
-// of them.
+// A group of ranks, its collectives, and messages between two of them. Values are returned, inputs
+// are never written (a group of one rank returns its input). Rows (dimension 0) may be uneven:
+// `rows[r]` is what rank r holds, and every rank passes the same list. Backends live in threads/,
+// mpi/, nccl/; checked/ wraps any of them.
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -23,7 +24,9 @@ enum class Collective : std::uint8_t {
   all_to_all,
   broadcast,
   barrier,
-  split
+  split,
+  send,
+  recv
 };
 
 const char* to_string(Collective op);
@@ -32,8 +35,14 @@ const char* to_string(ReduceOp op);
 /// Rows (dimension 0) per rank. Empty: the same on every rank.
 using Rows = std::vector<std::int64_t>;
 
-/// An operation that was started. `wait` ends it. Ranks wait in the same order, and before the
-/// group is gone.
+/// A way for messages from one rank of a group to another.
+struct Channel {
+  int from = 0, to = 0;
+  auto operator<=>(const Channel&) const = default;
+};
+
+/// An operation that was started. `wait` ends it. Ranks wait for collectives in the same order, for
+/// messages in any, and before the group is gone.
 class Work {
  public:
   virtual ~Work() = default;
@@ -46,7 +55,8 @@ class Work {
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
-  explicit Handle(std::unique_ptr<Work> work) : work_(std::move(work)) {}
+  explicit Handle(std::unique_ptr<Work> work, std::int64_t number = -1)
+      : work_(std::move(work)), number_(number) {}
   Handle(Handle&&) = default;
   Handle& operator=(Handle&&) = delete;  // it would drop what is in progress
   ~Handle();
@@ -58,6 +68,7 @@ class [[nodiscard]] Handle {
  private:
   std::unique_ptr<Work> work_;
   at::Tensor value_;
+  std::int64_t number_ = -1;                         // in the thread's Timeline, where that records
   int num_exceptions_ = std::uncaught_exceptions();  // that were unwinding when it was started
 };
 
@@ -65,7 +76,7 @@ class [[nodiscard]] Handle {
 struct TraceEntry {
   std::string group;
   Collective op;
-  std::int64_t bytes;  // of this rank's input
+  std::int64_t bytes;  // of this rank's input; of recv, what comes
 };
 
 /// While it lives, records every collective of more than one rank which this thread starts.
@@ -138,6 +149,20 @@ class Group {
   Handle start_all_to_all(const at::Tensor& x, Rows send, Rows recv);
   Handle start_broadcast(const at::Tensor& x, int root);
 
+  /// Every rank calls it, with the same list, before the first message on one of these channels:
+  /// what a channel needs is made while both ends are there, so that no start waits for its peer.
+  void open_channels(const std::vector<Channel>& channels);
+  /// A message to rank `to`, which starts the receive of it. Messages of one channel arrive in the
+  /// order in which they were started, and any number may be in progress; those of other channels,
+  /// and collectives, go their own ways. x is kept until `wait` and must not be written before it.
+  /// `label` is compared with that of the receive: a number of the caller's for what it sends.
+  /// `wait` may need the receiver to have started its receive: whoever waits for a send before
+  /// starting a receive which that rank needs first waits for itself, until the deadline.
+  Handle start_send(const at::Tensor& x, int to, std::int64_t label = 0);
+  /// The next message of rank `from`, whose sizes, dtype and label are known here. -> [sizes]
+  Handle start_recv(at::IntArrayRef sizes, const at::TensorOptions& options, int from,
+                    std::int64_t label = 0);
+
   /// Ranks of one color form a group, ordered by (key, rank). A negative color: this rank is in
   /// none (nullptr).
   std::shared_ptr<Group> split(int color, int key, const std::string& name);
@@ -152,6 +177,8 @@ class Group {
   /// its message.
   virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
 
+  /// Whether `wait` returns when the other ranks have come: else the device waits for them.
+  virtual bool meets_on_host() const { return true; }
   /// Where small tensors that no caller chose a device for must live.
   virtual at::Device control_device() const { return at::kCPU; }
 
@@ -167,6 +194,16 @@ class Group {
                                               const Rows& recv) = 0;
   virtual std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) = 0;
   virtual void do_barrier() = 0;
+  /// One end of a message: the rank at the other end, its number on the channel, the label.
+  struct Message {
+    int peer = 0;
+    std::int64_t number = 0;
+    std::int64_t label = 0;
+  };
+  virtual void do_open_channels(const std::vector<Channel>& /*channels*/) {}
+  virtual std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& message) = 0;
+  virtual std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                        const Message& message) = 0;
   /// `members` are ranks of this group, in the order of the new one; `rank` is this rank's place
   /// among them. `index` is the number of the new group among those which this split makes:
   /// (parent, split count, index) names it everywhere. Called on every rank, also on one that is in
@@ -179,13 +216,20 @@ class Group {
 
  private:
   void check(Collective op, const at::Tensor& x) const;
+  void check_kind(Collective op, at::ScalarType dtype, std::int64_t num_dims) const;
+  void check_channel(Collective op, const Channel& channel) const;
+  void check_open(Collective op, const Channel& channel) const;
   void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
   Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
-  void trace(Collective op, std::size_t bytes) const;
+  /// Tells of what is called, in which these world ranks meet; its number in the thread's Timeline.
+  std::int64_t trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const;
+  std::int64_t trace(Collective op, std::size_t bytes) const { return trace(op, bytes, members_); }
 
   std::string name_;
   int rank_;
   std::vector<int> members_;
+  std::set<Channel> channels_;                         // that are open
+  std::vector<std::int64_t> num_sent_, num_received_;  // messages to and from each rank
 };
 
 /// The group of one rank, for programs without a world.

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -112,6 +113,12 @@ class FoldWork final : public Work {
 
 }  // namespace
 
+void synchronize(const at::Device& device) {
+  if (device.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  guard.getStream(device).synchronize();
+}
+
 // A large all_reduce: rank r sums the r-th part of everyone, then the parts are gathered.
 class AllReduceWork final : public Work {
  public:
@@ -169,6 +176,19 @@ Call Call::of(Collective op, std::int64_t sequence, const at::Tensor& x, ReduceO
   return c;
 }
 
+Call Call::message(Collective op, std::int64_t number, at::ScalarType dtype, at::IntArrayRef sizes,
+                   int peer, std::int64_t label) {
+  Call c;
+  c.sequence = number;
+  c.op = op;
+  c.dtype = static_cast<std::int8_t>(dtype);
+  c.num_dims = static_cast<std::int8_t>(sizes.size());
+  c.root = static_cast<std::int16_t>(peer);
+  std::copy(sizes.begin(), sizes.end(), c.dims);
+  c.rows = static_cast<std::uint64_t>(label);
+  return c;
+}
+
 Call Call::with(const Rows& list) const {
   Call c = *this;
   c.rows = 0xcbf29ce484222325;
@@ -195,10 +215,27 @@ std::string Call::describe() const {
   if (op == Collective::all_reduce || op == Collective::reduce_scatter)
     text += std::string(to_string(reduce)) + ", ";
   if (op == Collective::broadcast) text += "from rank " + std::to_string(root) + ", ";
-  return text +
-         detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ",
-                        std::vector<std::int64_t>(dims, dims + num_dims)) +
-         ")";
+  text += detail::concat(c10::getDtypeNames(static_cast<at::ScalarType>(dtype)).first, " ",
+                         std::vector<std::int64_t>(dims, dims + num_dims));
+  if (is_message())
+    text += detail::concat(rows != 0 ? detail::concat(" with label ", rows) : "",
+                           op == Collective::send ? " to rank " : " from rank ", root);
+  return text + ")";
+}
+
+std::string Call::place(const std::string& group) const {
+  return detail::concat(is_message() ? "message " : "operation ", sequence, " of group '", group,
+                        "'");
+}
+
+std::string disagreement(const Call& send, const Call& recv, const std::string& group) {
+  if (send.sequence == recv.sequence && send.dtype == recv.dtype && send.rows == recv.rows &&
+      std::equal(send.dims, send.dims + send.num_dims, recv.dims, recv.dims + recv.num_dims))
+    return {};
+  return detail::concat("rank ", recv.root, " called ", send.describe(), " and rank ", send.root,
+                        " called ", recv.describe(), " as ", recv.place(group),
+                        " between them. Both ranks must go through the messages of a channel in the "
+                        "same order, with the same sizes, dtype and label.");
 }
 
 std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks,
@@ -229,6 +266,11 @@ std::string disagreement(const std::vector<Call>& calls, const std::vector<int>&
         ". All ranks of a group must make the same calls in the same order, on tensors that fit.");
   }
   return {};
+}
+
+Call HostGroup::call_of(Collective op, at::ScalarType dtype, at::IntArrayRef sizes,
+                        const Message& m) const {
+  return Call::message(op, m.number, dtype, sizes, members()[static_cast<size_t>(m.peer)], m.label);
 }
 
 std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op) {

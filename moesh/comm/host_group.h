@@ -1,7 +1,7 @@
 #pragma once
-// What threads and mpi share: every collective is one or two exchanges of spans between all ranks,
-// and reductions sum in rank order, so that results have the same bits on both backends, in every
-// run.
+// What threads, mpi and tcp share: every collective is one or two exchanges of spans between all
+// ranks, and reductions sum in rank order, so that results have the same bits on both backends, in
+// every run.
 
 #include <functional>
 #include <memory>
@@ -21,19 +21,29 @@ struct Call {
   ReduceOp reduce = ReduceOp::sum;
   std::int8_t dtype = 0;
   std::int8_t num_dims = 0;
-  std::int16_t root = 0;
+  std::int16_t root = 0;  // of a message: the world rank of the other end
   std::int64_t dims[8] = {};
-  std::uint64_t rows = 0;  // a hash of the rows per rank, where all ranks must pass the same
+  std::uint64_t rows = 0;  // a hash of the rows per rank, where all ranks must pass the same; of a
+                           // message: the label
 
   static Call of(Collective op, std::int64_t sequence, const at::Tensor& x,
                  ReduceOp reduce = ReduceOp::sum, int root = 0);
+  /// One end of message `number` of a channel.
+  static Call message(Collective op, std::int64_t number, at::ScalarType dtype,
+                      at::IntArrayRef sizes, int peer, std::int64_t label);
+  bool is_message() const { return op == Collective::send || op == Collective::recv; }
   /// The same call with the rows of each rank (all_gather, reduce_scatter).
   Call with(const Rows& list) const;
   /// The same operation on tensors that fit: dimension 0 of gathers and all_to_all may differ.
   bool agrees_with(const Call& other) const;
-  /// "all_reduce(sum, float32 [3, 4])"
+  /// "all_reduce(sum, float32 [3, 4])", "recv(float32 [3, 4] from rank 1)"
   std::string describe() const;
+  /// "operation 7 of group 'tp'", "message 7 of group 'pp'": of those from one rank to another.
+  std::string place(const std::string& group) const;
 };
+
+/// The verdict over the two ends of a message: empty if they agree. Ranks are those of the world.
+std::string disagreement(const Call& send, const Call& recv, const std::string& group);
 
 /// The verdict over the calls of all ranks: empty if they agree, else which rank is out of step,
 /// and with what.
@@ -86,6 +96,9 @@ class HostGroup : public Group {
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
 
+  /// This rank's end of a message, as it is compared with the other end.
+  Call call_of(Collective op, at::ScalarType dtype, at::IntArrayRef sizes, const Message& m) const;
+
   /// The number of the latest operation.
   std::int64_t last_sequence() const { return sequence_ - 1; }
 
@@ -101,5 +114,8 @@ void fold(ReduceOp op, const std::vector<Span>& spans, Span out, const at::Tenso
 
 /// Copies a span on its device.
 void copy(Span to, Span from, const at::TensorOptions& options);
+
+/// Work on an accelerator is asynchronous; peers may touch memory only when it is done.
+void synchronize(const at::Device& device);
 
 }  // namespace moesh::comm

@@ -5,6 +5,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -21,6 +22,8 @@
 
 namespace moesh::comm {
 namespace {
+
+std::atomic<int> ranks_on_machine = 1;
 
 int num_devices(at::DeviceType type) {
   return c10::impl::hasDeviceGuardImpl(type) ? c10::impl::VirtualGuardImpl(type).deviceCount() : 0;
@@ -61,14 +64,18 @@ void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_r
   // Ranks on one GPU would also have its one backward thread in common, and the first collective
   // in backward would hang.
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-  const int cores = static_cast<int>(std::thread::hardware_concurrency());
+  ranks_on_machine = num_local_ranks;
   const char* asked =
       std::getenv("OMP_NUM_THREADS");  // what the user says counts, also where it is not the best
   const int num_threads = options.num_threads ? options.num_threads
                           : asked             ? std::atoi(asked)
-                                              : cores / num_local_ranks;
+                                              : cores_of_rank();
   at::set_num_threads(std::max(1, num_threads));
   use_device(device_for(options.device, local_process()));
+}
+
+int cores_of_rank() {
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks_on_machine);
 }
 
 void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f,

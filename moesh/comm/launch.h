@@ -61,6 +61,10 @@ void use_device(at::Device device);
 /// log lines carry the rank.
 void prepare_rank_thread(int rank, const LaunchOptions& options, int num_local_ranks);
 
+/// A rank's share of the cores of its machine, at least one: of the ranks that this process
+/// launched last, on whatever thread it is asked.
+int cores_of_rank();
+
 /// The ranks of a world that live in this process.
 struct LocalRanks {
   int first = 0, count = 1;

@@ -86,9 +86,8 @@ std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds 
 
 void give_up(int rank, const char* where, const Call& call, const std::string& group,
              const std::string& why) {
-  throw Error(ErrorKind::comm,
-              detail::concat("rank ", rank, " waited in ", where, call.describe(), ", operation ",
-                             call.sequence, " of group '", group, "': ", why));
+  throw Error(ErrorKind::comm, detail::concat("rank ", rank, " waited in ", where, call.describe(),
+                                              ", ", call.place(group), ": ", why));
 }
 
 void check_count(std::int64_t sent, std::int64_t expected, const Call& call,

@@ -17,8 +17,10 @@ std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int
     case Collective::reduce_scatter:
     case Collective::all_to_all: return bytes - own;
     case Collective::broadcast: return bytes * (n - 1) / n;
+    case Collective::send: return bytes;
     case Collective::barrier:
-    case Collective::split: return 0;
+    case Collective::split:
+    case Collective::recv: return 0;
   }
   return 0;
 }

@@ -1,7 +1,10 @@
 #include "moesh/config/config.h"
 
+#include <charconv>
+
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
 
@@ -19,13 +22,46 @@ Origin Config::origin(const std::string& option) const {
 
 MeshShape mesh_shape(const Config& config) {
   const ParallelismSection& p = config.parallelism;
-  return MeshShape{.dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
+  return MeshShape{.pp = static_cast<int>(p.pipeline_parallel_degree),
+                   .dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
                    .dp_shard = static_cast<int>(p.data_parallel_shard_degree),
                    .cp = static_cast<int>(p.context_parallel_degree),
                    .tp = static_cast<int>(p.tensor_parallel_degree),
                    .ep = static_cast<int>(p.expert_parallel_degree),
                    .etp = static_cast<int>(p.expert_tensor_parallel_degree)}
       .validated();
+}
+
+std::optional<StepRange> profile_steps(const Config& config) {
+  constexpr const char* kSteps = "profile.steps";
+  constexpr std::int64_t kMost = 100;  // hundreds of thousands of operators on each rank
+  const std::string& text = config.profile.steps;
+  if (text.empty()) return std::nullopt;
+  StepRange range;
+  const char *at = text.data(), *end = at + text.size();
+  const auto take = [&](std::int64_t& number) {
+    const auto [next, error] = std::from_chars(at, end, number);
+    at = next;
+    return error == std::errc{};
+  };
+  bool is_range = take(range.first);
+  range.last = range.first;
+  if (is_range && at != end) is_range = *at++ == ':' && take(range.last);
+  MOESH_CHECK(is_range && at == end, ErrorKind::config, describe_option(config, kSteps),
+              "; it takes the first and the last step, as in 10:12, or one step");
+  MOESH_CHECK(range.first >= 1 && range.last >= range.first, ErrorKind::config,
+              describe_option(config, kSteps),
+              "; steps are counted from 1, and the last is not before the first");
+  MOESH_CHECK(range.last <= config.training.steps, ErrorKind::config,
+              describe_option(config, kSteps), ", and ", describe_option(config, "training.steps"),
+              "; name steps up to ", config.training.steps);
+  MOESH_CHECK(range.last - range.first < kMost, ErrorKind::config, describe_option(config, kSteps),
+              ", which are ", range.last - range.first + 1, " steps; a trace of more than ", kMost,
+              " is too large to look at: name fewer");
+  MOESH_CHECK(!config.metrics.folder.empty(), ErrorKind::config, describe_option(config, kSteps),
+              ", and ", describe_option(config, "metrics.folder"),
+              ", where the trace belongs; name a folder");
+  return range;
 }
 
 at::ScalarType scalar_type(const Config& config) {
@@ -75,6 +111,19 @@ std::int64_t num_dp(const Config& config) {
 std::int64_t num_micro_batches(const Config& config) {
   if (config.training.global_batch_size == 0) return config.training.gradient_accumulation_steps;
   return config.training.global_batch_size / (config.data.batch_size * num_dp(config));
+}
+
+pipeline::StagePlan stage_plan(const Config& config) {
+  const ParallelismSection& p = config.parallelism;
+  const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
+  if (p.pipeline_parallel_degree == 1) return {num_layers};
+  if (!p.pipeline_parallel_layers_per_stage.empty())
+    return pipeline::given_plan(p.pipeline_parallel_layers_per_stage, num_layers);
+  const auto flops = models::flops_of_parts(config.model.architecture, config.data.sequence_length);
+  const int each = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
+  return pipeline::balanced_plan(
+      {.layers = flops.layers, .embedding = 0, .head = flops.head},
+      static_cast<int>(p.pipeline_parallel_degree) * (each == 0 ? 2 : each));
 }
 
 optim::Groups param_groups(const Config& config) {

@@ -20,6 +20,7 @@
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/optim/groups.h"
+#include "moesh/pipeline/stage_plan.h"
 
 namespace moesh::config {
 
@@ -89,6 +90,9 @@ struct ParallelismSection {
   std::int64_t tensor_parallel_degree = 1;
   std::int64_t expert_parallel_degree = 1;
   std::int64_t expert_tensor_parallel_degree = 1;
+  std::int64_t pipeline_parallel_degree = 1;
+  std::string pipeline_parallel_schedule = "1f1b";
+  std::string pipeline_parallel_layers_per_stage = "";
   bool sequence_parallel = true;
   bool fsdp_reshard_after_forward = true;
   bool overlap_reductions = true;
@@ -160,6 +164,10 @@ struct MetricsSection {
   bool quiet = false;
 };
 
+struct ProfileSection {
+  std::string steps = "";
+};
+
 struct DebugSection {
   bool checked = false;
   double timeout_seconds = 300;
@@ -184,6 +192,7 @@ struct Config {
   KernelsSection kernels;
   CheckpointSection checkpoint;
   MetricsSection metrics;
+  ProfileSection profile;
   DebugSection debug;
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
@@ -218,7 +227,15 @@ std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
 /// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
 std::int64_t num_micro_batches(const Config& config);
+/// Steps that are traced, counted from 1; nothing: none is. Throws Error (config) where the text of
+/// profile.steps is no such range of steps of the run.
+struct StepRange {
+  std::int64_t first = 1, last = 1;
+};
+std::optional<StepRange> profile_steps(const Config& config);
 data::SampleOrder sample_order(const Config& config);
+/// The layers of each stage, as the user wants them or balanced by FLOPs. Without pp: one stage.
+pipeline::StagePlan stage_plan(const Config& config);
 optim::Groups param_groups(const Config& config);
 /// Whether attention stays within documents.
 bool document_mask(const Config& config);

@@ -27,8 +27,6 @@ bool is_model_key(const std::string& name) {
 
 bool names_model(const Setting& s) { return s.name == "model.name" || s.name == "model.size"; }
 
-constexpr const char* kNoPipeline = "moesh has no pipeline parallelism";
-
 // The list that `name`, of its own or of an entry, is meant to be: "data.sources.0.path" is of
 // data.source. Empty where none is near.
 std::string list_near(const std::string& name) {
@@ -54,8 +52,7 @@ std::string list_near(const std::string& name) {
                                      "]], or on the command line --", list, ".0.path=FILE")
       : !elsewhere  ? detail::concat("the nearest known ", on_line ? "option" : "key", " is ",
                                      dashes, nearest_name(name, known))
-      : elsewhere->empty() ? std::string(kNoPipeline)
-                           : detail::concat("here it is ", dashes, *elsewhere);
+                    : detail::concat("here it is ", dashes, *elsewhere);
   throw Error(
       ErrorKind::config,
       detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
@@ -76,7 +73,7 @@ void check_range(const Setting& s, const models::ModelKey& key, const Value& val
 std::string axis_hint(const std::string& axis, const std::vector<std::string>& axes) {
   const auto elsewhere = axis_elsewhere(axis);
   if (!elsewhere) return "the nearest is " + nearest_name(axis, axes);
-  return elsewhere->empty() ? kNoPipeline : "here it is " + *elsewhere;
+  return "here it is " + *elsewhere;
 }
 
 // How whoever is at `origin` writes a short form: --mesh on the command line.

@@ -8,6 +8,7 @@
 #include "moesh/config/tables.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
 namespace {
@@ -97,6 +98,14 @@ std::vector<Option> make_options() {
                    at_least(1)),
       MOESH_OPTION(speed, parallelism, expert_tensor_parallel_degree,
                    "etp: ranks that split the width of each expert", at_least(1)),
+      MOESH_OPTION(speed, parallelism, pipeline_parallel_degree,
+                   "pp: ranks that split the layers, each with one stage or several", at_least(1)),
+      MOESH_OPTION(speed, parallelism, pipeline_parallel_schedule,
+                   "pp: the order in which stages work on micro-batches",
+                   one_of(pipeline::schedule_names())),
+      MOESH_OPTION(speed, parallelism, pipeline_parallel_layers_per_stage,
+                   "pp: layers of each stage, as in 4,5,5,4, or of all but the last, as in 5; "
+                   "empty: balanced by FLOPs, one stage a rank (interleaved_1f1b, zbv: two)"),
       MOESH_OPTION(speed, parallelism, sequence_parallel,
                    "tp ranks hold different tokens between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
@@ -209,6 +218,9 @@ std::vector<Option> make_options() {
                    "moesh knows it (bfloat16 on GPUs)",
                    at_least(0)),
       MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
+
+      MOESH_OPTION(output, profile, steps,
+                   "the first and the last step to write a trace of, as in 10:12; empty: none"),
 
       MOESH_OPTION(speed, debug, checked,
                    "compare every collective and every replicated value over the ranks"),
@@ -337,13 +349,12 @@ std::optional<std::string> name_elsewhere(const std::string& name) {
       {"initial_load_path", "checkpoint.initial_load"},
       {"async_mode", "checkpoint.async"},
       {"dump_folder", "metrics.folder"},
-      {"pipeline_parallel_degree", ""},
       // Megatron
       {"tensor_model_parallel_size", "parallelism.tensor_parallel_degree"},
       {"context_parallel_size", "parallelism.context_parallel_degree"},
       {"expert_model_parallel_size", "parallelism.expert_parallel_degree"},
       {"expert_tensor_parallel_size", "parallelism.expert_tensor_parallel_degree"},
-      {"pipeline_model_parallel_size", ""},
+      {"pipeline_model_parallel_size", "parallelism.pipeline_parallel_degree"},
       {"seq_length", "data.sequence_length"},
       {"micro_batch_size", "data.batch_size"},
       {"train_iters", "training.steps"},
@@ -392,9 +403,8 @@ std::optional<std::string> name_elsewhere(const std::string& name) {
 
 std::optional<std::string> axis_elsewhere(const std::string& axis) {
   static const std::map<std::string, std::string> names{
-      {"dp", "dp_shard"},       {"fsdp", "dp_shard"}, {"ddp", "dp_replicate"},
-      {"hsdp", "dp_replicate"}, {"expert", "ep"},     {"tensor", "tp"},
-      {"context", "cp"},        {"pp", ""},           {"pipeline", ""}};
+      {"dp", "dp_shard"}, {"fsdp", "dp_shard"}, {"ddp", "dp_replicate"}, {"hsdp", "dp_replicate"},
+      {"expert", "ep"},   {"tensor", "tp"},     {"context", "cp"},       {"pipeline", "pp"}};
   const auto found = names.find(axis);
   return found == names.end() ? std::nullopt : std::optional(found->second);
 }
@@ -420,6 +430,8 @@ Value converted(const Setting& setting, const Value& like, const Rule& rule) {
 
 const std::vector<Degree>& degrees() {
   static const std::vector<Degree> all{
+      {"pp", "parallelism.pipeline_parallel_degree",
+       [](const MeshShape& s) -> std::int64_t { return s.pp; }},
       {"dp_replicate", "parallelism.data_parallel_replicate_degree",
        [](const MeshShape& s) -> std::int64_t { return s.dp_replicate; }},
       {"dp_shard", "parallelism.data_parallel_shard_degree",

@@ -83,8 +83,8 @@ std::string numbers_of(const Config& config);
 std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
 
 /// What the option is called here that another framework (torchtitan, Megatron, transformers) calls
-/// by this key: "--tensor-model-parallel-size" is parallelism.tensor_parallel_degree. Empty text:
-/// moesh has nothing of the kind; nothing: the name is unknown.
+/// by this key: "--tensor-model-parallel-size" is parallelism.tensor_parallel_degree. Nothing:
+/// the name is unknown.
 std::optional<std::string> name_elsewhere(const std::string& name);
 /// The same for axes of a mesh: "fsdp" is dp_shard.
 std::optional<std::string> axis_elsewhere(const std::string& axis);

@@ -11,12 +11,16 @@
 #include "moesh/config/tables.h"
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
 namespace {
 
 using models::divisors;
 
+constexpr const char* kPipeline = "parallelism.pipeline_parallel_degree";
+constexpr const char* kSchedule = "parallelism.pipeline_parallel_schedule";
+constexpr const char* kLayersPerStage = "parallelism.pipeline_parallel_layers_per_stage";
 constexpr const char* kReplicate = "parallelism.data_parallel_replicate_degree";
 constexpr const char* kShard = "parallelism.data_parallel_shard_degree";
 constexpr const char* kContext = "parallelism.context_parallel_degree";
@@ -65,7 +69,7 @@ void check_mesh(const Config& c, int world_size) {
   // The shards can make up the difference where the experts still fit.
   const std::int64_t others = shape.num_ranks() / shape.dp_shard;
   const bool shards_can =
-      world_size % others == 0 && world_size / shape.dp_replicate % experts == 0;
+      world_size % others == 0 && world_size / shape.pp / shape.dp_replicate % experts == 0;
   throw Error(ErrorKind::config,
               detail::concat(
                   describe_degrees(c), ": a mesh of ", shape.num_ranks(), " ranks, and there are ",
@@ -104,6 +108,45 @@ void check_model(const Config& c, const models::ModelFacts& facts) {
               ErrorKind::config, describe_option(c, "data.sequence_length"), ", and ",
               describe_option(c, "model.max_sequence"), "; set data.sequence_length to ",
               facts.max_sequence, " or less");
+}
+
+// After the model: its layers make up the stages.
+void check_pipeline(const Config& c, const models::ModelFacts& facts) {
+  const ParallelismSection& p = c.parallelism;
+  const std::int64_t degree = p.pipeline_parallel_degree;
+  if (degree == 1) return;
+  const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
+  if (p.pipeline_parallel_layers_per_stage.empty()) {
+    const std::int64_t each = wanted == 0 ? 2 : wanted;
+    MOESH_CHECK(facts.num_layers >= degree * each, ErrorKind::config, describe_option(c, kPipeline),
+                ", with ", each, each == 1 ? " stage" : " stages", " on each rank (",
+                describe_option(c, kSchedule), "), and ", describe_option(c, "model.num_layers"),
+                "; every stage has at least one layer: set ", kPipeline, " to ",
+                facts.num_layers / each, " or less",
+                each > 1 ? ", or a schedule with one stage a rank" : "");
+    return;
+  }
+  const auto plan = [&] {
+    try {
+      return stage_plan(c);
+    } catch (const Error& e) {
+      throw Error(ErrorKind::config,
+                  detail::concat(describe_option(c, kLayersPerStage), ": ", e.what()));
+    }
+  }();
+  const auto num_stages = static_cast<std::int64_t>(plan.size());
+  MOESH_CHECK(num_stages % degree == 0, ErrorKind::config, describe_option(c, kLayersPerStage),
+              ", which makes ", num_stages, " stages, and ", describe_option(c, kPipeline),
+              "; every rank has as many: set ", kPipeline, " to one of ", divisors(num_stages));
+  const std::int64_t each = num_stages / degree;
+  MOESH_CHECK(wanted == 0 ? each >= 2 : each == wanted, ErrorKind::config,
+              describe_option(c, kLayersPerStage), ", which makes ", num_stages, " stages, ", each,
+              " on each rank (", describe_option(c, kPipeline), "), and ",
+              describe_option(c, kSchedule), ", which takes ",
+              wanted == 0   ? "two or more"
+              : wanted == 1 ? "one"
+                            : "two",
+              " on each; write as many numbers, or choose another schedule");
 }
 
 // A checkpoint is also a model for others: what they compute with its config.json must be what was
@@ -300,9 +343,11 @@ void validate(const Config& config, int world_size) {
   check_mesh(config, world_size);
   check_batch(config);
   check_model(config, facts);
+  check_pipeline(config, facts);
   check_export(config, facts);
   check_data(config, facts);
   check_schedule(config);
+  profile_steps(config);  // throws where it names none
   param_groups(config);  // throws where a pattern is none
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",

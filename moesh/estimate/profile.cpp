@@ -5,8 +5,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/config/merge.h"
-#include "moesh/kernels/meta/dry_run.h"
-#include "moesh/models/stage.h"
 
 namespace moesh::estimate {
 namespace {
@@ -155,26 +153,17 @@ Axes axes_of(const std::string& group) {
 }
 
 ModelShape model_shape(const Config& config) {
-  const kernels::meta::DryRun dry(at::kCPU);
-  comm::Ledger unused;
-  const Mesh mesh({}, 0, [&](const std::string& name, int rank, const std::vector<int>& members) {
-    return comm::fake_group(name, rank, members, unused);
-  });
-  const MeshScope scope(mesh);
+  const models::FlopsOfParts flops =
+      models::flops_of_parts(config.model.architecture, config.data.sequence_length);
   return std::visit(
       [&](const auto& c) {
         const models::DecoderPlan plan = c.plan();
-        ModelShape shape{.dim = c.dim, .tied = c.tie_embeddings};
-        const auto flops = [&](std::int64_t begin, std::int64_t end) {
-          return models::Stage(plan, {.device = at::kMeta}, {begin, end})
-              .flops_per_token(config.data.sequence_length);
-        };
+        ModelShape shape{.is_moe = {},
+                         .layer_flops = flops.layers,
+                         .head_flops = flops.head,
+                         .dim = c.dim,
+                         .tied = c.tie_embeddings};
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
-        // The head alone is a stage of no layer; what is left of the last layer is its own.
-        shape.head_flops = flops(c.num_layers, c.num_layers);
-        for (std::int64_t i = 0; i < c.num_layers; ++i)
-          shape.layer_flops.push_back(flops(i, i + 1) -
-                                      (i + 1 == c.num_layers ? shape.head_flops : 0));
         return shape;
       },
       config.model.architecture);

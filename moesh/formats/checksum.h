@@ -24,16 +24,22 @@ inline std::uint64_t hash_block(std::string_view bytes) {
 }
 
 /// Sums of the blocks of a file which is written in pieces: each writer adds the bytes that it has
-/// in memory, and the sums over all writers are those of the whole block, which no writer had. One
-/// changed word of eight bytes always changes the sum.
+/// in memory, and the sums over all writers are those of the whole block, which no writer had. A
+/// change of four bytes at a multiple of four always changes the sum.
 class BlockSums {
  public:
+  struct Block {
+    std::uint64_t sum = 0;
+    std::uint64_t num_bytes = 0;  // that were added
+    bool operator==(const Block&) const = default;
+  };
+
   void add(std::uint64_t offset, std::string_view bytes);
-  /// By block; those behind the last byte that was added are 0 and left out.
-  const std::vector<std::uint64_t>& sums() const { return sums_; }
+  /// Those behind the last byte that was added are left out.
+  const std::vector<Block>& blocks() const { return blocks_; }
 
  private:
-  std::vector<std::uint64_t> sums_;
+  std::vector<Block> blocks_;
 };
 
 /// Sixteen hexadecimal digits, lower case.

@@ -162,7 +162,9 @@ void InputFile::read(std::uint64_t offset, std::span<std::byte> to) const {
   }
 }
 
-void InputFile::forget_cached() const { file_system().forget_cached(descriptor_); }
+void InputFile::forget_cached(std::uint64_t offset, std::uint64_t size) const {
+  file_system().forget_cached(descriptor_, offset, size);
+}
 
 std::string InputFile::read_all(std::uint64_t max_size) const {
   MOESH_CHECK(size_ <= max_size, ErrorKind::data, path_.string(), " has ", size_,

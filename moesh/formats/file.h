@@ -54,8 +54,9 @@ class InputFile {
   std::uint64_t size() const { return size_; }
   /// Bytes from `offset` on, as many as `to` has room for. Threads may read at the same time.
   void read(std::uint64_t offset, std::span<std::byte> to) const;
-  /// What is read next comes from the disk, where the system can do that.
-  void forget_cached() const;
+  /// What is read next comes from the disk, where the system can do that. A `size` of 0: all
+  /// behind.
+  void forget_cached(std::uint64_t offset = 0, std::uint64_t size = 0) const;
   /// All of it; refused where it has more than `max_size` bytes.
   std::string read_all(std::uint64_t max_size) const;
 

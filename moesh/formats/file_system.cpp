@@ -38,8 +38,13 @@ int FileSystem::reserve(int file, std::uint64_t size) {
   return errno == 0 ? 0 : -1;
 }
 int FileSystem::sync(int file) { return ::fsync(file); }
-int FileSystem::forget_cached(int file) {
-  errno = ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+int FileSystem::begin_sync(int file, std::uint64_t offset, std::uint64_t size) {
+  return ::sync_file_range(file, static_cast<off_t>(offset), static_cast<off_t>(size),
+                           SYNC_FILE_RANGE_WRITE);
+}
+int FileSystem::forget_cached(int file, std::uint64_t offset, std::uint64_t size) {
+  errno = ::posix_fadvise(file, static_cast<off_t>(offset), static_cast<off_t>(size),
+                          POSIX_FADV_DONTNEED);
   return errno == 0 ? 0 : -1;
 }
 int FileSystem::lock(int file) {

@@ -32,8 +32,10 @@ class FileSystem {
   virtual int reserve(int file, std::uint64_t size);
   /// Returns when everything is on the disk.
   virtual int sync(int file);
+  /// Sets the disk to work on what was written there, and returns at once: a hint.
+  virtual int begin_sync(int file, std::uint64_t offset, std::uint64_t size);
   /// What is read next comes from the disk and not from memory, where the system can do that.
-  virtual int forget_cached(int file);
+  virtual int forget_cached(int file, std::uint64_t offset, std::uint64_t size);
   /// A lock of the open file: it ends with it, or with the process.
   virtual int lock(int file);
 

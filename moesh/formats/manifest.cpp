@@ -150,7 +150,7 @@ ManifestFile hash_file(const std::string& folder, const std::string& name,
     found.add(index * kBlockBytes, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
     file.blocks.push_back(hash_block(bytes));
   });
-  MOESH_CHECK(found.sums() == written.sums(), ErrorKind::storage, input.path().string(),
+  MOESH_CHECK(found.blocks() == written.blocks(), ErrorKind::storage, input.path().string(),
               " was read back with other bytes than were written; the disk or the memory of this "
               "machine is at fault");
   return file;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -46,6 +45,10 @@ void OutputFile::write(std::uint64_t offset, std::string_view bytes) {
     bytes.remove_prefix(static_cast<std::size_t>(written));
     offset += static_cast<std::uint64_t>(written);
   }
+}
+
+void OutputFile::begin_sync(std::uint64_t offset, std::uint64_t size) {
+  file_system().begin_sync(descriptor_, offset, size);
 }
 
 void OutputFile::sync() {

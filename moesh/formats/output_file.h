@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "moesh/formats/checksum.h"
 
@@ -22,6 +23,8 @@ class OutputFile {
   /// Reserves the bytes, so that a full disk is noticed before anything is written.
   void reserve(std::uint64_t size);
   void write(std::uint64_t offset, std::string_view bytes);
+  /// Sets the disk to work on these bytes, where the system can do that, and returns at once.
+  void begin_sync(std::uint64_t offset, std::uint64_t size);
   /// Returns when the bytes are on the disk.
   void sync();
   /// False where another process holds the lock, which ends with this object or its process. Where
@@ -31,6 +34,8 @@ class OutputFile {
   void go_on_after(std::uint64_t size);
   /// Of the bytes that were given to `write`, as they were in memory.
   const BlockSums& sums() const { return sums_; }
+  /// The same of those since the last call, for a file that has several writers.
+  BlockSums take_sums() { return std::exchange(sums_, {}); }
 
  private:
   std::filesystem::path path_;

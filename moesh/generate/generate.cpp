@@ -79,7 +79,7 @@ Generated generate(const Config& config, const GenerateOptions& options) {
         const MeshScope scope(mesh);
         const auto model = train::make_model(config);
         checkpoint::together(world, [&](const checkpoint::Breath& breath) {
-          train::load_initial_weights(config, *model, world.rank(), breath);
+          train::load_initial_weights(config, *model, breath);
         });
         Generated mine = generate(*model, world, config, options);
         if (world.rank() == 0) result = std::move(mine);

@@ -1,6 +1,7 @@
 #include "moesh/kernels/experts.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
@@ -83,6 +84,13 @@ void check_x(const at::Tensor& x) {
 }
 
 }  // namespace
+
+ExpertsWeights shapes_of(const ExpertsWeights& w) {
+  const auto of = [](const at::Tensor& t) {
+    return t.defined() ? at::empty({1}, t.options()).expand(t.sizes()) : t;
+  };
+  return {of(w.w1_eFD), of(w.w3_eFD), of(w.w2_eDF), of(w.b1_eF), of(w.b3_eF), of(w.b2_eD)};
+}
 
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {

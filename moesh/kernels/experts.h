@@ -11,6 +11,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+
 namespace moesh::kernels {
 
 enum class ScoreSide { none, before, after };
@@ -19,6 +21,7 @@ enum class Activation { swiglu, clamped_swiglu };
 struct ExpertsConfig {
   Activation activation = Activation::swiglu;
   ScoreSide scores = ScoreSide::after;
+  bool weights_later = false;  // backward leaves the gradients of the weights for later
 };
 
 /// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a
@@ -34,6 +37,9 @@ struct ExpertsWeights {
   at::Tensor b3_eF;
   at::Tensor b2_eD;
 };
+
+/// Sizes and dtypes of weights without their memory: one number stands for all of each.
+ExpertsWeights shapes_of(const ExpertsWeights& w);
 
 /// The rows, sorted by expert. Either x is rows_RD itself and token_R and inverse_TK are undefined;
 /// or x is x_TD, row r is x[token_R[r]], and the output of token t is the sum of rows
@@ -73,6 +79,9 @@ struct ExpertsGradients {
   at::Tensor scores_R;     // undefined with ScoreSide::none
   ExpertsWeights weights;  // dtype of the weights; zeros for experts without rows; biases undefined
                            // where there are none
+  /// With config.weights_later, instead of them: computes them, once, with what it keeps. The
+  /// weights themselves need not be there any more.
+  std::function<ExpertsWeights()> weights_later;
 };
 
 /// dy has the shape of y. Consumes the pre-activations: kernels may write over them. A second

@@ -24,7 +24,8 @@ ModelKeys DecoderConfig::keys() {
 }
 
 ModelFacts DecoderConfig::facts() const {
-  return {.num_heads = num_heads,
+  return {.num_layers = num_layers,
+          .num_heads = num_heads,
           .num_kv_heads = num_heads,
           .num_experts = num_experts,
           .max_sequence = max_sequence,

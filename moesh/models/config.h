@@ -26,6 +26,7 @@ using ModelKeys = std::vector<ModelKey>;
 /// What the rules of a run need to know of the model; 0: no such limit. Messages call them
 /// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
+  std::int64_t num_layers = 0;
   std::int64_t num_heads = 0, num_kv_heads = 0;
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;

@@ -2,7 +2,9 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "moesh/base/error.h"
 #include "moesh/models/stage.h"
+#include "moesh/spmd/one_rank.h"
 
 namespace moesh::models {
 namespace {
@@ -13,64 +15,137 @@ bool decays(const Stored& w) {
   return w.spec.shape.size() > (is_expert ? 2u : 1u);
 }
 
+// The stages of this rank, one behind the other; usually one, which is all of the model.
 class Decoder final : public Model {
  public:
-  Decoder(const DecoderPlan& plan, const ModelOptions& options)
-      : num_layers_(plan.config.num_layers),
-        stage_(plan, options, {0, plan.config.num_layers}),
-        gpu_kernels_(options.gpu_kernels) {
-    if (options.weight_copies) stage_.each_param([](Stored& w) { raw::keep_copy(w); });
+  Decoder(const DecoderPlan& plan, const ModelOptions& options) : plan_(plan), options_(options) {
+    const std::int64_t num_layers = plan.config.num_layers;
+    std::vector<LayerRange> ranges = options.stages;
+    if (ranges.empty()) ranges.push_back({0, num_layers});
+    for (const LayerRange& range : ranges) {
+      const bool has_first = !stages_.empty() && stages_[0]->is_first();
+      stages_.push_back(
+          std::make_unique<Stage>(plan, options, range, has_first ? stages_[0].get() : nullptr));
+    }
+    // What is asked about the whole model does not depend on what this rank has of it.
+    if (!is_whole()) {
+      const OneRankScope scope;
+      ModelOptions shapes = options;
+      shapes.device = at::kMeta;
+      whole_.emplace(plan, shapes, LayerRange{0, num_layers});
+    }
+    for (std::int64_t i = 0; i < num_layers; ++i) num_moe_layers_ += plan.is_moe(i);
+    if (options.weight_copies) each_param([](Stored& w, bool) { raw::keep_copy(w); });
   }
 
   ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) override {
-    return options.sequence_parallel ? run<true>(batch, options) : run<false>(batch, options);
+    check_whole("forward");
+    return forward_stage(0, {}, batch, options);
+  }
+  ForwardResult forward_stage(std::size_t stage, const StageStream& input, const MicroBatch& batch,
+                              const ForwardOptions& options) override {
+    return options.sequence_parallel ? run<true>(*stages_.at(stage), input, batch, options)
+                                     : run<false>(*stages_.at(stage), input, batch, options);
+  }
+  std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
+                                         const ForwardOptions& options) const override {
+    const auto& ids = batch.input_ids_BL;
+    const nn::Tokens tokens(current_mesh(), ids.size(0), ids.size(1), options.sequence_parallel);
+    return {tokens.batch(), tokens.length(), plan_.config.dim};
+  }
+  at::TensorOptions stream_options() const override {
+    return at::TensorOptions(options_.device).dtype(options_.dtype);
   }
   at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
                          const ForwardOptions& options) override {
+    check_whole("the next token");
     const at::NoGradGuard no_grad;
     ForwardOptions o = options;
     o.pass = nn::Pass::evaluation, o.recompute = Recompute::none, o.auxiliary = {}, o.past = &past;
-    past.layers.resize(static_cast<std::size_t>(num_layers_));
+    past.layers.resize(static_cast<std::size_t>(plan_.config.num_layers));
     return o.sequence_parallel ? run_next<true>(ids_BL, o) : run_next<false>(ids_BL, o);
   }
   void each_param(const std::function<void(Stored&, bool)>& f) override {
-    stage_.each_param([&](Stored& w) { f(w, decays(w)); });
+    for (auto& s : stages_) s->each_param([&](Stored& w) { f(w, decays(w)); });
   }
-  std::vector<nn::Router*> routers() override { return stage_.routers(); }
-  kernels::GpuKernels gpu_kernels() const override { return gpu_kernels_; }
-  std::int64_t num_parameters() const override { return stage_.num_parameters(); }
-  std::int64_t num_active_parameters() const override { return stage_.num_active_parameters(); }
+  Stored* tied_to_other_end() override {
+    Stage &first = *stages_.front(), &last = *stages_.back();
+    if (!has_tied_ends() || first.is_first() == last.is_last()) return nullptr;
+    return &(first.is_first() ? first : last).embedding()->weight().stored();
+  }
+  bool has_tied_ends() const override { return plan_.config.tie_embeddings; }
+  std::vector<nn::Router*> routers() override {
+    std::vector<nn::Router*> all;
+    for (auto& s : stages_)
+      for (nn::Router* router : s->routers()) all.push_back(router);
+    return all;
+  }
+  std::vector<std::int64_t> router_numbers() const override {
+    std::vector<std::int64_t> all;
+    for (const auto& s : stages_)
+      for (std::size_t i = 0; i < s->routers().size(); ++i)
+        all.push_back(s->first_moe_layer() + static_cast<std::int64_t>(i));
+    return all;
+  }
+  std::int64_t num_moe_layers() const override { return num_moe_layers_; }
+  std::int64_t num_experts() const override { return plan_.config.num_experts; }
+  kernels::GpuKernels gpu_kernels() const override { return options_.gpu_kernels; }
+  std::int64_t num_parameters() const override { return whole().num_parameters(); }
+  std::int64_t num_active_parameters() const override { return whole().num_active_parameters(); }
   double flops_per_token(std::int64_t sequence) const override {
-    return stage_.flops_per_token(sequence);
+    return whole().flops_per_token(sequence);
   }
 
  private:
+  bool is_whole() const {
+    return stages_.size() == 1 && stages_[0]->is_first() && stages_[0]->is_last();
+  }
+  const Stage& whole() const { return whole_ ? *whole_ : *stages_[0]; }
+  void check_whole(const char* what) const {
+    MOESH_CHECK(is_whole(), ErrorKind::config, what,
+                " of a model of which this rank has some layers alone; set "
+                "parallelism.pipeline_parallel_degree to 1");
+  }
+
   template <bool Sp>
-  ForwardResult run(const MicroBatch& batch, const ForwardOptions& options) {
-    const nn::Tokens tokens = stage_.tokens_of(batch, options);
-    const auto x = stage_.embed<Sp>(batch, tokens, options);
-    const auto out = stage_.run_blocks<Sp>(x, batch, tokens, options);
-    const auto cross_entropy = stage_.head<Sp>(out.x_BLD, batch, tokens, options);
-    return {.loss = local(out.auxiliary).defined() ? cross_entropy + sum_all(out.auxiliary)
-                                                   : cross_entropy,
-            .cross_entropy = cross_entropy,
-            .auxiliary = out.auxiliary,
-            .counts_E = out.counts_E};
+  ForwardResult run(Stage& stage, const StageStream& input, const MicroBatch& batch,
+                    const ForwardOptions& options) {
+    const nn::Tokens tokens = stage.tokens_of(batch, options);
+    const auto x = stage.is_first() ? stage.embed<Sp>(batch, tokens, options)
+                                    : std::get<nn::Stream<Sp>>(input);
+    const auto out = stage.run_blocks<Sp>(x, batch, tokens, options);
+    ForwardResult result{.loss = {},
+                         .cross_entropy = {},
+                         .auxiliary = out.auxiliary,
+                         .counts_E = out.counts_E,
+                         .first_moe_layer = stage.first_moe_layer()};
+    if (local(out.auxiliary).defined()) result.loss = sum_all(out.auxiliary);
+    if (!stage.is_last()) {
+      result.stream = out.x_BLD;
+      return result;
+    }
+    result.cross_entropy = stage.head<Sp>(out.x_BLD, batch, tokens, options);
+    result.loss =
+        local(result.loss).defined() ? result.cross_entropy + result.loss : result.cross_entropy;
+    return result;
   }
 
   template <bool Sp>
   at::Tensor run_next(const at::Tensor& ids_BL, const ForwardOptions& options) {
+    Stage& stage = *stages_[0];
     const MicroBatch batch{.input_ids_BL = ids_BL, .labels_BL = ids_BL};
-    const nn::Tokens tokens = stage_.tokens_of(batch, options);
-    const auto x = stage_.embed<Sp>(batch, tokens, options);
-    const auto out = stage_.run_blocks<Sp>(x, batch, tokens, options);
+    const nn::Tokens tokens = stage.tokens_of(batch, options);
+    const auto x = stage.embed<Sp>(batch, tokens, options);
+    const auto out = stage.run_blocks<Sp>(x, batch, tokens, options);
     options.past->num_tokens += ids_BL.size(1);
-    return local(stage_.last_logits<Sp>(out.x_BLD, tokens));
+    return local(stage.last_logits<Sp>(out.x_BLD, tokens));
   }
 
-  std::int64_t num_layers_;
-  Stage stage_;
-  kernels::GpuKernels gpu_kernels_;
+  DecoderPlan plan_;
+  ModelOptions options_;
+  std::vector<std::unique_ptr<Stage>> stages_;
+  std::optional<Stage> whole_;  // shapes alone; none where this rank has all of it
+  std::int64_t num_moe_layers_ = 0;
 };
 
 }  // namespace

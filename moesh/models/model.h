@@ -7,12 +7,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "moesh/base/label.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/past.h"
+#include "moesh/nn/residual.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
 #include "moesh/spmd/param.h"
@@ -66,12 +68,26 @@ struct ForwardOptions {
   nn::PastOfLayers* past = nullptr;
 };
 
+/// The residual stream between two stages, as this rank has it: with and without sequence
+/// parallelism.
+using StageStream = std::variant<nn::Stream<true>, nn::Stream<false>>;
+
+/// What a model gives, or a stage of it.
 struct ForwardResult {
-  nn::TokenSum loss;  // cross-entropy and auxiliary losses, each divided by the tokens of the step
+  // Cross-entropy and auxiliary losses, each divided by the tokens of the step; undefined in a
+  // stage that has neither.
+  nn::TokenSum loss;
   // The parts of it, for the log. `auxiliary` has kNumAuxiliary terms, each with its weight in it;
-  // it is undefined where all weights are 0.
+  // it is undefined where all weights are 0. Cross-entropy is that of the last stage.
   nn::TokenSum cross_entropy, auxiliary;
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
+  std::int64_t first_moe_layer = 0;    // of these, its number in the model
+  StageStream stream = {};             // for the stage after this one; undefined in the last
+};
+
+/// The layers [begin, end).
+struct LayerRange {
+  std::int64_t begin, end;
 };
 
 /// How a model is made, whatever it is.
@@ -86,26 +102,48 @@ struct ModelOptions {
   std::optional<bool> score_before_experts = {};
   kernels::GpuKernels gpu_kernels = kernels::GpuKernels::automatic;
   bool weight_copies = false;  // in the type of the work, beside the master weights
+  // The stages of a pipeline that this rank has, in the order of the layers; none: the whole model,
+  // in one.
+  std::vector<LayerRange> stages = {};
 };
 
+/// A model, or the stages of it that this rank has: parameters and routers are those.
 class Model {
  public:
   virtual ~Model() = default;
+  /// Of a model in one stage.
   virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
+  /// Of one of this rank's stages, from what the stage before it gave; the first stage of the model
+  /// takes nothing.
+  virtual ForwardResult forward_stage(std::size_t stage, const StageStream& input,
+                                      const MicroBatch& batch, const ForwardOptions& options) = 0;
+  /// Sizes of this rank's part of the stream between stages, and its type.
+  virtual std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
+                                                 const ForwardOptions& options) const = 0;
+  virtual at::TensorOptions stream_options() const = 0;
   /// The logits [B, V] of the token that follows ids [B, L], and those which `past` has kept before
-  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients.
+  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of a
+  /// model in one stage.
   virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
                                  const ForwardOptions& options) = 0;
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
+  /// The parameter that both ends of the pipeline have, each on its own rank, and whose gradients
+  /// are one: a tied embedding. Null where this rank has no such end, or both.
+  virtual Stored* tied_to_other_end() = 0;
+  virtual bool has_tied_ends() const = 0;
   virtual std::vector<nn::Router*> routers() = 0;
+  /// The numbers of these among the MoE layers of the whole model, and how many those are.
+  virtual std::vector<std::int64_t> router_numbers() const = 0;
+  virtual std::int64_t num_moe_layers() const = 0;
+  virtual std::int64_t num_experts() const = 0;
   /// Who calls forward and backward does so under UseGpuKernels of this.
   virtual kernels::GpuKernels gpu_kernels() const = 0;
   /// Parameters of the whole model, and those that one token meets.
   virtual std::int64_t num_parameters() const = 0;
   virtual std::int64_t num_active_parameters() const = 0;
   /// Of forward and backward, at this sequence length: matrix products and attention scores. An
-  /// embedding is looked up: no FLOP.
+  /// embedding is looked up: no FLOP. Of the whole model.
   virtual double flops_per_token(std::int64_t sequence) const = 0;
 };
 

@@ -39,6 +39,12 @@ ModelKeys keys(AnyConfig& config);
 ModelFacts facts(const AnyConfig& config);
 /// The first rule of its keys that the configuration breaks.
 std::optional<BrokenRule> broken_rule(const AnyConfig& config);
+/// FLOPs of a token, forward and backward, at this sequence length: of each layer, and of the head.
+struct FlopsOfParts {
+  std::vector<double> layers;
+  double head = 0;
+};
+FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence);
 /// On the current mesh. Throws Error (config) where a rule is broken.
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options);
 

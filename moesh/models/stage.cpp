@@ -11,6 +11,7 @@
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::models {
 namespace {
@@ -23,8 +24,8 @@ std::int64_t numel(const Stored& w) {
 
 }  // namespace
 
-Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
-    : config_(plan.config) {
+Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, const Stage* first)
+    : config_(plan.config), is_first_(range.begin == 0) {
   const auto& c = config_;
   MOESH_CHECK(0 <= range.begin && range.begin <= range.end && range.end <= c.num_layers,
               ErrorKind::config, "a stage of the blocks [", range.begin, ", ", range.end,
@@ -36,9 +37,14 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, BlockRange range)
       .bias_init = Init{.kind = c.bias_std > 0 ? Init::Kind::normal : Init::Kind::zeros,
                         .scale = c.bias_std,
                         .seed = m.seed}};
-  const bool is_first = range.begin == 0, is_last = range.end == c.num_layers;
-  if (is_first || (is_last && c.tie_embeddings))
-    embedding_.emplace("model.embed_tokens", c.vocab, c.dim, o.dtype, o.device, o.init);
+  const bool is_last = range.end == c.num_layers, is_tied_head = is_last && c.tie_embeddings;
+  if (is_tied_head && !is_first_ && first) embedding_ = first->embedding_;
+  if (!embedding_ && (is_first_ || is_tied_head)) {
+    has_own_embedding_ = true;
+    embedding_ = std::make_shared<nn::Embedding>("model.embed_tokens", c.vocab, c.dim, o.dtype,
+                                                 o.device, o.init);
+    embedding_->weight().stored().is_of_other_stage = !is_first_;
+  }
   for (std::int64_t i = 0; i < range.begin; ++i) first_moe_layer_ += plan.is_moe(i);
   for (std::int64_t i = range.begin; i < range.end; ++i)
     blocks_.push_back(std::make_unique<Block>(plan, i, m, o));
@@ -67,7 +73,7 @@ template <bool Sp>
 nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
                             const ForwardOptions& options) const {
   RECORD_USER_SCOPE("embedding");
-  MOESH_CHECK(embedding_, "embed of a stage that does not begin with the first block");
+  MOESH_CHECK(is_first_, "embed of a stage that does not begin with the first block");
   const auto x =
       nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
   if (options.probe) options.probe->on_input(local(x));
@@ -131,7 +137,10 @@ nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
   const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, begin_bucket(x_BLD)), tokens.over_tp());
+  // The gradient is there with the loss: to keep it for later would cost as much memory again.
+  std::optional<WeightsNow> now(std::in_place);
   const auto weight = use(head_ ? *head_ : embedding_->weight());
+  now.reset();
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
   const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
@@ -150,7 +159,7 @@ Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<
 }
 
 void Stage::each_param(const std::function<void(Stored&)>& f) {
-  if (embedding_) f(embedding_->weight().stored());
+  if (has_own_embedding_) f(embedding_->weight().stored());
   for (auto& b : blocks_) b->each_param(f);
   if (norm_) norm_->each_param([&](auto& w) { f(w.stored()); });
   if (head_) f(head_->stored());
@@ -165,7 +174,8 @@ std::vector<nn::Router*> Stage::routers() {
 
 double Stage::flops_per_token(std::int64_t sequence) const {
   // An embedding that is not the head as well is looked up: no FLOP.
-  const std::int64_t looked_up = embedding_ && (head_ || !norm_) ? config_.vocab * config_.dim : 0;
+  const std::int64_t looked_up =
+      has_own_embedding_ && (head_ || !norm_) ? config_.vocab * config_.dim : 0;
   double sum = 6.0 * static_cast<double>(num_active_ - looked_up);
   for (const auto& b : blocks_) sum += b->attention().flops(sequence);
   return sum;

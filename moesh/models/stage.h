@@ -15,11 +15,6 @@
 
 namespace moesh::models {
 
-/// The blocks [begin, end) of a decoder.
-struct BlockRange {
-  std::int64_t begin, end;
-};
-
 /// What the blocks of a stage give.
 template <bool Sp>
 struct StageOutput {
@@ -30,8 +25,10 @@ struct StageOutput {
 
 class Stage {
  public:
-  /// On the current mesh.
-  Stage(const DecoderPlan& plan, const ModelOptions& options, BlockRange blocks);
+  /// On the current mesh. Where the head is the embedding, and the first stage is on this rank as
+  /// well, that is `first`, and its parameter is this one's.
+  Stage(const DecoderPlan& plan, const ModelOptions& options, LayerRange blocks,
+        const Stage* first = nullptr);
 
   /// How the tokens of a micro-batch lie on the ranks.
   nn::Tokens tokens_of(const MicroBatch& batch, const ForwardOptions& options) const;
@@ -52,10 +49,15 @@ class Stage {
   Tensor<Dense{Place::T, Place::R, Place::R}> last_logits(const nn::Stream<Sp>& x_BLD,
                                                           const nn::Tokens& tokens) const;
 
-  /// Every parameter once, in forward order.
+  bool is_first() const { return is_first_; }
+  bool is_last() const { return norm_.has_value(); }
+  /// Every parameter once, in forward order, but the one of another stage of this rank.
   void each_param(const std::function<void(Stored&)>& f);
-  /// Of each MoE layer.
+  /// Null in a stage that has none.
+  nn::Embedding* embedding() { return embedding_.get(); }
+  /// Of each MoE layer, and the number of the first one in the model.
   std::vector<nn::Router*> routers();
+  std::int64_t first_moe_layer() const { return first_moe_layer_; }
   /// Parameters of all ranks of this stage, and those that one token meets.
   std::int64_t num_parameters() const { return num_parameters_; }
   std::int64_t num_active_parameters() const { return num_active_; }
@@ -75,7 +77,8 @@ class Stage {
 
   DecoderConfig config_;
   std::int64_t first_moe_layer_ = 0;  // MoE layers of the stages before this one
-  std::optional<nn::Embedding> embedding_;
+  bool is_first_ = false, has_own_embedding_ = false;
+  std::shared_ptr<nn::Embedding> embedding_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::optional<nn::RmsNorm> norm_;  // of the last stage, before the head
   std::optional<nn::Cut> head_;      // none, in the last stage: the embedding

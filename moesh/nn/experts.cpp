@@ -9,6 +9,7 @@
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/transitions.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::nn {
 namespace {
@@ -23,6 +24,7 @@ struct Call : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
   std::uint32_t saved_version = 0;
+  c10::intrusive_ptr<raw::WeightSink> sink;
 };
 
 // Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
@@ -57,6 +59,11 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
         call->config, weights,
         {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], call->saved_version},
         grads[0].contiguous());
+    if (g.weights_later)
+      raw::later([sink = call->sink, weights_of = std::move(g.weights_later)] {
+        const auto w = weights_of();
+        sink->give({w.w1_eFD, w.w3_eFD, w.w2_eDF, w.b1_eF, w.b3_eF, w.b2_eD});
+      });
     const auto& w = g.weights;
     return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
             w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
@@ -129,11 +136,21 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
     // The output is a partial sum over etp: its bias counts on one rank.
     b2 = local(once<etp>(use(*b2_)));
   }
+  const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
+  call->sink =
+      raw::sink_for(local(x), {local(w1), local(w3), local(w2), value(b1), value(b3), value(b2)});
+  call->config.weights_later = !call->sink->is_empty();
+  const auto given = [&](const at::Tensor& w) {
+    return call->config.weights_later ? w.detach() : w;
+  };
+  for (MaybeTensor* b : {&b1, &b3, &b2})
+    if (*b) *b = given(**b);
   // The kernel is a linear layer after another, column and row.
   constexpr auto hidden = mix(Op::linear, L, decltype(w1)::layout);
   constexpr auto out = mix(Op::linear, hidden, decltype(w2)::layout);
-  return assume<out>(ExpertsFunction::apply(local(x), local(scores_R), local(w1), local(w3),
-                                            local(w2), b1, b3, b2, token_R, inverse, call));
+  return assume<out>(ExpertsFunction::apply(local(x), local(scores_R), given(local(w1)),
+                                            given(local(w3)), given(local(w2)), b1, b3, b2, token_R,
+                                            inverse, call));
 }
 
 Tensor<Sparse{T, E, P}> Experts::apply_to_rows(const Tensor<Sparse{T, E, R}>& rows_RD,

@@ -53,7 +53,7 @@ Heads attend_latents(const Heads& q, const Full& latents,
                      const Past& past) {
   const std::int64_t width = local(weight).size(1);
   const auto of_heads = [&](const at::Tensor& w, std::int64_t num_heads) {
-    return num_heads > 0 ? w.reshape({num_heads, -1, width}) : w.reshape({0, num_own, width});
+    return w.reshape({num_heads, -1, width});
   };
   const Heads queries = map_heads(
       [&](const at::Tensor& q_BLhd, const at::Tensor& w) {

@@ -6,6 +6,7 @@
 
 #include "moesh/kernels/swiglu.h"
 #include "moesh/spmd/recompute.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::nn {
 namespace {
@@ -16,8 +17,9 @@ using torch::autograd::variable_list;
 class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up,
-                            const at::Tensor& w) {
+                            const at::Tensor& w, const c10::intrusive_ptr<raw::WeightSink>& sink) {
     context->save_for_backward({gate, up, w});
+    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
     if (raw::recall("a dense MLP")) {
       auto sizes = gate.sizes().vec();
       sizes.back() = w.size(0);
@@ -30,18 +32,27 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
     const auto saved = context->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
     const at::Tensor rows = grads[0].flatten(0, -2);
-    // One pass over gate and up, for a third of what the layer would have to keep.
-    const at::Tensor hidden = kernels::swiglu_forward(gate, up).flatten(0, -2);
-    const at::Tensor dw = rows.t().mm(hidden);
+    const auto weight_gradient = [rows, gate = gate.detach(), up = up.detach()] {
+      // One pass over gate and up, for a third of what the layer would have to keep.
+      return rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2));
+    };
+    const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
+        context->saved_data["sink"].toCapsule());
+    at::Tensor dw;
+    if (sink->is_empty())
+      dw = weight_gradient();
+    else
+      raw::later([sink, weight_gradient] { sink->give({weight_gradient()}); });
     const auto d = kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()));
-    return {d.gate, d.up, dw};
+    return {d.gate, d.up, dw, {}};
   }
 };
 
 }  // namespace
 
 at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w) {
-  return SwigluLinear::apply(gate, up, w);
+  const auto sink = raw::sink_for(gate, {w});
+  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink);
 }
 
 }  // namespace moesh::nn

@@ -11,6 +11,7 @@
 #include "moesh/kernels/cross_entropy.h"
 #include "moesh/nn/later.h"
 #include "moesh/spmd/dtype.h"
+#include "moesh/spmd/weights_later.h"
 #include "moesh/types/token.h"
 
 namespace moesh::nn {
@@ -111,6 +112,38 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
   }
 };
 
+// Rows of the weights, whose gradient is left for later: nothing waits for it, and until then the
+// rows' own gradients are kept, which are much smaller. `anchor` leads backward here.
+class LateEmbedding : public torch::autograd::Function<LateEmbedding> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*anchor*/,
+                            const at::Tensor& weight_VD, const at::Tensor& index,
+                            const c10::intrusive_ptr<raw::WeightSink>& sink) {
+    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
+    context->saved_data["index"] = index;
+    context->saved_data["size"] = weight_VD.size(0);
+    return at::embedding(weight_VD, index);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    raw::later([sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
+                    context->saved_data["sink"].toCapsule()),
+                index = context->saved_data["index"].toTensor(),
+                size = context->saved_data["size"].toInt(), dy = grads[0]] {
+      sink->give({at::embedding_backward(dy, index, size, /*padding_idx=*/-1,
+                                         /*scale_grad_by_freq=*/false, /*sparse=*/false)});
+    });
+    return {{}, {}, {}, {}};
+  }
+};
+
+at::Tensor rows_of(const at::Tensor& weight_VD, const at::Tensor& index) {
+  const at::Tensor anchor = at::zeros({0}, weight_VD.options()).requires_grad_(true);
+  const auto sink = raw::sink_for(anchor, {weight_VD});
+  return sink->is_empty() ? at::embedding(weight_VD, index)
+                          : LateEmbedding::apply(anchor, weight_VD.detach(), index, sink);
+}
+
 }  // namespace
 
 Embedding::Embedding(const std::string& name, std::int64_t vocab, std::int64_t dim,
@@ -136,7 +169,7 @@ Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
     rows = at::matmul(at::zeros({ids_BL.size(0), ids_BL.size(1), 0}, weight.options()), weight);
   } else {
     const at::Tensor mine = ids_BL.ge(start).logical_and(ids_BL.lt(start + size));
-    rows = at::embedding(weight, (ids_BL - start).clamp(0, size - 1));
+    rows = rows_of(weight, (ids_BL - start).clamp(0, size - 1));
     rows = rows * mine.unsqueeze(-1).to(rows.scalar_type());
   }
   return assume<Dense{T, T, P}>(rows);

@@ -22,13 +22,11 @@ Norm grad_norm(const ParamList& params) {
   MOESH_CHECK(params.size() > 0, ErrorKind::config,
               "the gradient norm of an empty list of parameters; add(w) some");
   const at::NoGradGuard no_grad;
-  const auto& mesh = current_mesh();
   const auto gradients = params.gradients();
   std::vector<at::Tensor> own, others;  // what this rank counts, and what another does
   for (std::size_t i = 0; i < params.size(); ++i) {
     if (gradients[i].numel() == 0) continue;
-    const bool is_own = mesh.coordinate(params[i].stored->replicas) == 0;
-    (is_own ? own : others).push_back(gradients[i]);
+    (is_first_holder(*params[i].stored) ? own : others).push_back(gradients[i]);
   }
   const at::Device device = gradients[0].device();
   at::Tensor mine = kernels::sum_of_squares(own, device);

@@ -50,6 +50,27 @@ std::string to_string(const Action& a) {
   return detail::concat("FBIW"[static_cast<int>(a.kind)], a.stage, ".", a.micro_batch);
 }
 
+std::string describe(const Action& a) {
+  static const char* const names[] = {"forward", "backward", "backward of the inputs",
+                                      "backward of the weights"};
+  return detail::concat(names[static_cast<int>(a.kind)], " of stage ", a.stage, " for micro-batch ",
+                        a.micro_batch);
+}
+
+bool is_input_backward(const Action& a) { return a.kind == backward || a.kind == backward_input; }
+
+std::optional<int> Schedule::source(const Action& a) const {
+  if (a.kind == forward && a.stage > 0) return a.stage - 1;
+  if (is_input_backward(a) && a.stage + 1 < num_stages) return a.stage + 1;
+  return std::nullopt;
+}
+
+std::optional<int> Schedule::target(const Action& a) const {
+  if (a.kind == forward && a.stage + 1 < num_stages) return a.stage + 1;
+  if (is_input_backward(a) && a.stage > 0) return a.stage - 1;
+  return std::nullopt;
+}
+
 Schedule gpipe(int p, int m) {
   Schedule s = looped(p, 1, m);
   for (int r = 0; r < p; ++r) {
@@ -172,6 +193,11 @@ Schedule make_schedule(const std::string& name, int p, int v, int m) {
   if (name == "1f1b") return one_f_one_b(p, m);
   if (name == "interleaved_1f1b") return interleaved_1f1b(p, v, m);
   return name == "zbv" ? zbv(p, m) : zero_bubble(p, m);
+}
+
+Schedule forwards_of(Schedule s) {
+  for (auto& list : s.ranks) std::erase_if(list, [](const Action& a) { return a.kind != forward; });
+  return s;
 }
 
 void check(const Schedule& s) {

@@ -4,6 +4,7 @@
 // here.
 //   p  ranks of pp        v  stages of a rank        m  micro-batches of an optimizer step
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,10 @@ struct Action {
 /// "F2.0": forward of stage 2 for micro-batch 0. B is backward, I its half for the inputs, W that
 /// for the weights.
 std::string to_string(const Action& action);
+/// "forward of stage 2 for micro-batch 0"
+std::string describe(const Action& action);
+/// Whether it makes the gradients of its inputs, by itself or with those of the weights.
+bool is_input_backward(const Action& action);
 
 struct Schedule {
   int num_stages = 1, num_micro_batches = 1;
@@ -33,6 +38,11 @@ struct Schedule {
   std::vector<std::vector<Action>> ranks;  // the actions of each
 
   int num_ranks() const { return static_cast<int>(ranks.size()); }
+  /// The stage whose output an action takes, and that which takes the output of this one; none at
+  /// the ends of the pipeline, and for gradients of weights.
+  std::optional<int> source(const Action& action) const;
+  std::optional<int> target(const Action& action) const;
+  int rank_with(int stage) const { return rank_of[static_cast<size_t>(stage)]; }
 };
 
 /// All forwards, then all backwards: m activations are alive on every rank.
@@ -64,6 +74,9 @@ int stages_of_a_rank(const std::string& name);
 
 /// By name; throws Error (config) when there is no such schedule, or not with so many stages.
 Schedule make_schedule(const std::string& name, int p, int v, int m);
+
+/// Its forwards alone, in their order: what an evaluation runs.
+Schedule forwards_of(Schedule schedule);
 
 /// Throws Error (config) that names rank and action unless every stage does every micro-batch
 /// exactly once, forward and backward (whole, or both halves), on the rank that has the stage, and

@@ -12,8 +12,6 @@ namespace {
 
 using enum ActionKind;
 
-bool is_input_backward(const Action& a) { return a.kind == backward || a.kind == backward_input; }
-
 // What goes from one rank to another, in order: activations forward, gradients backward. Receivers
 // know the order, so that a message needs no name.
 struct Channel {
@@ -70,7 +68,7 @@ class Simulator {
     return static_cast<size_t>((kind * s_.num_stages + a.stage) * s_.num_micro_batches +
                                a.micro_batch);
   }
-  int rank_of(int stage) const { return s_.rank_of[static_cast<size_t>(stage)]; }
+  int rank_of(int stage) const { return s_.rank_with(stage); }
   double duration(const Action& a) const {
     const StageCosts& c = costs_.of(a.stage);
     switch (a.kind) {
@@ -82,35 +80,23 @@ class Simulator {
     return c.backward_weight;
   }
 
-  // The stage from which an action gets its input, and that to which its output goes.
-  std::optional<int> source(const Action& a) const {
-    if (a.kind == forward && a.stage > 0) return a.stage - 1;
-    if (is_input_backward(a) && a.stage + 1 < s_.num_stages) return a.stage + 1;
-    return std::nullopt;
-  }
-  std::optional<int> target(const Action& a) const {
-    if (a.kind == forward && a.stage + 1 < s_.num_stages) return a.stage + 1;
-    if (is_input_backward(a) && a.stage > 0) return a.stage - 1;
-    return std::nullopt;
-  }
-
   void find_channels() {
     for (const auto& list : s_.ranks)
       for (const Action& a : list) {
         const bool is_gradient = a.kind != forward;
         const int here = rank_of(a.stage);
-        if (const auto to = target(a); to && rank_of(*to) != here) {
+        if (const auto to = s_.target(a); to && rank_of(*to) != here) {
           auto& channel = channels_[{here, rank_of(*to), is_gradient}];
           place_[index(is_gradient, a)] = channel.made_by.size();
           channel.made_by.push_back(a);
         }
-        if (const auto from = source(a); from && rank_of(*from) != here)
+        if (const auto from = s_.source(a); from && rank_of(*from) != here)
           channels_[{rank_of(*from), here, is_gradient}].taken_by.push_back(a);
       }
     for (const auto& [key, channel] : channels_)
       for (size_t i = 0; i < channel.made_by.size(); ++i) {
         const Action &made = channel.made_by[i], &taken = channel.taken_by[i];
-        MOESH_CHECK(*target(made) == taken.stage && made.micro_batch == taken.micro_batch,
+        MOESH_CHECK(*s_.target(made) == taken.stage && made.micro_batch == taken.micro_batch,
                     ErrorKind::config, "rank ", std::get<0>(key), " sends what ", to_string(made),
                     " gives as its message ", i, " to rank ", std::get<1>(key),
                     ", which takes it for ", to_string(taken),
@@ -121,13 +107,13 @@ class Simulator {
   // When all that an action needs is there; nothing: that is not known yet.
   std::optional<double> ready_at(const Action& a) {
     double ready = 0;
-    if (const auto from = source(a)) {
+    if (const auto from = s_.source(a)) {
       const auto& before =
           time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
       if (!before) return std::nullopt;
       ready = before->end + (rank_of(*from) == rank_of(a.stage) ? 0 : costs_.transfer);
     }
-    const auto to = target(a);
+    const auto to = s_.target(a);
     if (!to || rank_of(*to) == rank_of(a.stage)) return ready;
     const auto place = place_[index(a.kind != forward, a)];
     if (place < static_cast<size_t>(costs_.num_buffers)) return ready;
@@ -142,7 +128,7 @@ class Simulator {
     for (size_t r = 0; r < s_.ranks.size(); ++r)
       if (out_.ranks[r].size() < s_.ranks[r].size()) {
         const Action& a = s_.ranks[r][out_.ranks[r].size()];
-        const auto from = source(a);
+        const auto from = s_.source(a);
         const bool has_input =
             !from || time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
         waiting += detail::concat(waiting.empty() ? "" : ", ", "rank ", r, " before ", to_string(a),

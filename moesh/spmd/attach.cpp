@@ -1,6 +1,7 @@
 #include "moesh/spmd/attach.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <exception>
@@ -56,6 +57,13 @@ void run_backward(const std::function<void()>& backward) {
     if (auto original = std::exchange(fault, nullptr)) std::rethrow_exception(original);
     throw;
   }
+}
+
+void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
+  variable_list from, seeds;
+  for (size_t i = 0; i < roots.size(); ++i)
+    if (roots[i].defined()) from.push_back(roots[i]), seeds.push_back(gradients[i]);
+  run_backward([&] { torch::autograd::backward(from, seeds); });
 }
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,

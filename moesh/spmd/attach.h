@@ -21,5 +21,8 @@ std::vector<at::Tensor> attach_all(
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.
 void run_backward(const std::function<void()>& backward);
+/// One backward from several tensors with their gradients, undefined: of a scalar, 1. A tensor that
+/// is undefined itself is left out.
+void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
 
 }  // namespace moesh::raw

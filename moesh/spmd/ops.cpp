@@ -13,10 +13,14 @@
 #include <ATen/ops/zeros.h>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/linear.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::raw {
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w) { return at::linear(x, w); }
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
+  return are_weights_later() ? known_linear(x, w, {}) : at::linear(x, w);
+}
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return at::mul(a, b); }
 at::Tensor scale(const at::Tensor& x, double factor) { return at::mul(x, factor); }

@@ -16,9 +16,16 @@
 #include "moesh/spmd/device_random.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
+#include "moesh/spmd/weights_later.h"
 #include "moesh/types/token.h"
 
-namespace moesh::raw {
+namespace moesh {
+
+bool is_first_holder(const Stored& w) {
+  return !w.is_of_other_stage && current_mesh().coordinate(w.replicas) == 0;
+}
+
+namespace raw {
 namespace {
 
 // Cuts one dimension of a region; sizes of all parts are returned.
@@ -164,10 +171,13 @@ at::Tensor use(const Stored& w, Axes replicas) {
                                      .same_work = same_work,
                                      .dim = w.spec.storage_dim,
                                      .sizes = w.storage_sizes,
-                                     .name = w.spec.name}](const at::Tensor& grad) {
+                                     .name = w.spec.name},
+                 is_later = are_weights_later()](const at::Tensor& grad) {
                   GradientTerm mine = term;
                   mine.grad = grad;
-                  return reduce(mine);
+                  if (!is_later || !are_weights_later()) return reduce(mine);
+                  later([mine] { reduce_to_leaf(mine); });
+                  return at::Tensor();
                 });
 }
 
@@ -181,4 +191,5 @@ at::Tensor gather(const Stored& w, const at::Tensor& shard) {
              : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
 }
 
-}  // namespace moesh::raw
+}  // namespace raw
+}  // namespace moesh

@@ -58,7 +58,13 @@ struct Stored {
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // the leaf: [shard.length]
   std::shared_ptr<ComputeCopy> copy = {};   // null: `use` casts every time
+  /// The head of a model whose embedding is on another stage: that stage counts and saves it.
+  bool is_of_other_stage = false;
 };
+
+/// Whether this rank of the current mesh is the one, of those that have the same shard, which
+/// counts and saves it.
+bool is_first_holder(const Stored& w);
 
 namespace raw {
 /// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is

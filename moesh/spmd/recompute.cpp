@@ -10,6 +10,8 @@
 #include <string>
 
 #include "moesh/base/error.h"
+#include "moesh/spmd/linear.h"
+#include "moesh/spmd/ops.h"
 
 namespace moesh::raw {
 namespace {
@@ -85,21 +87,6 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
   }
 };
 
-// A linear layer whose result is known.
-class KnownLinear : public torch::autograd::Function<KnownLinear> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
-                            const at::Tensor& y) {
-    context->save_for_backward({x, w});
-    return y.detach();
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    const auto saved = context->get_saved_variables();
-    const at::Tensor rows = grads[0].flatten(0, -2);
-    return {rows.mm(saved[1]).view(saved[0].sizes()), rows.t().mm(saved[0].flatten(0, -2)), {}};
-  }
-};
-
 }  // namespace
 
 std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
@@ -125,8 +112,8 @@ at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options)
 }
 
 at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w) {
-  if (const auto first = recall("a linear layer")) return KnownLinear::apply(x, w, (*first)[0]);
-  const at::Tensor y = at::linear(x, w);
+  if (const auto first = recall("a linear layer")) return known_linear(x, w, (*first)[0]);
+  const at::Tensor y = raw::linear(x, w);
   keep("a linear layer", {y});
   return y;
 }

@@ -13,6 +13,7 @@
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
 #include "moesh/spmd/raw.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh {
 namespace raw {
@@ -39,6 +40,13 @@ bool belong_together(const GradientTerm& a, const GradientTerm& b) {
 
 void check_same(const GradientTerm& term, const at::Tensor& sum) {
   term.same_work->expect_same(sum, "d(" + term.name + ")");
+}
+
+// What a profiler shows: "start to reduce layers.2.norm .. layers.2.moe.w1 (12 gradients)".
+std::string scope_name(const char* what, const std::vector<GradientTerm>& terms) {
+  return std::string(what) + " " + terms.front().name +
+         (terms.size() > 1 ? " .. " + terms.back().name : "") + " (" +
+         std::to_string(terms.size()) + (terms.size() > 1 ? " gradients)" : " gradient)");
 }
 
 at::Tensor reduce_now(const GradientTerm& term) {
@@ -82,7 +90,7 @@ struct Reductions {
   }
 
   void start(std::vector<GradientTerm> terms) {
-    RECORD_USER_SCOPE("start to reduce a bucket of gradients");
+    RECORD_USER_SCOPE(scope_name("start to reduce", terms));
     const GradientTerm& first = terms[0];
     std::vector<FlatPart> parts;
     for (const auto& t : terms) parts.push_back({t.grad.sizes().vec(), t.dim, t.sizes});
@@ -100,9 +108,9 @@ struct Reductions {
   }
 
   void await_first() {
-    RECORD_USER_SCOPE("await a bucket of gradients");
-    const at::NoGradGuard no_grad;
     Bucket& bucket = started.front();
+    RECORD_USER_SCOPE(scope_name("await the sum of", bucket.terms));
+    const at::NoGradGuard no_grad;
     const GradientTerm& first = bucket.terms[0];
     at::Tensor sum = bucket.handle.wait();
     if (first.storage->size() > 1) sum = first.replicas->all_reduce(sum);
@@ -122,9 +130,17 @@ at::Tensor reduce(const GradientTerm& term) {
   return {};
 }
 
+void reduce_to_leaf(const GradientTerm& term) {
+  const at::Tensor sum = reduce(term);
+  if (sum.defined()) add_to_leaf(term.leaf, sum);
+}
+
 at::Tensor begin_bucket(const at::Tensor& x) {
   return attach(x, x.detach(), [](const at::Tensor& grad) {
-    if (current) current->start();
+    // Gradients that were left for later come then, and end then.
+    later([] {
+      if (current) current->start();
+    });
     return grad;
   });
 }

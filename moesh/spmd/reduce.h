@@ -34,6 +34,8 @@ struct GradientTerm {
 /// The sum, as a gradient of the leaf: reduce_scatter over the storage ranks, all_reduce over the
 /// replicas. Undefined under a ReduceLater, which brings it to the leaf.
 at::Tensor reduce(const GradientTerm& term);
+/// The same, when no backward waits for it: the sum is added to the leaf.
+void reduce_to_leaf(const GradientTerm& term);
 
 at::Tensor begin_bucket(const at::Tensor& x);
 

@@ -8,6 +8,7 @@
 #include "moesh/models/disk.h"
 #include "moesh/optim/registry.h"
 #include "moesh/optim/schedule.h"
+#include "moesh/spmd/one_rank.h"
 
 namespace moesh::train {
 namespace {
@@ -33,6 +34,20 @@ optim::Schedule schedule(const Config& config) {
                           .min_lr_factor = s.min_lr_factor});
 }
 
+// Where the layers of each stage begin and end, of those that a rank of pp has.
+std::vector<models::LayerRange> stages_of(const Config& config, int rank) {
+  if (config.parallelism.pipeline_parallel_degree == 1) return {};
+  const auto schedule = schedule_of(pipeline_options(config), 1);
+  std::vector<models::LayerRange> mine;
+  std::int64_t begin = 0;
+  int stage = 0;
+  for (const int num_layers : stage_plan(config)) {
+    if (schedule.rank_with(stage++) == rank) mine.push_back({begin, begin + num_layers});
+    begin += num_layers;
+  }
+  return mine;
+}
+
 }  // namespace
 
 std::int64_t top_k(const Config& config) {
@@ -45,15 +60,18 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
   const nn::Dispatcher way =
       nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
                   device.is_meta() ? nn::planned_exchange(of_run) : nn::exchange_of(of_run));
-  return models::make_model(config.model.architecture,
-                            {.dtype = scalar_type(config),
-                             .device = device,
-                             .seed = static_cast<std::uint64_t>(config.training.seed),
-                             .dispatcher = way,
-                             .forced_balance = config.moe.force_load_balance,
-                             .score_before_experts = score_before_experts(config),
-                             .gpu_kernels = gpu_kernels(config),
-                             .weight_copies = config.kernels.weight_copies});
+  auto model = models::make_model(config.model.architecture,
+                                  {.dtype = scalar_type(config),
+                                   .device = device,
+                                   .seed = static_cast<std::uint64_t>(config.training.seed),
+                                   .dispatcher = way,
+                                   .forced_balance = config.moe.force_load_balance,
+                                   .score_before_experts = score_before_experts(config),
+                                   .gpu_kernels = gpu_kernels(config),
+                                   .weight_copies = config.kernels.weight_copies,
+                                   .stages = stages_of(config, current_mesh().coordinate(pp))});
+  open_channels(*model, pipeline_options(config));
+  return model;
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config) {
@@ -75,9 +93,18 @@ std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::
   return matches;
 }
 
+namespace {
+// By the whole model: what a group matches may be on another stage.
+void check_groups(const Config& config, const optim::Groups& groups) {
+  if (groups.size() == 0) return;
+  const OneRankScope scope;
+  group_matches(*models::make_model(config.model.architecture, {.device = at::kMeta}), groups);
+}
+}  // namespace
+
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
   const optim::Groups groups = param_groups(config);
-  group_matches(model, groups);
+  check_groups(config, groups);
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
     const auto found = groups.find(w.spec.name);
@@ -101,10 +128,17 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
   });
 }
 
+PipelineOptions pipeline_options(const Config& config) {
+  const auto degree = static_cast<int>(config.parallelism.pipeline_parallel_degree);
+  return {.schedule = config.parallelism.pipeline_parallel_schedule,
+          .stages_of_a_rank = static_cast<int>(stage_plan(config).size()) / degree};
+}
+
 StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
                       .bias_coeff = config.moe.load_balance_coeff,
-                      .overlap = config.parallelism.overlap_reductions};
+                      .overlap = config.parallelism.overlap_reductions,
+                      .pipeline = pipeline_options(config)};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
                      .recompute = recompute(config),
                      .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,

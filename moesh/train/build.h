@@ -28,6 +28,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
 std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
+PipelineOptions pipeline_options(const Config& config);
 StepOptions step_options(const Config& config);
 UseGraph use_graph(const Config& config);
 

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -26,6 +27,9 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/models/disk.h"
+#include "moesh/spmd/one_rank.h"
+#include "moesh/spmd/transitions.h"
+#include "moesh/spmd/whole.h"
 
 namespace moesh::train {
 
@@ -139,14 +143,18 @@ std::string mesh_text(const Config& config) {
   return text.empty() ? "one rank" : text;
 }
 
+// What every rank of a stage has whole: the first of them writes it.
+Part part_of_stage(const std::string& name, const at::Tensor& value) {
+  return checkpoint::replicated_part(name, value, current_mesh().coordinate(kTokenAxes));
+}
+
 // What the weights, and their expert biases, are to this rank.
-std::vector<Part> weight_parts(models::Model& model, int rank) {
+std::vector<Part> weight_parts(models::Model& model) {
   std::vector<Part> parts;
   model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
-  for (auto* router : model.routers()) {
-    parts.push_back(checkpoint::replicated_part(models::expert_bias_name(router->gate().name()),
-                                                router->expert_bias(), rank));
-  }
+  for (auto* router : model.routers())
+    parts.push_back(
+        part_of_stage(models::expert_bias_name(router->gate().name()), router->expert_bias()));
   return parts;
 }
 
@@ -155,7 +163,8 @@ std::vector<Part> weight_parts(models::Model& model, int rank) {
 Part state_part(const optim::Optimizer::State& s) {
   if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
   const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
-  return checkpoint::replicated_part(s.name, s.value, current_mesh().coordinate(all));
+  const bool is_first = !s.param->is_of_other_stage && current_mesh().coordinate(all) == 0;
+  return checkpoint::replicated_part(s.name, s.value, is_first ? 0 : 1);
 }
 
 formats::DiskTensor as_it_is(const Part& part) {
@@ -236,12 +245,12 @@ std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& fo
 }
 
 // The expert biases of a checkpoint whose weights have no place for them.
-void load_biases_apart(const std::filesystem::path& folder, models::Model& model, int rank,
+void load_biases_apart(const std::filesystem::path& folder, models::Model& model,
                        const std::set<std::string>& among_weights) {
   const auto source = state_of(folder);
   if (!source) return;
   std::vector<Part> parts;
-  for (const Part& part : weight_parts(model, rank)) {
+  for (const Part& part : weight_parts(model)) {
     const auto kept = master_name(part.name);
     if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
     parts.push_back(part);
@@ -263,7 +272,7 @@ void naming_the_folder(const F& f) {
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  int rank, const Breath& breath) {
+                  const Breath& breath) {
   check_model(folder, config);
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto names = on_disk(config);
@@ -272,13 +281,52 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   for (const auto& t : table.tensors)
     for (const auto& s : t.sources) known.insert(s.param);
   std::vector<Part> parts;
-  for (const auto& part : weight_parts(model, rank))
+  for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
   checkpoint::Loader(source, table).load(parts, breath);
-  load_biases_apart(folder, model, rank, known);
+  load_biases_apart(folder, model, known);
 }
 
 }  // namespace
+
+// What a checkpoint is made of, by name.
+struct CheckpointParts {
+  std::vector<Part> weights, optimizer, counts;  // `counts` are those of the routers
+
+  CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
+                  const std::vector<at::Tensor>& counts_E)
+      : weights(weight_parts(model)) {
+    for (const auto& s : of_run.state()) optimizer.push_back(state_part(s));
+    const auto routers = model.routers();
+    for (std::size_t i = 0; i < routers.size(); ++i)
+      counts.push_back(part_of_stage(counts_name(*routers[i]), counts_E[i]));
+  }
+
+  // Of one rank with the whole model: names, shapes and types in the order of the model, without
+  // values. A checkpoint is the same whatever stages a rank has.
+  static CheckpointParts of_whole_model(const Config& config) {
+    const OneRankScope scope;
+    const auto model = models::make_model(config.model.architecture,
+                                          {.dtype = scalar_type(config), .device = at::kMeta});
+    const auto of_run = make_optimizer(*model, config);
+    std::vector<at::Tensor> none;
+    for (auto* router : model->routers()) none.push_back(local(router->pending_counts()));
+    return {*model, *of_run, none};
+  }
+
+  // All that is not saved as weights: also those of them which `keeps_master` says, under another
+  // name.
+  std::vector<Part> state(const std::function<bool(const Part&)>& keeps_master) const {
+    std::vector<Part> all = optimizer;
+    for (Part part : weights) {
+      if (!keeps_master(part)) continue;
+      part.name = master_name(part.name);
+      all.push_back(part);
+    }
+    all.insert(all.end(), counts.begin(), counts.end());
+    return all;
+  }
+};
 
 bool keeps_bias_apart(const std::filesystem::path& folder) {
   const auto source = state_of(folder);
@@ -308,18 +356,31 @@ Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Mod
   options_ = {.folder = c.folder,
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
               .keep_latest = c.keep_latest_k};
-  if (c.enable && c.async) background_group_ = world.background("checkpoint");
+  if (!c.enable) return;
+  whole_ = std::make_unique<CheckpointParts>(CheckpointParts::of_whole_model(config));
+  if (c.async) background_group_ = world.background("checkpoint");
 }
 
 Checkpointer::~Checkpointer() {
   if (background_.joinable()) background_.join();
 }
 
-checkpoint::TensorSet Checkpointer::weights() {
+void Checkpointer::check_owned(const std::vector<Part>& mine, const std::vector<Part>& all) {
+  std::int64_t num_mine = 0, num_all = 0;
+  for (const Part& p : mine) num_mine += p.owned ? p.value.numel() : 0;
+  for (const Part& p : all) num_all += p.value.numel();
+  const at::Tensor sum = world_.all_reduce(at::full({1}, num_mine, at::kLong).to(device(config_)));
+  const auto num_owned = sum.item<std::int64_t>();
+  MOESH_CHECK(num_owned == num_all, "the ranks would save ", num_owned, " numbers, and there are ",
+              num_all);
+}
+
+checkpoint::TensorSet Checkpointer::weights(const CheckpointParts& mine) {
   checkpoint::TensorSet set{.prefix = "model", .tensors = on_disk(config_).table(kLayout).tensors};
-  set.parts = weight_parts(model_, world_.rank());
+  set.parts = mine.weights;
+  check_owned(set.parts, whole_->weights);
   const auto& wanted = config_.checkpoint.export_dtype;
-  const auto parts = checkpoint::by_name(set.parts);
+  const auto parts = checkpoint::by_name(whole_->weights);
   for (auto& t : set.tensors) {
     const auto own = checkpoint::disk_dtype(parts.at(t.sources.front().param)->value.scalar_type());
     if (!t.dtype)
@@ -330,32 +391,32 @@ checkpoint::TensorSet Checkpointer::weights() {
 
 // The optimizer's tensors; counts; and of the weights what the files of the model do not hold, or
 // not with all bits.
-checkpoint::TensorSet Checkpointer::state(const checkpoint::TensorSet& weights) {
-  checkpoint::TensorSet set{.prefix = kStatePrefix};
-  for (const auto& s : optimizer_.state()) set.parts.push_back(state_part(s));
+checkpoint::TensorSet Checkpointer::state(const CheckpointParts& mine,
+                                          const checkpoint::TensorSet& weights) {
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
-  for (Part part : weights.parts) {
+  const auto keeps_master = [&](const Part& part) {
     const auto found = on_disk.find(part.name);
-    if (found != on_disk.end() &&
-        formats::size_of(found->second) >= static_cast<std::uint64_t>(part.value.element_size()))
-      continue;
-    part.name = master_name(part.name);
-    set.parts.push_back(part);
-  }
-  for (auto* router : model_.routers()) {
-    const at::Tensor total = world_.all_reduce(local(router->pending_counts()));
-    set.parts.push_back(checkpoint::replicated_part(counts_name(*router), total, world_.rank()));
-  }
-  set.tensors = own_names(set.parts).tensors;
+    return found == on_disk.end() ||
+           formats::size_of(found->second) < static_cast<std::uint64_t>(part.value.element_size());
+  };
+  checkpoint::TensorSet set{.prefix = kStatePrefix};
+  set.parts = mine.state(keeps_master);
+  const auto all = whole_->state(keeps_master);
+  check_owned(set.parts, all);
+  set.tensors = own_names(all).tensors;
   return set;
 }
 
 checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   checkpoint::Snapshot s;
-  s.sets.push_back(weights());
-  s.sets.push_back(state(s.sets[0]));
+  std::vector<at::Tensor> counts;
+  for (auto* router : model_.routers())
+    counts.push_back(whole(all_reduce<kTokenAxes>(router->pending_counts())));
+  const CheckpointParts mine(model_, optimizer_, counts);
+  s.sets.push_back(weights(mine));
+  s.sets.push_back(state(mine, s.sets[0]));
   s.texts = companions_;
   s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
   s.texts["run.toml"] = print_config(config_);
@@ -510,9 +571,8 @@ Position Checkpointer::load_newest() {
   }
   find_companions({});
   if (!c.initial_load.empty()) {
-    checkpoint::together(world_, [&](const Breath& breath) {
-      load_initial_weights(config_, model_, world_.rank(), breath);
-    });
+    checkpoint::together(
+        world_, [&](const Breath& breath) { load_initial_weights(config_, model_, breath); });
     if (is_first) log_info("beginning with the weights of ", c.initial_load);
   }
   return {};
@@ -548,10 +608,10 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
   return std::nullopt;
 }
 
-void load_initial_weights(const Config& config, models::Model& model, int rank,
+void load_initial_weights(const Config& config, models::Model& model,
                           const checkpoint::Breath& breath) {
   if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
-    load_weights(folder, config, model, rank, breath);
+    load_weights(folder, config, model, breath);
 }
 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,
@@ -588,24 +648,19 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, cons
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
   notice_changes(folder, manifest);
-  load_weights(folder, config_, model_, world_.rank(), breath);
+  load_weights(folder, config_, model_, breath);
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
-  std::vector<Part> parts;
-  for (const auto& s : optimizer_.state()) parts.push_back(state_part(s));
-  for (Part part : weight_parts(model_, world_.rank())) {
-    part.name = master_name(part.name);
-    if (source.tensors().contains(part.name)) parts.push_back(part);
-  }
   std::vector<at::Tensor> counts;
-  for (auto* router : model_.routers()) {
+  for (auto* router : model_.routers())
     counts.push_back(at::empty_like(local(router->pending_counts())));
-    parts.push_back(
-        checkpoint::replicated_part(counts_name(*router), counts.back(), world_.rank()));
-  }
-  const auto table = own_names(parts);
+  const auto is_kept = [&](const Part& part) {
+    return source.tensors().contains(master_name(part.name));
+  };
+  const auto table = own_names(whole_->state(is_kept));
   checkpoint::check_names(source, table);
-  checkpoint::Loader(source, table).load(parts, breath);
+  checkpoint::Loader(source, table)
+      .load(CheckpointParts(model_, optimizer_, counts).state(is_kept), breath);
 
   const auto routers = model_.routers();
   for (std::size_t i = 0; i < routers.size(); ++i)

@@ -30,13 +30,15 @@ struct Position {
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
 /// a folder that moesh or others wrote; nothing where that is empty. Throws Error (config) when the
 /// folder holds another model.
-void load_initial_weights(const Config& config, models::Model& model, int rank,
+void load_initial_weights(const Config& config, models::Model& model,
                           const checkpoint::Breath& breath = {});
 
 /// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
 /// weights, because the files of its model have no place for them: whoever reads the weights alone
 /// chooses other experts.
 bool keeps_bias_apart(const std::filesystem::path& folder);
+
+struct CheckpointParts;
 
 /// On every rank of the world, under its mesh. All its calls are collective.
 class Checkpointer {
@@ -65,8 +67,11 @@ class Checkpointer {
 
  private:
   /// The weights of the model, and everything else that a run resumes from.
-  checkpoint::TensorSet weights();
-  checkpoint::TensorSet state(const checkpoint::TensorSet& weights);
+  checkpoint::TensorSet weights(const CheckpointParts& mine);
+  checkpoint::TensorSet state(const CheckpointParts& mine, const checkpoint::TensorSet& weights);
+  /// Every number is saved, and by one rank.
+  void check_owned(const std::vector<checkpoint::Part>& mine,
+                   const std::vector<checkpoint::Part>& all);
   checkpoint::Snapshot snapshot(const Position& position);
   /// From the first look at the folder on, no other run works in it.
   void hold_folder();
@@ -93,6 +98,7 @@ class Checkpointer {
   models::Model& model_;
   optim::Optimizer& optimizer_;
   std::string own_data_;
+  std::unique_ptr<CheckpointParts> whole_;  // of the whole model, without values; null: not enabled
   checkpoint::SaveOptions options_;
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on

@@ -30,6 +30,8 @@
 #include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/timeline/kernels.h"
+#include "moesh/train/timeline/step_trace.h"
 #include "moesh/train/validation.h"
 
 namespace moesh::train {
@@ -235,6 +237,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
       log_info("dispatcher auto: ",
                nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
   }
+  StepTrace trace(config, world, first_step);
   Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
   std::vector<double> seconds;
   bool is_slowness_known = false, was_finite = true;
@@ -245,6 +248,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   });
   if (first_step < config.training.steps) next.start(position.data_position);
   for (std::int64_t step = first_step; step < config.training.steps; ++step) {
+    trace.begin_step(step + 1);
     auto batches = [&] {
       const InSection section(Section::data);
       return on_device(config, next.take());
@@ -260,6 +264,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0,
                 .num_tokens = position.num_tokens + g.num_tokens};
     bool stop = stop_agreed(world, config, start);
+    trace.end_step();
     const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
     const double took = sections.of_step();
     std::vector<ValidationLoss> validation;
@@ -297,11 +302,12 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     if (stop && step + 1 < config.training.steps) interrupted = true;
     if (has_diverged(config, position))
       throw_diverged(world, config, *model, position, checkpointer.last_healthy(position));
-    if (stop) break;
-    {
+    if (!stop) {
       const InSection section(Section::saving);
       checkpointer.after_step(position);
     }
+    trace.after_step(step + 1, stop);
+    if (stop) break;
     if (const auto saving = checkpointer.save_seconds(); saving && is_first && !is_slowness_known) {
       is_slowness_known = true;
       warn_if_too_slow_to_stop(took + *saving);
@@ -309,6 +315,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   }
   for (const auto& sink : sinks) sink->finish();
   checkpointer.finish(position);
+  if (is_first) summary.trace = trace.summary();
   if (is_first && !seconds.empty()) {
     std::nth_element(seconds.begin(),
                      seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2),
@@ -361,6 +368,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
     write_flight_record(config, rank, fault);
   };
+  if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {

@@ -23,6 +23,7 @@ struct RunSummary {
   bool interrupted = false;
   int stop_signal = 0;  // SIGINT or SIGTERM, where this process got one
   std::string folder;   // where metrics.jsonl is
+  std::string trace;    // of profile.steps: where it is, and what cost most
 };
 
 /// What the caller knows of the run, for its header and its folder, and what it wants to be told.

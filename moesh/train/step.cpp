@@ -7,7 +7,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
-#include "moesh/spmd/backward.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
@@ -33,24 +32,73 @@ at::Tensor count_valid(const std::vector<models::MicroBatch>& batches) {
 
 // A term of each rank, so that all ranks skip a step in which one has found something.
 nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOptions& options) {
-  at::Tensor sum = at::zeros({}, options.dtype(at::kDouble));
-  for (const auto& found : checks.found) sum.add_(found.select(0, 0));
-  return assume<Dense{P, P, P}>(sum);
+  const nn::TokenSum sum = no_term({}, options);
+  for (const auto& found : checks.found) at::Tensor(local(sum)).add_(found.select(0, 0));
+  return sum;
 }
 
-models::ForwardResult forward_of(models::Model& model, const models::MicroBatch& batch,
-                                 const StepOptions& options) {
-  const InSection section(Section::forward);
-  return model.forward(batch, options.forward);
-}
+// What the forwards of this rank add up to, in float64, which holds every count. A rank of a
+// pipeline has the terms of its stages: the last one the cross-entropy, each those of its own MoE
+// layers, at their places among all.
+struct StepSums {
+  std::vector<nn::TokenSum> losses;  // cross-entropy, and with the auxiliary losses
+  nn::TokenSum auxiliary;
+  std::vector<nn::TokenSum> counts;  // of each MoE layer of the model
+  bool has_auxiliary;
 
-void backward_of(const models::ForwardResult& result, ReduceLater& reductions) {
-  const InSection section(Section::backward);
-  backward(result.loss);
-  reductions.start();
+  StepSums(const models::Model& model, const StepOptions& options)
+      : losses(2),
+        counts(static_cast<size_t>(model.num_moe_layers())),
+        has_auxiliary(options.forward.auxiliary.any() && model.num_moe_layers() > 0) {}
+
+  void add(const models::ForwardResult& result) {
+    add_to(losses[0], result.cross_entropy);
+    add_to(losses[1], result.loss);
+    add_to(auxiliary, result.auxiliary);
+    for (size_t i = 0; i < result.counts_E.size(); ++i)
+      add_to(counts[static_cast<size_t>(result.first_moe_layer) + i], result.counts_E[i]);
+  }
+  // All of them in one, with zeros where this rank has none.
+  nn::TokenSum joined(const models::Model& model, const nn::TokenSum& num_failed,
+                      const at::TensorOptions& options) const {
+    const auto or_none = [&](const nn::TokenSum& sum, at::IntArrayRef sizes) {
+      return local(sum).defined() ? sum : no_term(sizes, options);
+    };
+    std::vector<nn::TokenSum> terms{
+        stack(std::vector{or_none(losses[0], {}), or_none(losses[1], {}), num_failed})};
+    if (has_auxiliary) terms.push_back(or_none(auxiliary, {models::kNumAuxiliary}));
+    for (const auto& count : counts) terms.push_back(or_none(count, {model.num_experts()}));
+    return cat(terms, 0);
+  }
+
+ private:
+  static void add_to(nn::TokenSum& sum, const nn::TokenSum& term) {
+    if (!local(term).defined()) return;
+    const nn::TokenSum wide = cast(detach(term), at::kDouble);
+    sum = local(sum).defined() ? sum + wide : wide;
+  }
+};
+
+// The least and the largest expert bias of each MoE layer of the model, in turn.
+at::Tensor bias_ranges(models::Model& model, const at::TensorOptions& options) {
+  std::vector<at::Tensor> numbers(static_cast<size_t>(2 * model.num_moe_layers()),
+                                  at::zeros({}, options.dtype(at::kDouble)));
+  if (numbers.empty()) return at::zeros({0}, options.dtype(at::kDouble));
+  const auto routers = model.routers();
+  const auto places = model.router_numbers();
+  for (size_t i = 0; i < routers.size(); ++i) {
+    const auto [least, largest] = routers[i]->expert_bias().aminmax();
+    numbers[static_cast<size_t>(2 * places[i])] = least.to(at::kDouble);
+    numbers[static_cast<size_t>(2 * places[i] + 1)] = largest.to(at::kDouble);
+  }
+  return whole(sum_over_stages(constant(at::stack(numbers))));
 }
 
 }  // namespace
+
+nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return assume<Dense{P, P, P}>(at::zeros(sizes, options.dtype(at::kDouble)));
+}
 
 Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
                        const StepOptions& options) {
@@ -60,38 +108,28 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
   const nn::CheckLater later;
   ReduceLater reductions(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
-  std::vector<nn::TokenSum> losses(2), counts;  // cross-entropy and total; of each MoE layer
-  nn::TokenSum auxiliary;
   for (auto& batch : batches) {
     batch.num_step_tokens = num_tokens.clamp_min(1);
     batch.index = &batch - batches.data();
-    const auto result = forward_of(model, batch, options);
-    backward_of(result, reductions);
-    const auto add = [](nn::TokenSum& sum, const nn::TokenSum& term) {
-      sum = local(sum).defined() ? sum + term : term;
-    };
-    add(losses[0], cast(detach(result.cross_entropy), at::kDouble));
-    add(losses[1], cast(detach(result.loss), at::kDouble));
-    if (local(result.auxiliary).defined())
-      add(auxiliary, cast(detach(result.auxiliary), at::kDouble));
-    counts.resize(result.counts_E.size());
-    for (size_t i = 0; i < counts.size(); ++i) add(counts[i], result.counts_E[i]);
   }
+  const auto schedule = schedule_of(options.pipeline, batches.size());
+  StepSums sums(model, options);
+  run_pipeline(
+      model, batches, options.forward, schedule, &reductions,
+      [&](const pipeline::Action&, const models::ForwardResult& result) { sums.add(result); });
   {
     const InSection section(Section::reduce);
     reductions.finish();
+    add_tied_gradients(model, schedule);
   }
   Unread step{.checks = later.checks()};
-  // One message for all of it: float64 holds every count.
-  losses.push_back(num_failed(step.checks, num_tokens.options()));
-  std::vector<nn::TokenSum> terms{stack(losses)};
-  step.has_auxiliary = local(auxiliary).defined();
-  if (step.has_auxiliary) terms.push_back(auxiliary);
-  for (const auto& count : counts) {
-    terms.push_back(cast(count, at::kDouble));
-    step.num_experts.push_back(local(count).numel());
-  }
-  step.sums = at::cat({num_tokens.reshape({1}), whole(all_reduce<kTokenAxes>(cat(terms, 0)))});
+  step.has_auxiliary = sums.has_auxiliary;
+  step.num_experts.assign(sums.counts.size(), model.num_experts());
+  // One message for all of it, and one more over the stages.
+  const nn::TokenSum mine =
+      sums.joined(model, num_failed(step.checks, num_tokens.options()), num_tokens.options());
+  step.sums =
+      at::cat({num_tokens.reshape({1}), whole(sum_over_stages(all_reduce<kTokenAxes>(mine)))});
   return step;
 }
 
@@ -116,12 +154,7 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& ste
     else
       router->clear_counts();
   }
-  std::vector<at::Tensor> numbers{whole(norm), skip};
-  for (auto* router : model.routers()) {
-    const auto [least, largest] = router->expert_bias().aminmax();
-    numbers.push_back(least.to(at::kDouble)), numbers.push_back(largest.to(at::kDouble));
-  }
-  step.update = at::stack(numbers);
+  step.update = at::cat({at::stack({whole(norm), skip}), bias_ranges(model, skip.options())});
 }
 
 StepResult read(const Unread& step) {

@@ -9,6 +9,7 @@
 #include "moesh/nn/later.h"
 #include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
+#include "moesh/train/pipeline.h"
 
 namespace moesh::train {
 
@@ -16,6 +17,7 @@ struct StepOptions {
   double max_norm = 1;        // of the gradient; 0: not clipped
   double bias_coeff = 0.001;  // by how much the expert bias moves; 0: it stays
   bool overlap = true;        // gradients are summed over the ranks while backward goes on
+  PipelineOptions pipeline;
   models::ForwardOptions forward;
 };
 
@@ -74,6 +76,9 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& ste
 /// Waits, and reads all of it at once. A check of a token or a label that has failed throws here,
 /// on the rank which found it.
 StepResult read(const Unread& step);
+
+/// float64 zeros: what a rank adds to a sum over tokens of which it has no term.
+nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 /// A whole step with one wait, at its end.
 StepResult take_step(models::Model& model, optim::Optimizer& optimizer,

@@ -12,23 +12,25 @@ namespace {
 
 using enum Place;
 
+// What ranks with the last stage add up; the others have nothing to add.
 struct Sum {
   nn::TokenSum loss;
   std::int64_t num_tokens = 0;  // of this dp rank
 
   void add(const models::MicroBatch& batch, const nn::TokenSum& cross_entropy) {
-    const auto term = cast(detach(cross_entropy), at::kDouble);
-    loss = local(loss).defined() ? loss + term : term;
+    if (!local(cross_entropy).defined()) return;
+    loss = loss + cast(detach(cross_entropy), at::kDouble);
     num_tokens += batch.valid_BL().sum().item<std::int64_t>();
   }
 };
 
 double mean_of(const Sum& sum) {
-  const at::Tensor total = whole(all_reduce<kTokenAxes>(sum.loss));
+  const at::Tensor total = whole(sum_over_stages(all_reduce<kTokenAxes>(sum.loss)));
   const auto tokens = assume<Dense{P, I, I}>(
       at::full({}, sum.num_tokens, total.options().dtype(at::kLong)));  // cp and tp have the same
   return total.item<double>() /
-         static_cast<double>(whole(all_reduce<dp, I>(tokens)).item<std::int64_t>());
+         static_cast<double>(
+             whole(sum_over_stages(all_reduce<dp, I>(tokens))).item<std::int64_t>());
 }
 
 }  // namespace
@@ -52,17 +54,22 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
                                                           const std::function<bool()>& stops) {
   const at::NoGradGuard no_grad;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
-  models::ForwardOptions options = step_options(config).forward;
+  const StepOptions of_step = step_options(config);
+  models::ForwardOptions options = of_step.forward;
   options.pass = nn::Pass::evaluation;
   options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
-    Sum sum;
+    Sum sum{no_term({}, at::TensorOptions(device(config)))};
     const data::Once once(*set.dataset);
     const std::int64_t per_step = sample_order(config).num_per_step(), size = *once.size();
     for (std::int64_t step = 0; step < config.validation.steps && step * per_step < size; ++step) {
-      for (const models::MicroBatch& batch : step_batches(config, once, mesh, step * per_step))
-        sum.add(batch, model.forward(batch, options).cross_entropy);
+      const auto batches = step_batches(config, once, mesh, step * per_step);
+      run_pipeline(
+          model, batches, options, forwards_of(schedule_of(of_step.pipeline, batches.size())),
+          nullptr, [&](const pipeline::Action& a, const models::ForwardResult& result) {
+            sum.add(batches[static_cast<std::size_t>(a.micro_batch)], result.cross_entropy);
+          });
       if (stops()) return std::nullopt;
     }
     losses.push_back({set.name, mean_of(sum)});

@@ -74,7 +74,9 @@ std::map<std::string, double> axis_means(const std::vector<double>& factors,
     if (size == 1) continue;
     std::map<int, double> lines;
     for (size_t r = 0; r < factors.size(); ++r)
-      lines[shape.group_number(static_cast<int>(r), axis)] += factors[r] / size;
+      if (!std::isnan(factors[r]))
+        lines[shape.group_number(static_cast<int>(r), axis)] += factors[r] / size;
+    if (lines.empty()) continue;
     const auto [low, high] =
         std::minmax_element(lines.begin(), lines.end(),
                             [](const auto& a, const auto& b) { return a.second < b.second; });
@@ -103,7 +105,7 @@ std::string Mismatch::describe(const MeshShape& mesh) const {
      << worst_rank;
   if (worst_batch >= 0) os << " at batch " << worst_batch << ", position " << worst_position;
   os << "; factor by rank";
-  for (double f : factors) os << ' ' << f;
+  for (double f : factors) os << ' ' << (std::isnan(f) ? "-" : detail::concat(f));
   for (const auto& [axis, mean] : means) os << "; mean over " << axis << ' ' << mean;
   os << " (mesh " << mesh.describe() << ")";
   return os.str();
@@ -115,7 +117,10 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
       tolerance_(tolerance),
       floor_(gradient_floor(reference)),
       gradient_rounding_(gradient_rounding(reference, floor_)),
-      by_rank_(static_cast<size_t>(num_ranks)) {}
+      by_rank_(static_cast<size_t>(num_ranks), std::vector<Finding>(reference.tensors.size())) {
+  for (size_t i = 0; i < reference.tensors.size(); ++i)
+    places_.emplace(reference.tensors[i].first, i);
+}
 
 double Findings::Finding::ratio() const {
   return allowed > 0 ? error / allowed : error > 0 ? INFINITY : 0;
@@ -195,13 +200,12 @@ Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
 }
 
 void Findings::compare(const RankTensor& tensor, int rank) {
-  const Finding found = judge(tensor, rank);
+  Finding found = judge(tensor, rank);
+  found.compared = 1;
   const std::lock_guard lock(mutex_);
-  auto& mine = by_rank_[static_cast<size_t>(rank)];
-  if (mine.size() == names_.size()) names_.push_back(tensor.name);
-  MOESH_CHECK(names_[mine.size()] == tensor.name, "parity: rank ", rank, " compares '", tensor.name,
-              "' where others compare '", names_[mine.size()], "'");
-  mine.push_back(found);
+  Finding& mine = by_rank_[static_cast<size_t>(rank)][places_.at(tensor.name)];
+  MOESH_CHECK(mine.compared == 0, "parity: rank ", rank, " compares '", tensor.name, "' twice");
+  mine = found;
 }
 
 void Findings::exchange(comm::Group& world, at::Device device) {
@@ -221,21 +225,21 @@ void Findings::exchange(comm::Group& world, at::Device device) {
           .contiguous();
   const std::lock_guard lock(mutex_);
   for (size_t r = 0; r < by_rank_.size(); ++r) {
-    if (!by_rank_[r].empty()) continue;  // a rank of this process
     const auto* from =
         reinterpret_cast<const Finding*>(all[static_cast<std::int64_t>(r)].data_ptr<double>());
-    by_rank_[r].assign(from, from + all.size(1) / kFields);
+    by_rank_[r].assign(from, from + by_rank_[r].size());
   }
 }
 
 std::vector<Mismatch> Findings::collect() const {
   std::vector<Mismatch> all;
-  for (size_t i = 0; i < names_.size(); ++i) {
-    Mismatch m{.tensor = names_[i], .factors = std::vector<double>(by_rank_.size(), 1)};
+  for (size_t i = 0; i < reference_.tensors.size(); ++i) {
+    Mismatch m{.tensor = reference_.tensors[i].first,
+               .factors = std::vector<double>(by_rank_.size(), NAN)};
     double worst = -1;
     for (size_t r = 0; r < by_rank_.size(); ++r) {
-      if (by_rank_[r].size() <= i) continue;
       const Finding& f = by_rank_[r][i];
+      if (f.compared == 0) continue;
       m.factors[r] = f.factor;
       if (f.ratio() <= worst) continue;
       worst = f.ratio();
@@ -248,21 +252,27 @@ std::vector<Mismatch> Findings::collect() const {
   return all;
 }
 
+std::string Findings::left_out(std::size_t place, const MeshShape& shape) const {
+  // All ranks of a stage have it, or none.
+  const int of_stage = num_ranks_ / shape.pp;
+  std::vector<int> counts(static_cast<size_t>(shape.pp));
+  int count = 0;
+  for (int r = 0; r < num_ranks_; ++r)
+    if (by_rank_[static_cast<size_t>(r)][place].compared != 0)
+      ++counts[static_cast<size_t>(shape.coordinate(r, pp))], ++count;
+  const bool is_whole =
+      std::all_of(counts.begin(), counts.end(), [&](int n) { return n == 0 || n == of_stage; });
+  if (count > 0 && is_whole) return "";
+  return detail::concat(" (compared on ", count, " of ", count == 0 ? num_ranks_ : of_stage,
+                        " ranks)");
+}
+
 std::vector<Mismatch> Findings::mismatches(const MeshShape& shape) const {
   const std::lock_guard lock(mutex_);
   std::vector<Mismatch> found;
-  // Every tensor of the reference must have been compared on every rank.
-  for (const auto& [name, value] : reference_.tensors) {
-    const auto place =
-        static_cast<size_t>(std::find(names_.begin(), names_.end(), name) - names_.begin());
-    const auto count = std::count_if(by_rank_.begin(), by_rank_.end(), [&](const auto& rank) {
-      return place < names_.size() && rank.size() > place;
-    });
-    if (count != num_ranks_)
-      found.push_back({.tensor = name + " (compared on " + std::to_string(count) + " of " +
-                                 std::to_string(num_ranks_) + " ranks)",
-                       .error = INFINITY});
-  }
+  for (size_t i = 0; i < reference_.tensors.size(); ++i)
+    if (const std::string why = left_out(i, shape); !why.empty())
+      found.push_back({.tensor = reference_.tensors[i].first + why, .error = INFINITY});
   for (Mismatch& m : collect()) {
     if (m.error <= m.allowed) continue;
     m.means = axis_means(m.factors, shape);

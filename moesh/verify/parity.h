@@ -64,7 +64,8 @@ at::Tensor slice(at::Tensor x, const Region& region);
 struct Mismatch {
   std::string tensor;
   double error = 0, allowed = 0;  // |delta|, and what the tolerance allows
-  std::vector<double> factors;    // <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right
+  /// <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right. NaN: this rank has none of it.
+  std::vector<double> factors;
   /// Of the factors over the ranks of an axis, where it is the same all along that axis.
   std::map<std::string, double> means;
   int worst_rank = 0;
@@ -72,12 +73,13 @@ struct Mismatch {
   std::string describe(const MeshShape& mesh) const;
 };
 
-/// What every rank found, collected by name. |delta| <= tolerance * max(|ref|, 1e-3 * |all
-/// gradients| / sqrt(their number)): the floor is there because some gradients are exactly zero.
-/// Where the reference knows its own rounding, four times that is allowed too: a mesh rounds at
-/// other places than one rank; to a gradient also four times what the gradients have in the mean,
-/// but no more than a quarter of it. (Of a movement never more than half of it: one that is left
-/// out or made twice is off by the whole.)
+/// What every rank found, collected by name. A rank compares what it has: of a pipeline, the
+/// tensors of its stages. |delta| <= tolerance * max(|ref|, 1e-3 * |all gradients| / sqrt(their
+/// number)): the floor is there because some gradients are exactly zero. Where the reference knows
+/// its own rounding, four times that is allowed too: a mesh rounds at other places than one rank;
+/// to a gradient also four times what the gradients have in the mean, but no more than a quarter of
+/// it. (Of a movement never more than half of it: one that is left out or made twice is off by the
+/// whole.)
 class Findings {
  public:
   Findings(int num_ranks, const NamedTensors& reference, double tolerance);
@@ -99,19 +101,24 @@ class Findings {
  private:
   struct Finding {
     double error = 0, allowed = 0, factor = 1, batch = -1, position = -1;
+    double compared = 0;  // 1: by this rank
     double ratio() const;
   };
   Finding judge(const RankTensor& tensor, int rank) const;
   Finding judge_movement(const RankTensor& tensor) const;
   /// By name, in forward order.
   std::vector<Mismatch> collect() const;
+  /// Why what was compared does not say that the tensor is right: some rank that should have has
+  /// not. Empty: all have.
+  std::string left_out(std::size_t place, const MeshShape& shape) const;
 
   int num_ranks_;
   const NamedTensors& reference_;
   double tolerance_, floor_, gradient_rounding_;
   mutable std::mutex mutex_;
-  std::vector<std::string> names_;             // in the order in which every rank compares
-  std::vector<std::vector<Finding>> by_rank_;  // [rank][name]
+  std::map<std::string, std::size_t> places_;  // of the names in the reference
+  /// [rank][place]; `compared` says which are there.
+  std::vector<std::vector<Finding>> by_rank_;
 };
 
 }  // namespace moesh::verify

@@ -6,6 +6,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::verify {
 namespace {
@@ -22,7 +23,7 @@ std::optional<std::pair<int, int>> two_numbers(const std::string& text, char sep
 }
 
 // The chosen ones, in the order in which they were. (Fisher-Yates, stopped after `count`.)
-std::vector<MeshShape> sampled(std::vector<MeshShape> all, const Sample& sample) {
+std::vector<SweepMesh> sampled(std::vector<SweepMesh> all, const Sample& sample) {
   const Random random(sample.seed, "meshes of a sweep");
   std::vector<size_t> order(all.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -30,17 +31,41 @@ std::vector<MeshShape> sampled(std::vector<MeshShape> all, const Sample& sample)
   for (size_t i = 0; i < count; ++i)
     std::swap(order[i], order[i + random.below(i, order.size() - i)]);
   std::sort(order.begin(), order.begin() + sample.count);
-  std::vector<MeshShape> chosen;
+  std::vector<SweepMesh> chosen;
   for (size_t i = 0; i < count; ++i) chosen.push_back(all[order[i]]);
   return chosen;
 }
 
+// With every size of pp.
+std::vector<SweepMesh> all_meshes(int num_ranks) {
+  const auto& schedules = pipeline::schedule_names();
+  std::vector<SweepMesh> all;
+  size_t turn = static_cast<size_t>(num_ranks);
+  for (int stages = 1; stages <= num_ranks; ++stages) {
+    if (num_ranks % stages != 0) continue;
+    for (MeshShape shape : all_mesh_shapes(num_ranks / stages)) {
+      shape.pp = stages;
+      if (stages == 1)
+        all.push_back({shape});
+      else if (num_ranks <= kEverySchedule)
+        for (const std::string& schedule : schedules) all.push_back({shape, schedule});
+      else
+        all.push_back({shape, schedules[turn++ % schedules.size()]});
+    }
+  }
+  return all;
+}
+
 }  // namespace
 
-std::vector<MeshShape> Sweep::shapes() const {
-  std::vector<MeshShape> all;
+std::string SweepMesh::describe() const {
+  return shape.pp == 1 ? shape.describe() : shape.describe() + " " + schedule;
+}
+
+std::vector<SweepMesh> Sweep::meshes() const {
+  std::vector<SweepMesh> all;
   for (int n = least_ranks; n <= most_ranks; ++n)
-    for (const auto& shape : all_mesh_shapes(n)) all.push_back(shape);
+    for (SweepMesh& mesh : all_meshes(n)) all.push_back(std::move(mesh));
   if (sample) {
     MOESH_CHECK(sample->count >= 1 && static_cast<size_t>(sample->count) <= all.size(),
                 ErrorKind::config, "--sample ", sample->count, " of the ", all.size(),
@@ -48,7 +73,7 @@ std::vector<MeshShape> Sweep::shapes() const {
                 " ranks; take 1 or more and no more than there are");
     all = sampled(std::move(all), *sample);
   }
-  std::vector<MeshShape> mine;
+  std::vector<SweepMesh> mine;
   for (size_t i = static_cast<size_t>(shard.index - 1); i < all.size();
        i += static_cast<size_t>(shard.count))
     mine.push_back(all[i]);

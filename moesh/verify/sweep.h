@@ -22,13 +22,24 @@ struct SweepShard {
   int index = 1, count = 1;  // index from 1
 };
 
+/// A mesh, and the schedule of its pipeline where it has one.
+struct SweepMesh {
+  MeshShape shape;
+  std::string schedule = "1f1b";
+
+  std::string describe() const;
+};
+
+/// Meshes of up to so many ranks go through every schedule; of larger ones each has one, in turn.
+constexpr int kEverySchedule = 4;
+
 struct Sweep {
   int least_ranks = 1, most_ranks = 1;
   std::optional<Sample> sample = {};
   SweepShard shard = {};
 
   /// By number of ranks, never empty: a sweep of nothing would hold.
-  std::vector<MeshShape> shapes() const;
+  std::vector<SweepMesh> meshes() const;
 };
 
 /// "8" is every mesh of up to 8 ranks, "5-8" every one of 5 to 8; throws Error (config) for what is

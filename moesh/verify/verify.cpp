@@ -10,6 +10,7 @@
 #include "moesh/base/random.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
+#include "moesh/pipeline/schedule.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 
@@ -127,15 +128,18 @@ void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& mode
   const nn::Tokens tokens(mesh, batch, c.config.data.sequence_length,
                           c.config.parallelism.sequence_parallel);
   const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
-  report({"logits", probe.logits_BLV,
-          [&](const at::Tensor& t) {
-            return tokens.my_span(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
-                                                   vocab.length(mesh.coordinate(tp)));
-          },
-          false, TokenOrigin{first_sequence, tokens.span_start()}});
-  report({"d(input)", probe.input.grad(),
-          [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
-          TokenOrigin{first_sequence, tokens.mine_start()}});
+  // The ends of the model are on the first and on the last stage.
+  if (probe.logits_BLV.defined())
+    report({"logits", probe.logits_BLV,
+            [&](const at::Tensor& t) {
+              return tokens.my_span(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                     vocab.length(mesh.coordinate(tp)));
+            },
+            false, TokenOrigin{first_sequence, tokens.span_start()}});
+  if (probe.input.defined())
+    report({"d(input)", probe.input.grad(),
+            [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
+            TokenOrigin{first_sequence, tokens.mine_start()}});
   model.each_param([&](Stored& w, bool) {
     report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
@@ -175,7 +179,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
-  load_initial_weights(config, *model, world.rank());
+  load_initial_weights(config, *model);
   if (record) *record = make_records(c, *model);
   const auto optimizer = make_optimizer(*model, config);
   StepOptions options = step_options(config);
@@ -195,9 +199,10 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
             whole_tensor});
   }
-  int layer = 0;
-  for (auto* router : model->routers())
-    report({"expert bias of MoE layer " + std::to_string(layer++), router->expert_bias(),
+  const auto routers = model->routers();
+  const auto numbers = model->router_numbers();
+  for (size_t i = 0; i < routers.size(); ++i)
+    report({"expert bias of MoE layer " + std::to_string(numbers[i]), routers[i]->expert_bias(),
             whole_tensor});
   model->each_param([&](Stored& w, bool) {
     report({w.spec.name, raw::gather(w, w.value.detach()),
@@ -312,13 +317,17 @@ void launch_for(VerifyReport& report, const Config& config,
   }
 }
 
-Config fitted(const Config& config, const MeshShape& shape) {
+Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule) {
   models::AnyConfig model = config.model.architecture;
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
   };
+  const int of_schedule = pipeline::stages_of_a_rank(schedule);
+  const std::int64_t num_stages =
+      shape.pp == 1 ? 1 : std::int64_t{shape.pp} * (of_schedule == 0 ? 2 : of_schedule);
   std::visit(
       [&](auto& m) {
+        m.num_layers = std::max(m.num_layers, num_stages);
         m.num_heads = fit(m.num_heads, shape.tp);
         if constexpr (requires { m.num_kv_heads; }) {
           m.num_kv_heads = fit(m.num_kv_heads, shape.tp);
@@ -335,11 +344,19 @@ Config fitted(const Config& config, const MeshShape& shape) {
         }
       },
       model);
-  auto settings = config::mesh_settings(shape, "--sweep");
+  const config::Origin origin{"--sweep"};
+  auto settings = config::mesh_settings(shape, origin.text);
+  if (shape.pp > 1) {
+    settings.push_back({"parallelism.pipeline_parallel_schedule", schedule, origin});
+    // One more than there are ranks: enough for every rank to work on several at once.
+    if (config.training.global_batch_size == 0 && config.training.gradient_accumulation_steps == 1)
+      settings.push_back(
+          {"training.gradient_accumulation_steps", std::int64_t{shape.pp} + 1, origin});
+  }
   if (const auto global = config.training.global_batch_size; global > 0)
     settings.push_back({"training.global_batch_size",
                         fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),
-                        {"--sweep"}});
+                        origin});
   return changed(config, settings, config::GivenModel{model, "--sweep"});
 }
 

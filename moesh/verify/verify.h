@@ -35,9 +35,9 @@ config::Settings verify_defaults(std::int64_t steps);
 /// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
 Config one_rank(const Config& config);
 
-/// On a mesh, with heads, experts and a global batch that it divides, for sweeps: as they are where
-/// they fit.
-Config fitted(const Config& config, const MeshShape& shape);
+/// On a mesh, with heads, experts, layers and a global batch that it divides, and with a few
+/// micro-batches for its pipeline, for sweeps: as they are where they fit.
+Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule = "1f1b");
 
 /// By step and MoE layer.
 using Routing = std::vector<RoutingRecords>;

@@ -19,7 +19,8 @@ std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& 
               sweep->least_ranks, " to ", sweep->most_ranks,
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
   std::vector<Config> configs;
-  for (const auto& shape : sweep->shapes()) configs.push_back(fitted(config, shape));
+  for (const auto& mesh : sweep->meshes())
+    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
   return configs;
 }
 
@@ -42,14 +43,20 @@ void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
 
 JsonValue to_json(const Verified& v) {
   const VerifyReport& r = v.report;
-  return {JsonObject{
-      {"mesh", {mesh_shape(v.config).describe()}},
-      {"holds", {r.holds()}},
-      {"worst", std::isfinite(r.worst_ratio) ? JsonValue{r.worst_ratio} : JsonValue{nullptr}},
-      {"worst_tensor", {r.worst_tensor}},
-      {"first", {r.mismatches.empty() ? std::string() : r.mismatches[0].tensor}},
-      {"error", {r.error}},
-  }};
+  const MeshShape shape = mesh_shape(v.config);
+  JsonObject entry{{"mesh", {shape.describe()}}};
+  if (shape.pp > 1)
+    entry.emplace_back("schedule", JsonValue{v.config.parallelism.pipeline_parallel_schedule});
+  entry.insert(
+      entry.end(),
+      {
+          {"holds", {r.holds()}},
+          {"worst", std::isfinite(r.worst_ratio) ? JsonValue{r.worst_ratio} : JsonValue{nullptr}},
+          {"worst_tensor", {r.worst_tensor}},
+          {"first", {r.mismatches.empty() ? std::string() : r.mismatches[0].tensor}},
+          {"error", {r.error}},
+      });
+  return {entry};
 }
 
 }  // namespace moesh::verify

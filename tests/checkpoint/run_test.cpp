@@ -145,7 +145,7 @@ Loaded load_counted(const path& folder, const std::string& mesh) {
     const auto model = train::make_model(c);
     if (world.rank() == 0) counting = std::make_unique<CountingFileSystem>();
     world.barrier();
-    train::load_initial_weights(c, *model, world.rank());
+    train::load_initial_weights(c, *model);
     world.barrier();
     if (world.rank() == 0)
       model->each_param([&](Stored& w, bool) { loaded.values.push_back(w.value.detach()); });
@@ -187,7 +187,7 @@ TEST(Folders, OfManyFilesAreReadInParallelAndByEachRankInPart) {
 }
 
 TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
-  // Twelve pairs: every axis changes its size in some of them.
+  // Fifteen pairs: every axis changes its size in some of them.
   const std::vector<std::pair<std::string, std::string>> pairs{
       {"tp=1", "dp_shard=8,ep=8"},
       {"tp=1", "tp=2,etp=2"},
@@ -201,6 +201,9 @@ TEST(Reshard, FromAnyMeshToAnyOtherAndBackGivesTheSameBytes) {
       {"dp_replicate=2,cp=2,tp=2,ep=4", "dp_shard=2,cp=3,ep=2"},
       {"dp_shard=8", "tp=8,ep=4,etp=2"},
       {"dp_shard=5", "dp_replicate=3,tp=2,ep=2"},
+      {"tp=1", "pp=3"},
+      {"pp=2,tp=2,ep=2", "dp_shard=3"},
+      {"pp=3,dp_shard=2", "pp=2,dp_replicate=2"},
   };
   const TemporaryFolder folder;
   run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", {"--steps=2", "--optimizer.lr=1e-2"});
@@ -225,7 +228,7 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
     options.insert(options.end(), {"--steps=2", "--optimizer.lr=1e-2"});
     run(folder.path() / "start", "dp_shard=2,tp=2,ep=2", options);
     const std::vector<std::string> meshes{"tp=4,ep=2,etp=2", "dp_replicate=2,dp_shard=3,ep=1",
-                                          "tp=1", "cp=2,tp=2,ep=4"};
+                                          "pp=2,tp=2", "tp=1", "cp=2,tp=2,ep=4"};
     path last = folder.path() / "start";
     for (const auto& mesh : meshes) {
       const path next = folder.path() / mesh;
@@ -233,6 +236,27 @@ TEST(Reshard, EveryModelInItsOwnLayout) {
       expect_same_contents(step(last, 2), step(next, 2));
       last = next;
     }
+  }
+}
+
+// A tied embedding is on both ends of a pipeline, and saved once; stages are in any order.
+TEST(Reshard, APipelineThatTurnsBackAndTiedEnds) {
+  const TemporaryFolder folder;
+  const Args model{"--model.tie_embeddings=true", "--model.num_layers=4",
+                   "--training.gradient_accumulation_steps=2"};
+  const auto with = [&](const Args& more) {
+    Args all = model;
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  };
+  run(folder.path() / "start", "dp_shard=2", with({"--steps=2", "--optimizer.lr=1e-2"}));
+  path last = folder.path() / "start";
+  for (const std::string schedule : {"zbv", "1f1b", "interleaved_1f1b"}) {
+    const path next = folder.path() / schedule;
+    pass_on(last, next, "pp=2,tp=2",
+            with({"--parallelism.pipeline_parallel_schedule=" + schedule}));
+    expect_same_contents(step(last, 2), step(next, 2));
+    last = next;
   }
 }
 
@@ -258,7 +282,7 @@ TEST(ExpertBias, OfEveryModelStaysInItsCheckpoints) {
         const Mesh mesh(world, {});
         const MeshScope scope(mesh);
         const auto model = train::make_model(c);
-        train::load_initial_weights(c, *model, 0);
+        train::load_initial_weights(c, *model);
         for (auto* router : model->routers())
           EXPECT_EQ(router->expert_bias().any().item<bool>(), from == with);
       });

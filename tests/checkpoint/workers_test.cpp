@@ -10,6 +10,7 @@
 #include <atomic>
 
 #include "moesh/checkpoint/inspect.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/comm/launch.h"
 #include "tests/checkpoint/support.h"
@@ -121,6 +122,72 @@ TEST(Workers, WriteTheSameFiles) {
       }
       EXPECT_EQ(num_files, 3);
     }
+}
+
+// What a rank keeps of files does not grow with their number: blocks go when their file is read.
+TEST(Workers, KeepNoBlocksOfFilesThatAreRead) {
+  const TemporaryFolder folder;
+  const path saved = save_with(folder.path(), 1, 2);
+  const auto manifest = formats::read_manifest(saved.string());
+  const auto files = TensorFolder::of_checkpoint(saved, manifest, "model");
+  EXPECT_EQ(files.kept_bytes(), 0u);
+  Snapshot like = snapshot_of(0, 1);
+  auto& set = like.sets.front();
+  std::vector<at::Tensor> wanted;
+  for (auto& part : set.parts)
+    wanted.push_back(std::exchange(part.value, at::empty_like(part.value)));
+  const formats::DiskTable table{.tensors = set.tensors};
+  Loader(files, table).load(set.parts);
+  for (std::size_t i = 0; i < wanted.size(); ++i)
+    EXPECT_TRUE(at::equal(set.parts[i].value, wanted[i])) << i;
+  EXPECT_EQ(files.kept_bytes(), 0u);
+}
+
+// The cores of a machine are divided among its ranks, and not among all ranks there are.
+TEST(Workers, ShareTheCoresOfTheirMachine) {
+  const auto cores = static_cast<int>(std::thread::hardware_concurrency());
+  for (const int num_ranks : {1, 2, 3})
+    comm::launch(num_ranks, [&](comm::Group&) {
+      EXPECT_EQ(comm::cores_of_rank(), std::max(1, cores / num_ranks));
+      int elsewhere = 0;  // a save may run on a thread of its own
+      std::thread([&] { elsewhere = num_workers(std::uint64_t{1} << 40); }).join();
+      EXPECT_EQ(elsewhere, std::clamp(cores / num_ranks, 1, 8));
+      EXPECT_EQ(num_workers(1000), 1);
+    });
+}
+
+// A block that one thread wrote part of, and another the rest, is read back like any other; so is
+// one of which two ranks have a part.
+TEST(Workers, ReadEveryBlockBackOnce) {
+  for (const int num_ranks : {1, 3}) {
+    const TemporaryFolder folder;
+    WithFaults counted("read model- 1 0 0");
+    path saved;
+    comm::launch(num_ranks, [&](comm::Group& world) {
+      Snapshot s;
+      s.manifest.step = 1;
+      TensorSet set{.prefix = "model"};
+      for (int i = 0; i < 9; ++i) {  // 135 MB: several batches
+        const std::string name = "w" + std::to_string(i);
+        const std::int64_t rows = 3600 / num_ranks;
+        set.parts.push_back({.name = name,
+                             .shape = {3600, 1041},
+                             .region = {{rows * world.rank(), 0}, {rows, 1041}},
+                             .owned = true,
+                             .value = at::full({rows, 1041}, i + 10 * world.rank(), at::kFloat)});
+        set.tensors.push_back(formats::whole_tensor(name, name, {3600, 1041}));
+        set.tensors.back().dtype = formats::Dtype::f32;
+      }
+      s.sets.push_back(std::move(set));
+      const path mine = save(s, {.folder = folder.path(), .num_threads = 3}, world);
+      if (world.rank() == 0) saved = mine;
+    });
+    const auto manifest = formats::read_manifest(saved.string());
+    const auto* file = manifest.find("model-00001-of-00001.safetensors");
+    ASSERT_TRUE(file);
+    EXPECT_EQ(counted.files.num_seen(), static_cast<int>(formats::num_blocks(file->size)));
+    EXPECT_TRUE(find_damage(saved).empty());
+  }
 }
 
 // A thread has one file open at a time, however many there are.

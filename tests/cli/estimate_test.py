@@ -53,16 +53,11 @@ def main():
 
     fails(*estimate, "--search", "16", part="the cluster has 8 GPUs")
     fails(*estimate, "--mesh=pp=2", part="the mesh has 2 ranks (pp=2), and the cluster 8 GPUs")
-    fails(*estimate, "--mesh=pp=8", part="6 layers does not make 8 stages")
-    fails(*estimate, "--mesh=pp=two", part="'two'; it takes a whole number")
+    fails(*estimate, "--mesh=pp=8", part="model.num_layers is 6")
+    fails(*estimate, "--mesh=pp=two", part="pipeline_parallel_degree is two")
     fails(*estimate, "--parallelism.pipeline_parallel_schedule=dual", part="it takes gpipe, 1f1b")
     fails("estimate", "--cluster", "abacus", part="no GPU is called 'abacus'")
     assert "none fits into 1.00 KiB" in run(moesh, *estimate, "--search", "--memory=1KiB", code=1)
-    # Whatever runs knows no pp.
-    for command in ("train", "verify"):
-        fails(command, "--mesh=pp=2", part="moesh has no pipeline parallelism")
-        fails(command, "--parallelism.pipeline_parallel_degree=2",
-              part="moesh has no pipeline parallelism")
     print("estimates in time are right")
 
 

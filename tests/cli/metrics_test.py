@@ -179,6 +179,26 @@ def help_of_one_command(tmp, moesh):
     fails([moesh, "trian", "--help"], "there is no command 'trian'")
 
 
+def a_loss_that_is_not_finite_is_said_once(tmp, moesh):
+    """The first of several such steps warns, with its number; those before and after are quiet."""
+    # The head alone overflows: a NaN that comes to a router ends the run at once.
+    head = ["--optimizer.group.0.match=lm_head.weight", "--optimizer.group.0.lr_scale=3e44"]
+    run = subprocess.run(
+        [moesh, "train", "--model=deepseek_v3:tiny", "--steps=100", "--optimizer.lr=1e-6", *head]
+        + ["--metrics.folder", str(tmp), "--training.max_skipped_steps=4"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 5, run.stderr
+    # JSON has no NaN: such a loss is null.
+    lost = [r["step"] for r in records(tmp) if r["loss"] is None]
+    assert len(lost) == 4 and lost[0] > 1, lost
+    said = re.findall(r"the loss of step (\d+) is -?(nan|inf)", run.stderr)
+    assert [int(step) for step, _ in said] == lost[:1], (said, lost)
+    assert "the step changes nothing" in run.stderr, run.stderr
+
+
 def a_terminal_of_80_columns(tmp, moesh):
     """Colours unless NO_COLOR is set, the time that is left, and nothing wider than that."""
     for variables, colored in (({}, True), ({"NO_COLOR": "1"}, False)):

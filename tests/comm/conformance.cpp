@@ -10,22 +10,14 @@
 #include <string>
 #include <thread>
 
+#include "conformance_values.h"
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 
 namespace moesh::comm::conformance {
 namespace {
 
-using Shape = std::vector<std::int64_t>;
-
-constexpr at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16,
-                                      at::kLong,   at::kInt,   at::kBool};
 constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::max, ReduceOp::min};
-
-template <class... Vs>
-void require(bool holds, const Vs&... vs) {
-  if (!holds) throw Error(ErrorKind::internal, detail::concat(vs...));
-}
 
 std::int64_t sum_of(const Rows& rows) {
   return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
@@ -35,38 +27,6 @@ bool is_float(at::ScalarType t) {
   return t == at::kDouble || t == at::kFloat || t == at::kBFloat16;
 }
 bool is_defined(ReduceOp op, at::ScalarType t) { return op != ReduceOp::sum || t != at::kBool; }
-
-// Element `index` of what rank `rank` holds. Sevenths are not binary fractions: a sum in another
-// order has other bits.
-double value(int rank, std::int64_t index, int salt) {
-  return static_cast<double>((rank * 7919 + index * 104729 + salt * 1299709) % 1999 - 999) / 7.0;
-}
-
-// The tensor of a rank, on the host.
-at::Tensor host(at::ScalarType dtype, const Shape& shape, int rank, int salt) {
-  at::Tensor x = at::empty(shape, at::kDouble);
-  auto* p = x.data_ptr<double>();
-  for (std::int64_t i = 0; i < x.numel(); ++i) p[i] = value(rank, i, salt);
-  if (dtype == at::kBool) return x.gt(0);
-  return x.to(dtype);
-}
-
-// Shape, dtype and every bit.
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  const at::Tensor x = a.cpu().contiguous(), y = b.cpu().contiguous();
-  if (x.scalar_type() != y.scalar_type() || x.sizes() != y.sizes()) return false;
-  return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
-}
-
-void expect_equal(const at::Tensor& got, const at::Tensor& expected, const std::string& what) {
-  require(got.scalar_type() == expected.scalar_type(), what, ": dtype ", got.scalar_type(),
-          " instead of ", expected.scalar_type());
-  require(got.sizes() == expected.sizes(), what, ": shape ", got.sizes(), " instead of ",
-          expected.sizes());
-  if (same_bits(got, expected)) return;
-  require(got.numel() < 1000, what, ": other bits");
-  throw Error(ErrorKind::internal, detail::concat(what, ": got\n", got, "\nexpected\n", expected));
-}
 
 void expect_sum(const at::Tensor& got, const at::Tensor& expected, const Setup& setup,
                 const std::string& what) {
@@ -633,18 +593,6 @@ void trace_lists_what_was_started(Group& g, const Setup& s) {
           outer.entries().size(), " entries");
 }
 
-void expect_error(const std::function<void()>& f, const std::vector<std::string>& texts) {
-  std::string got = "nothing was thrown";
-  try {
-    f();
-  } catch (const Error& e) {
-    got = e.what();
-    require(e.kind() == ErrorKind::comm, "kind ", to_string(e.kind()), ": ", got);
-  }
-  for (const auto& text : texts)
-    require(got.find(text) != std::string::npos, "'", text, "' is not in: ", got);
-}
-
 // Arguments that can be seen to be wrong are refused before anything is sent.
 void bad_arguments_are_refused(Group& g, const Setup& s) {
   const auto n = static_cast<size_t>(g.size());
@@ -775,7 +723,12 @@ const std::vector<Case>& cases() {
       {"background_runs_in_any_order", background_runs_in_any_order},
       {"background_keeps_its_messages", background_keeps_its_messages},
   };
-  return all;
+  static const std::vector<Case> with_messages = [] {
+    std::vector<Case> both = all;
+    both.insert(both.end(), message_cases().begin(), message_cases().end());
+    return both;
+  }();
+  return with_messages;
 }
 
 std::uint64_t digest(Group& g, const Setup& s, std::uint64_t seed) {

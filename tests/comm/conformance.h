@@ -27,6 +27,9 @@ struct Case {
 /// All cases. They hold for any number of ranks, and for `checked` around any group.
 const std::vector<Case>& cases();
 
+/// Those of messages between two ranks.
+const std::vector<Case>& message_cases();
+
 /// A hash over the results of many random collectives; the same on every rank. Equal digests mean
 /// equal bits.
 std::uint64_t digest(Group& world, const Setup& setup, std::uint64_t seed);

@@ -23,11 +23,33 @@ struct Fault {
   std::chrono::milliseconds timeout{30'000};
 };
 
+inline std::vector<Channel> all_channels(int size) {
+  std::vector<Channel> channels;
+  for (int i = 0; i < size; ++i)
+    for (int j = 0; j < size; ++j)
+      if (i != j) channels.push_back({i, j});
+  return channels;
+}
+
+/// Rank 1 sends x to all the others.
+inline void send_all(Group& g, const at::Tensor& x, std::int64_t label = 0) {
+  std::vector<Handle> sends;
+  for (int r = 0; r < g.size(); ++r)
+    if (r != 1) sends.push_back(g.start_send(x, r, label));
+  for (auto& send : sends) send.wait();
+}
+
+/// All the others receive from rank 1.
+inline void receive(Group& g) { g.start_recv({3}, at::kFloat, 1).wait(); }
+
 inline const std::vector<Fault>& all() {
   static const std::string waited =
       "waited in all_reduce(sum, float32 [3]), operation 2 of group 'world': ";
   static const std::string against =
       " as operation 2 of group 'world', where rank 0 called all_reduce(sum, float32 [3]) as operation 2";
+  static const std::string waited_for_message =
+      "waited in recv(float32 [3] from rank 1), message 0 of group 'world': ";
+  static const std::string against_message = "called recv(float32 [3] from rank 1) as message 0";
   static const std::vector<Fault> faults{
       {"throws",
        [](Group&) { throw std::runtime_error("disk is full"); },
@@ -93,6 +115,39 @@ inline const std::vector<Fault>& all() {
        {waited, "rank 1 did not come within 0.8 s"},
        [](Group& g) { g.all_reduce(at::ones({3})); },
        std::chrono::milliseconds(800)},
+      {"throws_before_a_message",
+       [](Group&) { throw std::runtime_error("disk is full"); },
+       {waited_for_message + "rank 1 failed: disk is full"},
+       receive},
+      {"returns_before_a_message",
+       [](Group&) {},
+       {waited_for_message + "rank 1 has returned and will not come"},
+       receive},
+      // Too large for what MPI takes at once.
+      {"takes_no_message",
+       [](Group&) {},
+       {"waited in send(float32 [300000] to rank 1), message 0 of group 'world': rank 1 has returned"},
+       [](Group& g) { g.start_send(at::ones({300'000}), 1).wait(); }},
+      {"late_message",
+       [](Group& g) {
+         std::this_thread::sleep_for(std::chrono::seconds(2));
+         send_all(g, at::ones({3}));
+       },
+       {waited_for_message + "rank 1 did not come within 0.8 s"},
+       receive,
+       std::chrono::milliseconds(800)},
+      {"message_of_other_sizes",
+       [](Group& g) { send_all(g, at::ones({300'000})); },
+       {"rank 1 called send(float32 [300000] to rank ", against_message},
+       receive},
+      {"message_of_other_dtype",
+       [](Group& g) { send_all(g, at::ones({3}, at::kLong)); },
+       {"rank 1 called send(int64 [3] to rank ", against_message},
+       receive},
+      {"message_of_other_label",
+       [](Group& g) { send_all(g, at::ones({3}), 7); },
+       {"rank 1 called send(float32 [3] with label 7 to rank ", against_message},
+       receive},
   };
   return faults;
 }
@@ -100,6 +155,7 @@ inline const std::vector<Fault>& all() {
 inline void run(const Fault& fault, Group& world) {
   world.all_reduce(at::ones({2, 2}));  // operation 0
   world.barrier();                     // operation 1
+  world.open_channels(all_channels(world.size()));
   if (world.rank() == 1) {
     fault.rank_1(world);
   } else {

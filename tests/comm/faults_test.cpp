@@ -124,6 +124,25 @@ TEST(Checked, FindsTheSameMismatches) {
   }
 }
 
+// On whichever end it is found first: the message names both.
+TEST(Checked, FindsMessagesThatDoNotFit) {
+  for (const auto& fault : faults::all()) {
+    if (!fault.name.starts_with("message_of_other")) continue;
+    SCOPED_TRACE(fault.name);
+    const auto texts =
+        texts_of(3, {.checked = true}, [&](Group& world) { faults::run(fault, world); });
+    for (const auto& text : texts)
+      for (const auto& part : fault.texts) expect_contains(text, part);
+  }
+}
+
+TEST(Checked, FindsOtherChannels) {
+  const auto texts = texts_of(2, {.checked = true}, [](Group& world) {
+    world.open_channels({{world.rank(), 1 - world.rank()}});
+  });
+  expect_contains(texts[0], "'the list of channels' is promised to be the same");
+}
+
 TEST(Checked, FindsOtherCounts) {
   const auto texts = texts_of(3, {.checked = true}, [](Group& world) {
     world.all_to_all(at::ones({6}), {2, 2, 2}, world.rank() == 2 ? Rows{1, 2, 2} : Rows{2, 2, 2});

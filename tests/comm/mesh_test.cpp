@@ -58,6 +58,7 @@ TEST(MeshShape, NamesEveryAxisThatIsEmpty) {
       {"etp", &MeshShape::etp}};
   for (const auto& [name, size] : axes) {
     MeshShape shape;
+    EXPECT_EQ(shape.validated().num_ranks(), 1);
     shape.*size = 0;
     EXPECT_EQ(error_of([&] { shape.validated(); }),
               "mesh: " + std::string(name) + " is 0; every axis has a size of 1 or more");

@@ -184,9 +184,10 @@ TEST(RealNccl, EveryCallOfTheTable) {
     const auto check = [&](const char* what, const std::function<NcclResult(void* out)>& issue) {
       SCOPED_TRACE(what);
       const at::Tensor y = at::zeros_like(x);
-      stream.follow_current();
+      const auto origin = stream.here();
+      stream.follow(*origin);
       settle(nccl, comm, issue(y.data_ptr()));
-      stream.mark()->hold_current();
+      stream.mark(*origin)->hold_current();
       EXPECT_TRUE(y.equal(x));
     };
     const void* in = x.const_data_ptr();

@@ -67,9 +67,10 @@ class Queue {
 class HostStream final : public CommStream {
  public:
   void* handle() override { return this; }
-  void follow_current() override {}
+  std::shared_ptr<Origin> here() override { return std::make_shared<Origin>(); }
+  void follow(const Origin&) override {}
   void run(const std::function<void()>& f) override { queue_.push(f); }
-  std::shared_ptr<Mark> mark() override {
+  std::shared_ptr<Mark> mark(const Origin&) override {
     auto mark = std::make_shared<HostMark>();
     queue_.push([mark] { mark->reach(); });
     return mark;

@@ -230,12 +230,17 @@ TEST_P(NcclFault, EveryOperationHasADeadline) {
       {[](Group& g) { g.broadcast(at::ones({2}), 0); },
        "broadcast(from rank 0, float32 [2]), operation 0"},
       {[](Group& g) { g.barrier(); }, "barrier, operation 0"},
+      {[](Group& g) { g.start_send(at::ones({2}), 1).wait(); },
+       "send(float32 [2] to rank 1), message 0"},
+      {[](Group& g) { g.start_recv({2}, at::kFloat, 1).wait(); },
+       "recv(float32 [2] from rank 1), message 0"},
       {[](Group& g) { g.split(0, 0, "tp"); }, "all_gather(int64 [1, 2]), operation 0"},
   };
   for (const auto& [operation, text] : operations) {
     const auto nccl = loopback::make(at::kCPU, GetParam());
     launch(2, [&, &operation = operation, &text = text](Group& bootstrap) {
       auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 500ms, .api = nccl.api});
+      if (text.find("message") != std::string::npos) world->open_channels({{0, 1}, {1, 0}});
       if (world->rank() == 0)
         expect_text(error_of([&] { operation(*world); }),
                     {"rank 0 waited in", text, "of group 'world'", "0.5 s"});
@@ -297,6 +302,64 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
   for (const auto& text : other_value)
     expect_text(text, {"'gate.weight'", "rank 2 holds a different value from rank 0"});
   EXPECT_EQ(nccl.count->aborted, 0);  // nothing was left waiting
+}
+
+// NCCL itself knows neither type nor label, and may wait for ever where counts differ.
+TEST_P(NcclFault, CheckedNamesBothEndsOfAMessage) {
+  const std::vector<std::pair<std::function<void(Group&)>, std::string>> sends{
+      {[](Group& g) { g.start_send(at::ones({3}), 0, 5).wait(); }, "send(float32 [3] with label 5"},
+      {[](Group& g) { g.start_send(at::ones({2}, at::kInt), 0, 5).wait(); },
+       "send(int32 [2] with label 5"},
+      {[](Group& g) { g.start_send(at::ones({2}), 0, 6).wait(); }, "send(float32 [2] with label 6"},
+  };
+  for (const auto& [send, text] : sends) {
+    const auto nccl = loopback::make(at::kCPU, GetParam());
+    std::string got;
+    const auto program = [&, &send = send](Group& world) {
+      world.open_channels({{1, 0}});
+      if (world.rank() == 1) send(world);
+      if (world.rank() == 0)
+        got = error_of([&] { world.start_recv({2}, at::kFloat, 1, 5).wait(); });
+      world.barrier();
+    };
+    EXPECT_NE(error_of([&] {
+                launch(2,
+                       on_nccl(program, {.timeout = 2s, .checked = true, .backend = Backend::nccl},
+                               nccl.api));
+              }),
+              "");
+    expect_text(got, {"rank 1 called " + text + " to rank 0)",
+                      "rank 0 called recv(float32 [2] with label 5 from rank 1) as message 0"});
+  }
+}
+
+// A rank that ends by an exception with messages on their way holds up nobody.
+TEST(NcclLaunch, FaultOfOneRankStopsMessages) {
+  for (Pace pace : {Pace::queued, Pace::polled}) {
+    const auto nccl = loopback::make(at::kCPU, pace);
+    std::vector<std::string> texts(3);
+    std::latch ready(3);
+    const auto program = [&](Group& world) {
+      world.open_channels({{0, 1}, {1, 2}});
+      ready.arrive_and_wait();
+      std::vector<Handle> handles;
+      if (world.rank() == 1) {
+        handles.push_back(world.start_send(at::ones({3}), 2));
+        handles.push_back(world.start_send(at::ones({3}), 2));
+        throw std::runtime_error("rank 1 has had enough");
+      }
+      texts[static_cast<size_t>(world.rank())] = error_of([&] {
+        if (world.rank() == 0) world.start_send(at::ones({3}), 1).wait();
+        if (world.rank() == 2)
+          for (int i = 0; i < 3; ++i) world.start_recv({3}, at::kFloat, 1).wait();
+      });
+      throw Error(ErrorKind::comm, "as well");
+    };
+    EXPECT_THROW(launch(3, on_nccl(program, {.backend = Backend::nccl}, nccl.api)),
+                 std::runtime_error);
+    EXPECT_EQ(texts[0], "rank 1 failed: rank 1 has had enough");
+    EXPECT_EQ(texts[2], "rank 1 failed: rank 1 has had enough");
+  }
 }
 
 // Another thread ends the world: a rank that waits for its peers wakes up with the reason.

@@ -13,6 +13,34 @@
 namespace moesh::config {
 namespace {
 
+TEST(Pipeline, SaysWhichStagesDoNotFit) {
+  const auto error = [](const std::string& schedule, const std::string& layers) {
+    return error_of(
+        [&] {
+          load_config({"--mesh=pp=2", "--model.num_layers=6",
+                       "--parallelism.pipeline_parallel_schedule=" + schedule,
+                       "--parallelism.pipeline_parallel_layers_per_stage=" + layers});
+        },
+        ErrorKind::config);
+  };
+  constexpr const char* kLayers = "parallelism.pipeline_parallel_layers_per_stage is ";
+  expect_parts(error("1f1b", "2,3"), {kLayers, "which are 5, and the model has 6"});
+  expect_parts(error("1f1b", "two"), {kLayers, "'two' is not a number of layers"});
+  expect_parts(error("1f1b", "2,2,2"),
+               {kLayers, "3 stages", "pipeline_parallel_degree is 2", "to one of [1, 3]"});
+  expect_parts(error("1f1b", "2,2,1,1"), {kLayers, "4 stages, 2 on each rank", "which takes one"});
+  expect_parts(error("interleaved_1f1b", "3"), {"which takes two or more"});
+  expect_parts(error("zbv", "1"), {"6 stages, 3 on each rank", "which takes two"});
+  expect_parts(
+      error_of([] { load_config({"--mesh=pp=2", "--parallelism.pipeline_parallel_schedule=zbv"}); },
+               ErrorKind::config),
+      {"with 2 stages on each rank", "model.num_layers is 3", "to 1 or less",
+       "a schedule with one stage a rank"});
+  EXPECT_EQ(stage_plan(load_config({"--mesh=pp=2", "--model.num_layers=6",
+                                    "--parallelism.pipeline_parallel_layers_per_stage=2,4"})),
+            (pipeline::StagePlan{2, 4}));
+}
+
 TEST(Config, TheCommandLineOverridesTheFileAndTheFileTheDefaults) {
   const TemporaryFile file("run.toml",
                            "[training]\nsteps = 7\nseed = 8\n\n[optimizer]\nlr = 0.5\n");
@@ -356,10 +384,13 @@ TEST(Config, MeshIsShortForAllDegrees) {
     return error_of([&] { load_config({"--mesh", mesh}); }, ErrorKind::config);
   };
   expect_parts(error("dp_shrad=2"), {"no axis 'dp_shrad'", "nearest is dp_shard",
-                                     "dp_replicate, dp_shard, cp, tp, ep, etp"});
+                                     "pp, dp_replicate, dp_shard, cp, tp, ep, etp"});
   expect_parts(error("dp=2"), {"no axis 'dp'", "here it is dp_shard", "and the axes are"});
-  expect_parts(error("pp=2"), {"no axis 'pp'", "moesh has no pipeline parallelism"});
+  expect_parts(error("pipeline=2"), {"no axis 'pipeline'", "here it is pp"});
+  EXPECT_EQ(mesh_shape(load_config({"--mesh", "pp=3,tp=2"})).pp, 3);
   expect_parts(error("tp"), {"'tp' has no size"});
+  expect_parts(error("pp=4"), {"parallelism.pipeline_parallel_degree is 4 (command line, --mesh)",
+                               "model.num_layers is 3", "to 3 or less"});
   expect_parts(error("tp=two"),
                {"parallelism.tensor_parallel_degree is two (command line, --mesh)"});
   expect_parts(error("tp=0"),
@@ -400,7 +431,8 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--tensor-model-parallel-size", "2"},
           {"here it is --parallelism.tensor_parallel_degree"});
   on_line({"--micro-batch-size=2"}, {"here it is --data.batch_size"});
-  on_line({"--pipeline-model-parallel-size=2"}, {"moesh has no pipeline parallelism"});
+  on_line({"--pipeline-model-parallel-size=2"},
+          {"here it is --parallelism.pipeline_parallel_degree"});
   on_line({"--num-layers=2"}, {"nearest known option is --model.num_layers"});
   in_file("[training]\nseq_len = 5\n",
           {":2: unknown key training.seq_len", "here it is data.sequence_length"});

@@ -23,7 +23,9 @@ struct OtherValue {
 
 inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
   const std::string bytes = "--model.vocab_size=257", tp = "--parallelism.tensor_parallel_degree=2",
-                    steps = "--training.steps=4", wsd = "--lr_scheduler.kind=wsd";
+                    pp = "--parallelism.pipeline_parallel_degree=2",
+                    layers = "--model.num_layers=4", steps = "--training.steps=4",
+                    wsd = "--lr_scheduler.kind=wsd";
   const std::map<std::string, OtherValue> chosen{
       {"model.size",
        {"debug", {"--model.dim=32", "--model.num_layers=2", "--model.vocab_size=96"}}},
@@ -44,6 +46,8 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.fsdp_reshard_after_forward",
        {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
       {"parallelism.overlap_reductions", {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
+      {"parallelism.pipeline_parallel_schedule", {"zbv", {layers, pp}}},
+      {"parallelism.pipeline_parallel_layers_per_stage", {"3,1", {layers, pp}}},
       {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
       {"activation_checkpoint.mode", {"full", {tp}}},
       {"optimizer.eps", {"0.1"}},
@@ -51,6 +55,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"lr_scheduler.kind", {"linear", {steps}}},
       {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
       {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},
+      {"profile.steps", {"1:1"}},
       {"checkpoint.initial_load", {files.weights}}};
   if (const auto found = chosen.find(o.name); found != chosen.end()) return found->second;
   const Value initial = o.initial();

@@ -126,7 +126,7 @@ TEST(BlockSums, AreThoseOfTheWholeWhoeverAddsThePieces) {
   for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(random.bits(i));
   BlockSums whole;
   whole.add(0, bytes);
-  ASSERT_EQ(whole.sums().size(), 2u);
+  ASSERT_EQ(whole.blocks().size(), 2u);
   BlockSums even, odd;
   std::uint64_t draw = bytes.size();
   for (std::size_t at = 0, i = 0; at < bytes.size(); ++i) {
@@ -134,16 +134,22 @@ TEST(BlockSums, AreThoseOfTheWholeWhoeverAddsThePieces) {
     (i % 2 ? odd : even).add(at, std::string_view(bytes).substr(at, count));
     at += count;
   }
-  for (std::size_t b = 0; b < 2; ++b)
-    EXPECT_EQ(
-        (b < even.sums().size() ? even.sums()[b] : 0) + (b < odd.sums().size() ? odd.sums()[b] : 0),
-        whole.sums()[b]);
+  for (std::size_t b = 0; b < 2; ++b) {
+    BlockSums::Block both;
+    for (const BlockSums* half : {&even, &odd})
+      if (b < half->blocks().size()) {
+        both.sum += half->blocks()[b].sum;
+        both.num_bytes += half->blocks()[b].num_bytes;
+      }
+    EXPECT_EQ(both, whole.blocks()[b]);
+    EXPECT_EQ(both.num_bytes, b == 0 ? kBlockBytes : 1003);
+  }
   for (std::uint64_t i = 0; i < 200; ++i) {
     const auto at = random.below(draw++, bytes.size());
     bytes[at] = static_cast<char>(bytes[at] ^ (1 << i % 8));
     BlockSums changed;
     changed.add(0, bytes);
-    EXPECT_NE(changed.sums(), whole.sums()) << at;
+    EXPECT_NE(changed.blocks(), whole.blocks()) << at;
     bytes[at] = static_cast<char>(bytes[at] ^ (1 << i % 8));
   }
 }
@@ -163,8 +169,28 @@ TEST(BlockSums, FindTheSameBitOfSeveralWords) {
             static_cast<char>(1 << bit % 8);
       BlockSums sums;
       sums.add(0, changed);
-      EXPECT_NE(sums.sums(), whole.sums()) << "bit " << bit << " of " << count << " words";
+      EXPECT_NE(sums.blocks(), whole.blocks()) << "bit " << bit << " of " << count << " words";
     }
+}
+
+// As a disk does it that mixes up sectors, or writes one twice: what moved has another sum.
+TEST(BlockSums, FindWhatIsInAnotherPlace) {
+  const Random random(4, "place");
+  std::string bytes(64 << 10, '\0');
+  for (std::size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<char>(random.bits(i));
+  BlockSums whole;
+  whole.add(0, bytes);
+  for (const std::size_t size : {4, 8, 512, 4096, 16384})
+    for (const bool twice : {false, true})
+      for (std::size_t at = size; at + size <= bytes.size();
+           at += std::max<std::size_t>(size, 2048)) {
+        std::string moved = bytes;
+        moved.replace(0, size, bytes, at, size);
+        if (!twice) moved.replace(at, size, bytes, 0, size);
+        BlockSums sums;
+        sums.add(0, moved);
+        EXPECT_NE(sums.blocks(), whole.blocks()) << size << " bytes from " << at;
+      }
 }
 
 TEST(Manifest, FindsEveryChangeOfAFile) {

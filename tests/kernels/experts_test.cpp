@@ -98,8 +98,10 @@ Result run(const Problem& p, const Values& values, Forward forward = experts_for
     in.x = gather_rows(values[0], s.token_R);
   const auto weights = Problem::weights(values);
   const ExpertsOutput out = forward(c.config, weights, in);
-  const auto g =
+  auto g =
       backward(c.config, weights, out.saved, c.indexed ? p.dy_TD : gather_rows(p.dy_TD, s.token_R));
+  EXPECT_EQ(g.weights_later != nullptr, c.config.weights_later);
+  if (g.weights_later) g.weights = g.weights_later();
   Result r;
   r.y = c.indexed ? out.y : combine_rows(out.y, s.inverse_TK);
   const at::Tensor dx = c.indexed ? g.x : combine_rows(g.x, s.inverse_TK);
@@ -164,6 +166,13 @@ void check(const Case& c, at::ScalarType dtype) {
   expect_same(run(p, p.values), want, tolerance(dtype), "");
   expect_same(run(p, p.values, aten_kernels().experts_forward, aten_kernels().experts_backward),
               want, tolerance(dtype), "libtorch");
+  // The gradients of the weights later: the same bits.
+  Problem later = p;
+  later.c.config.weights_later = true;
+  expect_same(run(later, p.values), run(p, p.values), 0, "later");
+  expect_same(run(later, p.values, aten_kernels().experts_forward, aten_kernels().experts_backward),
+              run(p, p.values, aten_kernels().experts_forward, aten_kernels().experts_backward), 0,
+              "libtorch, later");
 }
 
 const at::ScalarType kDtypes[] = {at::kDouble, at::kFloat, at::kBFloat16};

@@ -32,7 +32,7 @@ Result run(const std::vector<std::int64_t>& cuts) {
   std::vector<std::unique_ptr<Stage>> stages;
   std::int64_t begin = 0;
   for (auto end : cuts) {
-    stages.push_back(std::make_unique<Stage>(plan, m, BlockRange{begin, end}));
+    stages.push_back(std::make_unique<Stage>(plan, m, LayerRange{begin, end}));
     begin = end;
   }
   const at::Tensor ids = at::arange(14).remainder(plan.config.vocab).reshape({2, 7});

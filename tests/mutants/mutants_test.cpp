@@ -113,7 +113,8 @@ double Settings::take(const std::string& name, double missing) {
 
 MeshShape Settings::take_mesh() {
   const auto size = [&](const char* axis) { return static_cast<int>(take(axis, 1)); };
-  return {.dp_replicate = size("dp_replicate"),
+  return {.pp = size("pp"),
+          .dp_replicate = size("dp_replicate"),
           .dp_shard = size("dp_shard"),
           .cp = size("cp"),
           .tp = size("tp"),

@@ -5,10 +5,10 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/launch.h"
-#include "moesh/kernels/graph.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/flash_attention.h"
+#include "moesh/spmd/recompute.h"
+#include "tests/nn/documents.h"
 
 namespace moesh {
 namespace {
@@ -144,21 +144,6 @@ struct Leaves {
   }
 };
 
-// int64 [B, L] on the GPU: where the document of each query begins, as a key; from the lengths of
-// the documents of each sequence, the first of which begins at key `first`.
-at::Tensor starts_of(const std::vector<std::vector<std::int64_t>>& lengths, std::int64_t first,
-                     std::int64_t start) {
-  std::vector<at::Tensor> sequences;
-  for (const auto& of_sequence : lengths) {
-    std::vector<std::int64_t> starts;
-    for (const std::int64_t n : of_sequence)
-      starts.insert(starts.end(), static_cast<std::size_t>(n),
-                    starts.empty() ? first : start + std::ssize(starts));
-    sequences.push_back(at::tensor(starts));
-  }
-  return at::stack(sequences).to(at::kCUDA);
-}
-
 void expect_document_attention(const kernels::AttentionConfig& c, const Leaves& x,
                                const at::Tensor& starts, const std::string& what) {
   const Leaves w = x.wide();
@@ -200,7 +185,7 @@ TEST(AttentionOnAGpu, StaysWithinDocumentsWithoutAMask) {
                      {}};
             if (has_sinks)
               x.sinks = at::randn({s.heads}, options.dtype(at::kFloat)).requires_grad_(true);
-            const at::Tensor starts = starts_of(lengths, first, start);
+            const at::Tensor starts = starts_of(lengths, first, start).to(at::kCUDA);
             const kernels::AttentionConfig c{
                 .scale = 0.125, .start = start, .window = window, .most_documents = 9};
             ASSERT_TRUE(nn::takes_flash_attention(c, {x.q, x.k, x.v, x.sinks, starts}));
@@ -222,7 +207,7 @@ TEST(AttentionOnAGpu, StaysWithinDocumentsInChunks) {
   };
   for (const std::int64_t chunk : {32, 96}) {
     const Leaves x{leaf(4), leaf(2), leaf(2), {}};
-    const at::Tensor starts = starts_of({{40, 56}, {96}}, chunk == 96 ? -50 : 0, 0);
+    const at::Tensor starts = starts_of({{40, 56}, {96}}, chunk == 96 ? -50 : 0).to(at::kCUDA);
     const kernels::AttentionConfig c{.scale = 0.125, .chunk = chunk, .most_documents = 4};
     ASSERT_FALSE(nn::takes_flash_attention(c, {x.q, x.k, x.v, {}, starts}));
     const at::Tensor position = at::arange(96, starts.options()),
@@ -234,29 +219,46 @@ TEST(AttentionOnAGpu, StaysWithinDocumentsInChunks) {
   }
 }
 
-// The same launches serve other boundaries: nothing of them is read by the host.
-TEST(AttentionOnAGpu, OfDocumentsIsAGraph) {
-  // A rank has a stream of its own, which a graph needs.
-  const auto rank = [](comm::Group&) {
-    at::manual_seed(5);
-    const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
-    const auto random = [&](std::int64_t heads) { return at::randn({2, 128, heads, 64}, options); };
-    const at::Tensor q = random(4), k = random(2), v = random(2);
-    const kernels::AttentionConfig c{.scale = 0.125, .most_documents = 8};
-    const at::Tensor starts = starts_of({{128}, {128}}, 0, 0);
-    const auto attend = [&] { return nn::composed_attention(c, {q, k, v, {}, starts}); };
-    attend();  // makes what is made once
-    at::Tensor y;
-    kernels::Graph graph([&] { y = attend(); });
-    for (const auto& lengths : {std::vector<std::vector<std::int64_t>>{{1, 127}, {64, 64}},
-                                {{3, 5, 7, 113}, {100, 1, 26, 1}}}) {
-      starts.copy_(starts_of(lengths, 0, 0));
-      graph.replay();
-      const auto wide = [](const at::Tensor& t) { return t.to(at::kDouble); };
-      EXPECT_LT(error(y, with_sinks(c, wide(q), wide(k), wide(v), {}, starts)), 1e-2);
-    }
+// A recompute that keeps takes what the first run has: the gradients of none, bit by bit.
+TEST(AttentionOnAGpu, IsKeptByARecompute) {
+  at::manual_seed(6);
+  const auto options = at::TensorOptions(at::kCUDA).dtype(at::kBFloat16);
+  const auto random = [&](std::int64_t heads, std::int64_t width) {
+    return at::randn({2, 128, heads, width}, options);
   };
-  comm::launch(1, rank, {.device = at::Device(at::kCUDA)});
+  struct Case {
+    kernels::AttentionConfig config;
+    Shape shape;
+    bool has_sinks;
+  };
+  for (const Case& c : {Case{{.scale = 0.1}, {4, 4, 192, 128}, false},
+                        Case{{.scale = 0.1, .window = 40}, {4, 2, 64, 64}, true}}) {
+    const at::Tensor q = random(c.shape.heads, c.shape.width),
+                     k = random(c.shape.groups, c.shape.width),
+                     v = random(c.shape.groups, c.shape.value_width);
+    const at::Tensor sinks =
+        c.has_sinks ? at::randn({c.shape.heads}, options.dtype(at::kFloat)) : at::Tensor();
+    const at::Tensor dy = random(c.shape.heads, c.shape.value_width);
+    const auto gradients = [&](bool again) {
+      std::vector<at::Tensor> leaves;
+      for (const at::Tensor& t : {q, k, v, sinks})
+        leaves.push_back(t.defined() ? t.clone().requires_grad_(true) : t);
+      const auto run = [&](const at::Tensor& x, bool) {
+        return std::vector<at::Tensor>{
+            nn::composed_attention(c.config, {x, leaves[1], leaves[2], leaves[3]})};
+      };
+      const at::Tensor y =
+          again ? raw::recompute(run, leaves[0], Keep::expensive)[0] : run(leaves[0], false)[0];
+      y.backward(dy);
+      std::vector<at::Tensor> found{y.detach()};
+      for (const auto& leaf : leaves)
+        if (leaf.defined()) found.push_back(leaf.grad());
+      return found;
+    };
+    const auto expected = gradients(false), found = gradients(true);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      EXPECT_LT(error(found[i], expected[i].to(at::kDouble)), 1e-3) << c.shape.width << ", " << i;
+  }
 }
 
 }  // namespace

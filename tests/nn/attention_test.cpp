@@ -10,6 +10,7 @@
 #include "moesh/nn/flash_attention.h"
 #include "moesh/nn/grouped_attention.h"
 #include "moesh/spmd/spmd.h"
+#include "tests/nn/documents.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
 
@@ -21,18 +22,6 @@ using nn::AttentionOptions;
 using nn::Tokens;
 
 constexpr Dense kHeads{T, T, F};
-
-// Where the document of each of [B, L] tokens begins, from the lengths of those of each sequence.
-at::Tensor starts_of(const std::vector<std::vector<std::int64_t>>& lengths) {
-  std::vector<at::Tensor> sequences;
-  for (const auto& of_sequence : lengths) {
-    std::vector<std::int64_t> starts;
-    for (const std::int64_t n : of_sequence)
-      starts.insert(starts.end(), static_cast<std::size_t>(n), std::ssize(starts));
-    sequences.push_back(at::tensor(starts));
-  }
-  return at::stack(sequences);
-}
 
 // The formula, number by number: q, k, v [B, L, heads, d], sinks [heads] or undefined, starts of
 // documents [B, L] or undefined.
@@ -423,6 +412,42 @@ TEST(ComposedAttention, SumsTheGradientOfSinksInFloat32) {
   const at::Tensor wide = gradient(at::kDouble, at::kDouble);  // IsTheFormula compares this
   const at::Tensor error = (gradient(at::kBFloat16, at::kFloat) - wide) / wide;
   EXPECT_LT(error.abs().max().item<double>(), 1.2e-3) << error;
+}
+
+// Chunks count from where a document begins, which may be any token: a query may see as many before
+// it as a chunk has, and no more are sent.
+TEST(Attention, OfDocumentsReachesAsFarAsAChunk) {
+  comm::launch(4, [](comm::Group& world) {
+    const Mesh mesh(world, {.cp = 4});
+    const MeshScope scope(mesh);
+    const Tokens tokens(mesh, 1, 16, true, {}, {starts_of({{5, 11}}), 16});
+    const auto found = nn::reaches(tokens, {.scale = 1, .window = 0, .chunk = 6});
+    ASSERT_EQ(found.size(), 4U);
+    for (std::int64_t r = 0; r < 4; ++r) {
+      EXPECT_EQ(found[static_cast<std::size_t>(r)].begin, std::max<std::int64_t>(0, 4 * r - 5));
+      EXPECT_EQ(found[static_cast<std::size_t>(r)].end, 4 * r + 4);
+    }
+  });
+}
+
+// Scores depend on distances alone, and would not show that all positions are off by one.
+TEST(Attention, TheFirstTokenOfADocumentIsNotRotated) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const auto x = assume<Dense{T, T, R}>(at::empty({1, 8, 4}, at::kDouble));
+  for (const bool has_documents : {false, true}) {
+    nn::RopeTables tables;
+    const Tokens tokens(mesh, 1, 8, true, {},
+                        has_documents ? nn::Documents{starts_of({{3, 5}}), 8} : nn::Documents{});
+    const auto table = nn::rope_of(tables, {.dim = 4}, tokens, x);
+    const at::Tensor line =
+        table.positions_BL.defined() ? table.positions_BL[0] : at::arange(8, at::kLong);
+    const at::Tensor sin_L = table.sin.index_select(0, line).select(1, 0),
+                     distance_L = has_documents ? at::tensor({0, 1, 2, 0, 1, 2, 3, 4}, at::kDouble)
+                                                : at::arange(8, at::kDouble);
+    EXPECT_TRUE(at::allclose(sin_L, distance_L.sin())) << has_documents;
+  }
 }
 
 TEST(Attention, WithASinkFarBelowIsAttentionWithout) {

@@ -126,6 +126,27 @@ TEST(FlashAttention, CountsWhatBackwardHoldsBesideTheGradients) {
             2 * (of_queries + 2 * of_keys) + 4 * of_queries + 2 * 2 * of_keys * kHeads / kGroups);
 }
 
+// With documents, d(q) has room for 128 more rows of each, and of each sequence.
+TEST(FlashAttention, CountsTheRoomOfDocumentsInBackward) {
+  constexpr std::int64_t kDocuments = 5;
+  const kernels::meta::DryRun memory(c10::DeviceType::CUDA);
+  const Leaves in = leaves(false);
+  Case c;
+  c.config.most_documents = kDocuments;
+  const at::Tensor starts =
+      at::empty({kBatch, kQueries}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+  const at::Tensor y = nn::flash_attention(c.config, {in.q, in.k, in.v, {}, starts});
+  const at::Tensor dy = at::empty_like(y);
+  const std::int64_t before = memory.live();
+  y.backward(dy);
+  const std::int64_t of_queries = kBatch * kQueries * kHeads * kWidth,
+                     of_keys = kBatch * kKeys * kGroups * kWidth,
+                     room = 128 * (kDocuments + kBatch) * kHeads * kWidth;
+  // The gradients, that of the result twice: its width may be a part of the kernel's.
+  EXPECT_EQ(memory.peak() - before, 2 * (2 * of_queries + 2 * of_keys) + 4 * (of_queries + room) +
+                                        2 * 2 * of_keys * kHeads / kGroups);
+}
+
 // Heads that are parts of a larger row are taken where they are.
 TEST(FlashAttention, CopiesOnlyWhatIsNotInRows) {
   const kernels::meta::DryRun memory(c10::DeviceType::CUDA);

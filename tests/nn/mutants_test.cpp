@@ -87,6 +87,16 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
   if (settings.take("one_document") != 0)
     more.push_back({"data.document_mask", std::string("false"), {"test"}});
+  // Of a pipeline; a model of three layers has no more than three stages.
+  for (const std::string schedule : {"gpipe", "interleaved_1f1b", "zero_bubble", "zbv"})
+    if (settings.take(schedule) != 0)
+      more.push_back({"parallelism.pipeline_parallel_schedule", schedule, {"test"}});
+  if (const auto layers = settings.take("layers"); layers != 0)
+    more.push_back({"model.num_layers", static_cast<std::int64_t>(layers), {"test"}});
+  if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
+  if (const auto micro = settings.take("micro"); micro != 0)
+    more.push_back(
+        {"training.gradient_accumulation_steps", static_cast<std::int64_t>(micro), {"test"}});
   auto c = step_case(mesh, more);
   if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));

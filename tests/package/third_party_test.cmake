@@ -9,7 +9,7 @@ set(configure ${CMAKE_COMMAND} -G ${GENERATOR} -S ${SOURCE} -B ${WORK}/build
   "-DCMAKE_IGNORE_PATH=/usr/include\;/usr/local/include")
 
 file(REMOVE_RECURSE ${WORK})
-foreach(header nlohmann/json.hpp toml++/toml.h xxhash.h)
+foreach(header nlohmann/json.hpp toml++/toml.h xxhash.h CLI/CLI.hpp)
   execute_process(COMMAND ${configure} RESULT_VARIABLE code OUTPUT_VARIABLE output
     ERROR_VARIABLE output)
   string(REGEX REPLACE "[ \n]+" " " plain "${output}") # CMake wraps its messages

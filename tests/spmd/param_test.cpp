@@ -10,6 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/spmd/device_random.h"
+#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
@@ -234,6 +235,14 @@ TEST(Param, CheckedComparesWhatRanksDoTheSameWorkWith) {
     raw::run_backward([&] { (local(x) * (1.0 + mesh.coordinate(tp))).sum().backward(); });
   });
   EXPECT_NE(gradient.find("'d(norm)' is promised to be the same"), std::string::npos) << gradient;
+  const auto later = message([](const Mesh& mesh) {
+    const Param<Dense{I, I, I}> w(norm_spec(), kNormal);
+    ReduceLater reductions(true);
+    const auto x = use<tp>(w);
+    raw::run_backward([&] { (local(x) * (1.0 + mesh.coordinate(tp))).sum().backward(); });
+    reductions.finish();
+  });
+  EXPECT_NE(later.find("'d(norm)' is promised to be the same"), std::string::npos) << later;
 }
 
 TEST(Param, CheckedFindsAResidualThatDiffers) {

@@ -164,6 +164,16 @@ TEST_F(Recompute, BothRunsMustKeepAndAskForTheSame) {
   EXPECT_ANY_THROW(gradient("a", "")) << "what was kept is asked for";
 }
 
+TEST_F(Recompute, WhatComesAfterItIsNotKept) {
+  const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 4}, at::kDouble)));
+  const auto y =
+      recompute([this](const Rows& r, bool) { return std::tuple<Rows>(kept_linear(r, use(w_))); },
+                x, Keep::expensive);
+  const auto z = kept_linear(std::get<0>(y), use(w_));
+  EXPECT_NO_THROW(backward(sum_all(z)));
+  EXPECT_FALSE(raw::recall("a linear layer"));
+}
+
 TEST_F(Recompute, KeptResultsServeOneBackward) {
   const auto x = as_leaf(assume<Dense{T, T, T}>(at::ones({2, 4}, at::kDouble)));
   const auto y =

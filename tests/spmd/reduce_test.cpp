@@ -63,11 +63,12 @@ struct Result {
   std::vector<std::string> trace;
 };
 
-// Three blocks y = tanh(w (v x)) of two parameters each, two micro-batches.
+// A layer before the first block, as an embedding is, and three blocks y = tanh(w (v x)) of two
+// parameters each; two micro-batches.
 Result run(const Mesh& mesh, bool later) {
   constexpr std::int64_t n = 10;
   std::vector<Param<Dense{I, I, I}>> params;
-  for (int i = 0; i < 6; ++i)
+  for (int i = 0; i < 7; ++i)
     params.emplace_back(ParamSpec{.name = "w" + std::to_string(i),
                                   .shape = {n, n},
                                   .storage_dim = i % 2,
@@ -79,9 +80,10 @@ Result run(const Mesh& mesh, bool later) {
   const comm::Trace trace;
   ReduceLater reductions(later);
   for (int micro = 0; micro < 2; ++micro) {
-    auto y = as_leaf(
+    const auto input = as_leaf(
         assume<Dense{T, T, T}>(at::full({3, n}, 0.1 * (mesh.rank() + 1 + micro),
                                         at::TensorOptions(at::kBFloat16).device(test_device()))));
+    auto y = linear(input, use(params[6]));
     for (std::size_t i = 0; i < 6; i += 2) {
       const auto x = begin_bucket(y);
       const auto inner = linear(x, use(params[i]));
@@ -135,16 +137,44 @@ TEST(Reduce, StartsBlockByBlockInOneOrder) {
       return entry.find(op) != std::string::npos;
     });
   };
-  EXPECT_EQ(count("all_gather"), 2 * 6);
-  EXPECT_EQ(count("reduce_scatter"), 2 * 3);
+  EXPECT_EQ(count("all_gather"), 2 * 7);
+  constexpr std::int64_t kBytes = 10 * 10 * 4;
+  std::vector<std::int64_t> bytes;
   for (const auto& entry : traces[0])
     if (entry.find("reduce_scatter") != std::string::npos)
-      EXPECT_NE(entry.find(" " + std::to_string(2 * 10 * 10 * 4)), std::string::npos) << entry;
+      bytes.push_back(std::stoll(entry.substr(entry.rfind(' '))));
+  std::vector<std::int64_t> expected;
+  for (int micro = 0; micro < 2; ++micro)
+    for (const std::int64_t num_params : {2, 2, 2, 1}) expected.push_back(num_params * kBytes);
+  EXPECT_EQ(bytes, expected);
   const auto without_bytes = [](std::vector<std::string> trace) {  // of gathers: shards are uneven
     for (auto& entry : trace) entry.erase(entry.rfind(' '));
     return trace;
   };
   for (const auto& trace : traces) EXPECT_EQ(without_bytes(trace), without_bytes(traces[0]));
+}
+
+// Two blocks are under way: the sum over replicas, which follows that over shards, is asked for
+// when the block after the next one starts.
+TEST(Reduce, AwaitsABlockTwoBlocksLater) {
+  std::vector<std::string> calls;
+  comm::launch(
+      4,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {.dp_replicate = 2, .dp_shard = 2});
+        const MeshScope scope(mesh);
+        const Result r = run(mesh, true);
+        if (world.rank() != 0) return;
+        for (const auto& entry : r.trace)
+          for (const std::string op : {"reduce_scatter", "all_reduce"})
+            if (entry.find(op) != std::string::npos) calls.push_back(op);
+      },
+      test_options());
+  std::vector<std::string> expected{"reduce_scatter", "reduce_scatter"};
+  for (int block = 2; block < 2 * 4; ++block)
+    expected.insert(expected.end(), {"all_reduce", "reduce_scatter"});
+  expected.insert(expected.end(), {"all_reduce", "all_reduce"});
+  EXPECT_EQ(calls, expected);
 }
 
 // Whoever reads a gradient without a ReduceLater finds it there after backward.

@@ -2,25 +2,48 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::verify {
 namespace {
 
+// 333 meshes without pp, 67 of them of up to four ranks; with pp 13 of up to four, each with five
+// schedules, and 80 larger ones.
+constexpr std::size_t kUpToFour = 67 + 13 * 5, kAll = 333 + 13 * 5 + 80;
+
 std::vector<std::string> names(const Sweep& sweep) {
   std::vector<std::string> all;
-  for (const MeshShape& shape : sweep.shapes()) all.push_back(shape.describe());
+  for (const SweepMesh& mesh : sweep.meshes()) all.push_back(mesh.describe());
   return all;
 }
 
 TEST(MeshSweep, goes_through_every_mesh_of_the_sizes_that_it_names) {
-  EXPECT_EQ(parse_sweep("8").shapes().size(), 333u);
-  EXPECT_EQ(parse_sweep("4").shapes().size(), 67u);
-  const auto large = parse_sweep("5-8").shapes();
-  EXPECT_EQ(large.size(), 333u - 67u);
-  for (const auto& shape : large) EXPECT_TRUE(5 <= shape.num_ranks() && shape.num_ranks() <= 8);
+  EXPECT_EQ(parse_sweep("8").meshes().size(), kAll);
+  EXPECT_EQ(parse_sweep("4").meshes().size(), kUpToFour);
+  const auto large = parse_sweep("5-8").meshes();
+  EXPECT_EQ(large.size(), kAll - kUpToFour);
+  for (const auto& mesh : large)
+    EXPECT_TRUE(5 <= mesh.shape.num_ranks() && mesh.shape.num_ranks() <= 8);
+}
+
+TEST(MeshSweep, small_pipelines_have_every_schedule_and_all_schedules_have_large_ones) {
+  std::map<std::string, std::set<std::string>> small;
+  std::set<std::string> large;
+  for (const SweepMesh& mesh : parse_sweep("8").meshes()) {
+    if (mesh.shape.pp == 1) continue;
+    if (mesh.shape.num_ranks() <= kEverySchedule)
+      small[mesh.shape.describe()].insert(mesh.schedule);
+    else
+      large.insert(mesh.schedule);
+  }
+  const auto& all = pipeline::schedule_names();
+  EXPECT_EQ(small.size(), 13u);
+  for (const auto& [mesh, schedules] : small) EXPECT_EQ(schedules.size(), all.size()) << mesh;
+  EXPECT_EQ(large, std::set<std::string>(all.begin(), all.end()));
 }
 
 TEST(MeshSweep, every_mesh_is_in_one_shard) {
@@ -30,7 +53,7 @@ TEST(MeshSweep, every_mesh_is_in_one_shard) {
       Sweep sweep = parse_sweep("4");
       sweep.shard = {index, count};
       const auto mine = names(sweep);
-      EXPECT_LE(mine.size(), 67u / static_cast<unsigned>(count) + 1);
+      EXPECT_LE(mine.size(), kUpToFour / static_cast<std::size_t>(count) + 1);
       together.insert(mine.begin(), mine.end());
     }
     const auto all = names(parse_sweep("4"));
@@ -64,13 +87,13 @@ TEST(MeshSweep, says_what_it_cannot_take) {
   for (const char* text : {"", "1", "0/2", "3/2", "1/", "/2", "1/2/3", "a/b"})
     EXPECT_THROW(parse_shard(text), Error) << text;
   Sweep sweep = parse_sweep("2");
-  sweep.shard = {11, 12};
-  EXPECT_NO_THROW(sweep.shapes());
-  sweep.shard = {12, 12};
-  EXPECT_THROW(sweep.shapes(), Error);
+  sweep.shard = {16, 17};
+  EXPECT_NO_THROW(sweep.meshes());
+  sweep.shard = {17, 17};
+  EXPECT_THROW(sweep.meshes(), Error);
   sweep = parse_sweep("2");
-  sweep.sample = Sample{12};
-  EXPECT_THROW(sweep.shapes(), Error);
+  sweep.sample = Sample{17};
+  EXPECT_THROW(sweep.meshes(), Error);
 }
 
 }  // namespace

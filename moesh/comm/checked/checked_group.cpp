@@ -50,6 +50,7 @@ class CheckedGroup final : public Group {
       : Group(inner->name(), inner->rank(), inner->members()), inner_(std::move(inner)) {}
 
   at::Device control_device() const override { return inner_->control_device(); }
+  bool meets_on_host() const override { return inner_->meets_on_host(); }
 
   std::shared_ptr<Group> background(const std::string& name) override {
     const TracePause quiet;
@@ -105,6 +106,20 @@ class CheckedGroup final : public Group {
     call.sequence = sequence_++;
     compare(call, control_device());
     inner_->barrier();
+  }
+  void do_open_channels(const std::vector<Channel>& channels) override {
+    inner_->open_channels(channels);
+  }
+  // What is sent is compared with what is expected by the group below, without which a start would
+  // wait for its peer.
+  std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override {
+    const TracePause quiet;
+    return forward(inner_->start_send(x, m.peer, m.label));
+  }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                const Message& m) override {
+    const TracePause quiet;
+    return forward(inner_->start_recv(sizes, options, m.peer, m.label));
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                   const std::string& name) override {

@@ -63,6 +63,15 @@ class FakeGroup final : public Group {
     send(Collective::broadcast, x);
     return std::make_unique<Ready>(x, at::zeros_like(x));
   }
+  std::unique_ptr<Work> do_send(const at::Tensor& x, const Message&) override {
+    send(Collective::send, x);
+    return std::make_unique<Ready>(x, x);
+  }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                const Message&) override {
+    ++ledger_[{name(), Collective::recv}].num_calls;
+    return std::make_unique<Ready>(at::Tensor(), at::zeros(sizes, options));
+  }
   void do_barrier() override { ++ledger_[{name(), Collective::barrier}].num_calls; }
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
     throw Error(ErrorKind::internal,

@@ -1,5 +1,6 @@
 #include "moesh/comm/nccl/nccl_group.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones.h>
@@ -10,10 +11,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <numeric>
 #include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/nccl/channel.h"
 #include "moesh/comm/nccl/world.h"
 
 namespace moesh::comm {
@@ -114,6 +117,7 @@ class NcclGroup final : public Group {
         host_(std::move(host)) {}
 
   at::Device control_device() const override { return world_->device(); }
+  bool meets_on_host() const override { return false; }
 
   // A second thread cannot use NCCL: the rank has one stream, and the order of the calls on it must
   // be that of every other rank.
@@ -132,9 +136,15 @@ class NcclGroup final : public Group {
                                       const Rows& recv) override;
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int root) override;
   void do_barrier() override;
+  void do_open_channels(const std::vector<Channel>& channels) override;
+  std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override;
+  std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                const Message& m) override;
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                   const std::string& name) override;
 
+  void check_device(Collective op, const at::Tensor& x) const;
+  std::unique_ptr<Work> message(Collective op, const at::Tensor& x, const Message& m);
   // Checks where x lives, and counts the operation.
   Call call(Collective op, const at::Tensor& x, ReduceOp reduce = ReduceOp::sum, int root = 0);
   std::unique_ptr<Work> start(const Call& call, const at::Tensor& x, const at::Tensor& out,
@@ -145,6 +155,7 @@ class NcclGroup final : public Group {
   std::shared_ptr<const NcclGroupInfo> info_;
   std::shared_ptr<Group> host_;
   std::int64_t sequence_ = 0;
+  std::map<Channel, NcclChannel*> channels_;  // that begin or end here
 };
 
 class NcclWork final : public Work {
@@ -162,11 +173,15 @@ class NcclWork final : public Work {
   at::Tensor out_;
 };
 
-Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int root) {
+void NcclGroup::check_device(Collective op, const at::Tensor& x) const {
   MOESH_CHECK(x.device() == world_->device(), ErrorKind::comm, to_string(op), " on group '", name(),
               "': the tensor is on ", x.device(), ", and this NCCL group works on ",
               world_->device(),
               "; move it there (x.to(group.control_device())), or use backend host");
+}
+
+Call NcclGroup::call(Collective op, const at::Tensor& x, ReduceOp reduce, int root) {
+  check_device(op, x);
   return Call::of(op, sequence_++, x, reduce, root);
 }
 
@@ -253,6 +268,43 @@ void NcclGroup::do_barrier() {
                               NcclReduce::max, comm, stream);
       });
   world_->finish(*ticket);
+}
+
+// Each channel is a communicator of two ranks, whose id the sender makes. All ranks go through the
+// list in the same order, so both ends of the first one that is not there yet always come.
+void NcclGroup::do_open_channels(const std::vector<Channel>& channels) {
+  std::vector<at::Tensor> mine;
+  for (const Channel& c : channels)
+    mine.push_back(words_of(c.from == rank() ? world_->new_id() : NcclUniqueId{}, at::kCPU));
+  const at::Tensor all = all_gather(at::cat(mine).unsqueeze(0).to(world_->device())).cpu();
+  world_->throw_if_stopped();  // else the words may be noise
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    const Channel& c = channels[i];
+    if (c.from != rank() && c.to != rank()) continue;
+    auto ends =
+        std::make_shared<const NcclGroupInfo>(NcclGroupInfo{name(), world_ranks({c.from, c.to})});
+    NcclComm comm = world_->join(id_of(all[c.from][static_cast<std::int64_t>(i)]),
+                                 c.to == rank() ? 1 : 0, ends);
+    channels_[c] = &world_->new_channel(comm, std::move(ends));
+  }
+}
+
+std::unique_ptr<Work> NcclGroup::message(Collective op, const at::Tensor& x, const Message& m) {
+  check_device(op, x);
+  const Channel channel =
+      op == Collective::send ? Channel{rank(), m.peer} : Channel{m.peer, rank()};
+  const Call call = Call::message(op, m.number, x.scalar_type(), x.sizes(),
+                                  members()[static_cast<std::size_t>(m.peer)], m.label);
+  return std::make_unique<NcclWork>(world_, channels_.at(channel)->enqueue(call, x, type_of(x)), x);
+}
+
+std::unique_ptr<Work> NcclGroup::do_send(const at::Tensor& x, const Message& m) {
+  return message(Collective::send, x, m);
+}
+
+std::unique_ptr<Work> NcclGroup::do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                         const Message& m) {
+  return message(Collective::recv, at::empty(sizes, options), m);
 }
 
 std::shared_ptr<Group> NcclGroup::do_split(const std::vector<int>& members, int rank, int /*index*/,

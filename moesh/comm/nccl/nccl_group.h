@@ -17,7 +17,8 @@ struct NcclOptions {
   std::chrono::milliseconds timeout{
       300'000};  // of every operation, and of the start and the end of a group
   bool block_host =
-      false;  // `wait` also blocks the host, and so throws what went wrong in that very operation
+      false;  // `wait` also blocks the host, and so throws what went wrong in that very operation;
+              // and what is sent is compared with what is expected, before each message
   std::shared_ptr<const NcclApi> api;  // empty: the installed library
 
   void validate() const;

@@ -13,10 +13,24 @@ c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+class DeviceOrigin final : public Origin {
+ public:
+  explicit DeviceOrigin(at::Device device)
+      : stream_(current_stream(device)), event_(device.type()) {
+    event_.record(stream_);
+  }
+  const c10::Stream& stream() const { return stream_; }
+  void hold(const c10::Stream& stream) const { event_.block(stream); }
+
+ private:
+  c10::Stream stream_;
+  c10::Event event_;
+};
+
 class DeviceMark final : public Mark {
  public:
-  explicit DeviceMark(const c10::Stream& stream)
-      : event_(stream.device_type()), home_(current_stream(stream.device())) {
+  DeviceMark(const c10::Stream& stream, const c10::Stream& home)
+      : event_(stream.device_type()), home_(home) {
     event_.record(stream);
   }
   bool done() const override { return event_.query(); }
@@ -39,10 +53,12 @@ class DeviceMark final : public Mark {
 DeviceStream::DeviceStream(at::Device device)
     : stream_(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device, /*priority=*/-1)) {}
 
-void DeviceStream::follow_current() {
-  c10::Event ready(stream_.device_type());
-  ready.record(current_stream(stream_.device()));
-  ready.block(stream_);
+std::shared_ptr<Origin> DeviceStream::here() {
+  return std::make_shared<DeviceOrigin>(stream_.device());
+}
+
+void DeviceStream::follow(const Origin& origin) {
+  dynamic_cast<const DeviceOrigin&>(origin).hold(stream_);
 }
 
 void DeviceStream::run(const std::function<void()>& f) {
@@ -50,7 +66,9 @@ void DeviceStream::run(const std::function<void()>& f) {
   f();
 }
 
-std::shared_ptr<Mark> DeviceStream::mark() { return std::make_shared<DeviceMark>(stream_); }
+std::shared_ptr<Mark> DeviceStream::mark(const Origin& origin) {
+  return std::make_shared<DeviceMark>(stream_, dynamic_cast<const DeviceOrigin&>(origin).stream());
+}
 
 std::unique_ptr<CommStream> device_stream(at::Device device) {
   return std::make_unique<DeviceStream>(device);

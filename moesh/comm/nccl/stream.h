@@ -16,23 +16,31 @@ class Mark {
   virtual ~Mark() = default;
   /// The work before it has ended. Any thread may ask.
   virtual bool done() const = 0;
-  /// What the caller queues from now on (and what the stream that was current at the mark queues)
-  /// starts after it.
+  /// What the caller queues from now on (and what the stream of the mark's origin queues) starts
+  /// after it.
   virtual void hold_current() = 0;
 };
 
-/// A queue of work. Calls come from one thread.
+/// What the caller's current stream held at some moment.
+class Origin {
+ public:
+  virtual ~Origin() = default;
+};
+
+/// A queue of work. Calls come from one thread, but for `here`.
 class CommStream {
  public:
   virtual ~CommStream() = default;
   /// What NCCL takes as a stream.
   virtual void* handle() = 0;
-  /// Later work starts after what the caller's current stream holds now.
-  virtual void follow_current() = 0;
+  /// This moment of the caller's current stream.
+  virtual std::shared_ptr<Origin> here() = 0;
+  /// Later work starts after that moment.
+  virtual void follow(const Origin& origin) = 0;
   /// Runs f with this queue as the current stream.
   virtual void run(const std::function<void()>& f) = 0;
-  /// The end of the work queued so far.
-  virtual std::shared_ptr<Mark> mark() = 0;
+  /// The end of the work queued so far, whose memory belongs to the stream of `origin`.
+  virtual std::shared_ptr<Mark> mark(const Origin& origin) = 0;
 };
 
 /// A high-priority stream of an accelerator.
@@ -40,9 +48,10 @@ class DeviceStream : public CommStream {
  public:
   explicit DeviceStream(at::Device device);
   void* handle() override { return stream_.native_handle(); }
-  void follow_current() override;
+  std::shared_ptr<Origin> here() override;
+  void follow(const Origin& origin) override;
   void run(const std::function<void()>& f) override;
-  std::shared_ptr<Mark> mark() override;
+  std::shared_ptr<Mark> mark(const Origin& origin) override;
   const c10::Stream& stream() const { return stream_; }
 
  private:

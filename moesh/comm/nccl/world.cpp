@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/sections.h"
+#include "moesh/comm/nccl/channel.h"
 
 namespace moesh::comm {
 namespace {
@@ -26,8 +27,7 @@ void pause(int num_asked) {
 }
 
 std::string describe(const NcclTicket& ticket) {
-  return detail::concat(ticket.call.describe(), ", operation ", ticket.call.sequence, " of group '",
-                        ticket.group->name, "'");
+  return detail::concat(ticket.call.describe(), ", ", ticket.call.place(ticket.group->name));
 }
 
 }  // namespace
@@ -57,7 +57,9 @@ NcclWorld::~NcclWorld() {
       close();
   } catch (const std::exception& e) {
     log_warn("the end of an NCCL world: ", e.what());
+    stop("its end has failed");
   }
+  channels_.clear();  // nothing holds up their threads any more
   {
     std::lock_guard lock(state_);
     ending_ = true;
@@ -131,23 +133,15 @@ NcclComm NcclWorld::join(const NcclUniqueId& id, int rank,
   return comm;
 }
 
-std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call,
-                                               std::shared_ptr<const NcclGroupInfo> group,
-                                               std::vector<at::Tensor> keep, const Issue& issue,
-                                               const std::function<void()>& after) {
+NcclChannel& NcclWorld::new_channel(NcclComm comm, std::shared_ptr<const NcclGroupInfo> ends) {
+  return *channels_.emplace_back(std::make_unique<NcclChannel>(*this, comm, std::move(ends)));
+}
+
+std::shared_ptr<NcclTicket> NcclWorld::new_ticket(NcclComm comm, const Call& call,
+                                                  std::shared_ptr<const NcclGroupInfo> group,
+                                                  std::vector<at::Tensor> keep) {
   auto ticket = std::make_shared<NcclTicket>();
   *ticket = {comm, call, std::move(group), std::move(keep), nullptr, Clock::now() + timeout_};
-  const c10::DeviceGuard guard(device_);
-  {
-    std::unique_lock calls(calls_);
-    throw_if_stopped();
-    stream_->follow_current();
-    NcclResult result = issue(*api_, comm, stream_->handle());
-    settle(calls, {comm, ticket->group}, result, ticket->deadline,
-           [&] { return describe(*ticket); });
-    if (after) stream_->run(after);
-    ticket->mark = stream_->mark();
-  }
   {
     std::lock_guard lock(state_);
     tickets_.push_back(ticket);
@@ -156,24 +150,70 @@ std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call,
   return ticket;
 }
 
-void NcclWorld::wait(NcclTicket& ticket) {
+void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const Origin& origin,
+                      const Issue& issue, const std::function<void()>& after) {
+  std::shared_ptr<Mark> mark;
+  {
+    std::unique_lock calls(calls_);
+    throw_if_stopped();
+    stream.follow(origin);
+    const NcclResult result = issue(*api_, ticket.comm, stream.handle());
+    settle(calls, {ticket.comm, ticket.group}, result, ticket.deadline,
+           [&] { return describe(ticket); });
+    if (after) stream.run(after);
+    mark = stream.mark(origin);
+  }
+  {
+    std::lock_guard lock(state_);
+    ticket.mark = std::move(mark);
+  }
+  changed_.notify_all();
+}
+
+std::shared_ptr<NcclTicket> NcclWorld::enqueue(NcclComm comm, const Call& call,
+                                               std::shared_ptr<const NcclGroupInfo> group,
+                                               std::vector<at::Tensor> keep, const Issue& issue,
+                                               const std::function<void()>& after) {
+  const c10::DeviceGuard guard(device_);
   throw_if_stopped();
+  auto ticket = new_ticket(comm, call, std::move(group), std::move(keep));
+  try {
+    this->issue(*stream_, *ticket, *stream_->here(), issue, after);
+  } catch (...) {
+    std::lock_guard lock(state_);
+    std::erase(tickets_, ticket);
+    throw;
+  }
+  return ticket;
+}
+
+std::shared_ptr<Mark> NcclWorld::taken(const NcclTicket& ticket) {
+  std::unique_lock lock(state_);
+  changed_.wait(lock, [&] { return ticket.mark || !fault_.empty(); });
+  if (!fault_.empty()) throw Error(ErrorKind::comm, fault_);
+  return ticket.mark;
+}
+
+void NcclWorld::wait(NcclTicket& ticket) {
   const InSection waiting(Section::waiting);
+  const auto mark = taken(ticket);
   if (block_host_) finish(ticket);
-  ticket.mark->hold_current();
+  mark->hold_current();
   throw_if_stopped();
   ticket.keep.clear();
 }
 
 void NcclWorld::finish(const NcclTicket& ticket) {
-  for (int asked = 0; !ticket.mark->done(); ++asked) {
+  const auto mark = taken(ticket);
+  for (int asked = 0; !mark->done(); ++asked) {
     throw_if_stopped();
     pause(asked);
   }
   std::unique_lock calls(calls_);
   throw_if_stopped();
   const NcclResult state = state_of(ticket.comm);
-  if (state == NcclResult::success) return;
+  // In progress: a later message of its channel.
+  if (state == NcclResult::success || state == NcclResult::in_progress) return;
   const std::string text = detail::concat("rank ", rank_, ", in ", describe(ticket), ": ",
                                           error_text(state, ticket.comm));
   calls.unlock();
@@ -265,12 +305,13 @@ void NcclWorld::watch() {
 }
 
 void NcclWorld::look() {
-  std::shared_ptr<NcclTicket> first;
+  std::vector<std::pair<std::shared_ptr<NcclTicket>, std::shared_ptr<Mark>>> tickets;
   {
     std::lock_guard lock(state_);
-    if (tickets_.empty()) return;
-    first = tickets_.front();
+    for (const auto& ticket : tickets_) tickets.emplace_back(ticket, ticket->mark);
   }
+  if (tickets.empty()) return;
+  const auto first = tickets.front().first;
   std::string fault;
   if (std::unique_lock calls(calls_, std::try_to_lock);
       calls) {  // a rank that is in a call sees its errors itself
@@ -284,17 +325,9 @@ void NcclWorld::look() {
     }
   }
   if (!fault.empty()) stop(fault);
+  // A message that was started early may end after many collectives: all are asked.
   try {
-    while (first && first->mark->done()) {
-      std::shared_ptr<NcclTicket> next;
-      {
-        std::lock_guard lock(state_);
-        tickets_.pop_front();
-        if (!tickets_.empty()) next = tickets_.front();
-      }
-      changed_.notify_all();
-      first = std::move(next);  // memory that it still kept goes here, outside the lock
-    }
+    std::erase_if(tickets, [](const auto& t) { return !t.second || !t.second->done(); });
   } catch (const std::exception& e) {
     // The device itself has failed; nothing on it will end any more.
     stop(detail::concat("rank ", rank_, ", in ", describe(*first), ": ", e.what()));
@@ -303,7 +336,16 @@ void NcclWorld::look() {
     changed_.notify_all();
     return;
   }
-  if (first && Clock::now() >= first->deadline) stop(late(describe(*first), *first->group));
+  std::shared_ptr<NcclTicket> late;  // memory that tickets still kept goes outside the lock
+  {
+    std::lock_guard lock(state_);
+    for (const auto& [ticket, mark] : tickets) std::erase(tickets_, ticket);
+    if (!tickets_.empty() && Clock::now() >= tickets_.front()->deadline) late = tickets_.front();
+    // What a channel had not called when the world ended, it never will.
+    if (!fault_.empty()) std::erase_if(tickets_, [](const auto& t) { return !t->mark; });
+  }
+  changed_.notify_all();
+  if (late) stop(this->late(describe(*late), *late->group));
 }
 
 }  // namespace moesh::comm

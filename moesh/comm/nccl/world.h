@@ -19,24 +19,27 @@
 
 namespace moesh::comm {
 
+class NcclChannel;
+
 /// A group as messages name it.
 struct NcclGroupInfo {
   std::string name;
   std::vector<int> members;  // world ranks
 };
 
-/// A collective in progress.
+/// A collective or one end of a message, in progress.
 struct NcclTicket {
   NcclComm comm = nullptr;
   Call call;
   std::shared_ptr<const NcclGroupInfo> group;
   std::vector<at::Tensor> keep;  // the memory that NCCL reads and writes
-  std::shared_ptr<Mark> mark;    // its end
+  std::shared_ptr<Mark> mark;    // its end; empty until NCCL has taken the call
   std::chrono::steady_clock::time_point deadline;
 };
 
 /// One rank's side of a world. All collectives run on one stream, in the order of the calls: two
-/// communicators on two streams of one GPU can wait for each other for ever. The first fault (a
+/// communicators on two streams of one GPU can wait for each other for ever (channel.h says why
+/// messages do not). The first fault (a
 /// late operation, an error of NCCL, `stop`) aborts all communicators, and every later call throws
 /// its text.
 class NcclWorld {
@@ -53,6 +56,8 @@ class NcclWorld {
   NcclWorld& operator=(const NcclWorld&) = delete;
 
   at::Device device() const { return device_; }
+  int rank() const { return rank_; }
+  bool blocks_host() const { return block_host_; }
 
   NcclUniqueId new_id();
   /// A new communicator; returns when all members of the group have come. `rank` is the place among
@@ -64,10 +69,23 @@ class NcclWorld {
                                       std::shared_ptr<const NcclGroupInfo> group,
                                       std::vector<at::Tensor> keep, const Issue& issue,
                                       const std::function<void()>& after = {});
+  /// For messages over a communicator of two ranks. It lives as long as the world.
+  NcclChannel& new_channel(NcclComm comm, std::shared_ptr<const NcclGroupInfo> ends);
+  /// What `enqueue` does in parts, for the stream of a channel: the ticket is in progress from its
+  /// making, and another thread makes the calls.
+  std::unique_ptr<CommStream> new_stream() const { return api_->make_stream(device_); }
+  std::shared_ptr<NcclTicket> new_ticket(NcclComm comm, const Call& call,
+                                         std::shared_ptr<const NcclGroupInfo> group,
+                                         std::vector<at::Tensor> keep);
+  void issue(CommStream& stream, NcclTicket& ticket, const Origin& origin, const Issue& issue,
+             const std::function<void()>& after = {});
+
   /// The current stream waits for it; the host does not, unless the world was made with block_host.
   void wait(NcclTicket& ticket);
   /// The host waits for it.
   void finish(const NcclTicket& ticket);
+  /// The host waits until NCCL has taken the call; what it must wait for then.
+  std::shared_ptr<Mark> taken(const NcclTicket& ticket);
 
   /// Gives the communicators back in good order, which takes all ranks: each waits for its peers,
   /// within the timeout.
@@ -104,7 +122,8 @@ class NcclWorld {
   mutable std::mutex state_;
   std::condition_variable changed_;
   std::vector<Member> members_;
-  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // in progress, in the order of the stream
+  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // in progress, in the order of their deadlines
+  std::vector<std::unique_ptr<NcclChannel>> channels_;
   std::string fault_;
   bool ending_ = false;
   std::thread watchdog_;

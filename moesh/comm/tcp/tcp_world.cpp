@@ -1,5 +1,7 @@
 #include "moesh/comm/tcp/tcp_world.h"
 
+#include <ATen/ops/empty.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -42,14 +44,43 @@ struct SpanHeader {
   std::int64_t numel = 0;
 };
 
+// The next frame of a world rank under a key, which begins with a header.
+std::vector<char> frame_of(World& world, const GroupInfo& group, int from, const std::string& key,
+                           const Call& call, Clock::time_point deadline) {
+  auto bad_news = Clock::time_point::max();
+  for (;;) {
+    const auto now = Clock::now();
+    if (auto frame = world.link.take(from, key, now + kLook)) {
+      MOESH_CHECK(frame->size() >= sizeof(SpanHeader), ErrorKind::comm, "rank ", from, " has sent ",
+                  frame->size(), " bytes");
+      return std::move(*frame);
+    }
+    const std::vector<int> missing{from};
+    std::string why = world.roll->reason(missing);
+    if (why.empty()) {
+      if (now < deadline) continue;
+      why = too_late(missing, world.timeout);
+    } else {
+      bad_news = std::min(bad_news, now);
+      if (now < bad_news + kGrace) continue;
+    }
+    give_up(group.world_rank(), "", call, group.name, why);
+  }
+}
+
+void check_usable(const World& world, const GroupInfo& group, const Call& call,
+                  const at::Device& device) {
+  MOESH_CHECK(device.is_cpu(), ErrorKind::comm, call.describe(), " on group '", group.name,
+              "': only tensors on the host go over TCP");
+  MOESH_CHECK(!world.roll->has_left(group.world_rank()), ErrorKind::comm, call.describe(),
+              " on group '", group.name, "', whose world has ended");
+}
+
 class TcpExchange final : public Exchange {
  public:
   TcpExchange(std::shared_ptr<World> world, std::shared_ptr<const GroupInfo> group, Post post)
       : world_(std::move(world)), group_(std::move(group)), post_(std::move(post)) {
-    MOESH_CHECK(post_.options.device().is_cpu(), ErrorKind::comm, post_.call.describe(),
-                " on group '", group_->name, "': only tensors on the host go over TCP");
-    MOESH_CHECK(!world_->roll->has_left(group_->world_rank()), ErrorKind::comm,
-                post_.call.describe(), " on group '", group_->name, "', whose world has ended");
+    check_usable(*world_, *group_, post_.call, post_.options.device());
     for (std::size_t j = 0; j < post_.send.size(); ++j) {
       if (static_cast<int>(j) == group_->rank) continue;
       const SpanHeader header{post_.call, post_.send[j].numel};
@@ -64,7 +95,8 @@ class TcpExchange final : public Exchange {
     frames_.resize(n);
     const auto deadline = Clock::now() + world_->timeout;
     for (std::size_t j = 0; j < n; ++j)
-      if (static_cast<int>(j) != group_->rank) wait_for(j, deadline);
+      if (static_cast<int>(j) != group_->rank)
+        frames_[j] = frame_of(*world_, *group_, group_->members[j], key(), post_.call, deadline);
     std::vector<SpanHeader> headers(n);
     std::vector<Call> calls;
     for (std::size_t j = 0; j < n; ++j) {
@@ -92,29 +124,6 @@ class TcpExchange final : public Exchange {
     return detail::concat(group_->key, "#", post_.call.sequence, ".", post_.call.phase);
   }
 
-  void wait_for(std::size_t j, Clock::time_point deadline) {
-    auto bad_news = Clock::time_point::max();
-    for (;;) {
-      const auto now = Clock::now();
-      if (auto frame = world_->link.take(group_->members[j], key(), now + kLook)) {
-        MOESH_CHECK(frame->size() >= sizeof(SpanHeader), ErrorKind::comm, "rank ",
-                    group_->members[j], " has sent ", frame->size(), " bytes");
-        frames_[j] = std::move(*frame);
-        return;
-      }
-      std::vector<int> missing{group_->members[j]};
-      std::string why = world_->roll->reason(missing);
-      if (why.empty()) {
-        if (now < deadline) continue;
-        why = too_late(missing, world_->timeout);
-      } else {
-        bad_news = std::min(bad_news, now);
-        if (now < bad_news + kGrace) continue;
-      }
-      give_up(group_->world_rank(), "", post_.call, group_->name, why);
-    }
-  }
-
   Span landed(std::size_t j) {
     Span span{frames_[j].data() + sizeof(SpanHeader), post_.recv[j]};
     if (post_.into.empty()) return span;
@@ -129,6 +138,47 @@ class TcpExchange final : public Exchange {
   std::vector<std::vector<char>> frames_;  // by rank
 };
 
+// A message that comes; one that goes is on its way when it is started.
+class TcpRecv final : public Work {
+ public:
+  TcpRecv(std::shared_ptr<World> world, std::shared_ptr<const GroupInfo> group, std::string key,
+          const Call& call, at::Tensor out)
+      : world_(std::move(world)),
+        group_(std::move(group)),
+        key_(std::move(key)),
+        call_(call),
+        out_(std::move(out)) {}
+  at::Tensor wait() override {
+    const auto frame =
+        frame_of(*world_, *group_, call_.root, key_, call_, Clock::now() + world_->timeout);
+    SpanHeader header;
+    std::memcpy(static_cast<void*>(&header), frame.data(), sizeof(header));
+    const std::string verdict = disagreement(header.call, call_, group_->name);
+    MOESH_CHECK(verdict.empty(), ErrorKind::comm, verdict);
+    MOESH_CHECK(frame.size() == sizeof(header) + out_.nbytes(), ErrorKind::comm, "rank ",
+                call_.root, " has sent ", frame.size(), " bytes");
+    if (out_.nbytes() > 0)
+      std::memcpy(out_.data_ptr(), frame.data() + sizeof(header), out_.nbytes());
+    return out_;
+  }
+
+ private:
+  std::shared_ptr<World> world_;
+  std::shared_ptr<const GroupInfo> group_;
+  std::string key_;
+  Call call_;
+  at::Tensor out_;
+};
+
+class Sent final : public Work {
+ public:
+  explicit Sent(at::Tensor x) : x_(std::move(x)) {}
+  at::Tensor wait() override { return x_; }
+
+ private:
+  at::Tensor x_;
+};
+
 class TcpGroup final : public HostGroup {
  public:
   TcpGroup(std::shared_ptr<World> world, GroupInfo info)
@@ -139,6 +189,25 @@ class TcpGroup final : public HostGroup {
  private:
   std::unique_ptr<Exchange> post(Post post) override {
     return std::make_unique<TcpExchange>(world_, info_, std::move(post));
+  }
+
+  std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override {
+    const SpanHeader header{call_of(Collective::send, x.scalar_type(), x.sizes(), m), x.numel()};
+    check_usable(*world_, *info_, header.call, x.device());
+    world_->link.send(header.call.root, FrameHeader::data, message_key(m), bytes_of(header),
+                      {static_cast<const char*>(x.const_data_ptr()), x.nbytes()});
+    return std::make_unique<Sent>(x);
+  }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                const Message& m) override {
+    const at::Tensor out = at::empty(sizes, options);
+    const Call call = call_of(Collective::recv, out.scalar_type(), sizes, m);
+    check_usable(*world_, *info_, call, out.device());
+    return std::make_unique<TcpRecv>(world_, info_, message_key(m), call, out);
+  }
+  // Handles may be waited for in any order: each message has a key of its own.
+  std::string message_key(const Message& m) const {
+    return detail::concat(info_->key, "@", m.number);
   }
 
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,

@@ -1,7 +1,5 @@
 #include "moesh/comm/threads/thread_world.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <numeric>
@@ -9,6 +7,8 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/comm/host_memory.h"
+#include "moesh/comm/threads/mailbox.h"
 
 namespace moesh::comm {
 namespace {
@@ -17,13 +17,6 @@ using Clock = std::chrono::steady_clock;
 
 // A peer is often only a few microseconds behind, and to block and be woken costs more than that.
 constexpr int kYieldsBeforeBlocking = 50;
-
-// Work on an accelerator is asynchronous; peers may touch the memory only when it is done.
-void synchronize(const at::Device& device) {
-  if (device.is_cpu()) return;
-  const c10::impl::VirtualGuardImpl guard(device.type());
-  guard.getStream(device).synchronize();
-}
 
 // One exchange: what each rank posted, and who has read everything.
 struct Slot {
@@ -47,11 +40,16 @@ class ThreadGroupState {
  public:
   ThreadGroupState(std::shared_ptr<ThreadWorld> world, std::string key, std::string name,
                    std::vector<int> members)
-      : world_(world), key_(std::move(key)), name_(std::move(name)), members_(std::move(members)) {}
+      : world_(world),
+        key_(std::move(key)),
+        name_(std::move(name)),
+        members_(std::move(members)),
+        mailbox_(std::make_shared<Mailbox>(world, name_, members_)) {}
 
   const std::string& key() const { return key_; }
   const std::string& name() const { return name_; }
   const std::vector<int>& members() const { return members_; }
+  Mailbox& mailbox() { return *mailbox_; }
 
   std::shared_ptr<Slot> publish(int rank, Post post) {
     const auto slot = slot_of(post.call);
@@ -97,13 +95,18 @@ class ThreadGroupState {
                              // for the next result
   }
 
+  void wake_all() {
+    wake();
+    mailbox_->wake();
+  }
+
+ private:
   void wake() {
     // A thread between its look at the count and its sleep holds the lock.
     std::lock_guard lock(mutex_);
     if (num_blocked_ > 0) changed_.notify_all();
   }
 
- private:
   // True for the last one, who wakes the others.
   bool count(std::atomic<bool>& flag, std::atomic<size_t>& num) {
     flag.store(true, std::memory_order_release);
@@ -168,6 +171,7 @@ class ThreadGroupState {
   std::condition_variable changed_;
   int num_blocked_ = 0;
   std::vector<std::shared_ptr<Slot>> slots_;  // few: those in progress
+  const std::shared_ptr<Mailbox> mailbox_;
 };
 
 namespace {
@@ -202,6 +206,16 @@ class ThreadGroup final : public HostGroup {
  private:
   std::unique_ptr<Exchange> post(Post post) override {
     return std::make_unique<ThreadExchange>(state_, rank(), std::move(post));
+  }
+  std::unique_ptr<Work> do_send(const at::Tensor& x, const Message& m) override {
+    const Call call = call_of(Collective::send, x.scalar_type(), x.sizes(), m);
+    return state_->mailbox().bring({rank(), m.peer}, call, x);
+  }
+  std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
+                                const Message& m) override {
+    const at::Tensor out = empty_result(sizes, options);
+    const Call call = call_of(Collective::recv, out.scalar_type(), sizes, m);
+    return state_->mailbox().bring({m.peer, rank()}, call, out);
   }
   std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                   const std::string& name) override {
@@ -249,7 +263,7 @@ void ThreadWorld::leave(int rank, std::exception_ptr fault) {
     roll_.returned(rank);
   }
   std::lock_guard lock(mutex_);
-  for (const auto& [key, state] : states_) state->wake();
+  for (const auto& [key, state] : states_) state->wake_all();
 }
 
 }  // namespace moesh::comm

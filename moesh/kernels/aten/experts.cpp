@@ -185,22 +185,33 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
       out.scores_R.add_((dy_RD.to(wide(dy)) * groups.per_row(weights.b2_eD, wide(dy))).sum(1));
     dh.mul_(scores_R1), v.h.mul_(scores_R1);
   }
-  out.weights.w2_eDF = groups.outer(dy_RD, v.h.to(dtype));
+  ExpertsWeights d_biases;
   if (weights.b2_eD.defined()) {
     const at::Tensor wide_dy = dy_RD.to(wide(dy));
-    out.weights.b2_eD = groups.sums(after ? wide_dy * scores_R1 : wide_dy).to(dtype);
+    d_biases.b2_eD = groups.sums(after ? wide_dy * scores_R1 : wide_dy).to(dtype);
   }
   at::Tensor dg = v.dh_dg.mul_(dh), du = v.dh_du.mul_(dh);
-  if (weights.b1_eF.defined()) out.weights.b1_eF = groups.sums(dg).to(dtype);
-  if (weights.b3_eF.defined()) out.weights.b3_eF = groups.sums(du).to(dtype);
+  if (weights.b1_eF.defined()) d_biases.b1_eF = groups.sums(dg).to(dtype);
+  if (weights.b3_eF.defined()) d_biases.b3_eF = groups.sums(du).to(dtype);
   if (before) {
     out.scores_R = (dg * saved.gate_RF).sum(1).add_((du * saved.up_RF).sum(1));
     dg.mul_(scores_R1), du.mul_(scores_R1);
   }
   dg = dg.to(dtype), du = du.to(dtype);
-  const at::Tensor rows_RD = gathered(in, in.x);
-  out.weights.w1_eFD = groups.outer(dg, rows_RD);
-  out.weights.w3_eFD = groups.outer(du, rows_RD);
+  const auto weight_half = [groups, in, d_biases, dg, du,
+                            h = v.h.to(dtype)](const at::Tensor& d_rows_RD) {
+    ExpertsWeights d = d_biases;
+    d.w2_eDF = groups.outer(d_rows_RD, h);
+    const at::Tensor rows_RD = gathered(in, in.x);
+    d.w1_eFD = groups.outer(dg, rows_RD);
+    d.w3_eFD = groups.outer(du, rows_RD);
+    return d;
+  };
+  // Rows at their experts are several times as many as tokens: they are gathered once more.
+  if (config.weights_later)
+    out.weights_later = [weight_half, in, dy] { return weight_half(gathered(in, dy)); };
+  else
+    out.weights = weight_half(dy_RD);
   out.x = combined(
       in, groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD)));
   return out;

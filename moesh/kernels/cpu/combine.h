@@ -105,7 +105,7 @@ class Combine {
       const int64_t m = std::min(kBlockRows, end - r);
       for (int i = 0; i < kTerms; ++i) {
         const Term& term = terms_[i];
-        multiply<T>(m, n, c0, term.a + (r - group.begin) * term.lda, term.lda, term.right,
+        multiply<T>(m, n, c0, term.a + (r - group.kept_from) * term.lda, term.lda, term.right,
                     panels[i], e, c, kPanel, i > 0);
       }
       f(r, m, scores_ ? scores_ + r : nullptr, bias_ ? bias_ + e * job_.D + c0 : nullptr);

@@ -75,7 +75,7 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
 
   const auto up_and_gate = [&](const RowBlock& block, const ExpertGroup& group, Arena arena) {
     const int64_t m = block.rows(), r0 = block.begin;
-    T* h_block = h + (r0 - group.begin) * job.Fp;
+    T* h_block = h + (r0 - group.kept_from) * job.Fp;
     const auto a = left_operand(x.from(r0, 0), m, D, arena.take<T>(most * padded<T>(D)));
     Panel<T> gate_panel(w1, Walk::columns, arena), up_panel(w3, Walk::columns, arena);
     A* c = arena.take<A>(2 * most * kPanel);
@@ -122,20 +122,56 @@ ExpertsOutput forward(const ExpertsConfig& config, const ExpertsWeights& weights
   return out;
 }
 
+/// Room for the gradients that are products.
+ExpertsWeights without_b1_and_b3(const ExpertsWeights& w) {
+  const auto like = [](const at::Tensor& t) {
+    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
+  };
+  return {like(w.w1_eFD), like(w.w3_eFD), like(w.w2_eDF), {}, {}, like(w.b2_eD)};
+}
+
+template <class T>
+typename WeightGradients<T>::Result result_in(const ExpertsWeights& d) {
+  return {data<T>(d.w1_eFD), data<T>(d.w3_eFD), data<T>(d.w2_eDF), data<T>(d.b2_eD)};
+}
+
+/// The products that `backward` has left, from what it kept: dg, du and h of all rows.
+template <class T>
+void weight_half(const Job<T>& job, const ExpertsSaved& saved, const at::Tensor& dy,
+                 const at::Tensor& kept, const ExpertsWeights& d) {
+  const T* rows = data<T>(kept);
+  const int64_t size = job.R * job.Fp;
+  const WeightGradients<T> gradients(job, job.rows(saved.input.x), job.rows(dy), rows, rows + size,
+                                     rows + 2 * size, result_in<T>(d));
+  int64_t num_tasks = 0;
+  for (const ExpertGroup& group : job.groups)
+    num_tasks = std::max(num_tasks, gradients.num_tasks(group));
+  const int64_t workers = job.workers(num_tasks);
+  const Scratch scratch(workers, gradients.scratch_bytes());
+  for (const ExpertGroup& group : job.groups)
+    run_tasks(gradients.num_tasks(group), workers, [&](int64_t task, int64_t worker) {
+      gradients.run(task, group, scratch.arena(worker));
+      gemm_done();
+    });
+}
+
 template <class T>
 ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                           const ExpertsSaved& saved, const at::Tensor& dy) {
   using A = Accumulate<T>;
-  const Job<T> job(config, weights, saved.input);
+  const bool later = config.weights_later;
+  const auto owned = std::make_shared<Job<T>>(config, weights, saved.input);
+  if (later) owned->keep_all_rows();
+  const Job<T>& job = *owned;
   const auto& ops = simd_ops<T>();
   const int64_t F = job.F, D = job.D;
   const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
-  out.weights = {like(weights.w1_eFD), like(weights.w3_eFD), like(weights.w2_eDF),
-                 like(weights.b1_eF),  like(weights.b3_eF),  like(weights.b2_eD)};
+  if (!later) out.weights = without_b1_and_b3(weights);
+  out.weights.b1_eF = like(weights.b1_eF), out.weights.b3_eF = like(weights.b3_eF);
   if (config.scores != ScoreSide::none) out.scores_R = at::zeros_like(saved.input.scores_R);
-  const int64_t group_size = job.most_group_rows() * job.Fp;
+  const int64_t group_size = (later ? job.R : job.most_group_rows()) * job.Fp;
   const at::Tensor between = at::empty({3, group_size}, dy.options());
   T* dg = data<T>(between);
   T* du = dg + group_size;
@@ -151,16 +187,17 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
 
   const int64_t bytes =
       space<T>(most * padded<T>(D)) + space<T>(Panel<T>::size(D)) + space<A>(most * kPanel);
-  const WeightGradients<T> gradients(job, x, dy_rows, dg, du, h,
-                                     {data<T>(out.weights.w1_eFD), data<T>(out.weights.w3_eFD),
-                                      data<T>(out.weights.w2_eDF), data<T>(out.weights.b2_eD)});
+  const WeightGradients<T> gradients(job, x, dy_rows, dg, du, h, result_in<T>(out.weights));
+  const auto num_gradient_tasks = [&](const ExpertGroup& group) {
+    return later ? 0 : gradients.num_tasks(group);
+  };
   const Combine<T, 2> to_x(
       job,
       {{{dg, job.Fp, Right<T>{job.w1, F, D, false}}, {du, job.Fp, Right<T>{job.w3, F, D, false}}}},
       nullptr, nullptr, data<T>(out.x));
   int64_t num_tasks = job.num_blocks();
   for (const ExpertGroup& group : job.groups)
-    num_tasks = std::max(num_tasks, gradients.num_tasks(group) + to_x.num_tasks());
+    num_tasks = std::max(num_tasks, num_gradient_tasks(group) + to_x.num_tasks());
   const int64_t workers = job.workers(num_tasks);
   const Scratch scratch(workers,
                         std::max({bytes, gradients.scratch_bytes(), to_x.scratch_bytes()}));
@@ -168,7 +205,7 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
   const auto through_activation = [&](int64_t block_index, const ExpertGroup& group, Arena arena) {
     const RowBlock& block = job.blocks[block_index];
     const int64_t m = block.rows(), r0 = block.begin, e = block.expert,
-                  at0 = (r0 - group.begin) * job.Fp;
+                  at0 = (r0 - group.kept_from) * job.Fp;
     const auto a = left_operand(dy_rows.from(r0, 0), m, D, arena.take<T>(most * padded<T>(D)));
     Panel<T> panel(w2, Walk::columns, arena);
     A* c = arena.take<A>(most * kPanel);
@@ -210,7 +247,7 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
       through_activation(group.block_begin + task, group, scratch.arena(worker));
       gemm_done();
     });
-    run_tasks(to_x.num_tasks() + gradients.num_tasks(group), workers,
+    run_tasks(to_x.num_tasks() + num_gradient_tasks(group), workers,
               [&](int64_t task, int64_t worker) {
                 if (task < to_x.num_tasks())
                   to_x.run(task, group, scratch.arena(worker));  // the larger tasks first
@@ -233,6 +270,14 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
     if (weights.b1_eF.defined()) out.weights.b1_eF.copy_(sums[0]);
     if (weights.b3_eF.defined()) out.weights.b3_eF.copy_(sums[1]);
   }
+  if (later)
+    out.weights_later = [owned, saved, dy, between, biases = std::exchange(out.weights, {}),
+                         shapes = shapes_of(weights)] {
+      ExpertsWeights d = without_b1_and_b3(shapes);
+      d.b1_eF = biases.b1_eF, d.b3_eF = biases.b3_eF;
+      weight_half(*owned, saved, dy, between, d);
+      return d;
+    };
   return out;
 }
 

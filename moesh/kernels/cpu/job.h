@@ -31,6 +31,7 @@ struct RowBlock {
 /// block_end).
 struct ExpertGroup {
   int64_t expert_begin, expert_end, begin, end, block_begin, block_end;
+  int64_t kept_from;  // the row that is first in what lies between two GEMMs
   int64_t rows() const { return end - begin; }
   int64_t num_blocks() const { return block_end - block_begin; }
 };
@@ -81,7 +82,7 @@ struct Job {
       const int64_t count = rows_of(e);
       if (groups.back().rows() > 0 && groups.back().rows() + count > group_rows) {
         const int64_t block = static_cast<int64_t>(blocks.size());
-        groups.push_back({e, e, first[e], first[e], block, block});
+        groups.push_back({e, e, first[e], first[e], block, block, first[e]});
       }
       const int64_t parts = divide_up(count, kBlockRows),
                     rows = parts ? divide_up(count, parts) : 0;
@@ -92,6 +93,11 @@ struct Job {
       groups.back().block_end = static_cast<int64_t>(blocks.size());
     }
     if (indexed) check_tokens();
+  }
+
+  /// What lies between two GEMMs is kept, for the rows of all groups.
+  void keep_all_rows() {
+    for (ExpertGroup& g : groups) g.kept_from = 0;
   }
 
   int64_t rows_of(int64_t expert) const { return first[expert + 1] - first[expert]; }

@@ -51,7 +51,7 @@ class WeightGradients {
   void run(int64_t task, const ExpertGroup& group, Arena arena) const {
     const int64_t D = job_.D, F = job_.F, e = group.expert_begin + task / (up_tiles_ + down_tiles_),
                   tile = task % (up_tiles_ + down_tiles_);
-    const int64_t r0 = job_.first[e], n = job_.rows_of(e), at = (r0 - group.begin) * job_.Fp,
+    const int64_t r0 = job_.first[e], n = job_.rows_of(e), at = (r0 - group.kept_from) * job_.Fp,
                   ld = stride(n);
     T* a = arena.take<T>(2 * tile_ * ld);
     const auto& ops = simd_ops<T>();

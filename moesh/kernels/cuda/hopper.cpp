@@ -76,9 +76,8 @@ class Call {
   /// gate_RF and up_RF become their gradients. The gradients of the weights get their memory when
   /// they are made: those of w1 and w3 after the hidden state is gone.
   ExpertsGradients backward(const at::Tensor& gate_RF, const at::Tensor& up_RF,
-                            const at::Tensor& dy) {
+                            const at::Tensor& dy, at::Tensor* hidden_RF) {
     ExpertsGradients d;
-    const auto like = [](const at::Tensor& t) { return t.defined() ? at::empty_like(t) : t; };
     d.weights.b1_eF = like(weights_.b1_eF), d.weights.b3_eF = like(weights_.b3_eF);
     d.weights.b2_eD = like(weights_.b2_eD);
     {
@@ -93,8 +92,10 @@ class Call {
       if (terms.defined())
         run_("score_gradient", score_gradient, experts_, in(dy_RD),
              static_cast<const float*>(floats(terms)), floats(d.scores_R));
-      d.weights.w2_eDF = like(weights_.w2_eDF);
-      run_("dw2", dw2, experts_, in(dy_RD), in(act_RF), out(d.weights.w2_eDF));
+      if (hidden_RF)
+        *hidden_RF = act_RF;
+      else
+        d.weights.w2_eDF = gradient_of_w2(dy_RD, act_RF);
       if (weights_.b1_eF.defined() || weights_.b3_eF.defined() || weights_.b2_eD.defined()) {
         const at::Tensor sums = at::empty({num_bias_terms(experts_.num_rows, experts_.num_experts),
                                            std::max(experts_.model, experts_.ffn)},
@@ -106,13 +107,35 @@ class Call {
     const at::Tensor dx_RD = gathered() ? rows_RD_ : empty_rows();
     run_("dx", dx, experts_, in(gate_RF), in(up_RF), out(dx_RD));
     d.x = at_tokens(dx_RD);
-    d.weights.w1_eFD = like(weights_.w1_eFD), d.weights.w3_eFD = like(weights_.w3_eFD);
-    run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(gate_RF), in(up_RF),
-         out(d.weights.w1_eFD), out(d.weights.w3_eFD));
+    if (!hidden_RF) gradients_of_w1_and_w3(gate_RF, up_RF, d.weights);
+    return d;
+  }
+
+  /// What backward leaves where it gives its hidden state away. The weights of this call stand for
+  /// their sizes.
+  ExpertsWeights weight_half(const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF,
+                             const at::Tensor& hidden_RF, const at::Tensor& dy) {
+    ExpertsWeights d;
+    d.w2_eDF = gradient_of_w2(at_experts(dy), hidden_RF);
+    gradients_of_w1_and_w3(d_gate_RF, d_up_RF, d);
     return d;
   }
 
  private:
+  static at::Tensor like(const at::Tensor& t) {
+    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
+  }
+  at::Tensor gradient_of_w2(const at::Tensor& dy_RD, const at::Tensor& hidden_RF) const {
+    const at::Tensor d = like(weights_.w2_eDF);
+    run_("dw2", dw2, experts_, in(dy_RD), in(hidden_RF), out(d));
+    return d;
+  }
+  void gradients_of_w1_and_w3(const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF,
+                              ExpertsWeights& d) const {
+    d.w1_eFD = like(weights_.w1_eFD), d.w3_eFD = like(weights_.w3_eFD);
+    run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(d_gate_RF), in(d_up_RF),
+         out(d.w1_eFD), out(d.w3_eFD));
+  }
   bool gathered() const { return input_.token_R.defined(); }
   at::Tensor empty_rows() const {
     return at::empty({experts_.num_rows, experts_.model}, input_.x.options());
@@ -156,8 +179,19 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   ExpertsSaved saved, const at::Tensor& dy) {
-  return Call(config, weights, saved.input, num_rows(saved.input))
-      .backward(saved.gate_RF, saved.up_RF, dy);
+  at::Tensor hidden_RF;
+  ExpertsGradients d =
+      Call(config, weights, saved.input, num_rows(saved.input))
+          .backward(saved.gate_RF, saved.up_RF, dy, config.weights_later ? &hidden_RF : nullptr);
+  if (!config.weights_later) return d;
+  d.weights_later = [config, saved, dy, hidden_RF, biases = std::exchange(d.weights, {}),
+                     shapes = shapes_of(weights)] {
+    ExpertsWeights w = Call(config, shapes, saved.input, num_rows(saved.input))
+                           .weight_half(saved.gate_RF, saved.up_RF, hidden_RF, dy);
+    w.b1_eF = biases.b1_eF, w.b3_eF = biases.b3_eF, w.b2_eD = biases.b2_eD;
+    return w;
+  };
+  return d;
 }
 
 TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {

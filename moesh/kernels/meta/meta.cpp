@@ -84,13 +84,17 @@ ExpertsOutput experts_forward(const ExpertsConfig& /*config*/, const ExpertsWeig
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
-                                  ExpertsSaved saved, const at::Tensor& /*dy*/) {
+                                  ExpertsSaved saved, const at::Tensor& dy) {
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
   out.weights = {like(weights.w1_eFD), like(weights.w3_eFD), like(weights.w2_eDF),
                  like(weights.b1_eF),  like(weights.b3_eF),  like(weights.b2_eD)};
   if (config.scores != ScoreSide::none) out.scores_R = at::empty_like(saved.input.scores_R);
   const auto held = between_gemms(saved.input, saved.gate_RF.size(0), 3 * saved.gate_RF.size(1));
+  if (config.weights_later)
+    out.weights_later = [saved, dy, d = std::exchange(out.weights, {}),
+                         kept = at::empty({3, saved.gate_RF.size(0), saved.gate_RF.size(1)},
+                                          saved.gate_RF.options())] { return d; };
   return out;
 }
 

@@ -50,7 +50,8 @@ void move(const path& from, const path& to) {
 bool belongs_to_run(const std::string& name) {
   return name == "metrics.csv" || name == "tensorboard" || name == "config.toml" ||
          name == "starts.jsonl" || name == "replaced.jsonl" ||
-         name.starts_with("metrics-until-step-") || name.starts_with("flight-rank-");
+         name.starts_with("metrics-until-step-") || name.starts_with("flight-rank-") ||
+         name.starts_with("trace-steps-");
 }
 
 // The run that was here gets a folder of its own. Its metrics.jsonl goes last: as long as that is

@@ -3,6 +3,7 @@
 //   metrics.jsonl   a line for each step           config.toml    what the run was asked to do
 //   starts.jsonl    a line for each start: when, where, with which versions, mesh and configuration
 //   metrics.csv, tensorboard/                      where they are asked for
+//   trace-steps-10-12.json                         of the steps that profile.steps names
 //   replaced.jsonl  lines of steps that a run took once more, from a checkpoint
 //   earlier/0001/   the same of the run that was here before
 

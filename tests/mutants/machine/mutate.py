@@ -55,7 +55,7 @@ QUICK_MS = 700  # tests that are tried first, together
 FROM_OUTSIDE = ("signal 9", "signal 15")
 PROGRAMS = ("mutate_checks", "mutate_sweep")
 ON_A_GPU = "mutate_gpu"  # where there is one
-NEEDS_A_GPU = ("moesh/nn/flash_attention.cpp",)
+NEEDS_A_GPU = ("moesh/nn/composed_attention.cpp", "moesh/nn/flash_attention.cpp")
 GPU_JOBS = 6  # processes that share it
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 

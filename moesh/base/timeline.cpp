@@ -1,0 +1,119 @@
+#include "moesh/base/timeline.h"
+
+#include <chrono>
+#include <utility>
+
+#include "moesh/base/error.h"
+
+namespace moesh {
+namespace {
+
+std::int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+}  // namespace
+
+constinit thread_local Timeline* Timeline::current_ = nullptr;
+
+Timeline::Timeline() : outer_(current_) { current_ = this; }
+Timeline::~Timeline() { current_ = outer_; }
+
+std::int64_t Timeline::number_of(std::string_view name) {
+  if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;
+  const auto number = static_cast<std::int64_t>(record_.names.size());
+  record_.names.emplace_back(name);
+  numbers_.emplace(name, number);
+  return number;
+}
+
+std::int64_t Timeline::group_of(const std::string& name, const std::vector<int>& members,
+                                bool meets_on_host) {
+  for (std::size_t i = 0; i < record_.groups.size(); ++i)
+    if (record_.groups[i].name == name && record_.groups[i].members == members)
+      return static_cast<std::int64_t>(i);
+  record_.groups.push_back({name, members, meets_on_host});
+  return static_cast<std::int64_t>(record_.groups.size()) - 1;
+}
+
+std::int64_t Timeline::open(SliceKind kind, std::string_view name) {
+  const auto slice = static_cast<std::int64_t>(record_.slices.size());
+  record_.slices.push_back({.kind = kind, .name = number_of(name)});
+  open_.push_back(slice);
+  record_.slices.back().begin = now();
+  return slice;
+}
+
+void Timeline::close(std::int64_t slice) {
+  const std::int64_t end = now();
+  // An exception leaves scopes that have no chance to say so.
+  while (!open_.empty()) {
+    const std::int64_t last = open_.back();
+    if (last < slice) return;
+    open_.pop_back();
+    record_.slices[static_cast<std::size_t>(last)].end = end;
+  }
+}
+
+std::int64_t Timeline::call(std::string_view op, const std::string& group,
+                            const std::vector<int>& members, bool meets_on_host,
+                            std::int64_t bytes) {
+  const auto number = static_cast<std::int64_t>(record_.collectives.size());
+  CollectiveSpan span{
+      .op = number_of(op), .group = group_of(group, members, meets_on_host), .bytes = bytes};
+  for (auto i = open_.rbegin(); i != open_.rend() && span.scope < 0; ++i)
+    if (const Slice& s = record_.slices[static_cast<std::size_t>(*i)]; s.kind == SliceKind::scope)
+      span.scope = s.name;
+  const std::int64_t parent = innermost();
+  const std::int64_t slice = open(SliceKind::collective, std::string(op) + " " + group);
+  called_.push_back({slice, parent});
+  record_.slices[static_cast<std::size_t>(slice)].collective = number;
+  span.begin = record_.slices[static_cast<std::size_t>(slice)].begin;
+  span.wait_begin = span.begin;
+  record_.collectives.push_back(span);
+  return number;
+}
+
+void Timeline::started(std::int64_t collective) {
+  close(called_[static_cast<std::size_t>(collective)].slice);
+}
+
+void Timeline::wait(std::int64_t collective) {
+  CollectiveSpan& span = record_.collectives[static_cast<std::size_t>(collective)];
+  const Called& called = called_[static_cast<std::size_t>(collective)];
+  Slice& calling = record_.slices[static_cast<std::size_t>(called.slice)];
+  const bool is_at_once =
+      called.parent == innermost() && record_.slices.back().begin <= calling.end;
+  if (is_at_once) {  // nothing was done since the call: one slice
+    open_.push_back(called.slice);
+    span.wait_begin = calling.end;
+    return;
+  }
+  const std::string name = record_.names[static_cast<std::size_t>(span.op)] + " " +
+                           record_.groups[static_cast<std::size_t>(span.group)].name;
+  const std::int64_t slice = open(SliceKind::collective, name);
+  record_.slices[static_cast<std::size_t>(slice)].collective = collective;
+  span.wait_begin = record_.slices[static_cast<std::size_t>(slice)].begin;
+}
+
+void Timeline::ended(std::int64_t collective) {
+  if (open_.empty()) return;
+  const std::int64_t slice = open_.back();
+  const Slice& s = record_.slices[static_cast<std::size_t>(slice)];
+  if (s.collective != collective) return;
+  close(slice);
+  record_.collectives[static_cast<std::size_t>(collective)].end = s.end;
+}
+
+TimelineRecord Timeline::take() {
+  if (!open_.empty()) close(open_.front());
+  for (CollectiveSpan& span : record_.collectives)
+    if (span.end == 0) span.end = now();  // it goes on
+  numbers_.clear();
+  called_.clear();
+  return std::exchange(record_, {});
+}
+
+}  // namespace moesh

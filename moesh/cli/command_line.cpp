@@ -1,0 +1,192 @@
+#include "moesh/cli/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+
+#include "moesh/base/error.h"
+#include "moesh/config/options.h"
+
+namespace moesh::cli {
+namespace {
+
+constexpr const char* kLogLevel = "--log-level";
+constexpr std::size_t kColumns = 100, kHelpColumn = 17, kOptionColumn = 19, kOptionHelpColumn = 36;
+
+// `head`, and from `column` on the words of `text`, in lines that fit.
+std::string in_columns(std::string head, std::size_t column, const std::string& text) {
+  if (head.size() + 1 < column)
+    head.resize(column, ' ');
+  else
+    head += "   ";
+  std::string lines, line = head;
+  for (std::size_t begin = 0, end = 0; begin < text.size(); begin = end + 1) {
+    end = std::min(text.find(' ', begin), text.size());
+    const std::string word = text.substr(begin, end - begin);
+    const bool is_empty = line.empty() || line.back() == ' ';
+    if (!is_empty && line.size() + 1 + word.size() > kColumns) {
+      lines += line + "\n";
+      line = std::string(column, ' ') + word;
+    } else {
+      line += (is_empty ? "" : " ") + word;
+    }
+  }
+  return lines + line + "\n";
+}
+
+bool takes_value(const CommandOption& o) { return !o.value.empty() && o.value[0] != '['; }
+
+// Values are texts for CLI11: what they must be is said here, with the way out.
+void add(CLI::App& app, const CommandOption& o) {
+  if (o.value.empty()) {
+    app.add_flag(o.name)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+    return;
+  }
+  // A value may be missing as far as CLI11 knows: else it would take the next option for one.
+  app.add_option(o.name)->expected(0, 1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+}
+
+// "--out=" has no value, and CLI11 would take the next word for it.
+void refuse_empty(const Command& command, const Args& args) {
+  for (const CommandOption& o : command.options)
+    for (const std::string& arg : args)
+      MOESH_CHECK(o.value.empty() || arg != o.name + "=", ErrorKind::config, o.name,
+                  " needs a value, as in ", o.name, "=", o.value);
+}
+
+Args values_of(const CLI::App& app, const CommandOption& o) {
+  const Args values = app.get_option(o.name)->results();
+  for (const std::string& value : values)
+    MOESH_CHECK(!takes_value(o) || !value.empty(), ErrorKind::config, o.name,
+                " needs a value, as in ", o.name, "=...");
+  MOESH_CHECK(o.may_repeat || values.size() == 1, ErrorKind::config,
+              app.get_name().empty() ? "moesh" : app.get_name(), " has ", o.name,
+              values.size() == 2 ? " twice" : " several times", "; keep one of them");
+  return values;
+}
+
+int whole_number(const std::string& name, const std::string& text, int least) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  MOESH_CHECK(error == std::errc() && end == text.data() + text.size() && value >= least,
+              ErrorKind::config, name, " is '", text, "'; it takes a whole number, ", least,
+              " or more");
+  return value;
+}
+
+[[noreturn]] void throw_no_command(const std::vector<Command>& commands, const std::string& name) {
+  std::string names;
+  for (std::size_t i = 0; i < commands.size(); ++i)
+    names += (i == 0 ? "" : i + 1 < commands.size() ? ", " : " and ") + commands[i].name;
+  throw Error(ErrorKind::config,
+              detail::concat("there is no command '", name, "'; the commands are ", names));
+}
+
+[[noreturn]] void throw_no_option(const Command& command, const std::string& arg) {
+  std::vector<std::string> known;
+  for (const CommandOption& o : command.options) known.push_back(o.name);
+  const std::string nearest =
+      known.empty() ? ""
+                    : "the nearest that it has is " +
+                          config::nearest_name(arg.substr(0, arg.find('=')), known) + "; ";
+  throw Error(ErrorKind::config, detail::concat(command.name, " has no option '", arg, "'; ",
+                                                nearest, "usage: ", command.usage()));
+}
+
+}  // namespace
+
+std::optional<std::string> Given::text(const std::string& name) const {
+  const auto found = values_.find(name);
+  return found == values_.end() ? std::nullopt : std::optional(found->second.front());
+}
+
+Args Given::texts(const std::string& name) const {
+  const auto found = values_.find(name);
+  return found == values_.end() ? Args{} : found->second;
+}
+
+int Given::number(const std::string& name, int initial, int least) const {
+  const auto given = text(name);
+  return given ? whole_number(name, *given, least) : initial;
+}
+
+double Given::real(const std::string& name, double initial) const {
+  const auto given = text(name);
+  if (!given) return initial;
+  double value = 0;
+  char rest = 0;
+  MOESH_CHECK(std::sscanf(given->c_str(), "%lf%c", &value, &rest) == 1 && std::isfinite(value) &&
+                  value >= 0,
+              ErrorKind::config, name, " is '", *given, "'; it takes a number, 0 or more, as in ",
+              name, "=1e-5");
+  return value;
+}
+
+void Given::expect_words(std::size_t count) const {
+  MOESH_CHECK(rest_.size() == count, ErrorKind::config, rest_.size(), " words where ", count,
+              " are needed; usage: ", command_->usage());
+}
+
+std::string Command::usage() const {
+  std::string text = "moesh " + name + (words.empty() ? "" : " " + words);
+  for (const CommandOption& o : options)
+    text += " [" + o.name + (o.value.empty() ? "" : " " + o.value) + "]";
+  return text + (takes_config ? " [OPTIONS]" : "") + (note.empty() ? "" : " " + note);
+}
+
+std::string Command::describe() const {
+  std::string text =
+      in_columns("  " + name + (words.empty() ? "" : " " + words), kHelpColumn,
+                 help + (takes_config && name != "train" ? "; takes train's options" : ""));
+  for (const CommandOption& o : options)
+    text += in_columns(
+        std::string(kOptionColumn, ' ') + o.name + (o.value.empty() ? "" : " ") + o.value,
+        kOptionHelpColumn, o.help);
+  return text;
+}
+
+CommandLine read_command_line(const std::vector<Command>& commands, const Args& args) {
+  CLI::App app;
+  app.allow_extras()->require_subcommand(0, 1);
+  app.set_version_flag("--version", "");
+  const CommandOption log_level{.name = kLogLevel, .value = "LEVEL", .help = ""};
+  add(app, log_level);
+  for (const Command& c : commands) {
+    CLI::App* sub = app.add_subcommand(c.name)->allow_extras();
+    add(*sub, log_level);
+    for (const CommandOption& o : c.options) add(*sub, o);
+  }
+  CommandLine line;
+  try {
+    app.parse(Args(args.rbegin(), args.rend()));  // CLI11 takes them from the end
+  } catch (const CLI::CallForHelp&) {
+    line.wants_help = true;
+  } catch (const CLI::CallForVersion&) {
+    line.wants_version = true;
+  } catch (const CLI::ParseError& e) {
+    throw Error(ErrorKind::config, detail::concat(e.what(), "; moesh --help lists what there is"));
+  }
+  const auto named = app.get_subcommands();
+  // What comes before a command, or is no command.
+  if (const Args loose = app.remaining(); !loose.empty())
+    throw_no_command(commands, named.empty() ? loose[0] : named[0]->get_name() + " " + loose[0]);
+  if (app.count(kLogLevel) > 0) line.log_level = values_of(app, log_level).front();
+  if (named.empty()) return line;
+  const CLI::App& sub = *named[0];
+  line.command = &*std::find_if(commands.begin(), commands.end(),
+                                [&](const Command& c) { return c.name == sub.get_name(); });
+  if (sub.count(kLogLevel) > 0) line.log_level = values_of(sub, log_level).front();
+  refuse_empty(*line.command, args);
+  line.given.command_ = line.command;
+  for (const CommandOption& o : line.command->options)
+    if (sub.count(o.name) > 0) line.given.values_[o.name] = values_of(sub, o);
+  line.given.rest_ = sub.remaining();
+  if (!line.command->takes_config && !line.wants_help)
+    for (const std::string& arg : line.given.rest_)
+      if (arg.starts_with("-") && arg.size() > 1) throw_no_option(*line.command, arg);
+  return line;
+}
+
+}  // namespace moesh::cli

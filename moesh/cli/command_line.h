@@ -1,0 +1,75 @@
+#pragma once
+// The command line: which command, and what it is given. CLI11 reads the commands and their own
+// options; the options of a configuration, whose keys depend on the model, go through unread.
+
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace moesh::cli {
+
+using Args = std::vector<std::string>;
+
+/// An option of a command that is not part of the configuration.
+struct CommandOption {
+  std::string name;   // "--json"
+  std::string value;  // "FILE"; "[FILE]": with or without one; empty: without
+  std::string help;
+  bool may_repeat = false;
+};
+
+struct Command;
+struct CommandLine;
+/// What a command is given.
+class Given {
+ public:
+  /// The value of an option; nothing where it is not there. One that stands alone has an empty one.
+  std::optional<std::string> text(const std::string& name) const;
+  /// All values, of an option that may repeat.
+  Args texts(const std::string& name) const;
+  /// A whole number, `least` or more; `initial` where it is not given.
+  int number(const std::string& name, int initial, int least = 1) const;
+  /// A number, 0 or more.
+  double real(const std::string& name, double initial) const;
+  bool has(const std::string& name) const { return values_.contains(name); }
+
+  /// What is left: the options of the configuration, or the words of a command that takes none.
+  const Args& rest() const { return rest_; }
+  /// Throws Error (config) unless they are `count` words.
+  void expect_words(std::size_t count) const;
+
+ private:
+  friend CommandLine read_command_line(const std::vector<Command>&, const Args&);
+  const Command* command_ = nullptr;
+  std::map<std::string, Args> values_;
+  Args rest_;
+};
+
+struct Command {
+  std::string name;
+  std::string words;  // that follow it: "A B"
+  std::string help;
+  bool takes_config = false;  // the options of a configuration
+  std::vector<CommandOption> options;
+  int (*run)(const Given& given);
+  std::string note = "";  // at the end of its usage
+
+  /// "moesh compare A B [--tolerance X] [--all]"
+  std::string usage() const;
+  /// Its part of the help: lines of at most 100 columns.
+  std::string describe() const;
+};
+
+struct CommandLine {
+  const Command* command = nullptr;  // null: none is named
+  Given given;
+  bool wants_help = false, wants_version = false;
+  std::optional<std::string> log_level;
+};
+
+/// Throws Error (config) where no command is called so, an option has no value, is there twice, or
+/// is none of a command that takes no configuration.
+CommandLine read_command_line(const std::vector<Command>& commands, const Args& args);
+
+}  // namespace moesh::cli

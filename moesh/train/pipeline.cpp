@@ -1,0 +1,240 @@
+#include "moesh/train/pipeline.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+
+#include <map>
+#include <optional>
+#include <set>
+#include <tuple>
+
+#include "moesh/base/error.h"
+#include "moesh/base/sections.h"
+#include "moesh/pipeline/execute.h"
+#include "moesh/pipeline/simulate.h"
+#include "moesh/spmd/backward.h"
+#include "moesh/spmd/stages.h"
+
+namespace moesh::train {
+namespace {
+
+using pipeline::Action;
+using pipeline::ActionKind;
+
+// The stages of one rank at work.
+template <bool Sp>
+class StageActor final : public pipeline::Actor {
+ public:
+  StageActor(models::Model& model, const std::vector<models::MicroBatch>& batches,
+             const models::ForwardOptions& options, const pipeline::Schedule& schedule,
+             ReduceLater* reductions, const OnForward& on_forward)
+      : model_(model),
+        batches_(batches),
+        options_(options),
+        schedule_(schedule),
+        rank_(current_mesh().coordinate(pp)),
+        reductions_(reductions),
+        on_forward_(on_forward) {
+    for (int stage = 0; stage < schedule.num_stages; ++stage)
+      if (schedule.rank_with(stage) == rank_) index_.emplace(stage, index_.size());
+  }
+
+  void start_receive(const Action& taker, int from) override {
+    const auto sizes = model_.stream_sizes(batch_of(taker), options_);
+    const auto like = model_.stream_options();
+    if (taker.kind == ActionKind::forward)
+      streams_.emplace(key_of(taker), ArrivingStream(sizes, like, from, label_of(taker)));
+    else
+      gradients_.emplace(key_of(taker), ArrivingGradient(sizes, like, from, label_of(taker)));
+  }
+
+  void run(const Action& a) override {
+    RECORD_USER_SCOPE(to_string(a));
+    if (a.kind == ActionKind::forward)
+      forward(a);
+    else
+      backward(a);
+  }
+
+  void start_send(const Action& maker, int to) override {
+    const auto label = label_of(*taker_of(maker));
+    sent_.emplace(sent_key(maker), maker.kind == ActionKind::forward
+                                       ? moesh::start_send(made_stream_, to, label)
+                                       : moesh::start_send(made_gradient_, to, label));
+    made_stream_ = {}, made_gradient_ = {};
+  }
+
+  void finish_send(const Action& maker) override {
+    const auto found = sent_.find(sent_key(maker));
+    found->second.wait();
+    sent_.erase(found);
+  }
+
+ private:
+  using Stream = nn::Stream<Sp>;
+  using Gradient = typename Stream::Gradient;
+  using ArrivingStream = Arriving<Stream::layout>;
+  using ArrivingGradient = Arriving<Gradient::layout>;
+  using Key = std::pair<int, int>;             // stage, micro-batch
+  using SentKey = std::tuple<bool, int, int>;  // whether it is a gradient, stage, micro-batch
+
+  // What a forward leaves for its backward.
+  struct Live {
+    Stream input;  // of the first stage: undefined
+    models::ForwardResult result;
+  };
+
+  static Key key_of(const Action& a) { return {a.stage, a.micro_batch}; }
+  static SentKey sent_key(const Action& a) {
+    return {a.kind != ActionKind::forward, a.stage, a.micro_batch};
+  }
+  const models::MicroBatch& batch_of(const Action& a) const {
+    return batches_[static_cast<std::size_t>(a.micro_batch)];
+  }
+  std::optional<Action> taker_of(const Action& maker) const {
+    const auto to = schedule_.target(maker);
+    return to ? std::optional(Action{maker.kind, *to, maker.micro_batch}) : std::nullopt;
+  }
+  // The same on both sides of a message.
+  std::int64_t label_of(const Action& taker) const {
+    const std::int64_t of_kind = taker.kind == ActionKind::forward ? 0 : schedule_.num_stages;
+    return (of_kind + taker.stage) * schedule_.num_micro_batches + taker.micro_batch;
+  }
+  bool stays_here(const Action& maker) const {
+    const auto taker = taker_of(maker);
+    return taker && schedule_.rank_with(taker->stage) == rank_;
+  }
+
+  template <class Received, class Handed>
+  static auto take(Received& received, Handed& handed, const Key& key) {
+    if (auto found = handed.extract(key)) return found.mapped();
+    auto arriving = received.extract(key);
+    MOESH_CHECK(arriving, "stage ", key.first, " has no input for micro-batch ", key.second);
+    const InSection section(Section::waiting);
+    return arriving.mapped().wait();
+  }
+
+  void forward(const Action& a) {
+    Live live;
+    if (a.stage > 0) live.input = as_input(take(streams_, handed_streams_, key_of(a)));
+    {
+      const InSection section(Section::forward);
+      live.result = model_.forward_stage(index_.at(a.stage), live.input, batch_of(a), options_);
+    }
+    on_forward_(a, live.result);
+    if (const auto taker = taker_of(a)) {
+      const Stream& stream = std::get<Stream>(live.result.stream);
+      if (stays_here(a))
+        handed_streams_.emplace(key_of(*taker), stream);
+      else
+        made_stream_ = stream;
+    }
+    if (reductions_) live_.emplace(key_of(a), std::move(live));
+  }
+
+  void backward(const Action& a) {
+    if (a.kind == ActionKind::backward_weight) return;
+    const auto live = live_.extract(key_of(a));
+    MOESH_CHECK(live, "backward of stage ", a.stage, " without its forward");
+    const auto& [input, result] = live.mapped();
+    const bool is_last = a.stage + 1 == schedule_.num_stages;
+    std::optional<Gradient> gradient;
+    if (!is_last) gradient = take(gradients_, handed_gradients_, key_of(a));
+    const InSection section(Section::backward);
+    if (is_last)
+      moesh::backward(result.loss);
+    else
+      moesh::backward(std::get<Stream>(result.stream), *gradient, result.loss);
+    reductions_->start();
+    const auto taker = taker_of(a);
+    if (!taker) return;
+    if (stays_here(a))
+      handed_gradients_.emplace(key_of(*taker), grad(input));
+    else
+      made_gradient_ = grad(input);
+  }
+
+  models::Model& model_;
+  const std::vector<models::MicroBatch>& batches_;
+  const models::ForwardOptions& options_;
+  const pipeline::Schedule& schedule_;
+  int rank_;
+  ReduceLater* reductions_;
+  const OnForward& on_forward_;
+  std::map<int, std::size_t> index_;  // of a stage among this rank's
+  std::map<Key, Live> live_;
+  // By who takes it: from another rank, and from a stage of this one.
+  std::map<Key, ArrivingStream> streams_;
+  std::map<Key, ArrivingGradient> gradients_;
+  std::map<Key, Stream> handed_streams_;
+  std::map<Key, Gradient> handed_gradients_;
+  // Of the last action, until it is sent; then by who made it.
+  Stream made_stream_;
+  Gradient made_gradient_;
+  std::map<SentKey, comm::Handle> sent_;
+};
+
+// Of whole steps: how many messages may be under way without any rank ever waiting for itself.
+int num_buffers(const pipeline::Schedule& schedule, bool has_backward) {
+  if (schedule.num_ranks() == 1 || !has_backward) return std::numeric_limits<int>::max();
+  return pipeline::simulate(schedule).num_buffers;
+}
+
+template <bool Sp>
+void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
+         const models::ForwardOptions& options, const pipeline::Schedule& schedule,
+         ReduceLater* reductions, const OnForward& on_forward) {
+  StageActor<Sp> actor(model, batches, options, schedule, reductions, on_forward);
+  pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
+                    {.num_buffers = num_buffers(schedule, reductions != nullptr)});
+}
+
+int rank_of_end(const pipeline::Schedule& s, bool is_last) {
+  return s.rank_with(is_last ? s.num_stages - 1 : 0);
+}
+
+}  // namespace
+
+pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches) {
+  const int num_ranks = current_mesh().size(pp), m = static_cast<int>(num_micro_batches);
+  if (num_ranks == 1) return pipeline::one_f_one_b(1, m);
+  return pipeline::make_schedule(options.schedule, num_ranks, options.stages_of_a_rank, m);
+}
+
+void open_channels(const models::Model& model, const PipelineOptions& options) {
+  if (current_mesh().size(pp) == 1) return;
+  const auto s = schedule_of(options, 1);
+  std::set<comm::Channel> channels;  // both ways
+  const auto add = [&](int a, int b) {
+    if (a != b) channels.insert({a, b}), channels.insert({b, a});
+  };
+  for (int stage = 0; stage + 1 < s.num_stages; ++stage)
+    add(s.rank_with(stage), s.rank_with(stage + 1));
+  if (model.has_tied_ends()) add(rank_of_end(s, false), rank_of_end(s, true));
+  current_mesh().group(pp)->open_channels({channels.begin(), channels.end()});
+}
+
+void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
+                  const models::ForwardOptions& options, const pipeline::Schedule& schedule,
+                  ReduceLater* reductions, const OnForward& on_forward) {
+  if (options.sequence_parallel)
+    run<true>(model, batches, options, schedule, reductions, on_forward);
+  else
+    run<false>(model, batches, options, schedule, reductions, on_forward);
+}
+
+void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule) {
+  Stored* w = model.tied_to_other_end();
+  if (!w) return;
+  const int rank = current_mesh().coordinate(pp), first = rank_of_end(schedule, false),
+            other = rank == first ? rank_of_end(schedule, true) : first;
+  const auto& group = current_mesh().group(pp);
+  at::Tensor& mine = w->value.mutable_grad();
+  comm::Handle theirs = group->start_recv(mine.sizes(), mine.options(), other),
+               sent = group->start_send(mine, other);
+  const at::Tensor sum = mine + theirs.wait();  // the same bits on both sides
+  sent.wait();
+  mine = sum;
+}
+
+}  // namespace moesh::train

@@ -1,0 +1,42 @@
+#pragma once
+// A step's forwards and backwards, as a schedule orders them: the stages of this rank, and what
+// goes between them and those of other ranks. Without pp the schedule is a forward and a backward
+// of each micro-batch.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "moesh/models/model.h"
+#include "moesh/pipeline/schedule.h"
+#include "moesh/spmd/reduce.h"
+
+namespace moesh::train {
+
+/// What a schedule is made of besides pp and the micro-batches of a step.
+struct PipelineOptions {
+  std::string schedule = "1f1b";
+  int stages_of_a_rank = 1;
+};
+
+/// Of the current mesh, for so many micro-batches.
+pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches);
+
+/// Makes the ways for messages between the stages. Every rank of the current mesh calls it, before
+/// the first step.
+void open_channels(const models::Model& model, const PipelineOptions& options);
+
+/// What the forward of a stage has given for a micro-batch.
+using OnForward = std::function<void(const pipeline::Action&, const models::ForwardResult&)>;
+
+/// The actions of this rank. `reductions` are of the gradients; null: there is no backward in the
+/// schedule. Throws Error which names the action, where there are several ranks.
+void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
+                  const models::ForwardOptions& options, const pipeline::Schedule& schedule,
+                  ReduceLater* reductions, const OnForward& on_forward);
+
+/// Where the embedding is the head as well and both ends are on ranks of their own: each adds the
+/// other's gradient to its own.
+void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule);
+
+}  // namespace moesh::train

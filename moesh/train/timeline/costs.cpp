@@ -1,0 +1,166 @@
+#include "moesh/train/timeline/costs.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/base/text.h"
+
+namespace moesh::train {
+namespace {
+
+struct Sum {
+  std::int64_t nanoseconds = 0, num_calls = 0;
+  std::map<int, std::int64_t> slowest;  // how often each rank came last
+};
+using Sums = std::map<std::string, Sum>;
+
+// A slice with what it inherits from those around it.
+struct Placed {
+  std::int64_t self = 0;  // without what is inside
+  std::string section = "other";
+  bool in_step = false, in_collective = false;
+};
+
+std::vector<Placed> placed(const TimelineRecord& t) {
+  std::vector<Placed> all(t.slices.size());
+  std::vector<std::size_t> open;
+  for (std::size_t i = 0; i < t.slices.size(); ++i) {
+    const Slice& s = t.slices[i];
+    while (!open.empty() && t.slices[open.back()].end <= s.begin) open.pop_back();
+    Placed& p = all[i];
+    if (!open.empty()) {
+      const Slice& around = t.slices[open.back()];
+      p = all[open.back()];
+      p.in_collective = p.in_collective || around.kind == SliceKind::collective;
+      if (!p.in_collective) all[open.back()].self -= s.end - s.begin;
+    }
+    p.self = s.end - s.begin;
+    p.in_step = p.in_step || s.kind == SliceKind::step;
+    if (s.kind == SliceKind::section) p.section = t.names[static_cast<std::size_t>(s.name)];
+    open.push_back(i);
+  }
+  return all;
+}
+
+void add(Sums& sums, const std::string& what, std::int64_t nanoseconds) {
+  sums[what].nanoseconds += nanoseconds;
+  ++sums[what].num_calls;
+}
+
+void add_collective(Sums& sums, const TimelineRecord& t, const Slice& s, std::int64_t self,
+                    const std::vector<Wait>& waits) {
+  const auto number = static_cast<std::size_t>(s.collective);
+  const CollectiveSpan& c = t.collectives[number];
+  const std::string what = t.names[static_cast<std::size_t>(c.op)] + " on " +
+                           t.groups[static_cast<std::size_t>(c.group)].name;
+  // One that goes on beside other work has a slice for its call, and one for the wait.
+  const Wait& wait = waits[number];
+  const bool has_waited = s.end == c.end && wait.unknown.empty();
+  const std::int64_t waited = has_waited ? std::min(wait.nanoseconds, self) : 0;
+  if (has_waited) {
+    Sum& sum = sums["waiting in " + what];
+    sum.nanoseconds += waited;
+    ++sum.num_calls;
+    ++sum.slowest[wait.slowest];
+  }
+  add(sums, what, self - waited);
+}
+
+void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& waits) {
+  const TimelineRecord& t = record.timeline;
+  const std::vector<Placed> all = placed(t);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Slice& s = t.slices[i];
+    if (!all[i].in_step || all[i].in_collective) continue;
+    if (s.kind == SliceKind::collective)
+      add_collective(sums, t, s, all[i].self, waits);
+    else if (s.kind == SliceKind::op)
+      add(sums, t.names[static_cast<std::size_t>(s.name)], all[i].self);
+    else
+      add(sums, "host, between the operators of " + all[i].section, all[i].self);
+  }
+}
+
+// "void at::native::kernel<...>(...)" is long, and its name is in front.
+std::string short_name(const std::string& kernel) {
+  constexpr std::size_t kMost = 60;
+  std::string name = kernel.starts_with("void ") ? kernel.substr(5) : kernel;
+  return name.size() <= kMost ? name : name.substr(0, kMost - 3) + "...";
+}
+
+void add_device(Sums& sums, const RankRecord& record) {
+  std::vector<KernelSpan> kernels = record.kernels;
+  std::sort(kernels.begin(), kernels.end(),
+            [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  for (const Slice& step : record.timeline.slices) {
+    if (step.kind != SliceKind::step) continue;
+    std::int64_t busy_until = step.begin, idle = 0;
+    for (const KernelSpan& k : kernels) {
+      if (k.begin < step.begin || k.begin >= step.end) continue;
+      idle += std::max<std::int64_t>(0, k.begin - busy_until);
+      busy_until = std::max(busy_until, k.end);
+      add(sums, short_name(k.name), k.end - k.begin);
+    }
+    add(sums, "no kernel", idle + std::max<std::int64_t>(0, step.end - busy_until));
+  }
+}
+
+// " (rank 5 last in 12 of 16)"
+std::string who_was_slowest(const Sum& sum) {
+  if (sum.slowest.empty()) return "";
+  const auto most =
+      std::max_element(sum.slowest.begin(), sum.slowest.end(),
+                       [](const auto& a, const auto& b) { return a.second < b.second; });
+  return detail::concat(" (rank ", most->first, " last in ", most->second, " of ", sum.num_calls,
+                        ")");
+}
+
+}  // namespace
+
+Costs costs_of(const std::vector<RankRecord>& records,
+               const std::vector<std::vector<Wait>>& waits) {
+  Costs result;
+  Sums sums;
+  std::int64_t num_steps = 0, total = 0;
+  for (const RankRecord& r : records) result.of_device = result.of_device || !r.kernels.empty();
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    if (result.of_device)
+      add_device(sums, records[r]);
+    else
+      add_host(sums, records[r], waits[r]);
+    for (const Slice& s : records[r].timeline.slices)
+      if (s.kind == SliceKind::step) ++num_steps, total += s.end - s.begin;
+  }
+  if (num_steps == 0) return result;
+  const auto mean = [&](std::int64_t n) {
+    return static_cast<double>(n) / static_cast<double>(num_steps);
+  };
+  result.num_steps = static_cast<int>(num_steps / static_cast<std::int64_t>(records.size()));
+  result.step_nanoseconds = mean(total);
+  for (const auto& [what, sum] : sums)
+    result.costs.push_back(
+        {what + who_was_slowest(sum), mean(sum.nanoseconds), mean(sum.num_calls)});
+  std::stable_sort(result.costs.begin(), result.costs.end(),
+                   [](const Cost& a, const Cost& b) { return a.nanoseconds > b.nanoseconds; });
+  return result;
+}
+
+std::string describe(const Costs& costs, std::size_t num) {
+  char line[200];
+  std::snprintf(line, sizeof line,
+                "what costs most, of the %.2f ms of a step on the %s (mean of %s",
+                costs.step_nanoseconds / 1e6, costs.of_device ? "device" : "host",
+                counted(costs.num_steps, "step").c_str());
+  std::string text = std::string(line) + ", all ranks):\n";
+  for (std::size_t i = 0; i < std::min(num, costs.costs.size()); ++i) {
+    const Cost& c = costs.costs[i];
+    std::snprintf(line, sizeof line, "  %8.2f ms %5.1f %%  ", c.nanoseconds / 1e6,
+                  100 * c.nanoseconds / costs.step_nanoseconds);
+    text += line + c.what + "\n";
+  }
+  return text;
+}
+
+}  // namespace moesh::train

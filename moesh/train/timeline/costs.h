@@ -1,0 +1,34 @@
+#pragma once
+// What the time of the recorded steps went into.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "moesh/train/timeline/gather.h"
+#include "moesh/train/timeline/waits.h"
+
+namespace moesh::train {
+
+struct Cost {
+  std::string what;
+  double nanoseconds = 0;  // of a step and rank, in the mean
+  double calls = 0;        // likewise
+};
+
+struct Costs {
+  double step_nanoseconds = 0;  // of a step and rank, in the mean
+  int num_steps = 0;
+  bool of_device = false;   // else of the host
+  std::vector<Cost> costs;  // the largest first; each moment is in one of them
+};
+
+/// Where kernels were recorded, of the device: each kernel, and the time without one. Else of the
+/// host: operators without those that they call, collectives, the wait for the slowest rank in
+/// them, and the code between.
+Costs costs_of(const std::vector<RankRecord>& records, const std::vector<std::vector<Wait>>& waits);
+
+/// A line for each of the `num` largest, with its share of a step; under a line that says of what.
+std::string describe(const Costs& costs, std::size_t num = 5);
+
+}  // namespace moesh::train

@@ -1,0 +1,34 @@
+#pragma once
+// What every rank has recorded, on rank 0.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "moesh/base/timeline.h"
+#include "moesh/comm/group.h"
+#include "moesh/train/timeline/kernels.h"
+
+namespace moesh::train {
+
+/// The record of a rank, and where it ran.
+struct RankRecord {
+  std::int64_t begin = 0;    // of the recording
+  std::int64_t machine = 0;  // the same number: the same clock
+  std::int64_t process = 0, thread = 0;
+  TimelineRecord timeline;
+  std::vector<KernelSpan> kernels;  // of the process, in the record of one of its ranks
+};
+
+/// Who calls it, and when.
+RankRecord here_and_now();
+
+/// As whole numbers, which every backend sends; and back, or an Error (internal).
+std::vector<std::int64_t> to_words(const RankRecord& record);
+RankRecord from_words(const std::vector<std::int64_t>& words);
+
+/// The records by rank; on rank 0 alone, and nothing on the others. Kernels are with the rank that
+/// launched them, and with that which recorded them where nobody knows.
+std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine);
+
+}  // namespace moesh::train

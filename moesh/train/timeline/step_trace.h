@@ -1,0 +1,45 @@
+#pragma once
+// The trace of the steps that profile.steps names.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "moesh/comm/group.h"
+#include "moesh/config/config.h"
+
+namespace moesh::train {
+
+/// Every rank has one, and makes the same calls. Where no step is to be recorded they do nothing.
+class StepTrace {
+ public:
+  /// `first_step` of them were taken before, by the run that saved the checkpoint.
+  StepTrace(const config::Config& config, comm::Group& world, std::int64_t first_step);
+  ~StepTrace();
+  StepTrace(const StepTrace&) = delete;
+  StepTrace& operator=(const StepTrace&) = delete;
+
+  /// Around a step, which is counted from 1.
+  void begin_step(std::int64_t step);
+  void end_step();
+  /// After all that belongs to the step, such as saving it. When the last one to be recorded is
+  /// over, or the run `ends`: rank 0 writes trace-steps-10-12.json into the run's folder.
+  void after_step(std::int64_t step, bool ends);
+
+  /// On rank 0, once the file is written: where it is, and what cost most.
+  const std::string& summary() const { return summary_; }
+
+ private:
+  struct Recording;
+  void write(std::int64_t last_step);
+
+  const config::Config& config_;
+  comm::Group& world_;
+  std::optional<config::StepRange> steps_;  // that are still to come
+  std::int64_t first_recorded_ = 0;
+  std::unique_ptr<Recording> recording_;
+  std::string summary_;
+};
+
+}  // namespace moesh::train

@@ -1,0 +1,140 @@
+#include "moesh/train/timeline/trace_file.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+
+#include "moesh/base/error.h"
+#include "moesh/formats/json.h"
+
+namespace moesh::train {
+namespace {
+
+using formats::json_quoted;
+
+constexpr int kHost = 0;  // track of a rank; streams follow
+
+const char* to_string(SliceKind kind) {
+  switch (kind) {
+    case SliceKind::step: return "step";
+    case SliceKind::section: return "section";
+    case SliceKind::scope: return "scope";
+    case SliceKind::op: return "operator";
+    case SliceKind::collective: return "collective";
+  }
+  return "unknown";
+}
+
+std::string micros(std::int64_t nanoseconds) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.3f", static_cast<double>(nanoseconds) / 1e3);
+  return text;
+}
+
+class Events {
+ public:
+  std::string text;
+
+  /// `members` are further ones, ready: ,"name":"x"
+  void add(char phase, std::size_t rank, int track, const std::string& members) {
+    text += detail::concat(text.empty() ? "" : ",\n", R"({"ph":")", phase, R"(","pid":)", rank,
+                           R"(,"tid":)", track, members, "}");
+  }
+  void name(const char* what, std::size_t rank, int track, const std::string& name) {
+    add('M', rank, track,
+        detail::concat(R"(,"name":")", what, R"(","args":{"name":)", json_quoted(name), "}"));
+  }
+};
+
+std::string arguments(const TimelineRecord& t, const CollectiveSpan& c, const Wait& wait) {
+  const TimelineGroup& g = t.groups.at(static_cast<std::size_t>(c.group));
+  std::string text = detail::concat(R"(,"args":{"axes":)", json_quoted(g.name), R"(,"ranks":)",
+                                    g.members.size(), R"(,"bytes":)", c.bytes);
+  if (wait.unknown.empty())
+    text += detail::concat(R"(,"waited_us":)", micros(wait.nanoseconds), R"(,"slowest_rank":)",
+                           wait.slowest);
+  else
+    text += R"(,"waited":)" + json_quoted("unknown: " + wait.unknown);
+  if (c.scope >= 0)
+    text += R"(,"in":)" + json_quoted(t.names.at(static_cast<std::size_t>(c.scope)));
+  return text + "}";
+}
+
+std::string when(std::int64_t begin, std::int64_t end) {
+  return detail::concat(R"(,"ts":)", micros(begin), R"(,"dur":)", micros(end - begin));
+}
+
+void add_host(Events& events, std::size_t rank, const TimelineRecord& t,
+              const std::vector<Wait>& waits, std::int64_t zero) {
+  for (const Slice& s : t.slices) {
+    std::string members =
+        detail::concat(when(s.begin - zero, s.end - zero), R"(,"cat":")", to_string(s.kind),
+                       R"(","name":)", json_quoted(t.names.at(static_cast<std::size_t>(s.name))));
+    if (const auto i = static_cast<std::size_t>(s.collective); s.collective >= 0)
+      members += arguments(t, t.collectives.at(i), waits.at(i));
+    events.add('X', rank, kHost, members);
+  }
+}
+
+void add_collectives(Events& events, std::size_t rank, const TimelineRecord& t,
+                     const std::vector<Wait>& waits, std::int64_t zero) {
+  for (std::size_t i = 0; i < t.collectives.size(); ++i) {
+    const CollectiveSpan& c = t.collectives[i];
+    const std::string name = t.names.at(static_cast<std::size_t>(c.op)) + " " +
+                             t.groups.at(static_cast<std::size_t>(c.group)).name;
+    const std::string same = detail::concat(R"(,"cat":"in progress","id":")", rank, ".", i,
+                                            R"(","name":)", json_quoted(name));
+    events.add(
+        'b', rank, kHost,
+        detail::concat(R"(,"ts":)", micros(c.begin - zero), same, arguments(t, c, waits[i])));
+    events.add('e', rank, kHost, detail::concat(R"(,"ts":)", micros(c.end - zero), same));
+  }
+}
+
+void add_kernels(Events& events, std::size_t rank, const std::vector<KernelSpan>& kernels,
+                 std::int64_t zero) {
+  std::map<std::int64_t, int> tracks;  // by stream
+  for (const KernelSpan& k : kernels) {
+    const auto [found, is_new] =
+        tracks.emplace(k.stream, kHost + 1 + static_cast<int>(tracks.size()));
+    if (is_new)
+      events.name("thread_name", rank, found->second, detail::concat("stream ", k.stream));
+    events.add('X', rank, found->second,
+               detail::concat(when(k.begin - zero, k.end - zero), R"(,"cat":"kernel","name":)",
+                              json_quoted(k.name)));
+  }
+}
+
+}  // namespace
+
+std::string trace_json(const std::vector<RankRecord>& records,
+                       const std::vector<std::vector<Wait>>& waits,
+                       const std::vector<std::pair<std::string, std::string>>& about) {
+  std::map<std::int64_t, std::int64_t> zeros;  // by machine: its clock when the recording began
+  for (const RankRecord& r : records) {
+    const auto [found, is_new] = zeros.emplace(r.machine, r.begin);
+    if (!is_new) found->second = std::min(found->second, r.begin);
+  }
+  Events events;
+  for (std::size_t r = 0; r < records.size(); ++r) {
+    const std::int64_t zero = zeros.at(records[r].machine);
+    events.name("process_name", r, kHost, detail::concat("rank ", r));
+    events.add('M', r, kHost,
+               detail::concat(R"(,"name":"process_sort_index","args":{"sort_index":)", r, "}"));
+    events.name("thread_name", r, kHost, "host");
+    add_host(events, r, records[r].timeline, waits[r], zero);
+    add_collectives(events, r, records[r].timeline, waits[r], zero);
+    add_kernels(events, r, records[r].kernels, zero);
+  }
+  std::string other =
+      R"("clock":)" + json_quoted(zeros.size() == 1
+                                      ? "one for all ranks"
+                                      : detail::concat("that of each of ", zeros.size(),
+                                                       " machines, from the begin of the recording "
+                                                       "on: times of two machines do not compare"));
+  for (const auto& [key, value] : about) other += "," + json_quoted(key) + ":" + json_quoted(value);
+  return detail::concat("{\"displayTimeUnit\":\"ms\",\"otherData\":{", other,
+                        "},\n\"traceEvents\":[\n", events.text, "\n]}\n");
+}
+
+}  // namespace moesh::train

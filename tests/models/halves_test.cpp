@@ -1,0 +1,143 @@
+// Backward in two halves, of whole models: the gradients have the bits that they have in one.
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "moesh/models/registry.h"
+#include "moesh/spmd/reshard.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/spmd/weights_later.h"
+#include "moesh/train/build.h"
+#include "moesh/verify/verify.h"
+#include "tests/support.h"
+#include "tests/train/device.h"
+
+namespace moesh {
+namespace {
+
+struct Way {
+  MeshShape mesh;
+  bool sequence_parallel = false, reshard = false, overlap = true;
+  models::Recompute recompute = models::Recompute::none;
+};
+
+const std::vector<Way>& ways() {
+  using enum models::Recompute;
+  static const std::vector<Way> all{
+      {.mesh = {}},
+      {.mesh = {}, .recompute = full},
+      {.mesh = {}, .recompute = selective},
+      {.mesh = {.dp_shard = 2, .ep = 2}, .reshard = true},
+      {.mesh = {.dp_shard = 2, .ep = 2}, .reshard = true, .recompute = full},
+      {.mesh = {.tp = 2, .ep = 2}, .sequence_parallel = true, .recompute = selective},
+      {.mesh = {.tp = 2, .etp = 2}, .overlap = false},
+      {.mesh = {.dp_replicate = 2, .tp = 2, .ep = 2, .etp = 2},
+       .overlap = false,
+       .recompute = full},
+      {.mesh = {.dp_shard = 2, .cp = 2}, .reshard = true, .overlap = false},
+  };
+  return all;
+}
+
+config::Config config_of(const std::string& model, const std::string& dtype, const Way& way) {
+  config::Settings settings = verify::verify_defaults(2);
+  for (const auto& more : {config::mesh_settings(way.mesh, "test"), test_settings()})
+    settings.insert(settings.end(), more.begin(), more.end());
+  const config::Origin test{"test"};
+  settings.push_back({"model.name", model, test});
+  settings.push_back({"training.dtype", dtype, test});
+  settings.push_back({"training.gradient_accumulation_steps", std::int64_t{2}, test});
+  return config::merged(settings);
+}
+
+bool is_head(const Stored& w) { return w.spec.name.starts_with("lm_head"); }
+
+// The gradients of two micro-batches; in halves the weights of both come after the inputs of both.
+std::vector<at::Tensor> gradients_of(const config::Config& config, const Mesh& mesh, const Way& way,
+                                     bool in_halves) {
+  const auto model = train::make_model(config);
+  const auto data = train::open_dataset(config);
+  auto options = train::step_options(config).forward;
+  options.sequence_parallel = way.sequence_parallel;
+  options.reshard = way.reshard;
+  options.recompute = way.recompute;
+  ReduceLater reductions(way.overlap);
+  WeightsLater later(in_halves);
+  std::vector<WeightHalf> halves;
+  for (const auto& batch : train::step_batches(config, *data, mesh, 0)) {
+    backward(model->forward(batch, options).loss);
+    halves.push_back(later.take());
+    if (!in_halves) reductions.start();
+  }
+  if (in_halves && way.mesh == MeshShape{})
+    model->each_param([&](Stored& w, bool) {
+      EXPECT_TRUE(is_head(w) || !w.value.grad().defined()) << w.spec.name << " was not left";
+    });
+  EXPECT_EQ(gather_bytes().now, 0) << "gathered parameters are kept for their gradients";
+  for (auto& half : halves) {
+    EXPECT_EQ(half.size() > 0, in_halves);
+    half.run();
+    reductions.start();
+  }
+  later.finish();
+  reductions.finish();
+  std::vector<at::Tensor> gradients;
+  model->each_param([&](Stored& w, bool) { gradients.push_back(w.value.grad().clone()); });
+  return gradients;
+}
+
+class Halves : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Models, Halves, testing::ValuesIn(models::model_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(Halves, GiveTheSameBits) {
+  for (const auto& way : ways())
+    for (const std::string dtype : {"float64", "bfloat16"}) {
+      if (dtype == "bfloat16" && way.mesh != MeshShape{}) continue;
+      const auto config = config_of(GetParam(), dtype, way);
+      comm::launch(
+          way.mesh.num_ranks(),
+          [&](comm::Group& world) {
+            const Mesh mesh(world, way.mesh);
+            const MeshScope scope(mesh);
+            const auto whole = gradients_of(config, mesh, way, false);
+            const auto halves = gradients_of(config, mesh, way, true);
+            ASSERT_EQ(whole.size(), halves.size());
+            for (size_t i = 0; i < whole.size(); ++i)
+              EXPECT_TRUE(at::equal(whole[i], halves[i]))
+                  << "way " << &way - ways().data() << ", " << dtype << ", parameter " << i;
+          },
+          test_options());
+    }
+}
+
+TEST(WeightsLater, ThatWereNeverDoneAreAnError) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const auto model = models::make_model(models::built_in("mixtral", "tiny"),
+                                        {.dtype = at::kDouble, .device = test_device()});
+  const at::Tensor ids = at::arange(8).reshape({1, 8}).to(test_device());
+  WeightsLater later(true);
+  backward(model->forward({.input_ids_BL = ids, .labels_BL = ids}, {}).loss);
+  const auto text = [&](std::size_t n) {
+    return detail::concat("the step has ended, and ", n,
+                          " gradients of weights were left for later and never computed");
+  };
+  std::size_t num = 0;
+  {
+    WeightHalf half = later.take();
+    num = half.size();
+    EXPECT_GT(num, 10u);
+    expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(num)});
+    backward(model->forward({.input_ids_BL = ids, .labels_BL = ids}, {}).loss);
+    expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(2 * num)});
+    half.run();
+  }
+  expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(num)});
+  later.take().run();
+  EXPECT_NO_THROW(later.finish());
+}
+
+}  // namespace
+}  // namespace moesh

@@ -1,0 +1,137 @@
+// Steps through a pipeline: what stages do together, and what is said of one that fails.
+
+#include "moesh/train/pipeline.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <thread>
+
+#include "moesh/comm/roll.h"
+#include "moesh/config/merge.h"
+#include "moesh/spmd/spmd.h"
+#include "moesh/train/build.h"
+#include "moesh/train/loop.h"
+#include "tests/support.h"
+#include "tests/train/device.h"
+
+namespace moesh::train {
+namespace {
+
+Config config_on(const std::string& mesh, const std::vector<std::string>& more = {}) {
+  std::vector<std::string> args{"--mesh", mesh, "--data.sequence_length=7",
+                                "--metrics.folder=", "--metrics.quiet"};
+  args.insert(args.end(), more.begin(), more.end());
+  return config::load_config(args, test_settings());
+}
+
+std::vector<double> losses(const std::string& mesh, const std::vector<std::string>& more) {
+  return train(config_on(mesh, more)).losses;
+}
+
+// Two sequences of each of two dp ranks, in three micro-batches.
+TEST(Pipelines, LearnWhatOneRankLearns) {
+  const std::vector<std::string> run{"--steps=12",           "--training.global_batch_size=12",
+                                     "--data.batch_size=2",  "--optimizer.lr=5e-3",
+                                     "--model.num_layers=4", "--model.tie_embeddings=true"};
+  const auto one = losses("tp=1", run);
+  EXPECT_LT(one.back(), one.front() - 0.1);
+  for (const auto& [mesh, schedule] : std::vector<std::pair<std::string, std::string>>{
+           {"pp=2,tp=2", "zbv"}, {"pp=4", "zero_bubble"}, {"pp=2,dp_shard=2,ep=2", "1f1b"}}) {
+    auto more = run;
+    more.push_back("--parallelism.pipeline_parallel_schedule=" + schedule);
+    const auto there = losses(mesh, more);
+    ASSERT_EQ(there.size(), one.size());
+    for (size_t i = 0; i < one.size(); ++i)
+      EXPECT_NEAR(there[i], one[i], 1e-9) << mesh << ", step " << i + 1;
+  }
+}
+
+// A probe that does something in the MoE layer `layer`, for one micro-batch, on one rank of pp.
+class AtChoice : public nn::Probe {
+ public:
+  AtChoice(std::int64_t layer, std::int64_t micro_batch, std::function<void()> f)
+      : layer_(layer), micro_batch_(micro_batch), f_(std::move(f)) {}
+  at::Tensor on_choice(const nn::Choice& c) override {
+    if (c.layer == layer_ && c.micro_batch == micro_batch_) f_();
+    return c.experts_NK;
+  }
+
+ private:
+  std::int64_t layer_, micro_batch_;
+  std::function<void()> f_;
+};
+
+// What each rank says of a step in which `f` is called in stage 1 for micro-batch 1.
+std::vector<std::string> faults_of(const std::function<void()>& f, std::chrono::milliseconds wait) {
+  const Config config = config_on("pp=3", {"--training.gradient_accumulation_steps=4"});
+  std::vector<std::string> texts(3);
+  std::mutex mutex;
+  comm::LaunchOptions options = test_options();
+  options.timeout = wait;
+  options.after_fault = [&](int rank, const std::exception_ptr& fault) {
+    const std::lock_guard lock(mutex);
+    texts[static_cast<size_t>(rank)] = comm::text_of(fault);
+  };
+  EXPECT_THROW(comm::launch(
+                   3,
+                   [&](comm::Group& world) {
+                     const Mesh mesh(world, mesh_shape(config));
+                     const MeshScope scope(mesh);
+                     const auto model = make_model(config);
+                     const auto data = open_dataset(config);
+                     AtChoice probe(0, 1, f);
+                     StepOptions step = step_options(config);
+                     step.forward.probe = &probe;
+                     accumulate_gradients(*model, step_batches(config, *data, mesh, 0), step);
+                   },
+                   options),
+               Error);
+  return texts;
+}
+
+TEST(Pipelines, ARankThatFailsIsNamedWithItsActionByAll) {
+  const auto texts = faults_of([] { throw Error(ErrorKind::internal, "a rank is gone"); },
+                               std::chrono::seconds(60));
+  EXPECT_EQ(texts[1], "rank 1 of pp, forward of stage 1 for micro-batch 1: a rank is gone");
+  // The others name what they were at, and why it failed.
+  for (const size_t r : {0u, 2u})
+    expect_parts(texts[r], {detail::concat("rank ", r, " of pp, "), detail::concat(" of stage ", r),
+                            " for micro-batch ",
+                            "rank 1 failed: rank 1 of pp, forward of stage 1 for micro-batch 1"});
+}
+
+TEST(Pipelines, ARankThatIsStuckIsNamedAtTheDeadline) {
+  const auto texts = faults_of([] { std::this_thread::sleep_for(std::chrono::seconds(3)); },
+                               std::chrono::milliseconds(1000));
+  expect_parts(texts[2], {"rank 2 of pp, forward of stage 2 for micro-batch 1: ", "rank 1"});
+}
+
+// The copies of a tied embedding at both ends take the same update.
+TEST(Pipelines, BothEndsOfATiedModelStayTheSame) {
+  const Config config = config_on("pp=3,dp_shard=2", {"--model.tie_embeddings=true",
+                                                      "--training.gradient_accumulation_steps=2"});
+  comm::launch(
+      6,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, mesh_shape(config));
+        const MeshScope scope(mesh);
+        const auto model = make_model(config);
+        const auto optimizer = make_optimizer(*model, config);
+        const auto data = open_dataset(config);
+        for (std::int64_t step = 0; step < 3; ++step)
+          take_step(*model, *optimizer, step_batches(config, *data, mesh, 8 * step), 1e-2,
+                    step_options(config));
+        const Stored* w = model->tied_to_other_end();
+        EXPECT_EQ(w != nullptr, mesh.coordinate(pp) != 1);
+        const at::Tensor mine = w ? w->value.detach().clone() : at::zeros({48, 32}, at::kDouble);
+        const at::Tensor all = mesh.group(pp)->all_gather(mine, {48, 48, 48});
+        EXPECT_TRUE(at::equal(all.narrow(0, 0, 48), all.narrow(0, 96, 48)));
+        EXPECT_GT(all.narrow(0, 0, 48).abs().sum().item<double>(), 0);
+      },
+      test_options());
+}
+
+}  // namespace
+}  // namespace moesh::train

@@ -1,0 +1,307 @@
+#include "moesh/base/timeline.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "moesh/base/sections.h"
+#include "moesh/comm/launch.h"
+#include "moesh/train/timeline/costs.h"
+#include "moesh/train/timeline/gather.h"
+#include "moesh/train/timeline/operators.h"
+#include "moesh/train/timeline/trace_file.h"
+#include "moesh/train/timeline/waits.h"
+#include "tests/support.h"
+
+namespace moesh::train {
+namespace {
+
+// No slice begins in one and ends outside of it.
+void expect_nested(const TimelineRecord& t) {
+  std::vector<const Slice*> open;
+  std::int64_t last = 0;
+  for (const Slice& s : t.slices) {
+    EXPECT_LE(last, s.begin);
+    EXPECT_LE(s.begin, s.end);
+    last = s.begin;
+    while (!open.empty() && open.back()->end <= s.begin) open.pop_back();
+    if (!open.empty()) {
+      EXPECT_LE(s.end, open.back()->end)
+          << t.names[static_cast<size_t>(s.name)] << " ends after "
+          << t.names[static_cast<size_t>(open.back()->name)] << ", in which it began";
+    }
+    open.push_back(&s);
+  }
+}
+
+std::vector<std::string> names_of(const TimelineRecord& t, SliceKind kind) {
+  std::vector<std::string> names;
+  for (const Slice& s : t.slices)
+    if (s.kind == kind) names.push_back(t.names[static_cast<size_t>(s.name)]);
+  return names;
+}
+
+TEST(Timeline, HasTheCollectivesOfTheTrace) {
+  for (const bool checked : {false, true}) {
+    const auto f = [&](comm::Group& world) {
+      const auto pair = world.split(world.rank() / 2, world.rank(), "pair");
+      Timeline timeline;
+      const comm::Trace trace;
+      {
+        const InSection section(Section::backward);
+        auto first = pair->start_reduce_scatter(at::ones({6, 3}), {4, 2});
+        auto second = world.start_all_gather(at::ones({1}));
+        world.all_reduce(at::ones({5000}));
+        second.wait();
+        first.wait();
+      }
+      world.all_to_all(at::ones({4}), {}, {});
+      pair->broadcast(at::ones({2}), 1);
+      world.barrier();
+      world.open_channels({{0, 3}});
+      if (world.rank() == 0) world.start_send(at::ones({9}), 3).wait();
+      if (world.rank() == 3) world.start_recv({9}, at::kFloat, 0).wait();
+      {
+        const auto dropped = world.start_all_reduce(at::ones({7}));
+      }
+      const TimelineRecord t = timeline.take();
+      expect_nested(t);
+      ASSERT_EQ(t.collectives.size(), trace.entries().size());
+      for (std::size_t i = 0; i < t.collectives.size(); ++i) {
+        const CollectiveSpan& c = t.collectives[i];
+        const comm::TraceEntry& e = trace.entries()[i];
+        const TimelineGroup& g = t.groups[static_cast<size_t>(c.group)];
+        EXPECT_EQ(t.names[static_cast<size_t>(c.op)], to_string(e.op));
+        EXPECT_EQ(g.name, e.group);
+        const bool is_message = e.op == comm::Collective::send || e.op == comm::Collective::recv;
+        if (is_message) {
+          EXPECT_EQ(g.members, (std::vector<int>{0, 3}));
+        } else {
+          EXPECT_EQ(g.members.size(), e.group == "pair" ? 2u : 4u);
+        }
+        EXPECT_EQ(c.bytes, e.bytes);
+        EXPECT_LE(c.begin, c.wait_begin);
+        EXPECT_LE(c.wait_begin, c.end);
+      }
+      // What goes on beside other work has a slice for the call and one for the wait; the others
+      // have one.
+      const auto slices = names_of(t, SliceKind::collective);
+      EXPECT_EQ(std::count(slices.begin(), slices.end(), "reduce_scatter pair"), 2);
+      EXPECT_EQ(std::count(slices.begin(), slices.end(), "all_reduce world"), 2);
+      EXPECT_EQ(std::count(slices.begin(), slices.end(), "barrier world"), 1);
+    };
+    comm::launch(4, f, {.checked = checked});
+  }
+}
+
+TEST(Timeline, ShowsOperatorsOfForwardAndBackwardInTheirSections) {
+  comm::launch(2, [](comm::Group&) {
+    Timeline timeline;
+    const RecordOperators operators;
+    at::Tensor w = at::ones({4, 4}).requires_grad_();
+    {
+      const InSection section(Section::forward);
+      RECORD_USER_SCOPE("block 7");
+      w = w.matmul(w);
+    }
+    {
+      const InSection section(Section::backward);
+      w.sum().backward();
+    }
+    std::thread([] { at::ones({3}).cos_(); }).join();  // that of nobody
+    const TimelineRecord t = timeline.take();
+    expect_nested(t);
+    EXPECT_EQ(names_of(t, SliceKind::section), (std::vector<std::string>{"forward", "backward"}));
+    EXPECT_EQ(names_of(t, SliceKind::scope), (std::vector<std::string>{"block 7"}));
+    const auto ops = names_of(t, SliceKind::op);
+    EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::mm"), 3);  // and two in backward
+    EXPECT_EQ(std::count(ops.begin(), ops.end(), "MmBackward0"), 1);
+    EXPECT_EQ(std::count(ops.begin(), ops.end(), "aten::cos_"), 0);
+  });
+}
+
+TEST(Timeline, NothingIsRecordedWhereNobodyAsks) {
+  comm::launch(2, [](comm::Group& world) {
+    EXPECT_EQ(Timeline::current(), nullptr);
+    auto before = world.start_all_reduce(at::ones({2}));
+    Timeline timeline;
+    {
+      const comm::TracePause quiet;
+      world.all_reduce(at::ones({2}));
+    }
+    before.wait();
+    const TimelineRecord t = timeline.take();
+    EXPECT_TRUE(t.collectives.empty());
+    EXPECT_TRUE(names_of(t, SliceKind::collective).empty());
+  });
+}
+
+// Rank 2 calls when all others have: they have waited for it, in whatever order they came.
+TEST(Waits, NameTheRankThatCameLast) {
+  std::atomic<int> num_called = 0;
+  comm::launch(4, [&](comm::Group& world) {
+    std::optional<Timeline> timeline(std::in_place);
+    RankRecord mine = here_and_now();
+    for (int i = 0; i < 3; ++i) {
+      while (world.rank() == 2 && num_called < 3 * (i + 1)) std::this_thread::yield();
+      auto handle = world.start_all_reduce(at::ones({2}));
+      if (world.rank() != 2) ++num_called;
+      handle.wait();
+    }
+    mine.timeline = timeline->take();
+    timeline.reset();
+    const auto records = gather(world, mine);
+    ASSERT_EQ(records.size(), world.rank() == 0 ? 4u : 0u);
+    if (world.rank() != 0) return;
+    const auto waits = find_waits(records);
+    for (std::size_t r = 0; r < 4; ++r) {
+      ASSERT_EQ(waits[r].size(), 3u);
+      for (std::size_t i = 0; i < 3; ++i) {
+        EXPECT_EQ(waits[r][i].slowest, 2);
+        EXPECT_EQ(waits[r][i].unknown, "");
+        const CollectiveSpan& c = records[r].timeline.collectives[i];
+        EXPECT_LE(waits[r][i].nanoseconds, c.end - c.wait_begin);
+        if (r == 2) {
+          EXPECT_EQ(waits[r][i].nanoseconds, 0);
+        }
+      }
+    }
+  });
+}
+
+// Two ranks, a step of 100 ns each: an operator in an operator, and an all_reduce to which rank 1
+// comes at 60.
+std::vector<RankRecord> two_ranks() {
+  std::vector<RankRecord> records(2);
+  for (int r = 0; r < 2; ++r) {
+    RankRecord& record = records[static_cast<size_t>(r)];
+    record.thread = r;
+    const std::int64_t call = r == 0 ? 40 : 60;
+    record.timeline = {
+        .names = {"step 1", "forward", "aten::linear", "aten::mm", "all_reduce", "all_reduce tp"},
+        .groups = {{"tp", {0, 1}}},
+        .slices = {{SliceKind::step, 0, 0, 100},
+                   {SliceKind::section, 1, 5, 95},
+                   {SliceKind::op, 2, 10, 30},
+                   {SliceKind::op, 3, 12, 28},
+                   {SliceKind::collective, 5, call, 90, 0},
+                   {SliceKind::op, 3, 80, 85}},  // within the collective, and part of it
+        .collectives = {
+            {.op = 4, .group = 0, .bytes = 8, .begin = call, .wait_begin = call + 1, .end = 90}}};
+  }
+  return records;
+}
+
+TEST(Waits, AreFromTheWaitToTheLastCall) {
+  auto records = two_ranks();
+  const auto waits = find_waits(records);
+  EXPECT_EQ(waits[0][0].nanoseconds, 60 - 41);
+  EXPECT_EQ(waits[1][0].nanoseconds, 0);
+  EXPECT_EQ(waits[0][0].slowest, 1);
+}
+
+TEST(Waits, AreThoseOfBothEndsOfAMessage) {
+  auto records = two_ranks();
+  records[0].timeline.names[4] = "send", records[1].timeline.names[4] = "recv";
+  const auto waits = find_waits(records);
+  EXPECT_EQ(waits[0][0].nanoseconds, 60 - 41);
+  EXPECT_EQ(waits[0][0].slowest, 1);
+}
+
+TEST(Waits, AreUnknownWhereNothingCanBeTold) {
+  const auto unknown = [](auto change) {
+    auto records = two_ranks();
+    change(records);
+    return find_waits(records)[0][0].unknown;
+  };
+  EXPECT_EQ(unknown([](auto&) {}), "");
+  EXPECT_EQ(unknown([](auto& r) { r[1].machine = 7; }),
+            "ranks are on machines with different clocks");
+  EXPECT_EQ(unknown([](auto& r) {
+              for (RankRecord& record : r) record.timeline.groups[0].meets_on_host = false;
+            }),
+            "ranks meet on the device: see its kernels");
+  EXPECT_EQ(unknown([](auto& r) { r[1].timeline.collectives.clear(); }),
+            "not every rank of the group makes this call");
+}
+
+TEST(Costs, AddUpToTheStep) {
+  const auto records = two_ranks();
+  const Costs costs = costs_of(records, find_waits(records));
+  EXPECT_EQ(costs.num_steps, 1);
+  EXPECT_EQ(costs.step_nanoseconds, 100);
+  EXPECT_FALSE(costs.of_device);
+  std::map<std::string, double> of;
+  double sum = 0;
+  for (const Cost& c : costs.costs) of[c.what] = c.nanoseconds, sum += c.nanoseconds;
+  EXPECT_EQ(sum, 100);
+  EXPECT_EQ(of.at("aten::mm"), 16);
+  EXPECT_EQ(of.at("aten::linear"), 4);
+  EXPECT_EQ(of.at("waiting in all_reduce on tp (rank 1 last in 2 of 2)"), 19 / 2.0);
+  EXPECT_EQ(of.at("all_reduce on tp"), (50 + 30 - 19) / 2.0);
+  EXPECT_EQ(of.at("host, between the operators of forward"), (20 + 40) / 2.0);
+  EXPECT_EQ(of.at("host, between the operators of other"), 10);
+  EXPECT_EQ(costs.costs[0].what, "all_reduce on tp");
+  const std::string text = describe(costs, 2);
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 3) << text;
+  expect_parts(text, {"30.5 %  all_reduce on tp"});
+}
+
+TEST(Costs, AreThoseOfTheDeviceWhereItWorks) {
+  auto records = two_ranks();
+  records[0].kernels = {{"void gemm<float>", 7, 0, 10, 50}, {"void gemm<float>", 8, 0, 40, 60}};
+  records[1].kernels = {{"copy", 7, 1, 0, 20}, {"copy", 7, 1, 200, 300}};  // the last in no step
+  const Costs costs = costs_of(records, find_waits(records));
+  EXPECT_TRUE(costs.of_device);
+  ASSERT_EQ(costs.costs.size(), 3u);
+  EXPECT_EQ(costs.costs[0].what, "no kernel");
+  EXPECT_EQ(costs.costs[0].nanoseconds, (50 + 80) / 2.0);
+  EXPECT_EQ(costs.costs[1].what, "gemm<float>");
+  EXPECT_EQ(costs.costs[1].nanoseconds, 60 / 2.0);
+  EXPECT_EQ(costs.costs[2].nanoseconds, 20 / 2.0);
+}
+
+TEST(Gather, GivesKernelsToTheRankThatLaunchedThem) {
+  comm::launch(3, [](comm::Group& world) {
+    RankRecord mine = here_and_now();
+    mine.thread = 10 + world.rank();
+    if (world.rank() == 1)
+      mine.kernels = {{"a", 7, 10, 1, 2}, {"b", 7, 12, 2, 3}, {"c", 7, -1, 3, 4}};
+    const auto records = gather(world, mine);
+    if (world.rank() != 0) return;
+    ASSERT_EQ(records[0].kernels.size(), 1u);
+    EXPECT_EQ(records[0].kernels[0].name, "a");
+    ASSERT_EQ(records[1].kernels.size(), 1u);
+    EXPECT_EQ(records[1].kernels[0].name, "c");
+    EXPECT_EQ(records[2].kernels[0].name, "b");
+  });
+}
+
+TEST(Gather, WordsAreTheRecord) {
+  auto record = two_ranks()[0];
+  record.kernels = {{"a kernel with a longer name", 7, 1, 2, 3}};
+  const auto words = to_words(record);
+  EXPECT_EQ(to_words(from_words(words)), words);
+  const RankRecord read = from_words(words);
+  EXPECT_EQ(trace_json({read}, {{Wait{}}}, {}), trace_json({record}, {{Wait{}}}, {}));
+  for (std::size_t n = 0; n < words.size(); ++n)
+    error_of([&] { from_words({words.begin(), words.begin() + static_cast<std::ptrdiff_t>(n)}); },
+             ErrorKind::internal);
+  auto longer = words;
+  longer.push_back(0);
+  error_of([&] { from_words(longer); }, ErrorKind::internal);
+}
+
+TEST(TraceFile, SaysWhoseClockItIs) {
+  auto records = two_ranks();
+  const auto text = [&] { return trace_json(records, find_waits(records), {{"mesh", "tp=2"}}); };
+  expect_parts(text(), {R"("clock":"one for all ranks","mesh":"tp=2")", R"("slowest_rank":1)"});
+  records[1].machine = 3;
+  expect_parts(text(), {"times of two machines do not compare",
+                        R"("waited":"unknown: ranks are on machines with different clocks")"});
+}
+
+}  // namespace
+}  // namespace moesh::train
