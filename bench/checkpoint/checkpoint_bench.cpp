@@ -108,6 +108,7 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device de
   const Problem problem{std::max<std::int64_t>(3, mebibytes / 16), num_ranks, device};
   const path saved = folder / "saved", copy = folder / "copy";
   double save_time = 1e9, load_time = 1e9, copy_time = 1e9, block_time = 1e9, read_time = 1e9,
+         first_block_time = 1e9,
          dd_time = 1e9, dd_read_time = 1e9;
   std::uint64_t bytes = 0;
   comm::launch(num_ranks, [&](comm::Group& world) {
@@ -130,7 +131,7 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device de
       timed(save_time,
             [&] { checkpoint = save(s, {.folder = saved, .num_threads = num_threads}, world); });
       timed(load_time, [&] { load_all(checkpoint, s, i == 0); });
-      timed(block_time, [&] { copied(s); });
+      timed(i == 0 ? first_block_time : block_time, [&] { copied(s); });
       const std::string plain = (folder / "plain").string();
       const std::string count = std::to_string(problem.num_matrices / 3 * 3);
       timed(dd_time, [&] {
@@ -168,7 +169,8 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device de
   line("save (written, read back, hashed, flushed)", save_time, dd_time + dd_read_time);
   line("cat (cached)", read_time, 0);
   line("load (read, hashed, put in place)", load_time, read_time);
-  line("asynchronous save holds up the step for", block_time, 0);
+  line("the first asynchronous save holds up a step", first_block_time, 0);
+  line("a later one", block_time, 0);
   std::filesystem::remove_all(saved);
   std::filesystem::remove_all(copy);
   return 0;

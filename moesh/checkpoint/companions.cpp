@@ -1,9 +1,11 @@
 #include "moesh/checkpoint/companions.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
@@ -33,21 +35,39 @@ std::map<std::string, std::string> read_companions(const std::filesystem::path& 
     log_warn(formats::shown((folder / name).string()), " is left out of checkpoints: ", reason,
              "; copy it yourself if it belongs there");
   };
+  std::optional<formats::Manifest> manifest;
+  if (formats::exists(folder / formats::kManifestFile))
+    manifest = formats::read_manifest(folder.string());
   for (const auto& name : formats::names_in(folder)) {
     if (!is_companion(folder, name)) continue;
     try {
       formats::check_file_name(name);
       formats::json_quoted(name);  // for the list of files in moesh.json
       const formats::InputFile file(folder / name);
+      // What somebody has put there since is no part of the checkpoint, and nothing is known of it.
+      const bool is_known = manifest && manifest->find(name);
       if (file.size() > kMaxBytes)
         leave_out(name, detail::concat("it has ", file.size(), " bytes"));
       else
-        all[name] = file.read_all(kMaxBytes);
+        all[name] = is_known ? read_text(folder, name, &*manifest) : file.read_all(kMaxBytes);
     } catch (const Error& e) {
       leave_out(name, e.what());
     }
   }
   return all;
+}
+
+std::string with_token_ids(const std::string& config_json, const std::string& of) {
+  formats::JsonValue json = formats::parse_json(config_json, "config.json");
+  const formats::JsonValue theirs = formats::parse_json(of, "config.json");
+  auto& fields = std::get<formats::JsonObject>(json.value);
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+    const auto* id = theirs.find(key);
+    if (!id) continue;
+    std::erase_if(fields, [&](const auto& entry) { return entry.first == key; });
+    fields.emplace_back(key, *id);
+  }
+  return formats::to_json(json);
 }
 
 }  // namespace moesh::checkpoint

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -38,9 +39,11 @@ class Saver {
       plans_.push_back(plan_files(set.prefix, set.tensors, options.max_shard_size));
       for (const auto& file : plans_.back()) blocks_.add_file(file.name, file.size);
     }
-    texts_ = snapshot.texts;
-    texts_[formats::kIndexFile] = index();
-    for (const auto& [name, text] : texts_) blocks_.add_file(name, text.size());
+    if (is_first()) {
+      texts_ = snapshot.texts;
+      texts_[formats::kIndexFile] = index();
+    }
+    add_texts();
     num_threads_ = options.num_threads > 0 ? options.num_threads : num_workers(blocks_.num_bytes());
   }
 
@@ -67,6 +70,16 @@ class Saver {
 
  private:
   bool is_first() const { return group_.rank() == 0; }
+
+  // Every rank has all blocks of all files, and those of texts by their names and sizes alone.
+  void add_texts() {
+    std::string list;
+    for (const auto& [name, text] : texts_) list += detail::concat(text.size(), " ", name, "\n");
+    std::istringstream lines(text_of_first(group_, list));
+    std::uint64_t size = 0;
+    for (std::string name; lines >> size && std::getline(lines.ignore(1), name);)
+      blocks_.add_file(name, size);
+  }
 
   std::string index() const {
     formats::SafetensorsIndex index{.total_size = 0};
@@ -172,8 +185,10 @@ class Saver {
     sync_written(items, breath);
   }
 
-  // Blocks to read back now: none, until there are enough of them.
+  // Blocks to read back now: none, until there are enough of them. One thread alone would only wait
+  // for the disk in between: it reads back at the end.
   std::vector<std::size_t> with_waiting(const std::vector<std::size_t>& whole) {
+    if (num_threads_ == 1) return {};
     const std::lock_guard lock(mutex_);
     waiting_.insert(waiting_.end(), whole.begin(), whole.end());
     return waiting_.size() < kBatchBlocks ? std::vector<std::size_t>()
@@ -283,12 +298,12 @@ class Saver {
   std::filesystem::path temporary_, target_;
   std::optional<std::filesystem::path> replaced_;  // where an older one of this step is now
   std::vector<std::vector<PlannedFile>> plans_;    // by set
-  std::map<std::string, std::string> texts_;
-  ReadBack blocks_;                   // of all files but the manifest
-  std::mutex mutex_;                  // of those that wait
-  std::vector<std::size_t> waiting_;  // blocks that are whole and not read back
-  int num_threads_ = 1;               // that write, and that read back
-  bool made_ = false;                 // the temporary folder is there, and is ours
+  std::map<std::string, std::string> texts_;       // of rank 0
+  ReadBack blocks_;                                // of all files but the manifest
+  std::mutex mutex_;                               // of those that wait
+  std::vector<std::size_t> waiting_;               // blocks that are whole and not read back
+  int num_threads_ = 1;                            // that write, and that read back
+  bool made_ = false;                              // the temporary folder is there, and is ours
 };
 
 }  // namespace

@@ -15,8 +15,8 @@
 
 namespace moesh::checkpoint {
 
-/// What is to be saved. The tensors and texts are the same on every rank, the parts are this rank's
-/// own.
+/// What is to be saved. The tensors are the same on every rank, the parts are this rank's own; the
+/// texts are taken from rank 0.
 struct Snapshot {
   std::vector<TensorSet> sets;               // the first are the weights, which get an index
   std::map<std::string, std::string> texts;  // small files by name: config.json

@@ -15,7 +15,6 @@
 #include "moesh/base/version.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/train_command.h"
-#include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
@@ -92,13 +91,7 @@ int run_demo(const Given& given) {
 std::map<std::string, std::string> group_notes(const Config& config) {
   std::map<std::string, std::string> notes;
   if (config.optimizer.group.empty()) return notes;
-  comm::Ledger unused;
-  const Mesh mesh(mesh_shape(config), /*rank=*/0,
-                  [&](const std::string& name, int rank, const std::vector<int>& members) {
-                    return comm::fake_group(name, rank, members, unused);
-                  });
-  const MeshScope scope(mesh);
-  const auto matches = group_matches(*make_model(config, at::kMeta), param_groups(config));
+  const auto matches = group_matches(config);
   for (std::size_t i = 0; i < matches.size(); ++i)
     notes[detail::concat("optimizer.group.", i, ".match")] = detail::concat(
         with_commas(matches[i].num_parameters), " parameters in ",

@@ -14,6 +14,7 @@
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/config/merge.h"
+#include "moesh/data/tokenize.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/generate/generate.h"
@@ -107,19 +108,15 @@ std::set<std::int64_t> ids_of(const formats::JsonValue& value, const std::string
 }
 
 // The tokens that end a text: as the model's library finds them, or the tokenizer's.
-std::set<std::int64_t> end_ids(const std::filesystem::path& folder,
+std::set<std::int64_t> end_ids(const std::filesystem::path& folder, const std::string& tokenizer,
                                const std::optional<Words>& words) {
   for (const char* name : {"generation_config.json", "config.json"}) {
     const auto file = read_if_there(folder / name);
     const auto* ids = file ? file->find("eos_token_id") : nullptr;
     if (ids && !ids->is_null()) return ids_of(*ids, detail::concat(name, ": eos_token_id"));
   }
-  const auto file = read_if_there(folder / "tokenizer_config.json");
-  const auto* token = file ? file->find("eos_token") : nullptr;
-  // A text, or an object with the text as its content.
-  if (token && token->find("content")) token = token->find("content");
-  const auto* text = token ? std::get_if<std::string>(&token->value) : nullptr;
-  const auto id = text && words ? words->find(*text) : std::nullopt;
+  const std::string token = words ? data::find_end_of_document(tokenizer) : "";
+  const auto id = token.empty() ? std::nullopt : words->find(token);
   return id ? std::set<std::int64_t>{*id} : std::set<std::int64_t>{};
 }
 
@@ -174,7 +171,7 @@ int run_generate(const Given& given) {
         models::facts(config.model.architecture).max_sequence - std::ssize(options.prompt) + 1;
     options.max_new_tokens = std::clamp<std::int64_t>(room, 1, kDefaultTokens);
   }
-  if (!ignores_eos) options.stop = end_ids(folder, words);
+  if (!ignores_eos) options.stop = end_ids(folder, tokenizer.value_or(folder.string()), words);
   if (config.training.device == "cpu") kernels::keep_freed_memory();
   generate::Generated done;
   naming_sizes(config, [&] { done = generate::generate(config, options); });

@@ -28,7 +28,7 @@ bool is_model_key(const std::string& name) {
 bool names_model(const Setting& s) { return s.name == "model.name" || s.name == "model.size"; }
 
 // The list that `name`, of its own or of an entry, is meant to be: "data.sources.0.path" is of
-// data.source. Empty where none is near.
+// data.source, and so is "data.source.path", of a table [data.source]. Empty where none is near.
 std::string list_near(const std::string& name) {
   const auto number =
       std::find_if(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
@@ -36,7 +36,8 @@ std::string list_near(const std::string& name) {
       number != name.begin() && number != name.end() && *std::prev(number) == '.';
   std::string list(name.begin(), has_entry ? std::prev(number) : name.end());
   for (const Table& table : tables())
-    if (list == table.name || list == table.name + "s") return table.name;
+    for (const std::string& near : {table.name, table.name + "s"})
+      if (list == near || list.starts_with(near + ".")) return table.name;
   return "";
 }
 

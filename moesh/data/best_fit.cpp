@@ -36,10 +36,11 @@ BestFitDataset::BestFitDataset(std::shared_ptr<const TokenStore> tokens,
   MOESH_CHECK(sequence_length >= 1, ErrorKind::config, "data: sequence_length is ", sequence_length,
               "; it takes 1 or more");
   for (std::int64_t w = 0; w * kWindow < tokens_->num_documents(); ++w) {
-    const auto sequences = window(w);
-    for (const auto& pieces : sequences)
+    const Window here = window(w);
+    num_filled_ += here.full_before.back() * (sequence_length_ + 1);
+    for (const auto& pieces : here.others)
       for (const Piece& p : pieces) num_filled_ += p.length;
-    sequences_before_.push_back(sequences_before_.back() + std::ssize(sequences));
+    sequences_before_.push_back(sequences_before_.back() + here.num_sequences());
   }
   epochs_.size = sequences_before_.back();
   MOESH_CHECK(epochs_.size > 0, ErrorKind::data, tokens_->name(), " has ", tokens_->num_documents(),
@@ -47,16 +48,33 @@ BestFitDataset::BestFitDataset(std::shared_ptr<const TokenStore> tokens,
               ", and nothing can be learned of a document with less than two; use more text");
 }
 
-std::vector<std::vector<Piece>> BestFitDataset::window(std::int64_t number) const {
+BestFitDataset::Window BestFitDataset::window(std::int64_t number) const {
   const std::int64_t num_documents = tokens_->num_documents(), first = number * kWindow,
                      last = std::min(first + kWindow, num_documents);
-  std::vector<Piece> pieces;
+  Window window{.full_before = {0}};
+  std::vector<Piece> rests;
   for (std::int64_t d = first; d < last; ++d) {
-    const std::int64_t end = d + 1 < num_documents ? tokens_->start(d + 1) : tokens_->num_tokens();
-    for (std::int64_t begin = tokens_->start(d); end - begin > 1; begin += sequence_length_)
-      pieces.push_back({begin, std::min(sequence_length_ + 1, end - begin)});
+    const std::int64_t start = tokens_->start(d),
+                       end = d + 1 < num_documents ? tokens_->start(d + 1) : tokens_->num_tokens();
+    const std::int64_t num_labels = std::max<std::int64_t>(0, end - start - 1);
+    const std::int64_t num_full = num_labels / sequence_length_;
+    window.starts.push_back(start);
+    window.full_before.push_back(window.full_before.back() + num_full);
+    if (const std::int64_t rest = num_labels % sequence_length_; rest > 0)
+      rests.push_back({start + num_full * sequence_length_, rest + 1});
   }
-  return best_fit(std::move(pieces), sequence_length_ + 1);
+  window.others = best_fit(std::move(rests), sequence_length_ + 1);
+  return window;
+}
+
+std::vector<Piece> BestFitDataset::pieces_of(const Window& window, std::int64_t sequence) const {
+  const auto& before = window.full_before;
+  if (sequence >= before.back())
+    return window.others[static_cast<std::size_t>(sequence - before.back())];
+  const auto after = std::upper_bound(before.begin(), before.end(), sequence);
+  const auto document = static_cast<std::size_t>(after - before.begin() - 1);
+  return {{window.starts[document] + (sequence - before[document]) * sequence_length_,
+           sequence_length_ + 1}};
 }
 
 Sample BestFitDataset::get(std::int64_t index) const {
@@ -64,7 +82,7 @@ Sample BestFitDataset::get(std::int64_t index) const {
   const std::int64_t sequence = epochs_.at(index);
   const auto after = std::upper_bound(sequences_before_.begin(), sequences_before_.end(), sequence);
   const std::int64_t number = after - sequences_before_.begin() - 1;
-  const auto pieces = window(number)[static_cast<std::size_t>(sequence - *std::prev(after))];
+  const auto pieces = pieces_of(window(number), sequence - *std::prev(after));
   const auto count = static_cast<std::size_t>(sequence_length_ + 1);
   Sample sample{.tokens = std::vector<TokenId>(count, 0),
                 .documents = std::vector<std::int64_t>(count, kPadding)};

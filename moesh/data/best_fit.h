@@ -36,8 +36,18 @@ class BestFitDataset : public Dataset {
   std::string describe() const override;
 
  private:
-  /// The sequences of the documents [number * kWindow, ..).
-  std::vector<std::vector<Piece>> window(std::int64_t number) const;
+  /// The sequences of the documents [number * kWindow, ..): those that a piece of a long document
+  /// fills by itself, as best fit has them first, which are only counted (a document may have any
+  /// length), and those of what is left of each document.
+  struct Window {
+    std::vector<std::int64_t> starts;       // of its documents
+    std::vector<std::int64_t> full_before;  // sequences filled by documents before each; of all
+    std::vector<std::vector<Piece>> others;
+
+    std::int64_t num_sequences() const { return full_before.back() + std::ssize(others); }
+  };
+  Window window(std::int64_t number) const;
+  std::vector<Piece> pieces_of(const Window& window, std::int64_t sequence) const;
 
   std::shared_ptr<const TokenStore> tokens_;
   std::int64_t sequence_length_;

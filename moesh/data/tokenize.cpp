@@ -144,9 +144,8 @@ std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
 // Everything that the ids depend on.
 std::string describe_work(const TokenizeOptions& o, const std::vector<TextFile>& files,
                           const std::string& tokenizer_sum) {
-  std::string text =
-      detail::concat("tokenizer ", tokenizer_sum, ", field ", o.field, ", end ", o.end_of_document,
-                     ", template ", o.with_template, ", skip ", o.skip_errors);
+  std::string text = detail::concat("tokenizer ", tokenizer_sum, ", field ", o.field, ", end ",
+                                    o.end_of_document, ", template ", o.with_template);
   for (const TextFile& file : files)
     text +=
         detail::concat("; ", file.path, " ", file.is_jsonl, " ", file.size, " ", file.changed_at);
@@ -222,7 +221,8 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
   const auto type =
       tokenizer.vocab_size() < 65500 ? formats::IdType::uint16 : formats::IdType::int32;
   const std::string tokenizer_sum = formats::checksum_text(formats::hash_block(json));
-  TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum));
+  TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum),
+                     options.skip_errors);
   const std::int64_t went_on_from = output.state().num_documents;
   const bool reads_pipe =
       std::any_of(files.begin(), files.end(), [](const TextFile& f) { return f.path == "-"; });

@@ -73,13 +73,18 @@ std::string_view bytes_of(std::span<const T> values) {
 
 }  // namespace
 
-TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string work)
+TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string work,
+                         bool skips_errors)
     : prefix_(std::move(prefix)), type_(type), work_(std::move(work)) {
   check_name("--out", prefix_);
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_,
               ": there is no folder '", folder.string(), "'; make it first");
-  const bool goes_on = read_state();
+  // Before anything is looked at or removed: whoever has begun holds the lock of this file. It
+  // stays locked while another one takes its name, so that a third finds the one or the other.
+  const auto left_over =
+      formats::exists(path(kPartialBin)) ? locked_ids(OutputFile::Mode::open) : nullptr;
+  const bool goes_on = read_state(skips_errors);
   if (goes_on && state_.is_complete) {
     publish();
     return;
@@ -90,9 +95,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
     remove_if_there(path(kLengths));
   }
   const auto mode = goes_on ? OutputFile::Mode::open : OutputFile::Mode::create;
-  ids_ = std::make_unique<OutputFile>(path(kPartialBin), mode, kCure);
-  MOESH_CHECK(ids_->lock(), ErrorKind::config, "another moesh tokenize writes to ", prefix_,
-              "; wait for it, or choose another --out");
+  ids_ = goes_on && left_over ? left_over : locked_ids(mode);
   lengths_ = std::make_unique<OutputFile>(path(kLengths), mode, kCure);
   if (goes_on) {
     check_lengths();
@@ -100,6 +103,15 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   } else {
     write_state();
   }
+}
+
+std::shared_ptr<OutputFile> TokenOutput::locked_ids(OutputFile::Mode mode) const {
+  auto ids = std::make_shared<OutputFile>(path(kPartialBin), mode, kCure);
+  // One that has lost its name was locked too late: somebody else begins in its place.
+  MOESH_CHECK(ids->lock() && ids->has_its_name(), ErrorKind::config,
+              "another moesh tokenize writes to ", prefix_,
+              "; wait for it, or choose another --out");
+  return ids;
 }
 
 void TokenOutput::refuse_to_overwrite() const {
@@ -117,7 +129,7 @@ void TokenOutput::check_lengths() const {
               ".progress, .lengths and .bin.partial to begin again");
 }
 
-bool TokenOutput::read_state() {
+bool TokenOutput::read_state(bool skips_errors) {
   if (!formats::exists(path(kProgress))) return false;
   const auto json = formats::read_json(path(kProgress));
   const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
@@ -129,6 +141,10 @@ bool TokenOutput::read_state() {
               " is of a run with another tokenizer, other options or other inputs (or an input has "
               "changed since); finish that one, or remove ",
               prefix_, ".progress, .lengths and .bin.partial to begin again");
+  MOESH_CHECK(skips_errors || number("skipped") == 0, ErrorKind::config, path(kProgress),
+              " is of a run that has skipped ", number("skipped"),
+              " lines; go on with --on-error=skip, or remove ", prefix_,
+              ".progress, .lengths and .bin.partial to begin again");
   state_ = {.place = {number("file"), number("line")},
             .num_documents = number("documents"),
             .num_tokens = number("tokens"),

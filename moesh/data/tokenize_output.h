@@ -29,8 +29,9 @@ class TokenOutput {
     bool is_complete = false;                 // only names are left to change
   };
 
-  /// Goes on with what a run with the same `work` (a text that says all that matters) has left.
-  TokenOutput(std::string prefix, formats::IdType type, std::string work);
+  /// Goes on with what a run with the same `work` (a text that says all that matters) has left;
+  /// what has skipped lines only where this one `skips_errors`, too.
+  TokenOutput(std::string prefix, formats::IdType type, std::string work, bool skips_errors);
 
   const State& state() const { return state_; }
   /// Ids of documents, and how many each has.
@@ -44,8 +45,10 @@ class TokenOutput {
 
  private:
   std::string path(const char* ending) const { return prefix_ + ending; }
+  /// PREFIX.bin.partial, which is nobody else's; throws Error (config) where it is.
+  std::shared_ptr<formats::OutputFile> locked_ids(formats::OutputFile::Mode mode) const;
   void refuse_to_overwrite() const;
-  bool read_state();
+  bool read_state(bool skips_errors);
   /// f(lengths of some documents), in their order, of all that are written.
   void each_length(const std::function<void(std::span<const std::int32_t>)>& f) const;
   void check_lengths() const;
@@ -57,7 +60,7 @@ class TokenOutput {
   formats::IdType type_;
   std::string work_;
   State state_;
-  std::unique_ptr<formats::OutputFile> ids_, lengths_;
+  std::shared_ptr<formats::OutputFile> ids_, lengths_;
 };
 
 }  // namespace moesh::data

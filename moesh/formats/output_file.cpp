@@ -64,6 +64,13 @@ bool OutputFile::lock() {
   return true;
 }
 
+bool OutputFile::has_its_name() const {
+  struct stat opened, named;
+  return file_system().status(descriptor_, opened) == 0 &&
+         file_system().status(path_, named) == 0 && opened.st_dev == named.st_dev &&
+         opened.st_ino == named.st_ino;
+}
+
 void OutputFile::go_on_after(std::uint64_t size) {
   const InputFile written(path_);
   std::string bytes;

@@ -30,6 +30,8 @@ class OutputFile {
   /// False where another process holds the lock, which ends with this object or its process. Where
   /// the file system has no locks it warns, and nobody is kept out.
   bool lock();
+  /// Whether the file still has the name under which it was opened.
+  bool has_its_name() const;
   /// Takes the first `size` bytes, which an earlier run wrote, into the sums.
   void go_on_after(std::uint64_t size);
   /// Of the bytes that were given to `write`, as they were in memory.

@@ -209,13 +209,14 @@ NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
   return {known->second, start};
 }
 
-void TokenFile::take(std::string_view bytes) {
-  const std::size_t item = size_of(type_);
-  MOESH_CHECK(bytes.size() % item == 0, ErrorKind::data, name_, " has ", bytes.size(),
+void TokenFile::take(std::shared_ptr<const InputFile> file, std::uint64_t begin) {
+  const std::uint64_t item = size_of(type_), size = file->size() - begin;
+  MOESH_CHECK(size % item == 0, ErrorKind::data, name_, " has ", size,
               " bytes, which are not whole ids of ", item,
               " bytes: it is of another kind, or cut off");
-  ids_ = bytes;
-  num_tokens_ = static_cast<std::int64_t>(bytes.size() / item);
+  file_ = std::move(file);
+  begin_ = begin;
+  num_tokens_ = static_cast<std::int64_t>(size / item);
 }
 
 TokenFile TokenFile::open_indexed(const std::string& path) {
@@ -223,30 +224,25 @@ TokenFile TokenFile::open_indexed(const std::string& path) {
   for (const std::string_view ending : {".bin", ".idx"})
     if (path.ends_with(ending)) prefix = path.substr(0, path.size() - ending.size());
   auto index_file = std::make_shared<const MappedFile>(prefix + ".idx");
-  auto file = std::make_shared<const MappedFile>(prefix + ".bin");
-  const TokenIndex index =
-      parse_token_index(index_file->bytes(), file->bytes().size(), prefix + ".idx");
+  auto file = std::make_shared<const InputFile>(prefix + ".bin");
+  const TokenIndex index = parse_token_index(index_file->bytes(), file->size(), prefix + ".idx");
   TokenFile tokens(prefix + ".bin", index.type);
-  tokens.file_ = std::move(file);
   tokens.index_file_ = std::move(index_file);
   tokens.index_ = index;
-  tokens.take(tokens.file_->bytes());
+  tokens.take(std::move(file), 0);
   return tokens;
 }
 
 TokenFile TokenFile::open_npy(const std::string& path) {
-  auto file = std::make_shared<const MappedFile>(path);
-  const NpyHeader header = parse_npy(file->bytes(), path);
+  const NpyHeader header = parse_npy(MappedFile(path).bytes(), path);
   TokenFile tokens(path, header.type);
-  tokens.file_ = std::move(file);
-  tokens.take(tokens.file_->bytes().substr(header.data_start));
+  tokens.take(std::make_shared<const InputFile>(path), header.data_start);
   return tokens;
 }
 
 TokenFile TokenFile::open_flat(const std::string& path, IdType type) {
   TokenFile tokens(path, type);
-  tokens.file_ = std::make_shared<const MappedFile>(path);
-  tokens.take(tokens.file_->bytes());
+  tokens.take(std::make_shared<const InputFile>(path), 0);
   return tokens;
 }
 
@@ -265,8 +261,11 @@ void TokenFile::copy(std::int64_t begin, std::int64_t vocab_size,
               num_tokens_);
   with_type(type_, [&](auto type) {
     using T = decltype(type);
+    std::vector<T> ids(to.size());
+    file_->read(begin_ + static_cast<std::uint64_t>(begin) * sizeof(T),
+                std::as_writable_bytes(std::span(ids)));
     for (std::size_t i = 0; i < to.size(); ++i) {
-      const T id = load<T>(ids_, static_cast<std::size_t>(begin) + i);
+      const T id = ids[i];
       MOESH_CHECK(std::cmp_greater_equal(id, 0) && std::cmp_less(id, vocab_size), ErrorKind::data,
                   name_, ": token ", begin + static_cast<std::int64_t>(i), " has the id ", +id,
                   ", and the vocabulary of the model has ", vocab_size,

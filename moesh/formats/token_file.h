@@ -1,6 +1,7 @@
 #pragma once
 // Files of token ids: Megatron's PREFIX.bin with PREFIX.idx, .npy of NumPy, and plain .bin files.
-// They are mapped into memory, so that their size does not matter.
+// Ids are read as they are asked for, and an index is mapped into memory: their size does not
+// matter.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,6 +9,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+
+#include "moesh/formats/file.h"
 
 namespace moesh::formats {
 
@@ -76,14 +79,17 @@ class TokenFile {
 
  private:
   TokenFile(std::string name, IdType type) : name_(std::move(name)), type_(type) {}
-  void take(std::string_view bytes);
+  void take(std::shared_ptr<const InputFile> file, std::uint64_t begin);
   bool has_index() const { return index_file_ != nullptr; }
 
   std::string name_;
   IdType type_;
-  std::shared_ptr<const MappedFile> file_, index_file_;
+  // Not mapped: where somebody cuts such a file short, a read is an error that says so, and the
+  // process would die. Nor is what was read of a large file counted as memory of the process.
+  std::shared_ptr<const InputFile> file_;
+  std::uint64_t begin_ = 0;  // of the ids in it
+  std::shared_ptr<const MappedFile> index_file_;
   TokenIndex index_{};
-  std::string_view ids_;
   std::int64_t num_tokens_ = 0;
 };
 

@@ -58,7 +58,10 @@ ModelKeys GroupedDecoderConfig::keys() {
                          {"attention_bias", &attention_bias, "biases of q, k, v and o"},
                          {"window", &window, "tokens that a query sees; 0: all", 0},
                          {"init_bias_std", &bias_std,
-                          "standard deviation of the initial biases; 0: they begin at zero"}});
+                          "standard deviation of the initial biases; 0: they begin at zero"},
+                         {"balance_loss", &balance_loss,
+                          "weight of the balance loss in the model's own recipe, of all layers "
+                          "together"}});
   return all;
 }
 

@@ -24,11 +24,20 @@ Groups::Groups(std::vector<GroupOptions> groups) : groups_(std::move(groups)) {
   }
 }
 
-std::optional<std::size_t> Groups::find(const std::string& name) const {
-  const auto found = std::find_if(patterns_.begin(), patterns_.end(),
-                                  [&](const formats::Pattern& p) { return p.is_in(name); });
-  if (found == patterns_.end()) return std::nullopt;
-  return static_cast<std::size_t>(found - patterns_.begin());
+std::optional<std::size_t> Groups::find(const std::string& name,
+                                        const std::vector<std::string>& in_files) const {
+  for (std::size_t i = 0; i < patterns_.size(); ++i) {
+    const auto is_found = [&](const std::string& n) { return patterns_[i].is_in(n); };
+    if (is_found(name)) return i;
+    const auto first = std::find_if(in_files.begin(), in_files.end(), is_found);
+    if (first == in_files.end()) continue;
+    const auto other = std::find_if_not(in_files.begin(), in_files.end(), is_found);
+    MOESH_CHECK(other == in_files.end(), ErrorKind::config, name_of(i), " is '", groups_[i].match,
+                "', which is found in ", *first, " and not in ", *other,
+                ": both are of one parameter, ", name, ", which learns in one way; match them all");
+    return i;
+  }
+  return std::nullopt;
 }
 
 void check_matches(const Groups& groups, const std::vector<GroupMatch>& matches,

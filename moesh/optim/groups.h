@@ -21,8 +21,11 @@ class Groups {
   /// Throws Error (config) where a pattern is none, or empty.
   explicit Groups(std::vector<GroupOptions> groups);
 
-  /// The first whose pattern is found in the name; nothing: none is.
-  std::optional<std::size_t> find(const std::string& name) const;
+  /// The first whose pattern is found in the name of a parameter, or in those of all tensors that
+  /// hold it in files; nothing: none is. Throws Error (config) where a pattern is found in some of
+  /// them: a parameter learns in one way.
+  std::optional<std::size_t> find(const std::string& name,
+                                  const std::vector<std::string>& in_files = {}) const;
   const GroupOptions& operator[](std::size_t i) const { return groups_[i]; }
   std::size_t size() const { return groups_.size(); }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <numeric>
 
 #include "moesh/config/options.h"
@@ -78,36 +79,68 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
   return make_model(config, device(config));
 }
 
-std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups) {
-  std::vector<optim::GroupMatch> matches(groups.size());
+namespace {
+
+// What [[optimizer.group]] says of each parameter, by its own name or by those that its values have
+// in a checkpoint: layers.0.mlp.experts.w1 is ..experts.0.gate_proj.weight and so on there.
+class GroupOfParam {
+ public:
+  explicit GroupOfParam(const Config& config) : groups_(param_groups(config)) {
+    if (groups_.size() == 0) return;
+    for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
+      for (const auto& source : t.sources)
+        if (t.name != source.param) in_files_[source.param].push_back(t.name);
+  }
+
+  const optim::Groups& groups() const { return groups_; }
+  const std::vector<std::string>& in_files(const std::string& param) const {
+    static const std::vector<std::string> none;
+    const auto found = in_files_.find(param);
+    return found == in_files_.end() ? none : found->second;
+  }
+  std::optional<std::size_t> find(const std::string& param) const {
+    return groups_.find(param, in_files(param));
+  }
+
+ private:
+  optim::Groups groups_;
+  std::map<std::string, std::vector<std::string>> in_files_;  // by parameter
+};
+
+// Of the whole model: what a group matches may be on another stage.
+std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOfParam& groups) {
+  if (groups.groups().size() == 0) return {};
+  const OneRankScope scope;
+  const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
+  std::vector<optim::GroupMatch> matches(groups.groups().size());
   std::vector<std::string> names;
-  model.each_param([&](Stored& w, bool) {
+  model->each_param([&](Stored& w, bool) {
     names.push_back(w.spec.name);
+    const auto& in_files = groups.in_files(w.spec.name);
+    names.insert(names.end(), in_files.begin(), in_files.end());
     const auto found = groups.find(w.spec.name);
     if (!found) return;
     ++matches[*found].num_tensors;
     matches[*found].num_parameters += std::accumulate(
         w.spec.shape.begin(), w.spec.shape.end(), std::int64_t{1}, std::multiplies<std::int64_t>());
   });
-  optim::check_matches(groups, matches, names);
+  optim::check_matches(groups.groups(), matches, names);
   return matches;
 }
 
-namespace {
-// By the whole model: what a group matches may be on another stage.
-void check_groups(const Config& config, const optim::Groups& groups) {
-  if (groups.size() == 0) return;
-  const OneRankScope scope;
-  group_matches(*models::make_model(config.model.architecture, {.device = at::kMeta}), groups);
-}
 }  // namespace
 
+std::vector<optim::GroupMatch> group_matches(const Config& config) {
+  return group_matches(config, GroupOfParam(config));
+}
+
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
-  const optim::Groups groups = param_groups(config);
-  check_groups(config, groups);
+  const GroupOfParam group_of(config);
+  group_matches(config, group_of);  // one that matches nothing throws
+  const optim::Groups& groups = group_of.groups();
   optim::ParamList params;
   model.each_param([&](Stored& w, bool decays) {
-    const auto found = groups.find(w.spec.name);
+    const auto found = group_of.find(w.spec.name);
     const bool is_asked = found && groups[*found].weight_decay;
     params.add(w, decays || is_asked ? optim::Decay::on : optim::Decay::off);
   });
@@ -123,7 +156,7 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
     ways.push_back({groups[i].weight_decay ? kind.make(own) : of_others.rule, groups[i].lr_scale});
   }
   return std::make_unique<optim::Optimizer>(params, [&](const optim::ParamList::Entry& entry) {
-    const auto found = groups.find(entry.stored->spec.name);
+    const auto found = group_of.find(entry.stored->spec.name);
     return found ? ways[*found] : of_others;
   });
 }

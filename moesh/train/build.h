@@ -25,7 +25,7 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
 
 /// Of each [[optimizer.group]]: what it matches of the model. One that matches nothing throws Error
 /// (config).
-std::vector<optim::GroupMatch> group_matches(models::Model& model, const optim::Groups& groups);
+std::vector<optim::GroupMatch> group_matches(const Config& config);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
 
 PipelineOptions pipeline_options(const Config& config);

@@ -205,8 +205,8 @@ std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
   std::string text;
   for (const auto& [key, value] : config::model_values(other)) {
     const auto ours = config::model_value(config, key);
-    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.max_sequence" ||
-        ours == value)
+    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.balance_loss" ||
+        key == "model.max_sequence" || ours == value)
       continue;
     text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
   }
@@ -418,7 +418,10 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   s.sets.push_back(weights(mine));
   s.sets.push_back(state(mine, s.sets[0]));
   s.texts = companions_;
-  s.texts["config.json"] = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
+  std::string& config_json = s.texts["config.json"];
+  config_json = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
+  if (!config_of_folder_.empty())
+    config_json = checkpoint::with_token_ids(config_json, config_of_folder_);
   s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
                 .model = config_.model.name,
@@ -581,10 +584,15 @@ Position Checkpointer::load_newest() {
 void Checkpointer::find_companions(const std::filesystem::path& resumed) {
   if (!config_.checkpoint.enable) return;
   checkpoint::together(world_, [&] {
+    if (world_.rank() != 0) return;
     for (const std::filesystem::path& folder :
          {resumed, std::filesystem::path(config_.checkpoint.initial_load),
-          std::filesystem::path(config_.model.folder)})
-      if (companions_.empty() && !folder.empty()) companions_ = checkpoint::read_companions(folder);
+          std::filesystem::path(config_.model.folder)}) {
+      if (folder.empty()) continue;
+      if (companions_.empty()) companions_ = checkpoint::read_companions(folder);
+      if (config_of_folder_.empty() && formats::exists(folder / "config.json"))
+        config_of_folder_ = checkpoint::read_config(folder);
+    }
   });
 }
 

@@ -103,7 +103,9 @@ class Checkpointer {
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
+  // Of rank 0, which writes them.
   std::map<std::string, std::string> companions_;  // by name
+  std::string config_of_folder_;                   // config.json that they came with; may be empty
   // One save at a time is under way. Its collectives have a group of their own, on the host: they
   // cannot meet those of training.
   std::shared_ptr<comm::Group> background_group_;

@@ -55,6 +55,19 @@ TEST(Async, OnThreadsSavesWhatASaveInBetweenDoes) {
   expect_same_checkpoints(folder.path() / "sync", folder.path() / "async");
 }
 
+// Every save, the first one as well: what it took from the step, and when it was done.
+TEST(Async, SaysOfEachSaveWhatItTook) {
+  const TemporaryFolder folder;
+  testing::internal::CaptureStderr();
+  run(folder.path() / "c", "dp_shard=2", async());
+  const std::string said = testing::internal::GetCapturedStderr();
+  for (int i = 1; i <= 6; ++i) {
+    const std::string step = std::to_string(i);
+    expect_parts(said, {"copied step " + step + " for saving in", "step-0000000" + step + " in "});
+  }
+  expect_parts(said, {"s, in the background"});
+}
+
 TEST(Async, OnNcclSavesBesideTheCollectivesOfTraining) {
   for (const auto pace : {comm::loopback::Pace::queued, comm::loopback::Pace::polled}) {
     const TemporaryFolder folder;

@@ -15,6 +15,7 @@
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/token_file.h"
+#include "moesh/formats/json.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 
@@ -108,6 +109,52 @@ TEST(Companions, TravelWithTheModel) {
   run(folder.path() / "third", "tp=1", {"--steps=1", "--model=hf:" + bare.string()});
   EXPECT_EQ(bytes_of(step(folder.path() / "third", 1) / "tokenizer.json"),
             given.at("tokenizer.json"));
+}
+
+// One that is not as it was written is told of, and goes no further; the run goes on.
+TEST(Companions, AreComparedWithTheManifest) {
+  const TemporaryFolder folder;
+  const path first = folder.path() / "first", second = folder.path() / "second";
+  run(first, "tp=1", {"--steps=1"});
+  std::ofstream(step(first, 1) / "tokenizer.json") << "{\"a\": 1}";
+  std::ofstream(step(first, 1) / "vocab.txt") << "abc";
+  run(second, "tp=1", {"--steps=1", "--checkpoint.initial_load=" + step(first, 1).string()});
+  std::ofstream(step(second, 1) / "vocab.txt") << "abd";
+  std::ofstream(step(second, 1) / "later.txt") << "put there since";
+  testing::internal::CaptureStderr();
+  run(second, "dp_shard=2", {"--steps=2"});
+  expect_parts(testing::internal::GetCapturedStderr(), {"vocab.txt", "is left out", "damaged"});
+  EXPECT_EQ(bytes_of(step(second, 2) / "tokenizer.json"), "{\"a\": 1}");
+  EXPECT_EQ(bytes_of(step(second, 2) / "later.txt"), "put there since");
+  EXPECT_FALSE(formats::exists(step(second, 2) / "vocab.txt"));
+}
+
+// The ids of the tokens that begin and end a text are nothing to training, and all to whoever
+// generates: they come with the folder and go into every checkpoint.
+TEST(Companions, TokenIdsStayInConfigJson) {
+  const TemporaryFolder folder;
+  const path first = folder.path() / "first", second = folder.path() / "second";
+  run(first, "tp=1", {"--steps=1"});
+  const path given = step(first, 1) / "config.json";
+  std::filesystem::remove(step(first, 1) / formats::kManifestFile);  // others have none
+  formats::JsonValue json = formats::read_json(given.string());
+  EXPECT_EQ(json.find("eos_token_id"), nullptr);
+  auto& fields = std::get<formats::JsonObject>(json.value);
+  fields.emplace_back("eos_token_id",
+                      formats::JsonValue{formats::JsonList{{std::int64_t{3}}, {std::int64_t{5}}}});
+  fields.emplace_back("bos_token_id", formats::JsonValue{std::int64_t{7}});
+  fields.emplace_back("pad_token_id", formats::JsonValue{});
+  std::ofstream(given) << formats::to_json(json);
+  run(second, "dp_shard=2", {"--steps=1", "--checkpoint.initial_load=" + step(first, 1).string()});
+  std::filesystem::remove_all(first);
+  run(second, "tp=2", {"--steps=2"});
+  for (const int i : {1, 2}) {
+    const auto kept = formats::read_json((step(second, i) / "config.json").string());
+    for (const char* key : {"eos_token_id", "bos_token_id", "pad_token_id"}) {
+      ASSERT_TRUE(kept.find(key)) << key;
+      EXPECT_EQ(*kept.find(key), *json.find(key)) << key;
+    }
+  }
 }
 
 // Counts what is read of weights, and how many threads read at the same time.

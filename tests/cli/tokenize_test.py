@@ -234,6 +234,7 @@ def resume(case):
         assert one == two
     print(f"killed with {reached} of {len(documents)} documents written")
     stopped_early(case, names)
+    held(case)
     stopped_input(case, documents)
 
 
@@ -253,10 +254,35 @@ def stopped_early(case, names):
     stop_when_written(case, command + names)
     text = case.run(*names[:1], code=2, out="x")
     assert "another tokenizer, other options or other inputs" in text, text
+    # Lines that would have stopped a run may be skipped from now on: none was until here.
+    stop_when_written(case, [*command[:5], case.folder / "z", *command[6:], *names])
+    case.run("--on-error=skip", *names, out="z")
+    assert "went on behind document" in case.text, case.text
     with open(case.folder / "x.lengths", "r+b") as file:
         file.write(b"\x01")
     text = case.run("--threads", "1", "--save-interval", "0", *names, code=2, out="x")
     assert "x.lengths is damaged" in text and "x.progress" in text, text
+
+
+def held(case):
+    """One that has begun keeps every other out, also in its first moments, and loses nothing."""
+    documents = texts(3000, 6)
+    (case.folder / "few.jsonl").write_bytes(case.jsonl(documents))
+    command = [case.moesh, "tokenize", "--tokenizer", case.path, "--threads", "1", "few.jsonl"]
+    for i in range(6):
+        out = f"held{i}"
+        begun = [subprocess.Popen([*command, "--out", case.folder / out, *more], cwd=case.folder,
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                 for more in ([], ["--append-eod"], [])]
+        codes = [(p.wait(), p.stderr.read().decode()) for p in begun]
+        done = [i for i, (code, _) in enumerate(codes) if code == 0]
+        # The third may come when the first has ended, and find its files.
+        assert len(done) == 1, codes
+        for code, text in codes:
+            assert code == 0 or "another moesh tokenize writes to" in text or "File exists" in text \
+                or "is there already" in text or "other options" in text, text
+        ends = [case.tokenizer.token_to_id("<eod>")] if done == [1] else []
+        case.expect(documents, end=ends, out=out)
 
 
 def stopped_input(case, documents):

@@ -185,7 +185,7 @@ TEST(Config, HasListsOfSources) {
   expect_parts(message({"--data.source.0.path=" + parquet.path()}),
                {"set data.source.0.kind to text", "moesh tokenize"});
   // Lists are written as lists.
-  for (const char* key : {"data.source", "data.sources", "data.sources.0.path"})
+  for (const char* key : {"data.source", "data.sources", "data.sources.0.path", "data.source.path"})
     expect_parts(message({std::string("--") + key + "=a.txt"}),
                  {key, "data.source is a list", "[[data.source]]", "--data.source.0.path=FILE"});
   const TemporaryFile as_list("run.toml", "[data]\nsource = [\"a.txt\"]\n");
@@ -232,6 +232,22 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
             "mixtral");
   const TemporaryFile printed("printed.toml", print_config(config));
   EXPECT_EQ(model_values(load_config({"--config", printed.path()})), model_values(config));
+
+  // A recipe of its own is a key like any other.
+  const TemporaryFile recipe(
+      "config.json",
+      models::on_disk(
+          load_config({"--model=qwen3_moe:tiny", "--model.balance_loss=0.03"}).model.architecture)
+          .config_json(formats::Dtype::f32));
+  const std::string of_recipe = std::filesystem::path(recipe.path()).parent_path().string();
+  const Config balanced = load_config({"--model=hf:" + of_recipe});
+  EXPECT_EQ(model_value(balanced, "model.balance_loss"), Value(0.03));
+  const std::string text = print_config(balanced);
+  EXPECT_EQ(text.find("folder = \"" + of_recipe), std::string::npos) << text;
+  const TemporaryFile printed_recipe("printed.toml", text);
+  const Config again = load_config({"--config", printed_recipe.path()});
+  EXPECT_EQ(model_values(again), model_values(balanced));
+  EXPECT_EQ(again.moe.switch_loss_weight, balanced.moe.switch_loss_weight);
 
   // What the keys do not say is read from the folder again.
   const auto json_of = [](const Config& c) {
@@ -282,14 +298,17 @@ TEST(Config, BalanceIsThatOfTheModelsRecipe) {
   EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.switch_loss_weight").text,
             "qwen3_moe:tiny");
   const double scale = 2. / 3;  // of gpt_oss:tiny
-  for (const auto& [model, wanted] :
-       {std::pair{"qwen3_moe", 0.5}, std::pair{"gpt_oss", 1e-3 * scale}}) {
+  // What the published folders of GPT-OSS say is of no loss that anybody computes.
+  for (const auto& [model, coefficient, wanted] :
+       {std::tuple{"qwen3_moe", "0.5", 0.5}, std::tuple{"gpt_oss", "0.9", 1e-3 * scale},
+        std::tuple{"gpt_oss", "0.5", 0.5 * scale}}) {
     std::string text =
         models::on_disk(load_config({std::string("--model=") + model}).model.architecture)
             .config_json(formats::Dtype::f32);
     const std::string key = "\"router_aux_loss_coef\": 0.001";
     ASSERT_NE(text.find(key), std::string::npos) << text;
-    text.replace(text.find(key), key.size(), "\"router_aux_loss_coef\": 0.5");
+    text.replace(text.find(key), key.size(),
+                 std::string("\"router_aux_loss_coef\": ") + coefficient);
     const TemporaryFile json("config.json", text);
     const std::string folder = std::filesystem::path(json.path()).parent_path().string();
     EXPECT_EQ(weights({"--model=hf:" + folder}), (Weights{0, wanted, 0})) << model;

@@ -73,6 +73,55 @@ TEST(BestFit, MakesALabelOfEveryTokenButTheFirstOfItsDocument) {
   expect_parts(data.describe(), {"2507 documents", "by best fit", "% filled"});
 }
 
+// Sequences that a long document fills are never listed: they are those that best fit has first.
+TEST(BestFit, CountsTheSequencesThatLongDocumentsFill) {
+  const std::int64_t length = 6;
+  const std::vector<std::int64_t> lengths{3, 40, 0, 7, 1, 13, 25, 5, 2, 8};
+  const Corpus corpus = corpus_of(lengths);
+  std::vector<Piece> pieces;
+  for (std::size_t d = 0; d < lengths.size(); ++d)
+    for (std::int64_t i = 0; lengths[d] - i > 1; i += length)
+      pieces.push_back({corpus.starts[d] + i, std::min(length + 1, lengths[d] - i)});
+  const auto wanted = best_fit(pieces, length + 1);
+  const BestFitDataset data(make_store(corpus), length, 7, /*shuffle=*/false);
+  ASSERT_EQ(*data.size(), std::ssize(wanted));
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    std::vector<TokenId> tokens;
+    for (const Piece& p : wanted[i])
+      tokens.insert(tokens.end(), corpus.tokens.begin() + p.begin,
+                    corpus.tokens.begin() + p.begin + p.length);
+    tokens.resize(static_cast<std::size_t>(length) + 1, 0);
+    EXPECT_EQ(data.get(static_cast<std::int64_t>(i)).tokens, tokens) << i;
+  }
+}
+
+// Two documents, one of 10^13 tokens: token i is i mod 1000.
+class Endless final : public TokenStore {
+ public:
+  const std::string& name() const override { return name_; }
+  const char* unit() const override { return "tokens"; }
+  std::int64_t vocab_size() const override { return 1000; }
+  std::int64_t num_tokens() const override { return 10'000'000'000'003; }
+  std::int64_t num_documents() const override { return 2; }
+  std::int64_t start(std::int64_t document) const override { return document == 0 ? 0 : 3; }
+  void copy(std::int64_t begin, std::span<TokenId> to) const override {
+    for (TokenId& id : to) id = static_cast<TokenId>(begin++ % 1000);
+  }
+
+ private:
+  std::string name_ = "endless";
+};
+
+TEST(BestFit, TakesADocumentOfAnyLength) {
+  const BestFitDataset data(std::make_shared<Endless>(), 100, 7, /*shuffle=*/false);
+  EXPECT_EQ(*data.size(), 100'000'000'001);
+  EXPECT_EQ(data.get(50'000'000'007).tokens.front(), 703);
+  EXPECT_EQ(data.get(99'999'999'998).tokens.back(), 903);
+  // What is left: 100 tokens of the second and 3 of the first, which do not fit together.
+  EXPECT_EQ(data.get(99'999'999'999).tokens.front(), 903);
+  EXPECT_EQ(data.get(100'000'000'000).tokens[2], 2);
+}
+
 // The next epoch has the same sequences in another order; without shuffling in the same.
 TEST(BestFit, BeginsAgainAfterTheLastSequence) {
   const std::vector<std::int64_t> lengths(40, 3);

@@ -45,6 +45,19 @@ TEST(TokenFiles, GiveSequencesWithTheirDocuments) {
   }
 }
 
+// By somebody else, while a run reads it.
+TEST(TokenFiles, SayThatTheyWereCutShort) {
+  const TemporaryFile flat("x.bin", bytes(counted(9000)));
+  auto of_ids = options(flat.path());
+  of_ids.kind = "uint32";
+  const auto data = open_dataset(of_ids);
+  data->get(2000);
+  std::filesystem::resize_file(flat.path(), 4000);
+  EXPECT_EQ(data->get(0).tokens.front(), 100'000);
+  expect_parts(error_of([&] { data->get(2000); }, ErrorKind::data),
+               {"x.bin", "had 36000 when it was opened", "something else writes to it"});
+}
+
 TEST(TokenFiles, AreTheSameTokensInEveryKind) {
   const auto ids = counted(9);
   const std::string header = "{'descr': '<i4', 'fortran_order': False, 'shape': (9,), }\n";

@@ -3,24 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
-#include <functional>
 
-#include "moesh/base/error.h"
+#include "tests/expect_error.h"
 
 namespace moesh::estimate {
 namespace {
 
 using comm::Collective;
-
-void expect_error(const std::function<void()>& f, const std::string& part) {
-  try {
-    f();
-    ADD_FAILURE() << "no error; expected one with: " << part;
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-    EXPECT_EQ(error.kind(), ErrorKind::config);
-  }
-}
 
 TEST(Cluster, IsReadFromItsName) {
   const Cluster c = parse_cluster("h800x4:16");

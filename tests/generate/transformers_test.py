@@ -100,6 +100,15 @@ def texts_agree(tmp):
     settings["eos_token"] = tokenizer.convert_ids_to_tokens(end)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert moesh(folder, *given) == ",".join(map(str, stopping))
+    # A tokenizer from elsewhere comes with its own end, whatever lies beside the model.
+    elsewhere = tmp / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (elsewhere / name).write_bytes((folder / name).read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(
+        {**settings, "eos_token": tokenizer.convert_ids_to_tokens(wanted[0])}))
+    for named in (elsewhere, elsewhere / "tokenizer.json"):
+        assert moesh(folder, *given, "--tokenizer", named) == ",".join(map(str, stopping))
     print("texts, and where they end", flush=True)
 
 

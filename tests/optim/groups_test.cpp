@@ -22,6 +22,20 @@ TEST(Groups, TakeTheFirstPatternThatIsFoundInAName) {
   EXPECT_EQ(Groups({}).find("x"), std::nullopt);
 }
 
+// Experts are one tensor here, and in files as many as there are: a pattern is for all of them.
+TEST(Groups, FindParametersByTheirNamesInFiles) {
+  const Groups groups({{.match = "gate_proj"}, {.match = "experts\\.1\\."}});
+  const std::vector<std::string> gates{"l.0.experts.0.gate_proj.weight",
+                                       "l.0.experts.1.gate_proj.weight"},
+      ups{"l.0.experts.0.up_proj.weight", "l.0.experts.1.up_proj.weight"};
+  EXPECT_EQ(groups.find("l.0.experts.w1", gates), 0u);
+  EXPECT_EQ(groups.find("l.0.experts.w1"), std::nullopt);
+  EXPECT_EQ(groups.find("l.0.router", {}), std::nullopt);
+  expect_parts(error_of([&] { groups.find("l.0.experts.w3", ups); }, ErrorKind::config),
+               {"optimizer.group.1.match is 'experts\\.1\\.'", "found in l.0.experts.1.up_proj",
+                "not in l.0.experts.0.up_proj", "l.0.experts.w3", "match them all"});
+}
+
 TEST(Groups, RefuseWhatIsNoPattern) {
   expect_parts(error_of([] { Groups({{.match = "a"}, {.match = ""}}); }, ErrorKind::config),
                {"optimizer.group.1.match is empty"});

@@ -124,6 +124,14 @@ def groups_are_printed(tmp, initial):
     again = golden_test.run(MOESH, "print-config", "--config", tmp / "back.toml")
     assert [line.split(" #")[0] for line in again.splitlines()] == [
         line.split(" #")[0] for line in out.splitlines()]
+    # The names that files have, of which moesh makes one parameter of all experts.
+    w2 = golden_test.run(MOESH, "print-config", f"--model=hf:{initial}",
+                         r"--optimizer.group.0.match=experts\.\d+\.w2\.weight$")
+    wanted = sum(t.numel() for n, t in tensors(initial).items() if re.search(r"experts.*\.w2\.", n))
+    assert f"{wanted:,} parameters in 2 tensors" in w2, w2
+    done = subprocess.run([MOESH, "print-config", f"--model=hf:{initial}",
+                           r"--optimizer.group.0.match=experts\.0\."], capture_output=True, text=True)
+    assert done.returncode == 2 and "experts.1." in done.stderr and "match them all" in done.stderr
     for command in ("print-config", "train"):
         done = subprocess.run([MOESH, command, f"--model=hf:{initial}",
                                "--optimizer.group.0.match=nothing"], capture_output=True, text=True)

@@ -5,6 +5,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/pipeline/simulate.h"
+#include "tests/expect_error.h"
 
 namespace moesh::pipeline {
 
@@ -27,16 +28,6 @@ inline void each_case(const std::function<void(const Case&)>& f) {
           f(c);
         }
       }
-}
-
-inline void expect_error(const std::function<void()>& f, const std::string& part) {
-  try {
-    f();
-    ADD_FAILURE() << "no error; expected one with: " << part;
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
-    EXPECT_EQ(error.kind(), ErrorKind::config);
-  }
 }
 
 }  // namespace moesh::pipeline

@@ -6,15 +6,10 @@
 #include <sstream>
 
 #include "tests/support.h"
+#include "tests/train/metrics/support.h"
 
 namespace moesh::train {
 namespace {
-
-std::string read(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
 
 StepRecord record(std::int64_t step) {
   return {.step = step,

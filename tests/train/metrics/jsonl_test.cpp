@@ -12,15 +12,10 @@
 #include "moesh/formats/json.h"
 #include "moesh/train/metrics/run_folder.h"
 #include "tests/support.h"
+#include "tests/train/metrics/support.h"
 
 namespace moesh::train {
 namespace {
-
-std::string read(const std::filesystem::path& path) {
-  std::ostringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
 
 // A folder of its own, with a metrics.jsonl of this text.
 class Folder {
