@@ -1,5 +1,5 @@
-"""pip install, out of the build tree: nothing is compiled again, and what is installed works without
-the tree.
+"""pip install, out of the build tree: nothing is compiled again, and what is installed works
+without the tree.
 
 pip_test.py ROOT BUILD
 """
