@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 #include <set>
@@ -14,6 +15,7 @@
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
 #include "moesh/spmd/stages.h"
+#include "moesh/spmd/weights_later.h"
 
 namespace moesh::train {
 namespace {
@@ -34,6 +36,7 @@ class StageActor final : public pipeline::Actor {
         schedule_(schedule),
         rank_(current_mesh().coordinate(pp)),
         reductions_(reductions),
+        later_(reductions && has_weight_halves(schedule, rank_)),
         on_forward_(on_forward) {
     for (int stage = 0; stage < schedule.num_stages; ++stage)
       if (schedule.rank_with(stage) == rank_) index_.emplace(stage, index_.size());
@@ -70,6 +73,9 @@ class StageActor final : public pipeline::Actor {
     sent_.erase(found);
   }
 
+  // After the last action.
+  void finish() { later_.finish(); }
+
  private:
   using Stream = nn::Stream<Sp>;
   using Gradient = typename Stream::Gradient;
@@ -84,6 +90,11 @@ class StageActor final : public pipeline::Actor {
     models::ForwardResult result;
   };
 
+  static bool has_weight_halves(const pipeline::Schedule& s, int rank) {
+    const auto& actions = s.ranks[static_cast<std::size_t>(rank)];
+    return std::any_of(actions.begin(), actions.end(),
+                       [](const Action& a) { return a.kind == ActionKind::backward_weight; });
+  }
   static Key key_of(const Action& a) { return {a.stage, a.micro_batch}; }
   static SentKey sent_key(const Action& a) {
     return {a.kind != ActionKind::forward, a.stage, a.micro_batch};
@@ -133,7 +144,7 @@ class StageActor final : public pipeline::Actor {
   }
 
   void backward(const Action& a) {
-    if (a.kind == ActionKind::backward_weight) return;
+    if (a.kind == ActionKind::backward_weight) return backward_weight(a);
     const auto live = live_.extract(key_of(a));
     MOESH_CHECK(live, "backward of stage ", a.stage, " without its forward");
     const auto& [input, result] = live.mapped();
@@ -145,6 +156,11 @@ class StageActor final : public pipeline::Actor {
       moesh::backward(result.loss);
     else
       moesh::backward(std::get<Stream>(result.stream), *gradient, result.loss);
+    WeightHalf half = later_.take();
+    if (a.kind == ActionKind::backward_input)
+      halves_.emplace(key_of(a), std::move(half));
+    else
+      half.run();
     reductions_->start();
     const auto taker = taker_of(a);
     if (!taker) return;
@@ -154,15 +170,25 @@ class StageActor final : public pipeline::Actor {
       made_gradient_ = grad(input);
   }
 
+  void backward_weight(const Action& a) {
+    auto half = halves_.extract(key_of(a));
+    MOESH_CHECK(half, "the weights of stage ", a.stage, " without their inputs");
+    const InSection section(Section::backward);
+    half.mapped().run();
+    reductions_->start();
+  }
+
   models::Model& model_;
   const std::vector<models::MicroBatch>& batches_;
   const models::ForwardOptions& options_;
   const pipeline::Schedule& schedule_;
   int rank_;
   ReduceLater* reductions_;
+  WeightsLater later_;
   const OnForward& on_forward_;
   std::map<int, std::size_t> index_;  // of a stage among this rank's
   std::map<Key, Live> live_;
+  std::map<Key, WeightHalf> halves_;
   // By who takes it: from another rank, and from a stage of this one.
   std::map<Key, ArrivingStream> streams_;
   std::map<Key, ArrivingGradient> gradients_;
@@ -187,6 +213,7 @@ void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
   StageActor<Sp> actor(model, batches, options, schedule, reductions, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
                     {.num_buffers = num_buffers(schedule, reductions != nullptr)});
+  actor.finish();
 }
 
 int rank_of_end(const pipeline::Schedule& s, bool is_last) {

@@ -8,6 +8,7 @@
 
 #include <filesystem>
 
+#include "moesh/base/error.h"
 #include "moesh/verify/compare.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/layer_parity.h"
@@ -100,7 +101,13 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   auto c = step_case(mesh, more);
   if (has_copies) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
-  return [=] { return first_of(verify::verify(c, *reference), mesh); };
+  return [=]() -> std::string {
+    try {
+      return first_of(verify::verify(c, *reference), mesh);
+    } catch (const Error& e) {
+      return std::string("it throws: ") + e.what();
+    }
+  };
 });
 
 // The same of a model whose attention has a window.
