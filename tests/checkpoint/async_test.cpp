@@ -4,6 +4,7 @@
 #include "moesh/train/step.h"
 #include "tests/checkpoint/support.h"
 #include "tests/comm/nccl_loopback.h"
+#include "tests/support.h"
 
 namespace moesh {
 namespace {
