@@ -21,6 +21,7 @@
 #include "moesh/comm/flight.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/sent.h"
+#include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/memory.h"
@@ -92,6 +93,18 @@ void warn_of_bias_kept_apart(const Config& config) {
       describe_option(config, "moe.load_balance_coeff"), ", and the files of a ", config.model.name,
       " have no place for an expert bias: checkpoints keep it beside the optimizer's state, and "
       "whoever reads their weights alone chooses experts without it");
+}
+
+void warn_of_few_micro_batches(const Config& config) {
+  const std::int64_t degree = config.parallelism.pipeline_parallel_degree,
+                     num_micro = num_micro_batches(config);
+  if (num_micro >= degree) return;
+  const auto schedule = schedule_of(pipeline_options(config), static_cast<std::size_t>(num_micro));
+  log_warn("a step has ", num_micro, num_micro == 1 ? " micro-batch" : " micro-batches",
+           " for the ", degree, " ranks of pp, which wait ",
+           std::lround(100 * pipeline::simulate(schedule).bubble_fraction()),
+           " % of the time; set training.gradient_accumulation_steps to ", degree,
+           " or more, or raise training.global_batch_size");
 }
 
 // What Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave half a
@@ -226,6 +239,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   const RunFacts facts = facts_of(config, *model, known, first_step);
   if (is_first) {
     warn_of_bias_kept_apart(config);
+    warn_of_few_micro_batches(config);
     sinks = open_sinks(config, facts);
     clock.emplace(start), sent.emplace();
     summary.first_step = first_step;

@@ -33,11 +33,19 @@ def same_losses(reference, other, what):
 
 def mpi_gives_the_bits_of_threads(tmp, moesh, *mpirun):
     """The same program on processes: bit-equal losses and gradient norms in fp64."""
-    for ranks, mesh in ((4, "dp_shard=2,tp=2,ep=2"), (8, "dp_shard=2,cp=2,tp=2,ep=2,etp=2")):
-        options = ["--mesh", mesh, "--steps", "8", "--data.sequence_length", "13"]
-        train([moesh], tmp / f"threads{ranks}", *options)
-        train([*mpirun, "-n", str(ranks), moesh], tmp / f"mpi{ranks}", *options)
-        same_losses(tmp / f"threads{ranks}", tmp / f"mpi{ranks}", mesh)
+    pipeline = ["--training.gradient_accumulation_steps=3", "--model.num_layers=4",
+                "--model.tie_embeddings=true"]
+    for name, ranks, mesh, more in (
+            ("four", 4, "dp_shard=2,tp=2,ep=2", []),
+            ("eight", 8, "dp_shard=2,cp=2,tp=2,ep=2,etp=2", []),
+            ("pipeline", 4, "pp=2,tp=2",
+             [*pipeline, "--parallelism.pipeline_parallel_schedule=zbv"]),
+            ("long_pipeline", 4, "pp=4",
+             [*pipeline, "--parallelism.pipeline_parallel_schedule=zero_bubble"])):
+        options = ["--mesh", mesh, "--steps", "8", "--data.sequence_length", "13", *more]
+        train([moesh], tmp / f"threads_{name}", *options)
+        train([*mpirun, "-n", str(ranks), moesh], tmp / f"mpi_{name}", *options)
+        same_losses(tmp / f"threads_{name}", tmp / f"mpi_{name}", mesh)
 
 
 def runs_repeat(tmp, moesh):
@@ -168,9 +176,10 @@ def nothing_is_written_nowhere(tmp, moesh):
 
 def mpi_verifies(tmp, moesh, *mpirun):
     """Every process has some of the findings, and one prints."""
-    command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", "dp_shard=2,tp=2,ep=2", "--dtype", "float64"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
+    for mesh in ("dp_shard=2,tp=2,ep=2", "pp=2,dp_shard=2"):
+        command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", mesh, "--dtype", "float64"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
     run = subprocess.run([*mpirun, "-n", "2", moesh, "train", *TINY, "--mesh", "tp=1", "--steps", "1"], capture_output=True, text=True,
                          timeout=120)
     assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
