@@ -103,10 +103,14 @@ SOAK_MINUTES ?= 20
 soak: build
 	tests/soak/soak.py build/bin/moesh build/bin/moesh_with_faults $(SOAK_MINUTES)
 
-# The MoE layer on every mesh of up to 8 ranks, every combination of options, against one rank.
+# The MoE layer on every mesh of up to 8 ranks, every combination of options, and every model on
+# every mesh, pipelines too, against one rank.
+MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
+	for m in $(MODELS); do for dtype in float64 float32; do \
+	  build/bin/moesh verify --model $$m:tiny --sweep 8 --dtype $$dtype || exit 1; done; done
 
 # Some 2,000 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
 # MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
