@@ -108,8 +108,7 @@ int run(const path& folder, std::int64_t mebibytes, int num_ranks, at::Device de
   const Problem problem{std::max<std::int64_t>(3, mebibytes / 16), num_ranks, device};
   const path saved = folder / "saved", copy = folder / "copy";
   double save_time = 1e9, load_time = 1e9, copy_time = 1e9, block_time = 1e9, read_time = 1e9,
-         first_block_time = 1e9,
-         dd_time = 1e9, dd_read_time = 1e9;
+         first_block_time = 1e9, dd_time = 1e9, dd_read_time = 1e9;
   std::uint64_t bytes = 0;
   comm::launch(num_ranks, [&](comm::Group& world) {
     const Snapshot s = snapshot_of(problem, world.rank());

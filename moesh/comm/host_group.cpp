@@ -232,10 +232,11 @@ std::string disagreement(const Call& send, const Call& recv, const std::string& 
   if (send.sequence == recv.sequence && send.dtype == recv.dtype && send.rows == recv.rows &&
       std::equal(send.dims, send.dims + send.num_dims, recv.dims, recv.dims + recv.num_dims))
     return {};
-  return detail::concat("rank ", recv.root, " called ", send.describe(), " and rank ", send.root,
-                        " called ", recv.describe(), " as ", recv.place(group),
-                        " between them. Both ranks must go through the messages of a channel in the "
-                        "same order, with the same sizes, dtype and label.");
+  return detail::concat(
+      "rank ", recv.root, " called ", send.describe(), " and rank ", send.root, " called ",
+      recv.describe(), " as ", recv.place(group),
+      " between them. Both ranks must go through the messages of a channel in the "
+      "same order, with the same sizes, dtype and label.");
 }
 
 std::string disagreement(const std::vector<Call>& calls, const std::vector<int>& world_ranks,

@@ -348,7 +348,7 @@ void validate(const Config& config, int world_size) {
   check_data(config, facts);
   check_schedule(config);
   profile_steps(config);  // throws where it names none
-  param_groups(config);  // throws where a pattern is none
+  param_groups(config);   // throws where a pattern is none
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",
               describe_option(config, "checkpoint.enable"),

@@ -139,10 +139,9 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
   const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
   call->sink =
       raw::sink_for(local(x), {local(w1), local(w3), local(w2), value(b1), value(b3), value(b2)});
-  call->config.weights_later = !call->sink->is_empty();
-  const auto given = [&](const at::Tensor& w) {
-    return call->config.weights_later ? w.detach() : w;
-  };
+  const bool is_later = !call->sink->is_empty();
+  call->config.weights_later = is_later;
+  const auto given = [is_later](const at::Tensor& w) { return is_later ? w.detach() : w; };
   for (MaybeTensor* b : {&b1, &b3, &b2})
     if (*b) *b = given(**b);
   // The kernel is a linear layer after another, column and row.

@@ -14,8 +14,8 @@
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/formats/file_system.h"
-#include "moesh/formats/token_file.h"
 #include "moesh/formats/json.h"
+#include "moesh/formats/token_file.h"
 #include "tests/checkpoint/support.h"
 #include "tests/support.h"
 

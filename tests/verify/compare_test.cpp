@@ -17,7 +17,6 @@
 
 namespace moesh::verify {
 
-using cli::run_compare;
 namespace {
 
 using State = ComparedTensor::State;
@@ -26,6 +25,12 @@ struct Named {
   std::vector<std::int64_t> shape;
   std::vector<float> values;
 };
+
+// `moesh compare` with these arguments.
+int run_it(std::vector<std::string> args) {
+  args.insert(args.begin(), "compare");
+  return cli::run_command(args);
+}
 
 class Compare : public testing::Test {
  protected:
@@ -66,7 +71,7 @@ TEST_F(Compare, EqualFilesAreTheSame) {
   EXPECT_TRUE(c.same());
   ASSERT_EQ(c.tensors.size(), 2);
   EXPECT_EQ(c.tensors[0].factor, 1);
-  EXPECT_EQ(run_compare({a, a}), 0);
+  EXPECT_EQ(run_it({a, a}), 0);
 }
 
 TEST_F(Compare, AFactorIsNamed) {
@@ -86,7 +91,7 @@ TEST_F(Compare, AFactorIsNamed) {
       << c.tensors[1].diagnosis();
   EXPECT_NE(c.tensors[2].diagnosis().find("a is 1/4 of b"), std::string::npos)
       << c.tensors[2].diagnosis();
-  EXPECT_EQ(run_compare({a, b}), 1);
+  EXPECT_EQ(run_it({a, b}), 1);
 }
 
 // Python's safetensors writes tensors by name within each dtype: layers.10 before layers.2.
@@ -185,8 +190,8 @@ TEST_F(Compare, FoldersAndRenames) {
   EXPECT_FALSE(compare(a, b).same());
   EXPECT_TRUE(
       compare(a, b, {.renames = {{"^module\\.layers", "model.blocks"}, {"w$", "weight"}}}).same());
-  EXPECT_EQ(run_compare({a, b, "--rename", "^module\\.layers=model.blocks", "--rename=w$=weight",
-                         "--tolerance", "0"}),
+  EXPECT_EQ(run_it({a, b, "--rename", "^module\\.layers=model.blocks", "--rename=w$=weight",
+                    "--tolerance", "0"}),
             0);
   EXPECT_THROW(compare(a, b, {.renames = {{"[0-9]", "0"}}}), Error);  // two names become one
   EXPECT_THROW(compare(a, b, {.renames = {{"(", ""}}}), Error);
@@ -195,7 +200,7 @@ TEST_F(Compare, FoldersAndRenames) {
 TEST_F(Compare, BadArgumentsSayWhatToDo) {
   const auto expect_text = [](const std::vector<std::string>& args, const std::string& text) {
     try {
-      run_compare(args);
+      run_it(args);
       ADD_FAILURE() << "no error: " << text;
     } catch (const Error& e) {
       EXPECT_NE(std::string(e.what()).find(text), std::string::npos) << e.what();
