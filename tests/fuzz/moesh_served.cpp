@@ -17,6 +17,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <thread>
 
 namespace {

@@ -95,7 +95,7 @@ class Halves : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Models, Halves, testing::ValuesIn(models::model_names()),
                          [](const auto& info) { return info.param; });
 
-TEST_P(Halves, GiveTheSameBits) {
+TEST_P(Halves, GiveTheSameGradients) {
   for (const auto& way : ways())
     for (const auto dtype : {at::kDouble, at::kBFloat16}) {
       if (dtype == at::kBFloat16 && way.mesh != MeshShape{}) continue;
@@ -107,9 +107,13 @@ TEST_P(Halves, GiveTheSameBits) {
             const auto whole = gradients_of(GetParam(), dtype, mesh, way, false);
             const auto halves = gradients_of(GetParam(), dtype, mesh, way, true);
             ASSERT_EQ(whole.size(), halves.size());
-            for (size_t i = 0; i < whole.size(); ++i)
-              EXPECT_TRUE(at::equal(whole[i], halves[i]))
+            for (size_t i = 0; i < whole.size(); ++i) {
+              // With sequence parallelism products of other strides round in another way.
+              const double error = (whole[i] - halves[i]).norm().item<double>(),
+                           allowed = way.sequence_parallel ? 1e-14 : 0;
+              EXPECT_LE(error, allowed * whole[i].norm().item<double>())
                   << "way " << &way - ways().data() << ", " << dtype << ", parameter " << i;
+            }
           },
           test_options());
     }
