@@ -31,7 +31,7 @@ const std::vector<Way>& ways() {
       {.mesh = {.dp_shard = 2, .ep = 2}, .reshard = true, .recompute = full},
       {.mesh = {.tp = 2, .ep = 2}, .sequence_parallel = true, .recompute = selective},
       {.mesh = {.tp = 2, .etp = 2}, .overlap = false},
-      {.mesh = {.dp_replicate = 2, .tp = 2, .ep = 2, .etp = 2},
+      {.mesh = {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2},
        .overlap = false,
        .recompute = full},
       {.mesh = {.dp_shard = 2, .cp = 2}, .reshard = true, .overlap = false},
