@@ -31,9 +31,7 @@ const std::vector<Way>& ways() {
       {.mesh = {.dp_shard = 2, .ep = 2}, .reshard = true, .recompute = full},
       {.mesh = {.tp = 2, .ep = 2}, .sequence_parallel = true, .recompute = selective},
       {.mesh = {.tp = 2, .etp = 2}, .overlap = false},
-      {.mesh = {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2},
-       .overlap = false,
-       .recompute = full},
+      {.mesh = {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2}, .overlap = false, .recompute = full},
       {.mesh = {.dp_shard = 2, .cp = 2}, .reshard = true, .overlap = false},
   };
   return all;
@@ -108,9 +106,9 @@ TEST_P(Halves, GiveTheSameGradients) {
             const auto halves = gradients_of(GetParam(), dtype, mesh, way, true);
             ASSERT_EQ(whole.size(), halves.size());
             for (size_t i = 0; i < whole.size(); ++i) {
-              // With sequence parallelism products of other strides round in another way.
+              // Parts of messages lie at other addresses, by which products round differently.
               const double error = (whole[i] - halves[i]).norm().item<double>(),
-                           allowed = way.sequence_parallel ? 1e-14 : 0;
+                           allowed = way.mesh == MeshShape{} ? 0 : 1e-14;
               EXPECT_LE(error, allowed * whole[i].norm().item<double>())
                   << "way " << &way - ways().data() << ", " << dtype << ", parameter " << i;
             }
