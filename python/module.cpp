@@ -89,9 +89,11 @@ train::RunSummary train(const Values& values, nb::object dataset, nb::object on_
   }
   // The run has ended after its step and its checkpoint; now the signal does what it always does:
   // SIGINT raises KeyboardInterrupt, SIGTERM ends the process.
-  if (summary.stop_signal != 0) {
-    std::raise(summary.stop_signal);
+  if (summary.stop_signal == SIGINT) {
+    PyErr_SetInterruptEx(SIGINT);  // without the handler of a run that still saves
     check_signals();
+  } else if (summary.stop_signal != 0) {
+    std::raise(summary.stop_signal);
   }
   return summary;
 }

@@ -48,12 +48,34 @@ void add(CLI::App& app, const CommandOption& o) {
   app.add_option(o.name)->expected(0, 1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
 }
 
-// "--out=" has no value, and CLI11 would take the next word for it.
-void refuse_empty(const Command& command, const Args& args) {
+// "--out=" has no value, and CLI11 would take the next word for it; "--all=false" would be --all.
+void refuse_values(const Command& command, const Args& args) {
   for (const CommandOption& o : command.options)
-    for (const std::string& arg : args)
-      MOESH_CHECK(o.value.empty() || arg != o.name + "=", ErrorKind::config, o.name,
+    for (const std::string& arg : args) {
+      if (!arg.starts_with(o.name + "=")) continue;
+      MOESH_CHECK(!o.value.empty(), ErrorKind::config, o.name, " takes no value; '", arg,
+                  "' has one: give ", o.name, " alone, or leave it out");
+      MOESH_CHECK(arg.size() > o.name.size() + 1, ErrorKind::config, o.name,
                   " needs a value, as in ", o.name, "=", o.value);
+    }
+}
+
+// A value may begin with a dash, as a prompt may: CLI11 would take "-x" for an option.
+Args with_dashed_values(const std::vector<Command>& commands, Args args) {
+  const auto of_word = [&](const std::string& word) {
+    for (const Command& c : commands)
+      for (const CommandOption& o : c.options)
+        if (o.name == word && takes_value(o)) return true;
+    return false;
+  };
+  for (std::size_t i = 0; i + 1 < args.size(); ++i) {
+    const std::string& next = args[i + 1];
+    if (!of_word(args[i]) || next.size() < 2 || next[0] != '-' || next[1] == '-' || next == "-h")
+      continue;
+    args[i] += "=" + next;
+    args.erase(args.begin() + static_cast<std::ptrdiff_t>(i) + 1);
+  }
+  return args;
 }
 
 Args values_of(const CLI::App& app, const CommandOption& o) {
@@ -147,7 +169,8 @@ std::string Command::describe() const {
   return text;
 }
 
-CommandLine read_command_line(const std::vector<Command>& commands, const Args& args) {
+CommandLine read_command_line(const std::vector<Command>& commands, const Args& all) {
+  const Args args = with_dashed_values(commands, all);
   CLI::App app;
   app.allow_extras()->require_subcommand(0, 1);
   app.set_version_flag("--version", "");
@@ -178,7 +201,7 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
   line.command = &*std::find_if(commands.begin(), commands.end(),
                                 [&](const Command& c) { return c.name == sub.get_name(); });
   if (sub.count(kLogLevel) > 0) line.log_level = values_of(sub, log_level).front();
-  refuse_empty(*line.command, args);
+  refuse_values(*line.command, args);
   line.given.command_ = line.command;
   for (const CommandOption& o : line.command->options)
     if (sub.count(o.name) > 0) line.given.values_[o.name] = values_of(sub, o);

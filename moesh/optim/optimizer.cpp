@@ -20,9 +20,10 @@ at::Tensor make_state(const StateSpec& spec, const Stored& w) {
 }  // namespace
 
 Optimizer::Optimizer(ParamList params, RulePtr rule)
-    : Optimizer(std::move(params), [&](const ParamList::Entry&) { return Way{rule}; }) {}
+    : Optimizer(std::move(params), [rule](const ParamList::Entry&) { return Way{rule}; }) {}
 
-Optimizer::Optimizer(ParamList params, const ChooseWay& choose) : params_(std::move(params)) {
+Optimizer::Optimizer(ParamList params, const ChooseWay& choose)
+    : params_(std::move(params)), choose_(choose) {
   MOESH_CHECK(params_.size() > 0, ErrorKind::config,
               "an optimizer with an empty list of parameters; add(w) some");
   for (const auto& entry : params_) {

@@ -58,6 +58,8 @@ class Optimizer {
   void set_num_steps(std::int64_t n);
 
   const ParamList& params() const { return params_; }
+  /// As it was given: how other parameters would move.
+  const ChooseWay& choose() const { return choose_; }
 
  private:
   struct Kept {  // for one parameter
@@ -67,6 +69,7 @@ class Optimizer {
   };
 
   ParamList params_;
+  ChooseWay choose_;
   std::vector<Way> ways_;   // each once, in the order of the parameters
   std::vector<Kept> kept_;  // by parameter
   at::Tensor numbers_;      // those of RuleStep, a row for each way: rates differ

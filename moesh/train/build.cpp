@@ -155,10 +155,11 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
     if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
     ways.push_back({groups[i].weight_decay ? kind.make(own) : of_others.rule, groups[i].lr_scale});
   }
-  return std::make_unique<optim::Optimizer>(params, [&](const optim::ParamList::Entry& entry) {
-    const auto found = group_of.find(entry.stored->spec.name);
-    return found ? ways[*found] : of_others;
-  });
+  return std::make_unique<optim::Optimizer>(
+      params, [group_of, ways, of_others](const optim::ParamList::Entry& entry) {
+        const auto found = group_of.find(entry.stored->spec.name);
+        return found ? ways[*found] : of_others;
+      });
 }
 
 PipelineOptions pipeline_options(const Config& config) {

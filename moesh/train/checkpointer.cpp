@@ -304,14 +304,16 @@ struct CheckpointParts {
 
   // Of one rank with the whole model: names, shapes and types in the order of the model, without
   // values. A checkpoint is the same whatever stages a rank has.
-  static CheckpointParts of_whole_model(const Config& config) {
+  static CheckpointParts of_whole_model(const Config& config, const optim::Optimizer& of_stages) {
     const OneRankScope scope;
     const auto model = models::make_model(config.model.architecture,
                                           {.dtype = scalar_type(config), .device = at::kMeta});
-    const auto of_run = make_optimizer(*model, config);
+    optim::ParamList params;
+    model->each_param([&](Stored& w, bool) { params.add(w); });
+    const optim::Optimizer of_run(params, of_stages.choose());
     std::vector<at::Tensor> none;
     for (auto* router : model->routers()) none.push_back(local(router->pending_counts()));
-    return {*model, *of_run, none};
+    return {*model, of_run, none};
   }
 
   // All that is not saved as weights: also those of them which `keeps_master` says, under another
@@ -357,7 +359,7 @@ Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Mod
               .max_shard_size = static_cast<std::uint64_t>(c.max_shard_size),
               .keep_latest = c.keep_latest_k};
   if (!c.enable) return;
-  whole_ = std::make_unique<CheckpointParts>(CheckpointParts::of_whole_model(config));
+  whole_ = std::make_unique<CheckpointParts>(CheckpointParts::of_whole_model(config, optimizer));
   if (c.async) background_group_ = world.background("checkpoint");
 }
 

@@ -145,7 +145,7 @@ def _write(path, found, per_rank, writes, num_ranks):
     text += b" " * (-len(text) % 8)
     beside = path + ".new"
     file = open(beside, "wb") if writes else None
-    sums = []
+    sums = {}
     try:
         if file:
             file.write(len(text).to_bytes(8, "little") + text)
@@ -153,7 +153,7 @@ def _write(path, found, per_rank, writes, num_ranks):
             value = _local(found[name]) if per_rank else _whole(found[name])
             value = value.detach().cpu().contiguous()
             if num_ranks > 1 and not per_rank:
-                sums.append(zlib.crc32(_bytes(value)))
+                sums[name] = zlib.crc32(_bytes(value))
             if file:
                 file.write(_bytes(value))
     finally:
@@ -165,7 +165,10 @@ def _write(path, found, per_rank, writes, num_ranks):
         return []
     everyone = [None] * num_ranks
     torch.distributed.all_gather_object(everyone, sums)
-    return [name for i, name in enumerate(order) if any(s[i] != sums[i] for s in everyone)]
+    if any(s.keys() != sums.keys() for s in everyone):
+        warnings.warn(f"ranks hold different tensors (stages of a pipeline?); {path} has those of "
+                      "rank 0: per_rank=True writes a file for each", stacklevel=3)
+    return [name for name in order if any(s.get(name, sums[name]) != sums[name] for s in everyone)]
 
 
 def _local(value):

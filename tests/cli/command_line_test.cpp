@@ -71,6 +71,9 @@ TEST(CommandLine, ValuesMayBeOptionalRepeatedAndOddTexts) {
   given.expect_words(2);
   EXPECT_EQ(read({"compare", "--rename", "[a,b]", "-"}).given.texts("--rename"), Args{"[a,b]"});
   EXPECT_EQ(read({"compare", "-", "/x", "{}"}).given.rest(), (Args{"-", "/x", "{}"}));
+  EXPECT_EQ(read({"compare", "--rename", "-x=y", "z"}).given.texts("--rename"), Args{"-x=y"});
+  EXPECT_EQ(read({"compare", "--rename", "-x=y", "z"}).given.rest(), Args{"z"});
+  EXPECT_TRUE(read({"run", "--steps", "-h"}).wants_help);
 }
 
 TEST(CommandLine, FlagsOfTheProgramStandAnywhere) {
@@ -103,6 +106,8 @@ TEST(CommandLine, SaysWhatIsWrong) {
        "[--rename P=R] [--all]"});
   expect_parts(refusal({"compare", "-a", "x", "y"}), {"compare has no option '-a'"});
   expect_parts(refusal({"run", "++", "x"}), {"no command"});
+  expect_parts(refusal({"compare", "--all=false", "x", "y"}),
+               {"--all takes no value; '--all=false' has one"});
   expect_parts(
       error_of([] { read({"run", "--steps=x"}).given.number("--steps", 1); }, ErrorKind::config),
       {"--steps is 'x'; it takes a whole number, 1 or more"});

@@ -64,7 +64,7 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
       const double peak = static_cast<double>(sum.dense.total() + sum.experts.total()) +
                           sum.activations,
                    of_dry_run = static_cast<double>(second.peak);
-      EXPECT_GT(peak, 0.95 * of_dry_run) << peak / of_dry_run;
+      EXPECT_GT(peak, 0.94 * of_dry_run) << peak / of_dry_run;
       EXPECT_LT(peak, 1.2 * of_dry_run) << peak / of_dry_run;
       // With copies, gradients that tp ranks sum are summed over both at once: counted as two sums.
       std::map<std::string, double> wanted, found;

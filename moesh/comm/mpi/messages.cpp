@@ -51,16 +51,23 @@ class Incoming final : public Arriving {
   }
 
   // Only when the header says that it fits is the rest received: Open MPI 4 writes beyond the end
-  // of a receive that is too short.
+  // of a receive that is too short. Any thread of the rank comes here: what fails is for the one
+  // that waits for this message.
   bool advance() override {
     if (is_over_) return true;
-    if (!requests_.test()) return false;
-    if (!has_header_) {
-      has_header_ = true;
-      verdict_ = disagreement(header_.call, call_, group_);
-      if (verdict_.empty()) receive_all();
+    try {
+      if (!requests_.test()) return false;
+      if (!has_header_) {
+        has_header_ = true;
+        verdict_ = disagreement(header_.call, call_, group_);
+        if (verdict_.empty()) receive_all();
+      }
+      is_over_ = requests_.test();
+    } catch (const std::exception& e) {
+      verdict_ = e.what();
+      is_over_ = true;
     }
-    return is_over_ = requests_.test();
+    return is_over_;
   }
 
   bool active() const { return requests_.active(); }

@@ -85,9 +85,13 @@ void Mailbox::deliver(Letter& letter) {
         "rank ", letter.recv.root, " has what it sends on ", letter.x.device(), " and rank ",
         letter.send.root, " receives on ", letter.out.device(), " (", letter.recv.describe(), ", ",
         letter.recv.place(group_), "). Ranks that are threads share one device.");
-  if (letter.verdict.empty()) {
-    copy(whole(letter.out), whole(letter.x), letter.x.options());
-    synchronize(letter.x.device());
+  try {
+    if (letter.verdict.empty()) {
+      copy(whole(letter.out), whole(letter.x), letter.x.options());
+      synchronize(letter.x.device());
+    }
+  } catch (const std::exception& e) {  // both ends learn of it, and neither waits on
+    letter.verdict = detail::concat("the message was not copied: ", e.what());
   }
   letter.x.reset();
   letter.out.reset();

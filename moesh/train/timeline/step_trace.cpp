@@ -77,7 +77,10 @@ void StepTrace::write(std::int64_t last_step) {
   const std::string steps = detail::concat(first_recorded_, "-", last_step);
   const auto path =
       std::filesystem::path(config_.metrics.folder) / ("trace-steps-" + steps + ".json");
+  summary_ = describe(costs_of(records, waits));
   try {
+    std::error_code none;
+    std::filesystem::remove(path, none);  // of a run that went on from before these steps
     checkpoint::write_file(path,
                            trace_json(records, waits,
                                       {{"moesh", version()},
@@ -87,8 +90,8 @@ void StepTrace::write(std::int64_t last_step) {
     log_warn("no trace is written: ", e.what());
     return;
   }
-  summary_ = detail::concat("trace: ", path.string(), "; open it in https://ui.perfetto.dev\n",
-                            describe(costs_of(records, waits)));
+  summary_ =
+      detail::concat("trace: ", path.string(), "; open it in https://ui.perfetto.dev\n", summary_);
   log_info("the trace of steps ", first_recorded_, " to ", last_step, " is in '", path.string(),
            "'");
 }
