@@ -80,7 +80,7 @@ void check_dump(const Request& request) {
               " writes the tensors of one mesh; leave --sweep out");
   std::error_code failed;
   std::filesystem::create_directories(*request.dump, failed);
-  MOESH_CHECK(std::filesystem::is_directory(*request.dump), ErrorKind::config, "--dump ",
+  MOESH_CHECK(std::filesystem::is_directory(*request.dump, failed), ErrorKind::config, "--dump ",
               *request.dump, " is not a folder and cannot become one");
 }
 

@@ -21,7 +21,9 @@ constexpr std::size_t kMaxCells = 1'000'000;
 
 // Two runs may be called the same: the last two names of the path, as in "outputs/earlier".
 std::string name_of(const std::filesystem::path& folder) {
-  const auto whole = std::filesystem::weakly_canonical(folder);
+  std::error_code failed;
+  auto whole = std::filesystem::weakly_canonical(folder, failed);
+  if (failed) whole = folder;
   const std::string last = whole.filename().string(),
                     above = whole.parent_path().filename().string();
   return last == "outputs" || above.empty() || above == "/" ? last : above + "/" + last;
@@ -30,9 +32,10 @@ std::string name_of(const std::filesystem::path& folder) {
 }  // namespace
 
 RunData::RunData(const std::filesystem::path& folder) : folder_(folder), name_(name_of(folder)) {
-  MOESH_CHECK(std::filesystem::is_directory(folder), ErrorKind::config, "'", folder.string(),
+  std::error_code none;  // a name that is too long, say, is that of no folder
+  MOESH_CHECK(std::filesystem::is_directory(folder, none), ErrorKind::config, "'", folder.string(),
               "' is not a folder; name the metrics.folder of a run");
-  MOESH_CHECK(std::filesystem::exists(folder / "metrics.jsonl"), ErrorKind::config, "'",
+  MOESH_CHECK(std::filesystem::exists(folder / "metrics.jsonl", none), ErrorKind::config, "'",
               folder.string(),
               "' has no metrics.jsonl: no run has written its metrics there; name the "
               "metrics.folder of one");

@@ -152,7 +152,8 @@ def paths_that_cannot_be(tmp, moesh):
         for words in (["inspect", path], ["compare", path, path], ["convert", path, tmp / "o"],
                       ["convert", model, path], ["train", "--steps=1", f"--data.path={path}"],
                       ["print-config", f"--data.path={path}"], ["verify", "--golden", path],
-                      ["train", f"--checkpoint.initial_load={path}"]):
+                      ["train", f"--checkpoint.initial_load={path}"], ["report", path],
+                      ["report", f"{path}.json"], ["verify", "--mesh=tp=2", "--dump", path]):
             done = subprocess.run([moesh, *map(str, words)], capture_output=True, text=True,
                                   timeout=120)
             assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode} {done.stderr[-800:]}"
