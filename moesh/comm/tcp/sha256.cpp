@@ -1,5 +1,6 @@
 #include "moesh/comm/tcp/sha256.h"
 
+#include <algorithm>
 #include <bit>
 
 namespace moesh::comm {
@@ -59,10 +60,13 @@ Digest sha256(std::string_view bytes) {
 }
 
 Digest hmac_sha256(std::string_view key, std::string_view bytes) {
-  std::string k(key);
   const auto text = [](const Digest& d) { return std::string(d.begin(), d.end()); };
-  if (k.size() > kBlock) k = text(sha256(k));
-  k.resize(kBlock, '\0');
+  const Digest of_key = sha256(key);
+  std::array<char, kBlock> k{};
+  if (key.size() > kBlock)
+    std::copy(of_key.begin(), of_key.end(), k.begin());
+  else
+    std::copy(key.begin(), key.end(), k.begin());
   std::string inner, outer;
   for (const char c : k) {
     inner += static_cast<char>(c ^ 0x36);
