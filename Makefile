@@ -10,7 +10,8 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
 CTEST = ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run test gpu asan tsan sanitize fuzz fuzz-cli mutate soak verify \
-  wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format lint clean
+  wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format \
+  lint clean
 
 all: build
 

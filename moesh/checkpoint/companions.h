@@ -9,8 +9,9 @@
 namespace moesh::checkpoint {
 
 /// By name, with their bytes; not those that describe the weights (config.json, the index, the
-/// manifest). Nothing where there is no folder. Where the folder has a manifest they are compared
-/// with it. A file that is damaged, or larger than any of these, is left out with a warning.
+/// manifest). Nothing where the folder does not exist. Where the folder has a manifest they are
+/// compared with it. A file that is damaged, or larger than any of these, is left out with a
+/// warning.
 std::map<std::string, std::string> read_companions(const std::filesystem::path& folder);
 
 /// A config.json with the ids that another one has for the tokens which begin, end and pad a text.

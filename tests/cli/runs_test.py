@@ -179,7 +179,8 @@ def mpi_verifies(tmp, moesh, *mpirun):
     for mesh in ("dp_shard=2,tp=2,ep=2", "pp=2,dp_shard=2"):
         command = [*mpirun, "-n", "2", moesh, "verify", "--mesh", mesh, "--dtype", "float64"]
         run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert run.returncode == 0 and run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
+        assert run.returncode == 0, run.stdout + run.stderr
+        assert run.stdout.count("1 of 1 meshes hold") == 1, run.stdout + run.stderr
     run = subprocess.run([*mpirun, "-n", "2", moesh, "train", *TINY, "--mesh", "tp=1", "--steps", "1"], capture_output=True, text=True,
                          timeout=120)
     assert run.returncode != 0 and "and there are 2" in run.stderr, run.stdout + run.stderr
