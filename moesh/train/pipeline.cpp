@@ -11,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/comm/flight.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
@@ -53,6 +54,7 @@ class StageActor final : public pipeline::Actor {
 
   void run(const Action& a) override {
     RECORD_USER_SCOPE(to_string(a));
+    const comm::flight::Doing doing(describe(a));
     if (a.kind == ActionKind::forward)
       forward(a);
     else
@@ -69,6 +71,7 @@ class StageActor final : public pipeline::Actor {
 
   void finish_send(const Action& maker) override {
     const auto found = sent_.find(sent_key(maker));
+    const comm::flight::Doing doing("the send after " + describe(maker));
     found->second.wait();
     sent_.erase(found);
   }
