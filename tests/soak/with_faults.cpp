@@ -1,7 +1,8 @@
 // Linked with apps/moesh.cpp: the command with faults.
 //   MOESH_FAULTS     of the file system, see FaultyFileSystem::parse
-//   MOESH_SIGNAL_AT  "B1.2 3 9 1": MPI process 1 sends itself signal 9 when it begins, for the third
-//                    time, the backward of stage 1 for micro-batch 2 (any scope of RECORD_USER_SCOPE)
+//   MOESH_SIGNAL_AT  "B1.2 3 9 1": MPI process 1 sends itself signal 9 when it begins, for the
+//                    third time, the backward of stage 1 for micro-batch 2; any scope of
+//                    RECORD_USER_SCOPE will do
 #include <ATen/record_function.h>
 
 #include <atomic>
