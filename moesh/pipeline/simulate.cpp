@@ -158,11 +158,13 @@ class Simulator {
     for (const Action& a : list) {
       const StageCosts& c = costs_.of(a.stage);
       const double kept = c.activation * c.kept_for_weights;
-      if (a.kind == forward) peak = std::max(peak, held += c.activation);
-      if (!s_.has_backward) held -= c.activation;  // nobody comes back for it
+      if (a.kind == forward) held += c.activation;
       if (a.kind == backward) held -= c.activation;
       if (a.kind == backward_input) held -= c.activation - kept;
       if (a.kind == backward_weight) held -= kept;
+      // After a half for the inputs, too: with recompute it may keep more than forward has.
+      peak = std::max(peak, held);
+      if (!s_.has_backward) held -= c.activation;  // nobody comes back for it
     }
     return peak;
   }

@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/base/interrupt.h"
+
 namespace moesh::raw {
 namespace {
 
@@ -39,6 +41,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const auto adjoint =
         c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
     try {
+      interruption_point();
       variable_list result = adjoint->apply(grads);
       result.resize(result.size() + 2);  // nothing for the outs and the adjoint
       return result;

@@ -7,10 +7,10 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
-#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -29,6 +29,7 @@
 #include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/stop.h"
 #include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/step_trace.h"
 #include "moesh/train/validation.h"
@@ -38,46 +39,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::atomic<int> stop_signal{0};
-
-// Ends the run after the current step; a second signal ends the process as usual. Runs at the same
-// time, on threads of an embedding program, all end; the last gives back the handlers that were
-// there before the first.
-class SignalScope {
- public:
-  SignalScope() {
-    const std::lock_guard lock(mutex);
-    if (num_scopes++ > 0) return;
-    stop_signal = 0;
-    struct sigaction action = {};
-    action.sa_flags = SA_RESTART;
-    action.sa_handler = [](int signal) {
-      stop_signal = signal;
-      std::signal(signal, SIG_DFL);
-    };
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &before[i]);
-  }
-  ~SignalScope() {
-    const std::lock_guard lock(mutex);
-    if (--num_scopes > 0) return;
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
-  }
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
-
- private:
-  static constexpr std::array kSignals{SIGINT, SIGTERM};
-  static inline std::mutex mutex;
-  static inline int num_scopes = 0;
-  static inline std::array<struct sigaction, 2> before = {};
-};
-
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
 // another.
 bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
   const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
-  const bool stops = is_over || stop_signal != 0;
+  const bool stops = is_over || stop_signal() != 0;
   if (world.size() == 1) return stops;  // no wait for the device
   const at::Tensor mine = at::full({1}, stops, at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
@@ -344,7 +311,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
-  LastWords last_words(config, stop_signal);
+  LastWords last_words(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
     last_words.threw(rank, fault);
@@ -359,7 +326,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
       },
       options);
   summary.interrupted = interrupted;
-  summary.stop_signal = stop_signal;
+  summary.stop_signal = stop_signal();
   return summary;
 }
 

@@ -153,6 +153,9 @@ TEST(Simulate, KeepsWhatWeightsNeed) {
   EXPECT_EQ(peak(0), 4);  // of the first rank, which puts off nothing
   const auto last = simulate(zero_bubble(4, 8), {.stages = {{.kept_for_weights = 0.5}}}).peak[3];
   EXPECT_EQ(last, 1 + 3 * 0.5);
+  // With recompute a half for the inputs keeps more than forward: the peak is after it.
+  const auto more = simulate(zero_bubble(4, 8), {.stages = {{.kept_for_weights = 5}}}).peak;
+  EXPECT_EQ(more[3], 4 * 5);
 }
 
 TEST(Simulate, ChecksItsCosts) {
