@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -26,12 +27,54 @@ void print_heading(const Config& c, const Estimate& e) {
               c.training.device.c_str());
 }
 
+// "0-3", "0-1 14-15": from the first layer to the last one, of each stage.
+std::string layers_text(const std::vector<models::LayerRange>& stages) {
+  std::string text;
+  for (const auto& [begin, end] : stages)
+    text += detail::concat(text.empty() ? "" : " ", begin, end - begin > 1 ? "-" : "",
+                           end - begin > 1 ? std::to_string(end - 1) : "");
+  return text;
+}
+
+// "2-14 (2)": of these the third holds the most.
+std::string ranks_text(const RankKind& k) {
+  std::string text;
+  for (size_t i = 0; i < k.ranks.size(); ++i) {
+    const size_t first = i;
+    while (i + 1 < k.ranks.size() && k.ranks[i + 1] == k.ranks[i] + 1) ++i;
+    text += detail::concat(text.empty() ? "" : ",", k.ranks[first]);
+    if (i > first) text += "-" + std::to_string(k.ranks[i]);
+  }
+  return k.ranks.size() == 1 ? text : detail::concat(text, " (", k.rank_of_pp, ")");
+}
+
+std::string times_text(int num, std::int64_t bytes) {
+  return num == 0 ? "-" : detail::concat(num, " x ", size_text(bytes));
+}
+
+void print_pipeline(const std::vector<RankKind>& kinds) {
+  std::printf("\n%-12s %-14s %17s %11s %11s %11s %11s %15s %15s\n", "ranks of pp", "layers",
+              "parameters", "weights", "optimizer", "activations", "peak", "alive", "for weights");
+  for (const RankKind& k : kinds) {
+    std::int64_t activation = 0, kept = 0;
+    for (const StageLive& s : k.live.stages)
+      activation = std::max(activation, s.activation), kept = std::max(kept, s.kept);
+    std::printf("%-12s %-14s %17s %11s %11s %11s %11s %15s %15s\n", ranks_text(k).c_str(),
+                layers_text(k.layers).c_str(), with_commas(k.num_parameters).c_str(),
+                size_text(k.state.weights).c_str(), size_text(k.state.optimizer).c_str(),
+                size_text(k.activations()).c_str(), size_text(k.peak).c_str(),
+                times_text(k.live.num_alive, activation).c_str(),
+                times_text(k.live.num_halves, kept).c_str());
+  }
+}
+
 void print(const Estimate& e) {
   const int num_ranks = e.mesh.num_ranks();
   const std::string ranks =
       num_ranks == 1 ? "one rank" : detail::concat(num_ranks, " ranks (", e.mesh.describe(), ")");
   std::printf("%s, %s tokens a step\n", ranks.c_str(), with_commas(e.num_tokens).c_str());
-  std::printf("\nmemory of a rank (the one that holds the most)\n");
+  const std::string where = e.mesh.pp == 1 ? "" : detail::concat(": rank ", e.rank_of_pp, " of pp");
+  std::printf("\nmemory of a rank (the one that holds the most%s)\n", where.c_str());
   const auto line = [](const char* name, std::int64_t bytes) {
     std::printf("  %-14s %12s\n", name, size_text(bytes).c_str());
   };
@@ -40,7 +83,8 @@ void print(const Estimate& e) {
   line("optimizer", e.state.optimizer);
   line("activations", e.activations());
   line("peak", e.peak);
-  std::printf("\nsent by a rank in a step\n");
+  if (e.mesh.pp > 1) print_pipeline(e.kinds);
+  std::printf("\nsent by %s rank in a step\n", e.mesh.pp > 1 ? "this" : "a");
   for (const auto& [key, entry] : e.traffic)
     std::printf("  %-24s %-14s %6lld calls %12s\n", key.first.c_str(), comm::to_string(key.second),
                 static_cast<long long>(entry.num_calls), size_text(entry.num_bytes).c_str());

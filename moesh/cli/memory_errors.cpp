@@ -57,6 +57,23 @@ std::int64_t bytes_there() {
   return std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
 }
 
+// The most that a process holds through the whole run. A launched one has some ranks, one after the
+// other; by itself it has all of them.
+double state_of_process(const config::Config& config) {
+  const MeshShape shape = mesh_shape(config);
+  const int num_ranks = shape.num_ranks(),
+            each = std::max(1, num_ranks / std::max(1, comm::num_launched_processes()));
+  const auto state = estimate::state_of_ranks(config);
+  double most = 0;
+  for (int first = 0; first < num_ranks; first += each) {
+    double sum = 0;
+    for (int rank = first; rank < std::min(first + each, num_ranks); ++rank)
+      sum += static_cast<double>(state[static_cast<size_t>(shape.coordinate(rank, pp))].total());
+    most = std::max(most, sum);
+  }
+  return most;
+}
+
 [[noreturn]] void throw_out_of_memory(const std::string& asked, const config::Config& config) {
   throw Error(ErrorKind::config,
               detail::concat("not enough memory: ", asked, ", and this machine has ", bytes_there(),
@@ -78,10 +95,7 @@ bool is_about_memory(const c10::Error& e) {
 
 void check_fits(const config::Config& config) {
   if (config.training.device != "cpu") return;
-  const auto num_ranks =
-      mesh_shape(config).num_ranks() / std::max(1, comm::num_launched_processes());
-  const double bytes =
-      static_cast<double>(estimate::state_memory(config).total()) * std::max(1, num_ranks);
+  const double bytes = state_of_process(config);
   if (bytes > static_cast<double>(bytes_there()))
     throw_out_of_memory(
         detail::concat("weights, gradients and the state of the optimizer have ",

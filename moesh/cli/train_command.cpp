@@ -14,19 +14,10 @@ using namespace config;
 using namespace train;
 namespace {
 
-// Of a rank at its peak. Micro-batches after the second need no more, or in a pipeline those that
-// are not under way at the same time; what cannot be estimated may still be trained.
+// Of the rank that holds the most, at its peak; what cannot be estimated may still be trained.
 std::optional<std::int64_t> expected_memory(const Config& config) {
-  const Origin origin{"estimate"};
-  const auto& p = config.parallelism;
-  std::int64_t num_micro = num_micro_batches(config);
-  if (p.pipeline_parallel_schedule != "gpipe" || p.pipeline_parallel_degree == 1)
-    num_micro = std::min<std::int64_t>(2 * p.pipeline_parallel_degree, num_micro);
   try {
-    return estimate::estimate(
-               changed(config, {{"training.global_batch_size", std::int64_t{0}, origin},
-                                {"training.gradient_accumulation_steps", num_micro, origin}}))
-        .peak;
+    return estimate::estimate(config).peak;
   } catch (const std::exception&) {
     return std::nullopt;
   }

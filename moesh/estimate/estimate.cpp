@@ -1,109 +1,148 @@
 #include "moesh/estimate/estimate.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros_like.h>
-
 #include <algorithm>
+#include <map>
 
 #include "moesh/base/error.h"
 #include "moesh/config/merge.h"
-#include "moesh/kernels/meta/dry_run.h"
-#include "moesh/train/step.h"
+#include "moesh/estimate/dry_rank.h"
+#include "moesh/estimate/profile.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::estimate {
 
 using namespace train;
 namespace {
 
-// One rank of the mesh on the device meta, with the run's model and optimizer.
-class DryRank {
+// A step as the ranks of pp go through it. One micro-batch after the other does the same: a dry run
+// of the first ones gives what all of them take.
+class Pipeline {
  public:
-  explicit DryRank(const Config& config)
+  explicit Pipeline(const Config& config)
       : config_(config),
-        memory_(at::Device(config.training.device).type()),
-        mesh_(mesh_shape(config), /*rank=*/0,
-              [this](const std::string& name, int rank, const std::vector<int>& members) {
-                return comm::fake_group(name, rank, members, traffic_);
-              }),
-        scope_(mesh_),
-        model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
-        optimizer_(make_optimizer(*model_, config)) {}
-
-  StateMemory state() const {
-    StateMemory s;
-    model_->each_param([&](const Stored& w, bool) { s.weights += bytes(w.value); });
-    s.gradients = s.weights;  // of the shapes and the dtype of the master weights
-    for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
-    return s;
-  }
-
-  // Moments are spread over the parameters by their sizes.
-  StateMemory expert_state() const {
-    StateMemory s;
-    model_->each_param([&](const Stored& w, bool) {
-      if (w.storage == efsdp) s.weights += bytes(w.value);
-    });
-    s.gradients = s.weights;
-    const StateMemory all = state();
-    s.optimizer = all.weights == 0 ? 0
-                                   : static_cast<std::int64_t>(static_cast<double>(all.optimizer) *
-                                                               static_cast<double>(s.weights) /
-                                                               static_cast<double>(all.weights));
-    return s;
-  }
-
-  std::int64_t tp_gradients() const {
-    std::int64_t sum = 0;
-    model_->each_param([&](const Stored& w, bool) {
-      if (contains(w.replicas, tp)) sum += bytes(w.value);
-    });
-    return sum;
-  }
-
-  void make_gradients() {
-    model_->each_param(
-        [](Stored& w, bool) { w.value.mutable_grad() = at::zeros_like(w.value.detach()); });
-  }
-
-  Estimate step() {
-    const auto batch = config_.data.batch_size, sequence = config_.data.sequence_length;
-    const auto num_micro = num_micro_batches(config_);
-    Estimate e{.mesh = mesh_.shape(),
-               .num_parameters = model_->num_parameters(),
-               .num_active_parameters = model_->num_active_parameters(),
-               .num_tokens = mesh_.size(dp) * batch * sequence * num_micro,
-               .state = state(),
-               .expert_state = expert_state(),
-               .tp_gradients = tp_gradients()};
-    {
-      std::vector<models::MicroBatch> batches;
-      const auto ids = [&] {
-        return at::empty({batch, sequence}, at::TensorOptions(at::kMeta).dtype(at::kLong));
-      };
-      for (std::int64_t i = 0; i < num_micro; ++i) {
-        batches.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
-        if (document_mask(config_))
-          batches.back().documents = {ids(), most_documents(batch, sequence, 0)};
-      }
-      const StepOptions options = step_options(config_);
-      take_step(*model_, *optimizer_, std::move(batches), learning_rate(config_, 0), options);
+        options_(pipeline_options(config)),
+        shape_(mesh_shape(config)),
+        num_gone_through_(enough_micro_batches(config)),
+        num_micro_(num_micro_batches(config)),
+        schedule_(schedule_with(num_micro_)) {
+    std::int64_t begin = 0;
+    for (const int n : stage_plan(config)) {
+      stages_.push_back({begin, begin + n});
+      begin += n;
     }
-    e.peak = memory_.peak();
-    e.num_reads = memory_.num_reads();
-    e.traffic = traffic_;
-    return e;
+  }
+
+  std::int64_t num_micro() const { return num_micro_; }
+  std::int64_t num_gone_through() const { return num_gone_through_; }
+
+  std::vector<models::LayerRange> layers_of(int rank) const {
+    std::vector<models::LayerRange> mine;
+    for (const int stage : stages_of(rank)) mine.push_back(stages_[static_cast<size_t>(stage)]);
+    return mine;
+  }
+
+  // Ranks with the same layers, one after the other. What a layer computes tells its kind.
+  std::vector<RankKind> kinds() const {
+    if (shape_.pp == 1) return {{.ranks = {0}}};
+    const ModelShape model = model_shape(config_);
+    const auto num_layers = static_cast<std::int64_t>(model.is_moe.size());
+    using Stage = std::vector<std::pair<int, double>>;
+    std::map<std::vector<Stage>, size_t> known;
+    std::vector<RankKind> all;
+    for (int rank = 0; rank < shape_.pp; ++rank) {
+      std::vector<Stage> mine;
+      for (const auto& [begin, end] : layers_of(rank)) {
+        Stage& stage = mine.emplace_back();
+        stage.emplace_back(begin == 0, end == num_layers);
+        for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i)
+          stage.emplace_back(model.is_moe[i], model.layer_flops[i]);
+      }
+      const auto [found, is_new] = known.emplace(std::move(mine), all.size());
+      if (is_new) all.emplace_back();
+      all[found->second].ranks.push_back(rank);
+    }
+    return all;
+  }
+
+  // Of ranks that are alike, the one that holds the most. They differ in how many micro-batches
+  // they work on at once.
+  Estimate most_of(const std::vector<int>& alike) const {
+    Estimate e = of_rank(alike[0]);
+    const auto most = std::max_element(alike.begin(), alike.end(), [&](int a, int b) {
+      return most_held(a, e, schedule_) < most_held(b, e, schedule_);
+    });
+    return *most == alike[0] ? e : of_rank(*most);
+  }
+
+  // Of all micro-batches: the second and each later one send the same.
+  comm::Ledger traffic_of(int rank) const {
+    const comm::Ledger one = DryRank(config_, rank).step(1).traffic;
+    comm::Ledger all = DryRank(config_, rank).step(2).traffic;
+    for (auto& [key, entry] : all) {
+      const auto found = one.find(key);
+      const comm::Traffic first = found == one.end() ? comm::Traffic() : found->second;
+      entry.num_calls += (num_micro_ - 2) * (entry.num_calls - first.num_calls);
+      entry.num_bytes += (num_micro_ - 2) * (entry.num_bytes - first.num_bytes);
+    }
+    return all;
   }
 
  private:
-  static std::int64_t bytes(const at::Tensor& t) { return static_cast<std::int64_t>(t.nbytes()); }
+  pipeline::Schedule schedule_with(std::int64_t num_micro) const {
+    const auto m = static_cast<int>(num_micro);
+    return shape_.pp == 1 ? pipeline::one_f_one_b(1, m)
+                          : pipeline::make_schedule(options_.schedule, shape_.pp,
+                                                    options_.stages_of_a_rank, m);
+  }
+  std::vector<int> stages_of(int rank) const {
+    std::vector<int> mine;
+    for (int stage = 0; stage < schedule_.num_stages; ++stage)
+      if (schedule_.rank_with(stage) == rank) mine.push_back(stage);
+    return mine;
+  }
+
+  Estimate of_rank(int rank) const {
+    Estimate e = DryRank(config_, rank).step(num_gone_through_);
+    if (num_gone_through_ == num_micro_) return e;
+    e.peak += most_held(rank, e, schedule_) - most_held(rank, e, schedule_with(num_gone_through_)) +
+              (num_micro_ - num_gone_through_) * e.live.tokens;
+    return e;
+  }
+
+  // The most bytes that gradients and micro-batches hold on a rank which is like that of `e`.
+  std::int64_t most_held(int rank, const Estimate& e, const pipeline::Schedule& s) const {
+    std::vector<bool> has_gradients(e.live.stages.size(), false);
+    const auto gradients = e.state.gradients / static_cast<std::int64_t>(has_gradients.size());
+    const std::vector<int> mine = stages_of(rank);
+    std::int64_t held = 0, most = 0;
+    for (const pipeline::Action& a : s.ranks[static_cast<size_t>(rank)]) {
+      const auto place =
+          static_cast<size_t>(std::find(mine.begin(), mine.end(), a.stage) - mine.begin());
+      const StageLive& l = e.live.stages[place];
+      const bool is_forward = a.kind == pipeline::ActionKind::forward,
+                 is_weights = a.kind == pipeline::ActionKind::backward_weight;
+      most = std::max(most, held + (is_forward   ? l.in_forward
+                                    : is_weights ? l.in_weights
+                                                 : l.in_backward));
+      if (is_forward) held += l.activation;
+      if (pipeline::is_input_backward(a)) held -= l.activation;
+      if (a.kind == pipeline::ActionKind::backward_input) held += l.kept;
+      if (is_weights) held -= l.kept;
+      const bool makes_gradients = is_weights || a.kind == pipeline::ActionKind::backward;
+      if (makes_gradients && !has_gradients[place]) {
+        held += gradients;
+        has_gradients[place] = true;
+      }
+    }
+    return most;
+  }
 
   const Config& config_;
-  kernels::meta::DryRun memory_;
-  comm::Ledger traffic_;
-  Mesh mesh_;
-  MeshScope scope_;
-  std::unique_ptr<models::Model> model_;
-  std::unique_ptr<optim::Optimizer> optimizer_;
+  train::PipelineOptions options_;
+  MeshShape shape_;
+  std::int64_t num_gone_through_, num_micro_;
+  pipeline::Schedule schedule_;
+  std::vector<models::LayerRange> stages_;
 };
 
 // Whether every degree that the configuration asks for is that of the mesh; 1 asks for nothing.
@@ -163,23 +202,58 @@ double Estimate::moved_per_token() const {
   return static_cast<double>(moved()) * mesh.num_ranks() / static_cast<double>(num_tokens);
 }
 
+std::int64_t enough_micro_batches(const Config& config) {
+  // Interleaved stages go in groups of p micro-batches, the first of which has the rest.
+  const bool in_groups =
+      pipeline::stages_of_a_rank(config.parallelism.pipeline_parallel_schedule) == 0;
+  const std::int64_t all = num_micro_batches(config), p = mesh_shape(config).pp,
+                     enough = in_groups ? 3 * p : 2 * p + 2;
+  return all <= enough ? all : enough + (all - enough) % p;
+}
+
+std::vector<StateMemory> state_of_ranks(const Config& config) {
+  std::vector<StateMemory> all;
+  for (int rank = 0; rank < mesh_shape(config).pp; ++rank)
+    all.push_back(DryRank(config, rank).state());
+  return all;
+}
+
 std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit) {
-  DryRank rank(config);
-  if (limit && rank.state().total() > *limit) return std::nullopt;
-  return rank.step();
+  const Pipeline pipe(config);
+  std::vector<RankKind> kinds = pipe.kinds();
+  if (limit)
+    for (const RankKind& kind : kinds)
+      if (DryRank(config, kind.ranks[0]).state().total() > *limit) return std::nullopt;
+  std::optional<Estimate> most;
+  for (RankKind& kind : kinds) {
+    Estimate e = pipe.most_of(kind.ranks);
+    kind = {.ranks = std::move(kind.ranks),
+            .rank_of_pp = e.rank_of_pp,
+            .layers = pipe.layers_of(e.rank_of_pp),
+            .num_parameters = e.num_stage_parameters,
+            .state = e.state,
+            .peak = e.peak,
+            .live = e.live};
+    if (!most || e.peak > most->peak) most = std::move(e);
+  }
+  most->kinds = std::move(kinds);
+  most->num_tokens = most->num_tokens / pipe.num_gone_through() * pipe.num_micro();
+  if (pipe.num_gone_through() < pipe.num_micro()) most->traffic = pipe.traffic_of(most->rank_of_pp);
+  return most;
 }
 
 Estimate estimate_later_micro_batch(const Config& config) {
-  DryRank rank(config);
+  DryRank rank(config, 0);
   rank.make_gradients();
-  return rank.step();
+  return rank.step(num_micro_batches(config));
 }
-
-StateMemory state_memory(const Config& config) { return DryRank(config).state(); }
 
 Estimate estimate(const Config& config) { return *estimate(config, std::nullopt); }
 
 SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most) {
+  MOESH_CHECK(mesh_shape(config).pp == 1, ErrorKind::config,
+              "a search by bytes goes through meshes without pp, and pp is ", mesh_shape(config).pp,
+              "; name a cluster, as in --cluster h100x8:256, or leave pp out");
   SearchResult result;
   std::vector<Family> families;
   for (const auto& shape : all_mesh_shapes(num_ranks)) {
@@ -217,9 +291,35 @@ SearchResult search(const Config& config, int num_ranks, std::int64_t limit, siz
   return result;
 }
 
+namespace {
+
+formats::JsonValue to_json(const RankKind& k) {
+  formats::JsonList ranks, layers, activation, kept;
+  for (const int rank : k.ranks) ranks.push_back({std::int64_t{rank}});
+  for (const auto& [begin, end] : k.layers) layers.push_back({formats::JsonList{{begin}, {end}}});
+  for (const StageLive& s : k.live.stages)
+    activation.push_back({s.activation}), kept.push_back({s.kept});
+  return {formats::JsonObject{{"ranks", {std::move(ranks)}},
+                              {"rank", {std::int64_t{k.rank_of_pp}}},
+                              {"layers", {std::move(layers)}},
+                              {"parameters", {k.num_parameters}},
+                              {"weights", {k.state.weights}},
+                              {"gradients", {k.state.gradients}},
+                              {"optimizer", {k.state.optimizer}},
+                              {"activations", {k.activations()}},
+                              {"peak", {k.peak}},
+                              {"alive", {std::int64_t{k.live.num_alive}}},
+                              {"activation", {std::move(activation)}},
+                              {"halves", {std::int64_t{k.live.num_halves}}},
+                              {"kept", {std::move(kept)}}}};
+}
+
+}  // namespace
+
 formats::JsonValue to_json(const Estimate& e) {
   using formats::JsonObject;
-  formats::JsonList traffic;
+  formats::JsonList traffic, kinds;
+  for (const RankKind& kind : e.kinds) kinds.push_back(to_json(kind));
   for (const auto& [key, entry] : e.traffic)
     traffic.push_back({JsonObject{{"group", {key.first}},
                                   {"collective", {std::string(comm::to_string(key.second))}},
@@ -235,6 +335,8 @@ formats::JsonValue to_json(const Estimate& e) {
                      {"optimizer", {e.state.optimizer}},
                      {"activations", {e.activations()}},
                      {"peak", {e.peak}},
+                     {"rank_of_pp", {std::int64_t{e.rank_of_pp}}},
+                     {"pipeline", {std::move(kinds)}},
                      {"sent", {e.moved()}},
                      {"traffic", {std::move(traffic)}}}};
 }

@@ -17,22 +17,55 @@ namespace moesh::estimate {
 
 using config::Config;
 
-/// Bytes that a rank holds through the whole run. It is rank 0: where something does not divide,
-/// the first ranks have more.
+/// Bytes that a rank holds through the whole run. It is the first rank of its stages: where
+/// something does not divide, the first ranks have more.
 struct StateMemory {
   std::int64_t weights = 0, gradients = 0, optimizer = 0;
   std::int64_t total() const { return weights + gradients + optimizer; }
 };
 
+/// Bytes that one micro-batch holds on a stage.
+struct StageLive {
+  std::int64_t activation = 0;  // from its forward to its backward, or to the half for the inputs
+  std::int64_t kept = 0;        // from that half to the one for the weights
+  /// While it runs, the most on top of what is held before.
+  std::int64_t in_forward = 0, in_backward = 0, in_weights = 0;
+};
+
+/// The micro-batches that a rank works on at once. One that is on two stages of the rank counts
+/// twice.
+struct LiveMemory {
+  int num_alive = 0;        // the most between forward and backward, or its half for the inputs
+  int num_halves = 0;       // the most between the halves of backward
+  std::int64_t tokens = 0;  // bytes of a micro-batch itself, which is there through the whole step
+  std::vector<StageLive> stages;  // of this rank
+};
+
+/// Ranks of pp whose stages have the same layers, by the one of them that holds the most.
+struct RankKind {
+  std::vector<int> ranks;                  // of pp
+  int rank_of_pp = 0;                      // the one whose numbers follow
+  std::vector<models::LayerRange> layers;  // of each of its stages
+  std::int64_t num_parameters = 0;         // of these, on all ranks that have shards of them
+  StateMemory state;
+  std::int64_t peak = 0;
+  LiveMemory live;
+  std::int64_t activations() const { return peak - state.total(); }
+};
+
 struct Estimate {
   MeshShape mesh;
+  int rank_of_pp = 0;                                          // the one that holds the most
   std::int64_t num_parameters = 0, num_active_parameters = 0;  // of the whole model
+  std::int64_t num_stage_parameters = 0;                       // of the stages of this rank
   std::int64_t num_tokens = 0;                                 // of an optimizer step, on all ranks
   StateMemory state, expert_state;                             // the second is part of the first
   std::int64_t tp_gradients = 0;  // bytes of gradients that tp ranks sum, shard by shard
   std::int64_t peak = 0;          // the most that the rank holds at once
   std::int64_t num_reads = 0;     // of the device by the host, in the step
-  comm::Ledger traffic;           // what the rank sends in an optimizer step
+  LiveMemory live;
+  comm::Ledger traffic;         // what the rank sends in an optimizer step
+  std::vector<RankKind> kinds;  // of the ranks of pp; one without pp
 
   /// What the step adds to the state at its peak: activations, logits, gathered parameters,
   /// temporaries.
@@ -42,8 +75,9 @@ struct Estimate {
   double moved_per_token() const;
 };
 
-/// On the mesh, the options and the device of the configuration, which this machine need not have.
-/// With a limit: nothing where the state of a rank alone is larger.
+/// Of the rank of pp that holds the most, on the mesh, the options and the device of the
+/// configuration, which this machine need not have. With a limit: nothing where the state of a rank
+/// alone is larger.
 std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit);
 Estimate estimate(const Config& config);
 
@@ -51,8 +85,12 @@ Estimate estimate(const Config& config);
 /// the first: then the peak is the state and what comes on top of all of it.
 Estimate estimate_later_micro_batch(const Config& config);
 
-/// The bytes that a rank holds through the whole run: no step is gone through.
-StateMemory state_memory(const Config& config);
+/// The bytes that a rank holds through the whole run, for each rank of pp: no step is gone through.
+std::vector<StateMemory> state_of_ranks(const Config& config);
+
+/// As many micro-batches of a step as show all that a rank does in it: after them the schedule
+/// repeats itself, but for GPipe, which holds one more activation for each.
+std::int64_t enough_micro_batches(const Config& config);
 
 /// As --json has it.
 formats::JsonValue to_json(const Estimate& e);

@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/models/stage.h"
 #include "moesh/spmd/one_rank.h"
+#include "moesh/spmd/stages.h"
 
 namespace moesh::models {
 namespace {
@@ -27,13 +28,9 @@ class Decoder final : public Model {
       stages_.push_back(
           std::make_unique<Stage>(plan, options, range, has_first ? stages_[0].get() : nullptr));
     }
-    // What is asked about the whole model does not depend on what this rank has of it.
-    if (!is_whole()) {
-      const OneRankScope scope;
-      ModelOptions shapes = options;
-      shapes.device = at::kMeta;
-      whole_.emplace(plan, shapes, LayerRange{0, num_layers});
-    }
+    of_whole([&](const Stage& whole) {
+      num_parameters_ = whole.num_parameters(), num_active_ = whole.num_active_parameters();
+    });
     for (std::int64_t i = 0; i < num_layers; ++i) num_moe_layers_ += plan.is_moe(i);
     if (options.weight_copies) each_param([](Stored& w, bool) { raw::keep_copy(w); });
   }
@@ -90,17 +87,28 @@ class Decoder final : public Model {
   std::int64_t num_moe_layers() const override { return num_moe_layers_; }
   std::int64_t num_experts() const override { return plan_.config.num_experts; }
   kernels::GpuKernels gpu_kernels() const override { return options_.gpu_kernels; }
-  std::int64_t num_parameters() const override { return whole().num_parameters(); }
-  std::int64_t num_active_parameters() const override { return whole().num_active_parameters(); }
+  std::int64_t num_parameters() const override { return num_parameters_; }
+  std::int64_t num_active_parameters() const override { return num_active_; }
   double flops_per_token(std::int64_t sequence) const override {
-    return whole().flops_per_token(sequence);
+    double flops = 0;
+    of_whole([&](const Stage& whole) { flops = whole.flops_per_token(sequence); });
+    return flops;
   }
 
  private:
   bool is_whole() const {
     return stages_.size() == 1 && stages_[0]->is_first() && stages_[0]->is_last();
   }
-  const Stage& whole() const { return whole_ ? *whole_ : *stages_[0]; }
+  // What is asked about the whole model does not depend on what this rank has of it. Its shapes are
+  // not kept: an estimate would count them.
+  template <class F>
+  void of_whole(F ask) const {
+    if (is_whole()) return ask(*stages_[0]);
+    const OneRankScope scope;
+    ModelOptions shapes = options_;
+    shapes.device = at::kMeta;
+    ask(Stage(plan_, shapes, LayerRange{0, plan_.config.num_layers}));
+  }
   void check_whole(const char* what) const {
     MOESH_CHECK(is_whole(), ErrorKind::config, what,
                 " of a model of which this rank has some layers alone; set "
@@ -124,7 +132,9 @@ class Decoder final : public Model {
       result.stream = out.x_BLD;
       return result;
     }
-    result.cross_entropy = stage.head<Sp>(out.x_BLD, batch, tokens, options);
+    const auto to_head = options.head_apart ? as_input(out.x_BLD) : out.x_BLD;
+    if (options.head_apart) result.stream = out.x_BLD, result.head_input = to_head;
+    result.cross_entropy = stage.head<Sp>(to_head, batch, tokens, options);
     result.loss =
         local(result.loss).defined() ? result.cross_entropy + result.loss : result.cross_entropy;
     return result;
@@ -144,8 +154,7 @@ class Decoder final : public Model {
   DecoderPlan plan_;
   ModelOptions options_;
   std::vector<std::unique_ptr<Stage>> stages_;
-  std::optional<Stage> whole_;  // shapes alone; none where this rank has all of it
-  std::int64_t num_moe_layers_ = 0;
+  std::int64_t num_moe_layers_ = 0, num_parameters_ = 0, num_active_ = 0;  // of the whole model
 };
 
 }  // namespace

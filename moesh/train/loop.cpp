@@ -6,22 +6,22 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/sections.h"
 #include "moesh/checkpoint/agree.h"
-#include "moesh/comm/flight.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/sent.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
+#include "moesh/train/last_words.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/metrics/collapse.h"
 #include "moesh/train/metrics/console.h"
@@ -303,38 +303,6 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   }
 }
 
-bool is_about_ranks(const std::exception_ptr& fault) {
-  try {
-    std::rethrow_exception(fault);
-  } catch (const Error& e) {
-    return e.kind() == ErrorKind::comm || e.kind() == ErrorKind::internal ||
-           e.kind() == ErrorKind::device;
-  } catch (...) {
-    return true;
-  }
-}
-
-// What the rank did last, in the run's folder: where a rank was lost, the files of all ranks show
-// which one was behind, and in what.
-void write_flight_record(const Config& config, int rank, const std::exception_ptr& fault) {
-  if (config.metrics.folder.empty() || mesh_shape(config).num_ranks() == 1 ||
-      !is_about_ranks(fault))
-    return;
-  char name[40];
-  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
-  const auto path = std::filesystem::path(config.metrics.folder) / name;
-  std::ofstream file(path);
-  file << comm::flight::text() << std::flush;
-  if (file.good())
-    log_warn("the last collectives of this rank are in '", path.string(), "'");
-  else
-    log_warn("the last collectives of this rank could not be written to '", path.string(), "'");
-}
-
-}  // namespace
-
-namespace {
-
 RunSummary train_on(const Config& config, const Known& known, const data::Dataset& dataset,
                     const std::string& own_data) {
   const auto start = Clock::now();
@@ -343,14 +311,16 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
+  LastWords last_words(config, stop_signal);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
-    write_flight_record(config, rank, fault);
+    last_words.threw(rank, fault);
   };
   if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
+        last_words.add(world.rank());
         run_rank(world, config, known, dataset, own_data, validation_sets, start, summary,
                  interrupted);
       },

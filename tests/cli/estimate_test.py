@@ -24,6 +24,18 @@ def main():
     estimate = ["estimate", "--cluster", "h100x8:1", *MODEL]
     with tempfile.TemporaryDirectory() as folder:
         tmp = pathlib.Path(folder)
+        # In bytes: the rank of pp that holds the most is named, and all kinds of ranks are listed.
+        said = run(moesh, "estimate", *MODEL, "--mesh=pp=3,dp_shard=2,ep=2", "--json", f"{tmp}/b",
+                   "--parallelism.pipeline_parallel_schedule=zero_bubble")
+        found = json.loads((tmp / "b").read_text())["estimates"][0]
+        kinds = found["pipeline"]
+        assert f"holds the most: rank {found['rank_of_pp']} of pp" in said, said
+        assert sorted(rank for kind in kinds for rank in kind["ranks"]) == [0, 1, 2], kinds
+        assert found["peak"] == max(kind["peak"] for kind in kinds), kinds
+        assert sum(k["parameters"] * len(k["ranks"]) for k in kinds) == found["parameters"], kinds
+        assert kinds[-1]["halves"] == 3 and kinds[-1]["kept"][0] > 0, kinds[-1]
+        assert "ranks of pp" in said and "for weights" in said, said
+
         said = run(moesh, *estimate, "--mesh", "pp=2,dp_shard=2,tp=2,ep=4", "--json", f"{tmp}/a",
                    "--schedule", f"{tmp}/a.svg",
                    "--parallelism.pipeline_parallel_schedule=zero_bubble")
@@ -52,6 +64,8 @@ def main():
         assert part in said, f"no '{part}' in\n{said}"
 
     fails(*estimate, "--search", "16", part="the cluster has 8 GPUs")
+    fails("estimate", *MODEL, "--mesh=pp=2", "--search=4", "--memory=1GiB",
+          part="a search by bytes goes through meshes without pp, and pp is 2")
     fails(*estimate, "--mesh=pp=2", part="the mesh has 2 ranks (pp=2), and the cluster 8 GPUs")
     fails(*estimate, "--mesh=pp=8", part="model.num_layers is 6")
     fails(*estimate, "--mesh=pp=two", part="pipeline_parallel_degree is two")

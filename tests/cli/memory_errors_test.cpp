@@ -1,6 +1,7 @@
 #include "moesh/cli/memory_errors.h"
 
 #include <ATen/ATen.h>
+#include <unistd.h>
 
 #include "moesh/config/merge.h"
 #include "tests/support.h"
@@ -20,6 +21,24 @@ TEST(MemoryErrors, HaveTheSizesTheBytesAskedForAndTheBytesThere) {
   expect_parts(
       error_of([] { naming_sizes(kConfig, [] { throw std::bad_alloc(); }); }, ErrorKind::config),
       {"a rank needs about", "this machine has", "data.batch_size is 77"});
+}
+
+// With pp ranks hold different stages: what counts is their sum.
+TEST(MemoryErrors, AddUpTheStagesOfAPipeline) {
+  const double there =
+      static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  const auto with = [&](double part, const std::string& layers) {
+    // 16 layers, 8 experts with three matrices of 32 x ffn; weight, gradient and two moments.
+    const auto ffn = static_cast<std::int64_t>(part * there / (16 * 8 * 3 * 32 * 16.0)) / 8 * 8;
+    return config::load_config({"--model=qwen3_moe:tiny", "--model.num_layers=16",
+                                "--model.num_experts=8", "--model.dim=32",
+                                "--model.moe_ffn=" + std::to_string(ffn), "--mesh=pp=2",
+                                "--training.gradient_accumulation_steps=2",
+                                "--parallelism.pipeline_parallel_layers_per_stage=" + layers});
+  };
+  EXPECT_NO_THROW(check_fits(with(0.8, "15,1")));
+  expect_parts(error_of([&] { check_fits(with(1.4, "1,15")); }, ErrorKind::config),
+               {"weights, gradients and the state of the optimizer", "this machine has"});
 }
 
 // A text that has the word in it is not about memory for that.

@@ -7,6 +7,7 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
+#include "moesh/estimate/dry_rank.h"
 #include "tests/counting_allocator.h"
 #include "tests/support.h"
 
@@ -28,6 +29,7 @@ struct Real {
   std::int64_t num_parameters = 0;
   StateMemory state;                    // of rank 0
   std::int64_t peak = 0;                // of the process
+  std::vector<std::int64_t> peaks;      // of each rank
   std::vector<comm::TraceEntry> trace;  // of rank 0
 };
 
@@ -35,6 +37,7 @@ struct Real {
 Real run(const Config& c) {
   Real real;
   const auto ranks = mesh_shape(c).num_ranks();
+  real.peaks.resize(static_cast<size_t>(ranks));
   comm::launch(
       ranks,
       [&](comm::Group& world) {
@@ -47,6 +50,7 @@ Real run(const Config& c) {
                                    .reshape({c.data.batch_size, c.data.sequence_length});
         world.barrier();
         if (world.rank() == 0) CountingAllocator::reset_peak();
+        CountingAllocator::of_this_thread().reset_peak();
         world.barrier();
         const comm::Trace trace;
         {
@@ -74,6 +78,7 @@ Real run(const Config& c) {
             real.state.optimizer += static_cast<std::int64_t>(s.value.nbytes());
         }
         world.barrier();
+        real.peaks[static_cast<size_t>(world.rank())] = CountingAllocator::of_this_thread().peak;
         if (world.rank() == 0) real.peak = CountingAllocator::peak;
         world.barrier();  // nobody frees before it was read
         if (ranks == 1)
@@ -186,6 +191,105 @@ TEST(EstimatedPeak, Accumulation) {
 TEST(EstimatedPeak, GroupedQueries) {
   expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
                "--data.batch_size=4"});
+}
+
+// Each rank of pp by itself: what it made, wherever the others are meanwhile.
+void expect_peaks_of_stages(const Args& args) {
+  const Config c = load(args);
+  const MeshShape shape = mesh_shape(c);
+  const Real real = run(c);
+  const auto measured = [&](int rank_of_pp) {
+    return static_cast<double>(
+        real.peaks[static_cast<size_t>(rank_of_pp * (shape.num_ranks() / shape.pp))]);
+  };
+  double most = 0;
+  for (int rank = 0; rank < shape.pp; ++rank) {
+    const auto expected = static_cast<double>(DryRank(c, rank).step(num_micro_batches(c)).peak);
+    EXPECT_NEAR(expected / measured(rank), 1, 0.02)
+        << "rank " << rank << " of pp: " << expected / 0x1p20 << " MiB estimated, "
+        << measured(rank) / 0x1p20 << " MiB measured";
+    std::printf("%s %s rank %d: estimated %.2f MiB, measured %.2f MiB: %.4f\n",
+                shape.describe().c_str(), args.back().c_str(), rank, expected / 0x1p20,
+                measured(rank) / 0x1p20, expected / measured(rank));
+    most = std::max(most, expected);
+  }
+  const Estimate e = estimate(c);
+  EXPECT_NEAR(static_cast<double>(e.peak) / most, 1, 0.01) << "the rank that holds the most";
+}
+
+// Results of collectives that are larger than 256 KiB are not counted: these are smaller.
+class OnSchedules : public testing::TestWithParam<const char*> {};
+TEST_P(OnSchedules, EveryRankOfAPipelineHoldsWhatItsEstimateSays) {
+  for (const Args& more :
+       {Args{"--mesh=pp=2", "--training.gradient_accumulation_steps=4"},
+        Args{"--mesh=pp=4", "--training.gradient_accumulation_steps=6"},
+        Args{"--mesh=pp=2,tp=2,ep=2", "--training.gradient_accumulation_steps=3"},
+        Args{"--mesh=pp=2", "--training.gradient_accumulation_steps=3",
+             "--activation_checkpoint.mode=full"}}) {
+    Args args{"--model=deepseek_v3:debug", "--model.num_layers=8",       "--model.dim=128",
+              "--model.num_heads=4",       "--model.kv_lora_rank=128",   "--model.ffn=512",
+              "--model.moe_ffn=128",       "--model.vocab_size=512",     "--dtype=float32",
+              "--moe.force_load_balance",  "--data.sequence_length=128", "--data.batch_size=2"};
+    args.insert(args.end(), more.begin(), more.end());
+    args.push_back(std::string("--parallelism.pipeline_parallel_schedule=") + GetParam());
+    SCOPED_TRACE(more[0]);
+    expect_peaks_of_stages(args);
+  }
+}
+INSTANTIATE_TEST_SUITE_P(EstimatedPeak, OnSchedules,
+                         testing::Values("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble",
+                                         "zbv"));
+
+// A dry run of the first micro-batches, of one rank of each kind, gives what a dry run of all of
+// them gives on every rank.
+TEST(Estimate, LeavesOutMicroBatchesAndRanksThatAddNothing) {
+  for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"})
+    for (const auto& [p, m, mode] : {std::tuple{1, 7, "none"}, {2, 11, "full"}, {4, 19, "none"}}) {
+      const Config c =
+          load({"--model=qwen3_moe:tiny", "--model.num_layers=" + std::to_string(2 * p),
+                "--mesh=dp_shard=2,ep=2,pp=" + std::to_string(p), "--data.batch_size=2",
+                "--training.gradient_accumulation_steps=" + std::to_string(m),
+                std::string("--activation_checkpoint.mode=") + mode,
+                std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
+      SCOPED_TRACE(detail::concat(schedule, " on ", p, " with ", m, ", recompute ", mode));
+      ASSERT_LT(enough_micro_batches(c), m);
+      Estimate most;
+      for (int rank = 0; rank < p; ++rank) {
+        Estimate e = DryRank(c, rank).step(m);
+        if (e.peak > most.peak) most = std::move(e);
+      }
+      const Estimate e = estimate(c);
+      EXPECT_NEAR(static_cast<double>(e.peak) / static_cast<double>(most.peak), 1, 0.01);
+      EXPECT_EQ(e.rank_of_pp, most.rank_of_pp);
+      EXPECT_EQ(e.num_tokens, most.num_tokens);
+      EXPECT_EQ(e.moved(), most.moved());
+      for (const auto& [key, entry] : most.traffic) {
+        EXPECT_EQ(e.traffic.at(key).num_calls, entry.num_calls) << key.first;
+        EXPECT_EQ(e.traffic.at(key).num_bytes, entry.num_bytes) << key.first;
+      }
+    }
+}
+
+// What is asked about the whole model is no memory of a stage.
+TEST(Estimate, AStageHoldsItsOwnLayersAlone) {
+  const Args model{"--model=deepseek_v3:debug",
+                   "--model.num_layers=8",
+                   "--mesh=pp=4",
+                   "--data.sequence_length=16",
+                   "--data.batch_size=1",
+                   "--training.gradient_accumulation_steps=4"};
+  const Config c = load(model);
+  std::int64_t sum = 0;
+  const Estimate e = estimate(c);
+  for (const RankKind& kind : e.kinds)
+    sum += kind.num_parameters * static_cast<std::int64_t>(kind.ranks.size());
+  EXPECT_EQ(sum, e.num_parameters);
+  EXPECT_LT(e.activations(), e.state.weights);
+  const auto states = state_of_ranks(c);
+  ASSERT_EQ(states.size(), 4u);
+  std::int64_t weights = 0;
+  for (const StateMemory& s : states) weights += s.weights;
+  EXPECT_EQ(weights, 4 * e.num_parameters);
 }
 
 TEST(Estimate, SendsWhatRingsSend) {

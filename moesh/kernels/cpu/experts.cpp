@@ -137,11 +137,11 @@ typename WeightGradients<T>::Result result_in(const ExpertsWeights& d) {
 
 /// The products that `backward` has left, from what it kept: dg, du and h of all rows.
 template <class T>
-void weight_half(const Job<T>& job, const ExpertsSaved& saved, const at::Tensor& dy,
+void weight_half(const Job<T>& job, const ExpertsInput& input, const at::Tensor& dy,
                  const at::Tensor& kept, const ExpertsWeights& d) {
   const T* rows = data<T>(kept);
   const int64_t size = job.R * job.Fp;
-  const WeightGradients<T> gradients(job, job.rows(saved.input.x), job.rows(dy), rows, rows + size,
+  const WeightGradients<T> gradients(job, job.rows(input.x), job.rows(dy), rows, rows + size,
                                      rows + 2 * size, result_in<T>(d));
   int64_t num_tasks = 0;
   for (const ExpertGroup& group : job.groups)
@@ -271,11 +271,11 @@ ExpertsGradients backward(const ExpertsConfig& config, const ExpertsWeights& wei
     if (weights.b3_eF.defined()) out.weights.b3_eF.copy_(sums[1]);
   }
   if (later)
-    out.weights_later = [owned, saved, dy, between, biases = std::exchange(out.weights, {}),
-                         shapes = shapes_of(weights)] {
+    out.weights_later = [owned, input = saved.input, dy, between,
+                         biases = std::exchange(out.weights, {}), shapes = shapes_of(weights)] {
       ExpertsWeights d = without_b1_and_b3(shapes);
       d.b1_eF = biases.b1_eF, d.b3_eF = biases.b3_eF;
-      weight_half(*owned, saved, dy, between, d);
+      weight_half(*owned, input, dy, between, d);
       return d;
     };
   return out;

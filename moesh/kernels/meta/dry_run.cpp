@@ -220,5 +220,6 @@ DryRun::~DryRun() {
 std::int64_t DryRun::num_reads() const { return reads; }
 std::int64_t DryRun::live() { return CountingAllocator::live; }
 std::int64_t DryRun::peak() { return CountingAllocator::peak; }
+void DryRun::reset_peak() { CountingAllocator::peak = CountingAllocator::live; }
 
 }  // namespace moesh::kernels::meta

@@ -26,6 +26,8 @@ class DryRun {
   /// lived at once.
   static std::int64_t live();
   static std::int64_t peak();
+  /// The peak counts from now on.
+  static void reset_peak();
 
  private:
   struct Parts;

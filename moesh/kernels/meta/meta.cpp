@@ -23,7 +23,7 @@ at::Tensor like(const at::Tensor& t) { return t.defined() ? at::empty_like(t) : 
 // What the kernels of the CPU hold while they run, besides their results and a few hundred
 // kilobytes for each thread: between two GEMMs `width` numbers for each row of a group of experts
 // (at most half of the rows, and a few thousand), and in bfloat16 the sums of the tokens' outputs,
-// in float32.
+// in float32. Where the weights come later, all rows are held, and until then: `width` is 0.
 std::vector<at::Tensor> between_gemms(const ExpertsInput& in, std::int64_t num_rows,
                                       std::int64_t width) {
   constexpr std::int64_t kMostRows = 8192;
@@ -83,18 +83,30 @@ ExpertsOutput experts_forward(const ExpertsConfig& /*config*/, const ExpertsWeig
   return out;
 }
 
+ExpertsWeights without_b1_and_b3(const ExpertsWeights& w) {
+  const auto fresh = [](const at::Tensor& t) {
+    return t.defined() ? at::empty(t.sizes(), t.options()) : t;
+  };
+  return {fresh(w.w1_eFD), fresh(w.w3_eFD), fresh(w.w2_eDF), {}, {}, fresh(w.b2_eD)};
+}
+
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   ExpertsSaved saved, const at::Tensor& dy) {
   ExpertsGradients out;
   out.x = at::empty_like(saved.input.x);
-  out.weights = {like(weights.w1_eFD), like(weights.w3_eFD), like(weights.w2_eDF),
-                 like(weights.b1_eF),  like(weights.b3_eF),  like(weights.b2_eD)};
+  const std::int64_t num_rows = saved.gate_RF.size(0), F = saved.gate_RF.size(1);
+  if (!config.weights_later) out.weights = without_b1_and_b3(weights);
+  out.weights.b1_eF = like(weights.b1_eF), out.weights.b3_eF = like(weights.b3_eF);
   if (config.scores != ScoreSide::none) out.scores_R = at::empty_like(saved.input.scores_R);
-  const auto held = between_gemms(saved.input, saved.gate_RF.size(0), 3 * saved.gate_RF.size(1));
+  const auto held = between_gemms(saved.input, num_rows, config.weights_later ? 0 : 3 * F);
   if (config.weights_later)
-    out.weights_later = [saved, dy, d = std::exchange(out.weights, {}),
-                         kept = at::empty({3, saved.gate_RF.size(0), saved.gate_RF.size(1)},
-                                          saved.gate_RF.options())] { return d; };
+    out.weights_later = [input = saved.input, dy, biases = std::exchange(out.weights, {}),
+                         shapes = shapes_of(weights),
+                         kept = at::empty({3, num_rows, F}, saved.gate_RF.options())] {
+      ExpertsWeights d = without_b1_and_b3(shapes);
+      d.b1_eF = biases.b1_eF, d.b3_eF = biases.b3_eF;
+      return d;
+    };
   return out;
 }
 
@@ -153,6 +165,15 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*labe
   return logits_NV;
 }
 
+at::Tensor add_sinks_(const at::Tensor& /*y*/, const at::Tensor& lse,
+                      const at::Tensor& /*sinks_h*/) {
+  return at::empty_like(lse);
+}
+at::Tensor sink_gradient(const at::Tensor& /*y*/, const at::Tensor& /*lse*/,
+                         const at::Tensor& sinks_h, const at::Tensor& /*dy*/) {
+  return at::empty_like(sinks_h);
+}
+
 at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
   return at::empty_like(gate);
 }
@@ -198,6 +219,8 @@ const KernelTable& meta_kernels() {
                                   .norm_backward = aten_kernels().norm_backward,
                                   .rotate_forward = aten_kernels().rotate_forward,
                                   .rotate_backward = aten_kernels().rotate_backward,
+                                  .add_sinks_ = aten_kernels().add_sinks_,
+                                  .sink_gradient = aten_kernels().sink_gradient,
                                   .logit_sums = aten_kernels().logit_sums,
                                   .logit_gradient_ = aten_kernels().logit_gradient_,
                                   .latent_heads_forward = aten_kernels().latent_heads_forward,
@@ -218,6 +241,7 @@ const KernelTable& meta_kernels() {
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
     t.swiglu_forward = meta::swiglu_forward, t.swiglu_backward = meta::swiglu_backward;
+    t.add_sinks_ = meta::add_sinks_, t.sink_gradient = meta::sink_gradient;
     t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;

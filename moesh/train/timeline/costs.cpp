@@ -89,7 +89,8 @@ void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& wai
 std::string short_name(const std::string& kernel) {
   constexpr std::size_t kMost = 60;
   std::string name = kernel.starts_with("void ") ? kernel.substr(5) : kernel;
-  return name.size() <= kMost ? name : name.substr(0, kMost - 3) + "...";
+  if (name.size() > kMost) name.replace(kMost - 3, std::string::npos, "...");
+  return name;
 }
 
 // From when to when a kernel ran within a step.

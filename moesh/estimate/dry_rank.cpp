@@ -1,0 +1,217 @@
+#include "moesh/estimate/dry_rank.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+
+#include "moesh/pipeline/schedule.h"
+#include "moesh/train/step.h"
+
+namespace moesh::estimate {
+
+using namespace train;
+namespace {
+
+using kernels::meta::DryRun;
+
+std::int64_t bytes(const at::Tensor& t) { return static_cast<std::int64_t>(t.nbytes()); }
+
+// Looks at the memory before and after each action of the schedule, which are scopes of a profile
+// with the names of pipeline::to_string: "F2.0".
+class ActionWatch {
+ public:
+  ActionWatch() {
+    watching_ = this;
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(
+            [](const at::RecordFunction& f) -> std::unique_ptr<at::ObserverContext> {
+              if (is_action(f.name())) watching_->before();
+              return nullptr;
+            },
+            [](const at::RecordFunction& f, at::ObserverContext*) {
+              if (is_action(f.name())) watching_->after(f.name());
+            })
+            .scopes({at::RecordScope::USER_SCOPE}));
+  }
+  ~ActionWatch() {
+    at::removeCallback(handle_);
+    watching_ = nullptr;
+  }
+  ActionWatch(const ActionWatch&) = delete;
+  ActionWatch& operator=(const ActionWatch&) = delete;
+
+  /// `num_received` bytes of a stream come from another rank, before the forward which holds them
+  /// on.
+  LiveMemory found(const pipeline::Schedule& schedule, std::int64_t num_received) const {
+    LiveMemory live{.num_alive = most_alive_, .num_halves = most_halves_, .stages = {}};
+    for (auto [stage, of_stage] : stages_) {
+      if (stage > 0 && schedule.rank_with(stage - 1) != schedule.rank_with(stage))
+        of_stage.activation += num_received;
+      of_stage.kept = kept_of(stage);
+      live.stages.push_back(of_stage);
+    }
+    return live;
+  }
+
+  /// Of the whole step; that of the allocator begins again with each action.
+  std::int64_t peak() const { return std::max(peak_, DryRun::peak()); }
+
+ private:
+  static bool is_action(const char* name) {
+    if (std::string_view("FBIW").find(name[0]) == std::string_view::npos) return false;
+    char* end = nullptr;
+    std::strtol(name + 1, &end, 10);
+    return end != name + 1 && *end == '.';
+  }
+
+  // What the halves for the weights free, on average: sums that travel are of one half at its
+  // beginning and of another at its end. The first one leaves the gradients as well.
+  std::int64_t kept_of(int stage) const {
+    const auto found = freed_.find(stage);
+    if (found == freed_.end()) return 0;
+    const std::vector<std::int64_t>& all = found->second;
+    const std::size_t from = all.size() > 1 ? 1 : 0;
+    std::int64_t sum = 0;
+    for (std::size_t i = from; i < all.size(); ++i) sum += all[i];
+    return std::max<std::int64_t>(0, sum / static_cast<std::int64_t>(all.size() - from));
+  }
+
+  void before() {
+    before_ = DryRun::live();
+    peak_ = std::max(peak_, DryRun::peak());
+    DryRun::reset_peak();
+  }
+
+  void after(const char* name) {
+    const auto stage = static_cast<int>(std::strtol(name + 1, nullptr, 10));
+    const std::int64_t added = DryRun::live() - before_;
+    StageLive& s = stages_[stage];
+    const char kind = name[0];
+    std::int64_t& inside = kind == 'F' ? s.in_forward : kind == 'W' ? s.in_weights : s.in_backward;
+    inside = std::max(inside, DryRun::peak() - before_);
+    if (kind == 'F') s.activation = std::max(s.activation, added);
+    if (kind == 'W') freed_[stage].push_back(-added);
+    num_alive_ += kind == 'F' ? 1 : kind == 'W' ? 0 : -1;
+    num_halves_ += kind == 'I' ? 1 : kind == 'W' ? -1 : 0;
+    most_alive_ = std::max(most_alive_, num_alive_);
+    most_halves_ = std::max(most_halves_, num_halves_);
+  }
+
+  static inline thread_local ActionWatch* watching_ = nullptr;
+  at::CallbackHandle handle_;
+  std::int64_t before_ = 0, peak_ = 0;
+  std::map<int, StageLive> stages_;
+  std::map<int, std::vector<std::int64_t>> freed_;  // by each half for the weights, of a stage
+  int num_alive_ = 0, num_halves_ = 0, most_alive_ = 0, most_halves_ = 0;
+};
+
+int first_rank(const Config& config, int rank_of_pp) {
+  const MeshShape shape = mesh_shape(config);
+  return rank_of_pp * (shape.num_ranks() / shape.pp);  // pp is the slowest axis
+}
+
+}  // namespace
+
+DryRank::DryRank(const Config& config, int rank_of_pp)
+    : config_(config),
+      rank_of_pp_(rank_of_pp),
+      memory_(at::Device(config.training.device).type()),
+      mesh_(mesh_shape(config), first_rank(config, rank_of_pp),
+            [this](const std::string& name, int rank, const std::vector<int>& members) {
+              return comm::fake_group(name, rank, members, traffic_);
+            }),
+      scope_(mesh_),
+      model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
+      optimizer_(make_optimizer(*model_, config)) {}
+
+StateMemory DryRank::state() const {
+  StateMemory s;
+  model_->each_param([&](const Stored& w, bool) { s.weights += bytes(w.value); });
+  s.gradients = s.weights;  // of the shapes and the dtype of the master weights
+  for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
+  return s;
+}
+
+// Moments are spread over the parameters by their sizes.
+StateMemory DryRank::expert_state() const {
+  StateMemory s;
+  model_->each_param([&](const Stored& w, bool) {
+    if (w.storage == efsdp) s.weights += bytes(w.value);
+  });
+  s.gradients = s.weights;
+  const StateMemory all = state();
+  s.optimizer = all.weights == 0 ? 0
+                                 : static_cast<std::int64_t>(static_cast<double>(all.optimizer) *
+                                                             static_cast<double>(s.weights) /
+                                                             static_cast<double>(all.weights));
+  return s;
+}
+
+std::int64_t DryRank::tp_gradients() const {
+  std::int64_t sum = 0;
+  model_->each_param([&](const Stored& w, bool) {
+    if (contains(w.replicas, tp)) sum += bytes(w.value);
+  });
+  return sum;
+}
+
+std::int64_t DryRank::num_stage_parameters() const {
+  std::int64_t sum = 0;
+  model_->each_param([&](const Stored& w, bool) { sum += c10::multiply_integers(w.spec.shape); });
+  return sum;
+}
+
+void DryRank::make_gradients() {
+  model_->each_param(
+      [](Stored& w, bool) { w.value.mutable_grad() = at::zeros_like(w.value.detach()); });
+}
+
+std::vector<models::MicroBatch> DryRank::batches(std::int64_t num) const {
+  const auto batch = config_.data.batch_size, sequence = config_.data.sequence_length;
+  const auto ids = [&] {
+    return at::empty({batch, sequence}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+  };
+  std::vector<models::MicroBatch> all;
+  for (std::int64_t i = 0; i < num; ++i) {
+    all.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
+    if (document_mask(config_)) all.back().documents = {ids(), most_documents(batch, sequence, 0)};
+  }
+  return all;
+}
+
+Estimate DryRank::step(std::int64_t num_micro) {
+  Estimate e{.mesh = mesh_.shape(),
+             .rank_of_pp = rank_of_pp_,
+             .num_parameters = model_->num_parameters(),
+             .num_active_parameters = model_->num_active_parameters(),
+             .num_stage_parameters = num_stage_parameters(),
+             .num_tokens = mesh_.size(dp) * config_.data.batch_size * config_.data.sequence_length *
+                           num_micro,
+             .state = state(),
+             .expert_state = expert_state(),
+             .tp_gradients = tp_gradients()};
+  const StepOptions options = step_options(config_);
+  const auto schedule = schedule_of(options.pipeline, static_cast<std::size_t>(num_micro));
+  DryRun::reset_peak();  // making a model looks at the shapes of all of it
+  ActionWatch watch;
+  auto micro_batches = batches(num_micro);
+  std::int64_t tokens = 0;
+  for (const at::Tensor* t : micro_batches[0].from_data()) tokens += bytes(*t);
+  const auto stream = model_->stream_sizes(micro_batches[0], options.forward);
+  const auto received = c10::multiply_integers(stream) *
+                        static_cast<std::int64_t>(c10::elementSize(
+                            c10::typeMetaToScalarType(model_->stream_options().dtype())));
+  take_step(*model_, *optimizer_, std::move(micro_batches), learning_rate(config_, 0), options);
+  e.live = watch.found(schedule, received);
+  e.live.tokens = tokens;
+  e.peak = watch.peak();
+  e.num_reads = memory_.num_reads();
+  e.traffic = traffic_;
+  return e;
+}
+
+}  // namespace moesh::estimate
