@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/roll.h"
+#include "moesh/train/stop.h"
 
 namespace moesh::train {
 namespace {
@@ -31,8 +32,7 @@ bool is_about_ranks(const std::exception_ptr& fault) {
 
 }  // namespace
 
-LastWords::LastWords(const Config& config, const std::atomic<int>& stop_signal)
-    : config_(config), stop_signal_(stop_signal), thread_([this] { watch(); }) {}
+LastWords::LastWords(const Config& config) : config_(config), thread_([this] { watch(); }) {}
 
 LastWords::~LastWords() {
   {
@@ -55,7 +55,7 @@ void LastWords::threw(int rank, const std::exception_ptr& fault) {
 void LastWords::watch() {
   std::unique_lock lock(mutex_);
   while (!changed_.wait_for(lock, kLook, [&] { return is_ending_; })) {
-    const int signal = stop_signal_;
+    const int signal = stop_signal();
     if (signal == 0) continue;
     if (!changed_.wait_for(lock, kMoment, [&] { return is_ending_; })) say_what_waits(signal);
     return;

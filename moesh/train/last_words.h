@@ -2,7 +2,6 @@
 // What a run leaves when a rank was lost: what each of the others was at, in words and in the
 // run's folder, where the files of all ranks show which one was behind, and in what.
 
-#include <atomic>
 #include <condition_variable>
 #include <exception>
 #include <map>
@@ -20,8 +19,8 @@ namespace moesh::train {
 /// is told to stop and is still in one wait after a moment says so.
 class LastWords {
  public:
-  /// `stop_signal` is 0 until there is one.
-  LastWords(const Config& config, const std::atomic<int>& stop_signal);
+  /// Within a SignalScope.
+  explicit LastWords(const Config& config);
   ~LastWords();
   LastWords(const LastWords&) = delete;
   LastWords& operator=(const LastWords&) = delete;
@@ -37,7 +36,6 @@ class LastWords {
   void write(int rank, comm::flight::Recorder& recorder, const std::string& why);
 
   const Config& config_;
-  const std::atomic<int>& stop_signal_;
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
   std::map<int, std::shared_ptr<comm::flight::Recorder>> recorders_;

@@ -311,7 +311,7 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
-  LastWords last_words(config, stop_signal);
+  LastWords last_words(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
     last_words.threw(rank, fault);
