@@ -50,6 +50,7 @@ int run_report(const Given& given) {
   }
   MOESH_CHECK(!runs.empty(), ErrorKind::config,
               "no folder of a run is given beside the results of verify; usage: ", usage);
+  tell_apart(runs);
   MOESH_CHECK(!out || !port, ErrorKind::config, "--out ", out.value_or(""), " and --serve ",
               port.value_or(""), " are two ways to show a report; leave one of them out");
   if (port) {

@@ -19,14 +19,27 @@ using formats::JsonValue;
 // What a page shows of experts, in numbers: 4 MB.
 constexpr std::size_t kMaxCells = 1'000'000;
 
-// Two runs may be called the same: the last two names of the path, as in "outputs/earlier".
-std::string name_of(const std::filesystem::path& folder) {
+// The last `num` names of a path, or all of them.
+std::string last_names(const std::filesystem::path& path, std::size_t num) {
+  std::vector<std::string> names;
+  for (const auto& name : path.relative_path())
+    if (!name.empty()) names.push_back(name.string());
+  std::string text;
+  for (std::size_t i = names.size() - std::min(num, names.size()); i < names.size(); ++i)
+    text += (text.empty() ? "" : "/") + names[i];
+  return text;
+}
+
+std::filesystem::path whole_path(const std::filesystem::path& folder) {
   std::error_code failed;
-  auto whole = std::filesystem::weakly_canonical(folder, failed);
-  if (failed) whole = folder;
-  const std::string last = whole.filename().string(),
-                    above = whole.parent_path().filename().string();
-  return last == "outputs" || above.empty() || above == "/" ? last : above + "/" + last;
+  const auto whole = std::filesystem::weakly_canonical(folder, failed);
+  return failed ? folder : whole;
+}
+
+// "outputs/earlier": but the folder that a run has by default says little about it.
+std::string name_of(const std::filesystem::path& folder) {
+  const auto whole = whole_path(folder);
+  return last_names(whole, whole.filename() == "outputs" ? 1 : 2);
 }
 
 }  // namespace
@@ -40,6 +53,28 @@ RunData::RunData(const std::filesystem::path& folder) : folder_(folder), name_(n
               "' has no metrics.jsonl: no run has written its metrics there; name the "
               "metrics.folder of one");
   update();
+}
+
+void tell_apart(std::vector<RunData>& runs) {
+  const auto is_taken = [&](const RunData& run) {
+    return std::any_of(runs.begin(), runs.end(), [&](const RunData& other) {
+      return &other != &run && other.name_ == run.name_;
+    });
+  };
+  for (std::size_t i = runs.size(); i-- > 1;)  // one folder twice
+    for (std::size_t k = 0; k < i; ++k)
+      if (whole_path(runs[i].folder_) == whole_path(runs[k].folder_)) {
+        runs[i].name_ += detail::concat(" (", i + 1, ")");
+        break;
+      }
+  // One more name of the path for all that are called the same, until none is.
+  for (std::size_t num = 2; num < 100; ++num) {
+    std::vector<RunData*> same;
+    for (RunData& run : runs)
+      if (is_taken(run)) same.push_back(&run);
+    if (same.empty()) return;
+    for (RunData* run : same) run->name_ = last_names(whole_path(run->folder_), num);
+  }
 }
 
 void RunData::clear() {
@@ -85,26 +120,29 @@ void RunData::add(const std::string& line) {
     return;  // cut off by a full disk
   }
   ++size_;
-  for (const auto& [key, value] : record.as_object("record")) {
-    if (key == "expert_counts")
-      add_frame(step, value);
-    else if (key == "validation")
-      for (const auto& [name, losses] : value.as_object("validation")) {
-        const JsonValue* loss = losses.find("loss");
-        if (loss) add_numbers("validation." + name, *loss);
-      }
-    else if (key == "expert_bias") {
-      double widest = 0;
-      for (const JsonValue& layer : value.as_list("expert_bias"))
-        if (const auto& range = layer.as_list("expert_bias");
-            range.size() == 2 && !range[0].is_null() && !range[1].is_null())
-          widest = std::max(widest, range[1].as_number("") - range[0].as_number(""));
-      set("bias_range", widest);
-    } else {
-      add_numbers(key, value);
+  for (const auto& [key, value] : record.as_object("record")) try {
+      add_entry(step, key, value);
+    } catch (const Error&) {  // not as moesh writes it: a report shows the rest
     }
-  }
   for (auto& [name, column] : columns_) column.resize(size_, std::nan(""));
+}
+
+void RunData::add_entry(std::int64_t step, const std::string& key, const JsonValue& value) {
+  if (key == "expert_counts") {
+    add_frame(step, value);
+  } else if (key == "validation") {
+    for (const auto& [name, losses] : value.as_object("validation"))
+      if (const JsonValue* loss = losses.find("loss")) add_numbers("validation." + name, *loss);
+  } else if (key == "expert_bias") {
+    double widest = 0;
+    for (const JsonValue& layer : value.as_list("expert_bias"))
+      if (const auto& range = layer.as_list("expert_bias");
+          range.size() == 2 && !range[0].is_null() && !range[1].is_null())
+        widest = std::max(widest, range[1].as_number("") - range[0].as_number(""));
+    set("bias_range", widest);
+  } else {
+    add_numbers(key, value);
+  }
 }
 
 void RunData::add_numbers(const std::string& name, const JsonValue& value) {

@@ -40,9 +40,11 @@ class RunData {
   const formats::JsonList& starts() const { return starts_; }
 
  private:
+  friend void tell_apart(std::vector<RunData>& runs);
   void clear();
   void read_starts();
   void add(const std::string& line);
+  void add_entry(std::int64_t step, const std::string& key, const formats::JsonValue& value);
   void add_numbers(const std::string& name, const formats::JsonValue& value);
   void set(const std::string& name, double value);
   void add_frame(std::int64_t step, const formats::JsonValue& counts);
@@ -59,5 +61,8 @@ class RunData {
   std::size_t stride_ = 1, num_counted_ = 0;  // every stride-th record of counts is a frame
   formats::JsonList starts_;
 };
+
+/// Gives runs that are called the same (a/outputs, b/outputs) names of their own.
+void tell_apart(std::vector<RunData>& runs);
 
 }  // namespace moesh::report

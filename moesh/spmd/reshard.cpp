@@ -6,6 +6,7 @@
 #include <c10/core/Allocator.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "moesh/kernels/cast.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
+#include "moesh/spmd/forget_prefetched.h"
 #include "moesh/spmd/kept_gathers.h"
 
 namespace moesh {
@@ -255,6 +257,13 @@ void prefetch(const std::vector<const Stored*>& params) {
                                 static_cast<std::int64_t>(value._version())});
     }
   });
+}
+
+ForgetPrefetched::ForgetPrefetched() : num_exceptions_(std::uncaught_exceptions()) {}
+ForgetPrefetched::~ForgetPrefetched() {
+  if (std::uncaught_exceptions() == num_exceptions_) return;
+  for (const auto& [value, p] : pending()) count(-static_cast<std::int64_t>(p.num_bytes));
+  pending().clear();
 }
 
 GatherBytes gather_bytes() { return bytes; }

@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/spmd/forget_prefetched.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
@@ -104,6 +105,7 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
                        const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
+  const ForgetPrefetched on_a_fault;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const nn::CheckLater later;
   ReduceLater reductions(options.overlap);

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
+#include "moesh/spmd/forget_prefetched.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/whole.h"
@@ -52,6 +53,7 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
                                                           const Config& config, const Mesh& mesh,
                                                           const std::vector<ValidationSet>& sets,
                                                           const std::function<bool()>& stops) {
+  const ForgetPrefetched on_a_fault;
   const at::NoGradGuard no_grad;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const StepOptions of_step = step_options(config);

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 import runs_test  # noqa: E402
@@ -179,6 +180,40 @@ def a_pipeline_shows_its_messages(tmp, moesh):
         assert len(ends[first, "send"]) == len(ends[first, "recv"]) == 4, dict(ends)
         assert ends[first, "send"] == ends[last, "recv"], dict(ends)
         assert ends[first, "recv"] == ends[last, "send"], dict(ends)
+
+
+def a_picture_has_every_rank(tmp, moesh):
+    """tools/draw_trace.py: as long as they were, what is in the trace, and what it is called."""
+    train([moesh], tmp, *MESH, "--steps=3", "--profile.steps=2:3")
+    draw = [sys.executable, str(pathlib.Path(__file__).parents[2] / "tools" / "draw_trace.py")]
+    trace, out = tmp / "trace-steps-2-3.json", tmp / "step.svg"
+    events = json.loads(trace.read_text())["traceEvents"]
+    last = [e for e in events if e.get("cat") == "step"][-1]
+    gpu = {"pid": last["pid"], "tid": 1}  # a kernel, as a machine with a GPU has them
+    of_gpu = [
+        {"ph": "M", "name": "thread_name", "args": {"name": "GPU 0 stream 7"}, **gpu},
+        {**last, "cat": "kernel", "name": "gemm", **gpu},
+    ]
+    trace.write_text(json.dumps({"otherData": {"model": "a model"}, "traceEvents": events + of_gpu}))
+    subprocess.run([*draw, str(trace), str(out), "--step=3"], check=True)
+    picture = xml.etree.ElementTree.parse(out).getroot()
+    texts = [t.text for t in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert [t for t in texts if t.startswith("rank ")] == [f"rank {r}" for r in range(4)], texts
+    assert any(t.startswith("step 3: ") and "a model" in t for t in texts), texts
+    assert texts.count("GPU 0 stream 7") == 1, texts
+    bars = [b.attrib for b in picture.iter("{http://www.w3.org/2000/svg}rect") if "x" in b.attrib]
+    steps = [e for e in events if e.get("cat") == "step" and e["name"] == "step 3"]
+    begin, end = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
+    # The backward of each rank is as long beside its step as the bar beside the picture.
+    colour = "#1e88e5"
+    drawn = sorted(float(b["width"]) for b in bars if b["fill"] == colour and float(b["width"]) > 10)
+    backward = [e for e in events if e.get("cat") == "section" and e["name"] == "backward"]
+    backward = sorted(e["dur"] for e in backward if begin <= e["ts"] < end)
+    assert len(drawn) == len(backward) == 4, (drawn, backward)
+    for width, duration in zip(drawn, backward):
+        assert abs(width - 980 * duration / (end - begin)) < 0.2, (width, duration, end - begin)
+    missing = subprocess.run([*draw, str(trace), str(out), "--step=9"], capture_output=True, text=True)
+    assert missing.returncode == 1 and "it has step 2, step 3" in missing.stderr, missing.stderr
 
 
 def mpi_has_every_rank(tmp, moesh, *mpirun):

@@ -43,6 +43,37 @@ TEST(RunData, HasAColumnForEveryNumber) {
   EXPECT_EQ(columns.at("skipped")[0], 0);
 }
 
+// Another program may have written the file, or a disk damaged it.
+TEST(RunData, LeavesOutWhatIsNotAsMoeshWritesIt) {
+  const Folder folder(
+      "{\"step\":1,\"expert_bias\":3,\"loss\":2}\n"
+      "{\"step\":2,\"validation\":[1],\"loss\":3,\"expert_counts\":[[-1,2]]}\n"
+      "{\"step\":3,\"expert_counts\":7,\"expert_bias\":[[1,\"a\"]],\"loss\":4}\n"
+      "[1]\n\"step\"\n");
+  const RunData run(folder.path());
+  EXPECT_EQ(run.size(), 3u);
+  EXPECT_EQ(run.columns().at("loss"), (std::vector<double>{2, 3, 4}));
+  for (const auto& [name, column] : run.columns()) EXPECT_EQ(column.size(), 3u) << name;
+}
+
+TEST(RunData, HasANameOfItsOwnBesideOthers) {
+  const Folder folder("");
+  std::vector<RunData> runs;
+  for (const char* name : {"a/outputs", "b/outputs", "a/run/x", "b/run/x", "c/y", "c/y"}) {
+    const auto path = folder.path() / name;
+    std::filesystem::create_directories(path);
+    std::ofstream(path / "metrics.jsonl") << "{\"step\":1}\n";
+    runs.emplace_back(path);
+  }
+  EXPECT_EQ(runs[0].name(), "outputs");
+  tell_apart(runs);
+  std::vector<std::string> names;
+  for (const RunData& run : runs) names.push_back(run.name());
+  const std::vector<std::string> wanted{"a/outputs", "b/outputs", "a/run/x",
+                                        "b/run/x",   "c/y",       "c/y (6)"};
+  EXPECT_EQ(names, wanted);
+}
+
 TEST(RunData, ReadsOnAndNoticesAFileThatWasReplaced) {
   const Folder folder("{\"step\":1}\n{\"st");
   RunData run(folder.path());

@@ -4,6 +4,7 @@
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 
+#include "moesh/spmd/forget_prefetched.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 
@@ -234,6 +235,34 @@ TEST(Reshard, CountsTheBytesOfAPrefetchOnce) {
   const std::int64_t before = gather_bytes().now;
   prefetch({&w.stored()});
   EXPECT_EQ(gather_bytes().now, before) << "one rank gathers nothing";
+}
+
+// A step that throws leaves prefetches; one that does not may leave them for the next.
+TEST(Reshard, AFaultForgetsWhatWasPrefetched) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        const Param<Dense{I, I, I}> w(
+            {.name = "w", .shape = {6, 5}, .dtype = at::kDouble, .device = test_device()});
+        const std::int64_t before = gather_bytes().now;
+        {
+          const ForgetPrefetched on_a_fault;
+          prefetch({&w.stored()});
+        }
+        EXPECT_EQ(gather_bytes().now, before + 6 * 5 * 8);
+        use(w);
+        try {
+          const ForgetPrefetched on_a_fault;
+          prefetch({&w.stored()});
+          throw Error(ErrorKind::data, "a fault");
+        } catch (const Error&) {
+        }
+        EXPECT_EQ(gather_bytes().now, before);
+        EXPECT_EQ(local(use(w)).size(0), 6);
+      },
+      test_options());
 }
 
 // One rank gathers nothing, and casts: master weights in float32, work in bfloat16.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <string_view>
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
@@ -85,12 +86,26 @@ void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& wai
   }
 }
 
-// "void at::native::kernel<...>(...)" is long, and its name is in front.
-std::string short_name(const std::string& kernel) {
-  constexpr std::size_t kMost = 60;
+// "void at::native::elementwise_kernel<4, at::native::CUDAFunctor_add<float> >(int, ...)" as
+// "elementwise_kernel<4, CUDAFunctor_add<float> >": which of many it is stands in the middle.
+std::string readable(const std::string& kernel) {
   std::string name = kernel.starts_with("void ") ? kernel.substr(5) : kernel;
-  if (name.size() > kMost) name.replace(kMost - 3, std::string::npos, "...");
+  for (const std::string_view part : {"at::native::", "(anonymous namespace)::"})
+    for (auto at = name.find(part); at != std::string::npos; at = name.find(part, at))
+      name.erase(at, part.size());
+  int depth = 0;  // of template arguments, whose parentheses are no parameters
+  for (std::size_t i = 0; i < name.size(); ++i) {
+    depth += name[i] == '<' ? 1 : name[i] == '>' ? -1 : 0;
+    // "Memcpy DtoH (Device -> Pinned)" is not a function.
+    if (name[i] == '(' && depth == 0 && i > 0 && name[i - 1] != ' ') return name.substr(0, i);
+  }
   return name;
+}
+
+std::string shortened(std::string text) {
+  constexpr std::size_t kMost = 76;  // and a line has 100 columns
+  if (text.size() > kMost) text.replace(kMost - 3, std::string::npos, "...");
+  return text;
 }
 
 // From when to when a kernel ran within a step.
@@ -104,7 +119,7 @@ std::vector<Span> kernels_in(Sums& sums, const RankRecord& record, const Slice& 
   for (const KernelSpan& k : record.kernels) {
     const std::int64_t begin = std::max(k.begin, step.begin), end = std::min(k.end, step.end);
     if (begin >= end) continue;
-    Sum& sum = sums[short_name(k.name)];
+    Sum& sum = sums[readable(k.name)];
     sum.num_calls += k.begin >= step.begin;
     spans.push_back({begin, end, &sum});
   }
@@ -193,7 +208,7 @@ std::string describe(const Costs& costs, std::size_t num) {
     const Cost& c = costs.costs[i];
     std::snprintf(line, sizeof line, "  %8.2f ms %5.1f %%  ", c.nanoseconds / 1e6,
                   100 * c.nanoseconds / costs.step_nanoseconds);
-    text += line + c.what + "\n";
+    text += line + shortened(c.what) + "\n";
   }
   if (costs.together_nanoseconds > 0) {
     std::snprintf(line, sizeof line,

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <sstream>
 #include <thread>
 
 #include "moesh/base/log.h"
@@ -292,6 +293,28 @@ TEST(Costs, OfKernelsAtTheSameTimeAddUpToTheStep) {
   EXPECT_EQ(of.at("no kernel"), 20 / 2.0);
   EXPECT_EQ(costs.together_nanoseconds, 30 / 2.0);
   expect_parts(describe(costs), {"several kernels of a rank ran at once"});
+}
+
+// The kernels of LibTorch have long names, in which what tells them apart is not in front.
+TEST(Costs, TellKernelsApartThatBeginAlike) {
+  auto records = two_ranks();
+  const std::string front = "void at::native::vectorized_elementwise_kernel<4, at::native::";
+  const std::string end = ", std::array<char*, 3ul> >(int, std::array<char*, 3ul>)";
+  records[0].kernels = {{front + "CUDAFunctor_add<float>" + end, 0, 7, 0, 0, 10},
+                        {front + "(anonymous namespace)::silu<float>" + end, 0, 7, 0, 20, 25},
+                        {"Memcpy DtoH (Device -> Pinned)", 0, 7, 0, 30, 34},
+                        {"void f<(g)1>(int)" + std::string(200, 'x'), 0, 7, 0, 40, 43}};
+  const Costs costs = costs_of(records, find_waits(records));
+  ASSERT_EQ(costs.costs.size(), 5u);
+  const std::string kept = "vectorized_elementwise_kernel<4, ", last = ", std::array<char*, 3ul> >";
+  EXPECT_EQ(costs.costs[1].what, kept + "CUDAFunctor_add<float>" + last);
+  EXPECT_EQ(costs.costs[2].what, kept + "silu<float>" + last);
+  EXPECT_EQ(costs.costs[3].what, "Memcpy DtoH (Device -> Pinned)");
+  EXPECT_EQ(costs.costs[4].what, "f<(g)1>");
+  const std::string text = describe(costs);
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
+  EXPECT_NE(text.find("CUDAFunctor_add"), std::string::npos) << text;
 }
 
 using Kind = ProfilerEvent::Kind;
