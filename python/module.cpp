@@ -17,6 +17,7 @@
 #include "moesh/cli/program.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/cli/train_command.h"
+#include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/train/metrics/jsonl.h"
@@ -71,6 +72,10 @@ void check_signals() {
 }
 
 train::RunSummary train(const Values& values, nb::object dataset, nb::object on_step) {
+  // A signal ends the inner run, which would then wait for the outer one, which waits for it.
+  MOESH_CHECK(!Raised::in_python(), ErrorKind::config,
+              "moesh.train was called by on_step or the dataset of another run; call it when that "
+              "run has returned");
   const Config config = config_of(values);
   Raised raised;
   std::optional<PythonDataset> data;
@@ -94,8 +99,9 @@ train::RunSummary train(const Values& values, nb::object dataset, nb::object on_
   try {
     const nb::gil_scoped_release no_gil;
     summary = cli::train_in_memory(config, known, data ? &*data : nullptr);
-  } catch (const Error& e) {
-    if (train::stop_signal() != 0) log_warn("a run that was told to stop failed: ", e.what());
+  } catch (...) {
+    if (train::stop_signal() != 0)
+      log_warn("a run that was told to stop failed: ", comm::text_of(std::current_exception()));
     leave();
     raised.rethrow();
     throw;

@@ -17,6 +17,7 @@ class Raised {
   template <class F>
   auto guard(const char* what, const F& f) {
     const nanobind::gil_scoped_acquire gil;
+    const InPython now;
     try {
       return f();
     } catch (nanobind::python_error& e) {
@@ -26,12 +27,21 @@ class Raised {
     }
   }
 
+  /// Whether this thread is that of a rank, in Python code that it has called.
+  static bool in_python() { return num_in_python_ > 0; }
+
   /// Throws what was kept, with the GIL.
   void rethrow() {
     if (first_) throw nanobind::python_error(std::move(*first_));
   }
 
  private:
+  struct InPython {
+    InPython() { ++num_in_python_; }
+    ~InPython() { --num_in_python_; }
+  };
+  static inline thread_local int num_in_python_ = 0;
+
   std::optional<nanobind::python_error> first_;  // the GIL guards it
 };
 

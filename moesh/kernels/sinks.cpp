@@ -17,12 +17,14 @@ void check_sinks(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& s
     return lse.sizes() == at::IntArrayRef(sizes) && sinks_h.dim() == 1 &&
            sinks_h.size(0) == y.size(-2);
   };
-  MOESH_CHECK(y.defined() && y.dim() >= 3 && is_kernel_dtype(y.scalar_type()) && lse.defined() &&
-                  sinks_h.defined() && lse.scalar_type() == wide() &&
-                  sinks_h.scalar_type() == wide() && fits(),
-              ErrorKind::data, "sinks are ", describe(sinks_h), " and lse ", describe(lse),
-              " beside attention's result ", describe(y),
-              "; pass y [.., L, h, d], lse [.., h, L] and sinks [h], the last two as float32");
+  MOESH_CHECK(
+      y.defined() && y.dim() >= 3 && is_kernel_dtype(y.scalar_type()) && lse.defined() &&
+          sinks_h.defined() && lse.scalar_type() == wide() && sinks_h.scalar_type() == wide() &&
+          fits(),
+      ErrorKind::data, "sinks are ", describe(sinks_h), " and lse ", describe(lse),
+      " beside attention's result ", describe(y),
+      "; pass y [.., L, h, d], lse [.., h, L] and sinks [h], the last two as float32, or all as "
+      "float64");
 }
 
 }  // namespace

@@ -62,7 +62,8 @@ class ColumnLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
-    return bias_ ? linear(x, use(weight_), use(*bias_)) : linear(x, use(weight_));
+    const auto w = use(weight_);  // first: each may gather, in one order everywhere
+    return bias_ ? linear(x, w, use(*bias_)) : linear(x, w);
   }
   template <class Fn>
   void each_param(Fn f) {
@@ -87,7 +88,8 @@ class RowLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    return bias_ ? linear(x, use(weight_), once<tp>(use(*bias_))) : linear(x, use(weight_));
+    const auto w = use(weight_);
+    return bias_ ? linear(x, w, once<tp>(use(*bias_))) : linear(x, w);
   }
   template <class Fn>
   void each_param(Fn f) {

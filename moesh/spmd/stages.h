@@ -39,10 +39,10 @@ Tensor<L> as_input(const Tensor<L>& x) {
 /// What a stage has given, as its backward knows it: where its gradient goes. The values were for
 /// the next stage, and are freed when they have gone there.
 template <auto L>
-class Given {
+class OutputEdge {
  public:
-  Given() = default;
-  explicit Given(const Tensor<L>& x) : edge_(raw::gradient_edge(x.local())) {}
+  OutputEdge() = default;
+  explicit OutputEdge(const Tensor<L>& x) : edge_(raw::gradient_edge(x.local())) {}
   const raw::GradientEdge& edge() const { return *edge_; }
 
  private:
@@ -52,7 +52,7 @@ class Given {
 /// Backward of a stage: from the gradient of what it gave to the next one, and from its own losses;
 /// undefined: it has none.
 template <auto L, auto Loss>
-void backward(const Given<L>& out, const Tensor<adjoint(L)>& gradient,
+void backward(const OutputEdge<L>& out, const Tensor<adjoint(L)>& gradient,
               const Tensor<Loss>& own_losses) {
   [[maybe_unused]] constexpr auto checked = check_loss(Loss);
   raw::backward(out.edge(), gradient.local(), own_losses.local());

@@ -49,32 +49,37 @@ void LastWords::add(int rank) {
 }
 
 void LastWords::threw(int rank, const std::exception_ptr& fault) {
+  {
+    const std::lock_guard lock(mutex_);
+    recorders_.erase(rank);
+  }
   if (is_about_ranks(fault)) write(rank, *comm::flight::current(), comm::text_of(fault));
 }
 
+// A rank may still compute when the signal comes, and wait for the lost one later.
 void LastWords::watch() {
   std::unique_lock lock(mutex_);
-  while (!changed_.wait_for(lock, kLook, [&] { return is_ending_; })) {
-    const int signal = stop_signal();
-    if (signal == 0) continue;
-    if (!changed_.wait_for(lock, kMoment, [&] { return is_ending_; })) say_what_waits(signal);
-    return;
-  }
+  while (!changed_.wait_for(lock, kLook, [&] { return is_ending_; }))
+    if (const int signal = stop_signal(); signal != 0) say_what_waits(signal);
 }
 
 void LastWords::say_what_waits(int signal) {
-  for (const auto& [rank, recorder] : recorders_) {
+  std::erase_if(recorders_, [&](const auto& entry) {
+    const auto& [rank, recorder] = entry;
     const auto waiting = comm::flight::waiting(*recorder);
-    if (!waiting || waiting->time < kMoment) continue;
+    if (!waiting || waiting->time < kMoment) return false;
     set_log_rank(rank);
     write(rank, *recorder,
           detail::concat("told to stop by signal ", signal, " while rank ", rank, " has waited ",
                          waiting->time.count(), " s in ", waiting->what));
-  }
+    return true;
+  });
 }
 
 void LastWords::write(int rank, comm::flight::Recorder& recorder, const std::string& why) {
-  if (config_.metrics.folder.empty() || mesh_shape(config_).num_ranks() == 1) return;
+  if (mesh_shape(config_).num_ranks() == 1) return;
+  if (config_.metrics.folder.empty()) return log_warn(why);
+  const std::lock_guard lock(writing_);
   char name[40];
   std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
   const auto path = std::filesystem::path(config_.metrics.folder) / name;

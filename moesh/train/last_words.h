@@ -38,8 +38,9 @@ class LastWords {
   const Config& config_;
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
-  std::map<int, std::shared_ptr<comm::flight::Recorder>> recorders_;
+  std::map<int, std::shared_ptr<comm::flight::Recorder>> recorders_;  // that have said nothing yet
   bool is_ending_ = false;
+  std::mutex writing_;
   std::thread thread_;
 };
 

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -326,7 +325,6 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
       },
       options);
   summary.interrupted = interrupted;
-  summary.stop_signal = stop_signal();
   return summary;
 }
 

@@ -21,9 +21,8 @@ struct RunSummary {
   double first_step_seconds = 0;  // from the start to the end of the first step
   double step_seconds = 0;        // median of the later ones
   bool interrupted = false;
-  int stop_signal = 0;  // SIGINT or SIGTERM, where this process got one
-  std::string folder;   // where metrics.jsonl is
-  std::string trace;    // of profile.steps: where it is, and what cost most
+  std::string folder;  // where metrics.jsonl is
+  std::string trace;   // of profile.steps: where it is, and what cost most
 };
 
 /// What the caller knows of the run, for its header and its folder, and what it wants to be told.

@@ -92,7 +92,7 @@ class StageActor final : public pipeline::Actor {
   // What a forward leaves for its backward.
   struct Live {
     Stream input;  // of the first stage: undefined
-    Given<Stream::layout> out;
+    OutputEdge<Stream::layout> out;
     std::optional<Gradient> of_head;  // of the last stage: the gradient of what it gave
     nn::TokenSum own_losses;
   };
@@ -149,7 +149,7 @@ class StageActor final : public pipeline::Actor {
         made_stream_ = stream;
     }
     if (!reductions_) return;
-    live.out = Given(std::get<Stream>(result.stream));
+    live.out = OutputEdge(std::get<Stream>(result.stream));
     if (local(result.auxiliary).defined()) live.own_losses = sum_all(result.auxiliary);
     if (!taker_of(a)) live.of_head = backward_of_head(result);
     live_.emplace(key_of(a), std::move(live));
@@ -160,8 +160,7 @@ class StageActor final : public pipeline::Actor {
   Gradient backward_of_head(const models::ForwardResult& result) {
     const InSection section(Section::backward);
     moesh::backward(result.cross_entropy);
-    later_.take().run();
-    reductions_->start();
+    reductions_->start();  // what the norm has left for later goes with the blocks'
     return grad(std::get<Stream>(result.head_input));
   }
 

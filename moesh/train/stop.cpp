@@ -19,16 +19,18 @@ struct Scopes {
   std::mutex mutex;
   std::condition_variable all_left;
   int num = 0;
-  std::uint64_t num_rounds = 0;  // how often the last one has left
+  std::uint64_t num_rounds = 0;             // how often the last one has left
+  std::function<void(int signal)> deliver;  // of the first that was left with one
   std::array<struct sigaction, kSignals.size()> before = {};
 };
 Scopes scopes;
 
 // With the lock.
-void end_round(const std::function<void(int signal)>& deliver) {
+void end_round() {
   for (std::size_t i = 0; i < kSignals.size(); ++i)
     sigaction(kSignals[i], &scopes.before[i], nullptr);
   ++scopes.num_rounds;
+  const auto deliver = std::exchange(scopes.deliver, {});
   if (const int signal = received; signal != 0 && deliver) deliver(signal);
   scopes.all_left.notify_all();
 }
@@ -54,7 +56,8 @@ SignalScope::SignalScope() {
 void SignalScope::leave(const std::function<void(int signal)>& deliver) {
   if (std::exchange(has_left_, true)) return;
   std::unique_lock lock(scopes.mutex);
-  if (--scopes.num == 0) return end_round(deliver);
+  if (!scopes.deliver) scopes.deliver = deliver;
+  if (--scopes.num == 0) return end_round();
   if (received == 0 || !deliver) return;
   scopes.all_left.wait(lock, [round = scopes.num_rounds] { return scopes.num_rounds != round; });
 }

@@ -41,6 +41,10 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
   const auto& schedules = pipeline::schedule_names();
   std::vector<SweepMesh> all;
   size_t turn = static_cast<size_t>(num_ranks);
+  size_t num_pipelines = static_cast<size_t>(num_ranks);
+  const auto add = [&](const MeshShape& shape, const std::string& schedule) {
+    all.push_back({shape, schedule, ++num_pipelines % kEveryTied == 0});
+  };
   for (int stages = 1; stages <= num_ranks; ++stages) {
     if (num_ranks % stages != 0) continue;
     for (MeshShape shape : all_mesh_shapes(num_ranks / stages)) {
@@ -48,9 +52,9 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
       if (stages == 1)
         all.push_back({shape});
       else if (num_ranks <= kEverySchedule)
-        for (const std::string& schedule : schedules) all.push_back({shape, schedule});
+        for (const std::string& schedule : schedules) add(shape, schedule);
       else
-        all.push_back({shape, schedules[turn++ % schedules.size()]});
+        add(shape, schedules[turn++ % schedules.size()]);
     }
   }
   return all;
@@ -59,7 +63,8 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
 }  // namespace
 
 std::string SweepMesh::describe() const {
-  return shape.pp == 1 ? shape.describe() : shape.describe() + " " + schedule;
+  if (shape.pp == 1) return shape.describe();
+  return detail::concat(shape.describe(), " ", schedule, is_tied ? " tied" : "");
 }
 
 std::vector<SweepMesh> Sweep::meshes() const {

@@ -22,16 +22,20 @@ struct SweepShard {
   int index = 1, count = 1;  // index from 1
 };
 
-/// A mesh, and the schedule of its pipeline where it has one.
+/// A mesh, the schedule of its pipeline where it has one, and whether the embedding is the head as
+/// well: then both ends of the pipeline have it.
 struct SweepMesh {
   MeshShape shape;
   std::string schedule = "1f1b";
+  bool is_tied = false;
 
   std::string describe() const;
 };
 
 /// Meshes of up to so many ranks go through every schedule; of larger ones each has one, in turn.
 constexpr int kEverySchedule = 4;
+/// Of the pipelines, one of so many is tied: of every schedule some, since there are five of those.
+constexpr int kEveryTied = 3;
 
 struct Sweep {
   int least_ranks = 1, most_ranks = 1;

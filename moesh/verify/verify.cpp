@@ -321,7 +321,8 @@ void launch_for(VerifyReport& report, const Config& config,
   }
 }
 
-Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule) {
+Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule,
+              bool is_tied) {
   models::AnyConfig model = config.model.architecture;
   const auto fit = [](std::int64_t value, std::int64_t divisor) {
     return value % divisor == 0 ? value : divisor * std::max<std::int64_t>(1, value / divisor);
@@ -332,6 +333,7 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
   std::visit(
       [&](auto& m) {
         m.num_layers = std::max(m.num_layers, num_stages);
+        m.tie_embeddings |= is_tied;
         m.num_heads = fit(m.num_heads, shape.tp);
         if constexpr (requires { m.num_kv_heads; }) {
           m.num_kv_heads = fit(m.num_kv_heads, shape.tp);

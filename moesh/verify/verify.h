@@ -36,8 +36,10 @@ config::Settings verify_defaults(std::int64_t steps);
 Config one_rank(const Config& config);
 
 /// On a mesh, with heads, experts, layers and a global batch that it divides, and with a few
-/// micro-batches for its pipeline, for sweeps: as they are where they fit.
-Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule = "1f1b");
+/// micro-batches for its pipeline, for sweeps: as they are where they fit. `is_tied`: the embedding
+/// is the head, whatever the model says.
+Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule = "1f1b",
+              bool is_tied = false);
 
 /// By step and MoE layer.
 using Routing = std::vector<RoutingRecords>;

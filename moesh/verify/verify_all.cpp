@@ -21,7 +21,7 @@ std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& 
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
   std::vector<Config> configs;
   for (const auto& mesh : sweep->meshes())
-    configs.push_back(fitted(config, mesh.shape, mesh.schedule));
+    configs.push_back(fitted(config, mesh.shape, mesh.schedule, mesh.is_tied));
   return configs;
 }
 
@@ -43,12 +43,18 @@ void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
   }
 }
 
+bool is_tied(const Config& config) {
+  return std::visit([](const auto& m) { return m.tie_embeddings; }, config.model.architecture);
+}
+
 JsonValue to_json(const Verified& v) {
   const VerifyReport& r = v.report;
   const MeshShape shape = mesh_shape(v.config);
   JsonObject entry{{"mesh", {shape.describe()}}};
-  if (shape.pp > 1)
+  if (shape.pp > 1) {
     entry.emplace_back("schedule", JsonValue{v.config.parallelism.pipeline_parallel_schedule});
+    entry.emplace_back("tied", JsonValue{is_tied(v.config)});
+  }
   entry.insert(
       entry.end(),
       {

@@ -28,6 +28,9 @@ struct Verified {
 void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
                 const std::function<void(const Verified& verified)>& each);
 
+/// Whether the embedding of its model is the head as well.
+bool is_tied(const Config& config);
+
 /// As --json has it.
 formats::JsonValue to_json(const Verified& verified);
 

@@ -94,12 +94,14 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
       more.push_back({"parallelism.pipeline_parallel_schedule", schedule, {"test"}});
   if (const auto layers = settings.take("layers"); layers != 0)
     more.push_back({"model.num_layers", static_cast<std::int64_t>(layers), {"test"}});
+  const bool keeps_gathers = settings.take("kept") != 0;
+  if (keeps_gathers) more.push_back({"parallelism.fsdp_reshard_after_forward", false, {"test"}});
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(
         {"training.gradient_accumulation_steps", static_cast<std::int64_t>(micro), {"test"}});
   auto c = step_case(mesh, more);
-  if (has_copies) c.steps = 2;
+  if (has_copies || keeps_gathers) c.steps = 2;
   const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
   return [=]() -> std::string {
     try {

@@ -78,6 +78,13 @@ class Train(Temporary):
             moesh.train(SMALL, steps=50, mesh="tp=2", on_step=stop)
         self.assertEqual(seen, [1, 2, 3])
 
+    def test_a_run_within_a_run_is_refused(self):
+        def again(record):
+            moesh.train(SMALL, steps=1)
+
+        with self.assertRaisesRegex(moesh.Error, "call it when that run has returned"):
+            moesh.train(SMALL, steps=2, on_step=again)
+
     def test_there_is_one_libtorch(self):
         maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
         for name in ("libtorch_cpu", "libgomp", "libc10."):

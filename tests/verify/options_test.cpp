@@ -9,7 +9,7 @@
 #include <map>
 #include <set>
 
-#include "moesh/verify/verify.h"
+#include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"
 #include "tests/config/other_value.h"
 #include "tests/data/small_tokenizer.h"
@@ -210,6 +210,11 @@ TEST(Fitted, KeepsWhatTheMeshDivides) {
   const Config of_eight = case_of({"--training.global_batch_size=8"}).config;
   EXPECT_EQ(fitted(of_eight, {.dp_shard = 4}).training.global_batch_size, 8);
   EXPECT_EQ(fitted(of_eight, {.dp_shard = 3}).training.global_batch_size, 6);
+  for (const bool is_tied : {false, true}) {
+    const Config pipeline = fitted(config, {.pp = 2}, "1f1b", is_tied);
+    EXPECT_EQ(verify::is_tied(pipeline), is_tied);
+    EXPECT_EQ(verify::is_tied(one_rank(pipeline)), is_tied) << "what it is compared with";
+  }
 }
 
 }  // namespace

@@ -46,6 +46,33 @@ TEST(MeshSweep, small_pipelines_have_every_schedule_and_all_schedules_have_large
   EXPECT_EQ(large, std::set<std::string>(all.begin(), all.end()));
 }
 
+TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {
+  std::set<std::string> schedules, axes;
+  std::size_t num_tied = 0, num_pipelines = 0;
+  for (const SweepMesh& mesh : parse_sweep("8").meshes()) {
+    const MeshShape& s = mesh.shape;
+    num_pipelines += s.pp > 1;
+    if (!mesh.is_tied) continue;
+    ++num_tied;
+    EXPECT_GT(s.pp, 1);
+    schedules.insert(mesh.schedule);
+    axes.insert(detail::concat("pp", s.pp));
+    for (const auto& [name, size] : std::map<std::string, int>{{"dp_replicate", s.dp_replicate},
+                                                               {"dp_shard", s.dp_shard},
+                                                               {"cp", s.cp},
+                                                               {"tp", s.tp},
+                                                               {"ep", s.ep},
+                                                               {"etp", s.etp}})
+      if (size > 1) axes.insert(name);
+  }
+  EXPECT_GE(kEveryTied * (num_tied + 8), num_pipelines);  // counted anew for each number of ranks
+  EXPECT_LE(kEveryTied * num_tied, num_pipelines);
+  const auto& all = pipeline::schedule_names();
+  EXPECT_EQ(schedules, std::set<std::string>(all.begin(), all.end()));
+  EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp5", "pp6", "dp_replicate",
+                                         "dp_shard", "cp", "tp", "ep", "etp"}));
+}
+
 TEST(MeshSweep, every_mesh_is_in_one_shard) {
   for (int count : {1, 2, 5, 7, 67}) {
     std::multiset<std::string> together;

@@ -146,7 +146,7 @@ std::shared_ptr<NcclTicket> NcclWorld::new_ticket(NcclComm comm, const Call& cal
   auto ticket = std::make_shared<NcclTicket>();
   ticket->comm = comm, ticket->call = call, ticket->group = std::move(group);
   ticket->keep = std::move(keep), ticket->message = std::move(message);
-  if (!call.is_message()) ticket->since = Clock::now();
+  if (!call.is_message()) ticket->since = ticket->called;
   {
     std::lock_guard lock(state_);
     tickets_.push_back(ticket);
@@ -305,8 +305,13 @@ void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member
 // While others of this rank end, it is their turn: on a device they wait for each other, whenever
 // the host has called them. The lock of the state is held.
 bool NcclWorld::is_late(const NcclTicket& ticket) const {
-  const auto& since = (ticket.message ? *ticket.message : ticket).since;
-  return since && Clock::now() >= std::max(*since, last_end_) + timeout_;
+  const NcclTicket& whole = ticket.message ? *ticket.message : ticket;
+  // Nobody may ever come to wait for a message: its rank may hang behind it, in a call that waits
+  // for the whole device.
+  constexpr int kUnasked = 10;
+  const auto due = whole.since ? std::max(*whole.since, last_end_) + timeout_
+                               : std::max(whole.called, last_end_) + kUnasked * timeout_;
+  return Clock::now() >= due;
 }
 
 void NcclWorld::watch() {

@@ -35,6 +35,7 @@ struct NcclTicket {
   std::shared_ptr<const NcclGroupInfo> group;
   std::vector<at::Tensor> keep;  // the memory that NCCL reads and writes
   std::shared_ptr<Mark> mark;    // its end; empty until NCCL has taken the call
+  std::chrono::steady_clock::time_point called = std::chrono::steady_clock::now();
   // Since when it is waited for. A collective: since its call. A message may be started long before
   // its peer has anything to send: since the rank came to wait.
   std::optional<std::chrono::steady_clock::time_point> since;
