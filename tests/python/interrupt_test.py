@@ -55,9 +55,9 @@ def run(name, pause):
     def on_step(record):
         time.sleep(pause)
         if record["step"] == 1:
-            print("begun", flush=True)
+            print("begun\\n", end="", flush=True)  # whole lines: two threads print
     summary = moesh.train(options, **folders, on_step=on_step)
-    print(name, summary.interrupted, flush=True)
+    print(f"{{name}} {{summary.interrupted}}\\n", end="", flush=True)
 threads = [threading.Thread(target=run, args=a) for a in (("fast", 0), ("slow", 1))]
 for t in threads:
     t.start()
