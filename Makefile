@@ -59,13 +59,15 @@ gpu:
 
 # Everything that has threads, raw memory or files, on a selection of meshes and under MPI, with
 # AddressSanitizer, UBSan and leaks, and with ThreadSanitizer. What LibTorch and MPI do inside is
-# left out: cmake/*.supp. One thread for each rank, since the barriers of OpenMP are not seen.
+# left out: cmake/*.supp. One thread for each rank, since the barriers of OpenMP are not seen. g++ 13
+# puts wide vectors at addresses that they do not allow where it looks for uses after a return
+# (GCC bug 110027).
 SANITIZED = unit|dist|mpi
 asan: setup
 	@cmake --preset dev $(OPTIONS) > /dev/null
 	cmake --build build-asan -j $(JOBS)
 	OMP_NUM_THREADS=1 LSAN_OPTIONS="suppressions=$(CURDIR)/cmake/lsan.supp:print_suppressions=0" \
-	  $(CTEST) --test-dir build-asan -L '$(SANITIZED)'
+	  ASAN_OPTIONS=detect_stack_use_after_return=0 $(CTEST) --test-dir build-asan -L '$(SANITIZED)'
 
 tsan: setup
 	@cmake --preset tsan $(OPTIONS) > /dev/null

@@ -11,6 +11,7 @@
 
 #include <csignal>
 
+#include "moesh/base/log.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/program.h"
@@ -19,9 +20,11 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/train/metrics/jsonl.h"
+#include "moesh/train/stop.h"
 #include "moesh/verify/compare.h"
 #include "moesh/verify/verify_all.h"
 #include "python/dataset.h"
+#include "python/interruptible.h"
 
 namespace moesh::python {
 namespace nb = nanobind;
@@ -79,22 +82,26 @@ train::RunSummary train(const Values& values, nb::object dataset, nb::object on_
     known.on_step = [&](const train::StepRecord& record) {
       raised.guard("on_step", [&] { on_step(to_python(train::to_json(record))); });
     };
+  train::SignalScope signals;  // from here on a signal ends the run,
+  check_signals();             // and one that came before, what is left of this call
+  // When this run and those beside it have ended, with their checkpoints, a signal does what it
+  // always does: SIGINT raises KeyboardInterrupt, SIGTERM ends the process.
+  const auto leave = [&] {
+    const nb::gil_scoped_release no_gil;
+    signals.leave([](int signal) { std::raise(signal); });
+  };
   train::RunSummary summary;
   try {
     const nb::gil_scoped_release no_gil;
     summary = cli::train_in_memory(config, known, data ? &*data : nullptr);
-  } catch (const Error&) {
+  } catch (const Error& e) {
+    if (train::stop_signal() != 0) log_warn("a run that was told to stop failed: ", e.what());
+    leave();
     raised.rethrow();
     throw;
   }
-  // The run has ended after its step and its checkpoint; now the signal does what it always does:
-  // SIGINT raises KeyboardInterrupt, SIGTERM ends the process.
-  if (summary.stop_signal == SIGINT) {
-    PyErr_SetInterruptEx(SIGINT);  // without the handler of a run that still saves
-    check_signals();
-  } else if (summary.stop_signal != 0) {
-    std::raise(summary.stop_signal);
-  }
+  leave();
+  check_signals();
   return summary;
 }
 
@@ -105,8 +112,7 @@ nb::dict verify(const Values& values, int steps, const std::optional<std::string
   if (sweep) meshes = verify::parse_sweep(*sweep);
   nb::list results;
   bool all_hold = true;
-  {
-    const nb::gil_scoped_release no_gil;
+  run_interruptible([&] {
     cli::naming_sizes(config, [&] {
       cli::check_fits(config);
       verify::verify_all(verify::meshes_of(config, meshes), steps, false,
@@ -114,14 +120,13 @@ nb::dict verify(const Values& values, int steps, const std::optional<std::string
                            if (v.report.launch_error)
                              throw Error(*v.report.launch_error, v.report.error);
                            const nb::gil_scoped_acquire gil;
-                           check_signals();
                            nb::object result = to_python(verify::to_json(v));
                            result["text"] = v.report.describe(mesh_shape(v.config));
                            results.append(result);
                            all_hold &= v.report.holds();
                          });
     });
-  }
+  });
   nb::dict result;
   result["holds"] = all_hold;
   result["meshes"] = results;
@@ -131,10 +136,7 @@ nb::dict verify(const Values& values, int steps, const std::optional<std::string
 nb::object estimate(const Values& values) {
   const Config config = config_of(values);
   estimate::Estimate e;
-  {
-    const nb::gil_scoped_release no_gil;
-    cli::naming_sizes(config, [&] { e = estimate::estimate(config); });
-  }
+  run_interruptible([&] { cli::naming_sizes(config, [&] { e = estimate::estimate(config); }); });
   return to_python(to_json(e));
 }
 
@@ -143,10 +145,8 @@ nb::list search(const Values& values, int num_ranks, const std::string& memory, 
   const std::int64_t limit = cli::parse_size(memory);
   MOESH_CHECK(num_ranks > 0, ErrorKind::config, "search is ", num_ranks, "; it takes 1 or more");
   estimate::SearchResult found;
-  {
-    const nb::gil_scoped_release no_gil;
-    found = estimate::search(config, num_ranks, limit, static_cast<std::size_t>(most));
-  }
+  run_interruptible(
+      [&] { found = estimate::search(config, num_ranks, limit, static_cast<std::size_t>(most)); });
   nb::list results;
   for (const auto& e : found.best) results.append(to_python(to_json(e)));
   return results;
@@ -168,8 +168,10 @@ verify::Compared compared(nb::handle given) {
 verify::Comparison compare(nb::handle a, nb::handle b, std::optional<double> tolerance,
                            const std::vector<std::pair<std::string, std::string>>& renames) {
   const verify::Compared of_a = compared(a), of_b = compared(b);
-  const nb::gil_scoped_release no_gil;
-  return verify::compare(of_a, of_b, {.tolerance = tolerance, .renames = renames});
+  verify::Comparison result;
+  run_interruptible(
+      [&] { result = verify::compare(of_a, of_b, {.tolerance = tolerance, .renames = renames}); });
+  return result;
 }
 
 int run_program(const std::vector<std::string>& args) {

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "moesh/base/rank_threads.h"
 #include "moesh/base/terminal.h"
 
 namespace moesh {
@@ -38,7 +39,10 @@ std::optional<LogLevel> parse_log_level(std::string_view text) {
   return std::nullopt;
 }
 
-void set_log_rank(int rank) { current_rank = rank; }
+void set_log_rank(int rank) {
+  current_rank = rank;
+  work_for_rank(rank);
+}
 int log_rank() { return current_rank; }
 void set_log_level(LogLevel level) { current_level() = level; }
 LogLevel log_level() { return current_level(); }

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <ctime>
 #include <mutex>
+#include <utility>
 
 #include "moesh/base/error.h"
 
@@ -18,10 +19,18 @@ struct Entry {
   std::string group;
   Collective op = Collective::barrier;
   std::int64_t bytes = 0;
+  std::string doing;  // of what it is a part: of who waits for it, or before that of who called it
   const Work* work = nullptr;
-  Clock::time_point begin, end;
-  bool has_ended = false;
+  Clock::time_point begin, end, wait;
+  bool has_ended = false, is_waited_for = false;
 };
+
+thread_local std::string doing;
+
+std::string describe(const Entry& e) {
+  return detail::concat(to_string(e.op), " of ", e.bytes, " bytes on group '", e.group, "'",
+                        e.doing.empty() ? "" : ", in ", e.doing);
+}
 
 }  // namespace
 
@@ -74,6 +83,9 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
+Doing::Doing(std::string what) : outer_(std::exchange(doing, std::move(what))) {}
+Doing::~Doing() { doing = std::move(outer_); }
+
 std::shared_ptr<Recorder> current() { return own(); }
 void use(std::shared_ptr<Recorder> recorder) { own() = std::move(recorder); }
 
@@ -82,7 +94,8 @@ void called(const std::string& group, Collective op, std::int64_t bytes) {
   const std::lock_guard lock(recorder.mutex);
   Entry& e = recorder.number(recorder.num_called++);
   e.group = group, e.op = op, e.bytes = bytes;
-  e.work = nullptr, e.has_ended = false;
+  e.doing = doing;
+  e.work = nullptr, e.has_ended = e.is_waited_for = false;
   e.begin = Clock::now();
 }
 
@@ -92,6 +105,16 @@ void in_progress(const std::string& group, Collective op, const Work* work) {
   // `checked` calls others in between: the newest that is not in progress yet is the one.
   if (Entry* e = recorder.newest([&](const Entry& x) { return is_open(x, group, op); }))
     e->work = work;
+}
+
+void waits(const Work* work) {
+  Recorder& recorder = *own();
+  const std::lock_guard lock(recorder.mutex);
+  Entry* e = recorder.newest([&](const Entry& x) { return x.work == work; });
+  if (!e) return;
+  e->doing = doing;
+  e->is_waited_for = true;
+  e->wait = Clock::now();
 }
 
 void ended(const Work* work) {
@@ -106,8 +129,7 @@ void ended(const std::string& group, Collective op) {
   end(recorder.newest([&](const Entry& e) { return is_open(e, group, op); }));
 }
 
-std::string text() {
-  Recorder& recorder = *own();
+std::string text(Recorder& recorder) {
   const std::lock_guard lock(recorder.mutex);
   std::string lines;
   for (std::size_t k = recorder.size(); k > 0; --k) {
@@ -117,10 +139,17 @@ std::string text() {
         std::chrono::duration_cast<std::chrono::microseconds>(e.end - e.begin).count();
     lines += detail::concat(
         n, "  ", time_of_day(e.begin), "  ",
-        e.has_ended ? detail::concat("took ", micros, " us") : std::string("has NOT ENDED"), "  ",
-        to_string(e.op), " of ", e.bytes, " bytes on group '", e.group, "'\n");
+        e.has_ended ? detail::concat("took ", micros, " us") : std::string("has NOT ENDED"),
+        !e.has_ended && e.is_waited_for ? " and is WAITED FOR" : "", "  ", describe(e), "\n");
   }
   return lines;
+}
+
+std::optional<Waiting> waiting(Recorder& recorder) {
+  const std::lock_guard lock(recorder.mutex);
+  const Entry* e = recorder.newest([](const Entry& x) { return x.is_waited_for && !x.has_ended; });
+  if (!e) return std::nullopt;
+  return Waiting{describe(*e), Clock::now() - e->wait};
 }
 
 }  // namespace moesh::comm::flight

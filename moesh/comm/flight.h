@@ -2,8 +2,10 @@
 // The flight recorder: the last collectives of each rank with their times, to be read when a rank
 // was lost or hangs.
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "moesh/comm/group.h"
@@ -19,15 +21,37 @@ class Recorder;
 std::shared_ptr<Recorder> current();
 void use(std::shared_ptr<Recorder> recorder);
 
-/// What `Group` tells of this thread: a collective was called; it is in progress as `work`; it has
-/// ended.
+/// While it lives, what this thread calls and waits for is a part of `what`, as in "forward of
+/// stage 2 for micro-batch 0".
+class Doing {
+ public:
+  explicit Doing(std::string what);
+  ~Doing();
+  Doing(const Doing&) = delete;
+  Doing& operator=(const Doing&) = delete;
+
+ private:
+  std::string outer_;
+};
+
+/// What `Group` tells of this thread: a collective was called; it is in progress as `work`; the
+/// thread waits for it; it has ended.
 void called(const std::string& group, Collective op, std::int64_t bytes);
 void in_progress(const std::string& group, Collective op, const Work* work);
+void waits(const Work* work);
 void ended(const Work* work);
 void ended(const std::string& group, Collective op);
 
 /// The last collectives that the threads of this recorder called, the oldest first: a line each
-/// with its number, when it was called, how long it took or that it has not ended, and what it was.
-std::string text();
+/// with its number, when it was called, how long it took or that it has not ended, and what it was,
+/// of what.
+std::string text(Recorder& recorder = *current());
+
+/// What the rank of a recorder waits for.
+struct Waiting {
+  std::string what;
+  std::chrono::duration<double> time;  // so far
+};
+std::optional<Waiting> waiting(Recorder& recorder);
 
 }  // namespace moesh::comm::flight

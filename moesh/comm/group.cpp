@@ -104,6 +104,7 @@ Handle::~Handle() {
   if (!work_ || std::uncaught_exceptions() > num_exceptions_) return;
   try {
     tell_wait(number_);
+    flight::waits(work_.get());
     work_->wait();
     flight::ended(work_.get());
     tell_ended(number_);
@@ -115,6 +116,7 @@ Handle::~Handle() {
 at::Tensor Handle::wait() {
   if (auto work = std::move(work_)) {
     tell_wait(number_);
+    flight::waits(work.get());
     value_ = work->wait();
     flight::ended(work.get());
     tell_ended(number_);

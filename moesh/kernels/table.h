@@ -13,6 +13,7 @@
 #include "moesh/kernels/latent.h"
 #include "moesh/kernels/norm.h"
 #include "moesh/kernels/rope.h"
+#include "moesh/kernels/sinks.h"
 #include "moesh/kernels/sort.h"
 #include "moesh/kernels/swiglu.h"
 #include "moesh/kernels/topk.h"
@@ -44,6 +45,10 @@ using AttentionBackwardKernel = AttentionGradients(const AttentionConfig& config
 using NormForwardKernel = NormOutput(const at::Tensor& x, const at::Tensor& weight_D, double eps);
 using NormBackwardKernel = NormGradients(const at::Tensor& x, const at::Tensor& weight_D,
                                          const at::Tensor& r, const at::Tensor& dy);
+using AddSinksKernel = at::Tensor(const at::Tensor& y, const at::Tensor& lse,
+                                  const at::Tensor& sinks_h);
+using SinkGradientKernel = at::Tensor(const at::Tensor& y, const at::Tensor& lse,
+                                      const at::Tensor& sinks_h, const at::Tensor& dy);
 using LogitSumsKernel = LogitSums(const at::Tensor& logits_NV, const at::Tensor& label_N);
 using LogitGradientKernel = at::Tensor(const at::Tensor& logits_NV, const at::Tensor& label_N,
                                        const at::Tensor& total_N, const at::Tensor& weight_N);
@@ -76,6 +81,8 @@ struct KernelTable {
   NormBackwardKernel* norm_backward;
   RotateKernel* rotate_forward;
   RotateKernel* rotate_backward;
+  AddSinksKernel* add_sinks_;  // y need not be contiguous
+  SinkGradientKernel* sink_gradient;
   LogitSumsKernel* logit_sums;
   LogitGradientKernel* logit_gradient_;
   LatentForwardKernel* latent_heads_forward;

@@ -2,6 +2,7 @@
 
 #include <ATen/record_function.h>
 
+#include "moesh/base/interrupt.h"
 #include "moesh/nn/residual.h"
 
 namespace moesh::models {
@@ -28,6 +29,7 @@ nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& co
 Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
              const nn::ModuleOptions& o)
     : layer_(layer) {
+  interruption_point();
   const auto& c = plan.config;
   const std::string name = "model.layers." + std::to_string(layer);
   attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
@@ -56,6 +58,7 @@ template <bool Sp>
 BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
                            const MicroBatch& batch, const ForwardOptions& options,
                            std::int64_t moe_layer) {
+  interruption_point();
   const Along over_tp = tokens.over_tp();
   const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
     return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);

@@ -5,6 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/models/stage.h"
 #include "moesh/spmd/one_rank.h"
+#include "moesh/spmd/stages.h"
 
 namespace moesh::models {
 namespace {
@@ -131,7 +132,9 @@ class Decoder final : public Model {
       result.stream = out.x_BLD;
       return result;
     }
-    result.cross_entropy = stage.head<Sp>(out.x_BLD, batch, tokens, options);
+    const auto to_head = options.head_apart ? as_input(out.x_BLD) : out.x_BLD;
+    if (options.head_apart) result.stream = out.x_BLD, result.head_input = to_head;
+    result.cross_entropy = stage.head<Sp>(to_head, batch, tokens, options);
     result.loss =
         local(result.loss).defined() ? result.cross_entropy + result.loss : result.cross_entropy;
     return result;

@@ -63,6 +63,9 @@ struct ForwardOptions {
   Auxiliary auxiliary;
   // Free gathered parameters after a block's forward, and gather them again in backward.
   bool reshard = false;
+  // The graph of the head begins at a leaf of its own, ForwardResult::head_input, so that its
+  // backward can be run by itself, before that of the blocks.
+  bool head_apart = false;
   nn::Probe* probe = nullptr;  // null: nobody looks
   // What the layers have kept of the tokens before, and keep of these; null: these are all.
   nn::PastOfLayers* past = nullptr;
@@ -82,7 +85,9 @@ struct ForwardResult {
   nn::TokenSum cross_entropy, auxiliary;
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, int64
   std::int64_t first_moe_layer = 0;    // of these, its number in the model
-  StageStream stream = {};             // for the stage after this one; undefined in the last
+  // For the stage after this one; in the last undefined, or for the head where that is apart.
+  StageStream stream = {};
+  StageStream head_input = {};  // of the head, where it is apart: its value, with a gradient
 };
 
 /// The layers [begin, end).

@@ -8,6 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/nn/residual.h"
+#include "moesh/spmd/kept_gathers.h"
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/reduce.h"
 #include "moesh/spmd/reshard.h"
@@ -100,7 +101,10 @@ BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
           return block.run<Sp>(stream, tokens, batch, o, moe_layer);
         },
         x, options.recompute == Recompute::selective ? Keep::expensive : Keep::nothing);
-  if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
+  if (!options.reshard) {
+    const TakeKept kept;
+    return block.run<Sp>(x, tokens, batch, options, moe_layer);
+  }
   ReshardScope scope(run.gathers_before);
   run.gathers_before = scope.gathers();
   auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);

@@ -1,8 +1,6 @@
-// A sink is one more score without a value. With lse the logarithm of the sum of exponentials,
-// lse' = log(exp(lse) + exp(sink)) and y' = y exp(lse - lse'). Backward of the kernel without a
-// sink wants y and lse only for the probabilities p = exp(score - lse) and for D = <dy, y> in
-// d(score) = p (<dy, v> - D): given y' and lse' it computes what belongs to the sink's softmax, and
-// d(sink) = -exp(sink - lse') D.
+// Sinks come after a kernel that knows nothing of them (moesh/kernels/sinks.h). Its backward wants
+// y and lse only for the probabilities p = exp(score - lse) and for D = <dy, y> in
+// d(score) = p (<dy, v> - D): given y' and lse' it computes what belongs to the sink's softmax.
 // Documents are the kernel's sequences of different lengths, one behind the other: T queries, U
 // keys of the whole batch, and where each of N begins among them, in tensors of a size that does
 // not depend on the boundaries.
@@ -19,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/kernels/sinks.h"
 #include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
@@ -45,7 +44,18 @@ struct Boundaries {
 // With documents y is [T, h, d] and lse [h, T], else [B, L, h, d] and [B, h, L].
 struct Result {
   at::Tensor y, lse;
+  at::Tensor seed = {}, offset = {};  // of cuDNN's dropout, of which there is none
 };
+
+at::Tensor heads_first(const at::Tensor& x) { return x.transpose(1, 2); }
+
+Result run_by_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+  const auto out = at::_scaled_dot_product_cudnn_attention(
+      heads_first(q), heads_first(k), heads_first(v), {}, /*compute_log_sumexp=*/true, 0.0,
+      /*is_causal=*/true, /*return_debug_mask=*/false, scale);
+  return {heads_first(std::get<0>(out)), std::get<1>(out).flatten(2), std::get<6>(out),
+          std::get<7>(out)};
+}
 
 Result run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
            double scale, std::int64_t window) {
@@ -66,24 +76,27 @@ std::optional<at::Tensor> optional_of(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
-Result run_with_sinks(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                      const at::Tensor& sinks, const Boundaries& b, double scale,
-                      std::int64_t window) {
-  Result r = run(q, k, v, b, scale, window);
-  if (!sinks.defined()) return r;
-  const at::Tensor lse = at::logaddexp(r.lse, sinks.unsqueeze(1));
-  const at::Tensor share = (r.lse - lse).exp_().transpose(-2, -1);
-  at::mul_out(r.y, r.y, share.unsqueeze(-1));
-  return {r.y, lse};
+// Without a window, documents and keys before the first query cuDNN's kernel does, which is faster
+// on Hopper.
+bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
+                 double scale, std::int64_t window) {
+  if (q.is_meta() || b.queries || window > 0 || q.size(1) != k.size(1)) return false;
+  const auto kernel = static_cast<at::SDPBackend>(
+      at::_fused_sdp_choice(heads_first(q), heads_first(k), heads_first(v), {}, 0.0,
+                            /*is_causal=*/true, scale, /*enable_gqa=*/q.size(2) != k.size(2)));
+  return kernel == at::SDPBackend::cudnn_attention;
 }
 
 Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                    const at::Tensor& sinks, const Boundaries& b, double scale,
                    std::int64_t window) {
   constexpr const char* kWhat = "attention with a window, sinks or documents";
-  if (const auto first = raw::recall(kWhat)) return {(*first)[0], (*first)[1]};
-  Result r = run_with_sinks(q, k, v, sinks, b, scale, window);
-  raw::keep(kWhat, {r.y, r.lse});
+  if (const auto first = raw::recall(kWhat))
+    return {(*first)[0], (*first)[1], (*first)[2], (*first)[3]};
+  Result r = takes_cudnn(q, k, v, b, scale, window) ? run_by_cudnn(q, k, v, scale)
+                                                    : run(q, k, v, b, scale, window);
+  if (sinks.defined()) r.lse = kernels::add_sinks_(r.y, r.lse, sinks);
+  raw::keep(kWhat, {r.y, r.lse, r.seed, r.offset});
   return r;
 }
 
@@ -110,7 +123,8 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
     const Result r =
         kept_or_run(q, k, v, sinks, {queries, keys, most_queries, most_keys}, scale, window);
     const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
-    context->save_for_backward({q, k, v, sinks, r.y, r.lse, given(queries), given(keys)});
+    context->save_for_backward(
+        {q, k, v, sinks, r.y, r.lse, given(queries), given(keys), r.seed, r.offset});
     context->saved_data["scale"] = scale;
     context->saved_data["window"] = window;
     context->saved_data["most_queries"] = most_queries;
@@ -128,11 +142,7 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
                        .most_keys = data["most_keys"].toInt()};
     const at::Tensor dy = grads[0].contiguous();
     at::Tensor d_sinks;
-    if (sinks.defined()) {
-      const at::Tensor dot = dy.to(at::kFloat).mul_(y).sum(at::IntArrayRef{-1}).transpose(-2, -1);
-      const at::Tensor share = (sinks.unsqueeze(1) - lse).exp_();
-      d_sinks = share.mul_(dot).movedim(-2, 0).flatten(1).sum(1).neg_();
-    }
+    if (sinks.defined()) d_sinks = kernels::sink_gradient(y, lse, sinks, dy);
     if (q.is_meta()) {
       const auto held = held_in_backward(q, k, b);
       return {at::empty(q.sizes(), q.options()),
@@ -145,6 +155,14 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
               {},
               {},
               {}};
+    }
+    if (const at::Tensor &seed = saved[8], &offset = saved[9]; seed.defined()) {
+      const at::Tensor none;
+      const auto [dq, dk, dv] = at::_scaled_dot_product_cudnn_attention_backward(
+          heads_first(dy), heads_first(q), heads_first(k), heads_first(v), heads_first(y),
+          lse.unsqueeze(-1), seed, offset, none, none, none, b.most_queries, b.most_keys, 0.0,
+          /*is_causal=*/true, data["scale"].toDouble());
+      return {heads_first(dq), heads_first(dk), heads_first(dv), d_sinks, {}, {}, {}, {}, {}, {}};
     }
     const at::Tensor unused = at::empty({2}, q.options().dtype(at::kLong));  // seeds of dropout
     auto [dq, dk, dv] = at::_flash_attention_backward(

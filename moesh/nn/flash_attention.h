@@ -1,6 +1,7 @@
 #pragma once
 // Attention with a window, with sinks or within documents on an accelerator, by LibTorch's
-// FlashAttention-2: no mask, and key heads are not repeated.
+// FlashAttention-2, or cuDNN's kernel where sinks are all there is: no mask, and key heads are not
+// repeated.
 
 #include "moesh/kernels/attention.h"
 

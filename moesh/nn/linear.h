@@ -7,7 +7,7 @@
 
 #include "moesh/nn/rope.h"
 #include "moesh/spmd/dtype.h"
-#include "moesh/spmd/ops.h"
+#include "moesh/spmd/linear.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/transitions.h"
 
@@ -62,8 +62,7 @@ class ColumnLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
-    const auto y = linear(x, use(weight_));
-    return bias_ ? y + use(*bias_) : y;
+    return bias_ ? linear(x, use(weight_), use(*bias_)) : linear(x, use(weight_));
   }
   template <class Fn>
   void each_param(Fn f) {
@@ -88,8 +87,7 @@ class RowLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    const auto y = linear(x, use(weight_));
-    return bias_ ? y + once<tp>(use(*bias_)) : y;
+    return bias_ ? linear(x, use(weight_), once<tp>(use(*bias_))) : linear(x, use(weight_));
   }
   template <class Fn>
   void each_param(Fn f) {

@@ -26,7 +26,7 @@ class Actor {
 
 struct ExecuteOptions {
   /// Messages of one kind (activations, or gradients) that may be under way to one rank, as in
-  /// Costs: simulate() says how many a schedule needs.
+  /// Costs: enough_buffers() says how many a schedule needs.
   int num_buffers = std::numeric_limits<int>::max();
 };
 

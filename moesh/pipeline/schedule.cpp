@@ -197,6 +197,7 @@ Schedule make_schedule(const std::string& name, int p, int v, int m) {
 
 Schedule forwards_of(Schedule s) {
   for (auto& list : s.ranks) std::erase_if(list, [](const Action& a) { return a.kind != forward; });
+  s.has_backward = false;
   return s;
 }
 
@@ -224,6 +225,8 @@ void check(const Schedule& s) {
                   " comes before its forward");
       MOESH_CHECK(a.kind != backward_weight || d.input, ErrorKind::config, where(),
                   " comes before the gradients of its inputs");
+      MOESH_CHECK(a.kind == forward || s.has_backward, ErrorKind::config, where(),
+                  " is in a schedule of forwards alone");
       const bool is_again =
           a.kind == forward ? d.forward : (is_input && d.input) || (is_weight && d.weight);
       MOESH_CHECK(!is_again, ErrorKind::config, where(), " is done twice");
@@ -232,8 +235,8 @@ void check(const Schedule& s) {
   for (int stage = 0; stage < s.num_stages; ++stage)
     for (int i = 0; i < s.num_micro_batches; ++i) {
       const Done& d = done[static_cast<size_t>(stage * s.num_micro_batches + i)];
-      MOESH_CHECK(d.forward && d.input && d.weight, ErrorKind::config, "rank ",
-                  s.rank_of[static_cast<size_t>(stage)], ": ",
+      const bool is_done = d.forward && (!s.has_backward || (d.input && d.weight));
+      MOESH_CHECK(is_done, ErrorKind::config, "rank ", s.rank_of[static_cast<size_t>(stage)], ": ",
                   to_string({!d.forward ? forward
                              : !d.input ? backward_input
                                         : backward_weight,

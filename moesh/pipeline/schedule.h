@@ -36,6 +36,7 @@ struct Schedule {
   int num_stages = 1, num_micro_batches = 1;
   std::vector<int> rank_of;                // of each stage
   std::vector<std::vector<Action>> ranks;  // the actions of each
+  bool has_backward = true;                // false: forwards alone
 
   int num_ranks() const { return static_cast<int>(ranks.size()); }
   /// The stage whose output an action takes, and that which takes the output of this one; none at
@@ -79,8 +80,9 @@ Schedule make_schedule(const std::string& name, int p, int v, int m);
 Schedule forwards_of(Schedule schedule);
 
 /// Throws Error (config) that names rank and action unless every stage does every micro-batch
-/// exactly once, forward and backward (whole, or both halves), on the rank that has the stage, and
-/// each rank does forward before backward and inputs before weights.
+/// exactly once, forward and backward (whole, or both halves; or none, where there are forwards
+/// alone), on the rank that has the stage, and each rank does forward before backward and inputs
+/// before weights.
 void check(const Schedule& schedule);
 
 }  // namespace moesh::pipeline

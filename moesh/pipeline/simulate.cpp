@@ -34,6 +34,22 @@ class Simulator {
   }
 
   Simulation run() {
+    advance();
+    check_all_ran();
+    for (const auto& list : s_.ranks) out_.peak.push_back(peak_of(list));
+    for (const auto& [key, channel] : channels_)
+      out_.num_buffers = std::max(out_.num_buffers, most_messages(channel));
+    return std::move(out_);
+  }
+
+  bool can_run() {
+    advance();
+    return waiting().empty();
+  }
+
+ private:
+  // As far as the ranks come.
+  void advance() {
     out_.ranks.resize(s_.ranks.size()), out_.busy.resize(s_.ranks.size());
     std::vector<double> free_from(s_.ranks.size());
     for (bool has_moved = true; has_moved;) {
@@ -52,14 +68,8 @@ class Simulator {
           has_moved = true;
         }
     }
-    check_all_ran();
-    for (const auto& list : s_.ranks) out_.peak.push_back(peak_of(list));
-    for (const auto& [key, channel] : channels_)
-      out_.num_buffers = std::max(out_.num_buffers, most_messages(channel));
-    return std::move(out_);
   }
 
- private:
   std::optional<Timed>& time_of(const Action& a) {
     const int kind = static_cast<int>(is_input_backward(a) ? backward_input : a.kind);
     return times_[index(kind, a)];
@@ -123,7 +133,8 @@ class Simulator {
     return std::max(ready, taken->start);
   }
 
-  void check_all_ran() {
+  // Who has not come to the end, and before what.
+  std::string waiting() {
     std::string waiting;
     for (size_t r = 0; r < s_.ranks.size(); ++r)
       if (out_.ranks[r].size() < s_.ranks[r].size()) {
@@ -134,8 +145,12 @@ class Simulator {
         waiting += detail::concat(waiting.empty() ? "" : ", ", "rank ", r, " before ", to_string(a),
                                   has_input ? " for a free buffer" : " for its input");
       }
-    MOESH_CHECK(waiting.empty(), ErrorKind::config,
-                "the ranks of a pipeline wait for each other: ", waiting);
+    return waiting;
+  }
+  void check_all_ran() {
+    const std::string left = waiting();
+    MOESH_CHECK(left.empty(), ErrorKind::config,
+                "the ranks of a pipeline wait for each other: ", left);
   }
 
   double peak_of(const std::vector<Action>& list) const {
@@ -149,6 +164,7 @@ class Simulator {
       if (a.kind == backward_weight) held -= kept;
       // After a half for the inputs, too: with recompute it may keep more than forward has.
       peak = std::max(peak, held);
+      if (!s_.has_backward) held -= c.activation;  // nobody comes back for it
     }
     return peak;
   }
@@ -192,6 +208,14 @@ double Simulation::bubble_fraction_of_worst_rank() const {
 
 Simulation simulate(const Schedule& schedule, const Costs& costs) {
   return Simulator(schedule, costs).run();
+}
+
+// Two that begin at the same time may each need the other's buffer: then one more.
+int enough_buffers(const Schedule& schedule) {
+  Costs costs{.stages = {{}}};
+  costs.num_buffers = std::max(1, simulate(schedule).num_buffers);
+  while (!Simulator(schedule, costs).can_run()) ++costs.num_buffers;
+  return costs.num_buffers;
 }
 
 }  // namespace moesh::pipeline

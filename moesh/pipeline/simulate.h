@@ -52,4 +52,8 @@ struct Simulation {
 /// they wait in a circle, or where two ranks do not exchange messages in one order.
 Simulation simulate(const Schedule& schedule, const Costs& costs = {.stages = {{}}});
 
+/// Buffers between two ranks, of each kind, with which no rank waits in a circle, whatever actions
+/// take; and with which none waits for a buffer where all take the same time.
+int enough_buffers(const Schedule& schedule);
+
 }  // namespace moesh::pipeline

@@ -1,12 +1,16 @@
 #include "moesh/spmd/attach.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/autograd.h>
+#include <ATen/ops/ones_like.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <exception>
 #include <utility>
 #include <vector>
+
+#include "moesh/base/interrupt.h"
 
 namespace moesh::raw {
 namespace {
@@ -37,6 +41,7 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     const auto adjoint =
         c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
     try {
+      interruption_point();
       variable_list result = adjoint->apply(grads);
       result.resize(result.size() + 2);  // nothing for the outs and the adjoint
       return result;
@@ -59,11 +64,26 @@ void run_backward(const std::function<void()>& backward) {
   }
 }
 
-void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients) {
-  variable_list from, seeds;
-  for (size_t i = 0; i < roots.size(); ++i)
-    if (roots[i].defined()) from.push_back(roots[i]), seeds.push_back(gradients[i]);
-  run_backward([&] { torch::autograd::backward(from, seeds); });
+struct GradientEdge {
+  torch::autograd::Edge edge;
+};
+
+std::shared_ptr<const GradientEdge> gradient_edge(const at::Tensor& x) {
+  return std::make_shared<GradientEdge>(torch::autograd::impl::gradient_edge(x));
+}
+
+void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Tensor& loss) {
+  torch::autograd::edge_list roots{from.edge};
+  variable_list seeds{gradient};
+  if (loss.defined()) {
+    roots.push_back(torch::autograd::impl::gradient_edge(loss));
+    seeds.push_back(at::ones_like(loss));
+  }
+  run_backward([&] {
+    torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/false,
+                                                          /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  });
 }
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,

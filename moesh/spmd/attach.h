@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 namespace moesh::raw {
@@ -21,8 +22,10 @@ std::vector<at::Tensor> attach_all(
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.
 void run_backward(const std::function<void()>& backward);
-/// One backward from several tensors with their gradients, undefined: of a scalar, 1. A tensor that
-/// is undefined itself is left out.
-void backward(const std::vector<at::Tensor>& roots, const std::vector<at::Tensor>& gradients);
+/// Where the gradient of a tensor goes: that of the graph which made it, without its values.
+struct GradientEdge;
+std::shared_ptr<const GradientEdge> gradient_edge(const at::Tensor& x);
+/// One backward, from a gradient and from a scalar loss; undefined: from the gradient alone.
+void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Tensor& loss);
 
 }  // namespace moesh::raw

@@ -13,8 +13,14 @@
 #include "moesh/kernels/cast.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
+#include "moesh/spmd/kept_gathers.h"
 
 namespace moesh {
+
+struct KeptGathers::Map {
+  std::map<const void*, at::Tensor> rows;  // by the value
+};
+
 namespace raw {
 
 // One parameter to be gathered, or cast: what this rank has of it, and how the ranks divide it.
@@ -54,6 +60,8 @@ using raw::Arrival;
 using raw::Gathered;
 
 thread_local std::shared_ptr<raw::Gathers> current_gathers;
+thread_local KeptGathers::Map* kept_gathers = nullptr;
+thread_local bool takes_kept = false;
 thread_local GatherBytes bytes;
 
 void count(std::int64_t change) {
@@ -183,7 +191,25 @@ at::Tensor take_pending(const Stored& w, const Gathered& g) {
   return rows;
 }
 
+// What another micro-batch has gathered of w, or what `make` gathers, which is kept for the next.
+template <class F>
+at::Tensor kept_or(const Stored& w, const F& make) {
+  if (!takes_kept || !kept_gathers) return make();
+  at::Tensor& rows = kept_gathers->rows[w.value.unsafeGetTensorImpl()];
+  if (!rows.defined()) rows = make();
+  return rows;
+}
+
 }  // namespace
+
+KeptGathers::KeptGathers(bool on) : outer_(kept_gathers) {
+  if (on) map_ = std::make_unique<Map>();
+  kept_gathers = map_.get();
+}
+KeptGathers::~KeptGathers() { kept_gathers = outer_; }
+
+TakeKept::TakeKept() : outer_(std::exchange(takes_kept, true)) {}
+TakeKept::~TakeKept() { takes_kept = outer_; }
 
 ReshardScope::ReshardScope(std::shared_ptr<raw::Gathers> before)
     : gathers_(std::make_shared<raw::Gathers>()), outer_(current_gathers) {
@@ -239,10 +265,12 @@ namespace raw {
 at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& group) {
   Gathered g = gathered(w, group);
   const auto dim = g.part.dim;
-  g.rows = take_pending(w, g);
-  if (!g.rows.defined())
-    g.rows = group->all_gather(kernels::cast(g.source, g.compute).movedim(dim, 0).contiguous(),
-                               w.storage_sizes);
+  g.rows = kept_or(w, [&] {
+    const at::Tensor rows = take_pending(w, g);
+    if (rows.defined()) return rows;
+    return group->all_gather(kernels::cast(g.source, g.compute).movedim(dim, 0).contiguous(),
+                             w.storage_sizes);
+  });
   const at::Tensor whole = g.rows.movedim(0, dim);
   if (current_gathers && at::GradMode::is_enabled()) {
     count(static_cast<std::int64_t>(g.num_bytes));
@@ -254,7 +282,7 @@ at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& gr
 at::Tensor cast_value(const Stored& w) {
   Gathered g = gathered(w, nullptr);
   if (g.source.scalar_type() == g.compute) return g.source;
-  g.rows = kernels::cast(g.source, g.compute);
+  g.rows = kept_or(w, [&] { return kernels::cast(g.source, g.compute); });
   const at::Tensor whole = g.rows;
   if (current_gathers && at::GradMode::is_enabled() && g.rows.numel() > 0) {
     count(static_cast<std::int64_t>(g.num_bytes));

@@ -3,6 +3,8 @@
 // those ranks of pp which have its own place on all other axes, and both ends know sizes and type.
 // A gradient comes back as the adjoint of what was sent.
 
+#include <memory>
+
 #include "moesh/comm/mesh.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/tensor.h"
@@ -34,13 +36,26 @@ Tensor<L> as_input(const Tensor<L>& x) {
   return assume<L>(x.local().detach().requires_grad_(true));
 }
 
+/// What a stage has given, as its backward knows it: where its gradient goes. The values were for
+/// the next stage, and are freed when they have gone there.
+template <auto L>
+class Given {
+ public:
+  Given() = default;
+  explicit Given(const Tensor<L>& x) : edge_(raw::gradient_edge(x.local())) {}
+  const raw::GradientEdge& edge() const { return *edge_; }
+
+ private:
+  std::shared_ptr<const raw::GradientEdge> edge_;
+};
+
 /// Backward of a stage: from the gradient of what it gave to the next one, and from its own losses;
 /// undefined: it has none.
 template <auto L, auto Loss>
-void backward(const Tensor<L>& out, const Tensor<adjoint(L)>& gradient,
+void backward(const Given<L>& out, const Tensor<adjoint(L)>& gradient,
               const Tensor<Loss>& own_losses) {
   [[maybe_unused]] constexpr auto checked = check_loss(Loss);
-  raw::backward({out.local(), own_losses.local()}, {gradient.local(), {}});
+  raw::backward(out.edge(), gradient.local(), own_losses.local());
 }
 
 }  // namespace moesh

@@ -10,20 +10,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 #include <limits>
-#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/base/sections.h"
 #include "moesh/checkpoint/agree.h"
-#include "moesh/comm/flight.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/sent.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
+#include "moesh/train/last_words.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/metrics/collapse.h"
 #include "moesh/train/metrics/console.h"
@@ -31,6 +29,7 @@
 #include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
+#include "moesh/train/stop.h"
 #include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/step_trace.h"
 #include "moesh/train/validation.h"
@@ -40,46 +39,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-std::atomic<int> stop_signal{0};
-
-// Ends the run after the current step; a second signal ends the process as usual. Runs at the same
-// time, on threads of an embedding program, all end; the last gives back the handlers that were
-// there before the first.
-class SignalScope {
- public:
-  SignalScope() {
-    const std::lock_guard lock(mutex);
-    if (num_scopes++ > 0) return;
-    stop_signal = 0;
-    struct sigaction action = {};
-    action.sa_flags = SA_RESTART;
-    action.sa_handler = [](int signal) {
-      stop_signal = signal;
-      std::signal(signal, SIG_DFL);
-    };
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &before[i]);
-  }
-  ~SignalScope() {
-    const std::lock_guard lock(mutex);
-    if (--num_scopes > 0) return;
-    for (std::size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &before[i], nullptr);
-  }
-  SignalScope(const SignalScope&) = delete;
-  SignalScope& operator=(const SignalScope&) = delete;
-
- private:
-  static constexpr std::array kSignals{SIGINT, SIGTERM};
-  static inline std::mutex mutex;
-  static inline int num_scopes = 0;
-  static inline std::array<struct sigaction, 2> before = {};
-};
-
 // Whether any rank was told to stop, or its time is over: all ranks agree, so that none waits for
 // another.
 bool stop_agreed(comm::Group& world, const Config& config, Clock::time_point start) {
   const double minutes = std::chrono::duration<double>(Clock::now() - start).count() / 60;
   const bool is_over = config.training.max_minutes > 0 && minutes >= config.training.max_minutes;
-  const bool stops = is_over || stop_signal != 0;
+  const bool stops = is_over || stop_signal() != 0;
   if (world.size() == 1) return stops;  // no wait for the device
   const at::Tensor mine = at::full({1}, stops, at::TensorOptions(device(config)).dtype(at::kInt));
   return world.all_reduce(mine, comm::ReduceOp::max).item<int>() != 0;
@@ -338,38 +303,6 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   }
 }
 
-bool is_about_ranks(const std::exception_ptr& fault) {
-  try {
-    std::rethrow_exception(fault);
-  } catch (const Error& e) {
-    return e.kind() == ErrorKind::comm || e.kind() == ErrorKind::internal ||
-           e.kind() == ErrorKind::device;
-  } catch (...) {
-    return true;
-  }
-}
-
-// What the rank did last, in the run's folder: where a rank was lost, the files of all ranks show
-// which one was behind, and in what.
-void write_flight_record(const Config& config, int rank, const std::exception_ptr& fault) {
-  if (config.metrics.folder.empty() || mesh_shape(config).num_ranks() == 1 ||
-      !is_about_ranks(fault))
-    return;
-  char name[40];
-  std::snprintf(name, sizeof name, "flight-rank-%05d.txt", rank);
-  const auto path = std::filesystem::path(config.metrics.folder) / name;
-  std::ofstream file(path);
-  file << comm::flight::text() << std::flush;
-  if (file.good())
-    log_warn("the last collectives of this rank are in '", path.string(), "'");
-  else
-    log_warn("the last collectives of this rank could not be written to '", path.string(), "'");
-}
-
-}  // namespace
-
-namespace {
-
 RunSummary train_on(const Config& config, const Known& known, const data::Dataset& dataset,
                     const std::string& own_data) {
   const auto start = Clock::now();
@@ -378,20 +311,22 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
   summary.entropy = dataset.entropy();
   const SignalScope signals;
   std::atomic<bool> interrupted = false;  // all ranks of this process say the same
+  LastWords last_words(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
-    write_flight_record(config, rank, fault);
+    last_words.threw(rank, fault);
   };
   if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
+        last_words.add(world.rank());
         run_rank(world, config, known, dataset, own_data, validation_sets, start, summary,
                  interrupted);
       },
       options);
   summary.interrupted = interrupted;
-  summary.stop_signal = stop_signal;
+  summary.stop_signal = stop_signal();
   return summary;
 }
 

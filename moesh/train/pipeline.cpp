@@ -11,9 +11,11 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/comm/flight.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
+#include "moesh/spmd/kept_gathers.h"
 #include "moesh/spmd/stages.h"
 #include "moesh/spmd/weights_later.h"
 
@@ -38,6 +40,7 @@ class StageActor final : public pipeline::Actor {
         reductions_(reductions),
         later_(reductions && has_weight_halves(schedule, rank_)),
         on_forward_(on_forward) {
+    options_.head_apart = reductions != nullptr;
     for (int stage = 0; stage < schedule.num_stages; ++stage)
       if (schedule.rank_with(stage) == rank_) index_.emplace(stage, index_.size());
   }
@@ -53,6 +56,7 @@ class StageActor final : public pipeline::Actor {
 
   void run(const Action& a) override {
     RECORD_USER_SCOPE(to_string(a));
+    const comm::flight::Doing doing(describe(a));
     if (a.kind == ActionKind::forward)
       forward(a);
     else
@@ -69,6 +73,7 @@ class StageActor final : public pipeline::Actor {
 
   void finish_send(const Action& maker) override {
     const auto found = sent_.find(sent_key(maker));
+    const comm::flight::Doing doing("the send after " + describe(maker));
     found->second.wait();
     sent_.erase(found);
   }
@@ -87,7 +92,9 @@ class StageActor final : public pipeline::Actor {
   // What a forward leaves for its backward.
   struct Live {
     Stream input;  // of the first stage: undefined
-    models::ForwardResult result;
+    Given<Stream::layout> out;
+    std::optional<Gradient> of_head;  // of the last stage: the gradient of what it gave
+    nn::TokenSum own_losses;
   };
 
   static bool has_weight_halves(const pipeline::Schedule& s, int rank) {
@@ -128,34 +135,44 @@ class StageActor final : public pipeline::Actor {
   void forward(const Action& a) {
     Live live;
     if (a.stage > 0) live.input = as_input(take(streams_, handed_streams_, key_of(a)));
+    models::ForwardResult result;
     {
       const InSection section(Section::forward);
-      live.result = model_.forward_stage(index_.at(a.stage), live.input, batch_of(a), options_);
+      result = model_.forward_stage(index_.at(a.stage), live.input, batch_of(a), options_);
     }
-    on_forward_(a, live.result);
+    on_forward_(a, result);
     if (const auto taker = taker_of(a)) {
-      const Stream& stream = std::get<Stream>(live.result.stream);
+      const Stream& stream = std::get<Stream>(result.stream);
       if (stays_here(a))
         handed_streams_.emplace(key_of(*taker), stream);
       else
         made_stream_ = stream;
     }
-    if (reductions_) live_.emplace(key_of(a), std::move(live));
+    if (!reductions_) return;
+    live.out = Given(std::get<Stream>(result.stream));
+    if (local(result.auxiliary).defined()) live.own_losses = sum_all(result.auxiliary);
+    if (!taker_of(a)) live.of_head = backward_of_head(result);
+    live_.emplace(key_of(a), std::move(live));
+  }
+
+  // At once: the gradient of the head is there with the loss, as large as the head, and would be
+  // kept for each micro-batch whose backward is still to come.
+  Gradient backward_of_head(const models::ForwardResult& result) {
+    const InSection section(Section::backward);
+    moesh::backward(result.cross_entropy);
+    later_.take().run();
+    reductions_->start();
+    return grad(std::get<Stream>(result.head_input));
   }
 
   void backward(const Action& a) {
     if (a.kind == ActionKind::backward_weight) return backward_weight(a);
     const auto live = live_.extract(key_of(a));
     MOESH_CHECK(live, "backward of stage ", a.stage, " without its forward");
-    const auto& [input, result] = live.mapped();
-    const bool is_last = a.stage + 1 == schedule_.num_stages;
-    std::optional<Gradient> gradient;
-    if (!is_last) gradient = take(gradients_, handed_gradients_, key_of(a));
+    const auto& [input, out, of_head, own_losses] = live.mapped();
+    const Gradient gradient = of_head ? *of_head : take(gradients_, handed_gradients_, key_of(a));
     const InSection section(Section::backward);
-    if (is_last)
-      moesh::backward(result.loss);
-    else
-      moesh::backward(std::get<Stream>(result.stream), *gradient, result.loss);
+    moesh::backward(out, gradient, own_losses);
     WeightHalf half = later_.take();
     if (a.kind == ActionKind::backward_input)
       halves_.emplace(key_of(a), std::move(half));
@@ -180,7 +197,7 @@ class StageActor final : public pipeline::Actor {
 
   models::Model& model_;
   const std::vector<models::MicroBatch>& batches_;
-  const models::ForwardOptions& options_;
+  models::ForwardOptions options_;
   const pipeline::Schedule& schedule_;
   int rank_;
   ReduceLater* reductions_;
@@ -200,19 +217,15 @@ class StageActor final : public pipeline::Actor {
   std::map<SentKey, comm::Handle> sent_;
 };
 
-// Of whole steps: how many messages may be under way without any rank ever waiting for itself.
-int num_buffers(const pipeline::Schedule& schedule, bool has_backward) {
-  if (schedule.num_ranks() == 1 || !has_backward) return std::numeric_limits<int>::max();
-  return pipeline::simulate(schedule).num_buffers;
-}
-
 template <bool Sp>
 void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
          const models::ForwardOptions& options, const pipeline::Schedule& schedule,
          ReduceLater* reductions, const OnForward& on_forward) {
+  // Without pp one micro-batch is under way, and backward frees its parameters as it goes.
+  const KeptGathers kept(reductions && !options.reshard && schedule.num_ranks() > 1);
   StageActor<Sp> actor(model, batches, options, schedule, reductions, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
-                    {.num_buffers = num_buffers(schedule, reductions != nullptr)});
+                    {.num_buffers = enough_buffers(schedule)});
   actor.finish();
 }
 

@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "moesh/base/error.h"
+#include "moesh/base/interrupt.h"
 #include "moesh/base/text.h"
 #include "moesh/checkpoint/part.h"
 #include "moesh/formats/file.h"
@@ -158,6 +159,7 @@ void compare_values(ComparedTensor& c, const Entry& a, const Entry& b) {
   for (auto n : c.shape) size *= n;
   double aa = 0, ab = 0, bb = 0, dd = 0, worst = -1;
   for (std::int64_t first = 0; first < size; first += kChunk) {
+    interruption_point();
     const std::int64_t count = std::min(kChunk, size - first);
     at::Tensor x = read_a(first, count), y = read_b(first, count);
     // What is the same and not finite (a mask of -inf) is the same, and has no size.

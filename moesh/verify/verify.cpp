@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/interrupt.h"
 #include "moesh/base/random.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
@@ -277,6 +278,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
     for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
   launch_for(report, c.config, [&](comm::Group& world) {
     run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr, [&](const RankTensor& t) {
+      interruption_point();
       findings.compare(t, world.rank());
       if (!values) return;
       const std::lock_guard lock(put_together);
@@ -300,10 +302,12 @@ void launch_for(VerifyReport& report, const Config& config,
                 const std::function<void(comm::Group& world)>& f) {
   const int num_ranks = mesh_shape(config).num_ranks();
   std::atomic<int> num_begun = 0;
+  const auto* is_unwanted = Interruptible::current();
   try {
     comm::launch(
         num_ranks,
         [&](comm::Group& world) {
+          const Interruptible scope(is_unwanted);
           ++num_begun;
           if (world.rank() == 0) report.is_first = true;
           f(world);

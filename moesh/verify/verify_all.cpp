@@ -5,6 +5,7 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/base/interrupt.h"
 #include "moesh/config/options.h"
 
 namespace moesh::verify {
@@ -36,6 +37,7 @@ void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
     if (found == references.end()) found = references.emplace(key, run_reference(c)).first;
     NamedTensors values;
     const VerifyReport report = verify(c, found->second, keep_values ? &values : nullptr);
+    interruption_point();  // else its report would have it as an error
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     each({config, report, seconds, found->second, values});
   }

@@ -238,6 +238,44 @@ def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
     assert 10 < record.count("\n") <= 256 and "NOT ENDED" in record, record
 
 
+def mpi_killed_in_a_schedule(tmp, moesh_with_faults, mpirun):
+    """A process that stops or dies in the middle of a schedule: what the others were at is said,
+    with rank, stage, micro-batch and action, before the deadline, whoever ends them."""
+    def run(name, at, *launch):
+        folder = tmp / name
+        begin = time.monotonic()
+        done = subprocess.run(
+            [mpirun, *launch, "-n", "4", moesh_with_faults, "train", *TINY, "--mesh=pp=4", "--steps=1000",
+             "--model.num_layers=4", "--training.gradient_accumulation_steps=6",
+             "--parallelism.pipeline_parallel_schedule=1f1b", f"--metrics.folder={folder}",
+             f"--debug.timeout_seconds={5 if launch else 60}"],
+            capture_output=True, text=True, timeout=120, env={**os.environ, "MOESH_SIGNAL_AT": at})
+        # Two steps, the deadline, and what mpirun takes.
+        assert time.monotonic() - begin < 45, f"{time.monotonic() - begin} s\n{done.stderr}"
+        assert (folder / "metrics.jsonl").read_text().count("\n") == 2, "it was not in the third step"
+        records = {int(f.stem[-5:]): f.read_text() for f in folder.glob("flight-rank-*.txt")}
+        return done, records
+
+    # Rank 2 is at the backward of micro-batch 1: rank 3 waits for nobody yet, or for an activation,
+    # and ranks 1 and 0 for this gradient and the one after it.
+    waits = "recv of [0-9]+ bytes on group 'pp', in backward of stage 1 for micro-batch 1"
+    stop = f"rank 1 of pp, backward of stage 1 for micro-batch 1: rank 1 waited in recv.* rank 2 did not come within 5 s"
+    stopped, records = run("stopped", f"B2.1 3 {signal.SIGSTOP.value} 2", "--tag-output")
+    assert stopped.returncode == 6, f"{stopped.returncode}\n{stopped.stderr}"
+    assert re.search(stop, stopped.stderr), stopped.stderr
+    for rank in (0, 1, 3):
+        assert re.search(rf"rank {rank} of pp, \w+ of stage {rank} for micro-batch \d", stopped.stderr), \
+            f"rank {rank} does not say what it was at\n{stopped.stderr}"
+    assert re.search(f"NOT ENDED and is WAITED FOR  {waits}", records[1]), records[1]
+
+    # mpirun ends the others itself, long before their deadline; its exit code is that of the signal.
+    killed, records = run("killed", f"B2.1 3 {signal.SIGKILL.value} 2")
+    assert killed.returncode == 128 + signal.SIGKILL, f"{killed.returncode}\n{killed.stderr}"
+    said = rf"told to stop by signal {signal.SIGTERM.value} while rank 1 has waited [0-9.e-]+ s in {waits}"
+    assert re.search(said, killed.stderr), killed.stderr
+    assert re.search(f"NOT ENDED and is WAITED FOR  {waits}", records[1]), records[1]
+
+
 def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
     """mpirun kills its processes a second after SIGTERM unless it is told otherwise: a save that
     takes longer is warned of, also where it is in the background."""

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <thread>
 
 #include "moesh/base/error.h"
@@ -52,6 +53,39 @@ TEST(Flight, ShowsWhatEachRankDidLast) {
       EXPECT_NE(text.find("broadcast of 12 bytes on group 'world'"), std::string::npos);
     }
   }
+}
+
+// A receive that was begun early is waited for in another action.
+TEST(Flight, NamesWhatWaits) {
+  launch(2, [&](Group& world) {
+    world.open_channels({{0, 1}});
+    if (world.rank() == 0) {
+      world.barrier();
+      world.start_send(at::ones({2}), 1).wait();
+      return;
+    }
+    std::optional<Handle> early;
+    {
+      const flight::Doing doing("the first");
+      early.emplace(world.start_recv({2}, at::kFloat, 0));
+    }
+    EXPECT_FALSE(flight::waiting(*flight::current()));
+    std::thread asks([&, recorder = flight::current()] {
+      std::optional<flight::Waiting> waiting;
+      while (!waiting) waiting = flight::waiting(*recorder);
+      EXPECT_EQ(waiting->what, "recv of 8 bytes on group 'world', in the second");
+      const std::string text = flight::text(*recorder);
+      EXPECT_NE(text.find("has NOT ENDED and is WAITED FOR  " + waiting->what), std::string::npos)
+          << text;
+      world.barrier();
+    });
+    {
+      const flight::Doing doing("the second");
+      early->wait();
+    }
+    asks.join();
+    EXPECT_FALSE(flight::waiting(*flight::current()));
+  });
 }
 
 TEST(Flight, HasWhatOtherThreadsOfTheRankDid) {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <latch>
+#include <optional>
 #include <thread>
 
 #include "conformance.h"
@@ -248,6 +249,46 @@ TEST_P(NcclFault, EveryOperationHasADeadline) {
       stop_nccl(*world, "over");  // there is no one left to end it with
     });
   }
+}
+
+// A message that was begun early is late when somebody has waited for it too long, and not before.
+TEST_P(NcclFault, TheTimeOfAMessageIsThatOfItsWait) {
+  for (const bool is_checked : {false, true}) {
+    const auto nccl = loopback::make(at::kCPU, GetParam());
+    launch(2, [&](Group& bootstrap) {
+      auto world = nccl_world(bootstrap, at::kCPU,
+                              {.timeout = 1s, .block_host = is_checked, .api = nccl.api});
+      world->open_channels({{0, 1}});
+      std::optional<Handle> early, later;
+      if (world->rank() == 1) early.emplace(world->start_recv({2}, at::kFloat, 0));
+      if (world->rank() == 1) later.emplace(world->start_recv({3}, at::kFloat, 0));
+      std::this_thread::sleep_for(1500ms);
+      if (world->rank() == 0) world->start_send(at::ones({2}), 1).wait();
+      if (world->rank() == 1) {
+        EXPECT_TRUE(at::equal(early->wait(), at::ones({2})));
+        expect_text(error_of([&] { later->wait(), world->barrier(); }),
+                    {"rank 1 waited in recv(float32 [3] from rank 0), message 1", "1 s"});
+      }
+      bootstrap.barrier();
+      stop_nccl(*world, "over");
+    });
+  }
+}
+
+// The host may have called many at once.
+TEST_P(NcclFault, TheTimeOfACollectiveBeginsWhenAnotherHasEnded) {
+  const auto nccl = loopback::make(at::kCPU, GetParam());
+  launch(2, [&](Group& bootstrap) {
+    auto world = nccl_world(bootstrap, at::kCPU, {.timeout = 1s, .api = nccl.api});
+    std::vector<Handle> sums;
+    for (int i = 0; i < 3; ++i) {
+      if (world->rank() == 1) std::this_thread::sleep_for(500ms);
+      sums.push_back(world->start_all_reduce(at::full({2}, i)));
+    }
+    for (int i = 0; i < 3; ++i)
+      EXPECT_TRUE(at::equal(sums[static_cast<size_t>(i)].wait(), at::full({2}, 2 * i)));
+  });
+  EXPECT_EQ(nccl.count->aborted, 0);
 }
 
 TEST_P(NcclFault, GroupWhoseMembersDoNotComeDoesNotStart) {

@@ -30,7 +30,8 @@ TEST(KernelTable, HasEveryEntryOnEveryDevice) {
                 t->experts_backward && t->norm_forward && t->norm_backward && t->rotate_forward &&
                 t->rotate_backward && t->logit_sums && t->logit_gradient_ &&
                 t->latent_heads_forward && t->latent_heads_backward && t->swiglu_forward &&
-                t->swiglu_backward && t->cast_into && t->adamw_ && t->sum_of_squares)
+                t->swiglu_backward && t->add_sinks_ && t->sink_gradient && t->cast_into &&
+                t->adamw_ && t->sum_of_squares)
         << t->name;
     EXPECT_EQ(t->attention_forward == nullptr, t->attention_backward == nullptr) << t->name;
   }

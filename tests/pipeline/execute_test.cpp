@@ -67,6 +67,10 @@ class TimedActor : public Actor {
     sent_[{maker.kind != forward, maker.stage, maker.micro_batch}] = {to, line.size()};
     line.push_back(
         {{maker.kind != forward, *s_.target(maker), maker.micro_batch}, clock + costs_.transfer});
+    int num_under_way = 0;  // of this kind
+    for (const auto& letter : line)
+      num_under_way += !letter.taken && std::get<0>(letter.label) == (maker.kind != forward);
+    EXPECT_LE(num_under_way, costs_.num_buffers) << "rank " << rank_ << ", " << to_string(maker);
     post_.changed.notify_all();
   }
   void finish_send(const Action& maker) override {
@@ -156,7 +160,7 @@ TEST(Execute, TakesTheTimeThatTheSimulatorSays) {
                     .transfer = 0.125};
         // And with no more messages under way than it needs.
         for (const bool is_bounded : {false, true}) {
-          if (is_bounded) costs.num_buffers = std::max(1, simulate(s).num_buffers);
+          if (is_bounded) costs.num_buffers = enough_buffers(s);
           const Simulation expected = simulate(s, costs);
           const auto actors = run_all<TimedActor>(s, costs);
           for (size_t r = 0; r < actors.size(); ++r) {
@@ -171,7 +175,7 @@ TEST(Execute, TakesTheTimeThatTheSimulatorSays) {
 TEST(Execute, RunsForwardsAlone) {
   for (const Schedule& s : schedules(4, 6)) {
     const Schedule f = forwards_of(s);
-    const Costs costs{.stages = {{}}};
+    const Costs costs{.stages = {{}}, .num_buffers = enough_buffers(f)};
     const auto actors = run_all<TimedActor>(f, costs);
     for (size_t r = 0; r < actors.size(); ++r) EXPECT_EQ(actors[r]->log, f.ranks[r]);
   }

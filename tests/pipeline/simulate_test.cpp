@@ -56,6 +56,26 @@ TEST(Simulate, LiveActivationsAreThoseOfTheFormulas) {
   });
 }
 
+// What an evaluation runs: activations are gone with their forward, and few messages lie anywhere.
+TEST(Simulate, ForwardsAloneNeedLittle) {
+  each_case([](const Case& c) {
+    const Schedule f = forwards_of(c.schedule);
+    EXPECT_EQ(most(simulate(f).peak), 1);
+    const int enough = enough_buffers(f);
+    if (c.v == 1) EXPECT_EQ(enough, 1);
+    if (c.name == "zbv") EXPECT_LE(enough, 2 * c.p);
+    if (c.name == "interleaved_1f1b") EXPECT_LE(enough, 2 * c.p);
+    // Enough also where the last stage takes longer than all others.
+    Costs costs{.stages = std::vector<StageCosts>(static_cast<size_t>(f.num_stages)),
+                .num_buffers = enough};
+    costs.stages.back().forward = 10;
+    EXPECT_LE(simulate(f, costs).num_buffers, enough);
+  });
+  Schedule both = forwards_of(one_f_one_b(2, 2));
+  both.ranks[1].push_back({backward, 1, 0});
+  expect_error([&] { simulate(both); }, {"rank 1: B1.0 is in a schedule of forwards alone"});
+}
+
 // Whatever actions take: nothing begins before its input is there, or before the rank is free.
 TEST(Simulate, NothingBeginsBeforeItsInput) {
   each_case([](const Case& c) {

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "moesh/comm/launch.h"
 #include "moesh/comm/nccl/nccl_launch.h"
@@ -31,14 +33,16 @@ Config config_of(const Args& more) {
   return config::load_config(args);
 }
 
-Result gradients_on(comm::Group& world, const Config& config) {
+Result gradients_on(comm::Group& world, const Config& config, nn::Probe* probe = nullptr) {
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   const auto dataset = open_dataset(config);
   Result r;
+  StepOptions options = step_options(config);
+  options.forward.probe = probe;
   const comm::Trace trace;
-  accumulate_gradients(*model, step_batches(config, *dataset, mesh, 0), step_options(config));
+  accumulate_gradients(*model, step_batches(config, *dataset, mesh, 0), options);
   for (const auto& e : trace.entries()) r.calls.push_back(e.group + " " + comm::to_string(e.op));
   model->each_param([&](Stored& w, bool) { r.gradients.push_back(w.value.grad().clone()); });
   return r;
@@ -47,21 +51,22 @@ Result gradients_on(comm::Group& world, const Config& config) {
 enum class World { threads, nccl };
 
 // Of each rank.
-std::vector<Result> results(const Config& config, World kind) {
+std::vector<Result> results(const Config& config, World kind, nn::Probe* probe = nullptr,
+                            std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   std::vector<Result> all(static_cast<std::size_t>(mesh_shape(config).num_ranks()));
   const auto f = [&](comm::Group& world) {
-    all[static_cast<std::size_t>(world.rank())] = gradients_on(world, config);
+    all[static_cast<std::size_t>(world.rank())] = gradients_on(world, config, probe);
   };
   const int num_ranks = mesh_shape(config).num_ranks();
   if (kind == World::threads) {
-    comm::launch(num_ranks, f, launch_options(config));
+    comm::LaunchOptions options = launch_options(config);
+    options.timeout = timeout;
+    comm::launch(num_ranks, f, options);
     return all;
   }
   const auto nccl = comm::loopback::make(at::kCPU, comm::loopback::Pace::queued);
-  comm::launch(
-      num_ranks,
-      comm::on_nccl(f, {.timeout = std::chrono::seconds(60), .backend = comm::Backend::nccl},
-                    nccl.api));
+  comm::launch(num_ranks,
+               comm::on_nccl(f, {.timeout = timeout, .backend = comm::Backend::nccl}, nccl.api));
   EXPECT_EQ(nccl.count->aborted, 0);
   return all;
 }
@@ -104,6 +109,78 @@ TEST(Overlap, EveryRankMakesItsCallsInOneOrder) {
       const auto all = results(config_of(args), World::nccl);
       for (const auto& r : all) EXPECT_EQ(r.calls, all[0].calls) << mesh;
     }
+}
+
+// A schedule's sends and receives go beside the collectives of its stages: the bits of threads, and
+// ranks with the same place on pp make their calls in one order.
+TEST(Overlap, APipelineOverNcclIsThatOfThreads) {
+  for (const auto& [mesh, schedule] : std::vector<std::pair<std::string, std::string>>{
+           {"pp=2,tp=2", "zbv"},
+           {"pp=2,dp_shard=2,ep=2", "1f1b"},
+           {"pp=2,dp_shard=2,tp=2", "interleaved_1f1b"},
+           {"pp=4", "zero_bubble"},
+           {"pp=3", "gpipe"}}) {
+    const Config config =
+        config_of({"--mesh=" + mesh, "--model.num_layers=4", "--model.tie_embeddings=true",
+                   "--training.gradient_accumulation_steps=5",
+                   "--parallelism.pipeline_parallel_schedule=" + schedule});
+    const auto expected = results(config, World::threads), found = results(config, World::nccl);
+    const std::size_t num_of_stage = found.size() / (mesh[3] - '0');
+    for (std::size_t r = 0; r < found.size(); ++r) {
+      SCOPED_TRACE(mesh + " " + schedule + ", rank " + std::to_string(r));
+      EXPECT_GE(count(found[r].calls, "pp send"), 5);
+      EXPECT_GE(count(found[r].calls, "pp recv"), 5);
+      EXPECT_EQ(found[r].calls, found[r / num_of_stage * num_of_stage].calls);
+      ASSERT_EQ(found[r].gradients.size(), expected[r].gradients.size());
+      for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+        EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i]))
+            << "parameter " << i;
+    }
+  }
+}
+
+// Without resharding, however many micro-batches are under way, parameters of blocks are gathered
+// once for all of them.
+TEST(Overlap, MicroBatchesOfAPipelineShareTheirGathers) {
+  const auto run = [](const std::string& num_micro, const std::string& reshard) {
+    return results(config_of({"--mesh=pp=2,dp_shard=2,ep=2", "--model.num_layers=4",
+                              "--parallelism.pipeline_parallel_schedule=gpipe",
+                              "--training.gradient_accumulation_steps=" + num_micro,
+                              "--parallelism.fsdp_reshard_after_forward=" + reshard}),
+                   World::threads);
+  };
+  const auto expected = run("6", "true"), found = run("6", "false"), few = run("2", "false");
+  for (std::size_t r = 0; r < found.size(); ++r) {
+    for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+      EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i])) << r << ", " << i;
+    // One more for each micro-batch: the embedding, or the head and the norm before it.
+    const auto gathers = [&](const auto& all) {
+      return count(all[r].calls, "dp_shard all_gather");
+    };
+    EXPECT_GT(gathers(few), 10);
+    EXPECT_EQ(gathers(found) - gathers(few), 4 * (r < 2 ? 1 : 2));
+  }
+}
+
+// The forward of an MoE layer takes its time.
+class Slow final : public nn::Probe {
+ public:
+  at::Tensor on_choice(const nn::Choice& c) override {
+    std::this_thread::sleep_for(std::chrono::milliseconds(400));
+    return c.experts_NK;
+  }
+};
+
+// No wait is as long as the deadline. The first two gradients are asked for before anything else,
+// and the second of them takes three forwards. Each stage has one MoE layer.
+TEST(Overlap, AHealthyPipelineMayTakeLongerThanTheDeadline) {
+  const Config config =
+      config_of({"--mesh=pp=2", "--training.gradient_accumulation_steps=4", "--model.num_layers=3",
+                 "--parallelism.pipeline_parallel_layers_per_stage=2,1"});
+  for (const World kind : {World::threads, World::nccl}) {
+    Slow slow;
+    EXPECT_EQ(results(config, kind, &slow, std::chrono::milliseconds(1000)).size(), 2u);
+  }
 }
 
 // A message for each block, its experts apart, and not one for each parameter; a block's gathers

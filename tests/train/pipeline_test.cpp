@@ -3,8 +3,11 @@
 #include "moesh/train/pipeline.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <thread>
 
@@ -13,11 +16,14 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"
+#include "tests/counting_allocator.h"
 #include "tests/support.h"
 #include "tests/train/device.h"
 
 namespace moesh::train {
 namespace {
+
+[[maybe_unused]] const bool is_counting = (CountingAllocator::install(), true);
 
 Config config_on(const std::string& mesh, const std::vector<std::string>& more = {}) {
   std::vector<std::string> args{"--mesh", mesh, "--data.sequence_length=7",
@@ -106,6 +112,76 @@ TEST(Pipelines, ARankThatIsStuckIsNamedAtTheDeadline) {
   const auto texts = faults_of([] { std::this_thread::sleep_for(std::chrono::seconds(3)); },
                                std::chrono::milliseconds(1000));
   expect_parts(texts[2], {"rank 2 of pp, forward of stage 2 for micro-batch 1: ", "rank 1"});
+}
+
+// The forwards and backwards of a step on two ranks, and what `look` sees of each forward.
+void run_step(const Config& config, bool has_backward, const OnForward& look) {
+  comm::launch(
+      2,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, mesh_shape(config));
+        const MeshScope scope(mesh);
+        const auto model = make_model(config);
+        const auto batches = step_batches(config, *open_dataset(config), mesh, 0);
+        const StepOptions step = step_options(config);
+        auto list = schedule_of(step.pipeline, batches.size());
+        if (!has_backward) list = forwards_of(list);
+        const at::AutoGradMode grad(has_backward);
+        ReduceLater reductions(true);
+        run_pipeline(*model, batches, step.forward, list, has_backward ? &reductions : nullptr,
+                     look);
+        reductions.finish();
+      },
+      test_options());
+}
+
+// The most activations of stage 0 that were in memory at once, besides the one that it has just
+// made, while stage 1 takes its time for each.
+int most_alive(const std::string& schedule, bool has_backward) {
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> made;
+  int most = 0;
+  const auto look = [&](const pipeline::Action& a, const models::ForwardResult& result) {
+    if (a.stage > 0) return std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const auto alive =
+        std::count_if(made.begin(), made.end(), [](const auto& x) { return !x.expired(); });
+    most = std::max(most, static_cast<int>(alive));
+    const auto keep = [&](const auto& x) {
+      made.push_back(local(x).storage().getWeakStorageImpl());
+    };
+    std::visit(keep, result.stream);
+  };
+  run_step(config_on("pp=2", {"--training.gradient_accumulation_steps=7",
+                              "--parallelism.pipeline_parallel_schedule=" + schedule}),
+           has_backward, look);
+  EXPECT_EQ(made.size(), 7u);
+  return most;
+}
+
+// One is under way.
+TEST(Pipelines, ValidationHoldsFewActivations) {
+  EXPECT_LE(most_alive("1f1b", false), 1);
+  EXPECT_LE(most_alive("gpipe", false), 1);
+}
+
+// What was sent is freed then, and not when its gradient comes.
+TEST(Pipelines, WhatWasSentIsFreed) {
+  EXPECT_LE(most_alive("gpipe", true), 1);
+  EXPECT_LE(most_alive("zero_bubble", true), 1);
+}
+
+// The last stage has one gradient of the head at a time, however many forwards it runs ahead.
+TEST(Pipelines, GradientsOfTheHeadAreNotKept) {
+  const std::int64_t vocab = 20'000;
+  const Config config = config_on("pp=2", {"--training.gradient_accumulation_steps=6",
+                                           "--model.vocab_size=" + std::to_string(vocab),
+                                           "--parallelism.pipeline_parallel_schedule=gpipe"});
+  std::vector<std::int64_t> live(6);
+  run_step(config, true, [&](const pipeline::Action& a, const models::ForwardResult&) {
+    if (a.stage == 1) live[static_cast<size_t>(a.micro_batch)] = CountingAllocator::live;
+  });
+  const std::int64_t head = vocab * 32 * 8;
+  EXPECT_GT(live[2], 2 * head) << "the head, and its gradient";
+  EXPECT_LT(live[5] - live[2], head);
 }
 
 // The copies of a tied embedding at both ends take the same update.

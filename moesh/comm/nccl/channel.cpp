@@ -71,7 +71,7 @@ void NcclChannel::run(const Job& job) {
 // The sender's call comes before what it sends.
 void NcclChannel::check_header(const Job& job) {
   const Call& call = job.ticket->call;
-  const auto ticket = world_.new_ticket(comm_, call, group_, {job.header});
+  const auto ticket = world_.new_ticket(comm_, call, group_, {job.header}, job.ticket);
   world_.issue(*stream_, *ticket, *job.origin, move(call, job.header, NcclType::int64));
   world_.finish(*ticket);
   if (call.op == Collective::send) return;

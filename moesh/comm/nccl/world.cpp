@@ -72,6 +72,8 @@ NcclWorld::~NcclWorld() {
 // within moments.
 void NcclWorld::drain() {
   std::unique_lock lock(state_);
+  for (const auto& ticket : tickets_)
+    if (!ticket->since) ticket->since = Clock::now();
   while (!changed_.wait_for(lock, 5s, [&] { return tickets_.empty(); }))
     if (!fault_.empty()) return;
 }
@@ -80,7 +82,7 @@ void NcclWorld::close() {
   drain();
   throw_if_stopped();
   const c10::DeviceGuard guard(device_);
-  const auto deadline = Clock::now() + timeout_;
+  const auto is_over = [deadline = Clock::now() + timeout_] { return Clock::now() >= deadline; };
   std::unique_lock calls(calls_);
   while (true) {
     Member member;
@@ -93,7 +95,7 @@ void NcclWorld::close() {
       }
       member = members_.front();
     }
-    settle(calls, member, api_->comm_finalize(member.comm), deadline,
+    settle(calls, member, api_->comm_finalize(member.comm), is_over,
            [&] { return detail::concat("the end of group '", member.group->name, "'"); });
     {
       std::lock_guard lock(state_);
@@ -115,7 +117,7 @@ NcclComm NcclWorld::join(const NcclUniqueId& id, int rank,
                          std::shared_ptr<const NcclGroupInfo> group) {
   throw_if_stopped();
   const c10::DeviceGuard guard(device_);
-  const auto deadline = Clock::now() + timeout_;
+  const auto is_over = [deadline = Clock::now() + timeout_] { return Clock::now() >= deadline; };
   std::unique_lock calls(calls_);
   NcclComm comm = nullptr;
   const NcclResult result =
@@ -128,7 +130,7 @@ NcclComm NcclWorld::join(const NcclUniqueId& id, int rank,
       api_->comm_abort(comm);
   }
   throw_if_stopped();
-  settle(calls, {comm, group}, result, deadline,
+  settle(calls, {comm, group}, result, is_over,
          [&] { return detail::concat("the start of group '", group->name, "'"); });
   return comm;
 }
@@ -139,9 +141,12 @@ NcclChannel& NcclWorld::new_channel(NcclComm comm, std::shared_ptr<const NcclGro
 
 std::shared_ptr<NcclTicket> NcclWorld::new_ticket(NcclComm comm, const Call& call,
                                                   std::shared_ptr<const NcclGroupInfo> group,
-                                                  std::vector<at::Tensor> keep) {
+                                                  std::vector<at::Tensor> keep,
+                                                  std::shared_ptr<const NcclTicket> message) {
   auto ticket = std::make_shared<NcclTicket>();
-  *ticket = {comm, call, std::move(group), std::move(keep), nullptr, Clock::now() + timeout_};
+  ticket->comm = comm, ticket->call = call, ticket->group = std::move(group);
+  ticket->keep = std::move(keep), ticket->message = std::move(message);
+  if (!call.is_message()) ticket->since = Clock::now();
   {
     std::lock_guard lock(state_);
     tickets_.push_back(ticket);
@@ -158,8 +163,11 @@ void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const Origin& orig
     throw_if_stopped();
     stream.follow(origin);
     const NcclResult result = issue(*api_, ticket.comm, stream.handle());
-    settle(calls, {ticket.comm, ticket.group}, result, ticket.deadline,
-           [&] { return describe(ticket); });
+    const auto is_late = [&] {
+      const std::lock_guard lock(state_);
+      return this->is_late(ticket);
+    };
+    settle(calls, {ticket.comm, ticket.group}, result, is_late, [&] { return describe(ticket); });
     if (after) stream.run(after);
     mark = stream.mark(origin);
   }
@@ -196,6 +204,10 @@ std::shared_ptr<Mark> NcclWorld::taken(const NcclTicket& ticket) {
 
 void NcclWorld::wait(NcclTicket& ticket) {
   const InSection waiting(Section::waiting);
+  {
+    const std::lock_guard lock(state_);
+    if (!ticket.since) ticket.since = Clock::now();
+  }
   const auto mark = taken(ticket);
   if (block_host_) finish(ticket);
   mark->hold_current();
@@ -269,9 +281,9 @@ NcclResult NcclWorld::state_of(NcclComm comm) const {
 // Waits until the communicator takes calls again. The lock is free between two questions, so that
 // `stop` gets through.
 void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result,
-                       Clock::time_point deadline, const What& what) {
+                       const IsLate& is_late, const What& what) {
   for (int asked = 0; result == NcclResult::in_progress; ++asked) {
-    if (Clock::now() >= deadline) {
+    if (is_late()) {
       calls.unlock();
       stop(late(what(), *member.group));
       throw_if_stopped();
@@ -288,6 +300,13 @@ void NcclWorld::settle(std::unique_lock<std::mutex>& calls, const Member& member
   calls.unlock();
   stop(text);
   throw_if_stopped();
+}
+
+// While others of this rank end, it is their turn: on a device they wait for each other, whenever
+// the host has called them. The lock of the state is held.
+bool NcclWorld::is_late(const NcclTicket& ticket) const {
+  const auto& since = (ticket.message ? *ticket.message : ticket).since;
+  return since && Clock::now() >= std::max(*since, last_end_) + timeout_;
 }
 
 void NcclWorld::watch() {
@@ -340,7 +359,10 @@ void NcclWorld::look() {
   {
     std::lock_guard lock(state_);
     for (const auto& [ticket, mark] : tickets) std::erase(tickets_, ticket);
-    if (!tickets_.empty() && Clock::now() >= tickets_.front()->deadline) late = tickets_.front();
+    if (!tickets.empty()) last_end_ = Clock::now();
+    const auto found =
+        std::find_if(tickets_.begin(), tickets_.end(), [&](const auto& t) { return is_late(*t); });
+    if (found != tickets_.end()) late = *found;
     // What a channel had not called when the world ended, it never will.
     if (!fault_.empty()) std::erase_if(tickets_, [](const auto& t) { return !t->mark; });
   }

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -34,7 +35,10 @@ struct NcclTicket {
   std::shared_ptr<const NcclGroupInfo> group;
   std::vector<at::Tensor> keep;  // the memory that NCCL reads and writes
   std::shared_ptr<Mark> mark;    // its end; empty until NCCL has taken the call
-  std::chrono::steady_clock::time_point deadline;
+  // Since when it is waited for. A collective: since its call. A message may be started long before
+  // its peer has anything to send: since the rank came to wait.
+  std::optional<std::chrono::steady_clock::time_point> since;
+  std::shared_ptr<const NcclTicket> message;  // of a header: what it goes before
 };
 
 /// One rank's side of a world. All collectives run on one stream, in the order of the calls: two
@@ -76,7 +80,8 @@ class NcclWorld {
   std::unique_ptr<CommStream> new_stream() const { return api_->make_stream(device_); }
   std::shared_ptr<NcclTicket> new_ticket(NcclComm comm, const Call& call,
                                          std::shared_ptr<const NcclGroupInfo> group,
-                                         std::vector<at::Tensor> keep);
+                                         std::vector<at::Tensor> keep,
+                                         std::shared_ptr<const NcclTicket> message = nullptr);
   void issue(CommStream& stream, NcclTicket& ticket, const Origin& origin, const Issue& issue,
              const std::function<void()>& after = {});
 
@@ -100,11 +105,13 @@ class NcclWorld {
     std::shared_ptr<const NcclGroupInfo> group;
   };
   using What = std::function<std::string()>;  // texts are made only when something is wrong
+  using IsLate = std::function<bool()>;
 
   std::string late(const std::string& what, const NcclGroupInfo& group) const;
   std::string error_text(NcclResult result, NcclComm comm) const;
   void settle(std::unique_lock<std::mutex>& calls, const Member& member, NcclResult result,
-              Clock::time_point deadline, const What& what);
+              const IsLate& is_late, const What& what);
+  bool is_late(const NcclTicket& ticket) const;
   NcclResult state_of(NcclComm comm) const;
   void drain();
   void watch();
@@ -122,7 +129,8 @@ class NcclWorld {
   mutable std::mutex state_;
   std::condition_variable changed_;
   std::vector<Member> members_;
-  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // in progress, in the order of their deadlines
+  std::deque<std::shared_ptr<NcclTicket>> tickets_;  // in progress, in the order of their calls
+  Clock::time_point last_end_;                       // of anything
   std::vector<std::unique_ptr<NcclChannel>> channels_;
   std::string fault_;
   bool ending_ = false;

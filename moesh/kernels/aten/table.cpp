@@ -17,6 +17,8 @@ NormForwardKernel norm_forward;
 NormBackwardKernel norm_backward;
 RotateKernel rotate_forward;
 RotateKernel rotate_backward;
+AddSinksKernel add_sinks_;
+SinkGradientKernel sink_gradient;
 LogitSumsKernel logit_sums;
 LogitGradientKernel logit_gradient_;
 LatentForwardKernel latent_heads_forward;
@@ -44,6 +46,8 @@ const KernelTable& aten_kernels() {
                                  .norm_backward = aten::norm_backward,
                                  .rotate_forward = aten::rotate_forward,
                                  .rotate_backward = aten::rotate_backward,
+                                 .add_sinks_ = aten::add_sinks_,
+                                 .sink_gradient = aten::sink_gradient,
                                  .logit_sums = aten::logit_sums,
                                  .logit_gradient_ = aten::logit_gradient_,
                                  .latent_heads_forward = aten::latent_heads_forward,

@@ -33,6 +33,8 @@ const KernelTable& cpu_kernels() {
                                  .norm_backward = aten_kernels().norm_backward,
                                  .rotate_forward = aten_kernels().rotate_forward,
                                  .rotate_backward = aten_kernels().rotate_backward,
+                                 .add_sinks_ = aten_kernels().add_sinks_,
+                                 .sink_gradient = aten_kernels().sink_gradient,
                                  .logit_sums = aten_kernels().logit_sums,
                                  .logit_gradient_ = aten_kernels().logit_gradient_,
                                  .latent_heads_forward = aten_kernels().latent_heads_forward,

@@ -35,6 +35,20 @@ struct Rope {
 /// y has no gaps.
 Error rope(const Rope&, const void* x, void* y, Stream);
 
+/// Heads [batch, length, num_heads, width] without gaps; lse is [batch, num_heads, length].
+struct Sinks {
+  std::int64_t batch, length, num_heads;
+  std::int64_t width;  // a multiple of 8, at most 256; fewer than 2^34 numbers in all
+};
+/// y exp(lse - lse') over y, and lse' = log(exp(lse) + exp(sink)).
+Error add_sinks(const Sinks&, const float* sinks, const float* lse, void* y, float* lse_out,
+                Stream);
+/// The number of floats that sink_gradient needs besides its result.
+std::int64_t sink_workspace(const Sinks&);
+/// Minus the sum of exp(sink - lse') <dy, y>, in a fixed order.
+Error sink_gradient(const Sinks&, const float* sinks, const float* lse, const void* y,
+                    const void* dy, float* workspace, float* d_sinks, Stream);
+
 /// Logits of N tokens, without gaps.
 struct Logits {
   std::int64_t num_tokens, num_words;  // words: a multiple of 8

@@ -26,6 +26,8 @@ NormForwardKernel norm_forward;
 NormBackwardKernel norm_backward;
 RotateKernel rotate_forward;
 RotateKernel rotate_backward;
+AddSinksKernel add_sinks_;
+SinkGradientKernel sink_gradient;
 LogitSumsKernel logit_sums;
 LogitGradientKernel logit_gradient_;
 LatentForwardKernel latent_heads_forward;
@@ -365,6 +367,8 @@ const KernelTable& hopper_kernels() {
     t.norm_backward = hopper::norm_backward;
     t.rotate_forward = hopper::rotate_forward;
     t.rotate_backward = hopper::rotate_backward;
+    t.add_sinks_ = hopper::add_sinks_;
+    t.sink_gradient = hopper::sink_gradient;
     t.logit_sums = hopper::logit_sums;
     t.logit_gradient_ = hopper::logit_gradient_;
     t.latent_heads_forward = hopper::latent_heads_forward;

@@ -102,6 +102,42 @@ at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) 
 
 namespace {
 
+Sinks sinks_of(const at::Tensor& y) {  // [.., L, h, d]
+  const auto length = y.size(-3), row = length * y.size(-2) * y.size(-1);
+  return {.batch = row == 0 ? 0 : y.numel() / row,
+          .length = length,
+          .num_heads = y.size(-2),
+          .width = y.size(-1)};
+}
+
+bool takes_sinks(const at::Tensor& y) {
+  return y.scalar_type() == at::kBFloat16 && y.is_contiguous() && in_chunks(y) && y.size(-1) >= 8 &&
+         y.size(-1) % 8 == 0 && y.size(-1) <= 256 && y.numel() < std::int64_t{1} << 34;
+}
+
+}  // namespace
+
+at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
+  if (!takes_sinks(y)) return aten_kernels().add_sinks_(y, lse, sinks_h);
+  at::Tensor with_sinks = at::empty(lse.sizes(), lse.options());
+  OnDeviceOf{y}("add_sinks", cuda::add_sinks, sinks_of(y), read_floats(sinks_h), read_floats(lse),
+                out(y), floats(with_sinks));
+  return with_sinks;
+}
+
+at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h,
+                         const at::Tensor& dy) {
+  if (!takes_sinks(y) || !in_chunks(dy)) return aten_kernels().sink_gradient(y, lse, sinks_h, dy);
+  const Sinks sinks = sinks_of(y);
+  const at::Tensor workspace = at::empty({sink_workspace(sinks)}, lse.options());
+  at::Tensor d_sinks = at::empty(sinks_h.sizes(), sinks_h.options());
+  OnDeviceOf{y}("sink_gradient", cuda::sink_gradient, sinks, read_floats(sinks_h), read_floats(lse),
+                in(y), in(dy), floats(workspace), floats(d_sinks));
+  return d_sinks;
+}
+
+namespace {
+
 bool takes_logits(const at::Tensor& logits_NV) {
   return logits_NV.scalar_type() == at::kBFloat16 && logits_NV.size(1) >= 8 &&
          logits_NV.size(1) % 8 == 0 && in_chunks(logits_NV);

@@ -50,6 +50,12 @@ Error norm_backward(const Norm&, const void*, const float*, const void*, float*,
   return kNone;
 }
 Error rope(const Rope&, const void*, void*, Stream) { return kNone; }
+Error add_sinks(const Sinks&, const float*, const float*, void*, float*, Stream) { return kNone; }
+std::int64_t sink_workspace(const Sinks&) { return 0; }
+Error sink_gradient(const Sinks&, const float*, const float*, const void*, const void*, float*,
+                    float*, Stream) {
+  return kNone;
+}
 Error logit_sums(const Logits&, const void*, float*, float*, float*, Stream) { return kNone; }
 Error logit_gradient(const Logits&, void*, const float*, const float*, Stream) { return kNone; }
 Error latent_heads(const Latent&, Stream) { return kNone; }

@@ -165,6 +165,15 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& /*labe
   return logits_NV;
 }
 
+at::Tensor add_sinks_(const at::Tensor& /*y*/, const at::Tensor& lse,
+                      const at::Tensor& /*sinks_h*/) {
+  return at::empty_like(lse);
+}
+at::Tensor sink_gradient(const at::Tensor& /*y*/, const at::Tensor& /*lse*/,
+                         const at::Tensor& sinks_h, const at::Tensor& /*dy*/) {
+  return at::empty_like(sinks_h);
+}
+
 at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
   return at::empty_like(gate);
 }
@@ -210,6 +219,8 @@ const KernelTable& meta_kernels() {
                                   .norm_backward = aten_kernels().norm_backward,
                                   .rotate_forward = aten_kernels().rotate_forward,
                                   .rotate_backward = aten_kernels().rotate_backward,
+                                  .add_sinks_ = aten_kernels().add_sinks_,
+                                  .sink_gradient = aten_kernels().sink_gradient,
                                   .logit_sums = aten_kernels().logit_sums,
                                   .logit_gradient_ = aten_kernels().logit_gradient_,
                                   .latent_heads_forward = aten_kernels().latent_heads_forward,
@@ -230,6 +241,7 @@ const KernelTable& meta_kernels() {
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
     t.swiglu_forward = meta::swiglu_forward, t.swiglu_backward = meta::swiglu_backward;
+    t.add_sinks_ = meta::add_sinks_, t.sink_gradient = meta::sink_gradient;
     t.logit_sums = meta::logit_sums, t.logit_gradient_ = meta::logit_gradient_;
     t.attention_forward = nullptr, t.attention_backward = nullptr;
     return t;

@@ -11,7 +11,8 @@ namespace moesh::train {
 namespace {
 
 struct Sum {
-  std::int64_t nanoseconds = 0, num_calls = 0;
+  double nanoseconds = 0;
+  std::int64_t num_calls = 0;
   std::map<int, std::int64_t> slowest;  // how often each rank came last
 };
 using Sums = std::map<std::string, Sum>;
@@ -44,7 +45,7 @@ std::vector<Placed> placed(const TimelineRecord& t) {
   return all;
 }
 
-void add(Sums& sums, const std::string& what, std::int64_t nanoseconds) {
+void add(Sums& sums, const std::string& what, double nanoseconds) {
   sums[what].nanoseconds += nanoseconds;
   ++sums[what].num_calls;
 }
@@ -61,11 +62,11 @@ void add_collective(Sums& sums, const TimelineRecord& t, const Slice& s, std::in
   const std::int64_t waited = has_waited ? std::min(wait.nanoseconds, self) : 0;
   if (has_waited) {
     Sum& sum = sums["waiting in " + what];
-    sum.nanoseconds += waited;
+    sum.nanoseconds += static_cast<double>(waited);
     ++sum.num_calls;
     ++sum.slowest[wait.slowest];
   }
-  add(sums, what, self - waited);
+  add(sums, what, static_cast<double>(self - waited));
 }
 
 void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& waits) {
@@ -74,12 +75,13 @@ void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& wai
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Slice& s = t.slices[i];
     if (!all[i].in_step || all[i].in_collective) continue;
+    const auto self = static_cast<double>(all[i].self);
     if (s.kind == SliceKind::collective)
       add_collective(sums, t, s, all[i].self, waits);
     else if (s.kind == SliceKind::op)
-      add(sums, t.names[static_cast<std::size_t>(s.name)], all[i].self);
+      add(sums, t.names[static_cast<std::size_t>(s.name)], self);
     else
-      add(sums, "host, between the operators of " + all[i].section, all[i].self);
+      add(sums, "host, between the operators of " + all[i].section, self);
   }
 }
 
@@ -87,24 +89,57 @@ void add_host(Sums& sums, const RankRecord& record, const std::vector<Wait>& wai
 std::string short_name(const std::string& kernel) {
   constexpr std::size_t kMost = 60;
   std::string name = kernel.starts_with("void ") ? kernel.substr(5) : kernel;
-  return name.size() <= kMost ? name : name.substr(0, kMost - 3) + "...";
+  if (name.size() > kMost) name.replace(kMost - 3, std::string::npos, "...");
+  return name;
 }
 
-void add_device(Sums& sums, const RankRecord& record) {
-  std::vector<KernelSpan> kernels = record.kernels;
-  std::sort(kernels.begin(), kernels.end(),
-            [](const auto& a, const auto& b) { return a.begin < b.begin; });
+// From when to when a kernel ran within a step.
+struct Span {
+  std::int64_t begin, end;
+  Sum* sum;
+};
+
+std::vector<Span> kernels_in(Sums& sums, const RankRecord& record, const Slice& step) {
+  std::vector<Span> spans;
+  for (const KernelSpan& k : record.kernels) {
+    const std::int64_t begin = std::max(k.begin, step.begin), end = std::min(k.end, step.end);
+    if (begin >= end) continue;
+    Sum& sum = sums[short_name(k.name)];
+    sum.num_calls += k.begin >= step.begin;
+    spans.push_back({begin, end, &sum});
+  }
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  return spans;
+}
+
+// Every moment of a step, on the device: where several kernels run at once each has its part of the
+// moment, so that all of them and the time without one are the step. Returns the nanoseconds in
+// which several ran.
+double add_device(Sums& sums, const RankRecord& record) {
+  double together = 0;
   for (const Slice& step : record.timeline.slices) {
     if (step.kind != SliceKind::step) continue;
-    std::int64_t busy_until = step.begin, idle = 0;
-    for (const KernelSpan& k : kernels) {
-      if (k.begin < step.begin || k.begin >= step.end) continue;
-      idle += std::max<std::int64_t>(0, k.begin - busy_until);
-      busy_until = std::max(busy_until, k.end);
-      add(sums, short_name(k.name), k.end - k.begin);
+    const std::vector<Span> spans = kernels_in(sums, record, step);
+    std::vector<Span> running;
+    double idle = 0;
+    std::int64_t now = step.begin;
+    for (std::size_t next = 0; now < step.end;) {
+      for (; next < spans.size() && spans[next].begin <= now; ++next)
+        running.push_back(spans[next]);
+      std::int64_t until = next < spans.size() ? spans[next].begin : step.end;
+      for (const Span& s : running) until = std::min(until, s.end);
+      const auto length = static_cast<double>(until - now);
+      for (const Span& s : running)
+        s.sum->nanoseconds += length / static_cast<double>(running.size());
+      if (running.empty()) idle += length;
+      if (running.size() > 1) together += length;
+      std::erase_if(running, [&](const Span& s) { return s.end <= until; });
+      now = until;
     }
-    add(sums, "no kernel", idle + std::max<std::int64_t>(0, step.end - busy_until));
+    add(sums, "no kernel", idle);
   }
+  return together;
 }
 
 // " (rank 5 last in 12 of 16)"
@@ -123,25 +158,25 @@ Costs costs_of(const std::vector<RankRecord>& records,
                const std::vector<std::vector<Wait>>& waits) {
   Costs result;
   Sums sums;
-  std::int64_t num_steps = 0, total = 0;
+  std::int64_t num_steps = 0;
+  double total = 0, together = 0;
   for (const RankRecord& r : records) result.of_device = result.of_device || !r.kernels.empty();
   for (std::size_t r = 0; r < records.size(); ++r) {
     if (result.of_device)
-      add_device(sums, records[r]);
+      together += add_device(sums, records[r]);
     else
       add_host(sums, records[r], waits[r]);
     for (const Slice& s : records[r].timeline.slices)
-      if (s.kind == SliceKind::step) ++num_steps, total += s.end - s.begin;
+      if (s.kind == SliceKind::step) ++num_steps, total += static_cast<double>(s.end - s.begin);
   }
   if (num_steps == 0) return result;
-  const auto mean = [&](std::int64_t n) {
-    return static_cast<double>(n) / static_cast<double>(num_steps);
-  };
+  const auto mean = [&](double sum) { return sum / static_cast<double>(num_steps); };
   result.num_steps = static_cast<int>(num_steps / static_cast<std::int64_t>(records.size()));
   result.step_nanoseconds = mean(total);
+  result.together_nanoseconds = mean(together);
   for (const auto& [what, sum] : sums)
-    result.costs.push_back(
-        {what + who_was_slowest(sum), mean(sum.nanoseconds), mean(sum.num_calls)});
+    result.costs.push_back({what + who_was_slowest(sum), mean(sum.nanoseconds),
+                            mean(static_cast<double>(sum.num_calls))});
   std::stable_sort(result.costs.begin(), result.costs.end(),
                    [](const Cost& a, const Cost& b) { return a.nanoseconds > b.nanoseconds; });
   return result;
@@ -159,6 +194,13 @@ std::string describe(const Costs& costs, std::size_t num) {
     std::snprintf(line, sizeof line, "  %8.2f ms %5.1f %%  ", c.nanoseconds / 1e6,
                   100 * c.nanoseconds / costs.step_nanoseconds);
     text += line + c.what + "\n";
+  }
+  if (costs.together_nanoseconds > 0) {
+    std::snprintf(line, sizeof line,
+                  "  (in %.2f ms of it several kernels of a rank ran at once, and have equal parts "
+                  "of that time)\n",
+                  costs.together_nanoseconds / 1e6);
+    text += line;
   }
   return text;
 }

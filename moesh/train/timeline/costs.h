@@ -19,13 +19,15 @@ struct Cost {
 struct Costs {
   double step_nanoseconds = 0;  // of a step and rank, in the mean
   int num_steps = 0;
-  bool of_device = false;   // else of the host
-  std::vector<Cost> costs;  // the largest first; each moment is in one of them
+  bool of_device = false;           // else of the host
+  double together_nanoseconds = 0;  // likewise: in which several kernels of a rank ran at once
+  std::vector<Cost> costs;          // the largest first; together they are the step
 };
 
-/// Where kernels were recorded, of the device: each kernel, and the time without one. Else of the
-/// host: operators without those that they call, collectives, the wait for the slowest rank in
-/// them, and the code between.
+/// Where kernels were recorded, of the device: each kernel, and the time without one. A moment in
+/// which several kernels of a rank run is divided evenly among them; what runs outside of a step is
+/// no part of it. Else of the host: operators without those that they call, collectives, the wait
+/// for the slowest rank in them, and the code between.
 Costs costs_of(const std::vector<RankRecord>& records, const std::vector<std::vector<Wait>>& waits);
 
 /// A line for each of the `num` largest, with its share of a step; under a line that says of what.

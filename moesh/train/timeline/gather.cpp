@@ -8,7 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <map>
+#include <utility>
 
 #include "moesh/base/error.h"
 
@@ -74,19 +74,31 @@ std::int64_t machine_number() {
   return static_cast<std::int64_t>(std::hash<std::string>{}(id));
 }
 
+void give_to_ranks(std::vector<RankRecord>& all) {
+  std::vector<std::vector<KernelSpan>> given(all.size());
+  for (std::size_t r = 0; r < all.size(); ++r)
+    for (KernelSpan& k : all[r].kernels) {
+      const auto rank = static_cast<std::size_t>(k.rank);
+      const bool is_known = k.rank >= 0 && rank < all.size() &&
+                            all[rank].machine == all[r].machine &&
+                            all[rank].process == all[r].process;
+      given[is_known ? rank : r].push_back(std::move(k));
+    }
+  for (std::size_t r = 0; r < all.size(); ++r) all[r].kernels = std::move(given[r]);
+}
+
 }  // namespace
 
 RankRecord here_and_now() {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return {.begin = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count(),
           .machine = machine_number(),
-          .process = ::getpid(),
-          .thread = thread_number()};
+          .process = ::getpid()};
 }
 
 std::vector<std::int64_t> to_words(const RankRecord& r) {
   Writer w;
-  w.number(r.begin), w.number(r.machine), w.number(r.process), w.number(r.thread);
+  w.number(r.begin), w.number(r.machine), w.number(r.process);
   w.list(r.timeline.names, [&](const std::string& name) { w.text(name); });
   w.list(r.timeline.groups, [&](const TimelineGroup& g) {
     w.text(g.name), w.number(g.meets_on_host);
@@ -101,7 +113,8 @@ std::vector<std::int64_t> to_words(const RankRecord& r) {
     w.number(c.wait_begin), w.number(c.end), w.number(c.scope);
   });
   w.list(r.kernels, [&](const KernelSpan& k) {
-    w.text(k.name), w.number(k.stream), w.number(k.thread), w.number(k.begin), w.number(k.end);
+    w.text(k.name), w.number(k.device), w.number(k.stream), w.number(k.rank), w.number(k.begin);
+    w.number(k.end);
   });
   return std::move(w.words);
 }
@@ -109,8 +122,7 @@ std::vector<std::int64_t> to_words(const RankRecord& r) {
 RankRecord from_words(const std::vector<std::int64_t>& words) {
   Reader from(words);
   RankRecord r;
-  r.begin = from.number(), r.machine = from.number();
-  r.process = from.number(), r.thread = from.number();
+  r.begin = from.number(), r.machine = from.number(), r.process = from.number();
   from.list(r.timeline.names, [&] { return from.text(); });
   from.list(r.timeline.groups, [&] {
     TimelineGroup g{.name = from.text(), .members = {}, .meets_on_host = from.number() != 0};
@@ -127,7 +139,8 @@ RankRecord from_words(const std::vector<std::int64_t>& words) {
                           from.number(), from.number(), from.number()};
   });
   from.list(r.kernels, [&] {
-    return KernelSpan{from.text(), from.number(), from.number(), from.number(), from.number()};
+    return KernelSpan{from.text(),   from.number(), from.number(),
+                      from.number(), from.number(), from.number()};
   });
   MOESH_CHECK(from.is_at_end(), "the record of a rank has ", words.size(),
               " words, and more than it says");
@@ -152,14 +165,7 @@ std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine) {
     const auto* p = got.const_data_ptr<std::int64_t>();
     all.push_back(from_words({p, p + size}));
   }
-  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::size_t> ranks;
-  for (std::size_t r = 0; r < all.size(); ++r)
-    ranks[{all[r].machine, all[r].process, all[r].thread}] = r;
-  for (std::size_t r = 0; r < all.size(); ++r)
-    for (KernelSpan& k : std::exchange(all[r].kernels, {})) {
-      const auto found = ranks.find({all[r].machine, all[r].process, k.thread});
-      all[found == ranks.end() ? r : found->second].kernels.push_back(std::move(k));
-    }
+  give_to_ranks(all);
   return all;
 }
 

@@ -15,7 +15,7 @@ namespace moesh::train {
 struct RankRecord {
   std::int64_t begin = 0;    // of the recording
   std::int64_t machine = 0;  // the same number: the same clock
-  std::int64_t process = 0, thread = 0;
+  std::int64_t process = 0;
   TimelineRecord timeline;
   std::vector<KernelSpan> kernels;  // of the process, in the record of one of its ranks
 };
@@ -27,8 +27,8 @@ RankRecord here_and_now();
 std::vector<std::int64_t> to_words(const RankRecord& record);
 RankRecord from_words(const std::vector<std::int64_t>& words);
 
-/// The records by rank; on rank 0 alone, and nothing on the others. Kernels are with the rank that
-/// launched them, and with that which recorded them where nobody knows.
+/// The records by rank; on rank 0 alone, and nothing on the others. Kernels are with the rank for
+/// which they were launched, and with that which recorded them where nobody knows.
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine);
 
 }  // namespace moesh::train

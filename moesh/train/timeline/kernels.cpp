@@ -1,12 +1,12 @@
 #include "moesh/train/timeline/kernels.h"
 
-#include <ATen/record_function.h>
 #include <kineto/ActivityType.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
 
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -18,7 +18,7 @@ using torch::profiler::impl::ActivityType;
 
 std::atomic<bool> is_taken = false;
 
-// The operators are what a kernel is linked with, and they know their thread.
+// The operators are what a kernel is linked with, and they know their thread, as a launch does.
 const std::set<ActivityType> kActivities{ActivityType::CPU, ActivityType::CUDA};
 
 torch::profiler::impl::ProfilerConfig profiler_config() {
@@ -30,10 +30,17 @@ torch::profiler::impl::ProfilerConfig profiler_config() {
       /*with_modules=*/false, options);
 }
 
-bool is_on_gpu(const kineto::KinetoEvent& e) {
-  const auto type = static_cast<libkineto::ActivityType>(e.activityType());
-  return type == libkineto::ActivityType::CONCURRENT_KERNEL ||
-         type == libkineto::ActivityType::GPU_MEMCPY || type == libkineto::ActivityType::GPU_MEMSET;
+std::optional<ProfilerEvent::Kind> kind_of(const kineto::KinetoEvent& e) {
+  switch (static_cast<libkineto::ActivityType>(e.activityType())) {
+    case libkineto::ActivityType::CONCURRENT_KERNEL:
+    case libkineto::ActivityType::GPU_MEMCPY:
+    case libkineto::ActivityType::GPU_MEMSET: return ProfilerEvent::Kind::kernel;
+    case libkineto::ActivityType::CUDA_RUNTIME:
+    case libkineto::ActivityType::CUDA_DRIVER: return ProfilerEvent::Kind::launch;
+    case libkineto::ActivityType::CPU_OP:
+    case libkineto::ActivityType::USER_ANNOTATION: return ProfilerEvent::Kind::op;
+    default: return std::nullopt;
+  }
 }
 
 // Kineto's times are those of the system's clock.
@@ -46,8 +53,36 @@ std::int64_t steady_minus_system() {
 
 }  // namespace
 
-std::int64_t thread_number() {
-  return static_cast<std::int64_t>(at::RecordFunction::currentThreadId());
+std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
+                                   const std::function<int(std::int64_t thread)>& rank_of) {
+  using Kind = ProfilerEvent::Kind;
+  // Ops and launches are counted apart: their correlations may be the same numbers.
+  std::map<std::uint64_t, int> by_op, by_launch;
+  for (const ProfilerEvent& e : events)
+    if (e.kind != Kind::kernel && e.correlation != 0)
+      (e.kind == Kind::op ? by_op : by_launch).emplace(e.correlation, rank_of(e.place));
+  const auto found = [](const std::map<std::uint64_t, int>& ranks, std::uint64_t correlation) {
+    const auto at = ranks.find(correlation);
+    return at == ranks.end() ? -1 : at->second;
+  };
+  std::vector<KernelSpan> kernels;
+  std::map<std::pair<std::int64_t, std::int64_t>, std::set<std::int64_t>> ranks_of_stream;
+  for (const ProfilerEvent& e : events) {
+    if (e.kind != Kind::kernel) continue;
+    int rank = found(by_launch, e.correlation);
+    if (rank < 0) rank = found(by_op, e.op);
+    if (rank >= 0) ranks_of_stream[{e.device, e.place}].insert(rank);
+    kernels.push_back({.name = e.name,
+                       .device = e.device,
+                       .stream = e.place,
+                       .rank = rank,
+                       .begin = e.begin,
+                       .end = e.end});
+  }
+  for (KernelSpan& k : kernels)
+    if (const auto& ranks = ranks_of_stream[{k.device, k.stream}]; k.rank < 0 && ranks.size() == 1)
+      k.rank = *ranks.begin();
+  return kernels;
 }
 
 void prepare_kernels() { kineto::prepareProfiler(profiler_config(), kActivities); }
@@ -64,28 +99,18 @@ std::vector<KernelSpan> RecordKernels::take() {
   const auto result = kineto::disableProfiler();
   is_taken = false;
   const std::int64_t shift = steady_minus_system();
-  std::map<std::uint64_t, std::int64_t> threads;  // by the operator's correlation
-  for (const auto& e : result->events())
-    if (!is_on_gpu(e) && e.deviceType() == c10::DeviceType::CPU && e.correlationId() != 0)
-      threads.emplace(e.correlationId(), static_cast<std::int64_t>(e.startThreadId()));
-  std::vector<KernelSpan> kernels;
-  std::map<std::int64_t, std::int64_t> thread_of_stream;  // each rank has its own
-  for (const auto& e : result->events()) {
-    if (!is_on_gpu(e)) continue;
-    KernelSpan k{.name = e.name(),
-                 .stream = e.deviceResourceId(),
-                 .begin = static_cast<std::int64_t>(e.startNs()) + shift,
-                 .end = static_cast<std::int64_t>(e.endNs()) + shift};
-    if (const auto found = threads.find(e.linkedCorrelationId()); found != threads.end())
-      k.thread = thread_of_stream[k.stream] = found->second;
-    kernels.push_back(std::move(k));
-  }
-  // A launch outside of every operator has no link.
-  for (KernelSpan& k : kernels)
-    if (const auto found = thread_of_stream.find(k.stream);
-        k.thread < 0 && found != thread_of_stream.end())
-      k.thread = found->second;
-  return kernels;
+  std::vector<ProfilerEvent> events;
+  for (const kineto::KinetoEvent& e : result->events())
+    if (const auto kind = kind_of(e))
+      events.push_back({.kind = *kind,
+                        .name = *kind == ProfilerEvent::Kind::kernel ? e.name() : "",
+                        .device = e.deviceIndex(),
+                        .place = e.deviceResourceId(),
+                        .correlation = e.correlationId(),
+                        .op = e.linkedCorrelationId(),
+                        .begin = static_cast<std::int64_t>(e.startNs()) + shift,
+                        .end = static_cast<std::int64_t>(e.endNs()) + shift});
+  return kernels_of(events, rank_of_thread);
 }
 
 RecordKernels::~RecordKernels() {

@@ -2,21 +2,44 @@
 // What the GPU did, as LibTorch's profiler (Kineto) saw it.
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
+
+#include "moesh/base/rank_threads.h"
 
 namespace moesh::train {
 
 /// A kernel, or a copy of memory.
 struct KernelSpan {
   std::string name;
+  std::int64_t device = 0;  // index of the GPU: each numbers its streams by itself
   std::int64_t stream = 0;
-  std::int64_t thread = -1;         // that launched it, as thread_number() says; -1: nobody knows
+  std::int64_t rank = -1;           // for which it was launched; -1: nobody knows
   std::int64_t begin = 0, end = 0;  // as those of a Slice
 };
 
-/// Of this thread, within its process.
-std::int64_t thread_number();
+/// What the profiler recorded, as far as it is read.
+struct ProfilerEvent {
+  enum class Kind : std::uint8_t {
+    op,      // of LibTorch, on the host
+    launch,  // a call of the CUDA runtime or driver, on the host
+    kernel,  // on the device
+  };
+  Kind kind = Kind::op;
+  std::string name;
+  std::int64_t device = 0;        // of a kernel
+  std::int64_t place = 0;         // of a kernel its stream; else the number of its thread
+  std::uint64_t correlation = 0;  // of a kernel and its launch; ops have theirs; 0: none
+  std::uint64_t op = 0;           // the correlation of the op that launched a kernel; 0: none
+  std::int64_t begin = 0, end = 0;
+};
+
+/// The kernels among them. Each is of the rank for which the thread works that launched it, or in
+/// which the op ran that did. Where neither is known it is of the rank that has all other kernels
+/// of its stream.
+std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
+                                   const std::function<int(std::int64_t thread)>& rank_of);
 
 /// Before the ranks are started, in the thread that loaded the program: the profiler wants it.
 void prepare_kernels();
@@ -34,6 +57,7 @@ class RecordKernels {
   std::vector<KernelSpan> take();
 
  private:
+  KeepRankThreads threads_;
   bool is_recording_;
 };
 

@@ -93,12 +93,13 @@ void add_collectives(Events& events, std::size_t rank, const TimelineRecord& t,
 
 void add_kernels(Events& events, std::size_t rank, const std::vector<KernelSpan>& kernels,
                  std::int64_t zero) {
-  std::map<std::int64_t, int> tracks;  // by stream
+  std::map<std::pair<std::int64_t, std::int64_t>, int> tracks;  // by device and stream
   for (const KernelSpan& k : kernels) {
     const auto [found, is_new] =
-        tracks.emplace(k.stream, kHost + 1 + static_cast<int>(tracks.size()));
+        tracks.emplace(std::pair{k.device, k.stream}, kHost + 1 + static_cast<int>(tracks.size()));
     if (is_new)
-      events.name("thread_name", rank, found->second, detail::concat("stream ", k.stream));
+      events.name("thread_name", rank, found->second,
+                  detail::concat("GPU ", k.device, " stream ", k.stream));
     events.add('X', rank, found->second,
                detail::concat(when(k.begin - zero, k.end - zero), R"(,"cat":"kernel","name":)",
                               json_quoted(k.name)));

@@ -3,9 +3,15 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <thread>
 
+#include "moesh/base/log.h"
+#include "moesh/base/rank_threads.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/launch.h"
 #include "moesh/train/timeline/costs.h"
@@ -177,7 +183,6 @@ std::vector<RankRecord> two_ranks() {
   std::vector<RankRecord> records(2);
   for (int r = 0; r < 2; ++r) {
     RankRecord& record = records[static_cast<size_t>(r)];
-    record.thread = r;
     const std::int64_t call = r == 0 ? 40 : 60;
     record.timeline = {
         .names = {"step 1", "forward", "aten::linear", "aten::mm", "all_reduce", "all_reduce tp"},
@@ -251,24 +256,117 @@ TEST(Costs, AddUpToTheStep) {
 
 TEST(Costs, AreThoseOfTheDeviceWhereItWorks) {
   auto records = two_ranks();
-  records[0].kernels = {{"void gemm<float>", 7, 0, 10, 50}, {"void gemm<float>", 8, 0, 40, 60}};
-  records[1].kernels = {{"copy", 7, 1, 0, 20}, {"copy", 7, 1, 200, 300}};  // the last in no step
+  records[0].kernels = {{"void gemm<float>", 0, 7, 0, 10, 50},
+                        {"void gemm<float>", 0, 8, 0, 40, 60}};
+  records[1].kernels = {{"copy", 0, 7, 1, 0, 20}, {"copy", 0, 7, 1, 200, 300}};  // in no step
   const Costs costs = costs_of(records, find_waits(records));
   EXPECT_TRUE(costs.of_device);
   ASSERT_EQ(costs.costs.size(), 3u);
   EXPECT_EQ(costs.costs[0].what, "no kernel");
   EXPECT_EQ(costs.costs[0].nanoseconds, (50 + 80) / 2.0);
   EXPECT_EQ(costs.costs[1].what, "gemm<float>");
-  EXPECT_EQ(costs.costs[1].nanoseconds, 60 / 2.0);
+  EXPECT_EQ(costs.costs[1].nanoseconds, 50 / 2.0);  // from 10 to 60, however many
+  EXPECT_EQ(costs.costs[1].calls, 2 / 2.0);
   EXPECT_EQ(costs.costs[2].nanoseconds, 20 / 2.0);
+  EXPECT_EQ(costs.together_nanoseconds, 10 / 2.0);
+}
+
+// Three streams at once, kernels over the ends of the step, and two that meet in one moment: what
+// is printed is never more than the step.
+TEST(Costs, OfKernelsAtTheSameTimeAddUpToTheStep) {
+  auto records = two_ranks();
+  records[0].kernels = {{"before", 0, 7, 0, -50, 10}, {"gemm", 0, 7, 0, 10, 70},
+                        {"nccl", 0, 8, 0, 10, 40},    {"copy", 0, 9, 0, 20, 26},
+                        {"nothing", 0, 9, 0, 30, 30}, {"after", 0, 7, 0, 90, 400}};
+  records[1].kernels = {{"gemm", 1, 7, 1, 0, 100}};
+  const Costs costs = costs_of(records, find_waits(records));
+  std::map<std::string, double> of;
+  double sum = 0;
+  for (const Cost& c : costs.costs) of[c.what] = c.nanoseconds, sum += c.nanoseconds;
+  EXPECT_EQ(sum, 100);
+  EXPECT_EQ(of.at("before"), 10 / 2.0);
+  EXPECT_EQ(of.at("nccl"), (24 / 2.0 + 6 / 3.0) / 2);
+  EXPECT_EQ(of.at("copy"), 6 / 3.0 / 2);
+  EXPECT_EQ(of.at("gemm"), (24 / 2.0 + 6 / 3.0 + 30 + 100) / 2);
+  EXPECT_EQ(of.at("after"), 10 / 2.0);
+  EXPECT_EQ(of.at("no kernel"), 20 / 2.0);
+  EXPECT_EQ(costs.together_nanoseconds, 30 / 2.0);
+  expect_parts(describe(costs), {"several kernels of a rank ran at once"});
+}
+
+using Kind = ProfilerEvent::Kind;
+
+// Threads 10 and 20 work for ranks 0 and 1, and 21, that of a channel, for rank 1, too.
+int rank_of(std::int64_t thread) {
+  return thread == 10 ? 0 : thread == 20 || thread == 21 ? 1 : -1;
+}
+
+std::map<std::string, std::int64_t> ranks_of(const std::vector<ProfilerEvent>& events) {
+  std::map<std::string, std::int64_t> ranks;
+  for (const KernelSpan& k : kernels_of(events, rank_of)) ranks[k.name] = k.rank;
+  return ranks;
+}
+
+TEST(Kernels, AreOfTheRankWhoseThreadLaunchedThem) {
+  const auto ranks = ranks_of({{.kind = Kind::op, .place = 10, .correlation = 1},
+                               {.kind = Kind::op, .place = 20, .correlation = 2},
+                               // The same numbers as those of the ops, and none of their own.
+                               {.kind = Kind::launch, .place = 21, .correlation = 1},
+                               {.kind = Kind::launch, .place = 99, .correlation = 3},
+                               {Kind::kernel, "of an op", 0, 7, 8, 1, 10, 20},
+                               {Kind::kernel, "of another op", 0, 7, 9, 2, 20, 30},
+                               {Kind::kernel, "of a channel", 0, 8, 1, 0, 30, 40},
+                               {Kind::kernel, "of a stranger", 0, 9, 3, 0, 40, 50}});
+  EXPECT_EQ(
+      ranks,
+      (std::map<std::string, std::int64_t>{
+          {"of an op", 0}, {"of another op", 1}, {"of a channel", 1}, {"of a stranger", -1}}));
+}
+
+// Two GPUs number their streams alike.
+TEST(Kernels, WithoutALaunchAreOfTheRankThatHasTheStreamOfTheirDevice) {
+  const auto ranks = ranks_of({{.kind = Kind::launch, .place = 10, .correlation = 1},
+                               {.kind = Kind::launch, .place = 20, .correlation = 2},
+                               {Kind::kernel, "a", 0, 7, 1, 0, 0, 1},
+                               {Kind::kernel, "b", 1, 7, 2, 0, 0, 1},
+                               {Kind::kernel, "beside a", 0, 7, 0, 0, 1, 2},
+                               {Kind::kernel, "beside b", 1, 7, 0, 0, 1, 2},
+                               {Kind::kernel, "a on a stream of both", 0, 8, 1, 0, 2, 3},
+                               {Kind::kernel, "b on a stream of both", 0, 8, 2, 0, 3, 4},
+                               {Kind::kernel, "of either", 0, 8, 0, 0, 4, 5}});
+  EXPECT_EQ(ranks.at("beside a"), 0);
+  EXPECT_EQ(ranks.at("beside b"), 1);
+  EXPECT_EQ(ranks.at("of either"), -1);
+}
+
+TEST(RankThreads, AreThoseOfARankAndOfWhoHelpsIt) {
+  const auto number = [] { return static_cast<std::int64_t>(::syscall(SYS_gettid)); };
+  std::vector<std::int64_t> ranks(2), helpers(2);
+  std::optional<KeepRankThreads> keep(std::in_place);
+  comm::launch(2, [&](comm::Group& world) {
+    const auto r = static_cast<size_t>(world.rank());
+    ranks[r] = number();
+    std::thread([&] {
+      set_log_rank(world.rank());
+      helpers[r] = number();
+      const auto low = static_cast<std::int32_t>(reinterpret_cast<std::uintptr_t>(pthread_self()));
+      EXPECT_EQ(rank_of_thread(low), world.rank());
+    }).join();
+    world.barrier();
+  });
+  for (const int r : {0, 1}) {
+    EXPECT_EQ(rank_of_thread(ranks[static_cast<size_t>(r)]), r);
+    EXPECT_EQ(rank_of_thread(helpers[static_cast<size_t>(r)]), r);
+  }
+  keep.reset();
+  EXPECT_EQ(rank_of_thread(ranks[1]), -1);  // the system may give its number to another thread
 }
 
 TEST(Gather, GivesKernelsToTheRankThatLaunchedThem) {
   comm::launch(3, [](comm::Group& world) {
     RankRecord mine = here_and_now();
-    mine.thread = 10 + world.rank();
     if (world.rank() == 1)
-      mine.kernels = {{"a", 7, 10, 1, 2}, {"b", 7, 12, 2, 3}, {"c", 7, -1, 3, 4}};
+      mine.kernels = {{"a", 0, 7, 0, 1, 2}, {"b", 0, 7, 2, 2, 3}, {"c", 0, 7, -1, 3, 4}};
     const auto records = gather(world, mine);
     if (world.rank() != 0) return;
     ASSERT_EQ(records[0].kernels.size(), 1u);
@@ -281,7 +379,7 @@ TEST(Gather, GivesKernelsToTheRankThatLaunchedThem) {
 
 TEST(Gather, WordsAreTheRecord) {
   auto record = two_ranks()[0];
-  record.kernels = {{"a kernel with a longer name", 7, 1, 2, 3}};
+  record.kernels = {{"a kernel with a longer name", 3, 7, 1, 2, 3}};
   const auto words = to_words(record);
   EXPECT_EQ(to_words(from_words(words)), words);
   const RankRecord read = from_words(words);
@@ -292,6 +390,15 @@ TEST(Gather, WordsAreTheRecord) {
   auto longer = words;
   longer.push_back(0);
   error_of([&] { from_words(longer); }, ErrorKind::internal);
+}
+
+TEST(TraceFile, HasATrackForEachStreamOfEachDevice) {
+  auto records = two_ranks();
+  records[0].kernels = {{"a", 0, 7, 0, 1, 2}, {"b", 1, 7, 0, 2, 3}, {"c", 0, 7, 0, 3, 4}};
+  const std::string text = trace_json(records, find_waits(records), {});
+  expect_parts(text, {R"("tid":1,"name":"thread_name","args":{"name":"GPU 0 stream 7"})",
+                      R"("tid":2,"name":"thread_name","args":{"name":"GPU 1 stream 7"})"});
+  EXPECT_EQ(text.find(R"("tid":3)"), std::string::npos);
 }
 
 TEST(TraceFile, SaysWhoseClockItIs) {
