@@ -206,6 +206,37 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 
 }  // namespace
 
+PipelineOptions pipeline_options(const Config& config) {
+  return {.schedule = config.parallelism.pipeline_parallel_schedule,
+          .layers_per_stage = config.parallelism.pipeline_parallel_layers_per_stage};
+}
+
+void check_fills(const MeshShape& mesh, const Cluster& cluster) {
+  MOESH_CHECK(mesh.num_ranks() == cluster.num_gpus(), ErrorKind::config, "the mesh has ",
+              mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
+              cluster.num_gpus(), " GPUs; change one of them, or add --search");
+}
+
+formats::JsonValue to_json(const StepTime& t) {
+  formats::JsonList layers(t.layers.size());
+  for (size_t i = 0; i < layers.size(); ++i) layers[i].value = std::int64_t{t.layers[i]};
+  return {formats::JsonObject{{"mesh", {t.mesh.describe()}},
+                              {"ranks", {std::int64_t{t.mesh.num_ranks()}}},
+                              {"tokens", {t.num_tokens}},
+                              {"micro_batches", {t.num_micro_batches}},
+                              {"layers", {std::move(layers)}},
+                              {"seconds", {t.total}},
+                              {"compute", {t.compute}},
+                              {"tensor", {t.tensor}},
+                              {"experts", {t.experts}},
+                              {"storage", {t.storage}},
+                              {"bubble", {t.bubble}},
+                              {"update", {t.update}},
+                              {"tokens_per_second", {t.tokens_per_second()}},
+                              {"flops_of_a_rank", {t.flops_of_a_rank()}},
+                              {"peak", {t.peak}}}};
+}
+
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
                    const PipelineOptions& options) {
   const MeshShape mesh = shape.validated();
