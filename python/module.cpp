@@ -20,6 +20,7 @@
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
+#include "moesh/estimate/search_time.h"
 #include "moesh/train/metrics/jsonl.h"
 #include "moesh/train/stop.h"
 #include "moesh/verify/compare.h"
@@ -158,6 +159,35 @@ nb::list search(const Values& values, int num_ranks, const std::string& memory, 
   return results;
 }
 
+// A list of the fastest meshes, or the one of the configuration.
+nb::object estimate_in_time(const Values& values, const std::string& cluster_text, bool searches,
+                            const std::optional<std::string>& memory, int most) {
+  const Config config = config_of(values);
+  const estimate::Cluster cluster = estimate::parse_cluster(cluster_text);
+  const double limit = memory ? static_cast<double>(cli::parse_size(*memory)) : cluster.memory;
+  const auto pipe = estimate::pipeline_options(config);
+  std::vector<estimate::StepTime> found;
+  {
+    const nb::gil_scoped_release no_gil;
+    cli::naming_sizes(config, [&] {
+      estimate::Profiler profiler(config);
+      if (searches) {
+        found = search_time(profiler, cluster, mesh_shape(config), pipe, limit,
+                            static_cast<std::size_t>(most),
+                            [](int, int, const estimate::TimeSearch&) {})
+                    .best;
+        return;
+      }
+      estimate::check_fills(mesh_shape(config), cluster);
+      found.push_back(step_time(profiler, cluster, mesh_shape(config), pipe));
+    });
+  }
+  if (!searches) return to_python(to_json(found[0]));
+  nb::list results;
+  for (const auto& t : found) results.append(to_python(to_json(t)));
+  return results;
+}
+
 // A path, or pairs of a name and a torch.Tensor, whose memory is used where it is.
 verify::Compared compared(nb::handle given) {
   if (nb::isinstance<nb::str>(given)) return nb::cast<std::string>(given);
@@ -270,6 +300,8 @@ NB_MODULE(_moesh, m) {
   m.def("estimate", &estimate, nb::arg("values"));
   m.def("search", &search, nb::arg("values"), nb::arg("num_ranks"), nb::arg("memory"),
         nb::arg("most"));
+  m.def("estimate_in_time", &estimate_in_time, nb::arg("values"), nb::arg("cluster"),
+        nb::arg("searches"), nb::arg("memory").none(), nb::arg("most"));
   m.def("compare", &compare, nb::arg("a"), nb::arg("b"), nb::arg("tolerance").none(),
         nb::arg("renames"));
   m.def("print_config", [](const Values& values) { return print_config(config_of(values)); });

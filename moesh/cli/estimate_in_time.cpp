@@ -115,17 +115,6 @@ void print(const TimeSearch& r, double limit) {
                 t.mesh.describe().c_str());
 }
 
-std::string to_json(const StepTime& t) {
-  return detail::concat(
-      "    {\"mesh\": \"", t.mesh.describe(), "\", \"ranks\": ", t.mesh.num_ranks(),
-      ", \"tokens\": ", t.num_tokens, ", \"micro_batches\": ", t.num_micro_batches,
-      ", \"layers\": [", layers_text(t.layers), "],\n     \"seconds\": ", t.total,
-      ", \"compute\": ", t.compute, ", \"tensor\": ", t.tensor, ", \"experts\": ", t.experts,
-      ", \"storage\": ", t.storage, ", \"bubble\": ", t.bubble, ", \"update\": ", t.update,
-      ",\n     \"tokens_per_second\": ", t.tokens_per_second(),
-      ", \"flops_of_a_rank\": ", t.flops_of_a_rank(), ", \"peak\": ", t.peak, "}");
-}
-
 void write_file(const std::string& path, const char* option, const std::string& text) {
   std::ofstream file(path);
   file << text;
@@ -135,9 +124,10 @@ void write_file(const std::string& path, const char* option, const std::string& 
 }
 
 void write_json(const std::string& path, const std::vector<StepTime>& all) {
-  std::string text = "{\n  \"estimates\": [\n";
-  for (size_t i = 0; i < all.size(); ++i) text += (i == 0 ? "" : ",\n") + to_json(all[i]);
-  write_file(path, "--json", text + "\n  ]\n}\n");
+  formats::JsonList estimates;
+  for (const StepTime& t : all) estimates.push_back(to_json(t));
+  const formats::JsonValue file{formats::JsonObject{{"estimates", {std::move(estimates)}}}};
+  write_file(path, "--json", formats::to_json(file) + "\n");
 }
 
 // On a terminal one line that changes; elsewhere a line every few seconds.
@@ -183,9 +173,7 @@ int run_estimate_in_time(const std::string& cluster, const Given& given) {
   const Config config = load_config(given.rest());
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
   const MeshShape mesh = mesh_shape(config);
-  const PipelineOptions pipe{
-      .schedule = config.parallelism.pipeline_parallel_schedule,
-      .layers_per_stage = config.parallelism.pipeline_parallel_layers_per_stage};
+  const PipelineOptions pipe = pipeline_options(config);
   print_heading(config, a.cluster);
   const auto start = std::chrono::steady_clock::now();
   int code = 0;
@@ -202,9 +190,7 @@ int run_estimate_in_time(const std::string& cluster, const Given& given) {
       code = r.best.empty() ? 1 : 0;
       return;
     }
-    MOESH_CHECK(mesh.num_ranks() == a.cluster.num_gpus(), ErrorKind::config, "the mesh has ",
-                mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
-                a.cluster.num_gpus(), " GPUs; change one of them, or add --search");
+    check_fills(mesh, a.cluster);
     const StepTime t = step_time(profiler, a.cluster, mesh, pipe);
     print(t, a.cluster, pipe);
     std::printf("%s %s\n", t.peak <= limit ? "fits into" : "does not fit into",

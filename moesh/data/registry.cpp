@@ -168,7 +168,15 @@ std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options) {
     for (const SourceOptions& source : options.sources) {
       DatasetOptions one = options;
       one.sources.clear(), one.kind = source.kind, one.path = source.path;
-      parts.push_back({source.name, source.weight, open_dataset(one)});
+      try {
+        parts.push_back({source.name, source.weight, open_dataset(one)});
+      } catch (const Error& e) {
+        if (e.kind() != ErrorKind::storage) throw;
+        // Each source holds a file open.
+        throw Error(e.kind(),
+                    detail::concat("data: source '", source.name, "', number ", parts.size() + 1,
+                                   " of ", options.sources.size(), ": ", e.what()));
+      }
     }
     return std::make_unique<Mixture>(std::move(parts));
   }

@@ -78,8 +78,8 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
     : prefix_(std::move(prefix)), type_(type), work_(std::move(work)) {
   check_name("--out", prefix_);
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
-  MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_,
-              ": there is no folder '", folder.string(), "'; make it first");
+  MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_, ": '",
+              folder.string(), "' is not a folder; make it first");
   // Before anything is looked at or removed: whoever has begun holds the lock of this file. It
   // stays locked while another one takes its name, so that a third finds the one or the other.
   const auto left_over =

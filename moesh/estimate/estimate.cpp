@@ -104,9 +104,19 @@ class Pipeline {
   Estimate of_rank(int rank) const {
     Estimate e = DryRank(config_, rank).step(num_gone_through_);
     if (num_gone_through_ == num_micro_) return e;
+    e.live.num_alive = most_alive(rank);
     e.peak += most_held(rank, e, schedule_) - most_held(rank, e, schedule_with(num_gone_through_)) +
               (num_micro_ - num_gone_through_) * e.live.tokens;
     return e;
+  }
+
+  int most_alive(int rank) const {
+    int alive = 0, most = 0;
+    for (const pipeline::Action& a : schedule_.ranks[static_cast<size_t>(rank)]) {
+      alive += (a.kind == pipeline::ActionKind::forward) - pipeline::is_input_backward(a);
+      most = std::max(most, alive);
+    }
+    return most;
   }
 
   // The most bytes that gradients and micro-batches hold on a rank which is like that of `e`.

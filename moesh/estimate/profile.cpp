@@ -5,6 +5,8 @@
 
 #include "moesh/base/error.h"
 #include "moesh/config/merge.h"
+#include "moesh/estimate/dry_rank.h"
+#include "moesh/pipeline/simulate.h"
 
 namespace moesh::estimate {
 namespace {
@@ -51,6 +53,17 @@ std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape&
       all.push_back(shortened(full, k, 0));
   }
   return all;
+}
+
+// Calls f with the places of a model and of one that has a layer more.
+template <class F>
+void each_longer(const std::vector<Short>& models, F f) {
+  for (size_t a = 0; a < models.size(); ++a)
+    for (size_t b = a + 1; b < models.size(); ++b) {
+      std::vector<bool> longer = models[a].is_moe;
+      longer.push_back(models[b].is_moe.back());
+      if (longer == models[b].is_moe) f(a, b);
+    }
 }
 
 void subtract(comm::Ledger& from, const comm::Ledger& other, std::int64_t times) {
@@ -142,6 +155,26 @@ config::Settings one_micro_batch(const MeshShape& mesh) {
   return settings;
 }
 
+constexpr int kStageMicroBatches = 3;  // one for each of three stages
+
+Estimate later_step_of(const Config& config, int rank_of_pp) {
+  DryRank rank(config, rank_of_pp);
+  rank.make_gradients();
+  return rank.step(kStageMicroBatches);
+}
+
+// The peak without the state, and without what the simulator says that micro-batches hold.
+double on_top(const Estimate& e, const std::string& schedule) {
+  const StageLive& s = e.live.stages[0];
+  const auto activation = static_cast<double>(s.activation);
+  const pipeline::StageCosts costs{
+      .activation = activation,
+      .kept_for_weights = activation == 0 ? 0 : static_cast<double>(s.kept) / activation};
+  const auto simulation = pipeline::simulate(
+      pipeline::make_schedule(schedule, e.mesh.pp, 1, kStageMicroBatches), {.stages = {costs}});
+  return static_cast<double>(e.activations()) - simulation.peak[static_cast<size_t>(e.rank_of_pp)];
+}
+
 }  // namespace
 
 Axes axes_of(const std::string& group) {
@@ -170,35 +203,81 @@ ModelShape model_shape(const Config& config) {
 }
 
 const Profile& Profiler::measured(const MeshShape& mesh) {
-  const auto key = std::tuple(mesh.cp, mesh.tp, mesh.ep, mesh.etp);
+  const Way key(mesh.cp, mesh.tp, mesh.ep, mesh.etp);
   if (const auto found = known_.find(key); found != known_.end()) return found->second;
   const MeshShape small = smallest(mesh);
   const std::vector<Short> models = short_models(config_.model.architecture, shape_);
   std::vector<PartProfile> whole;
+  double held = 0;  // from forward to backward, by the last of them
   for (const Short& m : models) {
     const Config c =
         changed(config_, one_micro_batch(small), config::GivenModel{m.architecture, "estimate"});
-    whole.push_back(part(estimate_later_micro_batch(c)));
+    const Estimate e = estimate_later_micro_batch(c);
+    whole.push_back(part(e));
+    held = static_cast<double>(e.live.stages[0].activation);
     ++num_runs_;
   }
   Profile profile;
-  for (size_t a = 0; a < models.size(); ++a)
-    for (size_t b = a + 1; b < models.size(); ++b) {
-      std::vector<bool> longer = models[a].is_moe;
-      longer.push_back(models[b].is_moe.back());
-      if (longer == models[b].is_moe)
-        profile.layers[longer.back()] = difference(whole[b], whole[a]);
-    }
+  each_longer(models, [&](size_t shorter, size_t longer) {
+    profile.layers[models[longer].is_moe.back()] = difference(whole[longer], whole[shorter]);
+  });
   profile.ends = whole.back();
-  for (const bool is_moe : models.back().is_moe)
+  for (const bool is_moe : models.back().is_moe) {
     profile.ends = difference(profile.ends, profile.layers.at(is_moe));
+    held -= profile.layers.at(is_moe).activations;
+  }
+  const double rest = profile.ends.activations;
+  profile.ends.activations = std::clamp(held, 0.0, rest);
+  profile.always = rest - profile.ends.activations;
   return known_.emplace(key, std::move(profile)).first->second;
 }
 
-Profile Profiler::on(const MeshShape& mesh) {
+// The stage between two of one layer has the layers of a short model.
+const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, bool in_halves) {
+  const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp), in_halves);
+  if (const auto found = known_stages_.find(key); found != known_stages_.end())
+    return found->second;
+  std::vector<Short> models = short_models(config_.model.architecture, shape_);
+  if (!in_halves) models.erase(models.begin(), models.end() - 1);  // there is nothing to compare
+  MeshShape three_stages = smallest(mesh);
+  three_stages.pp = 3;
+  OfStages out;
+  std::vector<double> kept;
+  for (const Short& m : models) {
+    const auto num = static_cast<int>(m.is_moe.size());
+    const auto num_dense = static_cast<int>(std::count(m.is_moe.begin(), m.is_moe.end(), false));
+    auto settings = one_micro_batch(three_stages);
+    const auto set = [&](const char* name, const std::string& value) {
+      settings.push_back({name, value, {"estimate"}});
+    };
+    const std::string schedule = in_halves ? "zero_bubble" : "1f1b";
+    set("parallelism.pipeline_parallel_schedule", schedule);
+    set("parallelism.pipeline_parallel_layers_per_stage", detail::concat("1,", num, ",1"));
+    const Short longer = shortened(config_.model.architecture, num + 2, num_dense + 1);
+    const Config c =
+        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"});
+    const Estimate between = later_step_of(c, 1);
+    kept.push_back(static_cast<double>(between.live.stages[0].kept));
+    ++num_runs_;
+    if (&m != &models.back()) continue;
+    ++num_runs_;
+    out.always_between = on_top(between, schedule);
+    out.always_on_first = std::max(out.always_between, on_top(later_step_of(c, 0), schedule));
+  }
+  each_longer(models, [&](size_t shorter, size_t longer) {
+    out.kept[models[longer].is_moe.back()] = std::max(0.0, kept[longer] - kept[shorter]);
+  });
+  return known_stages_.emplace(key, std::move(out)).first->second;
+}
+
+Profile Profiler::on(const MeshShape& mesh, Stages stages) {
   const MeshShape to = mesh.validated(), from = smallest(to);
   const Profile& p = measured(to);
-  Profile out{.layers = {}, .ends = rescaled(p.ends, from, to)};
+  Profile out{.layers = {}, .ends = rescaled(p.ends, from, to), .always = p.always};
+  OfStages of_stages;
+  if (stages != Stages::one) of_stages = measured_stages(to, stages == Stages::in_halves);
+  out.always_on_first = of_stages.always_on_first;
+  out.always_between = of_stages.always_between;
   // Of blocks whose sums travel a rank gets its shards, which are in the peak as well: two at most,
   // and one counts, so that the rest errs on the side of more.
   double in_flight = 0;
@@ -207,9 +286,12 @@ Profile Profiler::on(const MeshShape& mesh) {
   };
   for (const auto& [is_moe, layer] : p.layers) {
     out.layers[is_moe] = rescaled(layer, from, to);
+    out.layers[is_moe].kept = of_stages.kept[is_moe];
     in_flight = std::max(in_flight, gradients(layer) - gradients(out.layers[is_moe]));
   }
-  if (config_.parallelism.overlap_reductions) out.ends.activations -= in_flight;
+  if (config_.parallelism.overlap_reductions)
+    for (double* always : {&out.always, &out.always_on_first, &out.always_between})
+      *always = std::max(0.0, *always - in_flight);
   return out;
 }
 

@@ -15,6 +15,7 @@ namespace moesh::estimate {
 struct PartProfile {
   StateMemory dense, experts;
   double activations = 0;  // bytes held from forward to backward
+  double kept = 0;         // from the half of backward for the inputs to that for the weights
   /// Without what depends on the size of a shard: the sums of these gradients over tp.
   comm::Ledger traffic;
   double tp_gradients = 0;  // bytes of shards that tp ranks sum
@@ -22,8 +23,14 @@ struct PartProfile {
 
 struct Profile {
   std::map<bool, PartProfile> layers;  // by whether the layer is a mixture of experts
-  PartProfile ends;  // embedding and head; activations: all that is not held for a layer
+  PartProfile ends;                    // embedding and head; activations: what the head holds
+  /// Bytes that come and go: gathered parameters, sums that travel, logits. On the last stage, on
+  /// the first, and on those between, which have neither head nor embedding.
+  double always = 0, always_on_first = 0, always_between = 0;
 };
+
+/// How a pipeline goes through backward, if there is one.
+enum class Stages { one, several, in_halves };
 
 /// The layers of the model of a configuration, whatever the mesh.
 struct ModelShape {
@@ -39,18 +46,26 @@ class Profiler {
  public:
   explicit Profiler(const Config& config) : config_(config), shape_(model_shape(config)) {}
 
-  /// On this mesh, pp aside. Throws Error (config) where the model does not divide by it.
-  Profile on(const MeshShape& mesh);
+  /// On this mesh, pp aside. Throws Error (config) where the model does not divide by it. What
+  /// stages alone have is measured if it is asked for.
+  Profile on(const MeshShape& mesh, Stages stages = Stages::one);
   const Config& config() const { return config_; }
   const ModelShape& model() const { return shape_; }
   int num_runs() const { return num_runs_; }  // dry runs so far
 
  private:
+  using Way = std::tuple<int, int, int, int>;  // cp, tp, ep, etp
+  struct OfStages {
+    std::map<bool, double> kept;  // by each kind of layer
+    double always_on_first = 0, always_between = 0;
+  };
   const Profile& measured(const MeshShape& mesh);
+  const OfStages& measured_stages(const MeshShape& mesh, bool in_halves);
 
   Config config_;
   ModelShape shape_;
-  std::map<std::tuple<int, int, int, int>, Profile> known_;  // by cp, tp, ep, etp
+  std::map<Way, Profile> known_;
+  std::map<std::pair<Way, bool>, OfStages> known_stages_;
   int num_runs_ = 0;
 };
 

@@ -97,6 +97,11 @@ int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, 
   return mesh.pp == 1 ? 1 : fixed == 0 ? options.stages_of_a_rank : fixed;
 }
 
+Stages stages_of(const MeshShape& mesh, const PipelineOptions& options) {
+  const bool in_halves = options.schedule == "zero_bubble" || options.schedule == "zbv";
+  return mesh.pp == 1 ? Stages::one : in_halves ? Stages::in_halves : Stages::several;
+}
+
 // A step on a mesh, before any schedule is gone through.
 struct Pipe {
   int stages_of_a_rank = 1;
@@ -105,7 +110,7 @@ struct Pipe {
   std::vector<Parts> stages;
   pipeline::Costs costs;
   std::vector<StateMemory> state;  // of each stage
-  double always = 0;               // activations that do not depend on how many stages are alive
+  std::vector<double> always;  // of each: bytes that do not depend on how many micro-batches live
 };
 
 void add(StateMemory& to, const StateMemory& s, double factor = 1) {
@@ -128,7 +133,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                         (mesh.cp * mesh.tp);
   MeshShape layer_mesh = mesh;
   layer_mesh.pp = 1;
-  const Profile profile = profiler.on(layer_mesh);
+  const Profile profile = profiler.on(layer_mesh, stages_of(mesh, options));
   pipe.plan =
       options.layers_per_stage.empty()
           ? pipeline::balanced_plan(
@@ -148,12 +153,12 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
     Parts stage;
     StateMemory state;
-    double activations = 0;
+    double activations = 0, kept = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
       stage.add(layer_parts(layer));
       add(state, p.dense), add(state, p.experts);
-      activations += p.activations;
+      activations += p.activations, kept += p.kept;
     }
     const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
     // Half of what is around the layers is the embedding, half the head; one is both if tied.
@@ -166,11 +171,14 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
     if (is_last) stage.add(head);
     pipe.stages.push_back(stage);
     pipe.state.push_back(state);
+    pipe.always.push_back(is_last    ? profile.always
+                          : is_first ? profile.always_on_first
+                                     : profile.always_between);
     pipeline::StageCosts c = costs_of(stage, config);
-    c.activation = activations;
+    c.activation = activations + (is_last ? profile.ends.activations : 0);
+    c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
   }
-  pipe.always = profile.ends.activations;
   const double bytes_of_number = config.training.dtype == "bfloat16"  ? 2
                                  : config.training.dtype == "float64" ? 8
                                                                       : 4;
@@ -198,6 +206,37 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
 
 }  // namespace
 
+PipelineOptions pipeline_options(const Config& config) {
+  return {.schedule = config.parallelism.pipeline_parallel_schedule,
+          .layers_per_stage = config.parallelism.pipeline_parallel_layers_per_stage};
+}
+
+void check_fills(const MeshShape& mesh, const Cluster& cluster) {
+  MOESH_CHECK(mesh.num_ranks() == cluster.num_gpus(), ErrorKind::config, "the mesh has ",
+              mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
+              cluster.num_gpus(), " GPUs; change one of them, or add --search");
+}
+
+formats::JsonValue to_json(const StepTime& t) {
+  formats::JsonList layers(t.layers.size());
+  for (size_t i = 0; i < layers.size(); ++i) layers[i].value = std::int64_t{t.layers[i]};
+  return {formats::JsonObject{{"mesh", {t.mesh.describe()}},
+                              {"ranks", {std::int64_t{t.mesh.num_ranks()}}},
+                              {"tokens", {t.num_tokens}},
+                              {"micro_batches", {t.num_micro_batches}},
+                              {"layers", {std::move(layers)}},
+                              {"seconds", {t.total}},
+                              {"compute", {t.compute}},
+                              {"tensor", {t.tensor}},
+                              {"experts", {t.experts}},
+                              {"storage", {t.storage}},
+                              {"bubble", {t.bubble}},
+                              {"update", {t.update}},
+                              {"tokens_per_second", {t.tokens_per_second()}},
+                              {"flops_of_a_rank", {t.flops_of_a_rank()}},
+                              {"peak", {t.peak}}}};
+}
+
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
                    const PipelineOptions& options) {
   const MeshShape mesh = shape.validated();
@@ -210,10 +249,12 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
+  std::vector<double> always(work.size());
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(schedule.rank_of[s]);
     work[rank].add(pipe.stages[s]);
     add(state[rank], pipe.state[s]);
+    always[rank] = std::max(always[rank], pipe.always[s]);
   }
   const Parts& longest = *std::max_element(
       work.begin(), work.end(), [](const Parts& a, const Parts& b) { return a.all() < b.all(); });
@@ -233,7 +274,7 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
                              ? num_micro / static_cast<double>(simulated_micro)
                              : 1;
     out.peak = std::max(
-        out.peak, static_cast<double>(state[r].total()) + alive * simulation.peak[r] + pipe.always);
+        out.peak, static_cast<double>(state[r].total()) + alive * simulation.peak[r] + always[r]);
     // Weights and moments are read and written, gradients read.
     out.update = std::max(
         out.update,

@@ -38,6 +38,15 @@ struct StepTime {
   double flops_of_a_rank() const { return flops / total / mesh.num_ranks(); }
 };
 
+/// As a configuration has them.
+PipelineOptions pipeline_options(const Config& config);
+
+/// As --json has it.
+formats::JsonValue to_json(const StepTime& t);
+
+/// Throws Error (config) unless the mesh has all GPUs of the cluster.
+void check_fills(const MeshShape& mesh, const Cluster& cluster);
+
 /// The mesh may have pp.
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
                    const PipelineOptions& options);

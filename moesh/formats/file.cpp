@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -82,8 +83,16 @@ std::string read_file(const std::string& path, ErrorKind kind, std::uint64_t max
 void fail_at(const std::filesystem::path& path, const char* what, int code) {
   const bool is_name = code == ENOENT || code == ENOTDIR || code == EISDIR || code == ELOOP ||
                        code == ENAMETOOLONG || code == ENXIO || code == EEXIST;
-  throw Error(is_name ? ErrorKind::data : ErrorKind::storage,
-              detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code)));
+  std::string cure;
+  if (code == EMFILE) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NOFILE, &limit);
+    cure = detail::concat("; a process may have ", limit.rlim_max,
+                          " open at once here (ulimit -Hn): raise that limit, or open fewer");
+  }
+  throw Error(
+      is_name ? ErrorKind::data : ErrorKind::storage,
+      detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code), cure));
 }
 
 bool exists(const std::filesystem::path& path) {

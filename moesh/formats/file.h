@@ -36,7 +36,7 @@ bool is_folder(const std::filesystem::path& path);
 /// The same, and false for a link: what is behind it belongs to somebody else.
 bool is_own_folder(const std::filesystem::path& path);
 
-/// What is in a folder, sorted; nothing where there is no folder. Whatever else goes wrong is an
+/// What is in a folder, sorted; nothing where it does not exist. Whatever else goes wrong is an
 /// Error: a folder that cannot be listed is not empty.
 std::vector<std::string> names_in(const std::filesystem::path& folder);
 

@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -18,10 +19,25 @@ std::atomic<FileSystem*> current = nullptr;
 
 constexpr int kMaxTries = 4;
 
+// Shells often allow 1024 open files where the system allows many more. False: it allows no more.
+bool raise_file_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= limit.rlim_max) {
+    errno = EMFILE;
+    return false;
+  }
+  limit.rlim_cur = limit.rlim_max;
+  const bool is_raised = ::setrlimit(RLIMIT_NOFILE, &limit) == 0;
+  errno = EMFILE;
+  return is_raised;
+}
+
 }  // namespace
 
 int FileSystem::open(const Path& path, int flags) {
-  return ::open(path.c_str(), flags | O_CLOEXEC, 0644);
+  const auto once = [&] { return ::open(path.c_str(), flags | O_CLOEXEC, 0644); };
+  const int file = once();
+  return file < 0 && errno == EMFILE && raise_file_limit() ? once() : file;
 }
 void FileSystem::close(int file) { ::close(file); }
 ssize_t FileSystem::read(int file, void* to, std::size_t count, std::uint64_t offset) {

@@ -13,6 +13,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::formats {
@@ -80,11 +81,11 @@ const char* to_string(IdType type) {
 MappedFile::MappedFile(const std::string& path) {
   const std::uint64_t size = InputFile(path).size();  // refuses what is not a regular file
   if (size == 0) return;
-  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int file = file_system().open(path, O_RDONLY);
   if (file < 0) fail_at(path, "read", errno);
   void* const at = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
   const int code = errno;
-  ::close(file);
+  file_system().close(file);
   if (at == MAP_FAILED) fail_at(path, "map", code);
   bytes_ = {static_cast<const char*>(at), size};
 }

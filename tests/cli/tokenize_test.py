@@ -177,7 +177,7 @@ def errors(case):
         assert reason in case.run(*arguments, code=2, out="wrong"), case.text
     # A folder that is not there is a mistake in the command, not of the disk.
     text = case.run("all.jsonl", code=2, out="nodir/x")
-    assert "there is no folder" in text and "nodir" in text, text
+    assert "is not a folder" in text and "nodir" in text, text
     assert "is not UTF-8" in case.run("all.jsonl", code=2, out=os.fsdecode(b"caf\xe9"))
     # What stopped at its first lines is in nobody's way: neither corrected nor with other options.
     (folder / "fixed.jsonl").write_bytes(lines[0] + b"{oops\n")

@@ -1,5 +1,9 @@
 #include "moesh/data/registry.h"
 
+#include <sys/resource.h>
+
+#include <cstdlib>
+
 #include "moesh/data/synthetic.h"
 #include "tests/support.h"
 
@@ -36,6 +40,30 @@ TEST(OpenDataset, TakesTheKindFromThePath) {
                {"a.txt", "leave out one"});
   expect_parts(error({.path = file.path(), .sequence_length = 4, .vocab_size = 96}),
                {"257 different tokens", "96", "vocab_size = 257"});
+}
+
+// In a process of its own: what is lowered stays so.
+TEST(OpenDatasetDeathTest, RaisesTheLimitOfOpenFilesAtNeedAndNamesItWhereItIsTooLow) {
+  const std::string ids(64, 1);
+  const TemporaryFile file("ids.bin", ids);
+  DatasetOptions options{.sequence_length = 4, .vocab_size = 300};
+  for (int i = 0; i < 100; ++i)
+    options.sources.push_back({.kind = "uint16", .path = file.path(), .name = std::to_string(i)});
+  const auto with_limits = [&](rlim_t soft, rlim_t hard) {
+    const rlimit limits{.rlim_cur = soft, .rlim_max = hard};
+    if (::setrlimit(RLIMIT_NOFILE, &limits) != 0) std::exit(3);
+    try {
+      open_dataset(options);
+    } catch (const Error& e) {
+      std::fprintf(stderr, "%s\n", e.what());
+      std::exit(1);
+    }
+    std::exit(0);
+  };
+  EXPECT_EXIT(with_limits(40, 500), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(with_limits(40, 60), testing::ExitedWithCode(1),
+              "source '[0-9]+', number [0-9]+ of 100: .*Too many open files; a process may have 60 "
+              "open at once here .ulimit -Hn.: raise that limit, or open fewer");
 }
 
 TEST(OpenDataset, RefusesAFileOfAnUnknownKind) {

@@ -17,6 +17,7 @@ Config load(const Args& args) { return config::load_config(args); }
 
 PartProfile sum_of(const Profile& p, const ModelShape& model) {
   PartProfile sum = p.ends;
+  sum.activations += p.always;
   const auto add = [](StateMemory& a, const StateMemory& b) {
     a.weights += b.weights, a.gradients += b.gradients, a.optimizer += b.optimizer;
   };
@@ -169,6 +170,25 @@ TEST(StepTime, AStageHoldsItsOwnLayers) {
   EXPECT_THROW(step_time(profiler, cluster, {.pp = 4, .dp_shard = 2}, {.layers_per_stage = "3"}),
                Error);
   EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, {}), Error);
+}
+
+// The memory by which a mesh fits is near that of a dry run of its stages, with each schedule.
+TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
+  const Cluster cluster = parse_cluster("h100x8:2");
+  for (const char* mode : {"none", "full"})
+    for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"}) {
+      const Config c = load({"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16",
+                             "--device=cuda", "--data.sequence_length=4096", "--data.batch_size=1",
+                             "--mesh=pp=4,dp_shard=4,ep=2", "--training.global_batch_size=48",
+                             std::string("--activation_checkpoint.mode=") + mode,
+                             std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
+      SCOPED_TRACE(std::string(schedule) + ", recompute " + mode);
+      Profiler profiler(c);
+      const double peak = step_time(profiler, cluster, mesh_shape(c), {.schedule = schedule}).peak,
+                   of_dry_run = static_cast<double>(estimate(c).peak);
+      EXPECT_GT(peak, 0.9 * of_dry_run) << peak / of_dry_run;
+      EXPECT_LT(peak, 1.17 * of_dry_run) << peak / of_dry_run;
+    }
 }
 
 TEST(SearchTime, LosesNoneOfTheBest) {

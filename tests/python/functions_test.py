@@ -277,6 +277,29 @@ class OthersTest(Temporary):
                          json.loads(file.read_text())["estimates"])
         self.error("config", ["memory="], moesh.estimate, search=4)
 
+    def test_estimate_in_time(self):
+        file = self.folder / "t.json"
+        model = {"model": "deepseek_v3:debug", "dtype": "bfloat16", "device": "cuda",
+                 "training.global_batch_size": 64, "data.sequence_length": 128}
+        options = [f"--{key}={value}" for key, value in model.items()]
+        command("estimate", "--cluster=h100x8:1", "--mesh=pp=2,dp_shard=4,ep=4", *options,
+                f"--json={file}")
+        theirs = json.loads(file.read_text())["estimates"]
+        self.assertEqual(
+            [moesh.estimate(model, cluster="h100x8:1", mesh="pp=2,dp_shard=4,ep=4")], theirs)
+        self.assertGreater(theirs[0]["bubble"], 0)
+        command("estimate", "--cluster=h100x2:1", "--search", *options, f"--json={file}")
+        theirs = json.loads(file.read_text())["estimates"]
+        self.assertEqual(moesh.estimate(model, cluster="h100x2:1", search=True), theirs)
+        self.assertEqual(moesh.estimate(model, cluster="h100x2:1", search=True, most=3), theirs[:3])
+        self.assertEqual(
+            moesh.estimate(model, cluster="h100x2:1", search=True, memory="1KiB"), [])
+        self.error("config", ["the mesh has 2 ranks", "the cluster 8 GPUs"], moesh.estimate, model,
+                   cluster="h100x8:1", mesh="tp=2")
+        self.error("config", ["no GPU is called 'abacus'"], moesh.estimate, cluster="abacus")
+        self.error("config", ["search is 8", "search=True"], moesh.estimate, model,
+                   cluster="h100x8:1", search=8)
+
     def test_an_estimate_calls_no_function_of_torch_in_python(self):
         """`import torch` puts such ones over those of LibTorch for the device meta: ten times as
         slow, and they count other temporaries."""

@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "moesh/comm/launch.h"
+#include "moesh/config/merge.h"
 #include "moesh/data/mixture.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/validation.h"
@@ -43,6 +44,21 @@ double loss_of(const MeshShape& shape, const std::string& name, const models::Mi
   });
   return loss;
 }
+
+// model.balance_loss is the coefficient of the library's one loss, over the tokens of all layers
+// together, which is top_k where experts are balanced. Here each layer has a loss, which is 1 then:
+// all of them together must weigh as much.
+const mutants::Provide balance("balance", [](Settings& settings) -> Check {
+  const int layers = static_cast<int>(settings.take("layers"));
+  return [layers]() -> std::string {
+    const auto config = config::load_config({"--model=mixtral:tiny", "--model.top_k=2",
+                                             "--model.num_layers=" + std::to_string(layers),
+                                             "--model.balance_loss=0.3"});
+    const double of_all = config.moe.switch_loss_weight * layers, wanted = 0.3 * 2;
+    if (std::abs(of_all - wanted) < 1e-12) return "";
+    return detail::concat("the switch loss weighs ", of_all, " in all layers, and not ", wanted);
+  };
+});
 
 // A sequence of two documents, of which only one has labels, against that one alone on one rank.
 const mutants::Provide documents("documents", [](Settings& settings) -> Check {
