@@ -45,6 +45,24 @@ except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
 
+# The signal comes while the run is being prepared: its memory is estimated, the model is built. On a
+# busy machine it may come before that, and there is no run.
+PREPARED = """
+import os, signal, threading, time, moesh
+def interrupt():
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+def on_step(record):
+    print(record["step"], flush=True)
+    if record["step"] == 3:
+        os._exit(9)
+try:
+    threading.Thread(target=interrupt).start()
+    moesh.train({options!r}, **{{"model.num_layers": 100}}, on_step=on_step)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
 # Two runs on threads, of which one takes a second for each step.
 TWO = """
 import threading, time, moesh
@@ -114,6 +132,12 @@ class Interrupt(unittest.TestCase):
         steps, taken = self.steps_of(options)
         self.assertEqual(said.splitlines(), ["1", "interrupted"])
         self.assertEqual((steps, taken), ([1], 1))
+
+    def test_ctrl_c_while_a_run_is_prepared_does_not_wait_for_its_end(self):
+        child = self.start(PREPARED.format(options=self.folders()))
+        said, errors = child.communicate(timeout=120)
+        self.assertEqual(child.returncode, 0, errors)
+        self.assertIn(said.splitlines(), (["1", "interrupted"], ["interrupted"]))
 
     def two_runs(self, number):
         options = self.folders()
