@@ -112,7 +112,7 @@ MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
-	for m in $(MODELS); do for dtype in float64 float32; do \
+	for m in $(MODELS); do for dtype in float64 float32 bfloat16; do \
 	  build/bin/moesh verify --model $$m:tiny --sweep 8 --dtype $$dtype || exit 1; done; done
 
 # Some 2,000 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
