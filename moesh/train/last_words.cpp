@@ -7,6 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/comm/launch.h"
 #include "moesh/comm/roll.h"
 #include "moesh/train/stop.h"
 
@@ -32,7 +33,9 @@ bool is_about_ranks(const std::exception_ptr& fault) {
 
 }  // namespace
 
-LastWords::LastWords(const Config& config) : config_(config), thread_([this] { watch(); }) {}
+LastWords::LastWords(const Config& config) : config_(config) {
+  if (comm::num_launched_processes() > 1) thread_ = std::thread([this] { watch(); });
+}
 
 LastWords::~LastWords() {
   {
@@ -40,7 +43,7 @@ LastWords::~LastWords() {
     is_ending_ = true;
   }
   changed_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void LastWords::add(int rank) {

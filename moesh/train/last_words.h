@@ -41,7 +41,7 @@ class LastWords {
   std::map<int, std::shared_ptr<comm::flight::Recorder>> recorders_;  // that have said nothing yet
   bool is_ending_ = false;
   std::mutex writing_;
-  std::thread thread_;
+  std::thread thread_;  // where a launcher has started several processes
 };
 
 }  // namespace moesh::train
