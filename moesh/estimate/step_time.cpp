@@ -175,7 +175,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                           : is_first ? profile.always_on_first
                                      : profile.always_between);
     pipeline::StageCosts c = costs_of(stage, config);
-    c.activation = activations + (is_last ? profile.ends.activations : 0);
+    c.activation = activations;  // backward of the head follows its forward at once
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
   }
