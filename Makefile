@@ -41,11 +41,11 @@ run: program
 
 test:
 	@echo "make test: installs what tests need, builds every program (about 12 minutes on two cores,"
-	@echo "  seconds when nothing changed), then runs every test (about 20 minutes on two cores)."
+	@echo "  seconds when nothing changed), then runs every test (about 30 minutes on two cores)."
 	@echo "  Less: make build && ctest --test-dir build -L unit"
 	@echo "  (labels: unit, dist, mpi, gpu, compile_fail, fuzz)"
 	@$(MAKE) --no-print-directory build
-	$(CTEST) --test-dir build
+	$(CTEST) -j $(JOBS) --test-dir build
 
 # The command, the GPU tests and the GPU benchmarks, against an installed CUDA build of torch.
 FIND_TORCH = import importlib.util as u; print(*u.find_spec("torch").submodule_search_locations)
