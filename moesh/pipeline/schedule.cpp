@@ -32,7 +32,7 @@ struct Turn {
 
 // What p does not divide joins the first group: a smaller group would have to wait for itself, and
 // a larger one later would want to run further ahead than the ranks do.
-int first_group(int p, int m) { return m < 2 * p ? m : p + m % p; }
+int first_group(int p, int m) { return m < p ? m : p + m % p; }
 
 // Groups of p micro-batches go through all stages of a rank before the next group begins, so that
 // what left the last rank has just come round when the first one wants it.
@@ -126,7 +126,7 @@ Schedule zero_bubble(int p, int m) {
       if (i < m) list.push_back({forward, r, i});
       const int input = i - ahead, weight = input - r;
       if (input >= 0 && input < m) list.push_back({backward_input, r, input});
-      if (weight >= 0 && weight < m) list.push_back({backward_weight, r, weight});
+      if (weight >= 0) list.push_back({backward_weight, r, weight});
     }
   }
   return s;
@@ -155,8 +155,7 @@ Schedule zbv(int p, int m) {
     for (int i = 0; i < r; ++i) add(forward, up), add(forward, down);
     for (int i = 0; i < p - r; ++i) add(forward, up), add_backward(up);
     while (next[{forward, up}] < enough) {
-      if (next[{forward, down}] < enough) add(forward, down);
-      add_backward(down);
+      add(forward, down), add_backward(down);
       add(forward, up), add_backward(up);
     }
     // Nobody waits for weights: while gradients of inputs drain, they fill what would be bubble.

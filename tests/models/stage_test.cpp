@@ -5,15 +5,21 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <set>
 
 #include "moesh/base/error.h"
 #include "moesh/models/deepseek_v3.h"
+#include "moesh/models/gpt_oss.h"
+#include "moesh/models/mixtral.h"
 #include "moesh/spmd/spmd.h"
+#include "tests/counting_allocator.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::models {
 namespace {
+
+[[maybe_unused]] const bool is_counting = (CountingAllocator::install(), true);
 
 struct Result {
   at::Tensor loss, auxiliary;
@@ -97,10 +103,134 @@ TEST(Stages, ComputeWhatOneStageComputes) {
   expect_same_in_stages<false>({.tp = 2, .ep = 2});
 }
 
+// One rank.
+struct Alone {
+  std::shared_ptr<comm::Group> world = comm::solo_group();
+  Mesh mesh{*world, {}};
+  MeshScope scope{mesh};
+};
+
+ModelOptions in_fp64() { return {.dtype = at::kDouble, .device = test_device(), .seed = 1}; }
+
+MicroBatch batch_of(std::int64_t batch, std::int64_t sequence) {
+  const at::Tensor ids = at::arange(batch * sequence).remainder(96).reshape({batch, sequence});
+  return {.input_ids_BL = ids.to(test_device()),
+          .labels_BL = (ids + 1).remainder(96).to(test_device()),
+          .num_step_tokens = at::full({}, batch * sequence, at::kDouble)};
+}
+
+// By hand: twice for each weight that a token meets in forward, four times in backward; the same
+// for each query and key; none for a row of the embedding.
+TEST(Stages, CountTheirFlops) {
+  const Alone alone;
+  constexpr std::int64_t L = 7;
+  const MixtralConfig c = MixtralConfig::named("tiny");
+  const double attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.dim,
+               experts = c.num_experts * c.dim + c.top_k * 3 * c.dim * c.moe_ffn, norms = 2 * c.dim,
+               pairs = 12.0 * c.num_heads * c.head_dim * (L + 1) / 2;
+  const double expected =
+      c.num_layers * (6 * (attention + experts + norms) + pairs) + 6 * (c.dim + c.vocab * c.dim);
+  for (const bool is_tied : {false, true}) {
+    DecoderPlan plan = c.plan();
+    plan.config.tie_embeddings = is_tied;
+    EXPECT_DOUBLE_EQ(Stage(plan, in_fp64(), {0, 3}).flops_per_token(L), expected);
+    double sum = 0;
+    for (std::int64_t i = 0; i < 3; ++i)
+      sum += Stage(plan, in_fp64(), {i, i + 1}).flops_per_token(L);
+    EXPECT_DOUBLE_EQ(sum, expected) << "in three stages, tied: " << is_tied;
+  }
+}
+
+TEST(Stages, KnowWhichOfTheMixturesTheyHave) {
+  const Alone alone;
+  const DecoderPlan mixtral = MixtralConfig::named("tiny").plan();
+  const DecoderPlan deepseek = DeepseekV3Config::named("tiny").plan();  // its first layer is dense
+  EXPECT_FALSE(deepseek.is_moe(0));
+  for (std::int64_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(Stage(mixtral, in_fp64(), {i, i + 1}).first_moe_layer(), i);
+    EXPECT_EQ(Stage(deepseek, in_fp64(), {i, i + 1}).first_moe_layer(), std::max(i - 1, 0l));
+  }
+}
+
+TEST(Stages, BeginWithBiasesOfTheWidthThatIsAskedFor) {
+  const Alone alone;
+  const auto deviation = [](double width) {
+    GptOssConfig c = GptOssConfig::named("tiny");
+    c.bias_std = width;
+    std::map<std::string, double> found;
+    Stage(c.plan(), in_fp64(), {0, 3}).each_param([&](Stored& w) {
+      if (w.spec.name.ends_with("q_proj.bias")) found[w.spec.name] = w.value.std().item<double>();
+    });
+    EXPECT_EQ(found.size(), 3u);
+    return found.begin()->second;
+  };
+  EXPECT_NEAR(deviation(0.2), 0.2, 0.05);
+  EXPECT_NEAR(deviation(5), 5, 1.25);
+  EXPECT_EQ(deviation(0), 0);
+}
+
+class Watch : public nn::Probe {
+ public:
+  void on_input(const at::Tensor&) override { ++num_inputs; }
+  at::Tensor on_choice(const nn::Choice& c) override {
+    (c.pass == nn::Pass::recompute ? again : first).push_back(c.layer);
+    return c.experts_NK;
+  }
+  void on_logits(const at::Tensor&) override { ++num_logits; }
+  int num_inputs = 0, num_logits = 0;
+  std::vector<std::int64_t> first, again;
+};
+
+// What recompute computes twice, says of it, and holds from forward to backward.
+TEST(Stages, ComputeAgainWhatRecomputeSays) {
+  const Alone alone;
+  std::vector<std::int64_t> held;
+  for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
+    Stage stage(MixtralConfig::named("tiny").plan(), in_fp64(), {0, 3});
+    Watch watch;
+    const MicroBatch batch = batch_of(4, 64);
+    const ForwardOptions options{.recompute = recompute, .probe = &watch};
+    const nn::Tokens tokens = stage.tokens_of(batch, options);
+    const auto x = stage.embed<true>(batch, tokens, options);
+    const std::int64_t before = CountingAllocator::live;
+    const auto out = stage.run_blocks<true>(x, batch, tokens, options);
+    held.push_back(CountingAllocator::live - before);
+    backward(stage.head<true>(out.x_BLD, batch, tokens, options));
+    EXPECT_EQ(watch.num_inputs, 1);
+    EXPECT_EQ(watch.num_logits, 1);
+    EXPECT_EQ(watch.first, (std::vector<std::int64_t>{0, 1, 2}));
+    EXPECT_EQ(watch.again, recompute == Recompute::none ? std::vector<std::int64_t>{}
+                                                        : std::vector<std::int64_t>({2, 1, 0}));
+  }
+  EXPECT_LT(held[1], 0.8 * static_cast<double>(held[0])) << "selective";
+  EXPECT_LT(held[2], 0.5 * static_cast<double>(held[1])) << "full";
+}
+
+// With reshard, forward leaves no gathered parameter of a block behind, nor one that nobody waits
+// for; without, all of them.
+TEST(Stages, LeaveNoGatheredParametersBehind) {
+  comm::launch(
+      2,
+      [&](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2, .ep = 2});
+        const MeshScope scope(mesh);
+        Stage stage(MixtralConfig::named("tiny").plan(), in_fp64(), {0, 3});
+        for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
+          const MicroBatch batch = batch_of(2, 7);
+          const ForwardOptions options{.recompute = recompute, .reshard = true};
+          const nn::Tokens tokens = stage.tokens_of(batch, options);
+          const auto out = stage.run_blocks<true>(stage.embed<true>(batch, tokens, options), batch,
+                                                  tokens, options);
+          EXPECT_EQ(gather_bytes().now, 0) << "after forward";
+          backward(sum_all(flatten(out.x_BLD, 0, 2)));
+          EXPECT_EQ(gather_bytes().now, 0) << "after backward";
+        }
+      },
+      test_options());
+}
+
 TEST(Stages, RefuseBlocksThatTheDecoderDoesNotHave) {
-  const auto world = comm::solo_group();
-  const Mesh mesh(*world, {});
-  const MeshScope scope(mesh);
+  const Alone alone;
   const DecoderPlan plan = DeepseekV3Config::named("tiny").plan();
   EXPECT_THROW(Stage(plan, {}, {0, 4}), Error);
   EXPECT_THROW(Stage(plan, {}, {2, 1}), Error);

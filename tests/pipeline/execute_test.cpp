@@ -199,6 +199,30 @@ TEST(Execute, WithActionsThatSleepIsWithinThreePercentOfTheSimulator) {
   }
 }
 
+// What it is told to do, in order.
+class WritingActor final : public Actor {
+ public:
+  void start_receive(const Action& taker, int) override { text += "<" + to_string(taker) + " "; }
+  void run(const Action& a) override { text += to_string(a) + " "; }
+  void start_send(const Action& maker, int) override { text += ">" + to_string(maker) + " "; }
+  void finish_send(const Action& maker) override { text += "." + to_string(maker) + " "; }
+  std::string text;
+};
+
+// A message is asked for one taker ahead: it travels while the action before that one runs. A send
+// ends when its buffer is wanted.
+TEST(Execute, AsksForAMessageOneActionAhead) {
+  const auto text = [](const Schedule& s, int rank) {
+    WritingActor actor;
+    execute(s, rank, actor, {.num_buffers = 2});
+    return actor.text;
+  };
+  EXPECT_EQ(text(gpipe(2, 3), 1),
+            "<F1.0 <F1.1 F1.0 <F1.2 F1.1 F1.2 B1.0 >B1.0 B1.1 >B1.1 .B1.0 B1.2 >B1.2 .B1.1 .B1.2 ");
+  EXPECT_EQ(text(gpipe(2, 3), 0),
+            "<B0.0 <B0.1 F0.0 >F0.0 F0.1 >F0.1 .F0.0 F0.2 >F0.2 B0.0 <B0.2 B0.1 B0.2 .F0.1 .F0.2 ");
+}
+
 class FailingActor final : public Actor {
  public:
   void start_receive(const Action&, int) override {}

@@ -57,20 +57,38 @@ TEST(Schedule, RefusesNamesAndStagesThatDoNotFit) {
   expect_error([] { make_schedule("interleaved_1f1b", 2, 1, 4); }, "has 2 or more stages a rank");
   expect_error([] { make_schedule("gpipe", 0, 1, 4); }, "a pipeline of 0 ranks");
   expect_error([] { make_schedule("gpipe", 2, 1, 0); }, "0 micro-batches");
+  expect_error([] { make_schedule("zbv", 0, 2, 4); },
+               "a pipeline of 0 ranks with 2 stages each and 4 micro-batches");
+}
+
+std::string text(const std::vector<Action>& list) {
+  std::string all;
+  for (const Action& a : list) all += to_string(a) + " ";
+  return all;
 }
 
 // Megatron's order, by hand: two ranks, two stages each, four micro-batches.
 TEST(Schedule, InterleavesAsPublished) {
-  const auto text = [](const std::vector<Action>& list) {
-    std::string all;
-    for (const Action& a : list) all += to_string(a) + " ";
-    return all;
-  };
   const Schedule s = interleaved_1f1b(2, 2, 4);
   EXPECT_EQ(text(s.ranks[0]),
             "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 B2.2 B2.3 B0.2 B0.3 ");
   EXPECT_EQ(text(s.ranks[1]),
             "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 ");
+}
+
+// As torch has it; the test pipeline.torch compares many.
+TEST(Schedule, GoesInAVAsPublished) {
+  EXPECT_EQ(text(zbv(2, 2).ranks[1]),
+            "F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 I1.0 W1.0 I2.1 W2.1 I1.1 W1.1 ");
+  const Schedule s = zbv(3, 6);
+  EXPECT_EQ(text(s.ranks[1]),
+            "F1.0 F1.1 F1.2 F4.0 F1.3 F4.1 I4.0 W4.0 F4.2 I4.1 W4.1 F1.4 I1.0 W1.0 F4.3 I4.2 W4.2 "
+            "F1.5 I1.1 W1.1 F4.4 I4.3 W4.3 I1.2 W1.2 F4.5 I4.4 W4.4 I1.3 I4.5 I1.4 W1.3 I1.5 W1.4 "
+            "W4.5 W1.5 ");
+  EXPECT_EQ(text(s.ranks[2]),
+            "F2.0 F3.0 F2.1 F3.1 F2.2 F3.2 I3.0 W3.0 F2.3 I2.0 W2.0 F3.3 I3.1 W3.1 F2.4 I2.1 W2.1 "
+            "F3.4 I3.2 W3.2 F2.5 I2.2 W2.2 F3.5 I3.3 W3.3 I2.3 I3.4 I2.4 I3.5 I2.5 W2.3 W3.4 W3.5 "
+            "W2.4 W2.5 ");
 }
 
 }  // namespace

@@ -158,6 +158,30 @@ TEST(Simulate, KeepsWhatWeightsNeed) {
   EXPECT_EQ(more[3], 4 * 5);
 }
 
+TEST(Simulate, CountsMessagesBetweenTwoRanks) {
+  // Four are sent before the first has arrived.
+  EXPECT_EQ(simulate(gpipe(2, 4), {.stages = {{}}, .transfer = 5}).num_buffers, 4);
+  // The second rank takes one every 3, and the first makes one every 1.
+  EXPECT_EQ(simulate(gpipe(2, 4), {.stages = {{.forward = 1}, {.forward = 3}}}).num_buffers, 3);
+  EXPECT_EQ(simulate(gpipe(2, 4)).num_buffers, 1);
+  EXPECT_EQ(simulate(gpipe(1, 4)).num_buffers, 0);
+}
+
+// Forward and backward of two ranks, one after the other: half of each rank's time is a bubble.
+TEST(Simulate, MeasuresInEveryUnit) {
+  const StageCosts part{
+      .forward = 0.25, .backward_input = 0.125, .backward_weight = 0.125, .activation = 0.5};
+  const Simulation s = simulate(gpipe(2, 1), {.stages = {part}});
+  EXPECT_EQ(s.time, 1);
+  EXPECT_EQ(s.bubble_fraction(), 0.5);
+  EXPECT_EQ(s.bubble_fraction_of_worst_rank(), 0.5);
+  EXPECT_EQ(s.peak, (std::vector<double>{0.5, 0.5}));
+  const StageCosts nothing{.forward = 0, .backward_input = 0, .backward_weight = 0};
+  const Simulation none = simulate(gpipe(2, 1), {.stages = {nothing}});
+  EXPECT_EQ(none.bubble_fraction(), 0);
+  EXPECT_EQ(none.bubble_fraction_of_worst_rank(), 0);
+}
+
 TEST(Simulate, ChecksItsCosts) {
   EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}, {}, {}}}), Error);
   EXPECT_THROW(simulate(gpipe(2, 2), {.stages = {{}}, .num_buffers = 0}), Error);

@@ -63,14 +63,29 @@ TEST(StagePlan, CountsEmbeddingAndHead) {
   // {2, 2, 1} is more even, and its first stage takes 16.
   EXPECT_EQ(balanced_plan({.layers = {7, 9, 6, 6, 8}}, 3), (StagePlan{1, 2, 2}));
   EXPECT_EQ(stage_costs(head, {3, 3, 2}), (std::vector<double>{3, 3, 3}));
+  EXPECT_EQ(stage_costs(embedding, {2, 3, 3}), (std::vector<double>{3, 3, 3}));
+}
+
+// The unit of the costs is nobody's business, and of plans that are as good one is chosen always.
+TEST(StagePlan, IsTheSameInEveryUnit) {
+  for (const double unit : {1e-6, 0.05, 1.0, 1e12}) {
+    PartCosts costs{.layers = {7, 9, 6, 6, 8}};
+    for (double& layer : costs.layers) layer *= unit;
+    EXPECT_EQ(balanced_plan(costs, 3), (StagePlan{1, 2, 2})) << unit;
+  }
+  EXPECT_EQ(balanced_plan({.layers = std::vector<double>(8, 1.0)}, 3), (StagePlan{2, 3, 3}));
+  EXPECT_EQ(balanced_plan({.layers = {0, 0, 0}}, 3), (StagePlan{1, 1, 1}));
 }
 
 TEST(StagePlan, TakesWhatTheUserGives) {
   EXPECT_EQ(given_plan("4,5,5,4", 18), (StagePlan{4, 5, 5, 4}));
   EXPECT_EQ(given_plan("5", 18), (StagePlan{5, 5, 5, 3}));
+  EXPECT_EQ(given_plan("6", 18), (StagePlan{6, 6, 6}));
   EXPECT_EQ(given_plan("20", 18), (StagePlan{18}));
   expect_error([] { given_plan("4,5", 18); }, "which are 9, and the model has 18");
   expect_error([] { given_plan("4,,5", 9); }, "'' is not a number of layers");
+  expect_error([] { given_plan("4,5,", 9); }, "'' is not a number of layers");
+  expect_error([] { given_plan("", 9); }, "'' is not a number of layers");
   expect_error([] { given_plan("4,5x", 9); }, "'5x' is not a number of layers");
   expect_error([] { given_plan("0,9", 9); }, "'0' is not a number of layers");
   expect_error([] { balanced_plan({.layers = {1, 1}}, 3); }, "2 layers does not make 3 stages");

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -114,8 +115,20 @@ TEST(Pipelines, ARankThatIsStuckIsNamedAtTheDeadline) {
   expect_parts(texts[2], {"rank 2 of pp, forward of stage 2 for micro-batch 1: ", "rank 1"});
 }
 
-// The forwards and backwards of a step on two ranks, and what `look` sees of each forward.
-void run_step(const Config& config, bool has_backward, const OnForward& look) {
+using Gradients = std::map<std::string, at::Tensor>;  // by parameter
+
+Gradients gradients_of(models::Model& model) {
+  Gradients all;
+  model.each_param([&](Stored& w, bool) { all[w.spec.name] = w.value.grad(); });
+  return all;
+}
+
+// The forwards and backwards of a step on two ranks, and what `look` sees of each forward. The
+// gradients of all ranks; `change` may do something to the schedule.
+Gradients run_step(const Config& config, bool has_backward, const OnForward& look,
+                   const std::function<void(pipeline::Schedule&)>& change = {}) {
+  Gradients all;
+  std::mutex mutex;
   comm::launch(
       2,
       [&](comm::Group& world) {
@@ -126,13 +139,26 @@ void run_step(const Config& config, bool has_backward, const OnForward& look) {
         const StepOptions step = step_options(config);
         auto list = schedule_of(step.pipeline, batches.size());
         if (!has_backward) list = forwards_of(list);
+        if (change) change(list);
         const at::AutoGradMode grad(has_backward);
         ReduceLater reductions(true);
         run_pipeline(*model, batches, step.forward, list, has_backward ? &reductions : nullptr,
                      look);
         reductions.finish();
+        const std::lock_guard lock(mutex);
+        all.merge(gradients_of(*model));
       },
       test_options());
+  return all;
+}
+
+void expect_same(const Gradients& a, const Gradients& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (const auto& [name, gradient] : a) {
+    const at::Tensor& other = b.at(name);
+    EXPECT_TRUE(at::allclose(gradient, other, 1e-10, 1e-14)) << name;
+    EXPECT_GT(gradient.abs().sum().item<double>(), 0) << name;
+  }
 }
 
 // The most activations of stage 0 that were in memory at once, besides the one that it has just
@@ -182,6 +208,85 @@ TEST(Pipelines, GradientsOfTheHeadAreNotKept) {
   const std::int64_t head = vocab * 32 * 8;
   EXPECT_GT(live[2], 2 * head) << "the head, and its gradient";
   EXPECT_LT(live[5] - live[2], head);
+}
+
+Config halves_config() {
+  return config_on("pp=2", {"--training.gradient_accumulation_steps=3",
+                            "--parallelism.pipeline_parallel_schedule=zero_bubble"});
+}
+
+void look_at_nothing(const pipeline::Action&, const models::ForwardResult&) {}
+
+// A list of the user's own: the second micro-batch has its backward whole.
+TEST(Pipelines, MayMixWholeBackwardsWithHalves) {
+  const auto mix = [](pipeline::Schedule& s) {
+    for (auto& list : s.ranks) {
+      std::erase_if(list, [](const pipeline::Action& a) {
+        return a.kind == pipeline::ActionKind::backward_weight && a.micro_batch == 1;
+      });
+      for (auto& a : list)
+        if (a.kind == pipeline::ActionKind::backward_input && a.micro_batch == 1)
+          a.kind = pipeline::ActionKind::backward;
+    }
+    check(s);
+  };
+  expect_same(run_step(halves_config(), true, look_at_nothing),
+              run_step(halves_config(), true, look_at_nothing, mix));
+}
+
+// One stage, and the loss in one piece: cross-entropy and auxiliary losses, by autograd alone.
+TEST(Pipelines, HaveTheGradientsOfTheWholeLoss) {
+  const Config config =
+      config_on("tp=1", {"--training.gradient_accumulation_steps=2",
+                         "--parallelism.pipeline_parallel_schedule=gpipe",
+                         "--moe.switch_loss_weight=0.3", "--moe.z_loss_weight=0.05"});
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const StepOptions step = step_options(config);
+  auto batches = step_batches(config, *open_dataset(config), mesh, 0);
+  const auto of_step = make_model(config), by_hand = make_model(config);
+  accumulate_gradients(*of_step, batches, step);
+  for (auto& batch : batches) {
+    batch.num_step_tokens = at::full({}, 2 * batch.labels_BL.numel(), at::kDouble);
+    backward(by_hand->forward(batch, step.forward).loss);
+  }
+  expect_same(gradients_of(*by_hand), gradients_of(*of_step));
+}
+
+// However a schedule is called: one rank has nothing to wait for, and holds one micro-batch.
+TEST(Pipelines, OfOneRankTakeMicroBatchesOneByOne) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  for (const auto& name : pipeline::schedule_names())
+    EXPECT_EQ(schedule_of({.schedule = name, .stages_of_a_rank = 2}, 3).ranks,
+              pipeline::one_f_one_b(1, 3).ranks);
+}
+
+// The weight that both ends have counts once.
+TEST(Pipelines, HaveTheNormOfOneRank) {
+  std::vector<double> norms;
+  for (const std::string mesh_text : {"tp=1", "pp=3"}) {
+    const Config config = config_on(
+        mesh_text, {"--model.tie_embeddings=true", "--training.gradient_accumulation_steps=2"});
+    std::mutex mutex;
+    comm::launch(
+        mesh_shape(config).num_ranks(),
+        [&](comm::Group& world) {
+          const Mesh mesh(world, mesh_shape(config));
+          const MeshScope scope(mesh);
+          const auto model = make_model(config);
+          const auto optimizer = make_optimizer(*model, config);
+          const auto batches = step_batches(config, *open_dataset(config), mesh, 0);
+          const auto r = take_step(*model, *optimizer, batches, 1e-2, step_options(config));
+          const std::lock_guard lock(mutex);
+          norms.push_back(r.update.grad_norm);
+        },
+        test_options());
+  }
+  ASSERT_EQ(norms.size(), 4u);
+  for (const double norm : norms) EXPECT_NEAR(norm, norms[0], 1e-12 * norms[0]);
 }
 
 // The copies of a tied embedding at both ends take the same update.

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Makes small mistakes in moesh/types, spmd, nn and comm/mesh, and finds out what notices them.
+"""Makes small mistakes in moesh/types, spmd, nn, pipelines and comm/mesh, and finds out what
+notices them.
 
     mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--fresh]
     mutate.py --list | --page
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
-are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn) and, for what
-survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
+are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn, pipeline) and, for
+what survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
 recorded once, and every mistake is then given to the tests that reach it, the quickest first, until
 one fails. What is left has survived: it wants a test, or a reason in equivalent.txt. On a machine
 with a GPU a third program, mutate_gpu, judges what is left of the code that only a GPU runs;
@@ -42,14 +43,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE = pathlib.Path(__file__).resolve().parent
 MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/nn/*.h",
             "moesh/nn/*.cpp", "moesh/nn/dispatch/*.h", "moesh/nn/dispatch/*.cpp",
-            "moesh/comm/mesh.h", "moesh/comm/mesh.cpp")
+            "moesh/comm/mesh.h", "moesh/comm/mesh.cpp",
+            "moesh/pipeline/execute.cpp", "moesh/pipeline/schedule.[hc]*",
+            "moesh/pipeline/simulate.[hc]*", "moesh/pipeline/stage_plan.cpp",
+            "moesh/train/pipeline.cpp", "moesh/models/stage.cpp")
 TABLES = ("moesh/types/layout.h", "moesh/types/mixing.h", "moesh/types/transition.h")
-COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "tests")
+COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "python", "tests")
 INCLUDE = '#include "tests/mutants/machine/chosen.h"\n'
 PER_FILE = 1000  # numbers of a file's mistakes begin at a multiple of this
 # An index out of range ends the program, where the library knows the range.
 FLAGS = "-O0 -w -D_GLIBCXX_ASSERTIONS"
 QUICK_MS = 700  # tests that are tried first, together
+BY_THE_CLOCK = "ThatSleep"  # in the names of tests that a busy machine fails
 
 
 FROM_OUTSIDE = ("signal 9", "signal 15")
@@ -360,6 +365,12 @@ def build(tree, program, jobs):
     raise Fault("the copy does not build after ten rounds")
 
 
+def sources_of(folder, program):
+    """What is compiled for it."""
+    _, output = run(["ninja", "-t", "commands", program], folder.build)
+    return {n for n in commands_of(folder) if f" -c {folder.tree / n}" in output}
+
+
 class Server:
     """mutate_checks, which forks a child for each command."""
 
@@ -414,7 +425,7 @@ def list_tests(folder, program):
     names, suite = [], ""
     for line in output.splitlines():
         line = line.split("#")[0].rstrip()
-        if line.startswith("  "):
+        if line.startswith("  ") and BY_THE_CLOCK not in line:
             names.append(suite + line.strip())
         elif line.endswith("."):
             suite = line
@@ -708,11 +719,14 @@ def main():
     configure(folder, arguments.flags)
     check_syntax(tree, arguments.jobs)
     programs = PROGRAMS[:1] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
-    reached = set()
+    reached, known_files = set(), set()
     try:
         for program in programs:
             jobs = min(arguments.jobs, GPU_JOBS) if program == ON_A_GPU else arguments.jobs
             build(tree, program, arguments.jobs)
+            compiled = sources_of(folder, program)
+            new_files = {n for n in tree.by_file if n.endswith(".h") or n in compiled} - known_files
+            known_files |= new_files
             print(f"  after {time.time() - began:.0f} s", flush=True)
             checks = trace(folder, program, jobs)
             reached = reached.union(*(c.reaches for c in checks))
@@ -720,9 +734,9 @@ def main():
             recall(tree, live, {c.name for c in checks})
             judge(tree, program, checks, live, jobs, arguments.most)
             judge_alone(tree, program, checks, [
-                m for m in chosen if (m.state == "survived" and m.alone if program != programs[0]
-                                      else m.state == "refused" or m.state == "survived" and
-                                      m.number not in reached and not m.file.endswith(".h"))],
+                m for m in chosen if m.state == "survived" and m.alone and m.file in compiled or
+                m.file in new_files and (m.state == "refused" or m.state == "survived" and
+                                         m.number not in reached and not m.file.endswith(".h"))],
                         jobs, arguments.most)
     finally:
         folder.save()

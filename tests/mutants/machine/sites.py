@@ -528,7 +528,7 @@ def statement_sites(s):
                 if s.at(k) == "(":
                     has_effect = True
                 k = s.match[k]
-                if s.is_word(k + 1):
+                if s.is_word(k + 1) or (s.at(k) == ">" and s.at(k + 1) in "&*"):
                     is_declaration = True
             elif s.is_word(k) and (s.is_word(k + 1) or (s.at(k + 1) in "&*" and not s.spaced(
                     k + 1))):

@@ -1,11 +1,12 @@
 // The sweep, for mistakes that no quicker test has found: whole models, one optimizer step, on
-// every mesh of two, three and four ranks against one rank.
+// every mesh of two, three and four ranks, with every schedule of pipelines, against one rank.
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cctype>
 
+#include "moesh/verify/sweep.h"
 #include "moesh/verify/verify.h"
 #include "tests/train/device.h"
 
@@ -14,7 +15,7 @@ namespace {
 
 struct SweepCase {
   std::string model;
-  MeshShape mesh;
+  verify::SweepMesh mesh;
   bool sequence_parallel;
 };
 
@@ -22,9 +23,8 @@ struct SweepCase {
 std::vector<SweepCase> all_cases() {
   const std::string models[] = {"deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss"};
   std::vector<SweepCase> all;
-  for (int ranks = 2; ranks <= 4; ++ranks)
-    for (const auto& mesh : all_mesh_shapes(ranks))
-      all.push_back({models[all.size() % 5], mesh, all.size() / 5 % 2 == 0});
+  for (const auto& mesh : verify::Sweep{.least_ranks = 2, .most_ranks = 4}.meshes())
+    all.push_back({models[all.size() % 5], mesh, all.size() / 5 % 2 == 0});
   return all;
 }
 
@@ -38,7 +38,8 @@ class MachineSweep : public testing::TestWithParam<SweepCase> {};
 INSTANTIATE_TEST_SUITE_P(All, MachineSweep, testing::ValuesIn(all_cases()), case_name);
 
 TEST_P(MachineSweep, ComputesWhatOneRankDoes) {
-  const auto& [model, mesh, sequence_parallel] = GetParam();
+  const auto& [model, swept, sequence_parallel] = GetParam();
+  const auto& [mesh, schedule, is_tied] = swept;
   const config::Origin test{"test"};
   config::Settings settings = verify::verify_defaults(1);
   for (const auto& more : test_settings()) settings.push_back(more);
@@ -46,7 +47,7 @@ TEST_P(MachineSweep, ComputesWhatOneRankDoes) {
   settings.push_back({"model.size", std::string("tiny"), test});
   settings.push_back({"parallelism.sequence_parallel", sequence_parallel, test});
   settings.push_back({"data.batch_size", std::int64_t{mesh.tp > 1 ? 2 : 3}, test});
-  const verify::VerifyCase c{verify::fitted(config::merged(settings), mesh), 1};
+  const verify::VerifyCase c{verify::fitted(config::merged(settings), mesh, schedule, is_tied), 1};
   const auto report = verify::verify(c, verify::run_reference(c));
   EXPECT_TRUE(report.holds()) << report.describe(mesh);
 }

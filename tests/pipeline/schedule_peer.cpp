@@ -1,0 +1,16 @@
+// Prints a schedule for each line "name ranks stages-of-a-rank micro-batches": a line for each
+// rank.
+
+#include <iostream>
+
+#include "moesh/pipeline/schedule.h"
+
+int main() {
+  std::string name;
+  int p = 0, v = 0, m = 0;
+  while (std::cin >> name >> p >> v >> m)
+    for (const auto& list : moesh::pipeline::make_schedule(name, p, v, m).ranks) {
+      for (const auto& a : list) std::cout << to_string(a) << ' ';
+      std::cout << '\n';
+    }
+}
