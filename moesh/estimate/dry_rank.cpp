@@ -44,13 +44,16 @@ class ActionWatch {
   ActionWatch(const ActionWatch&) = delete;
   ActionWatch& operator=(const ActionWatch&) = delete;
 
-  /// `num_received` bytes of a stream come from another rank, before the forward which holds them
-  /// on.
-  LiveMemory found(const pipeline::Schedule& schedule, std::int64_t num_received) const {
+  /// A stream of so many bytes comes from another rank before the forward which holds it on, and
+  /// one that a forward gives to another rank is freed with its send.
+  LiveMemory found(const pipeline::Schedule& schedule, std::int64_t stream) const {
     LiveMemory live{.num_alive = most_alive_, .num_halves = most_halves_, .stages = {}};
+    const auto crosses = [&](int stage) {  // from this stage to the next
+      return stage >= 0 && stage + 1 < schedule.num_stages &&
+             schedule.rank_with(stage) != schedule.rank_with(stage + 1);
+    };
     for (auto [stage, of_stage] : stages_) {
-      if (stage > 0 && schedule.rank_with(stage - 1) != schedule.rank_with(stage))
-        of_stage.activation += num_received;
+      of_stage.activation += stream * (crosses(stage - 1) - crosses(stage));
       of_stage.kept = kept_of(stage);
       live.stages.push_back(of_stage);
     }
@@ -205,12 +208,12 @@ Estimate DryRank::step(std::int64_t num_micro) {
   auto micro_batches = batches(num_micro);
   std::int64_t tokens = 0;
   for (const at::Tensor* t : micro_batches[0].from_data()) tokens += bytes(*t);
-  const auto stream = model_->stream_sizes(micro_batches[0], options.forward);
-  const auto received = c10::multiply_integers(stream) *
-                        static_cast<std::int64_t>(c10::elementSize(
-                            c10::typeMetaToScalarType(model_->stream_options().dtype())));
+  const auto stream =
+      c10::multiply_integers(model_->stream_sizes(micro_batches[0], options.forward)) *
+      static_cast<std::int64_t>(
+          c10::elementSize(c10::typeMetaToScalarType(model_->stream_options().dtype())));
   take_step(*model_, *optimizer_, std::move(micro_batches), learning_rate(config_, 0), options);
-  e.live = watch.found(schedule, received);
+  e.live = watch.found(schedule, stream);
   e.live.tokens = tokens;
   e.peak = watch.peak();
   e.num_reads = memory_.num_reads();

@@ -155,7 +155,7 @@ config::Settings one_micro_batch(const MeshShape& mesh) {
   return settings;
 }
 
-constexpr int kStageMicroBatches = 3;  // one for each of three stages
+constexpr int kStageMicroBatches = 6;  // with fewer, three stages do not come to their peak
 
 Estimate later_step_of(const Config& config, int rank_of_pp) {
   DryRank rank(config, rank_of_pp);
@@ -232,37 +232,44 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   return known_.emplace(key, std::move(profile)).first->second;
 }
 
-// The stage between two of one layer has the layers of a short model.
-const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, bool in_halves) {
-  const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp), in_halves);
+// The first of three stages, or the one between, has the layers of a short model, the others one.
+const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stages stages) {
+  const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp), stages);
   if (const auto found = known_stages_.find(key); found != known_stages_.end())
     return found->second;
   std::vector<Short> models = short_models(config_.model.architecture, shape_);
-  if (!in_halves) models.erase(models.begin(), models.end() - 1);  // there is nothing to compare
+  if (stages != Stages::in_halves)
+    models.erase(models.begin(), models.end() - 1);  // there is nothing to compare
   MeshShape three_stages = smallest(mesh);
   three_stages.pp = 3;
+  const std::string schedule = stages == Stages::in_halves   ? "zero_bubble"
+                               : stages == Stages::after_all ? "gpipe"
+                                                             : "1f1b";
+  const auto run = [&](int stage, int num_layers, int num_dense) {
+    auto settings = one_micro_batch(three_stages);
+    const auto set = [&](const char* name, const std::string& value) {
+      settings.push_back({name, value, {"estimate"}});
+    };
+    set("parallelism.pipeline_parallel_schedule", schedule);
+    set("parallelism.pipeline_parallel_layers_per_stage",
+        stage == 0 ? detail::concat(num_layers, ",1,1") : detail::concat("1,", num_layers, ",1"));
+    const Short longer = shortened(config_.model.architecture, num_layers + 2, num_dense);
+    ++num_runs_;
+    return later_step_of(
+        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"}), stage);
+  };
   OfStages out;
   std::vector<double> kept;
   for (const Short& m : models) {
     const auto num = static_cast<int>(m.is_moe.size());
     const auto num_dense = static_cast<int>(std::count(m.is_moe.begin(), m.is_moe.end(), false));
-    auto settings = one_micro_batch(three_stages);
-    const auto set = [&](const char* name, const std::string& value) {
-      settings.push_back({name, value, {"estimate"}});
-    };
-    const std::string schedule = in_halves ? "zero_bubble" : "1f1b";
-    set("parallelism.pipeline_parallel_schedule", schedule);
-    set("parallelism.pipeline_parallel_layers_per_stage", detail::concat("1,", num, ",1"));
-    const Short longer = shortened(config_.model.architecture, num + 2, num_dense + 1);
-    const Config c =
-        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"});
-    const Estimate between = later_step_of(c, 1);
+    // Dense layers come first: those between are all dense, or all mixtures. It matters which is
+    // the first of a stage: its sums travel on after backward.
+    const Estimate between = run(1, num, num_dense == num ? num + 1 : num_dense);
     kept.push_back(static_cast<double>(between.live.stages[0].kept));
-    ++num_runs_;
     if (&m != &models.back()) continue;
-    ++num_runs_;
     out.always_between = on_top(between, schedule);
-    out.always_on_first = std::max(out.always_between, on_top(later_step_of(c, 0), schedule));
+    out.always_on_first = on_top(run(0, num, num_dense), schedule);
   }
   each_longer(models, [&](size_t shorter, size_t longer) {
     out.kept[models[longer].is_moe.back()] = std::max(0.0, kept[longer] - kept[shorter]);
@@ -275,7 +282,7 @@ Profile Profiler::on(const MeshShape& mesh, Stages stages) {
   const Profile& p = measured(to);
   Profile out{.layers = {}, .ends = rescaled(p.ends, from, to), .always = p.always};
   OfStages of_stages;
-  if (stages != Stages::one) of_stages = measured_stages(to, stages == Stages::in_halves);
+  if (stages != Stages::one) of_stages = measured_stages(to, stages);
   out.always_on_first = of_stages.always_on_first;
   out.always_between = of_stages.always_between;
   // Of blocks whose sums travel a rank gets its shards, which are in the peak as well: two at most,

@@ -29,8 +29,9 @@ struct Profile {
   double always = 0, always_on_first = 0, always_between = 0;
 };
 
-/// How a pipeline goes through backward, if there is one.
-enum class Stages { one, several, in_halves };
+/// How a pipeline goes through backward, if there is one: as soon as it can, after all forwards, or
+/// in two halves.
+enum class Stages { one, soon, after_all, in_halves };
 
 /// The layers of the model of a configuration, whatever the mesh.
 struct ModelShape {
@@ -60,12 +61,12 @@ class Profiler {
     double always_on_first = 0, always_between = 0;
   };
   const Profile& measured(const MeshShape& mesh);
-  const OfStages& measured_stages(const MeshShape& mesh, bool in_halves);
+  const OfStages& measured_stages(const MeshShape& mesh, Stages stages);
 
   Config config_;
   ModelShape shape_;
   std::map<Way, Profile> known_;
-  std::map<std::pair<Way, bool>, OfStages> known_stages_;
+  std::map<std::pair<Way, Stages>, OfStages> known_stages_;
   int num_runs_ = 0;
 };
 

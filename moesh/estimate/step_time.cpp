@@ -99,7 +99,10 @@ int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, 
 
 Stages stages_of(const MeshShape& mesh, const PipelineOptions& options) {
   const bool in_halves = options.schedule == "zero_bubble" || options.schedule == "zbv";
-  return mesh.pp == 1 ? Stages::one : in_halves ? Stages::in_halves : Stages::several;
+  return mesh.pp == 1                  ? Stages::one
+         : in_halves                   ? Stages::in_halves
+         : options.schedule == "gpipe" ? Stages::after_all
+                                       : Stages::soon;
 }
 
 // A step on a mesh, before any schedule is gone through.

@@ -270,6 +270,24 @@ TEST(Estimate, LeavesOutMicroBatchesAndRanksThatAddNothing) {
     }
 }
 
+// GPipe holds every micro-batch, and of each neither more nor less than what its backward needs:
+// what a stage has sent is gone.
+TEST(Estimate, GrowsWithEveryMicroBatchOfGpipeAlike) {
+  for (const int rank : {0, 1, 2}) {
+    const auto with = [&](int m) {
+      return load({"--model=qwen3_moe:tiny", "--model.num_layers=6", "--mesh=pp=3",
+                   "--data.sequence_length=512", "--activation_checkpoint.mode=full",
+                   "--training.gradient_accumulation_steps=" + std::to_string(m),
+                   "--parallelism.pipeline_parallel_schedule=gpipe"});
+    };
+    const Estimate few = DryRank(with(12), rank).step(12), many = DryRank(with(40), rank).step(40);
+    const std::int64_t of_each = few.live.stages[0].activation + few.live.tokens;
+    EXPECT_NEAR(static_cast<double>(many.peak - few.peak), 28.0 * static_cast<double>(of_each),
+                1024)
+        << "rank " << rank;  // and a number or two
+  }
+}
+
 // What is asked about the whole model is no memory of a stage.
 TEST(Estimate, AStageHoldsItsOwnLayersAlone) {
   const Args model{"--model=deepseek_v3:debug",
