@@ -115,7 +115,8 @@ verify: build
 	for m in $(MODELS); do for dtype in float64 float32 bfloat16; do \
 	  build/bin/moesh verify --model $$m:tiny --sweep 8 --dtype $$dtype || exit 1; done; done
 
-# Some 2,000 small mistakes in types, spmd, nn and comm/mesh, and what finds them; in build-mutate.
+# Some 3,000 small mistakes in types, spmd, nn, pipelines and comm/mesh, and what finds them; in
+# build-mutate.
 # MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
 mutate: setup
 	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)

@@ -101,7 +101,8 @@ def tables(mistakes, reasons):
     alone = sum(m.alone for m in mistakes)
     return "\n\n".join([
         table(mistakes, reasons, "kind", lambda m: m.site.kind, sites.KINDS),
-        table(mistakes, reasons, "folder", folder_of, ("types", "comm/mesh", "spmd", "nn")),
+        table(mistakes, reasons, "folder", folder_of,
+              ("types", "comm/mesh", "spmd", "nn", "models", "pipeline", "train")),
         "Killed by: " + ", ".join(
             f"{name or '(before any test)'} {n}" for name, n in suites.most_common()) + ".",
         f"Compiled by themselves: {alone}."])
