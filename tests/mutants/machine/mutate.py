@@ -62,6 +62,7 @@ PROGRAMS = ("mutate_checks", "mutate_sweep")
 ON_A_GPU = "mutate_gpu"  # where there is one
 NEEDS_A_GPU = ("moesh/nn/composed_attention.cpp", "moesh/nn/flash_attention.cpp")
 GPU_JOBS = 6  # processes that share it
+GPU_SECONDS = 60  # the first test of a process begins CUDA
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 
 
@@ -722,7 +723,8 @@ def main():
     reached, known_files = set(), set()
     try:
         for program in programs:
-            jobs = min(arguments.jobs, GPU_JOBS) if program == ON_A_GPU else arguments.jobs
+            jobs, most = (min(arguments.jobs, GPU_JOBS), GPU_SECONDS) if program == ON_A_GPU else (
+                arguments.jobs, arguments.most)
             build(tree, program, arguments.jobs)
             compiled = sources_of(folder, program)
             new_files = {n for n in tree.by_file if n.endswith(".h") or n in compiled} - known_files
@@ -732,12 +734,12 @@ def main():
             reached = reached.union(*(c.reaches for c in checks))
             live = [m for m in chosen if m.state != "refused" and not m.alone]
             recall(tree, live, {c.name for c in checks})
-            judge(tree, program, checks, live, jobs, arguments.most)
+            judge(tree, program, checks, live, jobs, most)
             judge_alone(tree, program, checks, [
                 m for m in chosen if m.state == "survived" and m.alone and m.file in compiled or
                 m.file in new_files and (m.state == "refused" or m.state == "survived" and
                                          m.number not in reached and not m.file.endswith(".h"))],
-                        jobs, arguments.most)
+                        jobs, most)
     finally:
         folder.save()
     for m in chosen:
