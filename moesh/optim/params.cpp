@@ -13,9 +13,8 @@ void ParamList::add(Stored& w, Decay decay) {
       w.spec.dtype == wide_dtype(w.spec.dtype), ErrorKind::config, "parameter '", name, "' has ",
       w.value.dtype().name(),
       " master weights; small updates would round to nothing. Use float32 or float64, and set .compute to the type of the work");
-  for (const auto& other : entries_)
-    MOESH_CHECK(other.stored->spec.name != name, ErrorKind::config, "two parameters are called '",
-                name, "': each has a name of its own, and is added once");
+  MOESH_CHECK(names_.insert(name).second, ErrorKind::config, "two parameters are called '", name,
+              "': each has a name of its own, and is added once");
   entries_.push_back({&w, decay});
 }
 

@@ -3,6 +3,8 @@
 // clip and the update go through.
 
 #include <cstdint>
+#include <string_view>
+#include <unordered_set>
 #include <vector>
 
 #include "moesh/spmd/param.h"
@@ -42,6 +44,7 @@ class ParamList {
 
  private:
   std::vector<Entry> entries_;
+  std::unordered_set<std::string_view> names_;
 };
 
 }  // namespace moesh::optim
