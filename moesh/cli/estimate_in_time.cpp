@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -13,6 +14,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/search_time.h"
 #include "moesh/pipeline/draw.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::cli {
 
@@ -40,6 +42,14 @@ Asked asked_of(const std::string& cluster, const Given& given) {
               " GPUs, all of which are used; leave out the number");
   a.draws = given.has("--schedule");
   a.picture = given.text("--schedule").value_or("");
+  const auto& names = pipeline::schedule_names();
+  MOESH_CHECK(std::find(names.begin(), names.end(), a.picture) == names.end(), ErrorKind::config,
+              "--schedule is '", a.picture,
+              "': it draws the schedule, into a file FILE.svg if there is one; choose with "
+              "--parallelism.pipeline_parallel_schedule=",
+              a.picture);
+  MOESH_CHECK(a.picture.empty() || a.picture.ends_with(".svg"), ErrorKind::config,
+              "--schedule is '", a.picture, "': it draws an SVG; name a file that ends in .svg");
   a.json = given.text("--json"), a.memory = given.text("--memory");
   return a;
 }
@@ -48,6 +58,11 @@ void print_heading(const Config& c, const Cluster& k) {
   std::printf("%s %s, %s, on %d nodes of %d %s (%s GPUs)\n", c.model.name.c_str(),
               c.model.size.c_str(), c.training.dtype.c_str(), k.num_nodes, k.gpus_per_node,
               k.gpu.c_str(), with_commas(k.num_gpus()).c_str());
+  if (c.training.dtype != "bfloat16")
+    std::printf(
+        "compute is timed as in bfloat16, and %s takes longer than that: set "
+        "--training.dtype=bfloat16\n",
+        c.training.dtype.c_str());
 }
 
 std::string layers_text(const pipeline::StagePlan& plan) {
@@ -73,7 +88,8 @@ void print(const StepTime& t, const Cluster& cluster, const PipelineOptions& opt
   if (t.mesh.pp > 1)
     std::printf("schedule %s, layers of the stages: %s\n", options.schedule.c_str(),
                 layers_text(t.layers).c_str());
-  std::printf("\ntime of a step\n");
+  std::printf("\ntime of a step%s\n",
+              t.mesh.pp > 1 ? ", on the rank of pp that works longest" : "");
   const auto line = [&](const char* name, double seconds) {
     std::printf("  %-28s %10.3f s %6.1f %%\n", name, seconds, 100 * seconds / t.total);
   };
@@ -88,10 +104,23 @@ void print(const StepTime& t, const Cluster& cluster, const PipelineOptions& opt
               with_commas(static_cast<std::int64_t>(t.tokens_per_second())).c_str(),
               t.tokens_per_second() / t.mesh.num_ranks(), t.flops_of_a_rank() / 1e12,
               100 * t.flops_of_a_rank() / cluster.peak_flops);
+  if (t.mesh.pp > 1)
+    std::printf("ranks of pp wait %.1f %% of the time, all together\n", 100 * t.waiting);
   std::printf("memory of the rank that holds the most: %s\n", size_text(t.peak).c_str());
 }
 
-void print(const TimeSearch& r, double limit) {
+void print(const TimeSearch& r, const Asked& a, const Config& config, double limit) {
+  MOESH_CHECK(r.num_meshes > 0, ErrorKind::config, "no mesh of ", a.cluster.num_gpus(),
+              " GPUs has the degrees that are set (", mesh_shape(config).describe(),
+              "), experts, heads and layers that divide by the rest, and micro-batches of ",
+              config.data.batch_size, " sequences that make up a step",
+              config.training.global_batch_size > 0
+                  ? detail::concat(" of ", config.training.global_batch_size)
+                  : "",
+              "; change a degree, the cluster, or training.global_batch_size");
+  if (r.num_timed > 0)
+    std::printf("pipelines have the schedule %s\n",
+                config.parallelism.pipeline_parallel_schedule.c_str());
   std::printf("%d meshes, %d timed, %d dry runs of a few layers; ", r.num_meshes, r.num_timed,
               r.num_runs);
   if (r.best.empty()) {
@@ -155,15 +184,22 @@ void draw(Profiler& profiler, const Asked& a, const PipelineOptions& pipe, const
   const auto s = simulated(profiler, a.cluster, mesh, pipe, most);
   const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
   if (a.picture.empty()) {
-    std::printf("\n%lld of %lld micro-batches\n%s", static_cast<long long>(drawn),
-                static_cast<long long>(time.num_micro_batches),
+    std::printf("\n%lld of %lld micro-batches (--schedule FILE.svg draws every action)\n%s",
+                static_cast<long long>(drawn), static_cast<long long>(time.num_micro_batches),
                 pipeline::draw_text(s, kMostColumns).c_str());
     return;
   }
-  write_file(
-      a.picture, "--schedule",
-      pipeline::draw_svg(s, detail::concat(pipe.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
-                                           time.num_micro_batches, " micro-batches")));
+  char note[160];
+  std::snprintf(note, sizeof note,
+                "ranks wait %.1f %% of this, %.1f %% of a whole step; activations: at most %s",
+                100 * s.bubble_fraction(), 100 * time.waiting,
+                size_text(*std::max_element(s.peak.begin(), s.peak.end())).c_str());
+  write_file(a.picture, "--schedule",
+             pipeline::draw_svg(s,
+                                detail::concat(pipe.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
+                                               time.num_micro_batches, " micro-batches"),
+                                note));
+  std::printf("schedule: %s\n", a.picture.c_str());
 }
 
 }  // namespace
@@ -182,7 +218,7 @@ int run_estimate_in_time(const std::string& cluster, const Given& given) {
     if (a.searches) {
       const TimeSearch r =
           search_time(profiler, a.cluster, mesh, pipe, limit, kMostListed, show_progress());
-      print(r, limit);
+      print(r, a, config, limit);
       std::printf("\n%.1f s\n",
                   std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       if (a.json) write_json(*a.json, r.best);

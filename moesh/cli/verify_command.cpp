@@ -139,9 +139,10 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
     if (!prints(r)) return;  // another process does
     if (is_terminal) std::printf("\r\033[K");
     if (!r.holds() || configs.size() == 1) std::printf("%s\n", r.describe(shape).c_str());
-    if (!r.holds() && configs.size() > 1 && shape.pp > 1)
-      std::printf("  with the schedule %s, model.tie_embeddings %s\n",
+    if ((!r.holds() || configs.size() == 1) && shape.pp > 1)
+      std::printf("  with the schedule %s, %lld micro-batches, model.tie_embeddings %s\n",
                   v.config.parallelism.pipeline_parallel_schedule.c_str(),
+                  static_cast<long long>(num_micro_batches(v.config)),
                   is_tied(v.config) ? "true" : "false");
     if (!is_terminal || configs.size() == 1) return;
     std::printf("%zu of %zu meshes, %zu failed: %s", totals.num_meshes, configs.size(),

@@ -97,9 +97,11 @@ Settings expand_mesh(const std::string& text, const std::string& origin) {
                 "): '", word, "' has no size; write axes as in ", mesh, " dp_shard=2,tp=2,ep=4");
     const std::string axis = word.substr(0, equals);
     const auto found = std::find(axes.begin(), axes.end(), axis);
-    MOESH_CHECK(found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
-                "): there is no axis '", axis, "' to set; ", axis_hint(axis, axes),
-                ", and the axes are ", axes);
+    MOESH_CHECK(
+        found != axes.end(), ErrorKind::config, mesh, " ", text, " (", origin,
+        "): there is no axis '", axis, "' to set; ",
+        axis == "efsdp" ? "it follows from the others: leave it out" : axis_hint(axis, axes),
+        ", and the axes are ", axes);
     Setting& s = settings[static_cast<std::size_t>(found - axes.begin())];
     MOESH_CHECK(!s.is_text, ErrorKind::config, mesh, " ", text, " (", origin, "): the axis ", axis,
                 " has two sizes; keep one of them");

@@ -12,6 +12,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 #include "moesh/pipeline/schedule.h"
+#include "moesh/pipeline/stage_plan.h"
 
 namespace moesh::config {
 namespace {
@@ -114,26 +115,27 @@ void check_model(const Config& c, const models::ModelFacts& facts) {
 void check_pipeline(const Config& c, const models::ModelFacts& facts) {
   const ParallelismSection& p = c.parallelism;
   const std::int64_t degree = p.pipeline_parallel_degree;
-  if (degree == 1) return;
-  const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
-  if (p.pipeline_parallel_layers_per_stage.empty()) {
-    const std::int64_t each = wanted == 0 ? 2 : wanted;
-    MOESH_CHECK(facts.num_layers >= degree * each, ErrorKind::config, describe_option(c, kPipeline),
-                ", with ", each, each == 1 ? " stage" : " stages", " on each rank (",
-                describe_option(c, kSchedule), "), and ", describe_option(c, "model.num_layers"),
-                "; every stage has at least one layer: set ", kPipeline, " to ",
-                facts.num_layers / each, " or less",
-                each > 1 ? ", or a schedule with one stage a rank" : "");
-    return;
-  }
-  const auto plan = [&] {
-    try {
-      return stage_plan(c);
+  const std::string& layers = p.pipeline_parallel_layers_per_stage;
+  pipeline::StagePlan plan;
+  if (!layers.empty()) try {
+      plan = pipeline::given_plan(layers, static_cast<int>(facts.num_layers));
     } catch (const Error& e) {
       throw Error(ErrorKind::config,
                   detail::concat(describe_option(c, kLayersPerStage), ": ", e.what()));
     }
-  }();
+  if (degree == 1) return;
+  const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
+  if (layers.empty()) {
+    const std::int64_t each = wanted == 0 ? 2 : wanted, most = facts.num_layers / each;
+    MOESH_CHECK(facts.num_layers >= degree * each, ErrorKind::config, describe_option(c, kPipeline),
+                ", with ", each, each == 1 ? " stage" : " stages", " on each rank (",
+                describe_option(c, kSchedule), "), and ", describe_option(c, "model.num_layers"),
+                "; every stage has at least one layer: set ", kPipeline, " to ",
+                std::max<std::int64_t>(1, most), most > 1 ? " or less" : "",
+                facts.num_layers >= degree ? ", or a schedule with one stage a rank" : "",
+                ", or model.num_layers to ", degree * each, " or more");
+    return;
+  }
   const auto num_stages = static_cast<std::int64_t>(plan.size());
   MOESH_CHECK(num_stages % degree == 0, ErrorKind::config, describe_option(c, kLayersPerStage),
               ", which makes ", num_stages, " stages, and ", describe_option(c, kPipeline),

@@ -155,23 +155,25 @@ config::Settings one_micro_batch(const MeshShape& mesh) {
   return settings;
 }
 
-constexpr int kStageMicroBatches = 6;  // with fewer, three stages do not come to their peak
+// With fewer, three stages do not come to their peak.
+std::int64_t micro_batches_to_peak(Stages stages) { return stages == Stages::in_halves ? 6 : 3; }
 
-Estimate later_step_of(const Config& config, int rank_of_pp) {
+Estimate later_step_of(const Config& config, int rank_of_pp, std::int64_t num_micro) {
   DryRank rank(config, rank_of_pp);
   rank.make_gradients();
-  return rank.step(kStageMicroBatches);
+  return rank.step(num_micro);
 }
 
 // The peak without the state, and without what the simulator says that micro-batches hold.
-double on_top(const Estimate& e, const std::string& schedule) {
+double on_top(const Estimate& e, const std::string& schedule, std::int64_t num_micro) {
   const StageLive& s = e.live.stages[0];
   const auto activation = static_cast<double>(s.activation);
   const pipeline::StageCosts costs{
       .activation = activation,
       .kept_for_weights = activation == 0 ? 0 : static_cast<double>(s.kept) / activation};
   const auto simulation = pipeline::simulate(
-      pipeline::make_schedule(schedule, e.mesh.pp, 1, kStageMicroBatches), {.stages = {costs}});
+      pipeline::make_schedule(schedule, e.mesh.pp, 1, static_cast<int>(num_micro)),
+      {.stages = {costs}});
   return static_cast<double>(e.activations()) - simulation.peak[static_cast<size_t>(e.rank_of_pp)];
 }
 
@@ -209,9 +211,11 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
   const std::vector<Short> models = short_models(config_.model.architecture, shape_);
   std::vector<PartProfile> whole;
   double held = 0;  // from forward to backward, by the last of them
+  config::Settings settings = one_micro_batch(small);
+  settings.push_back(
+      {"parallelism.pipeline_parallel_layers_per_stage", std::string(), {"estimate"}});
   for (const Short& m : models) {
-    const Config c =
-        changed(config_, one_micro_batch(small), config::GivenModel{m.architecture, "estimate"});
+    const Config c = changed(config_, settings, config::GivenModel{m.architecture, "estimate"});
     const Estimate e = estimate_later_micro_batch(c);
     whole.push_back(part(e));
     held = static_cast<double>(e.live.stages[0].activation);
@@ -237,9 +241,12 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
   const std::pair key(Way(mesh.cp, mesh.tp, mesh.ep, mesh.etp), stages);
   if (const auto found = known_stages_.find(key); found != known_stages_.end())
     return found->second;
-  std::vector<Short> models = short_models(config_.model.architecture, shape_);
-  if (stages != Stages::in_halves)
-    models.erase(models.begin(), models.end() - 1);  // there is nothing to compare
+  const auto& full = config_.model.architecture;
+  // What comes and goes is that of a few layers; what halves keep is compared, layer by layer.
+  const std::vector<Short> models = stages == Stages::in_halves
+                                        ? short_models(full, shape_)
+                                        : std::vector{shortened(full, 4, shape_.is_moe[0] ? 0 : 1)};
+  const std::int64_t num_micro = micro_batches_to_peak(stages);
   MeshShape three_stages = smallest(mesh);
   three_stages.pp = 3;
   const std::string schedule = stages == Stages::in_halves   ? "zero_bubble"
@@ -253,10 +260,11 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
     set("parallelism.pipeline_parallel_schedule", schedule);
     set("parallelism.pipeline_parallel_layers_per_stage",
         stage == 0 ? detail::concat(num_layers, ",1,1") : detail::concat("1,", num_layers, ",1"));
-    const Short longer = shortened(config_.model.architecture, num_layers + 2, num_dense);
+    const Short longer = shortened(full, num_layers + 2, num_dense);
     ++num_runs_;
     return later_step_of(
-        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"}), stage);
+        changed(config_, settings, config::GivenModel{longer.architecture, "estimate"}), stage,
+        num_micro);
   };
   OfStages out;
   std::vector<double> kept;
@@ -268,8 +276,8 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
     const Estimate between = run(1, num, num_dense == num ? num + 1 : num_dense);
     kept.push_back(static_cast<double>(between.live.stages[0].kept));
     if (&m != &models.back()) continue;
-    out.always_between = on_top(between, schedule);
-    out.always_on_first = on_top(run(0, num, num_dense), schedule);
+    out.always_between = on_top(between, schedule, num_micro);
+    out.always_on_first = on_top(run(0, num, num_dense), schedule, num_micro);
   }
   each_longer(models, [&](size_t shorter, size_t longer) {
     out.kept[models[longer].is_moe.back()] = std::max(0.0, kept[longer] - kept[shorter]);
@@ -277,8 +285,27 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
   return known_stages_.emplace(key, std::move(out)).first->second;
 }
 
+// What a stage holds where it frees parameters after use, and besides those of all its layers,
+// once.
+Profile Profiler::with_shared_gathers(const MeshShape& mesh, Stages stages) {
+  if (!resharding_)
+    resharding_ = std::make_unique<Profiler>(
+        changed(config_, {{"parallelism.fsdp_reshard_after_forward", true, {"estimate"}}}));
+  Profile out = resharding_->on(mesh, stages);
+  const Profile own = on(mesh, Stages::one);
+  const double ratio = config_.training.dtype == "bfloat16" ? 0.5 : 1;  // to the master weights
+  for (auto& [is_moe, layer] : out.layers) {
+    layer.traffic = own.layers.at(is_moe).traffic;
+    layer.gathered = ratio * (static_cast<double>(layer.dense.weights) * mesh.size(fsdp) +
+                              static_cast<double>(layer.experts.weights) * mesh.size(efsdp));
+  }
+  return out;
+}
+
 Profile Profiler::on(const MeshShape& mesh, Stages stages) {
   const MeshShape to = mesh.validated(), from = smallest(to);
+  if (stages != Stages::one && !config_.parallelism.fsdp_reshard_after_forward)
+    return with_shared_gathers(to, stages);
   const Profile& p = measured(to);
   Profile out{.layers = {}, .ends = rescaled(p.ends, from, to), .always = p.always};
   OfStages of_stages;

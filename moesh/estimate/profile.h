@@ -4,6 +4,7 @@
 // search over thousands of meshes runs the model on a few hundred.
 
 #include <map>
+#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -16,6 +17,7 @@ struct PartProfile {
   StateMemory dense, experts;
   double activations = 0;  // bytes held from forward to backward
   double kept = 0;         // from the half of backward for the inputs to that for the weights
+  double gathered = 0;     // parameters that the micro-batches of a pipeline share for the step
   /// Without what depends on the size of a shard: the sums of these gradients over tp.
   comm::Ledger traffic;
   double tp_gradients = 0;  // bytes of shards that tp ranks sum
@@ -52,7 +54,8 @@ class Profiler {
   Profile on(const MeshShape& mesh, Stages stages = Stages::one);
   const Config& config() const { return config_; }
   const ModelShape& model() const { return shape_; }
-  int num_runs() const { return num_runs_; }  // dry runs so far
+  /// Dry runs so far.
+  int num_runs() const { return num_runs_ + (resharding_ ? resharding_->num_runs_ : 0); }
 
  private:
   using Way = std::tuple<int, int, int, int>;  // cp, tp, ep, etp
@@ -61,10 +64,12 @@ class Profiler {
     double always_on_first = 0, always_between = 0;
   };
   const Profile& measured(const MeshShape& mesh);
+  Profile with_shared_gathers(const MeshShape& mesh, Stages stages);
   const OfStages& measured_stages(const MeshShape& mesh, Stages stages);
 
   Config config_;
   ModelShape shape_;
+  std::unique_ptr<Profiler> resharding_;  // the same with fsdp_reshard_after_forward, if needed
   std::map<Way, Profile> known_;
   std::map<std::pair<Way, Stages>, OfStages> known_stages_;
   int num_runs_ = 0;

@@ -32,6 +32,19 @@ bool divides(const Config& config, const Way& way) {
          facts.num_experts % way.ep == 0 && way.cp * way.tp <= config.data.sequence_length;
 }
 
+// Whether a plan that is given makes as many stages as the schedule wants of each rank.
+bool fits_plan(const Config& config, int num_ranks_of_pp) {
+  const auto& p = config.parallelism;
+  if (num_ranks_of_pp == 1 || p.pipeline_parallel_layers_per_stage.empty()) return true;
+  const auto facts = models::facts(config.model.architecture);
+  const auto num = static_cast<int>(
+      pipeline::given_plan(p.pipeline_parallel_layers_per_stage, static_cast<int>(facts.num_layers))
+          .size());
+  const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule),
+            each = num / num_ranks_of_pp;
+  return num % num_ranks_of_pp == 0 && (wanted == 0 ? each >= 2 : each == wanted);
+}
+
 std::vector<MeshShape> meshes_of(const Config& config, const MeshShape& asked, int num_ranks,
                                  int most_pp, const Way& way) {
   std::vector<MeshShape> all;
@@ -40,8 +53,9 @@ std::vector<MeshShape> meshes_of(const Config& config, const MeshShape& asked, i
     for (const auto copies : divisors(num_ranks / (way.cp * way.tp) / stages)) {
       const auto p = static_cast<int>(stages), replicate = static_cast<int>(copies);
       const int shard = num_ranks / (way.cp * way.tp) / p / replicate;
-      if (p > most_pp || !keeps(asked.pp, p) || !keeps(asked.dp_replicate, replicate) ||
-          !keeps(asked.dp_shard, shard) || shard * way.cp * way.tp % (way.ep * way.etp) != 0)
+      if (p > most_pp || !fits_plan(config, p) || !keeps(asked.pp, p) ||
+          !keeps(asked.dp_replicate, replicate) || !keeps(asked.dp_shard, shard) ||
+          shard * way.cp * way.tp % (way.ep * way.etp) != 0)
         continue;
       if (global % (static_cast<std::int64_t>(replicate) * shard * config.data.batch_size) != 0)
         continue;

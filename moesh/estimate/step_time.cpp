@@ -28,21 +28,41 @@ struct Parts {
 
 bool recomputes(const Config& c) { return c.activation_checkpoint.mode == "full"; }
 
+double seconds_of_flops(double flops, const Cluster& cluster) {
+  return flops / (cluster.peak_flops * cluster.efficiency);
+}
+
+// The head is not computed again, whatever the blocks do.
+Parts parts_of_head(double flops, const Cluster& cluster) {
+  const double seconds = seconds_of_flops(flops, cluster);
+  return {.compute = seconds, .forward_compute = seconds / 3};
+}
+
+// Where micro-batches of a pipeline share gathered parameters, a step gathers them once.
+bool shares_gathers(const Config& config, const MeshShape& mesh) {
+  return mesh.pp > 1 && !config.parallelism.fsdp_reshard_after_forward;
+}
+double gathers_of_a_micro_batch(const Config& config, const MeshShape& mesh,
+                                std::int64_t num_micro) {
+  return shares_gathers(config, mesh) ? 1.0 / static_cast<double>(num_micro) : 1.0;
+}
+
 Parts parts_of(const PartProfile& p, double flops, const Config& config, const Cluster& cluster,
-               const MeshShape& mesh) {
+               const MeshShape& mesh, double gathers_of_each = 1) {
   Parts out;
-  const double seconds_of_flops = flops / (cluster.peak_flops * cluster.efficiency);
-  out.forward_compute = seconds_of_flops / 3;
-  out.compute = seconds_of_flops * (recomputes(config) ? 4.0 / 3 : 1);
+  out.forward_compute = seconds_of_flops(flops, cluster) / 3;
+  out.compute = seconds_of_flops(flops, cluster) * (recomputes(config) ? 4.0 / 3 : 1);
   double gathers = 0;
   for (const auto& [key, entry] : p.traffic) {
     const Axes axes = axes_of(key.first);
-    const double time =
+    double time =
         seconds(cluster, group_shape(cluster, mesh, axes), key.second,
                 static_cast<double>(entry.num_bytes), static_cast<double>(entry.num_calls));
     if ((axes & (dp_replicate | dp_shard | efsdp)) != none) {
+      const bool is_gather = key.second == comm::Collective::all_gather;
+      if (is_gather) time *= gathers_of_each;
       out.storage += time;
-      if (key.second == comm::Collective::all_gather) gathers += time;
+      if (is_gather) gathers += time;
     } else if ((axes & (ep | etp)) != none) {
       out.experts += time;
     } else {
@@ -51,7 +71,8 @@ Parts parts_of(const PartProfile& p, double flops, const Config& config, const C
   }
   // The parameters of the next block travel while this one computes, forward and backward, and
   // gradients are reduced while backward goes on.
-  const bool again = config.parallelism.fsdp_reshard_after_forward || recomputes(config);
+  const bool again = !shares_gathers(config, mesh) &&
+                     (config.parallelism.fsdp_reshard_after_forward || recomputes(config));
   const double in_forward = again ? gathers / 2 : gathers, in_backward = out.storage - in_forward,
                can_hide =
                    config.parallelism.overlap_reductions ? in_backward : gathers - in_forward;
@@ -85,6 +106,7 @@ std::int64_t micro_batches(const Config& config, const MeshShape& mesh) {
 }
 
 int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, int num_layers) {
+  if (mesh.pp == 1) return 1;
   if (!options.layers_per_stage.empty()) {
     const auto plan = pipeline::given_plan(options.layers_per_stage, num_layers);
     MOESH_CHECK(plan.size() % static_cast<size_t>(mesh.pp) == 0, ErrorKind::config,
@@ -94,7 +116,7 @@ int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, 
     return static_cast<int>(plan.size()) / mesh.pp;
   }
   const int fixed = pipeline::stages_of_a_rank(options.schedule);
-  return mesh.pp == 1 ? 1 : fixed == 0 ? options.stages_of_a_rank : fixed;
+  return fixed == 0 ? options.stages_of_a_rank : fixed;
 }
 
 Stages stages_of(const MeshShape& mesh, const PipelineOptions& options) {
@@ -113,7 +135,8 @@ struct Pipe {
   std::vector<Parts> stages;
   pipeline::Costs costs;
   std::vector<StateMemory> state;  // of each stage
-  std::vector<double> always;  // of each: bytes that do not depend on how many micro-batches live
+  std::vector<double> always;    // of each: bytes that do not depend on how many micro-batches live
+  std::vector<double> gathered;  // of each: parameters that its micro-batches share
 };
 
 void add(StateMemory& to, const StateMemory& s, double factor = 1) {
@@ -122,6 +145,21 @@ void add(StateMemory& to, const StateMemory& s, double factor = 1) {
   };
   to.weights += times(s.weights), to.gradients += times(s.gradients);
   to.optimizer += times(s.optimizer);
+}
+
+pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh,
+                               const PipelineOptions& options, std::int64_t num_micro) {
+  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : options.schedule, mesh.pp,
+                                 pipe.stages_of_a_rank, static_cast<int>(num_micro));
+}
+
+// Whether any rank sends to its place in another stage over the network: pp is the slowest axis.
+bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int to) {
+  const int width = mesh.num_ranks() / mesh.pp;
+  for (int i = 0; i < width; ++i)
+    if ((from * width + i) / cluster.gpus_per_node != (to * width + i) / cluster.gpus_per_node)
+      return true;
+  return false;
 }
 
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
@@ -138,30 +176,31 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   layer_mesh.pp = 1;
   const Profile profile = profiler.on(layer_mesh, stages_of(mesh, options));
   pipe.plan =
-      options.layers_per_stage.empty()
+      options.layers_per_stage.empty() || mesh.pp == 1
           ? pipeline::balanced_plan(
                 {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
           : pipeline::given_plan(options.layers_per_stage, num_layers);
+  const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro);
   std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
   const auto layer_parts = [&](size_t i) {
     const std::pair key(model.is_moe[i], model.layer_flops[i]);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
-    return known[key] =
-               parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster, mesh);
+    return known[key] = parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster,
+                                 mesh, gathers_of_each);
   };
   const Parts ends = parts_of(profile.ends, 0, config, cluster, mesh);
-  const Parts head = parts_of({}, tokens * model.head_flops, config, cluster, mesh);
+  const Parts head = parts_of_head(tokens * model.head_flops, cluster);
   size_t layer = 0;
   for (size_t s = 0; s < pipe.plan.size(); ++s) {
     Parts stage;
     StateMemory state;
-    double activations = 0, kept = 0;
+    double activations = 0, kept = 0, gathered = 0;
     for (int i = 0; i < pipe.plan[s]; ++i, ++layer) {
       const PartProfile& p = profile.layers.at(model.is_moe[layer]);
       stage.add(layer_parts(layer));
       add(state, p.dense), add(state, p.experts);
-      activations += p.activations, kept += p.kept;
+      activations += p.activations, kept += p.kept, gathered += p.gathered;
     }
     const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
     // Half of what is around the layers is the embedding, half the head; one is both if tied.
@@ -171,14 +210,18 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                                    : 0.5;
     add(state, profile.ends.dense, of_ends);
     stage.add(ends, is_first && is_last ? 1 : is_first || is_last ? 0.5 : 0);
-    if (is_last) stage.add(head);
+    pipeline::StageCosts c = costs_of(stage, config);
+    if (is_last) {  // backward of the head follows its forward at once
+      stage.add(head);
+      c.forward += head.all();
+    }
     pipe.stages.push_back(stage);
     pipe.state.push_back(state);
     pipe.always.push_back(is_last    ? profile.always
                           : is_first ? profile.always_on_first
                                      : profile.always_between);
-    pipeline::StageCosts c = costs_of(stage, config);
-    c.activation = activations;  // backward of the head follows its forward at once
+    pipe.gathered.push_back(gathered);
+    c.activation = activations;
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
   }
@@ -186,19 +229,15 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                  : config.training.dtype == "float64" ? 8
                                                                       : 4;
   const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
-  const bool leaves_node = mesh.num_ranks() / mesh.pp >= cluster.gpus_per_node;
-  pipe.costs.transfer =
-      mesh.pp == 1 ? 0
-                   : held * static_cast<double>(model.dim) * bytes_of_number /
-                             (leaves_node ? cluster.network_bandwidth : cluster.node_bandwidth) +
-                         cluster.latency;
+  const double num_bytes = held * static_cast<double>(model.dim) * bytes_of_number;
+  const auto rank_of = schedule_of(pipe, mesh, options, 1).rank_of;
+  for (size_t s = 0; s + 1 < rank_of.size(); ++s)
+    pipe.costs.stages[s].transfer =
+        num_bytes / (crosses_nodes(cluster, mesh, rank_of[s], rank_of[s + 1])
+                         ? cluster.network_bandwidth
+                         : cluster.node_bandwidth) +
+        cluster.latency;
   return pipe;
-}
-
-pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh,
-                               const PipelineOptions& options, std::int64_t num_micro) {
-  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : options.schedule, mesh.pp,
-                                 pipe.stages_of_a_rank, static_cast<int>(num_micro));
 }
 
 // After so many micro-batches each further one takes as long as on the slowest rank.
@@ -224,6 +263,7 @@ formats::JsonValue to_json(const StepTime& t) {
   formats::JsonList layers(t.layers.size());
   for (size_t i = 0; i < layers.size(); ++i) layers[i].value = std::int64_t{t.layers[i]};
   return {formats::JsonObject{{"mesh", {t.mesh.describe()}},
+                              {"schedule", {t.schedule}},
                               {"ranks", {std::int64_t{t.mesh.num_ranks()}}},
                               {"tokens", {t.num_tokens}},
                               {"micro_batches", {t.num_micro_batches}},
@@ -234,6 +274,7 @@ formats::JsonValue to_json(const StepTime& t) {
                               {"experts", {t.experts}},
                               {"storage", {t.storage}},
                               {"bubble", {t.bubble}},
+                              {"waiting", {t.waiting}},
                               {"update", {t.update}},
                               {"tokens_per_second", {t.tokens_per_second()}},
                               {"flops_of_a_rank", {t.flops_of_a_rank()}},
@@ -252,17 +293,19 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
-  std::vector<double> always(work.size());
+  std::vector<double> always(work.size()), gathered(work.size());
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
     const auto rank = static_cast<size_t>(schedule.rank_of[s]);
     work[rank].add(pipe.stages[s]);
     add(state[rank], pipe.state[s]);
     always[rank] = std::max(always[rank], pipe.always[s]);
+    gathered[rank] += pipe.gathered[s];
   }
   const Parts& longest = *std::max_element(
       work.begin(), work.end(), [](const Parts& a, const Parts& b) { return a.all() < b.all(); });
   const auto num_micro = static_cast<double>(pipe.num_micro);
   StepTime out{.mesh = mesh,
+               .schedule = options.schedule,
                .num_tokens = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard *
                              config.data.batch_size * config.data.sequence_length * pipe.num_micro,
                .num_micro_batches = pipe.num_micro,
@@ -276,8 +319,8 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
     const double alive = options.schedule == "gpipe" && mesh.pp > 1
                              ? num_micro / static_cast<double>(simulated_micro)
                              : 1;
-    out.peak = std::max(
-        out.peak, static_cast<double>(state[r].total()) + alive * simulation.peak[r] + always[r]);
+    out.peak = std::max(out.peak, static_cast<double>(state[r].total()) +
+                                      alive * simulation.peak[r] + always[r] + gathered[r]);
     // Weights and moments are read and written, gradients read.
     out.update = std::max(
         out.update,
@@ -287,6 +330,9 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
   const double whole =
       simulation.time + static_cast<double>(pipe.num_micro - simulated_micro) * longest.all();
   out.bubble = std::max(0.0, whole - num_micro * longest.all());  // not -0 by rounding
+  double busy = 0;
+  for (const Parts& p : work) busy += num_micro * p.all();
+  out.waiting = std::max(0.0, 1 - busy / (whole * mesh.pp));
   out.total = whole + out.update;
   out.peak_flops = cluster.peak_flops;
   out.flops = static_cast<double>(out.num_tokens) *
@@ -314,7 +360,7 @@ double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,
   for (size_t i = 0; i < model.is_moe.size(); ++i)
     sum.add(parts_of(profile.layers.at(model.is_moe[i]), of_rank * model.layer_flops[i], config,
                      cluster, mesh));
-  sum.add(parts_of({}, of_rank * model.head_flops, config, cluster, mesh));
+  sum.add(parts_of_head(of_rank * model.head_flops, cluster));
   return tokens * mesh.dp_replicate * mesh.dp_shard / (sum.compute + sum.tensor + sum.experts);
 }
 

@@ -23,12 +23,15 @@ struct PipelineOptions {
 
 struct StepTime {
   MeshShape mesh;
+  std::string schedule;
   std::int64_t num_tokens = 0, num_micro_batches = 1;  // of a step
   pipeline::StagePlan layers;                          // of each stage
   // Seconds of a step. The first five are those of the rank that works longest, and add up to
   // `total` with what it waits for others.
   double compute = 0, tensor = 0, experts = 0, storage = 0, update = 0;
   double bubble = 0;  // waiting, and sending to the next stage
+  /// The part of the time before the update in which ranks of pp wait, all of them together.
+  double waiting = 0;
   double total = 0;
   double peak = 0;        // bytes of the rank that holds the most
   double flops = 0;       // of the model in a step, on all ranks; recompute is not counted

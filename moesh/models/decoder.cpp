@@ -111,8 +111,9 @@ class Decoder final : public Model {
   }
   void check_whole(const char* what) const {
     MOESH_CHECK(is_whole(), ErrorKind::config, what,
-                " of a model of which this rank has some layers alone; set "
-                "parallelism.pipeline_parallel_degree to 1");
+                " of a model of which this rank has some layers alone: pp is ",
+                current_mesh().size(pp),
+                "; set parallelism.pipeline_parallel_degree to 1, on whatever mesh it was trained");
   }
 
   template <bool Sp>

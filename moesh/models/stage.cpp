@@ -93,6 +93,8 @@ BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
             const nn::Stream<Sp>& stream, bool again) {
           ForwardOptions o = options;
           if (again) o.pass = nn::Pass::recompute;
+          std::optional<TakeKept> kept;
+          if (!options.reshard) kept.emplace();
           // Backward comes to the block before this one next.
           if (again && options.reshard) {
             prefetch(block.stored());

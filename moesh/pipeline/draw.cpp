@@ -109,7 +109,7 @@ std::string draw_text(const Simulation& s, int columns) {
   return out;
 }
 
-std::string draw_svg(const Simulation& s, const std::string& title) {
+std::string draw_svg(const Simulation& s, const std::string& title, const std::string& note) {
   const double scale = s.time > 0 ? kWidth / s.time : 0,
                bottom = kTop + kRow * static_cast<double>(s.ranks.size()), height = bottom + 34;
   char head[320];
@@ -122,10 +122,10 @@ std::string draw_svg(const Simulation& s, const std::string& title) {
   out += "<title>" + escaped(title) + "</title>\n";
   out += rectangle(0, 0, kLeft + kWidth + 12, height, "#ffffff", 1);
   out += text_at(kLeft, 22, title, "font-size=\"15\" fill=\"#202020\"");
-  char note[160];
-  std::snprintf(note, sizeof note, "bubble %.1f %%, at most %g activations on a rank",
+  char numbers[160];
+  std::snprintf(numbers, sizeof numbers, "bubble %.1f %%, at most %g activations on a rank",
                 100 * s.bubble_fraction(), *std::max_element(s.peak.begin(), s.peak.end()));
-  out += text_at(kLeft, 40, note, "fill=\"#606060\"");
+  out += text_at(kLeft, 40, note.empty() ? numbers : note, "fill=\"#606060\"");
   std::set<int> kinds;
   bool has_rounds = false;
   for (size_t r = 0; r < s.ranks.size(); ++r) {

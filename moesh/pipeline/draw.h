@@ -12,7 +12,9 @@ namespace moesh::pipeline {
 /// where `columns` are too few for that. 0: as many as it takes.
 std::string draw_text(const Simulation& simulation, int columns = 0);
 
-/// A picture for browsers and pages, with its title, colours and numbers explained in it.
-std::string draw_svg(const Simulation& simulation, const std::string& title);
+/// A picture for browsers and pages, with its title, colours and numbers explained in it. The note
+/// is under the title; empty: the bubble, and the most activations of a rank.
+std::string draw_svg(const Simulation& simulation, const std::string& title,
+                     const std::string& note = "");
 
 }  // namespace moesh::pipeline

@@ -121,7 +121,8 @@ class Simulator {
       const auto& before =
           time_of({a.kind == forward ? forward : backward_input, *from, a.micro_batch});
       if (!before) return std::nullopt;
-      ready = before->end + (rank_of(*from) == rank_of(a.stage) ? 0 : costs_.transfer);
+      const bool stays = rank_of(*from) == rank_of(a.stage);
+      ready = before->end + (stays ? 0 : costs_.of(std::min(*from, a.stage)).transfer);
     }
     const auto to = s_.target(a);
     if (!to || rank_of(*to) == rank_of(a.stage)) return ready;

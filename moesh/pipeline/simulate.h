@@ -15,11 +15,12 @@ struct StageCosts {
   double activation = 1;  // held from forward until backward has ended, in any unit of memory
   /// How much of it is held on from the gradients of inputs to those of weights.
   double kept_for_weights = 1;
+  /// Of what goes to the next stage, and of its gradient back, where that is on another rank.
+  double transfer = 0;
 };
 
 struct Costs {
   std::vector<StageCosts> stages;  // one: all are alike
-  double transfer = 0;             // of an activation or a gradient to another rank
   /// Messages of one kind (activations, or gradients) that may lie between two ranks, from the
   /// start of the action that makes one to the start of that which takes it.
   int num_buffers = std::numeric_limits<int>::max();

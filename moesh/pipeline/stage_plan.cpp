@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <limits>
 #include <numeric>
 
@@ -81,11 +82,11 @@ StagePlan given_plan(const std::string& text, int num_layers) {
     begin = comma + 1;
   }
   if (plan.size() == 1) {
-    const int each = plan[0];
+    const int each = std::min(plan[0], num_layers);
     plan.assign(static_cast<size_t>((num_layers + each - 1) / each), each);
     plan.back() = num_layers - each * static_cast<int>(plan.size() - 1);
   }
-  const int sum = std::accumulate(plan.begin(), plan.end(), 0);
+  const std::int64_t sum = std::accumulate(plan.begin(), plan.end(), std::int64_t{0});
   MOESH_CHECK(sum == num_layers, ErrorKind::config, "layers of the stages are '", text,
               "', which are ", sum, ", and the model has ", num_layers,
               "; they must make up the whole model");

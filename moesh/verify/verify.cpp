@@ -321,6 +321,14 @@ void launch_for(VerifyReport& report, const Config& config,
   }
 }
 
+Config with_micro_batches(const Config& config, const std::string& origin) {
+  constexpr const char* kKey = "training.gradient_accumulation_steps";
+  const std::int64_t degree = config.parallelism.pipeline_parallel_degree;
+  if (degree == 1 || config.training.global_batch_size != 0 || !config.origin(kKey).is_default)
+    return config;
+  return changed(config, {{kKey, degree + 1, {origin, true}}});
+}
+
 Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule,
               bool is_tied) {
   models::AnyConfig model = config.model.architecture;
@@ -352,18 +360,14 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
       model);
   const config::Origin origin{"--sweep"};
   auto settings = config::mesh_settings(shape, origin.text);
-  if (shape.pp > 1) {
+  if (shape.pp > 1)
     settings.push_back({"parallelism.pipeline_parallel_schedule", schedule, origin});
-    // One more than there are ranks: enough for every rank to work on several at once.
-    if (config.training.global_batch_size == 0 && config.training.gradient_accumulation_steps == 1)
-      settings.push_back(
-          {"training.gradient_accumulation_steps", std::int64_t{shape.pp} + 1, origin});
-  }
   if (const auto global = config.training.global_batch_size; global > 0)
     settings.push_back({"training.global_batch_size",
                         fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),
                         origin});
-  return changed(config, settings, config::GivenModel{model, "--sweep"});
+  return with_micro_batches(changed(config, settings, config::GivenModel{model, "--sweep"}),
+                            origin.text);
 }
 
 }  // namespace moesh::verify

@@ -35,6 +35,10 @@ config::Settings verify_defaults(std::int64_t steps);
 /// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
 Config one_rank(const Config& config);
 
+/// With one micro-batch more than its pipeline has ranks, enough for every rank to work on several
+/// at once, unless somebody has asked for another number.
+Config with_micro_batches(const Config& config, const std::string& origin);
+
 /// On a mesh, with heads, experts, layers and a global batch that it divides, and with a few
 /// micro-batches for its pipeline, for sweeps: as they are where they fit. `is_tied`: the embedding
 /// is the head, whatever the model says.

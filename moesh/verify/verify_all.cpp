@@ -14,7 +14,7 @@ using formats::JsonObject;
 using formats::JsonValue;
 
 std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& sweep) {
-  if (!sweep) return {config};
+  if (!sweep) return {with_micro_batches(config, "verify's default")};
   const MeshShape given = mesh_shape(config);
   MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep goes through every mesh of ",
               sweep->least_ranks, " to ", sweep->most_ranks,

@@ -34,8 +34,15 @@ TEST(Pipeline, SaysWhichStagesDoNotFit) {
   expect_parts(
       error_of([] { load_config({"--mesh=pp=2", "--parallelism.pipeline_parallel_schedule=zbv"}); },
                ErrorKind::config),
-      {"with 2 stages on each rank", "model.num_layers is 3", "to 1 or less",
-       "a schedule with one stage a rank"});
+      {"with 2 stages on each rank", "model.num_layers is 3",
+       "to 1, or a schedule with one stage a rank, or model.num_layers to 4 or more"});
+  expect_parts(
+      error_of([] { load_config({"--mesh=pp=4", "--model.num_layers=3"}); }, ErrorKind::config),
+      {"set parallelism.pipeline_parallel_degree to 3 or less, or model.num_layers to 4 or more"});
+  expect_parts(
+      error_of([] { load_config({"--parallelism.pipeline_parallel_layers_per_stage=banana"}); },
+               ErrorKind::config),
+      {kLayers, "'banana' is not a number of layers"});
   EXPECT_EQ(stage_plan(load_config({"--mesh=pp=2", "--model.num_layers=6",
                                     "--parallelism.pipeline_parallel_layers_per_stage=2,4"})),
             (pipeline::StagePlan{2, 4}));

@@ -5,6 +5,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "moesh/config/merge.h"
 #include "moesh/estimate/search_time.h"
 
@@ -189,6 +191,82 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
       EXPECT_GT(peak, 0.98 * of_dry_run) << peak / of_dry_run;
       EXPECT_LT(peak, 1.06 * of_dry_run) << peak / of_dry_run;
     }
+}
+
+// Micro-batches share what is gathered: it counts once, and travels once.
+TEST(StepTime, HoldsGatheredParametersOnce) {
+  for (const char* mode : {"none", "full"}) {
+    const Config c = load({"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16",
+                           "--device=cuda", "--data.sequence_length=1024", "--data.batch_size=1",
+                           "--mesh=pp=4,dp_shard=4,ep=2", "--training.global_batch_size=48",
+                           std::string("--activation_checkpoint.mode=") + mode,
+                           "--parallelism.fsdp_reshard_after_forward=false"});
+    Profiler profiler(c);
+    Cluster cluster = parse_cluster("h100x8:2");
+    const double peak = step_time(profiler, cluster, mesh_shape(c), {}).peak,
+                 of_dry_run = static_cast<double>(estimate(c).peak);
+    EXPECT_GT(peak, 0.95 * of_dry_run) << mode << " " << peak / of_dry_run;
+    EXPECT_LT(peak, 1.1 * of_dry_run) << mode << " " << peak / of_dry_run;
+    cluster.node_bandwidth = cluster.network_bandwidth = 1e9;  // nothing hides them
+    Profiler resharding(changed(c, {{"parallelism.fsdp_reshard_after_forward", true, {"test"}}}));
+    EXPECT_LT(step_time(profiler, cluster, mesh_shape(c), {}).storage,
+              0.8 * step_time(resharding, cluster, mesh_shape(c), {}).storage);
+  }
+}
+
+// Four stages of four GPUs on two nodes: one of three boundaries is between them.
+TEST(StepTime, SendsOverTheNetworkWhereAStageIsOnAnotherNode) {
+  const Config c =
+      load(with(kModel, {"--mesh=pp=4,dp_shard=4,ep=4", "--training.global_batch_size=64"}));
+  Profiler profiler(c);
+  const auto total = [&](const char* text, double bandwidth) {
+    Cluster cluster = parse_cluster(text);
+    cluster.network_bandwidth = bandwidth;
+    return step_time(profiler, cluster, mesh_shape(c), {}).total;
+  };
+  EXPECT_EQ(total("h100x16:1", 1e6), total("h100x16:1", 1e9));
+  const double slow = total("h100x8:2", 1e6), slower = total("h100x8:2", 0.5e6);
+  const double once = 2.0 * 256 * 256 * 2 / 1e6;  // bytes of a stream, in seconds
+  // There and back, for the first micro-batch at least, and twice as long at half the speed.
+  EXPECT_GT(slow - total("h100x8:2", 1e12), 1.9 * once);
+  EXPECT_GT(slower - slow, 1.9 * once);
+}
+
+// Nearly all of this model is its head.
+TEST(StepTime, ComputesTheHeadOnceAndInForward) {
+  const auto with_mode = [](const char* mode) {
+    return load({"--model=mixtral:tiny", "--model.num_layers=2", "--model.vocab_size=1000000",
+                 "--dtype=bfloat16", "--device=cuda", "--mesh=pp=2",
+                 "--training.global_batch_size=32",
+                 std::string("--activation_checkpoint.mode=") + mode});
+  };
+  const Cluster cluster = parse_cluster("h100x2:1");
+  const auto compute = [&](const char* mode) {
+    const Config c = with_mode(mode);
+    Profiler profiler(c);
+    return step_time(profiler, cluster, mesh_shape(c), {}).compute;
+  };
+  EXPECT_NEAR(compute("full"), compute("none"), 0.01 * compute("none"));
+  const Config c = with_mode("none");
+  Profiler profiler(c);
+  const auto s = simulated(profiler, cluster, mesh_shape(c), {.schedule = "zero_bubble"}, 4);
+  double forward = 0, all = 0;
+  for (const auto& [action, start, end] : s.ranks[1]) {
+    all += end - start;
+    if (action.kind == pipeline::ActionKind::forward) forward += end - start;
+  }
+  EXPECT_GT(forward, 0.95 * all);
+}
+
+TEST(SearchTime, TakesMeshesThatAGivenPlanFits) {
+  const Config c = load(with(kModel, {"--training.global_batch_size=256",
+                                      "--parallelism.pipeline_parallel_layers_per_stage=3,1,3,1"}));
+  Profiler profiler(c);
+  const TimeSearch found = search_time(profiler, parse_cluster("h100x8:1"), {}, pipeline_options(c),
+                                       1e15, 1000, [](int, int, const TimeSearch&) {});
+  std::set<int> stages;
+  for (const StepTime& t : found.best) stages.insert(t.mesh.pp);
+  EXPECT_EQ(stages, (std::set<int>{1, 4}));
 }
 
 TEST(SearchTime, LosesNoneOfTheBest) {

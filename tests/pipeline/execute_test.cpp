@@ -65,8 +65,8 @@ class TimedActor : public Actor {
     const std::lock_guard lock(post_.mutex);
     auto& line = post_.letters[{rank_, to}];
     sent_[{maker.kind != forward, maker.stage, maker.micro_batch}] = {to, line.size()};
-    line.push_back(
-        {{maker.kind != forward, *s_.target(maker), maker.micro_batch}, clock + costs_.transfer});
+    line.push_back({{maker.kind != forward, *s_.target(maker), maker.micro_batch},
+                    clock + costs_.of(std::min(maker.stage, *s_.target(maker))).transfer});
     int num_under_way = 0;  // of this kind
     for (const auto& letter : line)
       num_under_way += !letter.taken && std::get<0>(letter.label) == (maker.kind != forward);
@@ -156,8 +156,12 @@ TEST(Execute, TakesTheTimeThatTheSimulatorSays) {
   for (int p = 1; p <= 5; ++p)
     for (int m = 1; m <= 9; m += 2)
       for (const Schedule& s : schedules(p, m)) {
-        Costs costs{.stages = {{.forward = 1, .backward_input = 1.25, .backward_weight = 0.75}},
-                    .transfer = 0.125};
+        Costs costs;
+        for (int stage = 0; stage < s.num_stages; ++stage)
+          costs.stages.push_back({.forward = 1,
+                                  .backward_input = 1.25,
+                                  .backward_weight = 0.75,
+                                  .transfer = 0.125 * (1 + stage % 3)});
         // And with no more messages under way than it needs.
         for (const bool is_bounded : {false, true}) {
           if (is_bounded) costs.num_buffers = enough_buffers(s);

@@ -79,11 +79,12 @@ TEST(Simulate, ForwardsAloneNeedLittle) {
 // Whatever actions take: nothing begins before its input is there, or before the rank is free.
 TEST(Simulate, NothingBeginsBeforeItsInput) {
   each_case([](const Case& c) {
-    Costs costs{.stages = {}, .transfer = 0.25};
+    Costs costs;
     for (int stage = 0; stage < c.schedule.num_stages; ++stage)
       costs.stages.push_back({.forward = 1.0 + stage % 3,
                               .backward_input = 2.0 - stage % 2,
-                              .backward_weight = 0.5 + stage % 4});
+                              .backward_weight = 0.5 + stage % 4,
+                              .transfer = 0.25 * (stage % 3)});
     const Simulation s = simulate(c.schedule, costs);
     std::map<std::tuple<bool, int, int>, double> ends;  // of forward, and of gradients of inputs
     for (const auto& list : s.ranks)
@@ -99,8 +100,8 @@ TEST(Simulate, NothingBeginsBeforeItsInput) {
         if (a.kind == backward_weight || from < 0 || from == c.schedule.num_stages) continue;
         const bool is_here = c.schedule.rank_of[static_cast<size_t>(from)] ==
                              c.schedule.rank_of[static_cast<size_t>(a.stage)];
-        const double arrives =
-            ends.at({a.kind == forward, from, a.micro_batch}) + (is_here ? 0 : costs.transfer);
+        const double arrives = ends.at({a.kind == forward, from, a.micro_batch}) +
+                               (is_here ? 0 : costs.of(std::min(from, a.stage)).transfer);
         EXPECT_GE(start, arrives - 1e-12) << to_string(a);
       }
     }
@@ -160,7 +161,7 @@ TEST(Simulate, KeepsWhatWeightsNeed) {
 
 TEST(Simulate, CountsMessagesBetweenTwoRanks) {
   // Four are sent before the first has arrived.
-  EXPECT_EQ(simulate(gpipe(2, 4), {.stages = {{}}, .transfer = 5}).num_buffers, 4);
+  EXPECT_EQ(simulate(gpipe(2, 4), {.stages = {{.transfer = 5}}}).num_buffers, 4);
   // The second rank takes one every 3, and the first makes one every 1.
   EXPECT_EQ(simulate(gpipe(2, 4), {.stages = {{.forward = 1}, {.forward = 3}}}).num_buffers, 3);
   EXPECT_EQ(simulate(gpipe(2, 4)).num_buffers, 1);
@@ -180,6 +181,14 @@ TEST(Simulate, MeasuresInEveryUnit) {
   const Simulation none = simulate(gpipe(2, 1), {.stages = {nothing}});
   EXPECT_EQ(none.bubble_fraction(), 0);
   EXPECT_EQ(none.bubble_fraction_of_worst_rank(), 0);
+}
+
+// There and back, over each link once.
+TEST(Simulate, WaitsForEachLinkByItself) {
+  Costs costs{.stages = {{}, {}, {}}};
+  EXPECT_EQ(simulate(gpipe(3, 1), costs).time, 3 + 6);
+  costs.stages[0].transfer = 10, costs.stages[1].transfer = 100, costs.stages[2].transfer = 1000;
+  EXPECT_EQ(simulate(gpipe(3, 1), costs).time, 3 + 6 + 2 * 110);
 }
 
 TEST(Simulate, ChecksItsCosts) {

@@ -82,7 +82,11 @@ TEST(StagePlan, TakesWhatTheUserGives) {
   EXPECT_EQ(given_plan("5", 18), (StagePlan{5, 5, 5, 3}));
   EXPECT_EQ(given_plan("6", 18), (StagePlan{6, 6, 6}));
   EXPECT_EQ(given_plan("20", 18), (StagePlan{18}));
+  EXPECT_EQ(given_plan("2147483647", 18), (StagePlan{18}));
   expect_error([] { given_plan("4,5", 18); }, "which are 9, and the model has 18");
+  expect_error([] { given_plan("1073741824,1073741824,1073741824,1073741828", 4); },
+               "which are 4294967300, and the model has 4");
+  expect_error([] { given_plan("4,2147483648", 9); }, "'2147483648' is not a number of layers");
   expect_error([] { given_plan("4,,5", 9); }, "'' is not a number of layers");
   expect_error([] { given_plan("4,5,", 9); }, "'' is not a number of layers");
   expect_error([] { given_plan("", 9); }, "'' is not a number of layers");

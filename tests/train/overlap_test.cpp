@@ -142,23 +142,26 @@ TEST(Overlap, APipelineOverNcclIsThatOfThreads) {
 // Without resharding, however many micro-batches are under way, parameters of blocks are gathered
 // once for all of them.
 TEST(Overlap, MicroBatchesOfAPipelineShareTheirGathers) {
-  const auto run = [](const std::string& num_micro, const std::string& reshard) {
-    return results(config_of({"--mesh=pp=2,dp_shard=2,ep=2", "--model.num_layers=4",
-                              "--parallelism.pipeline_parallel_schedule=gpipe",
-                              "--training.gradient_accumulation_steps=" + num_micro,
-                              "--parallelism.fsdp_reshard_after_forward=" + reshard}),
-                   World::threads);
-  };
-  const auto expected = run("6", "true"), found = run("6", "false"), few = run("2", "false");
-  for (std::size_t r = 0; r < found.size(); ++r) {
-    for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
-      EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i])) << r << ", " << i;
-    // One more for each micro-batch: the embedding, or the head and the norm before it.
-    const auto gathers = [&](const auto& all) {
-      return count(all[r].calls, "dp_shard all_gather");
+  for (const std::string mode : {"none", "selective", "full"}) {
+    const auto run = [&](const std::string& num_micro, const std::string& reshard) {
+      return results(config_of({"--mesh=pp=2,dp_shard=2,ep=2", "--model.num_layers=4",
+                                "--activation_checkpoint.mode=" + mode,
+                                "--parallelism.pipeline_parallel_schedule=gpipe",
+                                "--training.gradient_accumulation_steps=" + num_micro,
+                                "--parallelism.fsdp_reshard_after_forward=" + reshard}),
+                     World::threads);
     };
-    EXPECT_GT(gathers(few), 10);
-    EXPECT_EQ(gathers(found) - gathers(few), 4 * (r < 2 ? 1 : 2));
+    const auto expected = run("6", "true"), found = run("6", "false"), few = run("2", "false");
+    for (std::size_t r = 0; r < found.size(); ++r) {
+      for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+        EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i])) << r << ", " << i;
+      // One more for each micro-batch: the embedding, or the head and the norm before it.
+      const auto gathers = [&](const auto& all) {
+        return count(all[r].calls, "dp_shard all_gather");
+      };
+      EXPECT_GT(gathers(few), 10);
+      EXPECT_EQ(gathers(found) - gathers(few), 4 * (r < 2 ? 1 : 2)) << mode;
+    }
   }
 }
 

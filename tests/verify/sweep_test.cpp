@@ -6,7 +6,9 @@
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/config/merge.h"
 #include "moesh/pipeline/schedule.h"
+#include "moesh/verify/verify.h"
 
 namespace moesh::verify {
 namespace {
@@ -71,6 +73,19 @@ TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {
   EXPECT_EQ(schedules, std::set<std::string>(all.begin(), all.end()));
   EXPECT_EQ(axes, (std::set<std::string>{"pp2", "pp3", "pp4", "pp5", "pp6", "dp_replicate",
                                          "dp_shard", "cp", "tp", "ep", "etp"}));
+}
+
+// One micro-batch would leave no rank with two at once; what somebody asks for stays.
+TEST(MeshSweep, pipelines_have_several_micro_batches) {
+  const auto of = [](const std::vector<std::string>& args) {
+    return config::num_micro_batches(
+        with_micro_batches(config::load_config(args), "verify's default"));
+  };
+  EXPECT_EQ(of({"--mesh=pp=3"}), 4);
+  EXPECT_EQ(of({"--mesh=tp=2"}), 1);
+  EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=1"}), 1);
+  EXPECT_EQ(of({"--mesh=pp=3", "--training.gradient_accumulation_steps=7"}), 7);
+  EXPECT_EQ(of({"--mesh=pp=3", "--training.global_batch_size=4"}), 2);
 }
 
 TEST(MeshSweep, every_mesh_is_in_one_shard) {
