@@ -9,8 +9,8 @@
 // experts, and the gradients of their outputs; of the experts also the hidden layer and its
 // gradients. Not the weights: where they were gathered, they are freed in between (unless the
 // gathers of a pipeline are kept for the step). What has few numbers (norms, biases, the router's
-// gate, sinks) has its gradient at once, and it is kept. The head does neither: its gradient is made
-// with the loss, and is as large as the head.
+// gate, sinks) has its gradient at once, and it is kept. The head does neither: its gradient is
+// made with the loss, and is as large as the head.
 //
 // With recompute nothing is kept before backward comes to a block. From then on, as above.
 
