@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/kept_gathers.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
@@ -86,6 +87,36 @@ TEST(WeightsLater, GivesEachWeightItsGradientAfterwards) {
             EXPECT_TRUE(at::allclose(whole[i], halves[i], 1e-13, 1e-13)) << i;
         },
         test_options());
+}
+
+// A weight whose gradient comes with backward itself leaves its sum over the ranks.
+TEST(WeightsLater, LeavesTheSumOfWhatHasItsGradientAtOnce) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        auto w = matrix("w", 4, 3);
+        WeightsLater later(true);
+        const at::Tensor whole = local(use(w));
+        raw::run_backward([&] { (whole * (mesh.rank() + 1)).sum().backward(); });
+        EXPECT_FALSE(w.stored().value.grad().defined());
+        WeightHalf half = later.take();
+        EXPECT_EQ(half.size(), 1u);
+        half.run();
+        const at::Tensor expected = at::full({2, 3}, 1.0 + 2.0, w.stored().value.options());
+        ASSERT_TRUE(w.stored().value.grad().defined());
+        EXPECT_TRUE(at::equal(w.stored().value.grad(), expected));
+        at::Tensor of_now;
+        {
+          const WeightsNow now;
+          of_now = local(use(w));
+        }
+        raw::run_backward([&] { (of_now * 2).sum().backward(); });
+        EXPECT_TRUE(at::equal(w.stored().value.grad(), expected + 4));
+        EXPECT_EQ(later.take().size(), 0u);
+      },
+      test_options());
 }
 
 // Where nothing leads backward to it, or a weight takes no gradient, there is nothing to put off.
