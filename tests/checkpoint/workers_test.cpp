@@ -8,6 +8,7 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <chrono>
 
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -41,6 +42,8 @@ TEST(Workers, ThrowWhatOneOfThemThrewAndBeginNothingMore) {
       share_work(100000, num_threads, [&](std::size_t i, std::size_t) {
         ++num_begun;
         MOESH_CHECK(i != 3, ErrorKind::storage, "the disk of piece ", i);
+        // However late that thread is run: the others would take half a minute.
+        if (i > 3) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       });
     };
     expect_parts(error_of(work, ErrorKind::storage), {"the disk of piece 3"});
