@@ -65,12 +65,6 @@ void print_heading(const Config& c, const Cluster& k) {
         c.training.dtype.c_str());
 }
 
-std::string layers_text(const pipeline::StagePlan& plan) {
-  std::string text;
-  for (const int n : plan) text += (text.empty() ? "" : ",") + std::to_string(n);
-  return text;
-}
-
 // Axes larger than 1 whose groups leave the node.
 std::string between_nodes(const Cluster& cluster, const MeshShape& mesh) {
   std::string text;
@@ -87,7 +81,7 @@ void print(const StepTime& t, const Cluster& cluster, const PipelineOptions& opt
   std::printf("axes between nodes: %s\n", between_nodes(cluster, t.mesh).c_str());
   if (t.mesh.pp > 1)
     std::printf("schedule %s, layers of the stages: %s\n", options.schedule.c_str(),
-                layers_text(t.layers).c_str());
+                pipeline::plan_text(t.layers).c_str());
   std::printf("\ntime of a step%s\n",
               t.mesh.pp > 1 ? ", on the rank of pp that works longest" : "");
   const auto line = [&](const char* name, double seconds) {

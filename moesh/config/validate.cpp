@@ -117,12 +117,12 @@ void check_pipeline(const Config& c, const models::ModelFacts& facts) {
   const std::int64_t degree = p.pipeline_parallel_degree;
   const std::string& layers = p.pipeline_parallel_layers_per_stage;
   pipeline::StagePlan plan;
-  if (!layers.empty()) try {
-      plan = pipeline::given_plan(layers, static_cast<int>(facts.num_layers));
-    } catch (const Error& e) {
-      throw Error(ErrorKind::config,
-                  detail::concat(describe_option(c, kLayersPerStage), ": ", e.what()));
-    }
+  try {
+    if (!layers.empty()) plan = pipeline::given_plan(layers, static_cast<int>(facts.num_layers));
+  } catch (const Error& e) {
+    throw Error(ErrorKind::config,
+                detail::concat(describe_option(c, kLayersPerStage), ": ", e.what()));
+  }
   if (degree == 1) return;
   const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule);
   if (layers.empty()) {

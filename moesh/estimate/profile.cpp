@@ -296,8 +296,12 @@ Profile Profiler::with_shared_gathers(const MeshShape& mesh, Stages stages) {
   const double ratio = config_.training.dtype == "bfloat16" ? 0.5 : 1;  // to the master weights
   for (auto& [is_moe, layer] : out.layers) {
     layer.traffic = own.layers.at(is_moe).traffic;
-    layer.gathered = ratio * (static_cast<double>(layer.dense.weights) * mesh.size(fsdp) +
-                              static_cast<double>(layer.experts.weights) * mesh.size(efsdp));
+    // One rank that computes in the type of the weights takes them as they are.
+    const auto whole = [&](std::int64_t shard, int size) {
+      return ratio == 1 && size == 1 ? 0 : ratio * static_cast<double>(shard) * size;
+    };
+    layer.gathered = whole(layer.dense.weights, mesh.size(fsdp)) +
+                     whole(layer.experts.weights, mesh.size(efsdp));
   }
   return out;
 }

@@ -93,6 +93,12 @@ StagePlan given_plan(const std::string& text, int num_layers) {
   return plan;
 }
 
+std::string plan_text(const StagePlan& plan) {
+  std::string text;
+  for (const int n : plan) text += (text.empty() ? "" : ",") + std::to_string(n);
+  return text;
+}
+
 std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan) {
   const auto before = sums(costs);
   std::vector<double> all;

@@ -23,6 +23,9 @@ StagePlan balanced_plan(const PartCosts& costs, int num_stages);
 /// may have fewer. Throws Error (config) where that does not make all layers of the model.
 StagePlan given_plan(const std::string& text, int num_layers);
 
+/// "4,5,5,4", as given_plan takes it.
+std::string plan_text(const StagePlan& plan);
+
 /// What each stage of a plan costs.
 std::vector<double> stage_costs(const PartCosts& costs, const StagePlan& plan);
 

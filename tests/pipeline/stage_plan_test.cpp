@@ -80,6 +80,7 @@ TEST(StagePlan, IsTheSameInEveryUnit) {
 TEST(StagePlan, TakesWhatTheUserGives) {
   EXPECT_EQ(given_plan("4,5,5,4", 18), (StagePlan{4, 5, 5, 4}));
   EXPECT_EQ(given_plan("5", 18), (StagePlan{5, 5, 5, 3}));
+  EXPECT_EQ(plan_text(given_plan("5", 18)), "5,5,5,3");
   EXPECT_EQ(given_plan("6", 18), (StagePlan{6, 6, 6}));
   EXPECT_EQ(given_plan("20", 18), (StagePlan{18}));
   EXPECT_EQ(given_plan("2147483647", 18), (StagePlan{18}));

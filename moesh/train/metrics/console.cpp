@@ -193,13 +193,9 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
                                  {"efsdp", shape.efsdp},
                                  {"ep", shape.ep},
                                  {"etp", shape.etp}}));
-  if (shape.pp > 1) {
+  if (shape.pp > 1)
     text += detail::concat("\npipeline: ", config.parallelism.pipeline_parallel_schedule,
-                           ", layers of the stages ");
-    const auto plan = stage_plan(config);
-    for (std::size_t i = 0; i < plan.size(); ++i)
-      text += detail::concat(i == 0 ? "" : ",", plan[i]);
-  }
+                           ", layers of the stages ", pipeline::plan_text(stage_plan(config)));
   text += detail::concat(
       "\ndata: ", data, "\na step of ", order.num_per_step(), " sequences: ", order.num_micro,
       " micro-batch", s(order.num_micro, "es"), " of ", order.batch, " on each of ", order.num_dp,

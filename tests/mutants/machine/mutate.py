@@ -8,10 +8,10 @@ notices them.
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
 are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn, pipeline) and, for
-what survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test reaches is
-recorded once, and every mistake is then given to the tests that reach it, the quickest first, until
-one fails. What is left has survived: it wants a test, or a reason in equivalent.txt. On a machine
-with a GPU a third program, mutate_gpu, judges what is left of the code that only a GPU runs;
+what survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test
+reaches is recorded once, and every mistake is then given to the tests that reach it, the quickest
+first, until one fails. What is left has survived: it wants a test, or a reason in equivalent.txt.
+On a machine with a GPU a third program, mutate_gpu, judges what is left of the code that only a GPU runs;
 without one, that code's survivors count as not run.
 
 Results are kept in build-mutate/ by the text of the mistaken file: a run that is stopped goes on
