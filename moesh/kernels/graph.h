@@ -9,23 +9,28 @@
 
 namespace moesh::kernels {
 
+class Graph {
+ public:
+  virtual ~Graph() = default;
+  /// Does what was recorded, on the memory that it used then.
+  virtual void replay() = 0;
+};
+
 /// Why there are no graphs on this device: "" if there are.
 std::string refuses_graphs(c10::Device device);
 
-/// What f gives to the current stream (not the default one) is recorded and not done; `replay` does
-/// it, as often as it is asked, on the memory that f used. f has run a few times before. What f
-/// throws comes out of the constructor, for instance because f waits for the device; then nothing
-/// of it has been done. Memory that the allocator keeps for later is given back first: a graph has
-/// its own.
-class Graph {
- public:
-  explicit Graph(const std::function<void()>& f);
-  ~Graph();
-  void replay();
+/// What f gives to the current stream (not the default one) is recorded and not done. f has run a
+/// few times before. What f throws comes out of here, for instance because f waits for the device;
+/// then nothing of it has been done. Memory that the allocator keeps for later is given back first:
+/// a graph has its own, or that of `beside`. Graphs that have memory together take as much as the
+/// largest of them: whoever replays one has read what another left there.
+std::unique_ptr<Graph> record_graph(const std::function<void()>& f, const Graph* beside);
 
- private:
-  struct Parts;
-  std::unique_ptr<Parts> parts_;
+/// How steps become graphs. A test on the CPU has a way of its own.
+struct Graphs {
+  std::function<std::string(c10::Device)> refuses = refuses_graphs;
+  std::function<std::unique_ptr<Graph>(const std::function<void()>& f, const Graph* beside)>
+      record = record_graph;
 };
 
 /// A tensor from before the recording that is read in it, and that its owner may let go before the

@@ -85,6 +85,20 @@ void Optimizer::update(const at::Tensor& factor, const at::Tensor& skip) {
     }
     rule.update(moving, {numbers_[static_cast<std::int64_t>(r)]});
   }
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    const Stored& w = *params_[i].stored;
+    kept_[i].writes_copy =
+        w.copy && w.copy->version == static_cast<std::int64_t>(w.value._version());
+  }
+}
+
+void Optimizer::note_replayed() {
+  const auto raise = [](const at::Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); };
+  for (std::size_t i = 0; i < params_.size(); ++i) {
+    raise(params_[i].stored->value);
+    for (const auto& t : kept_[i].values) raise(t);
+    if (kept_[i].writes_copy) raw::note_copy_written(*params_[i].stored);
+  }
 }
 
 void Optimizer::end_step(bool skipped) {

@@ -39,6 +39,9 @@ class Optimizer {
   /// Float64 scalars: what the gradients are multiplied with, and whether the step is skipped (not
   /// 0). The gradients stay.
   void update(const at::Tensor& factor, const at::Tensor& skip);
+  /// A CUDA graph has done the last update once more: what it wrote is newer now, and so are the
+  /// copies which that update wrote.
+  void note_replayed();
   /// Sets the gradients to none, and counts the step unless it was skipped.
   void end_step(bool skipped);
   /// Sets every gradient to none.
@@ -66,6 +69,7 @@ class Optimizer {
     std::size_t way;
     std::vector<StateSpec> specs;
     std::vector<at::Tensor> values;
+    bool writes_copy = false;  // the last update did
   };
 
   ParamList params_;

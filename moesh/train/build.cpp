@@ -206,18 +206,22 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
                                              const Mesh& mesh, std::int64_t data_position) {
   const auto order = sample_order(config);
   std::vector<models::MicroBatch> batches;
+  std::int64_t num_documents = 0;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
     const auto b = data::make_batch(
         dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
     models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
-    if (document_mask(config))
-      batch.documents = {b.document_starts_BL,
-                         most_documents(order.batch, dataset.sequence_length(), b.num_documents)};
+    if (document_mask(config)) batch.documents.starts_BL = b.document_starts_BL;
+    num_documents = std::max(num_documents, b.num_documents);
     // From pinned memory the copy to a GPU is not waited for.
     if (config.training.device != "cpu")
       for (at::Tensor* t : batch.from_data()) *t = t->pin_memory();
     batches.push_back(std::move(batch));
   }
+  // One bound for all of a step, or each pattern of bounds would be a graph.
+  for (auto& b : batches)
+    if (b.documents.any())
+      b.documents.most = most_documents(order.batch, dataset.sequence_length(), num_documents);
   return batches;
 }
 

@@ -37,8 +37,8 @@ double learning_rate(const Config& config, std::int64_t step);
 
 std::unique_ptr<data::Dataset> open_dataset(const Config& config);
 
-/// The bound on `num` documents of a micro-batch that its kernels plan for: one of few numbers, so
-/// that few graphs are recorded.
+/// The bound that kernels plan for where the micro-batches of a step have `num` documents at most:
+/// one of few numbers, so that few graphs are recorded.
 std::int64_t most_documents(std::int64_t batch, std::int64_t sequence, std::int64_t num);
 
 /// The micro-batches of this dp rank in the optimizer step whose first sample of the global order

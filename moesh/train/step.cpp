@@ -197,11 +197,8 @@ StepResult read(const Unread& step) {
   return result;
 }
 
-StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
-                     std::vector<models::MicroBatch> batches, double lr,
-                     const StepOptions& options) {
-  optimizer.begin_step(lr);
-  Unread step = start_gradients(model, std::move(batches), options);
+StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
+                       const StepOptions& options) {
   start_update(model, optimizer, step, options);
   try {
     const StepResult result = read(step);
@@ -211,6 +208,14 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
     optimizer.zero_grad();  // whoever goes on with another batch begins from nothing
     throw;
   }
+}
+
+StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
+                     std::vector<models::MicroBatch> batches, double lr,
+                     const StepOptions& options) {
+  optimizer.begin_step(lr);
+  return finish_step(model, optimizer, start_gradients(model, std::move(batches), options),
+                     options);
 }
 
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,

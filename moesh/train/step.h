@@ -19,6 +19,7 @@ struct StepOptions {
   bool overlap = true;        // gradients are summed over the ranks while backward goes on
   PipelineOptions pipeline;
   models::ForwardOptions forward;
+  bool probe_waits = true;  // forward.probe reads what the device has: no step is a CUDA graph
 };
 
 /// What a step has left on the device, where nobody has looked yet.
@@ -84,6 +85,10 @@ nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options);
 StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
                      std::vector<models::MicroBatch> batches, double lr,
                      const StepOptions& options);
+
+/// What take_step does after start_gradients.
+StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
+                       const StepOptions& options);
 
 /// The same in two parts, for who looks at the gradients in between; each waits.
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,

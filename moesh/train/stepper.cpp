@@ -1,5 +1,6 @@
 #include "moesh/train/stepper.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -9,32 +10,37 @@
 namespace moesh::train {
 namespace {
 
-std::vector<std::int64_t> shape_of(const std::vector<models::MicroBatch>& batches) {
-  std::vector<std::int64_t> shape;
+std::vector<std::int64_t> sizes_of(const std::vector<models::MicroBatch>& batches) {
+  std::vector<std::int64_t> sizes;
   for (const auto& b : batches)
-    for (const auto n : {b.input_ids_BL.size(0), b.input_ids_BL.size(1), b.documents.most})
-      shape.push_back(n);
-  return shape;
+    for (const auto n : b.input_ids_BL.sizes()) sizes.push_back(n);
+  return sizes;
 }
 
 }  // namespace
 
 Stepper::Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions options,
-                 UseGraph graph)
-    : model_(model), optimizer_(optimizer), options_(std::move(options)), graph_(graph) {
+                 UseGraph graph, kernels::Graphs graphs)
+    : model_(model),
+      optimizer_(optimizer),
+      options_(std::move(options)),
+      graph_(graph),
+      graphs_(std::move(graphs)) {
   if (graph_ == UseGraph::off) return;
+  const std::string reason = refusal();
+  if (reason.empty()) return;
   const at::Device device = optimizer.params()[0].stored->value.device();
   if (graph_ == UseGraph::automatic && !device.is_cuda())
     graph_ = UseGraph::off;  // nobody has asked
-  else if (const std::string reason = refusal(); !reason.empty())
+  else
     refuse(reason);
 }
 
 std::string Stepper::refusal() const {
   const at::Device device = optimizer_.params()[0].stored->value.device();
-  if (std::string reason = kernels::refuses_graphs(device); !reason.empty()) return reason;
+  if (std::string reason = graphs_.refuses(device); !reason.empty()) return reason;
   if (current_mesh().shape().num_ranks() > 1) return "ranks meet on the host in a step";
-  if (options_.forward.probe) return "somebody looks at the forward pass";
+  if (options_.forward.probe && options_.probe_waits) return "somebody looks at the forward pass";
   return "";
 }
 
@@ -47,57 +53,100 @@ void Stepper::refuse(const std::string& reason) {
   log_info("steps run without a CUDA graph: ", reason);
 }
 
-bool Stepper::record(Recorded& r, const std::vector<models::MicroBatch>& batches) {
+void Stepper::record(Recorded& r, const Batches& batches) {
   r.inputs = batches;
   for (auto& b : r.inputs)
     for (at::Tensor* t : b.from_data()) *t = t->clone();
-  try {
-    r.graph = std::make_unique<kernels::Graph>([&] {
-      r.step = start_gradients(model_, r.inputs, options_);
-      start_update(model_, optimizer_, r.step, options_);
-      optimizer_.zero_grad();  // their memory is the graph's
-    });
-    return true;
-  } catch (const c10::Error& e) {
-    optimizer_.zero_grad();
-    refuse(e.what_without_backtrace());
-  } catch (const Error& e) {
-    optimizer_.zero_grad();
-    if (e.kind() == ErrorKind::config) throw;
-    refuse(e.what());
+  const kernels::Graph* beside = nullptr;
+  for (const auto& [shape, other] : recorded_)
+    if (other.graph) beside = other.graph.get();
+  r.graph = graphs_.record(
+      [&] {
+        r.step = start_gradients(model_, r.inputs, options_);
+        start_update(model_, optimizer_, r.step, options_);
+        optimizer_.zero_grad();  // their memory is the graphs'
+      },
+      beside);
+  ++num_recorded_;
+}
+
+// Null where this step runs without a graph.
+Stepper::Recorded* Stepper::recorded(const Batches& batches) {
+  Shape shape = sizes_of(batches);
+  int& num_eager = num_eager_[shape];
+  if (num_eager < kEagerSteps) {
+    ++num_eager;
+    return nullptr;
   }
-  return false;
+  for (const auto& b : batches) shape.push_back(b.documents.most);
+  std::string reason;
+  try {
+    Recorded& r = recorded_[shape];
+    if (!r.graph) record(r, batches);
+    return &r;
+  } catch (const c10::OutOfMemoryError& e) {
+    // With the memory of the other graphs it may do; where it does not, or they come in turn, no
+    // more time is spent on it.
+    if (std::exchange(had_no_memory_, true))
+      reason = e.what_without_backtrace();
+    else
+      log_info("the graphs of steps are given back, as there is no memory for one more");
+  } catch (const c10::Error& e) {
+    reason = e.what_without_backtrace();
+  } catch (const Error& e) {
+    if (e.kind() == ErrorKind::config) throw;
+    reason = e.what();
+  }
+  optimizer_.zero_grad();
+  if (reason.empty())
+    release();
+  else
+    refuse(reason);
+  return nullptr;
 }
 
 bool Stepper::release() {
-  bool any = false;
-  for (auto& [shape, r] : recorded_) {
-    if (!r.graph) continue;
-    any = true;
-    r = {.num_eager = kEagerSteps - 1};  // one more, to make again what was let go meanwhile
-  }
+  for (auto& [sizes, num_eager] : num_eager_)
+    num_eager = std::min(num_eager, kEagerSteps - 1);  // to make again what was let go meanwhile
+  const bool any = recorded_.size() > 0;
+  recorded_.clear();
   return any;
 }
 
-StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr) {
-  if (graph_ == UseGraph::off)
-    return take_step(model_, optimizer_, std::move(batches), lr, options_);
-  Recorded& r = recorded_[shape_of(batches)];
-  const bool is_ready = r.graph || (r.num_eager >= kEagerSteps && record(r, batches));
-  if (!is_ready) {
-    if (graph_ != UseGraph::off) ++r.num_eager;
-    return take_step(model_, optimizer_, std::move(batches), lr, options_);
-  }
+StepResult Stepper::replay(Recorded& r, Batches& batches, double lr) {
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const auto held = r.inputs[i].from_data(), given = batches[i].from_data();
     for (std::size_t t = 0; t < held.size(); ++t) held[t]->copy_(*given[t]);
   }
+  // The graph reads copies without a look at their versions.
+  model_.each_param([](Stored& w, bool) { raw::current_copy(w); });
   optimizer_.begin_step(lr);
   r.graph->replay();
+  optimizer_.note_replayed();
   ++num_replayed_;
   StepResult result = read(r.step);
   optimizer_.end_step(result.update.skipped);
   return result;
+}
+
+// Nothing has moved before all gradients are there: until then it can begin again.
+StepResult Stepper::take_eagerly(const Batches& batches, double lr) {
+  optimizer_.begin_step(lr);
+  bool is_again = false;
+  Unread step = beside([&] {
+    if (std::exchange(is_again, true)) {
+      optimizer_.zero_grad();
+      for (auto* router : model_.routers()) router->clear_counts();
+    }
+    return start_gradients(model_, batches, options_);
+  });
+  return finish_step(model_, optimizer_, std::move(step), options_);
+}
+
+StepResult Stepper::operator()(std::vector<models::MicroBatch> batches, double lr) {
+  if (graph_ != UseGraph::off)
+    if (Recorded* r = recorded(batches)) return replay(*r, batches, lr);
+  return take_eagerly(batches, lr);
 }
 
 }  // namespace moesh::train

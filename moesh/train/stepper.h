@@ -4,12 +4,12 @@
 
 #include <c10/util/Exception.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "moesh/kernels/graph.h"
+#include "moesh/train/recent.h"
 #include "moesh/train/step.h"
 
 namespace moesh::train {
@@ -23,9 +23,11 @@ class Stepper {
   /// `graph` on: an Error (config) with the reason where a step cannot be one; automatic: then it
   /// runs without, and the log says why, once.
   Stepper(models::Model& model, optim::Optimizer& optimizer, StepOptions options,
-          UseGraph graph = UseGraph::automatic);
+          UseGraph graph = UseGraph::automatic, kernels::Graphs graphs = {});
 
-  /// As take_step. The first steps of a shape run without a graph, to make what is made once.
+  /// As take_step. The first steps with batches of some sizes run without a graph, to make what is
+  /// made once; each bound on the documents has a graph of its own, and all have one memory. Where
+  /// that is not enough, the graphs are given back and the step runs without.
   StepResult operator()(std::vector<models::MicroBatch> batches, double lr);
 
   /// Gives the graphs and their memory back, if there are any: the next steps record new ones.
@@ -42,28 +44,37 @@ class Stepper {
     return f();
   }
 
-  /// Steps that were replayed.
+  /// Steps that were replayed, and graphs that were recorded.
   std::int64_t num_replayed() const { return num_replayed_; }
+  std::int64_t num_recorded() const { return num_recorded_; }
 
   static constexpr int kEagerSteps = 3;
+  static constexpr std::size_t kMostGraphs = 8;
 
  private:
-  struct Recorded {  // one for each shape of a step
-    std::vector<models::MicroBatch> inputs;
+  using Batches = std::vector<models::MicroBatch>;
+  using Shape = std::vector<std::int64_t>;
+  struct Recorded {
+    Batches inputs;
     Unread step;
     std::unique_ptr<kernels::Graph> graph;
-    int num_eager = 0;
   };
   std::string refusal() const;
-  bool record(Recorded& r, const std::vector<models::MicroBatch>& batches);
   void refuse(const std::string& reason);
+  Recorded* recorded(const Batches& batches);
+  void record(Recorded& r, const Batches& batches);
+  StepResult replay(Recorded& r, Batches& batches, double lr);
+  StepResult take_eagerly(const Batches& batches, double lr);
 
   models::Model& model_;
   optim::Optimizer& optimizer_;
   StepOptions options_;
   UseGraph graph_;
-  std::map<std::vector<std::int64_t>, Recorded> recorded_;
-  std::int64_t num_replayed_ = 0;
+  kernels::Graphs graphs_;
+  Recent<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
+  Recent<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
+  bool had_no_memory_ = false;
+  std::int64_t num_replayed_ = 0, num_recorded_ = 0;
 };
 
 }  // namespace moesh::train

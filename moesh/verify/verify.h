@@ -50,6 +50,7 @@ using Routing = std::vector<RoutingRecords>;
 
 struct VerifyReference : NamedTensors {
   Routing routing;
+  std::string graph_mismatch = {};  // of graph_parity.h
 };
 
 struct VerifyReport {

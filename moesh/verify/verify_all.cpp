@@ -7,6 +7,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/interrupt.h"
 #include "moesh/config/options.h"
+#include "moesh/verify/graph_parity.h"
 
 namespace moesh::verify {
 
@@ -34,9 +35,13 @@ void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
     const VerifyCase c{config, steps};
     const std::string key = numbers_of(one_rank(config));
     auto found = references.find(key);
-    if (found == references.end()) found = references.emplace(key, run_reference(c)).first;
+    if (found == references.end()) {
+      found = references.emplace(key, run_reference(c)).first;
+      found->second.graph_mismatch = graph_mismatch(c);
+    }
     NamedTensors values;
-    const VerifyReport report = verify(c, found->second, keep_values ? &values : nullptr);
+    VerifyReport report = verify(c, found->second, keep_values ? &values : nullptr);
+    if (report.error.empty()) report.error = found->second.graph_mismatch;
     interruption_point();  // else its report would have it as an error
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     each({config, report, seconds, found->second, values});

@@ -12,7 +12,15 @@ namespace moesh::gpu {
 /// that are waited for, streams and events that are synchronised.
 int count_waits(const std::function<void()>& f);
 
-using kernels::Graph;
+/// A graph that has its memory to itself.
+class Graph {
+ public:
+  explicit Graph(const std::function<void()>& f) : graph_(kernels::record_graph(f, nullptr)) {}
+  void replay() { graph_->replay(); }
+
+ private:
+  std::unique_ptr<kernels::Graph> graph_;
+};
 
 /// The milliseconds between the beginning and the end of what f gives to the current stream; waits.
 float milliseconds(const std::function<void()>& f);

@@ -10,6 +10,7 @@
 
 #include "moesh/base/random.h"
 #include "moesh/models/registry.h"
+#include "moesh/optim/adamw.h"
 #include "moesh/spmd/reshard.h"
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
@@ -62,6 +63,36 @@ struct Trainer {
   Update apply(const Gradients& g) { return apply_gradients(*model, *optimizer, g, 1e-3, options); }
   std::vector<at::Tensor> state() { return state_of(*model, *optimizer); }
 };
+
+// The guard of prefetched weights is their version, which kernels that write through pointers
+// raise.
+TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
+  comm::launch(
+      2,
+      [](comm::Group& world) {
+        const Mesh mesh(world, {.dp_shard = 2});
+        const MeshScope scope(mesh);
+        for (const bool has_copy : {false, true}) {
+          Param<Dense{Place::I, Place::I, Place::I}> w({.name = "w",
+                                                        .shape = {64},
+                                                        .dtype = at::kFloat,
+                                                        .compute = at::kBFloat16,
+                                                        .device = test_device()},
+                                                       {.kind = Init::Kind::ones});
+          if (has_copy) raw::keep_copy(w.stored());
+          optim::ParamList params;
+          params.add(w);
+          optim::Optimizer adamw(std::move(params),
+                                 std::make_shared<optim::AdamW>(optim::AdamWConfig{}));
+          prefetch({&w.stored()});
+          w.stored().value.mutable_grad() = at::ones_like(w.stored().value.detach());
+          adamw.step(0.5);
+          const double first = local(use(w)).detach().to(at::kFloat)[0].item<double>();
+          EXPECT_NEAR(first, 0.5, 0.06) << "not 1, which was prefetched";
+        }
+      },
+      test_options());
+}
 
 class Steps : public testing::TestWithParam<MeshShape> {
  protected:

@@ -13,12 +13,14 @@ std::string refuses_graphs(c10::Device device) {
   return device.is_cuda() ? "" : "there are CUDA graphs on CUDA devices alone";
 }
 
-struct Graph::Parts {
+namespace {
+
+struct CudaGraph : Graph {
+  at::cuda::MempoolId_t pool;
   at::cuda::CUDAGraph graph;
   std::vector<at::Tensor> kept;
+  void replay() override { graph.replay(); }
 };
-
-namespace {
 
 thread_local std::vector<at::Tensor>* kept_by_recording = nullptr;
 
@@ -60,14 +62,16 @@ void keep_for_graph(const at::Tensor& t) {
   if (kept_by_recording) kept_by_recording->push_back(t);
 }
 
-Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>()) {
-  auto& graph = parts_->graph;
+std::unique_ptr<Graph> record_graph(const std::function<void()>& f, const Graph* beside) {
+  auto recorded = std::make_unique<CudaGraph>();
+  auto& graph = recorded->graph;
   c10::cuda::CUDACachingAllocator::emptyCache();
-  const at::cuda::MempoolId_t pool = at::cuda::graph_pool_handle();
+  recorded->pool =
+      beside ? static_cast<const CudaGraph*>(beside)->pool : at::cuda::graph_pool_handle();
   // Other threads may allocate meanwhile: the one that makes the next batches does.
-  graph.capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+  graph.capture_begin(recorded->pool, cudaStreamCaptureModeThreadLocal);
   std::exception_ptr reason;
-  kept_by_recording = &parts_->kept;
+  kept_by_recording = &recorded->kept;
   try {
     f();
   } catch (...) {
@@ -78,11 +82,10 @@ Graph::Graph(const std::function<void()>& f) : parts_(std::make_unique<Parts>())
     graph.capture_end();
   } catch (const c10::Error&) {
     if (!reason) reason = std::current_exception();  // else what f threw says more
-    give_back(graph, pool);
+    give_back(graph, recorded->pool);
   }
   if (reason) std::rethrow_exception(reason);
+  return recorded;
 }
-Graph::~Graph() = default;
-void Graph::replay() { parts_->graph.replay(); }
 
 }  // namespace moesh::kernels
