@@ -3,6 +3,7 @@
 // library) and a dense 8192^3 product, all in one run. Results are compared with float64 before
 // anything is timed. The kernels one by one: bench_moe_layer_gpu.
 //   bench_moe_gpu [seconds per measurement, 1] [shapes, 1234]
+//   bench_moe_gpu 1 12 4096,5120,1536,160,6   two of the four, and T,D,F,E,K of your own
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
 // TFLOP/s of 18 T K D F, whatever is executed. kept: alive after forward besides x, weights and y;
@@ -20,6 +21,7 @@
 #include <optional>
 #include <thread>
 
+#include "bench/routing.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/rows.h"
@@ -46,19 +48,38 @@ constexpr Shape kShapes[] = {{"s1", 16384, 2048, 1408, 64, 6},
                              {"s3", 32768, 2048, 768, 128, 8},
                              {"s4", 16384, 7168, 2048, 32, 8}};
 
-enum class Routing { random, zipf, empty };
-const char* to_string(Routing r) {
-  return r == Routing::random ? "random" : r == Routing::zipf ? "Zipf 1.0" : "one expert empty";
+/// "4096,5120,1536,160,6".
+Shape shape_of(const std::string& text) {
+  Shape s{"own", 0, 0, 0, 0, 0};
+  char rest = 0;
+  const int num_read =
+      std::sscanf(text.c_str(), "%ld,%ld,%ld,%ld,%ld%c", &s.T, &s.D, &s.F, &s.E, &s.K, &rest);
+  MOESH_CHECK(num_read == 5 && s.T > 0 && s.D > 0 && s.F > 0 && s.K > 0 && s.K <= s.E,
+              ErrorKind::config, "bench_moe_gpu: the shape '", text,
+              "'; pass T,D,F,E,K such as 4096,5120,1536,160,6, with K of at most E");
+  return s;
 }
 
-/// The K largest of log(prior) + Gumbel noise: draws without putting back.
+enum class Routing { random, balanced, zipf, empty, collapsed };
+const char* to_string(Routing r) {
+  switch (r) {
+    case Routing::random: return "random";
+    case Routing::balanced: return "balanced";
+    case Routing::zipf: return "Zipf 1.0";
+    case Routing::empty: return "one expert empty";
+    case Routing::collapsed: return "collapsed";
+  }
+  return "";
+}
+
 at::Tensor choices(const Shape& s, Routing routing) {
+  if (routing == Routing::balanced) return balanced(s.T, s.K, s.E, kDevice);
+  if (routing == Routing::collapsed) return collapsed(s.T, s.K, kDevice);
   const auto floats = at::TensorOptions(kDevice).dtype(at::kFloat);
-  at::Tensor log_prior = at::zeros({s.E}, floats);
-  if (routing == Routing::zipf) log_prior = -at::arange(1, s.E + 1, floats).log();
-  if (routing == Routing::empty) log_prior[1] = -1e30;
-  const at::Tensor noise = -at::rand({s.T, s.E}, floats).clamp_min(1e-7).log().neg().log();
-  return std::get<1>(at::topk(noise + log_prior, s.K, 1));
+  at::Tensor loads = at::ones({s.E}, floats);
+  if (routing == Routing::zipf) loads = at::arange(1, s.E + 1, floats).reciprocal();
+  if (routing == Routing::empty) loads[1] = 1e-30;
+  return drawn(s.T, s.K, loads);
 }
 
 /// The choice is given; scores, weights and their gradients are the router's.
@@ -258,15 +279,16 @@ class Table {
   Times dense_;  // TFLOP/s
 };
 
-void run(double seconds, const std::string& shapes) {
+void run(double seconds, const std::vector<Shape>& shapes) {
   at::manual_seed(1);
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   Table table(seconds);
-  for (const char c : shapes)
-    for (const auto routing : {Routing::random, Routing::zipf, Routing::empty}) {
-      Layer layer(mesh, kShapes[c - '1'], routing);
+  for (const Shape& shape : shapes)
+    for (const auto routing :
+         {Routing::random, Routing::balanced, Routing::zipf, Routing::empty, Routing::collapsed}) {
+      Layer layer(mesh, shape, routing);
       table.add(layer, routing, GpuKernels::own, false);
       if (routing != Routing::random) continue;
       table.add(layer, routing, GpuKernels::own, true);
@@ -278,15 +300,22 @@ void run(double seconds, const std::string& shapes) {
 }  // namespace moesh::bench
 
 int main(int argc, char** argv) try {
+  using namespace moesh::bench;
   const double seconds = argc > 1 ? std::stod(argv[1]) : 1;
-  const std::string shapes = argc > 2 ? argv[2] : "1234";
-  MOESH_CHECK(seconds > 0 && shapes.find_first_not_of("1234") == std::string::npos,
-              moesh::ErrorKind::config,
-              "bench_moe_gpu takes seconds and shapes (of 1234), and was ", "given '", argv[1],
-              "' and '", shapes, "'");
+  MOESH_CHECK(seconds > 0, moesh::ErrorKind::config, "bench_moe_gpu: ", seconds,
+              " seconds per measurement; pass a positive number");
+  std::vector<Shape> shapes;
+  for (int i = 2; i < argc; ++i) {
+    const std::string text = argv[i];
+    if (text.find_first_not_of("1234") != std::string::npos)
+      shapes.push_back(shape_of(text));
+    else
+      for (const char c : text) shapes.push_back(kShapes[c - '1']);
+  }
+  if (shapes.empty()) shapes.assign(std::begin(kShapes), std::end(kShapes));
   moesh::comm::LaunchOptions options;
-  options.device = moesh::bench::kDevice;
-  moesh::comm::launch(1, [&](moesh::comm::Group&) { moesh::bench::run(seconds, shapes); }, options);
+  options.device = kDevice;
+  moesh::comm::launch(1, [&](moesh::comm::Group&) { run(seconds, shapes); }, options);
 } catch (const std::exception& e) {
   std::fprintf(stderr, "bench_moe_gpu: %s\n", e.what());
   return 1;

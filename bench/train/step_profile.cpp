@@ -1,10 +1,13 @@
 // Where the time of a training step goes, by section of the model and by kernel.
-//   bench_step [--warmup N] [--profile N] [--trace FILE] [--memory] OPTIONS OF moesh train
+//   bench_step [--warmup N] [--profile N] [--trace FILE] [--memory] [--routing HOW] OPTIONS OF
+//   moesh train
 // Runs N steps without a profiler (the median is what a step takes), then N with LibTorch's, and
-// prints the time of the device by section (what the host was in when it launched a kernel: a
-// forward section, or a node of backward) and by kernel; on the CPU, that of LibTorch's operations,
-// without what they call. One rank. --memory: where in a step the most memory is in use, on the
-// device and in the dry run of `moesh estimate`.
+// prints the time of the device by kernel and by section (what the host was in when it launched a
+// kernel: a forward section, or a node of backward); on the CPU, that of LibTorch's operations,
+// without what they call. Where steps are CUDA graphs, the host launches nothing, and the sections
+// are those of further steps without a graph. One rank. --memory: where in a step the most memory
+// is in use, on the device and in the dry run of `moesh estimate`. --routing: which experts tokens
+// go to, whatever the router says; bench/routing.h has the ways.
 
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
@@ -14,11 +17,13 @@
 #include <cstdio>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "bench/routing.h"
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
@@ -38,7 +43,7 @@ using torch::profiler::impl::ActivityType;
 struct Options {
   int num_warm = 10, num_profiled = 5;
   bool memory = false;
-  std::string trace;
+  std::string trace, routing = "model";
   std::vector<std::string> rest;
 };
 
@@ -56,6 +61,8 @@ Options read_options(int argc, char** argv) {
       o.num_profiled = std::stoi(value());
     else if (name == "--trace")
       o.trace = value();
+    else if (name == "--routing")
+      o.routing = value();
     else if (name == "--memory")
       o.memory = true;
     else
@@ -123,7 +130,14 @@ std::string section_at(const std::vector<Range>& ranges, std::uint64_t time) {
   return "outside of any section";
 }
 
-void print_device_tables(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
+void print_kernels(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
+  Table kernels;
+  for (const auto& e : events)
+    if (is_kernel(e)) kernels.add(e.name(), static_cast<double>(e.durationNs()) * 1e-6);
+  kernels.print("kernel", num_steps);
+}
+
+void print_sections(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
   std::vector<Range> ranges;
   std::unordered_map<std::uint64_t, std::uint64_t> launched_at;  // by correlation
   for (const auto& e : events) {
@@ -136,16 +150,14 @@ void print_device_tables(const std::vector<kineto::KinetoEvent>& events, int num
   std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) {
     return a.begin != b.begin ? a.begin < b.begin : a.end > b.end;
   });
-  Table sections, kernels;
+  Table sections;
   for (const auto& e : events) {
     if (!is_kernel(e)) continue;
-    const double ms = static_cast<double>(e.durationNs()) * 1e-6;
-    kernels.add(e.name(), ms);
     const auto found = launched_at.find(e.correlationId());
-    sections.add(found == launched_at.end() ? "unknown" : section_at(ranges, found->second), ms);
+    sections.add(found == launched_at.end() ? "unknown" : section_at(ranges, found->second),
+                 static_cast<double>(e.durationNs()) * 1e-6);
   }
   sections.print("section", num_steps);
-  kernels.print("kernel", num_steps);
 }
 
 // Each operation without those that it calls.
@@ -246,14 +258,27 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   const auto dataset = train::open_dataset(config);
   const auto model = train::make_model(config);
   const auto optimizer = train::make_optimizer(*model, config);
-  train::Stepper stepper(*model, *optimizer, train::step_options(config), train::use_graph(config));
+  train::StepOptions options = train::step_options(config);
+  std::optional<bench::GivenRouting> routing;
+  if (o.routing != "model") {
+    options.forward.probe = &routing.emplace(o.routing);
+    options.probe_waits = false;
+  }
+  train::Stepper stepper(*model, *optimizer, options, train::use_graph(config)),
+      without_graph(*model, *optimizer, options, train::UseGraph::off);
   std::printf("data, model and optimizer made in %.3f s, ", seconds_since(begin));
   std::int64_t step = 0;
-  const auto take_step = [&] {
+  double load = 0;  // of the busiest expert, over the mean
+  const auto step_by = [&](train::Stepper& take) {
     auto batches = train::step_batches(config, *dataset, mesh,
                                        step * config::sample_order(config).num_per_step());
-    stepper(std::move(batches), train::learning_rate(config, step++));
+    const auto result = take(std::move(batches), train::learning_rate(config, step++));
+    load = 0;
+    for (const at::Tensor& counts : result.gradients.counts_E)
+      load = std::max(load,
+                      counts.max().item<double>() / counts.to(at::kDouble).mean().item<double>());
   };
+  const auto take_step = [&] { step_by(stepper); };
   std::vector<double> seconds;
   for (int i = 0; i < o.num_warm; ++i) {
     const auto start = Clock::now();
@@ -266,18 +291,27 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
   std::printf("then median %.4f s, quartiles %.4f and %.4f s of %zu; %.2f GiB\n",
               seconds[1 + count / 2], seconds[1 + count / 4], seconds[1 + count * 3 / 4], count,
               train::peak_memory_gib(config.training.device));
+  std::printf("routing %s: the busiest expert has %.2f times the mean; %ld steps were graphs\n",
+              o.routing.c_str(), load, stepper.num_replayed());
   if (o.memory) print_peaks(config, take_step);
   const bool on_device = config.training.device != "cpu";
-  kineto::enableProfiler(
-      profiler_config(), activities(config),
-      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
-  for (int i = 0; i < o.num_profiled; ++i) take_step();
-  const auto result = kineto::disableProfiler();
+  const auto profiled = [&](train::Stepper& take) {
+    kineto::enableProfiler(profiler_config(), activities(config),
+                           {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE,
+                            at::RecordScope::BACKWARD_FUNCTION});
+    for (int i = 0; i < o.num_profiled; ++i) step_by(take);
+    return kineto::disableProfiler();
+  };
+  auto result = profiled(stepper);
   if (!o.trace.empty()) result->save(o.trace);
-  if (on_device)
-    print_device_tables(result->events(), o.num_profiled);
-  else
-    print_host_table(result->events(), o.num_profiled);
+  if (!on_device) return print_host_table(result->events(), o.num_profiled);
+  print_kernels(result->events(), o.num_profiled);
+  if (stepper.num_replayed() > 0) {
+    stepper.release();
+    step_by(without_graph);  // makes what the graphs had
+    result = profiled(without_graph);
+  }
+  print_sections(result->events(), o.num_profiled);
 }
 
 int main(int argc, char** argv) try {
