@@ -16,7 +16,7 @@ PEERS=(safetensors==0.8.0 transformers==5.22.2 tokenizers==0.23.3 numpy pyarrow
   tensorboard==2.21.0 nanobind==3.1.0 scikit-build-core==1.1.1)
 PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin
   libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev libcli11-dev zlib1g-dev
-  libzstd-dev libjs-dygraphs)
+  libzstd-dev libre2-dev libjs-dygraphs)
 TEST_PACKAGES=(python3-dev zstd openssh-client libgtest-dev clang-format-19 clang-19
   libclang-rt-19-dev chromium)
 # Not on every release; moesh builds and tests without them.
