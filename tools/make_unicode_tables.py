@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes moesh/tokenizer/unicode_tables.cpp: what the Python package `tokenizers` takes for a
-letter, a digit, a space, ...
+"""Writes moesh/tokenizer/generated/unicode_tables.cpp: what the Python package `tokenizers` takes
+for a letter, a digit, a space, ...
 
-    tools/make_unicode_tables.py > moesh/tokenizer/unicode_tables.cpp
+    tools/make_unicode_tables.py > moesh/tokenizer/generated/unicode_tables.cpp
 
 The package has four sources of Unicode (Oniguruma, the regex crate, Rust's char,
 unicode-normalization), each of another version. So the tables are not made from a version of

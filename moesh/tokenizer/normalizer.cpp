@@ -14,13 +14,16 @@ std::variant<std::string, Pattern> read_what_to_find(const Section& section) {
   return text;
 }
 
-std::optional<Match> find(const std::variant<std::string, Pattern>& what, std::string_view text,
-                          std::size_t from) {
-  if (const auto* pattern = std::get_if<Pattern>(&what)) return pattern->find(text, from);
-  const std::string& literal = std::get<std::string>(what);
-  const std::size_t at = text.find(literal, from);
+Occurrences::Occurrences(const std::variant<std::string, Pattern>& what, std::string_view text)
+    : literal_(std::get_if<std::string>(&what)), text_(text) {
+  if (!literal_) matches_.emplace(std::get<Pattern>(what), text);
+}
+
+std::optional<Match> Occurrences::next(std::size_t from) {
+  if (matches_) return matches_->next(from);
+  const std::size_t at = text_.find(*literal_, from);
   if (at == std::string_view::npos) return std::nullopt;
-  return Match{at, at + literal.size()};
+  return Match{at, at + literal_->size()};
 }
 
 Replacement::Replacement(const Section& section)
@@ -29,11 +32,12 @@ Replacement::Replacement(const Section& section)
 }
 
 std::string_view Replacement::apply(std::string_view text, std::string& buffer) const {
-  auto match = find(what_, text, 0);
+  Occurrences all(what_, text);
+  auto match = all.next(0);
   if (!match) return text;
   buffer.clear();
   std::size_t copied = 0;
-  for (; match; match = find(what_, text, copied)) {
+  for (; match; match = all.next(copied)) {
     buffer += text.substr(copied, match->begin - copied);
     buffer += content_;
     copied = match->end;

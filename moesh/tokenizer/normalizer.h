@@ -26,9 +26,18 @@ class Replacement {
 /// A text or a pattern, as Split and Replace have them: {"String": "x"} or {"Regex": "x"}.
 std::variant<std::string, Pattern> read_what_to_find(const Section& section);
 
-/// Where the next one is, at `from` or behind it.
-std::optional<Match> find(const std::variant<std::string, Pattern>& what, std::string_view text,
-                          std::size_t from);
+/// Where a text or a pattern occurs in one text.
+class Occurrences {
+ public:
+  Occurrences(const std::variant<std::string, Pattern>& what, std::string_view text);
+  /// The first one at `from` or behind it; `from` does not go back.
+  std::optional<Match> next(std::size_t from);
+
+ private:
+  const std::string* literal_;
+  std::string_view text_;
+  std::optional<Matches> matches_;  // of a pattern
+};
 
 class Normalizer {
  public:

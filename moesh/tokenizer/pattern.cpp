@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/name.h"
 #include "moesh/tokenizer/pattern_parser.h"
 #include "moesh/tokenizer/utf8.h"
 
@@ -15,8 +16,11 @@ using Greed = PatternNode::Greed;
 using Op = Pattern::Op;
 
 constexpr std::size_t kMaxInstructions = 20'000;
-// Of ways that are tried for one match: the package gives up there too.
-constexpr std::int64_t kMaxSteps = 10'000'000;
+// How many steps a text may take: far more than any split pattern needs, and linear in its length.
+constexpr std::int64_t kStepsPerByte = 1000, kStepsPerInstruction = 4, kMoreSteps = 10'000;
+// Repetitions of fewer bytes are scanned again, until a text has taken more steps than are usual.
+constexpr std::ptrdiff_t kLongRun = 16;
+constexpr std::int64_t kUsualSteps = 1000, kUsualStepsPerByte = 50;
 
 // Instructions of one tree.
 class Compiler {
@@ -132,7 +136,7 @@ const char* previous(const char* at) {
 
 }  // namespace
 
-Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what) {
+Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what), regex_(regex) {
   const PatternNode root = parse_pattern(regex, what);
   MOESH_CHECK(!root.can_be_empty(), ErrorKind::data, what, ": the pattern '", regex,
               "' may match nothing at all, which moesh does not know");
@@ -156,41 +160,82 @@ Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what) 
   firsts_ = CodePointMasks(firsts);
 }
 
-std::optional<Match> Pattern::find(std::string_view text, std::size_t from) const {
-  const char* const end = text.data() + text.size();
-  for (const char* at = text.data() + from; at < end;) {
-    const char* next = at;
-    for (std::uint32_t open = firsts_[next_code_point(next)]; open != 0; open &= open - 1)
-      if (const char* to = run(starts_[std::countr_zero(open)], at, text))
-        return Match{static_cast<std::size_t>(at - text.data()),
-                     static_cast<std::size_t>(to - text.data())};
-    at = next;
+Matches::Matches(const Pattern& pattern, std::string_view text)
+    : pattern_(pattern), begin_(text.data()), end_(text.data() + text.size()) {
+  const auto num_bytes = static_cast<std::int64_t>(text.size());
+  const auto num_instructions = static_cast<std::int64_t>(pattern.program_.size());
+  steps_left_ = kMoreSteps + num_bytes * (kStepsPerByte + kStepsPerInstruction * num_instructions);
+  unusual_ = steps_left_ - kUsualSteps - num_bytes * kUsualStepsPerByte;
+}
+
+std::optional<Match> Matches::next(std::size_t from) {
+  for (const char* at = begin_ + from; at < end_;) {
+    const char* after = at;
+    for (std::uint32_t open = pattern_.firsts_[next_code_point(after)]; open != 0; open &= open - 1)
+      if (const char* to = run(pattern_.starts_[std::countr_zero(open)], at))
+        return Match{static_cast<std::size_t>(at - begin_), static_cast<std::size_t>(to - begin_)};
+    at = after;
   }
   return std::nullopt;
 }
 
+// How far the code points of an instruction's set go.
+const char* Matches::end_of_run(std::uint32_t pc, const char* at) {
+  const char* const from = at;
+  LongRun* known = long_runs_.empty() ? nullptr : &long_runs_[pc];
+  if (known && at >= known->begin && at <= known->end) return known->end;
+  const char* const stop = known && at < known->begin ? known->begin : end_;
+  const std::uint32_t set = pattern_.program_[pc].set;
+  while (at < stop) {
+    const char* next = at;
+    if ((pattern_.sets_[next_code_point(next)] & set) == 0) break;
+    at = next;
+  }
+  if (known && at == known->begin) {
+    known->begin = from;
+    return known->end;
+  }
+  if (at - from < kLongRun && steps_left_ > unusual_) return at;
+  long_runs_.resize(pattern_.program_.size());
+  long_runs_[pc] = {.begin = from, .end = at, .failed = at + 1};
+  return at;
+}
+
 // The end of the match from `at` on, or null.
-const char* Pattern::run(std::uint32_t pc, const char* at, std::string_view text) const {
-  thread_local std::vector<Untried> untried;
+const char* Matches::run(std::uint32_t pc, const char* at) {
+  thread_local std::vector<Untried> untried;  // its memory is used again from text to text
   const std::size_t base = untried.size();
-  const char* const end = text.data() + text.size();
-  for (std::int64_t steps = 0;; ++steps) {
-    MOESH_CHECK(steps < kMaxSteps, ErrorKind::data, what_, ": the pattern tries more than ",
-                kMaxSteps, " ways at one place of a text; write it with fewer choices");
-    const Instruction& i = program_[pc];
+  for (;;) {
+    if (--steps_left_ < 0) {
+      untried.resize(base);
+      throw Error(ErrorKind::data,
+                  detail::concat(pattern_.what_, ": the pattern ", formats::shown(pattern_.regex_),
+                                 " takes too long on a text of ", end_ - begin_,
+                                 " bytes; write it with fewer choices"));
+    }
+    const Instruction& i = pattern_.program_[pc];
     bool works = true;
     switch (i.op) {
       case Op::repeat:
       case Op::possessive: {
-        const char* low = i.min == 0 ? at : nullptr;
-        std::uint32_t count = 0;
-        while (count < i.max && at < end) {
-          const char* next = at;
-          if ((sets_[next_code_point(next)] & i.set) == 0) break;
-          at = next;
-          if (++count == i.min) low = at;
+        const auto take = [&](std::uint32_t most) {
+          std::uint32_t count = 0;
+          for (const char* next = at; count < most && at < end_; ++count, at = next)
+            if ((pattern_.sets_[next_code_point(next)] & i.set) == 0) break;
+          return count;
+        };
+        works = take(i.min) == i.min;
+        if (!works) break;
+        const char* const low = at;
+        if (i.max != PatternNode::kNoLimit)
+          take(i.max - i.min);
+        else
+          at = end_of_run(pc, at);
+        if (i.op == Op::repeat && !long_runs_.empty() && at == long_runs_[pc].end &&
+            long_runs_[pc].failed <= at) {
+          works = low < long_runs_[pc].failed;
+          if (works) at = previous(long_runs_[pc].failed);
         }
-        works = low != nullptr;
         ++pc;
         if (works && i.op == Op::repeat && at > low) untried.push_back({pc, at, low});
         break;
@@ -201,15 +246,15 @@ const char* Pattern::run(std::uint32_t pc, const char* at, std::string_view text
         break;
       case Op::jump: pc = i.to; break;
       case Op::look:
-        works = (run(pc + 1, at, text) != nullptr) != i.negative;
+        works = (run(pc + 1, at) != nullptr) != i.negative;
         pc = i.to;
         break;
       case Op::line_start:
-        works = at == text.data() || (at[-1] == '\n' && at < end);
+        works = at == begin_ || (at[-1] == '\n' && at < end_);
         ++pc;
         break;
       case Op::line_end:
-        works = at == end || *at == '\n';
+        works = at == end_ || *at == '\n';
         ++pc;
         break;
       case Op::accept: untried.resize(base); return at;
@@ -219,6 +264,11 @@ const char* Pattern::run(std::uint32_t pc, const char* at, std::string_view text
     Untried& last = untried.back();
     pc = last.pc;
     if (last.low) {
+      if (!long_runs_.empty()) {
+        LongRun& known = long_runs_[pc - 1];
+        if (last.at >= known.begin && last.at <= known.end)
+          known.failed = std::min(known.failed, last.at);
+      }
       at = last.at = previous(last.at);
       if (last.at == last.low) untried.pop_back();
     } else {

@@ -23,9 +23,6 @@ class Pattern {
   /// `what` names the pattern in errors (data).
   Pattern(std::string_view regex, const std::string& what);
 
-  /// The first match at `from` or behind it, in a text of valid UTF-8.
-  std::optional<Match> find(std::string_view text, std::size_t from) const;
-
   // How a pattern is run: instruction by instruction, with a stack of the places where another way
   // can be tried.
   enum class Op : std::uint8_t {
@@ -47,13 +44,41 @@ class Pattern {
   };
 
  private:
-  const char* run(std::uint32_t pc, const char* at, std::string_view text) const;
-
-  std::string what_;
+  friend class Matches;
+  std::string what_, regex_;
   std::vector<Instruction> program_;
   CodePointMasks sets_;                // that instructions test
   std::vector<std::uint32_t> starts_;  // of the alternatives
   CodePointMasks firsts_;              // alternatives that can begin with a code point
+};
+
+/// The matches of a pattern in one text of valid UTF-8. Whether an instruction leads to a match
+/// from a place does not depend on how it was reached: what has failed after a long repetition is
+/// not tried again, so that a+b takes linear time on a text of a's. Where that does not help, as
+/// for
+/// (?:a|a)+b, Error (data) comes after a number of steps that is linear in the length of the text.
+class Matches {
+ public:
+  Matches(const Pattern& pattern, std::string_view text);
+
+  /// The first one at `from` or behind it; `from` does not go back.
+  std::optional<Match> next(std::size_t from);
+
+ private:
+  using Instruction = Pattern::Instruction;
+  // The code points of a repetition's set, as far as they go, and the first place among them from
+  // which on what follows the repetition has failed.
+  struct LongRun {
+    const char *begin = nullptr, *end = nullptr, *failed = nullptr;
+  };
+  const char* run(std::uint32_t pc, const char* at);
+  const char* end_of_run(std::uint32_t pc, const char* at);
+
+  const Pattern& pattern_;
+  const char *const begin_, *const end_;
+  std::int64_t steps_left_ = 0;
+  std::int64_t unusual_ = 0;        // with fewer steps left, short runs are remembered, too
+  std::vector<LongRun> long_runs_;  // of each instruction; empty: there was none
 };
 
 }  // namespace moesh::tokenizer

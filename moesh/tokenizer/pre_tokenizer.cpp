@@ -126,6 +126,7 @@ void PreTokenizer::split(std::string_view text, bool at_start, WordBuffers& buff
 }
 
 void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word) {
+  Occurrences all(step.what, word.text);
   if (step.behavior == Behavior::isolated) {  // nearly always, so without a list of parts
     const auto add = [&](std::size_t begin, std::size_t end) {
       if (end > begin)
@@ -133,7 +134,7 @@ void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word
             {word.text.substr(begin, end - begin), word.at_start && begin == 0});
     };
     std::size_t done = 0;
-    while (const auto match = find(step.what, word.text, done)) {
+    while (const auto match = all.next(done)) {
       add(done, match->begin);
       add(match->begin, match->end);
       done = match->end;
@@ -142,7 +143,7 @@ void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word
   }
   std::vector<Part> parts;
   std::size_t done = 0;
-  while (const auto match = find(step.what, word.text, done)) {
+  while (const auto match = all.next(done)) {
     if (match->begin > done) parts.push_back({done, match->begin, step.invert});
     parts.push_back({match->begin, match->end, !step.invert});
     done = match->end;

@@ -30,8 +30,9 @@ void check(const Tokenizer& tokenizer) {
 }
 
 void check(const Pattern& pattern, std::string_view text) {
+  Matches matches(pattern, text);
   std::size_t from = 0;
-  while (const auto match = pattern.find(text, from)) {
+  while (const auto match = matches.next(from)) {
     must(match->begin >= from && match->end > match->begin && match->end <= text.size(),
          "a match is behind the last one, and not empty");
     must(match->end == text.size() || !is_continuation(text[match->end]),

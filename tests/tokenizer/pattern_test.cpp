@@ -13,9 +13,10 @@ using Texts = std::vector<std::string>;
 // Every match, one after the other.
 Texts matches(const std::string& regex, const std::string& text) {
   const Pattern pattern(regex, "test");
+  Matches found(pattern, text);
   Texts all;
   std::size_t from = 0;
-  while (const auto match = pattern.find(text, from)) {
+  while (const auto match = found.next(from)) {
     all.push_back(text.substr(match->begin, match->end - match->begin));
     from = match->end;
   }
@@ -99,8 +100,63 @@ TEST(Pattern, NamesWhatItDoesNotKnow) {
     }
 }
 
+// Each of these took minutes or was refused; backtracking that starts anew at every place takes a
+// hundred billion steps.
+TEST(Pattern, TakesLinearTimeForRepetitionsThatFail) {
+  const std::string many(300'000, 'a');
+  for (const char* regex : {"a+b|c", "a++b|c", "a*ab|c", "a+a+b|c", "[ab]+a+c|d", "a(?=a+b)|c",
+                            "a{2,}b|c", "(?:a+b)+c|d", "(?:a+)+b|c"})
+    EXPECT_EQ(matches(regex, many), Texts{}) << regex;
+  EXPECT_EQ(matches("a+b|a", many).size(), many.size());
+  EXPECT_EQ(matches("a+b|c", many + "b"), Texts{many + "b"});
+  EXPECT_EQ(matches("a+b|c", many + "cb" + many + "b"), (Texts{"c", many + "b"}));
+}
+
+// Runs that are remembered give the matches that shorter texts have, where nothing is.
+TEST(Pattern, FindsTheSameInLongRunsAsInShortOnes) {
+  for (const char* regex : {"a+b|c", "a+ab|a", "[ab]+a+c|b", "(?:a+b|ab+)c|b", "a+(?!c)|c",
+                            "a*b|aa", "\\s*[b\n]+|\\s+(?!\\S)|\\s+", "(?:b+|ab)+c|ab"}) {
+    for (const char* ending : {"", "b", "c", "bc", "\n", "ba", "bac", " b", "\xC3\xA9"})
+      for (const char* letter : {"a", "b", " ", "\xC3\xA9"}) {
+        const auto lengths = [&](int count) {
+          std::string text;
+          for (int i = 0; i < count; ++i) text += letter;
+          text += ending;
+          std::vector<std::ptrdiff_t> ends;  // from the end of the text, or of the run
+          for (const std::string& match : matches(regex, text))
+            ends.push_back(static_cast<std::ptrdiff_t>(match.size() / std::string(letter).size()));
+          const std::size_t kept = std::min<std::size_t>(ends.size(), 4);
+          return std::vector(ends.end() - static_cast<std::ptrdiff_t>(kept), ends.end());
+        };
+        auto few = lengths(120), many = lengths(1120);
+        ASSERT_EQ(few.size(), many.size()) << regex << letter << ending;
+        for (std::size_t i = 0; i < few.size(); ++i)
+          EXPECT_TRUE(many[i] == few[i] || many[i] == few[i] + 1000)
+              << regex << ": " << letter << "... " << ending << ": " << many[i];
+      }
+  }
+}
+
+TEST(Pattern, TakesTwelveMillionSpacesBeforeALetter) {
+  const std::string spaces(12'000'000, ' ');
+  const auto found = matches("\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+| ?\\p{L}+", spaces + "a");
+  ASSERT_EQ(found.size(), 3u);
+  EXPECT_EQ(found[0].size(), spaces.size() - 1);
+  EXPECT_EQ(found[1], " ");
+  EXPECT_EQ(found[2], "a");
+}
+
 TEST(Pattern, GivesUpInsteadOfRunningForHours) {
-  EXPECT_THROW(matches("(?:a|a)+b", std::string(64, 'a')), Error);
+  for (const auto& [regex, length] :
+       std::vector<std::pair<std::string, std::size_t>>{{"(?:a|a)+b", 64}, {"(?:aa)+b|c", 100'000}})
+    try {
+      matches(regex, std::string(length, 'a'));
+      ADD_FAILURE() << regex << " was matched";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::data);
+      for (const std::string& part : {regex, std::to_string(length) + " bytes"})
+        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
 }
 
 TEST(Utf8, FindsTheFirstBadByte) {
