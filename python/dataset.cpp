@@ -3,6 +3,8 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+
 namespace moesh::python {
 namespace nb = nanobind;
 namespace {
@@ -93,17 +95,26 @@ data::Sample PythonDataset::get(std::int64_t index) const {
 data::Sample PythonDataset::sample(std::int64_t index) const {
   const nb::object item = object_[nb::int_(index)];
   const std::string what = detail::concat("sample ", index, " of the dataset (", description_, ")");
-  const bool is_pair =
-      nb::isinstance<nb::tuple>(item) && nb::len(item) == 2 && !nb::isinstance<nb::int_>(item[0]);
-  const Integers ids = integers_of(is_pair ? nb::object(item[0]) : item, what);
+  const std::size_t num_parts = nb::isinstance<nb::tuple>(item) ? nb::len(item) : 1;
+  const bool is_tuple = (num_parts == 2 || num_parts == 3) && !nb::isinstance<nb::int_>(item[0]);
+  const Integers ids = integers_of(is_tuple ? nb::object(item[0]) : item, what);
   const auto num = static_cast<std::size_t>(sequence_length_ + 1);
   MOESH_CHECK(ids.size() == num, ErrorKind::data, what, " has ", ids.size(),
               " token ids; it takes data.sequence_length + 1 = ", num,
               ", since the label of a token is the next one");
   data::Sample sample{.documents = Integers(num, 0)};
-  if (is_pair) sample.documents = integers_of(nb::object(item[1]), "the documents of " + what);
+  if (is_tuple && !item[1].is_none())
+    sample.documents = integers_of(nb::object(item[1]), "the documents of " + what);
   MOESH_CHECK(sample.documents.size() == num, ErrorKind::data, "the documents of ", what, " are ",
               sample.documents.size(), " numbers; it takes one for each of ", num, " token ids");
+  if (is_tuple && num_parts == 3) {
+    const Integers mask = integers_of(nb::object(item[2]), "the loss mask of " + what);
+    MOESH_CHECK(mask.size() == num &&
+                    std::all_of(mask.begin(), mask.end(), [](auto m) { return m == 0 || m == 1; }),
+                ErrorKind::data, "the loss mask of ", what, " has ", mask.size(),
+                " numbers; it takes ", num, ": 1 for a token to predict, 0 for one only read");
+    sample.trained.assign(mask.begin(), mask.end());
+  }
   sample.tokens.reserve(num);
   for (std::size_t t = 0; t < num; ++t) {
     MOESH_CHECK(ids[t] >= 0 && ids[t] < vocab_size_, ErrorKind::data, what, ": id ", ids[t],

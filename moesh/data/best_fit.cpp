@@ -83,17 +83,15 @@ Sample BestFitDataset::get(std::int64_t index) const {
   const auto after = std::upper_bound(sequences_before_.begin(), sequences_before_.end(), sequence);
   const std::int64_t number = after - sequences_before_.begin() - 1;
   const auto pieces = pieces_of(window(number), sequence - *std::prev(after));
-  const auto count = static_cast<std::size_t>(sequence_length_ + 1);
-  Sample sample{.tokens = std::vector<TokenId>(count, 0),
-                .documents = std::vector<std::int64_t>(count, kPadding)};
-  std::size_t at = 0;
+  Sample sample;
   for (std::size_t p = 0; p < pieces.size(); ++p) {
-    const auto length = static_cast<std::size_t>(pieces[p].length);
-    tokens_->copy(pieces[p].begin, std::span(sample.tokens).subspan(at, length));
-    std::fill_n(sample.documents.begin() + static_cast<std::ptrdiff_t>(at), length,
-                static_cast<std::int64_t>(p));
-    at += length;
+    append_tokens(*tokens_, pieces[p].begin, pieces[p].length, sample);
+    sample.documents.resize(sample.tokens.size(), static_cast<std::int64_t>(p));
   }
+  const auto count = static_cast<std::size_t>(sequence_length_ + 1);
+  sample.tokens.resize(count, 0);
+  sample.documents.resize(count, kPadding);
+  if (tokens_->has_mask()) sample.trained.resize(count, 0);
   return sample;
 }
 

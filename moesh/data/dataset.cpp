@@ -31,6 +31,8 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count)
     MOESH_CHECK(sample.tokens.size() == expected && sample.documents.size() == expected, "sample ",
                 first + b, " has ", sample.tokens.size(), " tokens and ", sample.documents.size(),
                 " document numbers, not ", expected);
+    MOESH_CHECK(sample.trained.empty() || sample.trained.size() == expected, "sample ", first + b,
+                " has a loss mask of ", sample.trained.size(), " tokens, not ", expected);
     const auto& documents = sample.documents;
     std::size_t start = 0;
     for (std::size_t t = 0; t + 1 < expected; ++t) {
@@ -38,7 +40,8 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count)
       const bool continues = documents[t] == documents[t + 1] && documents[t] != kPadding;
       *input++ = sample.tokens[t];
       *begin++ = static_cast<std::int64_t>(start);
-      *label++ = continues ? sample.tokens[t + 1] : kIgnoredLabel;
+      const bool is_trained = sample.trained.empty() || sample.trained[t + 1];
+      *label++ = continues && is_trained ? sample.tokens[t + 1] : kIgnoredLabel;
     }
   }
   return batch;

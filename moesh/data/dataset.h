@@ -25,6 +25,9 @@ constexpr std::int64_t kPadding = -1;
 struct Sample {
   std::vector<TokenId> tokens;
   std::vector<std::int64_t> documents;
+  /// The loss mask: 1 for a token that the model is to predict, 0 for one that it only reads (the
+  /// question of a chat). Empty: it is to predict every token.
+  std::vector<std::uint8_t> trained = {};
 };
 
 /// Any index >= 0 is a sample: a finite set begins again. Reading changes nothing, so ranks in
@@ -48,7 +51,8 @@ class Dataset {
 /// and tp.
 struct Batch {
   at::Tensor input_ids_BL;
-  at::Tensor labels_BL;           // kIgnoredLabel where the next token is of another document
+  /// kIgnoredLabel where the next token is of another document, or is only read.
+  at::Tensor labels_BL;
   at::Tensor document_starts_BL;  // the position in the sequence where each token's document begins
   std::int64_t num_documents = 0;  // of all sequences
 };

@@ -46,6 +46,10 @@ class FileStore : public TokenStore {
   void copy(std::int64_t begin, std::span<TokenId> to) const override {
     file_.copy(begin, vocab_size_, to);
   }
+  bool has_mask() const override { return file_.has_mask(); }
+  void copy_mask(std::int64_t begin, std::span<std::uint8_t> to) const override {
+    file_.copy_mask(begin, to);
+  }
 
  private:
   formats::TokenFile file_;
@@ -59,6 +63,16 @@ std::shared_ptr<const TokenStore> make_store(Corpus corpus) {
 }
 std::shared_ptr<const TokenStore> make_store(formats::TokenFile file, std::int64_t vocab_size) {
   return std::make_shared<FileStore>(std::move(file), vocab_size);
+}
+
+void append_tokens(const TokenStore& store, std::int64_t begin, std::int64_t count,
+                   Sample& sample) {
+  const std::size_t before = sample.tokens.size(), added = static_cast<std::size_t>(count);
+  sample.tokens.resize(before + added);
+  store.copy(begin, std::span(sample.tokens).subspan(before));
+  if (!store.has_mask()) return;
+  sample.trained.resize(before + added);
+  store.copy_mask(begin, std::span(sample.trained).subspan(before));
 }
 
 void Corpus::add(const std::string& document) {
@@ -115,8 +129,8 @@ std::int64_t PackedDataset::document_at(std::int64_t token) const {
 Sample PackedDataset::get(std::int64_t index) const {
   MOESH_CHECK(index >= 0, "sample ", index, " of ", tokens_->name());
   const std::int64_t begin = epochs_.at(index) * sequence_length_, count = sequence_length_ + 1;
-  Sample sample{.tokens = std::vector<TokenId>(static_cast<std::size_t>(count))};
-  tokens_->copy(begin, sample.tokens);
+  Sample sample;
+  append_tokens(*tokens_, begin, count, sample);
   std::int64_t document = document_at(begin);
   for (std::int64_t token = begin; token < begin + count; ++token) {
     // Several, where documents are empty.

@@ -44,7 +44,14 @@ class TokenStore {
   /// Tokens from `begin` on. One that is not in the vocabulary is an Error (data) that names file
   /// and position.
   virtual void copy(std::int64_t begin, std::span<TokenId> to) const = 0;
+  /// Whether it has a loss mask, and the mask of the tokens from `begin` on (Sample::trained).
+  virtual bool has_mask() const { return false; }
+  virtual void copy_mask(std::int64_t /*begin*/, std::span<std::uint8_t> /*to*/) const {}
 };
+
+/// Appends tokens [begin, begin + count) of a store to a sample, with their loss mask where the
+/// store has one. Their document number is left to the caller.
+void append_tokens(const TokenStore& store, std::int64_t begin, std::int64_t count, Sample& sample);
 
 /// In memory, and in a file of token ids.
 std::shared_ptr<const TokenStore> make_store(Corpus corpus);

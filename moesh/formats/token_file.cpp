@@ -231,6 +231,14 @@ TokenFile TokenFile::open_indexed(const std::string& path) {
   tokens.index_file_ = std::move(index_file);
   tokens.index_ = index;
   tokens.take(std::move(file), 0);
+  if (const std::string mask = prefix + ".mask"; exists(mask)) {
+    tokens.mask_ = std::make_shared<const InputFile>(mask);
+    MOESH_CHECK(std::cmp_equal(tokens.mask_->size(), tokens.num_tokens_), ErrorKind::data, mask,
+                " has ", tokens.mask_->size(), " bytes, and ", tokens.name_, " has ",
+                tokens.num_tokens_,
+                " tokens: it takes a byte for each; tokenize again, or take the mask away to train "
+                "on every token");
+  }
   return tokens;
 }
 
@@ -255,11 +263,23 @@ std::int64_t TokenFile::start(std::int64_t document) const {
   return index_.offset(sequence) / static_cast<std::int64_t>(size_of(type_));
 }
 
+void TokenFile::check_range(std::int64_t begin, std::int64_t count) const {
+  MOESH_CHECK(begin >= 0 && begin <= num_tokens_ && count <= num_tokens_ - begin, "tokens ", begin,
+              " to ", begin + count, " of ", name_, " with ", num_tokens_);
+}
+
+void TokenFile::copy_mask(std::int64_t begin, std::span<std::uint8_t> to) const {
+  check_range(begin, std::ssize(to));
+  mask_->read(static_cast<std::uint64_t>(begin), std::as_writable_bytes(to));
+  const auto wrong = std::find_if(to.begin(), to.end(), [](std::uint8_t byte) { return byte > 1; });
+  MOESH_CHECK(wrong == to.end(), ErrorKind::data, name_, ": byte ", begin + (wrong - to.begin()),
+              " of its .mask is ", int{*wrong},
+              "; it takes 1 for a token to predict and 0 for one that is only read");
+}
+
 void TokenFile::copy(std::int64_t begin, std::int64_t vocab_size,
                      std::span<std::int32_t> to) const {
-  MOESH_CHECK(begin >= 0 && begin <= num_tokens_ && std::ssize(to) <= num_tokens_ - begin,
-              "tokens ", begin, " to ", begin + std::ssize(to), " of ", name_, " with ",
-              num_tokens_);
+  check_range(begin, std::ssize(to));
   with_type(type_, [&](auto type) {
     using T = decltype(type);
     std::vector<T> ids(to.size());

@@ -1,7 +1,8 @@
 #pragma once
 // Files of token ids: Megatron's PREFIX.bin with PREFIX.idx, .npy of NumPy, and plain .bin files.
 // Ids are read as they are asked for, and an index is mapped into memory: their size does not
-// matter.
+// matter. PREFIX.mask, beside PREFIX.bin and PREFIX.idx, says for each token whether a model is to
+// predict it: a byte for each, 1 or 0.
 
 #include <cstddef>
 #include <cstdint>
@@ -76,11 +77,16 @@ class TokenFile {
   /// Tokens from `begin` on; an id that is not in [0, vocab_size) is an Error (data) that names
   /// file and position.
   void copy(std::int64_t begin, std::int64_t vocab_size, std::span<std::int32_t> to) const;
+  /// Whether there is a PREFIX.mask, and its bytes from token `begin` on; any but 0 and 1 is an
+  /// Error (data) that names file and position.
+  bool has_mask() const { return mask_ != nullptr; }
+  void copy_mask(std::int64_t begin, std::span<std::uint8_t> to) const;
 
  private:
   TokenFile(std::string name, IdType type) : name_(std::move(name)), type_(type) {}
   void take(std::shared_ptr<const InputFile> file, std::uint64_t begin);
   bool has_index() const { return index_file_ != nullptr; }
+  void check_range(std::int64_t begin, std::int64_t count) const;
 
   std::string name_;
   IdType type_;
@@ -90,6 +96,7 @@ class TokenFile {
   std::uint64_t begin_ = 0;  // of the ids in it
   std::shared_ptr<const MappedFile> index_file_;
   TokenIndex index_{};
+  std::shared_ptr<const InputFile> mask_;  // null: there is none
   std::int64_t num_tokens_ = 0;
 };
 

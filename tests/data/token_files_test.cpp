@@ -1,6 +1,7 @@
 // Training data from files of token ids, through the registry as a configuration opens them.
 
 #include <fstream>
+#include <set>
 
 #include "moesh/data/packed.h"
 #include "moesh/data/registry.h"
@@ -89,6 +90,77 @@ TEST(TokenFiles, NameFileAndPositionOfAnIdBeyondTheVocabulary) {
   data->get(0);
   expect_parts(error_of([&] { data->get(3); }, ErrorKind::data),
                {flat.path(), "token 13 has the id 200000", "has 200000"});
+}
+
+// Documents of which some tokens are to be predicted and some only read, in a file with its mask.
+class MaskedFile {
+ public:
+  static constexpr std::int32_t kTokens = 61;
+
+  MaskedFile() : bin_("x.bin", bytes(counted(kTokens))) {
+    prefix_ = bin_.path().substr(0, bin_.path().size() - 4);
+    std::string index = formats::token_index_header(formats::IdType::int32, 4, 4);
+    index += bytes<std::int32_t>({9, 1, 30, 21}) + bytes<std::int64_t>({0, 36, 40, 160});
+    std::ofstream(prefix_ + ".idx", std::ios::binary)
+        << index + bytes<std::int64_t>({0, 1, 2, 3, 4});
+    for (std::int32_t i = 0; i < kTokens; ++i) mask_ += static_cast<char>(i % 7 < 3);
+    write(mask_);
+  }
+  void write(const std::string& mask) const {
+    std::ofstream(prefix_ + ".mask", std::ios::binary) << mask;
+  }
+  const std::string& path() const { return bin_.path(); }
+  const std::string& mask() const { return mask_; }
+  /// Trained, and not the first of a document: nothing comes before it.
+  std::multiset<std::int64_t> labels() const {
+    std::multiset<std::int64_t> all;
+    for (std::int32_t i = 0; i < kTokens; ++i)
+      if (mask_[static_cast<std::size_t>(i)] && i != 0 && i != 9 && i != 10 && i != 40)
+        all.insert(100'000 + i);
+    return all;
+  }
+
+ private:
+  TemporaryFile bin_;
+  std::string prefix_, mask_;
+};
+
+// However documents become sequences, every trained token is a label once, and no other one is.
+TEST(LossMasks, LeaveTheirLabelsAfterPacking) {
+  const MaskedFile file;
+  for (const char* packing : {"cut", "best_fit"})
+    for (const std::int64_t length : {4, 5, 12, 20})
+      for (const bool shuffle : {false, true}) {
+        auto o = options(file.path());
+        o.sequence_length = length, o.shuffle = shuffle, o.packing = packing;
+        const auto data = open_dataset(o);
+        const Batch batch = make_batch(*data, 0, data->size().value());
+        std::multiset<std::int64_t> found;
+        const auto* labels = batch.labels_BL.const_data_ptr<std::int64_t>();
+        const auto* inputs = batch.input_ids_BL.const_data_ptr<std::int64_t>();
+        for (std::int64_t i = 0; i < batch.labels_BL.numel(); ++i) {
+          if (labels[i] == kIgnoredLabel) continue;
+          found.insert(labels[i]);
+          EXPECT_EQ(labels[i], inputs[i] + 1) << "the label of another token";
+        }
+        auto expected = file.labels();
+        if (std::string(packing) == "cut")  // drops what is left over at the end
+          expected.erase(expected.upper_bound(100'000 + data->size().value() * length),
+                         expected.end());
+        EXPECT_EQ(found, expected) << packing << ", length " << length;
+      }
+}
+
+TEST(LossMasks, ThatDoNotFitTheirTokensAreRefused) {
+  const MaskedFile file;
+  file.write(file.mask().substr(1));
+  expect_parts(error_of([&] { open_dataset(options(file.path())); }, ErrorKind::data),
+               {".mask has 60 bytes", "x.bin has 61 tokens", "tokenize again"});
+  std::string wrong = file.mask();
+  wrong[7] = 2;
+  file.write(wrong);
+  expect_parts(error_of([&] { open_dataset(options(file.path()))->get(1); }, ErrorKind::data),
+               {"x.bin", "byte 7 of its .mask is 2", "it takes 1"});
 }
 
 }  // namespace
