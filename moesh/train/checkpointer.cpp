@@ -77,12 +77,14 @@ std::string fingerprint(const std::string& path) {
   return text;
 }
 
-// Of the files that hold it: token ids with an index are two, named by either or by their prefix.
+// Token ids with an index are two files, named by either or by their prefix, and perhaps a mask.
 std::string fingerprint_of_file(const std::string& path, const std::string& kind) {
   if (path.empty() || data::resolved_kind(kind, path) != "indexed") return fingerprint(path);
   const bool names_one = path.ends_with(".bin") || path.ends_with(".idx");
   const std::string prefix = names_one ? path.substr(0, path.size() - 4) : path;
-  return fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
+  std::string text = fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
+  if (formats::exists(prefix + ".mask")) text += "+" + fingerprint(prefix + ".mask");
+  return text;
 }
 
 std::string fingerprint_of_tokenizer(const std::string& path) {
