@@ -2,22 +2,23 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 
 #include "moesh/base/error.h"
-#include "moesh/config/options.h"
+#include "moesh/config/guess.h"
 
 namespace moesh::cli {
 namespace {
 
 constexpr const char* kLogLevel = "--log-level";
-constexpr std::size_t kColumns = 100, kHelpColumn = 17, kOptionColumn = 19, kOptionHelpColumn = 36;
+constexpr std::size_t kColumns = 100, kLineColumn = 17, kOptionColumn = 27;
 
 // `head`, and from `column` on the words of `text`, in lines that fit.
 std::string in_columns(std::string head, std::size_t column, const std::string& text) {
-  if (head.size() + 1 < column)
+  if (head.size() + 1 < column || head.empty())
     head.resize(column, ' ');
   else
     head += "   ";
@@ -106,6 +107,12 @@ int whole_number(const std::string& name, const std::string& text, int least) {
               detail::concat("there is no command '", name, "'; the commands are ", names));
 }
 
+// "usage: moesh compare A B [OPTIONS]; moesh help compare lists them"
+std::string usage_of(const Command& command) {
+  return detail::concat("usage: ", command.usage(), "; moesh help ", command.name,
+                        " lists its options");
+}
+
 [[noreturn]] void throw_no_option(const Command& command, const std::string& arg) {
   std::vector<std::string> known;
   for (const CommandOption& o : command.options) known.push_back(o.name);
@@ -114,7 +121,7 @@ int whole_number(const std::string& name, const std::string& text, int least) {
                     : "the nearest that it has is " +
                           config::nearest_name(arg.substr(0, arg.find('=')), known) + "; ";
   throw Error(ErrorKind::config, detail::concat(command.name, " has no option '", arg, "'; ",
-                                                nearest, "usage: ", command.usage()));
+                                                nearest, usage_of(command)));
 }
 
 }  // namespace
@@ -147,26 +154,34 @@ double Given::real(const std::string& name, double initial) const {
 }
 
 void Given::expect_words(std::size_t count) const {
-  MOESH_CHECK(rest_.size() == count, ErrorKind::config, rest_.size(), " words where ", count,
-              " are needed; usage: ", command_->usage());
+  MOESH_CHECK(rest_.size() == count, ErrorKind::config, command_->name, " has ", rest_.size(),
+              " words where ", count, count == 1 ? " is needed; " : " are needed; ", usage());
 }
+
+std::string Given::usage() const { return usage_of(*command_); }
 
 std::string Command::usage() const {
-  std::string text = "moesh " + name + (words.empty() ? "" : " " + words);
-  for (const CommandOption& o : options)
-    text += " [" + o.name + (o.value.empty() ? "" : " " + o.value) + "]";
-  return text + (takes_config ? " [OPTIONS]" : "") + (note.empty() ? "" : " " + note);
+  return "moesh " + name + (words.empty() ? "" : " " + words) +
+         (takes_config || !options.empty() ? " [OPTIONS]" : "");
 }
 
+std::string Command::line() const { return in_columns("  " + name, kLineColumn, help); }
+
 std::string Command::describe() const {
-  std::string text =
-      in_columns("  " + name + (words.empty() ? "" : " " + words), kHelpColumn,
-                 help + (takes_config && name != "train" ? "; takes train's options" : ""));
+  std::string sentences = help + "." + (details.empty() ? "" : " " + details);
+  sentences[0] = static_cast<char>(std::toupper(static_cast<unsigned char>(sentences[0])));
+  std::string text = "usage: " + usage() + "\n\n" + in_columns("", 0, sentences);
+  if (!options.empty()) text += "\n";
   for (const CommandOption& o : options)
-    text += in_columns(
-        std::string(kOptionColumn, ' ') + o.name + (o.value.empty() ? "" : " ") + o.value,
-        kOptionHelpColumn, o.help);
+    text +=
+        in_columns("  " + o.name + (o.value.empty() ? "" : " ") + o.value, kOptionColumn, o.help);
   return text;
+}
+
+const Command& find_command(const std::vector<Command>& commands, const std::string& name) {
+  for (const Command& c : commands)
+    if (c.name == name) return c;
+  throw_no_command(commands, name);
 }
 
 CommandLine read_command_line(const std::vector<Command>& commands, const Args& all) {
@@ -189,7 +204,7 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
   } catch (const CLI::CallForVersion&) {
     line.wants_version = true;
   } catch (const CLI::ParseError& e) {
-    throw Error(ErrorKind::config, detail::concat(e.what(), "; moesh --help lists what there is"));
+    throw Error(ErrorKind::config, detail::concat(e.what(), "; moesh help lists what there is"));
   }
   const auto named = app.get_subcommands();
   // What comes before a command, or is no command.
@@ -198,8 +213,7 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
   if (app.count(kLogLevel) > 0) line.log_level = values_of(app, log_level).front();
   if (named.empty()) return line;
   const CLI::App& sub = *named[0];
-  line.command = &*std::find_if(commands.begin(), commands.end(),
-                                [&](const Command& c) { return c.name == sub.get_name(); });
+  line.command = &find_command(commands, sub.get_name());
   if (sub.count(kLogLevel) > 0) line.log_level = values_of(sub, log_level).front();
   refuse_values(*line.command, args);
   line.given.command_ = line.command;

@@ -38,6 +38,8 @@ class Given {
   const Args& rest() const { return rest_; }
   /// Throws Error (config) unless they are `count` words.
   void expect_words(std::size_t count) const;
+  /// How the command is called, and where its options are listed: for messages.
+  std::string usage() const;
 
  private:
   friend CommandLine read_command_line(const std::vector<Command>&, const Args&);
@@ -48,16 +50,18 @@ class Given {
 
 struct Command {
   std::string name;
-  std::string words;  // that follow it: "A B"
-  std::string help;
+  std::string words;          // that follow it: "A B"
+  std::string help;           // one line: what it does
   bool takes_config = false;  // the options of a configuration
   std::vector<CommandOption> options;
   int (*run)(const Given& given);
-  std::string note = "";  // at the end of its usage
+  std::string details = "";  // further sentences for its own help
 
-  /// "moesh compare A B [--tolerance X] [--all]"
+  /// "moesh compare A B [OPTIONS]"
   std::string usage() const;
-  /// Its part of the help: lines of at most 100 columns.
+  /// Its line in the list of commands.
+  std::string line() const;
+  /// Its own help: usage, sentences and its own options, in lines of at most 100 columns.
   std::string describe() const;
 };
 
@@ -67,6 +71,9 @@ struct CommandLine {
   bool wants_help = false, wants_version = false;
   std::optional<std::string> log_level;
 };
+
+/// Throws Error (config) where no command is called so.
+const Command& find_command(const std::vector<Command>& commands, const std::string& name);
 
 /// Throws Error (config) where no command is called so, an option has no value, is there twice, or
 /// is none of a command that takes no configuration.

@@ -26,6 +26,8 @@ using namespace config;
 using namespace train;
 namespace {
 
+constexpr const char* kHelp = "help";
+
 RunSummary run_train(const Args& args) {
   const Config config = load_config(args);
   const RunSummary s = train_in_memory(config);
@@ -105,33 +107,26 @@ int run_print_config(const Given& given) {
   return 0;
 }
 
-// All commands, and the options of a configuration; --model names the one whose keys are shown.
-int run_help(const Given& given) {
+// All commands, on one screen.
+void print_commands() {
   std::printf("usage: moesh COMMAND [OPTIONS]\n\n");
-  for (const Command& c : commands()) std::printf("%s", c.describe().c_str());
+  for (const Command& c : commands()) std::printf("%s", c.line().c_str());
   std::printf(
-      "  --version      the version of moesh and of the LibTorch that it was built with\n"
       "\n"
-      "Options: --config FILE, --section.key=value, and the short forms --mesh, --model, --steps,\n"
-      "--dtype, --device, --max-minutes, --quiet. Every command takes --help, and --log-level debug,\n"
-      "info, warn, error or off.\n"
+      "moesh help COMMAND, or moesh COMMAND --help, lists the options of a command. Every command takes\n"
+      "--log-level debug, info, warn, error or off. moesh --version prints the version.\n"
       "\n"
       "  moesh train --model deepseek_v3:debug --mesh dp_shard=2,tp=2,ep=4 --steps 100\n"
       "  moesh verify --model deepseek_v3:tiny --mesh tp=2,ep=2 --dtype float64\n"
-      "\n%s\n%s",
-      kExitCodes, help_text(load_config(given.rest())).c_str());
-  return 0;
+      "\n%s",
+      kExitCodes);
 }
 
-int run_train_command(const Given& given) {
-  return static_cast<int>(run_train(given.rest()).interrupted ? ExitCode::stopped : ExitCode::done);
-}
-
-// Of one command; with the options of a configuration where it takes them. Of the others --model
-// alone is looked at: help is for who does not know them yet.
+// One command; with the options of a configuration where it takes them. Of these only --model is
+// looked at, which says whose keys are listed: whoever asks for help does not know the others yet.
 void print_help_of(const Command& command, const Args& args) {
-  std::printf("%s\nExit codes and all commands: moesh help\n", command.describe().c_str());
-  if (!command.takes_config) return;
+  std::printf("%s", command.describe().c_str());
+  if (!command.takes_config || command.name == kHelp) return;
   Args model;
   for (std::size_t i = 0; i < args.size() && model.empty(); ++i)
     if (args[i].starts_with("--model="))
@@ -139,6 +134,24 @@ void print_help_of(const Command& command, const Args& args) {
     else if (args[i] == "--model" && i + 1 < args.size())
       model = {args[i], args[i + 1]};
   std::printf("\n%s", help_text(load_config(model)).c_str());
+}
+
+int run_help(const Given& given) {
+  Args args = given.rest();
+  if (args.empty()) {
+    print_commands();
+    return 0;
+  }
+  MOESH_CHECK(!args[0].starts_with("-"), ErrorKind::config, "help has the option '", args[0],
+              "' and no command; name one, as in moesh help train --model gpt_oss:tiny");
+  const Command& command = find_command(commands(), args[0]);
+  args.erase(args.begin());
+  print_help_of(command, args);
+  return 0;
+}
+
+int run_train_command(const Given& given) {
+  return static_cast<int>(run_train(given.rest()).interrupted ? ExitCode::stopped : ExitCode::done);
 }
 
 // Which lines of the log are shown, as the variable MOESH_LOG says it.
@@ -157,7 +170,7 @@ int run_named(const Args& args) {
     return 0;
   }
   if (!line.command) {
-    run_help({});
+    print_commands();
     return line.wants_help ? 0 : static_cast<int>(ExitCode::usage);
   }
   if (line.wants_help) {
@@ -173,130 +186,148 @@ const std::vector<Command>& commands() {
   static const std::vector<Command> all{
       {.name = "train",
        .words = "",
-       .help = "train a model; ranks are threads of this process, or MPI's under mpirun, srun",
+       .help = "train a model on a mesh of ranks",
        .takes_config = true,
        .options = {},
-       .run = run_train_command},
+       .run = run_train_command,
+       .details = "Ranks are threads of this process; under mpirun, srun and torchrun they are "
+                  "spread over its processes."},
       {.name = "verify",
        .words = "",
-       .help = "prove that a mesh computes what one rank computes; exit code 0 only if everything "
-               "agrees",
+       .help = "prove that a mesh computes what one rank computes",
        .takes_config = true,
-       .options = {{"--steps", "N", "optimizer steps to compare (default 2)"},
+       .options = {{"--steps", "N", "number of optimizer steps to compare (default 2)"},
                    {"--sweep", "N",
-                    "every mesh of up to N ranks, instead of the configured one; "
-                    "5-8: of 5 to 8"},
-                   {"--sample", "COUNT", "so many of them, drawn"},
-                   {"--sample-seed", "N", "of the draw (default 0)"},
-                   {"--shard", "I/N", "the I-th of N pieces of what is left, 1/N to N/N"},
-                   {"--json", "FILE", "the result as JSON"},
+                    "verify every mesh of up to N ranks, instead of the configured one; 5-8: every "
+                    "mesh of 5 to 8 ranks"},
+                   {"--sample", "COUNT", "verify only COUNT of these meshes, chosen at random"},
+                   {"--sample-seed", "N", "random seed of --sample (default 0)"},
+                   {"--shard", "I/N",
+                    "verify the I-th of N parts of these meshes, from 1/N to N/N"},
+                   {"--json", "FILE", "write the result as JSON"},
                    {"--dump", "FOLDER",
-                    "what was compared, as FOLDER/mesh.safetensors and "
+                    "write the compared tensors, as FOLDER/mesh.safetensors and "
                     "FOLDER/one_rank.safetensors"},
                    {"--golden", "FILE",
-                    "instead: what transformers computed "
-                    "(tools/record_golden.py) for the checkpoint of "
-                    "--checkpoint.initial_load=FOLDER"}},
-       .run = run_verify},
+                    "compare with what transformers computed (recorded by tools/record_golden.py) "
+                    "for the weights of --model hf:FOLDER"}},
+       .run = run_verify,
+       .details = "It runs the first steps of the training run on the mesh and on one rank, and "
+                  "compares every tensor. The exit code is 0 only if all of them agree. It takes "
+                  "the options of train."},
       {.name = "compare",
        .words = "A B",
-       .help = "two safetensors files, or folders of them, of any framework, name by name; B is "
-               "the reference",
+       .help = "compare two sets of tensors, from any framework",
        .options = {{"--tolerance", "X", "relative error that is allowed (default: by dtype)"},
                    {"--rename", "P=R",
-                    "the name in B of what A calls P (a regular expression); "
-                    "may be given several times",
+                    "P is a regular expression for names in A, R the name in B; may be given "
+                    "several times",
                     true},
                    {"--all", "", "print every tensor, not only those that differ"}},
-       .run = run_compare},
+       .run = run_compare,
+       .details = "A and B are safetensors files, or folders of them. B is the reference."},
       {.name = "estimate",
        .words = "",
-       .help = "parameters, memory of a rank and bytes that it sends in a step, without running it",
+       .help = "estimate the memory, traffic and time of a run, or find the best mesh for it",
        .takes_config = true,
        .options = {{"--cluster", "C",
-                    "seconds of a step on it: h100x8:256 are 256 nodes of 8 "
-                    "H100, and a TOML file describes any"},
-                   {"--schedule", "[FILE.svg]", "with --cluster: what each rank of pp does when"},
+                    "estimate seconds on this cluster: h100x8:256 is 256 nodes of 8 H100; a TOML "
+                    "file describes any other"},
+                   {"--schedule", "[FILE.svg]",
+                    "with --cluster: draw what each rank of the pipeline does, and when"},
                    {"--search", "[N]",
-                    "the best meshes of N ranks that fit, those that send the "
-                    "fewest bytes a token first; degrees that are set stay as "
-                    "they are; with --cluster the fastest of all its GPUs"},
-                   {"--memory", "SIZE", "what a rank has, as in 80GiB"},
-                   {"--json", "FILE", "the result as JSON"}},
-       .run = run_estimate},
+                    "list the best ways to run on N ranks: those that send the fewest bytes for a "
+                    "token, or with --cluster the fastest on all of its GPUs; options that are set "
+                    "are kept"},
+                   {"--memory", "SIZE", "memory of a rank, as in 80GiB"},
+                   {"--json", "FILE", "write the result as JSON"}},
+       .run = run_estimate,
+       .details = "Nothing is trained, and neither the ranks nor the device need to exist. It "
+                  "takes the options of train."},
       {.name = "report",
        .words = "RUN...",
-       .help = "the runs of these folders (metrics.folder) as one HTML file, over each other; a "
-               "FILE.json is the result of verify --json",
-       .options = {{"--out", "FILE", "what is written (default report.html)"},
+       .help = "draw the curves of one or more runs as an HTML page",
+       .options = {{"--out", "FILE", "page to write (default report.html)"},
                    {"--serve", "PORT",
-                    "instead: the page on http://127.0.0.1:PORT, which follows "
-                    "runs that are still training"}},
-       .run = run_report},
+                    "serve the page on http://127.0.0.1:PORT instead; it follows runs that are "
+                    "still training"}},
+       .run = run_report,
+       .details = "RUN is the folder of a run (metrics.folder), or the result of verify --json."},
       {.name = "demo",
        .words = "",
-       .help = "train a small DeepSeek-V3 on eight ranks of this process, then verify that very "
-               "mesh (this is `make run`)",
+       .help = "train a small DeepSeek-V3 on eight ranks, then verify that mesh",
        .options = {},
        .run = run_demo,
-       .note = "(it takes no options; moesh train and moesh verify do)"},
+       .details = "This is what `make run` does. It takes no options; train and verify do."},
       {.name = "convert",
        .words = "FROM TO",
-       .help = "a folder of a model (Hugging Face or moesh) as another",
-       .options = {{"--layout", "per_expert|stacked", "how routed experts are laid out"},
-                   {"--dtype", "float32|bfloat16|...", "of the weights"}},
-       .run = run_convert},
+       .help = "convert the folder of a model to another layout or dtype",
+       .options = {{"--layout", "per_expert|stacked",
+                    "layout of the routed experts (default: as they are)"},
+                   {"--dtype", "float32|bfloat16|float16|float64",
+                    "dtype of the written weights (default: as they are)"}},
+       .run = run_convert,
+       .details = "FROM is a checkpoint of moesh or the folder of a Hugging Face model; TO must "
+                  "not exist yet."},
       {.name = "inspect",
        .words = "FOLDER",
-       .help = "what is in a checkpoint, or in any folder of a model",
+       .help = "show what a checkpoint, or the folder of a model, contains",
        .options = {{"--check", "",
-                    "compare every byte with its checksum; exit code 0 only if all "
-                    "is well"}},
+                    "compare every byte with its checksum; the exit code is 0 only if all agree"}},
        .run = run_inspect},
       {.name = "tokenize",
        .words = "INPUT...",
-       .help = "texts (*.txt, *.jsonl, also .gz and .zst; folders, globs, -) as PREFIX.bin and "
-               "PREFIX.idx; run again, it goes on where it stopped",
-       .options = {{"--tokenizer", "PATH", "a tokenizer.json, or its folder"},
-                   {"--out", "PREFIX", "what is written"},
-                   {"--field", "NAME", "of a JSONL object that holds the text (default text)"},
-                   {"--append-eod", "", "close documents with the eos_token of the folder"},
-                   {"--eod", "TOKEN", "close documents with this token"},
+       .help = "turn texts into files of token ids",
+       .options = {{"--tokenizer", "PATH", "tokenizer.json, or the folder that holds it"},
+                   {"--out", "PREFIX", "write PREFIX.bin and PREFIX.idx"},
+                   {"--field", "NAME",
+                    "field of a JSONL object that holds the text (default text)"},
+                   {"--append-eod", "", "end each document with the eos_token of the folder"},
+                   {"--eod", "TOKEN", "end each document with this token"},
                    {"--with-template", "", "add the tokens that the tokenizer puts around a text"},
-                   {"--format", "text|jsonl", "of inputs whose names do not say it"},
-                   {"--on-error", "stop|skip", "a line that cannot be read (default stop)"},
-                   {"--threads", "N", "default: one for each core"},
-                   {"--save-interval", "SECONDS", "of work that a crash may cost (default 30)"},
-                   {"--check", "PREFIX", "instead: compare every byte with its checksum"}},
-       .run = run_tokenize},
+                   {"--format", "text|jsonl", "format of inputs whose names do not say it"},
+                   {"--on-error", "stop|skip",
+                    "stop at a line that cannot be read, or skip it (default stop)"},
+                   {"--threads", "N", "number of threads (default: one for each core)"},
+                   {"--save-interval", "SECONDS", "most work that a crash may cost (default 30)"},
+                   {"--check", "PREFIX",
+                    "compare every byte of PREFIX.bin and PREFIX.idx with its checksum instead"}},
+       .run = run_tokenize,
+       .details = "INPUT is a *.txt or *.jsonl file, also packed as .gz or .zst, a folder, a glob, "
+                  "or - for standard input. A run that was stopped goes on where it was."},
       {.name = "generate",
        .words = "FOLDER",
-       .help = "what a model says after a prompt: of a checkpoint, a run's folder of them, or any "
-               "folder of a model",
+       .help = "continue a prompt with a model",
        .takes_config = true,
-       .options = {{"--prompt", "TEXT", "or --prompt-ids"},
-                   {"--prompt-ids", "1,2,3", "which prints ids as well"},
-                   {"--max-new-tokens", "N", "default 64; it stops at the model's eos before"},
-                   {"--ignore-eos", "", "it does not"},
-                   {"--temperature", "X", "of the draw (default 0: always the likeliest token)"},
+       .options = {{"--prompt", "TEXT", "text to continue"},
+                   {"--prompt-ids", "1,2,3", "token ids to continue; the answer is ids too"},
+                   {"--max-new-tokens", "N", "largest number of new tokens (default 64)"},
+                   {"--ignore-eos", "", "do not stop at the model's end token"},
+                   {"--temperature", "X",
+                    "sampling temperature (default 0: always the likeliest token)"},
                    {"--top-p", "X",
-                    "draw from the likeliest tokens that together have this "
-                    "probability (default 1: from all)"},
-                   {"--seed", "N", "of the draw (default 0)"},
-                   {"--tokenizer", "PATH", "instead of the folder's; bytes: each byte is a token"}},
-       .run = run_generate},
+                    "sample from the likeliest tokens whose probabilities add up to X (default 1: "
+                    "from all)"},
+                   {"--seed", "N", "random seed of the sampling (default 0)"},
+                   {"--tokenizer", "PATH",
+                    "tokenizer.json to use instead of the folder's; bytes: each byte is a token"}},
+       .run = run_generate,
+       .details = "FOLDER is a checkpoint, a folder of checkpoints (the newest is used), or the "
+                  "folder of a Hugging Face model. It takes the options of train, such as --mesh."},
       {.name = "print-config",
        .words = "",
-       .help = "the effective values, and where each came from",
+       .help = "print every option with its value and where the value came from",
        .takes_config = true,
        .options = {},
-       .run = run_print_config},
-      {.name = "help",
-       .words = "",
-       .help = "this text and every option; with --model NAME:SIZE those of that model",
+       .run = run_print_config,
+       .details = "It takes the options of train; --config reads its output."},
+      {.name = kHelp,
+       .words = "[COMMAND]",
+       .help = "list the commands, or the options of one command",
        .takes_config = true,
        .options = {},
-       .run = run_help},
+       .run = run_help,
+       .details = "moesh help train --model gpt_oss:tiny lists the keys of that model."},
   };
   return all;
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "moesh/config/guess.h"
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
 #include "moesh/formats/file.h"
@@ -43,17 +44,20 @@ std::string list_near(const std::string& name) {
 
 [[noreturn]] void unknown(const Setting& s, const std::vector<std::string>& known) {
   const bool on_line = s.origin.text == kCommandLine;
-  const std::string dashes = on_line ? "--" : "";
-  const auto elsewhere = name_elsewhere(s.name);
   std::string name = s.name;
   std::replace(name.begin(), name.end(), '-', '_');
+  const auto* value = std::get_if<std::string>(&s.value);
+  const auto answer = answer_to(name, value ? *value : formats::to_toml(s.value));
   const std::string list = list_near(name);
-  const std::string hint =
+  std::string hint =
       !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
                                      "]], or on the command line --", list, ".0.path=FILE")
-      : !elsewhere  ? detail::concat("the nearest known ", on_line ? "option" : "key", " is ",
-                                     dashes, nearest_name(name, known))
-                    : detail::concat("here it is ", dashes, *elsewhere);
+      : !answer     ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --",
+                                     nearest_name(name, known))
+                    : (answer->starts_with("--") ? "here it is " : "") + *answer;
+  if (!on_line && list.empty())  // a file has keys, without dashes
+    for (auto at = hint.find("--"); at != std::string::npos; at = hint.find("--"))
+      hint.erase(at, 2);
   throw Error(
       ErrorKind::config,
       detail::concat(on_line ? "unknown option --" : s.origin.text + ": unknown key ", s.name,
@@ -132,7 +136,20 @@ bool is_there_as_file(const std::string& text) {
   }
 }
 
-// "deepseek_v3:tiny"; without a size the name alone. "hf:FOLDER" is a folder.
+// For a folder that is not there. "deepseek-ai/DeepSeek-V3" is a name of the Hugging Face hub.
+std::string how_to_get(const std::string& folder) {
+  const auto slash = folder.find('/');
+  const bool is_hub_name = slash != std::string::npos && slash == folder.rfind('/') && slash > 0 &&
+                           slash + 1 < folder.size() && folder[0] != '.';
+  if (!is_hub_name) return "name the folder that holds the model's config.json";
+  const std::string local = folder.substr(slash + 1);
+  return detail::concat(
+      "if it is the name of a model on the Hugging Face hub: moesh downloads nothing; get the "
+      "folder with `hf download ",
+      folder, " --local-dir ", local, "`, then write --model hf:", local);
+}
+
+// "deepseek_v3:tiny"; without a size only the name. "hf:FOLDER" is a folder.
 Settings expand_model(const std::string& text, const std::string& origin) {
   const std::string model = written("model", origin);
   const auto colon = text.find(':');
@@ -143,6 +160,8 @@ Settings expand_model(const std::string& text, const std::string& origin) {
                   !is_there_as_folder(text),
               ErrorKind::config, model, " ", text, " (", origin, ") is a folder; write ", model,
               " hf:", text, " for the model that is in it");
+  MOESH_CHECK(text.find('/') == std::string::npos, ErrorKind::config, model, " ", text, " (",
+              origin, ") names neither a built-in model nor a folder; ", how_to_get(text));
   Settings settings{{"model.name", text.substr(0, colon), {origin}, true}};
   if (colon != std::string::npos)
     settings.push_back({"model.size", text.substr(colon + 1), {origin}, true});
@@ -205,6 +224,9 @@ std::optional<GivenModel> take_folder(Settings& settings) {
               folder.string(), "' (", asked->origin.text,
               "), which is not a folder; name the one that it is in: --model hf:",
               folder.has_parent_path() ? folder.parent_path().string() : ".");
+  MOESH_CHECK(is_there_as_folder(folder.string()), ErrorKind::config, kFolder, " is '",
+              folder.string(), "' (", asked->origin.text, "), and there is no such folder; ",
+              how_to_get(folder.string()));
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
   const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
@@ -360,6 +382,14 @@ Settings mesh_settings(const MeshShape& shape, const std::string& origin) {
   Settings settings;
   for (const Degree& d : degrees()) settings.push_back({d.option, d.size(shape), {origin}});
   return settings;
+}
+
+std::string mesh_argument(const MeshShape& shape) {
+  std::string text;
+  for (const Degree& d : degrees())
+    if (d.size(shape) > 1)
+      text += detail::concat(text.empty() ? "" : ",", d.axis, "=", d.size(shape));
+  return text.empty() ? "dp_shard=1" : text;
 }
 
 Config merged(const Settings& settings, const std::optional<GivenModel>& model) {

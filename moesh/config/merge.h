@@ -40,6 +40,8 @@ Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
 
 /// The mesh as settings: every degree of it.
 Settings mesh_settings(const MeshShape& shape, const std::string& origin);
+/// As --mesh takes it: "dp_shard=2,tp=2".
+std::string mesh_argument(const MeshShape& shape);
 
 /// The settings over the defaults of the options. Unknown names and values of a wrong type or out
 /// of range throw Error (config), which names where they were given and the nearest known option.

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <map>
 
 #include "moesh/config/tables.h"
+#include "moesh/formats/name.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
 #include "moesh/pipeline/schedule.h"
@@ -32,124 +32,130 @@ std::vector<std::string> dispatcher_names() {
 
 std::vector<Option> make_options() {
   return {
-      MOESH_OPTION(numbers, model, name, "architecture", one_of(models::model_names())),
-      MOESH_OPTION(numbers, model, size, "built-in configuration of it"),
+      MOESH_OPTION(numbers, model, name, "architecture of the model",
+                   one_of(models::model_names())),
+      MOESH_OPTION(numbers, model, size, "built-in size of that architecture"),
 
-      MOESH_OPTION(numbers, training, steps, "optimizer steps", at_least(1)),
-      MOESH_OPTION(numbers, training, seed, "seed of the initial weights", at_least(0)),
-      MOESH_OPTION(numbers, training, dtype, "type of computation, not of master weights",
+      MOESH_OPTION(numbers, training, steps, "number of optimizer steps", at_least(1)),
+      MOESH_OPTION(numbers, training, seed, "random seed of the initial weights", at_least(0)),
+      MOESH_OPTION(numbers, training, dtype,
+                   "dtype of the computation; master weights are always float32 or float64",
                    one_of({"float64", "float32", "bfloat16"})),
-      MOESH_OPTION(speed, training, device, "where tensors are", one_of({"cpu", "cuda"})),
-      MOESH_OPTION(
-          numbers, training, global_batch_size,
-          "sequences of an optimizer step over all ranks, in as many micro-batches as that "
-          "takes; 0: as gradient_accumulation_steps says",
-          at_least(0)),
+      MOESH_OPTION(speed, training, device, "device of all tensors", one_of({"cpu", "cuda"})),
+      MOESH_OPTION(numbers, training, global_batch_size,
+                   "sequences in an optimizer step, over all ranks; moesh takes as many "
+                   "micro-batches as that needs; 0: training.gradient_accumulation_steps decides",
+                   at_least(0)),
       MOESH_OPTION(numbers, training, gradient_accumulation_steps,
-                   "micro-batches of an optimizer step", at_least(1)),
-      MOESH_OPTION(numbers, training, max_norm, "gradients are scaled down to this norm; 0: never",
+                   "micro-batches in an optimizer step", at_least(1)),
+      MOESH_OPTION(numbers, training, max_norm,
+                   "largest gradient norm: larger gradients are scaled down to it; 0: no clipping",
                    at_least(0)),
       MOESH_OPTION(output, training, max_minutes,
-                   "the run ends after the step in which they pass; 0: never", at_least(0)),
-      MOESH_OPTION(output, training, max_skipped_steps,
-                   "so many steps in a row without a finite gradient end the run; 0: never",
+                   "stop the run after this many minutes, at the end of a step; 0: no limit",
                    at_least(0)),
+      MOESH_OPTION(
+          output, training, max_skipped_steps,
+          "stop the run after this many steps in a row without a finite gradient; 0: never",
+          at_least(0)),
 
-      MOESH_OPTION(numbers, data, path, "file to train on; empty: the built-in synthetic language"),
+      MOESH_OPTION(numbers, data, path, "file to train on; empty: a built-in synthetic language"),
       MOESH_OPTION(numbers, data, kind, data::dataset_help(), one_of(data::dataset_choices())),
-      MOESH_OPTION(numbers, data, batch_size, "sequences of a data-parallel rank in a micro-batch",
-                   at_least(1)),
-      MOESH_OPTION(numbers, data, sequence_length, "tokens of a sequence", at_least(1)),
+      MOESH_OPTION(numbers, data, batch_size,
+                   "sequences in a micro-batch, for each data-parallel rank", at_least(1)),
+      MOESH_OPTION(numbers, data, sequence_length, "tokens in a sequence", at_least(1)),
       MOESH_OPTION(numbers, data, seed,
-                   "seed of the order of sequences, and of the synthetic language", at_least(0)),
-      MOESH_OPTION(numbers, data, shuffle, "read a file in another random order each epoch"),
+                   "random seed of the order of sequences and of the synthetic language",
+                   at_least(0)),
+      MOESH_OPTION(numbers, data, shuffle, "read the file in a new random order in each epoch"),
       MOESH_OPTION(numbers, data, synthetic_successors,
-                   "tokens that may follow a token of the synthetic language", between(1, 64)),
+                   "synthetic language: how many different tokens may follow a token",
+                   between(1, 64)),
       MOESH_OPTION(numbers, data, document_mask,
-                   "tokens see their own document alone, and positions count from its start; auto: "
-                   "where files have several (jsonl, indexed)",
+                   "tokens attend only to their own document, and positions count from its "
+                   "start; auto: true for files that hold several documents (jsonl, indexed)",
                    one_of({"auto", "true", "false"})),
       MOESH_OPTION(numbers, data, packing,
-                   "cut: documents one behind the other, cut into sequences; best_fit: whole ones "
-                   "in each sequence, and padding",
+                   "cut: join the documents and cut them into sequences; best_fit: keep "
+                   "documents whole and pad the rest of a sequence",
                    one_of({data::kCut, data::kBestFit})),
-      MOESH_OPTION(
-          numbers, data, tokenizer,
-          "tokenizer.json, or its folder, for files of text; empty: their bytes are tokens"),
-      MOESH_OPTION(output, data, token_folder, "where the tokens made of text are kept"),
+      MOESH_OPTION(numbers, data, tokenizer,
+                   "tokenizer.json, or the folder that holds it, for text files; empty: each "
+                   "byte is a token"),
+      MOESH_OPTION(output, data, token_folder, "folder for the tokens of text files"),
 
       MOESH_OPTION(output, validation, interval,
-                   "steps from one validation to the next; the last step always has one",
-                   at_least(1)),
+                   "steps between two validations; the last step is always validated", at_least(1)),
       MOESH_OPTION(output, validation, steps,
-                   "how much of each file: so many times the sequences of an optimizer step",
+                   "length of a validation, for each file, in optimizer steps' worth of sequences",
                    at_least(1)),
 
       // Each data-parallel rank brings its own batch. The other axes split the same work.
       MOESH_OPTION(numbers, parallelism, data_parallel_replicate_degree,
-                   "dp_replicate: copies of the sharded model (HSDP)", at_least(1)),
+                   "dp_replicate: number of copies of the sharded model (HSDP)", at_least(1)),
       MOESH_OPTION(numbers, parallelism, data_parallel_shard_degree,
-                   "dp_shard: ranks that split the storage of parameters (FSDP)", at_least(1)),
-      MOESH_OPTION(speed, parallelism, context_parallel_degree, "cp: ranks that split a sequence",
-                   at_least(1)),
+                   "dp_shard: ranks over which parameters are sharded (FSDP)", at_least(1)),
+      MOESH_OPTION(speed, parallelism, context_parallel_degree,
+                   "cp: ranks that split each sequence", at_least(1)),
       MOESH_OPTION(speed, parallelism, tensor_parallel_degree,
-                   "tp: ranks that split heads, widths and vocabulary", at_least(1)),
+                   "tp: ranks that split heads, widths and the vocabulary", at_least(1)),
       MOESH_OPTION(speed, parallelism, expert_parallel_degree, "ep: ranks that split the experts",
                    at_least(1)),
       MOESH_OPTION(speed, parallelism, expert_tensor_parallel_degree,
                    "etp: ranks that split the width of each expert", at_least(1)),
       MOESH_OPTION(speed, parallelism, pipeline_parallel_degree,
-                   "pp: ranks that split the layers, each with one stage or several", at_least(1)),
+                   "pp: ranks that split the layers, with one stage or several on each",
+                   at_least(1)),
       MOESH_OPTION(speed, parallelism, pipeline_parallel_schedule,
-                   "pp: the order in which stages work on micro-batches",
+                   "pp: order in which the stages work on micro-batches",
                    one_of(pipeline::schedule_names())),
       MOESH_OPTION(speed, parallelism, pipeline_parallel_layers_per_stage,
-                   "pp: layers of each stage, as in 4,5,5,4, or of all but the last, as in 5; "
-                   "empty: balanced by FLOPs, one stage a rank (interleaved_1f1b, zbv: two)"),
+                   "pp: number of layers in each stage, as in 4,5,5,4, or in all stages but the "
+                   "last, as in 5; empty: balanced by FLOPs, one stage on each rank "
+                   "(interleaved_1f1b, zbv: two)"),
       MOESH_OPTION(speed, parallelism, sequence_parallel,
-                   "tp ranks hold different tokens between the blocks"),
+                   "split the tokens over the tp ranks between the blocks"),
       MOESH_OPTION(speed, parallelism, fsdp_reshard_after_forward,
-                   "free gathered parameters after forward, gather again in backward"),
+                   "free gathered parameters after forward and gather them again in backward"),
       MOESH_OPTION(speed, parallelism, overlap_reductions,
-                   "sum the gradients of a block over the ranks while backward goes on, in one "
-                   "message"),
-      MOESH_OPTION(speed, parallelism, moe_dispatcher, "how tokens reach experts",
-                   one_of(dispatcher_names())),
+                   "reduce the gradients of a block in one message, while backward computes the "
+                   "next block"),
+      MOESH_OPTION(speed, parallelism, moe_dispatcher,
+                   "collectives that bring tokens to their experts", one_of(dispatcher_names())),
 
       MOESH_OPTION(numbers, optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
-      MOESH_OPTION(numbers, optimizer, beta1, "AdamW: decay of the mean of gradients",
+      MOESH_OPTION(numbers, optimizer, beta1, "AdamW: decay of the running mean of gradients",
                    fraction_below_one()),
-      MOESH_OPTION(numbers, optimizer, beta2, "AdamW: decay of the mean of squares",
-                   fraction_below_one()),
-      MOESH_OPTION(numbers, optimizer, eps, "AdamW: added to the root of the mean of squares",
-                   above(0)),
+      MOESH_OPTION(numbers, optimizer, beta2,
+                   "AdamW: decay of the running mean of squared gradients", fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, eps,
+                   "AdamW: added to the square root of the mean of squares", above(0)),
       MOESH_OPTION(numbers, optimizer, weight_decay,
-                   "decay of weights; AdamW: decoupled, SGD: in the gradient", at_least(0)),
-      MOESH_OPTION(numbers, optimizer, momentum, "SGD: decay of the mean of gradients; 0: none",
+                   "weight decay; AdamW: decoupled; SGD: added to the gradient", at_least(0)),
+      MOESH_OPTION(numbers, optimizer, momentum,
+                   "SGD: decay of the running mean of gradients; 0: no momentum",
                    fraction_below_one()),
 
-      MOESH_OPTION(numbers, lr_scheduler, kind, "how the learning rate falls after warm-up",
+      MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
                    one_of({"cosine", "linear", "wsd", "constant"})),
-      MOESH_OPTION(numbers, lr_scheduler, warmup_steps, "steps of linear growth from 0",
-                   at_least(0)),
+      MOESH_OPTION(numbers, lr_scheduler, warmup_steps,
+                   "steps in which the learning rate grows linearly from 0", at_least(0)),
       MOESH_OPTION(numbers, lr_scheduler, decay_ratio,
-                   "wsd: fraction of all steps, at the end, in which the rate falls",
+                   "wsd: fraction of all steps, at the end, in which the learning rate falls",
                    between(0, 1)),
       MOESH_OPTION(numbers, lr_scheduler, min_lr_factor,
-                   "the rate ends at this fraction of optimizer.lr", between(0, 1)),
+                   "final learning rate, as a fraction of optimizer.lr", between(0, 1)),
 
-      MOESH_OPTION(
-          numbers, moe, load_balance_coeff,
-          "step of the expert bias (balance without a loss); 0: none, which is the default "
-          "of all models but deepseek_v3",
-          at_least(0))
+      MOESH_OPTION(numbers, moe, load_balance_coeff,
+                   "step size of the expert bias, which balances experts without a loss; 0: no "
+                   "bias (the default of all models but deepseek_v3)",
+                   at_least(0))
           .with_default([](const models::ModelFacts& m) -> Value { return m.load_balance_coeff; }),
-      MOESH_OPTION(
-          numbers, moe, score_before_experts,
-          "scores multiply what goes into an expert, or what comes out of it; auto: as the "
-          "model does it",
-          one_of({"auto", "true", "false"})),
+      MOESH_OPTION(numbers, moe, score_before_experts,
+                   "multiply the input of an expert by its score, instead of the output; auto: "
+                   "as the model does it",
+                   one_of({"auto", "true", "false"})),
       MOESH_OPTION(numbers, moe, switch_loss_weight,
                    "balance loss over the global micro-batch, of each layer; the default is the "
                    "model's own (router_aux_loss_coef * top_k / layers with experts; "
@@ -157,96 +163,81 @@ std::vector<Option> make_options() {
                    at_least(0))
           .with_default([](const models::ModelFacts& m) -> Value { return m.switch_loss_weight; }),
       MOESH_OPTION(numbers, moe, sequence_loss_weight,
-                   "balance loss within each sequence; the default is 1e-4 for deepseek_v3, else 0",
+                   "weight of the balance loss within each sequence (default: 1e-4 for "
+                   "deepseek_v3, else 0)",
                    at_least(0))
           .with_default(
               [](const models::ModelFacts& m) -> Value { return m.sequence_loss_weight; }),
-      MOESH_OPTION(numbers, moe, z_loss_weight, "loss that keeps the router's logits small",
-                   at_least(0)),
+      MOESH_OPTION(numbers, moe, z_loss_weight,
+                   "weight of the loss that keeps the router's logits small", at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,
-                   "for benchmarks: experts by token number, not by score"),
+                   "for benchmarks: choose experts by token number, not by score"),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
-                   "full: keep only the inputs of blocks, recompute the rest; selective: keep the "
-                   "results of attention and the pre-activations of experts and MLPs as well",
+                   "full: keep only the inputs of blocks and recompute the rest in backward; "
+                   "selective: also keep the results of attention and the pre-activations of "
+                   "experts and MLPs",
                    one_of({"none", "selective", "full"})),
 
       MOESH_OPTION(speed, kernels, gpu,
-                   "own: moesh's kernels, or an error that says why not; library: LibTorch's; "
-                   "auto: own where they can",
+                   "own: moesh's kernels, or an error that says why they cannot run; library: "
+                   "LibTorch's kernels; auto: moesh's where they can run",
                    one_of({"auto", "own", "library"})),
-      MOESH_OPTION(
-          speed, kernels, graph,
-          "on: a step is a CUDA graph, or an error that says why not; off: it is not; auto: "
-          "on one GPU, where it can be",
-          one_of({"auto", "off", "on"})),
+      MOESH_OPTION(speed, kernels, graph,
+                   "on: run a step as a CUDA graph, or fail with the reason; off: never; auto: "
+                   "on one GPU, where a graph can be captured",
+                   one_of({"auto", "off", "on"})),
       MOESH_OPTION(speed, kernels, weight_copies,
-                   "keep a bfloat16 copy of the weights, which AdamW writes with them: 2 bytes a "
-                   "parameter, and no cast in a step"),
+                   "keep a bfloat16 copy of the weights, written by AdamW: it takes 2 bytes a "
+                   "parameter and saves the casts in a step"),
 
       // A run that goes on from a checkpoint computes what it would have computed without a stop.
       MOESH_OPTION(output, checkpoint, enable,
-                   "save, and go on from the newest checkpoint of the folder"),
-      MOESH_OPTION(output, checkpoint, folder,
-                   "of the checkpoints of the run, step-00000123 and so on"),
+                   "save checkpoints, and resume from the newest one in checkpoint.folder"),
+      MOESH_OPTION(output, checkpoint, folder, "folder for checkpoints (step-00000123 and so on)"),
       MOESH_OPTION(output, checkpoint, interval,
-                   "steps from one checkpoint to the next; the last step is always saved",
-                   at_least(1)),
-      MOESH_OPTION(speed, checkpoint, async, "copy, and write while training goes on"),
-      MOESH_OPTION(output, checkpoint, keep_latest_k, "how many are kept; 0: all", at_least(0)),
+                   "steps between two checkpoints; the last step is always saved", at_least(1)),
+      MOESH_OPTION(speed, checkpoint, async, "copy the state and write it while training goes on"),
+      MOESH_OPTION(output, checkpoint, keep_latest_k, "number of checkpoints to keep; 0: all",
+                   at_least(0)),
       MOESH_OPTION(output, checkpoint, resume,
-                   "false: begin anew; the folder must not hold checkpoints yet"),
+                   "false: begin a new run; checkpoint.folder must not hold checkpoints yet"),
       MOESH_OPTION(output, checkpoint, accept_changes,
-                   "go on although the data, its order or its sequence length are others"),
+                   "resume although the data, its order or its sequence length have changed"),
       MOESH_OPTION(numbers, checkpoint, initial_load,
-                   "folder of weights (Hugging Face or moesh) to begin with"),
+                   "folder of the initial weights (Hugging Face or moesh)"),
       MOESH_OPTION(output, checkpoint, export_dtype,
-                   "type of saved weights; auto: as the master weights",
+                   "dtype of saved weights; auto: that of the master weights",
                    one_of({"auto", "float32", "bfloat16"})),
       MOESH_OPTION(output, checkpoint, max_shard_size,
-                   "bytes of tensors in one file of a checkpoint", at_least(1)),
+                   "largest size of a checkpoint file, in bytes of tensors", at_least(1)),
 
-      MOESH_OPTION(output, metrics, log_freq, "steps from one log line to the next", at_least(1)),
+      MOESH_OPTION(output, metrics, log_freq, "steps between two log lines", at_least(1)),
       MOESH_OPTION(output, metrics, folder,
-                   "of the run; one that was there before goes to earlier/ in it; empty: nowhere"),
-      MOESH_OPTION(output, metrics, enable_tensorboard, "event files, in tensorboard/ in it"),
-      MOESH_OPTION(output, metrics, enable_csv, "metrics.csv, beside metrics.jsonl"),
+                   "folder for metrics; the files of an earlier run there move to earlier/; "
+                   "empty: write none"),
+      MOESH_OPTION(output, metrics, enable_tensorboard,
+                   "also write TensorBoard event files, in tensorboard/ of metrics.folder"),
+      MOESH_OPTION(output, metrics, enable_csv, "also write metrics.csv"),
       MOESH_OPTION(output, metrics, expert_counts_freq,
-                   "steps from one record of the tokens of every expert to the next", at_least(1)),
+                   "steps between two records of how many tokens each expert had", at_least(1)),
       MOESH_OPTION(output, metrics, peak_tflops,
-                   "of one device, which TFLOP/s are compared with; 0: as its maker says, where "
+                   "peak TFLOP/s of one device, to compare with; 0: the maker's figure, where "
                    "moesh knows it (bfloat16 on GPUs)",
                    at_least(0)),
-      MOESH_OPTION(output, metrics, quiet, "print warnings and errors alone"),
+      MOESH_OPTION(output, metrics, quiet, "print only warnings and errors"),
 
       MOESH_OPTION(output, profile, steps,
-                   "the first and the last step to write a trace of, as in 10:12; empty: none"),
+                   "first and last step to trace, as in 10:12; empty: no trace"),
 
       MOESH_OPTION(speed, debug, checked,
-                   "compare every collective and every replicated value over the ranks"),
-      MOESH_OPTION(speed, debug, timeout_seconds, "how long a rank waits for the others",
+                   "compare every collective and every replicated value across the ranks"),
+      MOESH_OPTION(speed, debug, timeout_seconds,
+                   "seconds that a rank waits for the others before the run fails",
                    {.least = 0, .most = 1e6, .above = true}),
   };
 }
 #undef MOESH_OPTION
-
-// Levenshtein: letters to insert, delete or exchange.
-std::size_t edit_distance(const std::string& a, const std::string& b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0];
-    row[0] = i;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, changed});
-    }
-  }
-  return row[b.size()];
-}
-
-std::string after_last_dot(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
 // A whole text as a number; nullopt if any of it is something else.
 template <class T>
@@ -318,97 +309,6 @@ const Option* find_option(const std::string& name) {
   return nullptr;
 }
 
-std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names) {
-  std::string best;
-  std::size_t best_cost = std::string::npos;
-  for (const std::string& name : names) {
-    // The right key in a wrong section, or in none, is nearer than the right section with a wrong
-    // key.
-    const std::size_t cost = std::min(
-        edit_distance(wrong, name), edit_distance(after_last_dot(wrong), after_last_dot(name)) + 1);
-    if (cost < best_cost) {
-      best = name;
-      best_cost = cost;
-    }
-  }
-  return best;
-}
-
-std::optional<std::string> name_elsewhere(const std::string& name) {
-  static const std::map<std::string, std::string> names{
-      // torchtitan
-      {"seq_len", "data.sequence_length"},
-      {"local_batch_size", "data.batch_size"},
-      {"global_batch_size", "training.global_batch_size"},
-      {"mixed_precision_param", "training.dtype"},
-      {"dataset", "data.kind"},
-      {"dataset_path", "data.path"},
-      {"flavor", "model.size"},
-      {"decay_type", "lr_scheduler.kind"},
-      {"enable_checkpoint", "checkpoint.enable"},
-      {"initial_load_path", "checkpoint.initial_load"},
-      {"async_mode", "checkpoint.async"},
-      {"dump_folder", "metrics.folder"},
-      // Megatron
-      {"tensor_model_parallel_size", "parallelism.tensor_parallel_degree"},
-      {"context_parallel_size", "parallelism.context_parallel_degree"},
-      {"expert_model_parallel_size", "parallelism.expert_parallel_degree"},
-      {"expert_tensor_parallel_size", "parallelism.expert_tensor_parallel_degree"},
-      {"pipeline_model_parallel_size", "parallelism.pipeline_parallel_degree"},
-      {"seq_length", "data.sequence_length"},
-      {"micro_batch_size", "data.batch_size"},
-      {"train_iters", "training.steps"},
-      {"bf16", "training.dtype"},
-      {"fp16", "training.dtype"},
-      {"clip_grad", "training.max_norm"},
-      {"lr", "optimizer.lr"},
-      {"min_lr", "lr_scheduler.min_lr_factor"},
-      {"lr_warmup_iters", "lr_scheduler.warmup_steps"},
-      {"lr_decay_style", "lr_scheduler.kind"},
-      {"adam_beta1", "optimizer.beta1"},
-      {"adam_beta2", "optimizer.beta2"},
-      {"adam_eps", "optimizer.eps"},
-      {"hidden_size", "model.dim"},
-      {"num_attention_heads", "model.num_heads"},
-      {"num_query_groups", "model.num_kv_heads"},
-      {"ffn_hidden_size", "model.ffn"},
-      {"moe_ffn_hidden_size", "model.moe_ffn"},
-      {"moe_router_topk", "model.top_k"},
-      {"moe_aux_loss_coeff", "moe.switch_loss_weight"},
-      {"moe_z_loss_coeff", "moe.z_loss_weight"},
-      {"moe_router_bias_update_rate", "moe.load_balance_coeff"},
-      {"moe_router_force_load_balancing", "moe.force_load_balance"},
-      {"moe_token_dispatcher_type", "parallelism.moe_dispatcher"},
-      {"recompute_granularity", "activation_checkpoint.mode"},
-      {"save", "checkpoint.folder"},
-      {"load", "checkpoint.initial_load"},
-      {"save_interval", "checkpoint.interval"},
-      {"log_interval", "metrics.log_freq"},
-      // transformers
-      {"per_device_train_batch_size", "data.batch_size"},
-      {"train_batch_size", "training.global_batch_size"},
-      {"max_steps", "training.steps"},
-      {"learning_rate", "optimizer.lr"},
-      {"max_grad_norm", "training.max_norm"},
-      {"num_hidden_layers", "model.num_layers"},
-      {"num_key_value_heads", "model.num_kv_heads"},
-      {"num_experts_per_tok", "model.top_k"},
-      {"moe_intermediate_size", "model.moe_ffn"},
-  };
-  std::string key = after_last_dot(name);
-  std::replace(key.begin(), key.end(), '-', '_');
-  const auto found = names.find(key);
-  return found == names.end() ? std::nullopt : std::optional(found->second);
-}
-
-std::optional<std::string> axis_elsewhere(const std::string& axis) {
-  static const std::map<std::string, std::string> names{
-      {"dp", "dp_shard"}, {"fsdp", "dp_shard"}, {"ddp", "dp_replicate"}, {"hsdp", "dp_replicate"},
-      {"expert", "ep"},   {"tensor", "tp"},     {"context", "cp"},       {"pipeline", "pp"}};
-  const auto found = names.find(axis);
-  return found == names.end() ? std::nullopt : std::optional(found->second);
-}
-
 Value converted(const Setting& setting, const Value& like, const Rule& rule) {
   std::optional<Value> value;
   if (setting.is_text)
@@ -454,6 +354,11 @@ const std::vector<ShortForm>& short_forms() {
                                           {"max-minutes", "training.max_minutes"},
                                           {"quiet", "metrics.quiet"}};
   return all;
+}
+
+std::string model_title(const Config& config) {
+  const ModelSection& m = config.model;
+  return m.name + " " + (m.folder.empty() ? m.size : "of " + formats::printable(m.folder));
 }
 
 std::string numbers_of(const Config& config) {

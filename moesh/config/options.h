@@ -74,20 +74,12 @@ const Option* find_option(const std::string& name);
 /// The rule of a single option on its value: its range, or the texts that it takes.
 void check_option(const Config& config, const std::string& option);
 
+/// "deepseek_v3 tiny", or "deepseek_v3 of FOLDER" where a config.json says what it is.
+std::string model_title(const Config& config);
+
 /// The values of all that changes numbers, options and keys of the model, as text: two runs with
 /// the same text compute the same.
 std::string numbers_of(const Config& config);
-
-/// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or
-/// the key is in another section.
-std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
-
-/// What the option is called here that another framework (torchtitan, Megatron, transformers) calls
-/// by this key: "--tensor-model-parallel-size" is parallelism.tensor_parallel_degree. Nothing:
-/// the name is unknown.
-std::optional<std::string> name_elsewhere(const std::string& name);
-/// The same for axes of a mesh: "fsdp" is dp_shard.
-std::optional<std::string> axis_elsewhere(const std::string& axis);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.
 Value converted(const Setting& setting, const Value& like, const Rule& rule = {});

@@ -131,7 +131,8 @@ std::vector<std::string> choices_without_file() {
 std::string dataset_help() {
   std::string text;
   for (const auto& [ending, kind] : extensions())
-    text += detail::concat(text.empty() ? "auto: " : ", ", kind->name, " for *", ending);
+    text += detail::concat(text.empty() ? "format of the data; auto: " : ", ", kind->name, " for *",
+                           ending);
   return text;
 }
 

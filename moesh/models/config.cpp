@@ -6,19 +6,18 @@ namespace moesh::models {
 
 ModelKeys DecoderConfig::keys() {
   return {
-      {"vocab_size", &vocab, "tokens of the vocabulary", 2},
+      {"vocab_size", &vocab, "number of tokens in the vocabulary", 2},
       {"dim", &dim, "width of the residual stream"},
-      {"num_layers", &num_layers, "blocks", 1, 10000},
-      {"num_heads", &num_heads, "attention heads"},
-      {"num_experts", &num_experts, "routed experts"},
-      {"top_k", &top_k, "experts of a token"},
+      {"num_layers", &num_layers, "number of blocks", 1, 10000},
+      {"num_heads", &num_heads, "number of attention heads"},
+      {"num_experts", &num_experts, "number of routed experts in a layer"},
+      {"top_k", &top_k, "experts that each token uses"},
       {"moe_ffn", &moe_ffn, "width of an expert"},
       {"norm_eps", &norm_eps, "epsilon of the norms"},
       {"rope_theta", &rope.theta, "base of the rotary frequencies", 2, 1e12},
-      {"rope_factor", &rope.factor, "how far the rotary frequencies are stretched; 1: not at all",
-       1},
-      {"tie_embeddings", &tie_embeddings, "the head is the embedding"},
-      {"max_sequence", &max_sequence, "longest sequence"},
+      {"rope_factor", &rope.factor, "factor by which positions are stretched; 1: not at all", 1},
+      {"tie_embeddings", &tie_embeddings, "use the embedding as the output head"},
+      {"max_sequence", &max_sequence, "longest sequence that the model takes"},
       {"init_std", &init_std, "standard deviation of the initial weights"},
   };
 }
@@ -53,15 +52,16 @@ std::vector<std::int64_t> divisors(std::int64_t n) {
 
 ModelKeys GroupedDecoderConfig::keys() {
   ModelKeys all = DecoderConfig::keys();
-  all.insert(all.end(), {{"num_kv_heads", &num_kv_heads, "heads of keys and values"},
-                         {"head_dim", &head_dim, "features of a head"},
-                         {"attention_bias", &attention_bias, "biases of q, k, v and o"},
-                         {"window", &window, "tokens that a query sees; 0: all", 0},
-                         {"init_bias_std", &bias_std,
-                          "standard deviation of the initial biases; 0: they begin at zero"},
-                         {"balance_loss", &balance_loss,
-                          "weight of the balance loss in the model's own recipe, of all layers "
-                          "together"}});
+  all.insert(all.end(),
+             {{"num_kv_heads", &num_kv_heads, "number of key and value heads"},
+              {"head_dim", &head_dim, "width of a head"},
+              {"attention_bias", &attention_bias, "add biases to q, k, v and o"},
+              {"window", &window, "size of the attention window, in tokens; 0: no window", 0},
+              {"init_bias_std", &bias_std,
+               "standard deviation of the initial biases; 0: they begin at zero"},
+              {"balance_loss", &balance_loss,
+               "weight of the balance loss in the model's own recipe, of all layers "
+               "together"}});
   return all;
 }
 

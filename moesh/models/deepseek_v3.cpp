@@ -172,21 +172,23 @@ std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
 
 ModelKeys DeepseekV3Config::keys() {
   ModelKeys all = DecoderConfig::keys();
-  all.insert(all.end(),
-             {
-                 {"num_dense_layers", &num_dense_layers, "first blocks with a dense MLP", 0},
-                 {"ffn", &ffn, "width of the dense MLP"},
-                 {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full", 0},
-                 {"kv_lora_rank", &kv_lora_rank, "rank of the key and value latent"},
-                 {"qk_nope_dim", &qk_nope_dim, "features of a head without rotation"},
-                 {"qk_rope_dim", &qk_rope_dim, "rotated features of a head"},
-                 {"v_dim", &v_dim, "value features of a head"},
-                 {"num_shared", &num_shared, "shared experts", 0},
-                 {"num_groups", &num_groups, "groups of experts in node-limited routing"},
-                 {"top_groups", &top_groups, "groups that a token may use"},
-                 {"normalize", &normalize, "weights of a token add up to one"},
-                 {"routed_scale", &routed_scale, "factor on the weights"},
-             });
+  all.insert(
+      all.end(),
+      {
+          {"num_dense_layers", &num_dense_layers,
+           "number of blocks, at the beginning, with a dense MLP", 0},
+          {"ffn", &ffn, "width of the dense MLP"},
+          {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full rank", 0},
+          {"kv_lora_rank", &kv_lora_rank, "rank of the latent for keys and values"},
+          {"qk_nope_dim", &qk_nope_dim, "width of a head that is not rotated"},
+          {"qk_rope_dim", &qk_rope_dim, "width of a head that is rotated"},
+          {"v_dim", &v_dim, "width of the values of a head"},
+          {"num_shared", &num_shared, "number of shared experts", 0},
+          {"num_groups", &num_groups, "number of groups of experts, for node-limited routing"},
+          {"top_groups", &top_groups, "number of groups that a token may use"},
+          {"normalize", &normalize, "scale the weights of a token's experts to add up to one"},
+          {"routed_scale", &routed_scale, "factor on the weights of routed experts"},
+      });
   return all;
 }
 

@@ -51,13 +51,14 @@ ModelKeys Llama4Config::keys() {
   all.insert(
       all.end(),
       {{"ffn", &ffn, "width of the dense MLP"},
-       {"moe_step", &moe_step, "every so many blocks one is a mixture of experts"},
-       {"nope_step", &nope_step, "every so many blocks one has no positions"},
-       {"chunk", &chunk, "tokens of a chunk, within which the blocks with positions attend; 0: all",
-        0},
+       {"moe_step", &moe_step, "one block in this many is a mixture of experts"},
+       {"nope_step", &nope_step, "one block in this many has no positions"},
+       {"chunk", &chunk,
+        "size of the chunks within which blocks with positions attend; 0: no chunks", 0},
        {"qk_norm", &qk_norm, "normalise q and k of the blocks with positions"},
-       {"growth", &growth, "of the queries without positions, by the logarithm of their position"},
-       {"growth_floor", &growth_floor, "tokens from one step of that growth to the next"}});
+       {"growth", &growth,
+        "growth of queries in blocks without positions, with the logarithm of the position"},
+       {"growth_floor", &growth_floor, "number of tokens between two steps of that growth"}});
   return all;
 }
 

@@ -21,10 +21,11 @@ DecoderPlan Qwen3MoeConfig::plan() const {
 
 ModelKeys Qwen3MoeConfig::keys() {
   ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(all.end(),
-             {{"ffn", &ffn, "width of the dense MLP"},
-              {"sparse_step", &sparse_step, "every so many blocks one is a mixture of experts"},
-              {"normalize", &normalize, "weights of a token add up to one"}});
+  all.insert(
+      all.end(),
+      {{"ffn", &ffn, "width of the dense MLP"},
+       {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
+       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
   return all;
 }
 

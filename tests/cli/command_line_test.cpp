@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "moesh/cli/commands.h"
 #include "tests/support.h"
 
@@ -18,11 +20,12 @@ const std::vector<Command>& two_commands() {
        .run = nullptr},
       {.name = "compare",
        .words = "A B",
-       .help = "two files whose description is so long that it does not fit into one line of one "
-               "hundred columns",
+       .help = "compare two files",
        .takes_config = false,
        .options = {{"--rename", "P=R", "names", true}, {"--all", "", "everything"}},
-       .run = nullptr}};
+       .run = nullptr,
+       .details = "This sentence is so long that it does not fit into one line of one hundred "
+                  "columns, and is broken."}};
   return all;
 }
 
@@ -103,7 +106,7 @@ TEST(CommandLine, SaysWhatIsWrong) {
   expect_parts(
       refusal({"compare", "--al", "x", "y"}),
       {"compare has no option '--al'; the nearest that it has is --all; usage: moesh compare A B "
-       "[--rename P=R] [--all]"});
+       "[OPTIONS]; moesh help compare lists its options"});
   expect_parts(refusal({"compare", "-a", "x", "y"}), {"compare has no option '-a'"});
   expect_parts(refusal({"run", "++", "x"}), {"no command"});
   expect_parts(refusal({"compare", "--all=false", "x", "y"}),
@@ -115,15 +118,22 @@ TEST(CommandLine, SaysWhatIsWrong) {
       error_of([] { read({"run", "--steps=-2"}).given.real("--steps", 1); }, ErrorKind::config),
       {"--steps is '-2'; it takes a number, 0 or more"});
   expect_parts(error_of([] { read({"compare", "x"}).given.expect_words(2); }, ErrorKind::config),
-               {"1 words where 2 are needed; usage: moesh compare A B"});
+               {"compare has 1 words where 2 are needed; usage: moesh compare A B"});
+}
+
+void expect_lines_that_fit(const std::string& text) {
+  for (std::size_t begin = 0; begin < text.size(); begin = text.find('\n', begin) + 1)
+    EXPECT_LE(text.find('\n', begin) - begin, 100u) << text.substr(begin);
 }
 
 TEST(CommandLine, EveryCommandIsDescribedInLinesThatFit) {
   for (const Command& c : commands()) {
-    const std::string text = c.describe();
-    EXPECT_TRUE(text.starts_with("  " + c.name + " ")) << text;
-    for (std::size_t begin = 0; begin < text.size(); begin = text.find('\n', begin) + 1)
-      EXPECT_LE(text.find('\n', begin) - begin, 100u) << text.substr(begin);
+    const std::string text = c.describe(), line = c.line();
+    EXPECT_TRUE(text.starts_with("usage: moesh " + c.name)) << text;
+    EXPECT_TRUE(line.starts_with("  " + c.name + " ")) << line;
+    EXPECT_EQ(std::count(line.begin(), line.end(), '\n'), 1) << line;
+    expect_lines_that_fit(text);
+    expect_lines_that_fit(line);
     for (const CommandOption& o : c.options) {
       EXPECT_NE(text.find(o.name + (o.value.empty() ? "" : " " + o.value)), std::string::npos);
       EXPECT_FALSE(o.help.empty());
@@ -131,11 +141,15 @@ TEST(CommandLine, EveryCommandIsDescribedInLinesThatFit) {
     EXPECT_NE(c.run, nullptr);
   }
   EXPECT_EQ(two_commands()[1].describe(),
-            "  compare A B    two files whose description is so long that it does not fit into one "
-            "line of one\n"
-            "                 hundred columns\n"
-            "                   --rename P=R     names\n"
-            "                   --all            everything\n");
+            "usage: moesh compare A B [OPTIONS]\n"
+            "\n"
+            "Compare two files. This sentence is so long that it does not fit into one line of one "
+            "hundred\n"
+            "columns, and is broken.\n"
+            "\n"
+            "  --rename P=R             names\n"
+            "  --all                    everything\n");
+  EXPECT_EQ(two_commands()[1].line(), "  compare        compare two files\n");
 }
 
 }  // namespace

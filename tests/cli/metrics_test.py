@@ -161,22 +161,33 @@ def quiet_and_log_level(tmp, moesh):
 
 
 def help_of_one_command(tmp, moesh):
-    """COMMAND --help shows that command alone, with the keys of the model that is named."""
+    """One screen of commands; COMMAND --help and help COMMAND show that command and its options."""
 
     def text(*args):
         run = subprocess.run([moesh, *args], capture_output=True, text=True, timeout=60)
         assert run.returncode == 0, run.stderr
+        assert all(len(line) <= 100 for line in run.stdout.splitlines()), run.stdout
         return run.stdout
 
-    for command in ("train", "verify", "estimate", "print-config"):
-        said = text(command, "--help", "--model", "gpt_oss:tiny")
-        assert said.startswith(f"  {command} ") and "--training.steps" in said, said
-        assert "--model.window" in said, "the keys of the model that is named"
+    screen = text("help")
+    assert screen == text("--help") and screen.count("\n") <= 26, screen
+    commands = re.findall(r"^  ([a-z-]+)   +\S", screen, re.M)
+    assert {"train", "verify", "help", "print-config", "tokenize"} <= set(commands), commands
+    for command in commands:
+        said = text("help", command)
+        assert said == text(command, "--help"), said
+        assert said.startswith(f"usage: moesh {command} ") or command == "demo", said
         assert ("--sweep N" in said) == (command == "verify"), said
+    for command in ("train", "verify", "estimate", "generate", "print-config"):
+        said = text(command, "--help", "--model", "gpt_oss:tiny")
+        assert said == text("help", command, "--model=gpt_oss:tiny") and "--training.steps" in said
+        assert "--model.window" in said, "the keys of the model that is named"
     for command, option in (("compare", "--rename P=R"), ("report", "--serve PORT")):
-        said = text(command, "--help")
-        assert option in said and "--training.steps" not in said and "--sweep" not in said, said
+        said = text("help", command)
+        assert option in said and "--training.steps" not in said, said
     fails([moesh, "trian", "--help"], "there is no command 'trian'")
+    fails([moesh, "help", "trian"], "there is no command 'trian'")
+    fails([moesh, "help", "--model=gpt_oss:tiny"], "moesh help train --model")
 
 
 def a_loss_that_is_not_finite_is_said_once(tmp, moesh):

@@ -1,9 +1,12 @@
 #include "moesh/config/config.h"
 
+#include <array>
 #include <fstream>
 #include <set>
 
+#include "moesh/config/guess.h"
 #include "moesh/config/options.h"
+#include "moesh/config/tables.h"
 #include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
@@ -277,7 +280,13 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
       message({"--model=hf:" + path, "--model.size=tiny"}),
       {"model.folder is '" + path, "model.size is 'tiny' (command line)", "leave out one"});
   expect_parts(message({"--model=hf:"}), {"model.folder (command line) has no value"});
-  expect_parts(message({"--model=hf:" + path + "/nowhere"}), {"/nowhere/config.json"});
+  expect_parts(message({"--model=hf:" + path + "/nowhere"}),
+               {"/nowhere' (command line), and there is no such folder", "config.json"});
+  for (const char* given :
+       {"--model=hf:deepseek-ai/DeepSeek-V3", "--model=deepseek-ai/DeepSeek-V3"})
+    expect_parts(message({given}), {"moesh downloads nothing",
+                                    "`hf download deepseek-ai/DeepSeek-V3 --local-dir DeepSeek-V3`",
+                                    "--model hf:DeepSeek-V3"});
   expect_parts(message({"--model=hf:" + path + "/config.json"}),
                {"/config.json'", "is not a folder", "--model hf:" + path});
   expect_parts(message({"--model=" + path}), {"is a folder", "--model hf:" + path});
@@ -438,7 +447,7 @@ TEST(Config, UnknownKeysNameTheNearest) {
   in_file("[trainig]\nsteps = 1\n",
           {":2: unknown key trainig.steps", "nearest known key is training.steps"});
   in_file("[training]\nbatch_size = 1\n",
-          {":2: unknown key training.batch_size", "nearest known key is data.batch_size"});
+          {":2: unknown key training.batch_size", "here it is data.batch_size"});
   in_file("steps = 1\n", {":1: unknown key steps", "nearest known key is training.steps"});
   in_file("[parallelism]\ntensor_paralel_degree = 2\n",
           {"nearest known key is parallelism.tensor_parallel_degree"});
@@ -459,7 +468,7 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--micro-batch-size=2"}, {"here it is --data.batch_size"});
   on_line({"--pipeline-model-parallel-size=2"},
           {"here it is --parallelism.pipeline_parallel_degree"});
-  on_line({"--num-layers=2"}, {"nearest known option is --model.num_layers"});
+  on_line({"--num-layers=2"}, {"here it is --model.num_layers,"});
   in_file("[training]\nseq_len = 5\n",
           {":2: unknown key training.seq_len", "here it is data.sequence_length"});
   in_file("[model]\nflavor = \"debug\"\n", {":2: unknown key model.flavor", "model.size"});
@@ -477,31 +486,67 @@ TEST(Config, UnknownKeysNameTheNearest) {
   on_line({"--config", "no_such_file.toml"}, {"no_such_file.toml", "No such file"});
 }
 
-// Every name of another framework leads to an option, or to a key that some model has.
-TEST(Config, NamesOfOtherFrameworksLeadToOurs) {
-  const std::map<std::string, std::string> names{
-      {"training.seq_len", "data.sequence_length"},
-      {"training.local_batch_size", "data.batch_size"},
-      {"model.flavor", "model.size"},
-      {"tensor-model-parallel-size", "parallelism.tensor_parallel_degree"},
-      {"expert-model-parallel-size", "parallelism.expert_parallel_degree"},
-      {"micro-batch-size", "data.batch_size"},
-      {"train-iters", "training.steps"},
-      {"lr", "optimizer.lr"},
-      {"moe-router-topk", "model.top_k"},
-      {"moe-router-bias-update-rate", "moe.load_balance_coeff"},
-      {"learning_rate", "optimizer.lr"},
-      {"num_key_value_heads", "model.num_kv_heads"}};
-  for (const auto& [theirs, ours] : names) {
-    EXPECT_EQ(name_elsewhere(theirs), ours);
-    bool exists = find_option(ours) != nullptr;
-    for (const auto& model : models::model_names())
-      exists = exists || model_value(load_config({"--model=" + model}), ours);
-    EXPECT_TRUE(exists) << ours;
+TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
+  // Name and value, and how the answer begins.
+  const std::vector<std::array<std::string, 3>> asked{
+      {"training.seq_len", "8", "--data.sequence_length"},
+      {"training.local_batch_size", "1", "--data.batch_size"},
+      {"model.flavor", "debug", "--model.size"},
+      {"tensor-model-parallel-size", "2", "--parallelism.tensor_parallel_degree"},
+      {"expert-model-parallel-size", "2", "--parallelism.expert_parallel_degree"},
+      {"train-iters", "9", "--training.steps"},
+      {"moe-router-topk", "2", "--model.top_k"},
+      {"num_key_value_heads", "2", "--model.num_kv_heads"},
+      {"tp", "2", "--mesh tp=2"},
+      {"fsdp", "8", "--mesh dp_shard=8"},
+      {"dp", "true", "--mesh dp_shard=2"},
+      {"lora.r", "8", "moesh trains all parameters and has no LoRA"},
+      {"lr", "1e-4", "--optimizer.lr"},
+      {"learning-rate", "1e-4", "--optimizer.lr"},
+      {"batch-size", "4", "--data.batch_size"},
+      {"micro-batch-size", "4", "--data.batch_size"},
+      {"global-batch-size", "4", "--training.global_batch_size"},
+      {"seq-len", "4", "--data.sequence_length"},
+      {"bf16", "true", "--training.dtype=bfloat16"},
+      {"fp32", "true", "--training.dtype=float32"},
+      {"max-steps", "4", "--training.steps"},
+      {"num-layers", "4", "--model.num_layers"},
+      {"hidden-size", "4", "--model.dim"},
+      {"seed", "4", "--training.seed"},
+      {"gpus", "8", "the mesh has as many ranks"},
+      {"nproc", "8", "the mesh has as many ranks"},
+      {"nproc_per_node", "8", "the mesh has as many ranks"},
+      {"output-dir", "x", "--checkpoint.folder for checkpoints, --metrics.folder"},
+      {"resume", "true", "--checkpoint.enable"},
+      {"gradient_checkpointing", "true", "--activation_checkpoint.mode=full"},
+      {"train_micro_batch_size_per_gpu", "1", "--data.batch_size"}};
+  for (const auto& [name, value, answer] : asked)
+    EXPECT_TRUE(answer_to(name, value).value_or("nothing").starts_with(answer))
+        << name << ": " << answer_to(name, value).value_or("nothing");
+  EXPECT_FALSE(answer_to("nonsense", "1"));
+  const auto error = [](const std::vector<std::string>& args) {
+    return error_of([&] { load_config(args); }, ErrorKind::config);
+  };
+  expect_parts(error({"--tp", "2"}),
+               {"unknown option --tp (command line); here it is --mesh tp=2"});
+  expect_parts(error({"--lora.r=8"}), {"unknown option --lora.r", "; moesh trains all parameters"});
+  expect_parts(error({"--bf16"}), {"here it is --training.dtype=bfloat16"});
+
+  // Every option that an answer names exists, or is a key that some model has; no name is there
+  // twice.
+  std::set<std::string> known{"mesh", "model", "log-level"}, names;
+  for (const Option& o : options()) known.insert(o.name);
+  for (const std::string& name : cell_names()) known.insert(name);
+  for (const auto& model : models::model_names())
+    for (const auto& [key, value] : model_values(load_config({"--model=" + model})))
+      known.insert(key);
+  for (const Guesses& g : guesses()) {
+    for (auto at = g.answer.find("--"); at != std::string::npos; at = g.answer.find("--", at + 2)) {
+      const auto end = g.answer.find_first_of(" =,:)", at);
+      EXPECT_TRUE(known.contains(g.answer.substr(at + 2, end - at - 2))) << g.answer;
+    }
+    for (const std::string& name : g.names) EXPECT_TRUE(names.insert(name).second) << name;
   }
-  // No option of ours is shadowed.
-  for (const Option& o : options())
-    if (const auto elsewhere = name_elsewhere(o.name)) EXPECT_EQ(*elsewhere, o.name);
 }
 
 TEST(Config, ModelKeysGoToTheModel) {

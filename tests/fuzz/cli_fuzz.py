@@ -71,15 +71,18 @@ TOKENIZER = {
               "merges": [["h", "e"], ["l", "l"]]}}
 
 
-def own_options(text):
+def own_options(moesh):
     """The commands of the help text, each with its own options, and whether they take a value."""
-    commands, last = {}, None
-    for line in text.split("Options: ")[0].splitlines():
-        if command := re.match(r"  ([a-z]\S+)", line):
-            last = commands.setdefault(command[1], [])
-        elif line.startswith(" " * 19) and last is not None:
-            found = re.findall(r"(--[a-z-]+)(?![.\w])( [A-Z]| [a-z_0-9]+\|)?", line)
-            last += [(name, bool(value)) for name, value in found]
+
+    def text(*args):
+        return subprocess.run([moesh, "help", *args], capture_output=True, text=True,
+                              timeout=WALL_SECONDS).stdout
+
+    commands = {}
+    for name in re.findall(r"^  ([a-z-]+)   +\S", text(), re.M):
+        own = text(name).split("Options go into")[0]
+        found = re.findall(r"^  (--[a-z-]+)( [A-Z0-9]| [a-z_0-9]+\|)?", own, re.M)
+        commands[name] = [(option, bool(value)) for option, value in found]
     assert {"train", "verify", "tokenize"} <= commands.keys(), commands
     assert ("--threads", True) in commands["tokenize"], commands
     assert ("--all", False) in commands["compare"], commands
@@ -89,11 +92,11 @@ def own_options(text):
 class Words:
     def __init__(self, moesh, folder):
         self.folder = pathlib.Path(folder)
-        texts = [subprocess.run([moesh, "help", f"--model={model}"], capture_output=True, text=True,
-                                timeout=WALL_SECONDS).stdout for model in MODELS[:5]]
+        texts = [subprocess.run([moesh, "help", "train", f"--model={model}"], capture_output=True,
+                                text=True, timeout=WALL_SECONDS).stdout for model in MODELS[:5]]
         self.keys = sorted(set(re.findall(r"^\s+--([a-z_]+\.[a-z_0-9]+)=", "".join(texts), re.M)))
         assert len(self.keys) > 60, self.keys
-        self.own = own_options(texts[0])
+        self.own = own_options(moesh)
         self.paths = self.make_paths(moesh)
 
     def make_paths(self, moesh):
