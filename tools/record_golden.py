@@ -29,6 +29,10 @@ def names_on_disk(folder):
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             names.update(file.keys())
+    # A model of text and images, such as published Llama 4: the names in its text model.
+    text = "language_model."
+    if any(name.startswith(text) for name in names):
+        return {name.removeprefix(text) for name in names if name.startswith(text)}
     return names
 
 

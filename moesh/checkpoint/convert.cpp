@@ -55,6 +55,12 @@ void check_left_over(const std::filesystem::path& temporary) {
                 "' is in the way, and moesh did not make it; move it away");
 }
 
+std::set<std::string> names_of(const formats::DiskTable& table) {
+  std::set<std::string> names;
+  for (const auto& t : table.tensors) names.insert(t.name);
+  return names;
+}
+
 // The parameters of one tensor, whole as far as they are in it.
 std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dtype) {
   std::vector<Part> parts;
@@ -78,17 +84,14 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
               "' already exists; name a folder that does not");
   const TensorFolder source = TensorFolder::weights(from);
   const auto layout = find_layout(source, model);
+  const auto has_one_layout = names_of(model.table(formats::ExpertLayout::per_expert)) ==
+                              names_of(model.table(formats::ExpertLayout::stacked));
+  MOESH_CHECK(!has_one_layout || options.layout != formats::ExpertLayout::per_expert,
+              ErrorKind::config, "--layout per_expert: ", model.model_type,
+              " has one layout on disk, with its experts stacked, and transformers reads no other; "
+              "leave out --layout");
   const formats::DiskTable from_table = model.table(layout);
   formats::DiskTable to_table = model.table(options.layout.value_or(layout));
-  const auto names_of = [](const formats::DiskTable& table) {
-    std::set<std::string> names;
-    for (const auto& t : table.tensors) names.insert(t.name);
-    return names;
-  };
-  MOESH_CHECK(
-      !options.layout || *options.layout == layout || names_of(to_table) != names_of(from_table),
-      ErrorKind::config, "--layout: ", model.model_type, " has one layout on disk, and '",
-      from.string(), "' has it already; leave it out");
   const Loader loader(source, from_table);
   for (auto& t : to_table.tensors) {
     const auto old = loader.dtype_of(t.sources.front().param);

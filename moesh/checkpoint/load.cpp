@@ -16,6 +16,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/safetensors_index.h"
+#include "moesh/formats/text_model.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -184,6 +185,18 @@ void read_list(const std::vector<Job>& jobs, const Breath& breath) {
   }
 }
 
+// Of a model of text and images only what belongs to the text.
+void keep_text_model(std::map<std::string, TensorFolder::Found>& tensors) {
+  if (std::none_of(tensors.begin(), tensors.end(),
+                   [](const auto& entry) { return formats::is_of_text_and_images(entry.first); }))
+    return;
+  std::map<std::string, TensorFolder::Found> kept;
+  for (const auto& [name, found] : tensors)
+    if (const std::string own = formats::name_in_text_model(name); !own.empty())
+      kept.emplace(own, found);
+  tensors = std::move(kept);
+}
+
 }  // namespace
 
 BlockFile::BlockFile(const std::filesystem::path& path, const formats::ManifestFile* expected)
@@ -292,7 +305,10 @@ std::string read_config(const std::filesystem::path& folder) {
   const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   const formats::Manifest manifest =
       has_manifest ? formats::read_manifest(folder.string()) : formats::Manifest{};
-  return read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
+  const std::string text = read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
+  const auto json = formats::parse_json(text, (folder / "config.json").string());
+  const auto of_text = formats::text_model(json);
+  return of_text == json ? text : formats::to_json(of_text);
 }
 
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
@@ -312,6 +328,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
           ErrorKind::data, "'", index_path.string(), "' says that '", file, "' holds tensor '",
           name, "', and it does not");
     }
+    keep_text_model(result.tensors_);
     result.join_quantized();
     return result;
   }
@@ -319,6 +336,7 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
               "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
               ": it is not a folder of a model in safetensors");
   TensorFolder result(folder, {kSingleFile}, known);
+  keep_text_model(result.tensors_);
   result.join_quantized();
   return result;
 }

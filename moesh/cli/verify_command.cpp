@@ -11,6 +11,7 @@
 #include "moesh/base/exit_code.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/config/options.h"
 #include "moesh/formats/json.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/golden.h"
@@ -182,10 +183,10 @@ int run_verify(const Given& given) {
   if (configs.size() > 1) print_table(t.rows);
   const VerifyCase c{config, request.steps};
   std::printf(
-      "%s %s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, "
+      "%s, %s, %d steps: %zu of %zu meshes hold (largest error: %.2g of what is allowed, "
       "tolerance %.0e), %.1f s\n",
-      config.model.name.c_str(), config.model.size.c_str(), config.training.dtype.c_str(),
-      request.steps, t.num_meshes - t.num_failed, t.num_meshes, t.worst, c.tolerance(), seconds);
+      model_title(config).c_str(), config.training.dtype.c_str(), request.steps,
+      t.num_meshes - t.num_failed, t.num_meshes, t.worst, c.tolerance(), seconds);
   if (c.replays())
     std::printf(
         "routing replayed from the reference: %lld choices would have flipped, largest margin "

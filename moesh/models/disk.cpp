@@ -5,6 +5,7 @@
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/text_model.h"
 #include "moesh/models/disk_json.h"
 #include "moesh/spmd/one_rank.h"
 
@@ -147,7 +148,7 @@ std::string expert_bias_name(const std::string& gate_weight) {
 }
 
 AnyConfig config_of(const std::string& config_json, const std::string& name) {
-  const formats::JsonValue json = formats::parse_json(config_json, name);
+  const formats::JsonValue json = formats::text_model(formats::parse_json(config_json, name));
   try {
     const std::string& type = json.at("model_type", "it").as_text("model_type");
     std::optional<AnyConfig> found;

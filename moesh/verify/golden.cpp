@@ -20,6 +20,9 @@ namespace moesh::verify {
 using namespace train;
 namespace {
 
+constexpr const char* kFolder = "model.folder";
+constexpr const char* kInitialLoad = "checkpoint.initial_load";
+
 at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& name) {
   const auto found = from.tensors().find(name);
   MOESH_CHECK(found != from.tensors().end(), ErrorKind::data, "'", from.path().string(),
@@ -33,16 +36,23 @@ at::Tensor read_tensor(const checkpoint::TensorFolder& from, const std::string& 
   return t;
 }
 
-// The last of the settings decides, as in a merge.
-std::filesystem::path checkpoint_of(const config::Settings& settings,
-                                    const std::filesystem::path& file) {
-  std::string folder;
+// checkpoint.initial_load, or else model.folder, which becomes it. The last of the settings
+// decides, as in a merge.
+std::filesystem::path take_checkpoint(config::Settings& settings,
+                                      const std::filesystem::path& file) {
+  std::string initial, folder;
   for (const auto& s : settings)
-    if (s.name == "checkpoint.initial_load")
-      folder = std::get<std::string>(converted(s, std::string()));
-  MOESH_CHECK(!folder.empty(), ErrorKind::config, "--golden ", file.string(),
-              " needs the checkpoint for which it was recorded: add "
-              "--checkpoint.initial_load=FOLDER");
+    if (s.name == kInitialLoad || s.name == kFolder)
+      (s.name == kFolder ? folder : initial) = std::get<std::string>(converted(s, std::string()));
+  MOESH_CHECK(!folder.empty() || !initial.empty(), ErrorKind::config, "--golden ", file.string(),
+              " needs the checkpoint for which it was recorded: add --model hf:FOLDER");
+  MOESH_CHECK(folder.empty() || initial.empty() || folder == initial, ErrorKind::config,
+              "--golden ", file.string(),
+              " was recorded for one checkpoint, and there are two: ", kFolder, " is '", folder,
+              "' and ", kInitialLoad, " is '", initial, "'; leave out one of them");
+  std::erase_if(settings, [](const auto& s) { return s.name == kFolder; });
+  if (!initial.empty()) return initial;
+  settings.push_back({kInitialLoad, folder, {"--model hf:" + folder}});
   return folder;
 }
 
@@ -141,8 +151,9 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
 
 }  // namespace
 
-Golden read_golden(const std::filesystem::path& file, const config::Settings& settings) {
-  const auto folder = checkpoint_of(settings, file);
+Golden read_golden(const std::filesystem::path& file, const config::Settings& given) {
+  config::Settings settings = given;
+  const auto folder = take_checkpoint(settings, file);
   const std::string described = (folder / "config.json").string();
   const auto model = models::config_of(checkpoint::read_config(folder), described);
   const auto source = checkpoint::TensorFolder::of_file(file);

@@ -17,8 +17,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import (AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Llama4TextConfig, MixtralConfig,  # noqa: E402
-                          Qwen3MoeConfig, utils)
+from transformers import (AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Llama4Config,  # noqa: E402
+                          Llama4ForConditionalGeneration, Llama4TextConfig, MixtralConfig, Qwen3MoeConfig, utils)
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
 from record_golden import record  # noqa: E402
@@ -87,6 +87,10 @@ def run(*args):
 def make(config, folder):
     """Nothing is left at its initial value: a norm of ones or a bias of zeros would hide a mistake."""
     model = AutoModelForCausalLM.from_config(config)
+    save_random(model, folder)
+
+
+def save_random(model, folder):
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(std=0.2)
@@ -108,6 +112,32 @@ def goldens_hold(tmp, seed):
             out = run(MOESH, "verify", "--golden", golden, f"--checkpoint.initial_load={folder}", "--mesh", mesh)
             assert "holds" in out, out
         print(f"{name}: {out.splitlines()[-1]}", flush=True)
+
+
+def published_llama4_holds(tmp, seed):
+    """Text and images: config.json has the text model in text_config, and its tensors lie below language_model."""
+    torch.manual_seed(seed + 400)
+    vision = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vision_output_dim=32, image_size=28,
+                  patch_size=14, projector_input_dim=32, projector_output_dim=32)
+    folder, golden = tmp / "published", tmp / "golden.safetensors"
+    save_random(Llama4ForConditionalGeneration(Llama4Config(text_config=llama4().to_dict(), vision_config=vision)), folder)
+    record(folder, golden, seed=seed)
+    # The folder is named once.
+    out = run(MOESH, "verify", "--golden", golden, "--model", f"hf:{folder}", "--mesh", "tp=2,ep=2")
+    assert "holds" in out, out
+    # As a folder of the text model, which transformers opens without a word of images.
+    run(MOESH, "convert", folder, tmp / "text", "--layout", "stacked")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp / "text", output_loading_info=True)
+    assert not any(info.values()), info
+    out = run(MOESH, "verify", "--golden", golden, "--model", f"hf:{tmp / 'text'}")
+    assert "holds" in out, out
+    # Llama 4 and GPT-OSS have no other layout.
+    make(gpt_oss(), tmp / "gpt_oss")
+    for name in ("text", "gpt_oss"):
+        done = subprocess.run([MOESH, "convert", tmp / name, tmp / "other", "--layout", "per_expert"], capture_output=True, text=True)
+        assert done.returncode == 2 and "has one layout on disk" in done.stderr, done.stdout + done.stderr
+        assert not (tmp / "other").exists()
+    print("llama4 as it is published", flush=True)
 
 
 def documents_hold(tmp, seed):
@@ -195,7 +225,7 @@ def main():
     seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.randrange(10**6)
     print(f"seed {seed}", flush=True)
     torch.set_num_threads(1)
-    for case in (lambda t: goldens_hold(t, seed), lambda t: documents_hold(t, seed),
+    for case in (lambda t: published_llama4_holds(t, seed), lambda t: goldens_hold(t, seed), lambda t: documents_hold(t, seed),
                  lambda t: stacked_experts_hold(t, seed), transformers_computes_what_moesh_trained,
                  new_models_begin_as_in_transformers, wrong_weights_are_found):
         with tempfile.TemporaryDirectory() as tmp:

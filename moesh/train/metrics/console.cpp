@@ -11,6 +11,7 @@
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
+#include "moesh/config/options.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::train {
@@ -173,12 +174,9 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
   const data::SampleOrder order = sample_order(config);
   const auto s = [](std::int64_t n, const char* ending = "s") { return n == 1 ? "" : ending; };
   std::string text =
-      detail::concat(config.model.name, " ",
-                     config.model.folder.empty() ? config.model.size
-                                                 : "of " + formats::printable(config.model.folder),
-                     ": ", with_commas(facts.num_parameters), " parameters, ",
-                     with_commas(facts.num_active_parameters), " active, ", config.training.dtype,
-                     " on ", config.training.device, "\n");
+      detail::concat(config::model_title(config), ": ", with_commas(facts.num_parameters),
+                     " parameters, ", with_commas(facts.num_active_parameters), " active, ",
+                     config.training.dtype, " on ", config.training.device, "\n");
   text += detail::concat("on ", facts.num_ranks, " rank", s(facts.num_ranks));
   if (facts.num_ranks > 1)
     text += detail::concat(", in two views\n  dense:  ",
