@@ -26,16 +26,13 @@ namespace {
 
 using Ids = std::vector<std::int64_t>;
 
-constexpr const char* kUsage =
-    "moesh generate FOLDER --prompt TEXT [--prompt-ids 1,2,3] [--max-new-tokens N] "
-    "[--temperature X] [--top-p X] [--seed N], and train's options such as --mesh";
 constexpr const char* kBytes = "bytes";
 constexpr std::int64_t kDefaultTokens = 64;
 
 // The folder itself, or the newest checkpoint of a run's folder.
-std::filesystem::path model_folder(const std::filesystem::path& folder) {
-  MOESH_CHECK(formats::exists(folder), ErrorKind::config, "there is no '", folder.string(),
-              "'; usage: ", kUsage);
+std::filesystem::path model_folder(const std::filesystem::path& folder, const Given& given) {
+  MOESH_CHECK(formats::exists(folder), ErrorKind::config, "there is no '", folder.string(), "'; ",
+              given.usage());
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "'", folder.string(),
               "' is not a folder; name the one that holds config.json and the weights");
   if (formats::exists(folder / "config.json")) return folder;
@@ -150,11 +147,11 @@ int run_generate(const Given& given) {
   const bool ignores_eos = given.has("--ignore-eos");
   Args args = given.rest();
   MOESH_CHECK(!args.empty() && !args[0].starts_with("--"), ErrorKind::config,
-              "generate needs the folder of a model; usage: ", kUsage);
-  MOESH_CHECK(
-      prompt.has_value() != prompt_ids.has_value(), ErrorKind::config,
-      "generate takes --prompt TEXT or --prompt-ids 1,2,3, and one of them; usage: ", kUsage);
-  const auto folder = model_folder(args[0]);
+              "generate needs the folder of a model; ", given.usage());
+  MOESH_CHECK(prompt.has_value() != prompt_ids.has_value(), ErrorKind::config,
+              "generate takes --prompt TEXT or --prompt-ids 1,2,3, and one of them; ",
+              given.usage());
+  const auto folder = model_folder(args[0], given);
   args.erase(args.begin());
   args.insert(args.begin(), "--model=hf:" + folder.string());
   // One sequence, as long as it becomes: the sizes of batches are nothing to it.
@@ -176,20 +173,17 @@ int run_generate(const Given& given) {
   generate::Generated done;
   naming_sizes(config, [&] { done = generate::generate(config, options); });
   if (done.ids.empty()) return 0;  // another process has rank 0
-  if (prompt) {
-    if (done.has_stopped) done.ids.pop_back();
-    Ids all = options.prompt;
-    all.insert(all.end(), done.ids.begin(), done.ids.end());
-    std::string text = words->decode(all);
-    if (::isatty(STDOUT_FILENO) != 0) text = for_terminal(text);
-    text += '\n';
-    std::fwrite(text.data(), 1, text.size(), stdout);
-  } else {
-    std::printf("%s\n", joined(done.ids).c_str());
-  }
+  // The prompt and what follows, as text or as ids; a text has no end token.
+  Ids all = options.prompt;
+  all.insert(all.end(), done.ids.begin(), done.ids.end());
+  if (prompt && done.has_stopped) all.pop_back();
+  std::string text = prompt ? words->decode(all) : joined(all);
+  if (::isatty(STDOUT_FILENO) != 0) text = for_terminal(text);
+  text += '\n';
+  std::fwrite(text.data(), 1, text.size(), stdout);
   std::fflush(stdout);
   const auto num_later = static_cast<double>(done.ids.size()) - 1;
-  std::fprintf(stderr, "%zu tokens in %.3f s, %zu new ones%s", options.prompt.size(),
+  std::fprintf(stderr, "prompt of %zu tokens in %.3f s, %zu new tokens%s", options.prompt.size(),
                done.prompt_seconds, done.ids.size(),
                done.has_stopped ? " (up to the end of the text)" : "");
   if (num_later > 0 && done.seconds > 0)

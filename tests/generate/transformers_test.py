@@ -59,7 +59,7 @@ def ids_agree(tmp, seed):
         for mesh in MESHES:
             found = moesh(folder, "--prompt-ids", ",".join(map(str, prompt)), "--mesh", mesh,
                           "--max-new-tokens", NEW)
-            assert found == ",".join(map(str, wanted)), f"{name}, {mesh}:\n{found}\n{wanted}"
+            assert found == ",".join(map(str, prompt + wanted)), f"{name}, {mesh}:\n{found}\n{wanted}"
         print(f"{name}: {NEW} ids on {len(MESHES)} meshes", flush=True)
 
 
@@ -91,15 +91,15 @@ def texts_agree(tmp):
     stopping = greedy(open_model(folder), ids)
     assert stopping == wanted[:wanted.index(end) + 1], stopping
     given = ["--prompt-ids", ",".join(map(str, ids)), "--max-new-tokens", NEW]
-    assert moesh(folder, *given) == ",".join(map(str, stopping))
-    assert moesh(folder, *given, "--ignore-eos") == ",".join(map(str, wanted))
+    assert moesh(folder, *given) == ",".join(map(str, ids + stopping))
+    assert moesh(folder, *given, "--ignore-eos") == ",".join(map(str, ids + wanted))
     (folder / "generation_config.json").unlink()
 
     # Without one, it is the tokenizer's: the model is made to say it.
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["eos_token"] = tokenizer.convert_ids_to_tokens(end)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert moesh(folder, *given) == ",".join(map(str, stopping))
+    assert moesh(folder, *given) == ",".join(map(str, ids + stopping))
     # A tokenizer from elsewhere comes with its own end, whatever lies beside the model.
     elsewhere = tmp / "elsewhere"
     elsewhere.mkdir()
@@ -108,7 +108,7 @@ def texts_agree(tmp):
     (folder / "tokenizer_config.json").write_text(json.dumps(
         {**settings, "eos_token": tokenizer.convert_ids_to_tokens(wanted[0])}))
     for named in (elsewhere, elsewhere / "tokenizer.json"):
-        assert moesh(folder, *given, "--tokenizer", named) == ",".join(map(str, stopping))
+        assert moesh(folder, *given, "--tokenizer", named) == ",".join(map(str, ids + stopping))
     print("texts, and where they end", flush=True)
 
 
