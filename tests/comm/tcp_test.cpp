@@ -12,7 +12,6 @@
 
 #include "conformance.h"
 #include "moesh/base/error.h"
-#include "moesh/comm/checked/checked_group.h"
 #include "moesh/comm/launcher.h"
 #include "moesh/comm/nccl/nccl_launch.h"
 #include "moesh/comm/tcp/tcp_world.h"
@@ -261,6 +260,25 @@ TEST(Tcp, AStrangerIsTurnedAwayAndDisturbsNobody) {
   }
 }
 
+// More of them than the hub keeps: a rank that comes behind them gets in before their time is over.
+TEST(Tcp, IdleConnectionsKeepNoRankOut) {
+  for (const bool says_hello : {false, true}) {
+    SCOPED_TRACE(says_hello);
+    const Meeting zero{.address = "127.0.0.1", .rank = 0, .size = 2, .secret = kSecret};
+    Meeting one = zero;
+    const TcpLink first(zero, 5s);
+    one.rank = 1;
+    one.port = first.port();
+    std::vector<Descriptor> idle;
+    for (int i = 0; i < 300; ++i) {
+      idle.push_back(connect_to("127.0.0.1", one.port, TcpLink::Clock::now() + 5s));
+      if (says_hello)
+        ::send(idle.back().get(), bytes_of(Hello()).data(), sizeof(Hello), MSG_NOSIGNAL);
+    }
+    const TcpLink second(one, says_hello ? 9s : 5s);
+  }
+}
+
 // Who does not know the secret cannot pass for rank 0 either.
 TEST(Tcp, AFalseHubIsNoticed) {
   const Hub hub(
@@ -275,6 +293,14 @@ TEST(Tcp, RankZeroThatIsNotThereIsNamedInTime) {
   const Meeting mine{.address = "127.0.0.1", .port = 1, .rank = 1, .size = 2, .secret = kSecret};
   expect_parts(error_of([&] { TcpLink(mine, 300ms); }, ErrorKind::comm),
                {"rank 0 cannot be reached at 127.0.0.1:1", "refused", "MASTER_ADDR"});
+}
+
+TEST(Tcp, SomethingElseAtThePortThatDoesNotAnswerIsNamedInTime) {
+  const Descriptor mute = listen_at("127.0.0.1", 0);
+  const Meeting mine{
+      .address = "127.0.0.1", .port = port_of(mute), .rank = 1, .size = 2, .secret = kSecret};
+  expect_parts(error_of([&] { TcpLink(mine, 300ms); }, ErrorKind::comm),
+               {"rank 1 waited for rank 0", "did not answer in time"});
 }
 
 TEST(Tcp, APortThatIsTakenIsNamed) {

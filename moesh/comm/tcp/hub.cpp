@@ -21,8 +21,10 @@ using namespace std::chrono_literals;
 
 constexpr auto kTimeToProve = 10s;
 constexpr auto kTimeToEnd = 5s;
-// Strangers that have proved nothing: more than these wait outside.
+// Strangers that have proved nothing: for one more the oldest goes that has said nothing, or one
+// that is slow. A rank says who it is as soon as it is connected.
 constexpr std::size_t kMaxStrangers = 64;
+constexpr auto kSlow = 1s;
 constexpr std::size_t kPiece = std::size_t{1} << 16;
 
 template <class T>
@@ -72,11 +74,7 @@ void Hub::serve() {
   while (!is_done()) {
     polls.clear();
     if (!is_ending_) polls.push_back({wake_read_.get(), POLLIN, 0});
-    const auto num_strangers =
-        static_cast<std::size_t>(std::count_if(peers_.begin(), peers_.end(), [](const auto& p) {
-          return p.second.state < State::member;
-        }));
-    if (num_strangers < kMaxStrangers) polls.push_back({listening_.get(), POLLIN, 0});
+    if (has_room()) polls.push_back({listening_.get(), POLLIN, 0});
     for (const auto& [socket, peer] : peers_)
       polls.push_back({socket, static_cast<short>(POLLIN | (peer.out.empty() ? 0 : POLLOUT)), 0});
     if (::poll(polls.data(), polls.size(), /*milliseconds=*/200) < 0 && errno != EINTR) return;
@@ -86,7 +84,8 @@ void Hub::serve() {
         is_ending_ = true;
         end_ = Clock::now() + kTimeToEnd;
       } else if (p.fd == listening_.get()) {
-        welcome();
+        while (has_room() && welcome()) {
+        }
       } else {
         if (const auto found = peers_.find(p.fd); found != peers_.end() && p.revents & POLLOUT)
           write_to(found->second);
@@ -101,15 +100,35 @@ void Hub::serve() {
   }
 }
 
-void Hub::welcome() {
+// Makes room for one more stranger, where nobody who may be a rank has to go.
+bool Hub::has_room() {
+  std::size_t num_strangers = 0;
+  Peer *silent = nullptr, *slow = nullptr;
+  for (auto& [socket, peer] : peers_) {
+    if (peer.state >= State::member) continue;
+    ++num_strangers;
+    Peer*& oldest = peer.state == State::greeting ? silent : slow;
+    if (!oldest || peer.deadline < oldest->deadline) oldest = &peer;
+  }
+  if (num_strangers < kMaxStrangers) return true;
+  if (slow && Clock::now() < slow->deadline - kTimeToProve + kSlow) slow = nullptr;
+  if (!silent && !slow) return false;
+  drop(silent ? *silent : *slow);
+  return true;
+}
+
+// Whether somebody came.
+bool Hub::welcome() {
   Descriptor socket(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (!socket) return;
+  if (!socket) return false;
   const int yes = 1, number = socket.get();
   ::setsockopt(number, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
   ::setsockopt(number, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
   Peer& peer = peers_[number];
   peer.socket = std::move(socket);
   peer.deadline = Clock::now() + kTimeToProve;
+  read_from(peer);  // a rank has said who it is already
+  return true;
 }
 
 void Hub::read_from(Peer& peer) {

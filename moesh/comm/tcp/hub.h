@@ -39,7 +39,8 @@ class Hub {
 
   void serve();
   bool is_done() const;
-  void welcome();
+  bool has_room();
+  bool welcome();
   void read_from(Peer& peer);
   void write_to(Peer& peer);
   void understand(Peer& peer);

@@ -1,5 +1,6 @@
 #include "moesh/comm/tcp/wire.h"
 
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -53,7 +54,8 @@ Descriptor first_of(const Addresses& list, int& code,
 bool bind_and_listen(int socket, const addrinfo& at) {
   const int yes = 1;
   ::setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
-  return ::bind(socket, at.ai_addr, at.ai_addrlen) == 0 && ::listen(socket, SOMAXCONN) == 0;
+  return ::fcntl(socket, F_SETFL, O_NONBLOCK) == 0 &&
+         ::bind(socket, at.ai_addr, at.ai_addrlen) == 0 && ::listen(socket, SOMAXCONN) == 0;
 }
 
 // A machine that is not there must not take the whole time that there is.
