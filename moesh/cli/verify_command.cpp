@@ -192,6 +192,12 @@ int run_verify(const Given& given) {
         "routing replayed from the reference: %lld choices would have flipped, largest margin "
         "%.2g\n",
         static_cast<long long>(t.num_flipped), t.margin);
+  const auto alike =
+      std::ranges::find_if(configs, [](const Config& x) { return !why_cut_alike(x).empty(); });
+  if (alike != configs.end())
+    std::printf(
+        "one rank has the micro-batches of the mesh (%s); other cuts are not compared: %s\n",
+        mesh_shape(*alike).describe().c_str(), why_cut_alike(*alike).c_str());
   if (request.json) {
     file << formats::to_json({formats::JsonObject{
                 {"holds", {all_hold}}, {"seconds", {seconds}}, {"meshes", {std::move(t.meshes)}}}})

@@ -126,7 +126,8 @@ struct LrSchedulerSection {
 struct MoeSection {
   double load_balance_coeff = 1e-3;  // of the model above; each has its own
   std::string score_before_experts = "auto";
-  double switch_loss_weight = 0, sequence_loss_weight = 1e-4;  // likewise
+  double balance_loss_weight = 1e-4;  // likewise
+  std::string balance_over = "sequence";
   double z_loss_weight = 0;
   bool force_load_balance = false;
 };

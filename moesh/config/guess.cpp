@@ -131,7 +131,10 @@ const std::vector<Guesses>& guesses() {
       {"--model.size", {"flavor", "model_size"}},
       {"--model hf:FOLDER", {"model_name_or_path", "model_path", "pretrained", "model_dir"}},
 
-      {"--moe.switch_loss_weight", {"moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss"}},
+      {"--moe.balance_loss_weight",
+       {"moe_aux_loss_coeff", "aux_loss", "switch_loss_weight", "sequence_loss_weight"}},
+      {"--moe.balance_over", {"moe_router_load_balancing_type"}},
+      {"--model.balance_loss", {"router_aux_loss_coef"}},
       {"--moe.z_loss_weight", {"moe_z_loss_coeff", "z_loss"}},
       {"--moe.load_balance_coeff", {"moe_router_bias_update_rate", "bias_update_speed"}},
       {"--moe.force_load_balance", {"moe_router_force_load_balancing"}},

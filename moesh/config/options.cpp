@@ -156,18 +156,15 @@ std::vector<Option> make_options() {
                    "multiply the input of an expert by its score, instead of the output; auto: "
                    "as the model does it",
                    one_of({"auto", "true", "false"})),
-      MOESH_OPTION(numbers, moe, switch_loss_weight,
-                   "balance loss over the global micro-batch, of each layer; the default is the "
-                   "model's own (router_aux_loss_coef * top_k / layers with experts; "
-                   "deepseek_v3: 0)",
+      MOESH_OPTION(numbers, moe, balance_loss_weight,
+                   "weight of each layer's balance loss; the default is the model's own "
+                   "(router_aux_loss_coef * top_k / layers with experts; deepseek_v3: 1e-4)",
                    at_least(0))
-          .with_default([](const models::ModelFacts& m) -> Value { return m.switch_loss_weight; }),
-      MOESH_OPTION(numbers, moe, sequence_loss_weight,
-                   "weight of the balance loss within each sequence (default: 1e-4 for "
-                   "deepseek_v3, else 0)",
-                   at_least(0))
-          .with_default(
-              [](const models::ModelFacts& m) -> Value { return m.sequence_loss_weight; }),
+          .with_default([](const models::ModelFacts& m) -> Value { return m.balance_loss_weight; }),
+      MOESH_OPTION(numbers, moe, balance_over,
+                   "tokens that a balance loss is taken over: each sequence, or the micro-batch of "
+                   "all ranks, which depends on how a step is cut",
+                   one_of({"sequence", "micro_batch"})),
       MOESH_OPTION(numbers, moe, z_loss_weight,
                    "weight of the loss that keeps the router's logits small", at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,

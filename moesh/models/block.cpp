@@ -10,18 +10,19 @@ namespace {
 
 nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& config,
                               const nn::Tokens& tokens, const MicroBatch& batch,
-                              const Auxiliary& weights) {
-  if (!weights.any()) return {};
+                              const Auxiliary& asked, const nn::RouteOptions& options) {
+  if (!asked.any()) return {};
   const nn::TokenSum none = sum_all(narrow(detach(route.logits_NE), 0, 0, 0));  // of no token
   const auto part = [&](double weight, const auto& term) -> nn::TokenSum {
     return weight == 0 ? none : scale(term(), weight);
   };
   return stack(std::vector<nn::TokenSum>{
-      part(weights.switch_weight,
-           [&] { return nn::switch_loss(route, config, batch.num_step_tokens); }),
-      part(weights.sequence_weight,
-           [&] { return nn::sequence_loss(route, config, tokens, batch.num_step_tokens); }),
-      part(weights.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); })});
+      part(asked.balance_weight,
+           [&] {
+             return nn::balance_loss(route, config, tokens, batch.num_step_tokens,
+                                     asked.balance_over, options);
+           }),
+      part(asked.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); })});
 }
 
 }  // namespace
@@ -71,13 +72,12 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   if (mlp_) return {after + nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp), {}, {}};
-  const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens,
-                           {.pass = options.pass,
-                            .probe = options.probe,
-                            .layer = moe_layer,
-                            .micro_batch = batch.index});
+  const nn::RouteOptions route_options{
+      .pass = options.pass, .probe = options.probe, .layer = moe_layer, .micro_batch = batch.index};
+  const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens, route_options);
   return {after + out.y,
-          auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary),
+          auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary,
+                           route_options),
           out.route.counts_E};
 }
 

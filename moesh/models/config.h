@@ -31,10 +31,11 @@ struct ModelFacts {
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  // What the model was trained with: the step of its expert bias (balance without a loss), its
-  // balance losses, and whether scores multiply what goes into an expert or what comes out of it.
+  // What the model was trained with: the step of its expert bias (balance without a loss), the
+  // weight of each layer's balance loss, and whether scores multiply what goes into an expert or
+  // what comes out of it.
   double load_balance_coeff = 0;
-  double switch_loss_weight = 0, sequence_loss_weight = 0;
+  double balance_loss_weight = 0;
   bool score_before_experts = false;
   bool stores_expert_bias = false;  // its files have a place for the bias
 };

@@ -132,7 +132,7 @@ DecoderPlan DeepseekV3Config::plan() const {
 
 ModelFacts DeepseekV3Config::facts() const {
   ModelFacts facts = DecoderConfig::facts();
-  facts.load_balance_coeff = 1e-3, facts.sequence_loss_weight = 1e-4;
+  facts.load_balance_coeff = 1e-3, facts.balance_loss_weight = 1e-4;
   facts.stores_expert_bias = true;
   return facts;
 }

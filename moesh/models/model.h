@@ -23,11 +23,12 @@ namespace moesh::models {
 
 /// Weights of the auxiliary losses.
 struct Auxiliary {
-  double switch_weight = 0, sequence_weight = 0, z_weight = 0;
-  bool any() const { return switch_weight != 0 || sequence_weight != 0 || z_weight != 0; }
+  double balance_weight = 0, z_weight = 0;
+  nn::BalanceOver balance_over = nn::BalanceOver::sequence;
+  bool any() const { return balance_weight != 0 || z_weight != 0; }
 };
-/// The auxiliary losses by themselves: balance over the micro-batch, within sequences, of logits.
-constexpr std::int64_t kNumAuxiliary = 3;
+/// The auxiliary losses by themselves: balance, and size of the logits.
+constexpr std::int64_t kNumAuxiliary = 2;
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {

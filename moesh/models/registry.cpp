@@ -59,7 +59,7 @@ ModelFacts facts(const AnyConfig& config) {
         for (std::int64_t layer = 0; layer < c.num_layers; ++layer) num_moe += plan.is_moe(layer);
         const double per_layer =
             static_cast<double>(c.top_k) / static_cast<double>(std::max<std::int64_t>(num_moe, 1));
-        facts.switch_loss_weight = c.balance_loss * per_layer;
+        facts.balance_loss_weight += c.balance_loss * per_layer;
         return facts;
       },
       config);

@@ -20,6 +20,7 @@ struct Choice {
   const Tokens& tokens;
   at::Tensor scores_NE;  // which the choice was made on: with bias, -inf outside of the best groups
   at::Tensor experts_NK;  // int64
+  bool for_balance;       // what a balance loss counts, not where tokens go: see balance_loss
 };
 
 class Probe {
@@ -27,7 +28,7 @@ class Probe {
   virtual ~Probe() = default;
   /// The residual stream that enters the first block, as this rank has it.
   virtual void on_input(const at::Tensor& /*x_BLD*/) {}
-  /// The experts that the layer shall use: [N, K] as those which it chose.
+  /// The experts that the layer shall use, or its balance loss count: [N, K] as it chose them.
   virtual at::Tensor on_choice(const Choice& choice) { return choice.experts_NK; }
   /// The logits of this cp rank's tokens and this tp rank's vocabulary.
   virtual void on_logits(const at::Tensor& /*logits_BLV*/) {}

@@ -50,15 +50,50 @@ at::Tensor balanced_choice(const Tokens& tokens, const RouterConfig& c, at::Devi
   return (ids * c.top_k + at::arange(c.top_k, ids.options())).remainder(c.num_experts);
 }
 
-// What E / K of the tokens of a step makes of one of them.
-at::Tensor share_of_step(const RouterConfig& c, const at::Tensor& num_step_tokens) {
-  return static_cast<double>(c.num_experts) / static_cast<double>(c.top_k) /
-         num_step_tokens.to(at::kDouble);
-}
-
 // x of the tokens that count, 0 of the others.
 PerToken of_valid(const Route& route, const PerToken& x) {
   return local(route.valid_N1).defined() ? x * route.valid_N1 : x;
+}
+
+// int64 [E]: rows of each expert, of the tokens that count.
+TokenSum count_valid(const PerToken& experts_NK, const PerToken& valid_N1,
+                     std::int64_t num_experts) {
+  // The others choose one more expert, which nobody looks at.
+  PerToken counted = experts_NK;
+  if (local(valid_N1).defined())
+    counted = map_rows(
+        [&](const at::Tensor& experts, const at::Tensor& valid) {
+          return experts.masked_fill(valid.logical_not(), num_experts);
+        },
+        counted, valid_N1);
+  return narrow(count(counted, num_experts + 1), 0, 0, num_experts);
+}
+
+// The choice as the probe wants it.
+PerToken probed(const PerToken& experts_NK, const PerToken& scores_NE, const Tokens& tokens,
+                const RouteOptions& options, bool for_balance) {
+  if (!options.probe) return experts_NK;
+  return map_rows(
+      [&](const at::Tensor& scores, const at::Tensor& chosen) {
+        return options.probe->on_choice({.layer = options.layer,
+                                         .micro_batch = options.micro_batch,
+                                         .pass = options.pass,
+                                         .tokens = tokens,
+                                         .scores_NE = scores,
+                                         .experts_NK = chosen,
+                                         .for_balance = for_balance});
+      },
+      scores_NE, experts_NK);
+}
+
+// What E / K of the tokens of a step makes of one, by how many tokens the counts [.., E] are of.
+at::Tensor weight_of_counts(const at::Tensor& counts, const RouterConfig& c,
+                            const at::Tensor& num_step_tokens) {
+  const at::Tensor tokens = (counts.sum(-1, true) / static_cast<double>(c.top_k)).clamp_min(1);
+  return (static_cast<double>(c.num_experts) / static_cast<double>(c.top_k) /
+          num_step_tokens.to(at::kDouble))
+             .to(counts.scalar_type()) /
+         tokens;
 }
 
 }  // namespace
@@ -120,17 +155,7 @@ PerToken Router::choose_experts(const PerToken& scores_NE, const PerToken& logit
   if (config_.forced_balance)
     experts = map_rows(
         [&](const at::Tensor& e) { return balanced_choice(tokens, config_, e.device()); }, experts);
-  if (!options.probe) return experts;
-  return map_rows(
-      [&](const at::Tensor& scores, const at::Tensor& chosen) {
-        return options.probe->on_choice({.layer = options.layer,
-                                         .micro_batch = options.micro_batch,
-                                         .pass = options.pass,
-                                         .tokens = tokens,
-                                         .scores_NE = scores,
-                                         .experts_NK = chosen});
-      },
-      choice, experts);
+  return probed(experts, choice, tokens, options, /*for_balance=*/false);
 }
 
 at::Tensor Router::weigh(const at::Tensor& scores_NE, const at::Tensor& logits_NE,
@@ -161,16 +186,7 @@ Route Router::choose(const PerToken& x_ND, const Tokens& tokens, const RouteOpti
                                   const at::Tensor& experts) { return weigh(s, l, experts); },
                               scores, logits, route.experts_NK);
 
-  // Tokens that do not count choose one more expert, which nobody looks at.
-  const auto num_experts = config_.num_experts;
-  PerToken counted = route.experts_NK;
-  if (local(route.valid_N1).defined())
-    counted = map_rows(
-        [&](const at::Tensor& experts, const at::Tensor& valid) {
-          return experts.masked_fill(valid.logical_not(), num_experts);
-        },
-        counted, route.valid_N1);
-  route.counts_E = narrow(count(counted, num_experts + 1), 0, 0, num_experts);
+  route.counts_E = count_valid(route.experts_NK, route.valid_N1, config_.num_experts);
   if (options.pass == Pass::training)
     at::Tensor(local(pending_counts_E_)).add_(local(route.counts_E));
   return route;
@@ -191,10 +207,6 @@ void Router::set_pending_counts(const Tensor<Dense{R, R, R}>& total_E) {
   at::Tensor(local(pending_counts_E_)).copy_(local(once<kTokenAxes>(total_E)));
 }
 
-PerToken routing_map(const Route& route, std::int64_t num_experts) {
-  return one_hot(route.experts_NK, num_experts);
-}
-
 RouterStatistics statistics(const Route& route) {
   const at::NoGradGuard no_grad;
   const at::Tensor counts = whole(all_reduce<kTokenAxes>(route.counts_E)).cpu();
@@ -205,41 +217,36 @@ RouterStatistics statistics(const Route& route) {
           .num_idle = counts.eq(0).sum().item<std::int64_t>()};
 }
 
-TokenSum switch_loss(const Route& route, const RouterConfig& config,
-                     const at::Tensor& num_step_tokens) {
-  const auto dtype = local(route.logits_NE).scalar_type();
-  const auto counts_E = cast(all_reduce<kTokenAxes>(route.counts_E), dtype);  // no gradient
-  const at::Tensor tokens =
-      (whole(counts_E).sum() / static_cast<double>(config.top_k)).clamp_min(1);
-  const auto sum_E = sum<Over::tokens>(of_valid(route, route.probabilities_NE));  // P: left pending
-  const auto factor = constant(share_of_step(config, num_step_tokens).to(dtype) / tokens);
-  return sum_all(sum_E * counts_E * factor);
-}
-
-TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
-                       const at::Tensor& num_step_tokens) {
-  const auto& p = local(route.probabilities_NE);
-  const at::Tensor ids = tokens.sequence_ids(p.device());
+TokenSum balance_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
+                      const at::Tensor& num_step_tokens, BalanceOver over,
+                      const RouteOptions& options) {
+  // Logits have the order of the scores, whatever these are.
+  const PerToken scores_NE = detach(route.logits_NE);
+  const PerToken experts_NK =
+      probed(best(scores_NE, config.top_k), scores_NE, tokens, options, /*for_balance=*/true);
+  const PerToken p_NE = of_valid(route, route.probabilities_NE);
+  const auto dtype = local(p_NE).scalar_type();
+  const auto weight = [&](const at::Tensor& counts) {
+    return weight_of_counts(counts, config, num_step_tokens);
+  };
+  if (over == BalanceOver::micro_batch) {
+    const auto counts_E = cast(
+        all_reduce<kTokenAxes>(count_valid(experts_NK, route.valid_N1, config.num_experts)), dtype);
+    return sum_all(sum<Over::tokens>(p_NE) * counts_E * constant(weight(whole(counts_E))));
+  }
   // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
   // each sequence.
+  const at::Tensor ids = tokens.sequence_ids(local(p_NE).device());
   const at::Tensor member =
-      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(p.scalar_type());
+      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(dtype);
   // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
   const auto of_sequence = [&](const PerToken& x) {
-    return declare<Dense{T, P, P}>(
-        [&](const at::Tensor& t) { return member.matmul(t.to(p.scalar_type())); },
-        of_valid(route, x));
+    return declare<Dense{T, P, P}>([&](const at::Tensor& t) { return member.matmul(t.to(dtype)); },
+                                   x);
   };
-  const auto counts_BE =
-      all_reduce<kSequenceAxes>(of_sequence(routing_map(route, config.num_experts)));
-  const auto factor = map_rows(
-      [&](const at::Tensor& counts) {
-        const at::Tensor lengths =
-            (counts.sum(1, true) / static_cast<double>(config.top_k)).clamp_min(1);
-        return share_of_step(config, num_step_tokens).to(lengths.scalar_type()) / lengths;
-      },
-      counts_BE);
-  return sum_all(of_sequence(route.probabilities_NE) * counts_BE * factor);
+  const auto counts_BE = all_reduce<kSequenceAxes>(
+      of_sequence(of_valid(route, one_hot(experts_NK, config.num_experts))));
+  return sum_all(of_sequence(p_NE) * counts_BE * map_rows(weight, counts_BE));
 }
 
 TokenSum z_loss(const Route& route, const at::Tensor& num_step_tokens) {

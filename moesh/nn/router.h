@@ -23,6 +23,9 @@ enum class Scoring {
   softmax_chosen,  // top-k of the logits, s = softmax over the chosen
 };
 
+/// Whose tokens a balance loss compares the load of experts over.
+enum class BalanceOver { sequence, micro_batch };
+
 struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
   Scoring scoring = Scoring::sigmoid;
@@ -100,23 +103,22 @@ class Router {
   TokenSum pending_counts_E_;  // int64
 };
 
-/// The map of chosen experts [N, E], bool.
-PerToken routing_map(const Route& route, std::int64_t num_experts);
 /// Summed over all ranks.
 RouterStatistics statistics(const Route& route);
 
 // Auxiliary losses: terms to add to a loss that is a sum over the tokens of the whole optimizer
 // step divided by their number (num_step_tokens, a float64 scalar of the device or of the host).
-// Their strength does not depend on the mesh or on
-// how the step is cut into micro-batches.
 
-/// Switch: E / (K T^2) * sum_e n_e * sum_t p_te over the valid tokens T of the global micro-batch,
-/// times T / num_step_tokens.
-TokenSum switch_loss(const Route& route, const RouterConfig& config,
-                     const at::Tensor& num_step_tokens);
-/// The same within each sequence, summed over the sequences.
-TokenSum sequence_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
-                       const at::Tensor& num_step_tokens);
+/// How unevenly the experts are loaded: E / (K T^2) * sum_e n_e * sum_t p_te, 1 where they are
+/// balanced, times T / num_step_tokens, over the T valid tokens of each sequence, summed over the
+/// sequences: the same number on every mesh, and however the step is cut into micro-batches. Or
+/// over those of the micro-batch, on all ranks together, which depends on how the step is cut. n_e
+/// counts the tokens that have e among their K best scores (without expert bias and groups:
+/// equation 18 of DeepSeek-V3's report), and has no gradient. `options` are those that the route
+/// was chosen with.
+TokenSum balance_loss(const Route& route, const RouterConfig& config, const Tokens& tokens,
+                      const at::Tensor& num_step_tokens, BalanceOver over,
+                      const RouteOptions& options = {});
 /// sum_t logsumexp(logits_t)^2 / num_step_tokens.
 TokenSum z_loss(const Route& route, const at::Tensor& num_step_tokens);
 

@@ -175,8 +175,11 @@ StepOptions step_options(const Config& config) {
                       .pipeline = pipeline_options(config)};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
                      .recompute = recompute(config),
-                     .auxiliary = {config.moe.switch_loss_weight, config.moe.sequence_loss_weight,
-                                   config.moe.z_loss_weight},
+                     .auxiliary = {.balance_weight = config.moe.balance_loss_weight,
+                                   .z_weight = config.moe.z_loss_weight,
+                                   .balance_over = config.moe.balance_over == "sequence"
+                                                       ? nn::BalanceOver::sequence
+                                                       : nn::BalanceOver::micro_batch},
                      .reshard = config.parallelism.fsdp_reshard_after_forward};
   return options;
 }

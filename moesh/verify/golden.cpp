@@ -105,8 +105,7 @@ Config golden_config(config::Settings settings, const config::GivenModel& model,
                 [](const auto& s) { return s.name == "model.name" || s.name == "model.size"; });
   config::Settings of_file{{"data.sequence_length", length, origin},
                            {"training.gradient_accumulation_steps", std::int64_t{1}, origin}};
-  for (const char* weight :
-       {"moe.switch_loss_weight", "moe.sequence_loss_weight", "moe.z_loss_weight"})
+  for (const char* weight : {"moe.balance_loss_weight", "moe.z_loss_weight"})
     of_file.push_back({weight, 0.0, origin});
   const auto num_dp = sample_order(merged(settings, model)).num_dp;
   MOESH_CHECK(num_sequences % num_dp == 0, ErrorKind::config, "the golden file has ", num_sequences,
@@ -229,8 +228,8 @@ VerifyReport verify_golden(const Golden& golden) {
                             options.forward.sequence_parallel);
     const Pieces words{vocab, mesh.size(tp)};
     compare({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
-    if (probe.logits_BLV.defined())
-      compare({"logits", probe.logits_BLV.cpu(),
+    if (!probe.logits_BLV.empty())
+      compare({"logits", probe.logits_BLV.front().cpu(),
                [&](const at::Tensor& t) {
                  return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
                                                         words.length(mesh.coordinate(tp)));

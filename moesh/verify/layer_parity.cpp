@@ -68,10 +68,9 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingR
     const auto& r = c.layer.router;
     const auto wide = [](const nn::TokenSum& t) { return cast(t, at::kDouble); };
     loss = wide(loss);
-    if (c.switch_weight != 0)
-      loss = loss + scale(wide(nn::switch_loss(route, r, count)), c.switch_weight);
-    if (c.sequence_weight != 0)
-      loss = loss + scale(wide(nn::sequence_loss(route, r, tokens, count)), c.sequence_weight);
+    if (c.balance_weight != 0)
+      loss = loss + scale(wide(nn::balance_loss(route, r, tokens, count, c.balance_over, options)),
+                          c.balance_weight);
     if (c.z_weight != 0) loss = loss + scale(wide(nn::z_loss(route, count)), c.z_weight);
     return loss;
   };

@@ -20,7 +20,8 @@ struct LayerCase {
   std::int64_t batch = 1;  // sequences of each dp rank
   std::int64_t sequence = 8;
   bool sequence_parallel = true;
-  double switch_weight = 0, sequence_weight = 0, z_weight = 0;  // auxiliary losses in the objective
+  double balance_weight = 0, z_weight = 0;  // auxiliary losses in the objective
+  nn::BalanceOver balance_over = nn::BalanceOver::sequence;
   bool identical_tokens = false;  // every token chooses the same experts
   bool equal_scores = false;      // the gate is zero: only the tie rule chooses
   bool replay = false;            // replay the routing of the reference: for float32 and bfloat16

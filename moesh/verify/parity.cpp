@@ -193,8 +193,10 @@ Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
   }
   if (tensor.tokens && finite && delta.numel() > 0) {
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
-    found.batch = static_cast<double>(tensor.tokens->batch + worst / delta.size(1));
-    found.position = static_cast<double>(tensor.tokens->position + worst % delta.size(1));
+    const std::int64_t sequence = worst / delta.size(-2);
+    found.batch = static_cast<double>(tensor.tokens->batch + sequence +
+                                      sequence / delta.size(-3) * tensor.tokens->skipped);
+    found.position = static_cast<double>(tensor.tokens->position + worst % delta.size(-2));
   }
   return found;
 }

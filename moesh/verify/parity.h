@@ -27,9 +27,10 @@ struct NamedTensors {
   const at::Tensor& operator[](const std::string& name) const;
 };
 
-/// Where the first token of a rank's [B, L, ..] is in the whole.
+/// Where the first token of a rank's [.., B, L, D] is in the whole; after each B sequences
+/// `skipped` of other ranks follow there.
 struct TokenOrigin {
-  std::int64_t batch, position;
+  std::int64_t batch, position, skipped = 0;
 };
 
 /// What a tensor is judged by that says how far the steps moved a parameter. A movement is small

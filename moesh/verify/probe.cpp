@@ -27,25 +27,29 @@ void note_flips(const nn::Choice& c, const at::Tensor& replayed_NK, RoutingRecor
 }  // namespace
 
 RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k)
-    : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)) {}
+    : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)),
+      for_balance_TK(experts_TK.clone()) {}
 
 void VerifyProbe::on_input(const at::Tensor& x_BLD) {
-  input = x_BLD;
-  if (input.requires_grad()) input.retain_grad();
+  inputs.push_back(x_BLD);
+  if (x_BLD.requires_grad()) x_BLD.retain_grad();
 }
 
 at::Tensor VerifyProbe::on_choice(const nn::Choice& c) {
   if (!record && !replay) return c.experts_NK;
   const auto layer = static_cast<size_t>(c.layer);
   const at::Tensor places = c.tokens.global_ids() + c.micro_batch * c.tokens.num_global();
+  const auto recorded = [&](RoutingRecord& r) -> at::Tensor& {
+    return c.for_balance ? r.for_balance_TK : r.experts_TK;
+  };
   at::Tensor experts = c.experts_NK;
   if (replay) {
     RoutingRecord& from = *(*replay)[layer];
-    experts = from.experts_TK.index_select(0, places).to(experts.device());
-    if (c.pass != nn::Pass::recompute) note_flips(c, experts, from);
+    experts = recorded(from).index_select(0, places).to(experts.device());
+    if (c.pass != nn::Pass::recompute && !c.for_balance) note_flips(c, experts, from);
   }
   if (record && c.pass != nn::Pass::recompute)
-    (*record)[layer]->experts_TK.index_copy_(0, places, experts.cpu());
+    recorded(*(*record)[layer]).index_copy_(0, places, experts.cpu());
   return experts;
 }
 

@@ -13,7 +13,9 @@ namespace moesh::verify {
 /// The choices of one MoE layer by global token, since near ties flip between roundings. Ranks
 /// write and read their own tokens.
 struct RoutingRecord {
-  at::Tensor experts_TK;  // int64, on the host; micro-batches of a step stand one behind the other
+  // int64, on the host, where tokens go and what a balance loss counts; the sequences of a step
+  // stand one behind the other, however it is cut into micro-batches
+  at::Tensor experts_TK, for_balance_TK;
   std::atomic<std::int64_t> num_flipped =
       0;                                   // choices that would have been different in the replay
   std::atomic<double> largest_margin = 0;  // of the choice scores, among them
@@ -28,13 +30,15 @@ class VerifyProbe final : public nn::Probe {
  public:
   RoutingRecords* record = nullptr;  // gets the choices
   RoutingRecords* replay = nullptr;  // gives them
-  /// Of the last micro-batch: the stream that entered the first block, which has its gradient after
-  /// backward, and the logits.
-  at::Tensor input, logits_BLV;
+  /// Of each micro-batch since begin_step: the stream that entered the first block, which has its
+  /// gradient after backward, and the logits.
+  std::vector<at::Tensor> inputs, logits_BLV;
+
+  void begin_step() { inputs.clear(), logits_BLV.clear(); }
 
   void on_input(const at::Tensor& x_BLD) override;
   at::Tensor on_choice(const nn::Choice& choice) override;
-  void on_logits(const at::Tensor& logits) override { logits_BLV = logits.detach(); }
+  void on_logits(const at::Tensor& logits) override { logits_BLV.push_back(logits.detach()); }
 };
 
 }  // namespace moesh::verify

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <sstream>
@@ -124,23 +125,34 @@ void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& mode
   report({at + "loss", scalar(g.loss), whole_tensor});
   report({at + "total loss", scalar(g.total_loss), whole_tensor});
   if (step > 0) return;
-  const std::int64_t batch = c.config.data.batch_size, first_sequence = mesh.coordinate(dp) * batch;
-  const auto of_dp = [&](const at::Tensor& t) { return t.narrow(0, first_sequence, batch); };
-  const nn::Tokens tokens(mesh, batch, c.config.data.sequence_length,
+  const data::SampleOrder order = sample_order(c.config);
+  // [micro-batch, B, ..] of the step's sequences [S, ..].
+  const auto of_dp = [&](const at::Tensor& t) {
+    return t.unflatten(0, {order.num_micro, order.num_dp, order.batch})
+        .select(1, mesh.coordinate(dp));
+  };
+  const auto origin = [&](std::int64_t position) {
+    return TokenOrigin{order.first(0, 0, mesh.coordinate(dp)), position,
+                       (order.num_dp - 1) * order.batch};
+  };
+  const nn::Tokens tokens(mesh, order.batch, c.config.data.sequence_length,
                           c.config.parallelism.sequence_parallel);
   const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
   // The ends of the model are on the first and on the last stage.
-  if (probe.logits_BLV.defined())
-    report({"logits", probe.logits_BLV,
+  if (!probe.logits_BLV.empty())
+    report({"logits", at::stack(probe.logits_BLV),
             [&](const at::Tensor& t) {
-              return tokens.my_span(of_dp(t)).narrow(2, vocab.start(mesh.coordinate(tp)),
-                                                     vocab.length(mesh.coordinate(tp)));
+              return of_dp(tokens.my_span(t).narrow(2, vocab.start(mesh.coordinate(tp)),
+                                                    vocab.length(mesh.coordinate(tp))));
             },
-            false, TokenOrigin{first_sequence, tokens.span_start()}});
-  if (probe.input.defined())
-    report({"d(input)", probe.input.grad(),
-            [&](const at::Tensor& t) { return tokens.mine(of_dp(t)); }, false,
-            TokenOrigin{first_sequence, tokens.mine_start()}});
+            false, origin(tokens.span_start())});
+  if (!probe.inputs.empty()) {
+    std::vector<at::Tensor> gradients;
+    for (const at::Tensor& x : probe.inputs) gradients.push_back(x.grad());
+    report({"d(input)", at::stack(gradients),
+            [&](const at::Tensor& t) { return of_dp(tokens.mine(t)); }, false,
+            origin(tokens.mine_start())});
+  }
   model.each_param([&](Stored& w, bool) {
     report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
@@ -155,16 +167,40 @@ config::Settings verify_defaults(std::int64_t steps) {
           {"data.sequence_length", std::int64_t{7}, origin},
           {"data.document_mask", std::string("true"), origin},
           {"moe.load_balance_coeff", 0.01, origin},
-          {"moe.switch_loss_weight", 0.01, origin},
-          {"moe.sequence_loss_weight", 0.01, origin},
+          {"moe.balance_loss_weight", 0.02, origin},
           {"moe.z_loss_weight", 0.001, origin}};
 }
+
+std::string why_cut_alike(const Config& config) {
+  if (config.moe.balance_over == "micro_batch" && config.moe.balance_loss_weight > 0)
+    return "moe.balance_over is micro_batch, and that loss depends on how a step is cut";
+  if (sample_order(config).num_per_step() == 1) return "a step has one sequence";
+  return "";
+}
+
+namespace {
+// The fewest micro-batches that are as large neither as those of the mesh nor as what one dp rank
+// has of them: a mistake may take either for all there is. A step of few sequences may have only
+// one number besides that of the mesh.
+std::int64_t num_micro_of_one_rank(const Config& config) {
+  const data::SampleOrder order = sample_order(config);
+  if (!why_cut_alike(config).empty()) return order.num_micro;
+  const auto all = models::divisors(order.num_per_step());
+  const auto differs = [&](std::int64_t n) {
+    return n != order.num_micro && n != order.num_micro * order.num_dp;
+  };
+  const auto found = std::ranges::find_if(all, differs);
+  return found != all.end() ? *found : all.back();
+}
+}  // namespace
 
 Config one_rank(const Config& config) {
   const config::Origin origin{"one rank"};
   config::Settings settings = config::mesh_settings({}, origin.text);
-  settings.push_back(
-      {"data.batch_size", config.data.batch_size * sample_order(config).num_dp, origin});
+  const std::int64_t sequences = sample_order(config).num_per_step(),
+                     num_micro = num_micro_of_one_rank(config);
+  settings.push_back({"data.batch_size", sequences / num_micro, origin});
+  settings.push_back({"training.gradient_accumulation_steps", num_micro, origin});
   settings.push_back({"parallelism.moe_dispatcher", std::string("local"), origin});
   settings.push_back({"activation_checkpoint.mode", std::string("none"), origin});
   return changed(config, settings);
@@ -188,6 +224,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   VerifyProbe probe;
   options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
+    probe.begin_step();
     probe.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
     probe.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
     const Gradients g = accumulate_gradients(
@@ -246,8 +283,10 @@ VerifyReference run_reference(const VerifyCase& c) {
   const auto world = comm::solo_group();
   const auto data = open_data(whole);
   const auto keep = [](auto& tensors) {
-    return
-        [&tensors](const RankTensor& t) { tensors.emplace_back(t.name, t.value.detach().clone()); };
+    return [&tensors](const RankTensor& t) {
+      const at::Tensor value = t.value.detach();
+      tensors.emplace_back(t.name, (t.tokens ? value.flatten(0, 1) : value).clone());
+    };
   };
   run_steps(whole, *data, *world, &result.routing, nullptr, [&](const RankTensor& t) {
     keep(result.tensors)(t);

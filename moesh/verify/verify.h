@@ -32,8 +32,13 @@ struct VerifyCase {
 /// number of them; documents that end anywhere; auxiliary losses and an expert bias that count.
 config::Settings verify_defaults(std::int64_t steps);
 
-/// A mesh of one with the whole batch and the plainest path: what the mesh is compared with.
+/// A mesh of one with the sequences of all ranks and the plainest path: what the mesh is compared
+/// with. It cuts the step into micro-batches of another size, since that must not matter either.
 Config one_rank(const Config& config);
+
+/// Why one_rank cuts a step as the mesh does, so that verify says nothing of other ways; empty: it
+/// does not.
+std::string why_cut_alike(const Config& config);
 
 /// With one micro-batch more than its pipeline has ranks, enough for every rank to work on several
 /// at once, unless somebody has asked for another number.

@@ -68,6 +68,7 @@ JsonValue to_json(const Verified& v) {
           {"worst_tensor", {r.worst_tensor}},
           {"first", {r.mismatches.empty() ? std::string() : r.mismatches[0].tensor}},
           {"error", {r.error}},
+          {"cut_alike", {why_cut_alike(v.config)}},
       });
   return {entry};
 }

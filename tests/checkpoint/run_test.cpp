@@ -72,6 +72,37 @@ TEST(Resume, DataGoesOnWhereItWasWithAnotherBatch) {
             3 * 4 + 2 * 6);
 }
 
+// The same global batch on one rank, on meshes with other dp and micro-batches, and resumed on one
+// of them from another: losses in float64 are the same but for rounding. (Every model and loss:
+// Matrix.OneGlobalBatchIsTheSameHoweverItIsCut.)
+TEST(GlobalBatch, GivesTheSameLossesOnEveryDpAndAfterAResumeOnAnother) {
+  const TemporaryFolder folder;
+  int number = 0;
+  const auto anew = [&] { return folder.path() / std::to_string(number++); };
+  const auto losses = [&](const path& at, const std::string& mesh, const char* batch, int steps) {
+    return run(at, mesh,
+               {"--model=qwen3_moe:tiny", "--dtype=float64", "--lr_scheduler.kind=constant",
+                "--training.global_batch_size=8", std::string("--data.batch_size=") + batch,
+                "--moe.balance_loss_weight=0.1", "--checkpoint.accept_changes",
+                "--steps=" + std::to_string(steps)})
+        .losses;
+  };
+  const auto expected = losses(anew(), "tp=1", "1", 4);
+  ASSERT_EQ(expected.size(), 4u);
+  const auto expect_near = [&](const std::vector<double>& found, std::size_t first) {
+    ASSERT_EQ(found.size(), expected.size() - first);
+    for (std::size_t i = 0; i < found.size(); ++i)
+      EXPECT_NEAR(found[i], expected[first + i], 1e-12) << "step " << first + i + 1;
+  };
+  expect_near(losses(anew(), "dp_shard=2", "1", 4), 0);
+  expect_near(losses(anew(), "dp_shard=8", "1", 4), 0);
+  expect_near(losses(anew(), "tp=1", "8", 4), 0);
+  expect_near(losses(anew(), "pp=2,dp_shard=2", "2", 4), 0);
+  const path resumed = anew();
+  losses(resumed, "dp_shard=2", "1", 2);
+  expect_near(losses(resumed, "dp_replicate=4", "2", 4), 2);
+}
+
 // Tokenizer and the like go from the folder that a run begins with into its checkpoints, and on.
 TEST(Companions, TravelWithTheModel) {
   const TemporaryFolder folder;

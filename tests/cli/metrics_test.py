@@ -34,8 +34,7 @@ def a_record_adds_up(tmp, moesh):
     options = [
         "--mesh",
         "dp_shard=2,tp=2,ep=4",
-        "--moe.switch_loss_weight=0.1",
-        "--moe.sequence_loss_weight=0.05",
+        "--moe.balance_loss_weight=0.1",
         "--moe.z_loss_weight=0.01",
         "--metrics.expert_counts_freq=2",
         "--metrics.peak_tflops=0.5",
@@ -48,10 +47,10 @@ def a_record_adds_up(tmp, moesh):
     assert [r["step"] for r in lines] == list(range(1, 8))
     num_tokens = 0
     for r in lines:
-        parts = r["loss"] + r["switch_loss"] + r["sequence_loss"] + r["z_loss"]
+        parts = r["loss"] + r["balance_loss"] + r["z_loss"]
         assert (
             abs(parts - r["total_loss"]) < 1e-12
-            and min(r["switch_loss"], r["sequence_loss"], r["z_loss"]) > 0
+            and min(r["balance_loss"], r["z_loss"]) > 0
         ), r
         in_step = [
             r["sections"][s]

@@ -257,7 +257,7 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
   const TemporaryFile printed_recipe("printed.toml", text);
   const Config again = load_config({"--config", printed_recipe.path()});
   EXPECT_EQ(model_values(again), model_values(balanced));
-  EXPECT_EQ(again.moe.switch_loss_weight, balanced.moe.switch_loss_weight);
+  EXPECT_EQ(again.moe.balance_loss_weight, balanced.moe.balance_loss_weight);
 
   // What the keys do not say is read from the folder again.
   const auto json_of = [](const Config& c) {
@@ -299,19 +299,18 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
 TEST(Config, BalanceIsThatOfTheModelsRecipe) {
   const auto weights = [](std::vector<std::string> args) {
     const MoeSection moe = load_config(args).moe;
-    return std::vector<double>{moe.load_balance_coeff, moe.switch_loss_weight,
-                               moe.sequence_loss_weight};
+    return std::vector<double>{moe.load_balance_coeff, moe.balance_loss_weight};
   };
   using Weights = std::vector<double>;
-  EXPECT_EQ(weights({"--model=deepseek_v3:671b"}), (Weights{1e-3, 0, 1e-4}));
+  EXPECT_EQ(weights({"--model=deepseek_v3:671b"}), (Weights{1e-3, 1e-4}));
   // router_aux_loss_coef, times experts of a token, by layers with experts.
-  EXPECT_EQ(weights({"--model=qwen3_moe:30b-a3b"}), (Weights{0, 1e-3 * (8. / 48), 0}));
-  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3 * (2. / 2), 0})) << "2 of 3";
-  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02 * (2. / 32), 0}));
-  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3 * (2. / 56), 0}));
-  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3 * (4. / 24), 0}));
-  EXPECT_EQ(weights({"--model=qwen3_moe:tiny", "--moe.switch_loss_weight=0"}), (Weights{0, 0, 0}));
-  EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.switch_loss_weight").text,
+  EXPECT_EQ(weights({"--model=qwen3_moe:30b-a3b"}), (Weights{0, 1e-3 * (8. / 48)}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny"}), (Weights{0, 1e-3 * (2. / 2)})) << "2 of 3";
+  EXPECT_EQ(weights({"--model=mixtral:8x7b"}), (Weights{0, 0.02 * (2. / 32)}));
+  EXPECT_EQ(weights({"--model=mixtral:8x22b"}), (Weights{0, 1e-3 * (2. / 56)}));
+  EXPECT_EQ(weights({"--model=gpt_oss:20b"}), (Weights{0, 1e-3 * (4. / 24)}));
+  EXPECT_EQ(weights({"--model=qwen3_moe:tiny", "--moe.balance_loss_weight=0"}), (Weights{0, 0}));
+  EXPECT_EQ(load_config({"--model=qwen3_moe:tiny"}).origin("moe.balance_loss_weight").text,
             "qwen3_moe:tiny");
   const double scale = 2. / 3;  // of gpt_oss:tiny
   // What the published folders of GPT-OSS say is of no loss that anybody computes.
@@ -327,7 +326,7 @@ TEST(Config, BalanceIsThatOfTheModelsRecipe) {
                  std::string("\"router_aux_loss_coef\": ") + coefficient);
     const TemporaryFile json("config.json", text);
     const std::string folder = std::filesystem::path(json.path()).parent_path().string();
-    EXPECT_EQ(weights({"--model=hf:" + folder}), (Weights{0, wanted, 0})) << model;
+    EXPECT_EQ(weights({"--model=hf:" + folder}), (Weights{0, wanted})) << model;
   }
 }
 

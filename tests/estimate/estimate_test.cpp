@@ -107,7 +107,7 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
           Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
           Args{"--data.document_mask=true"},
-          Args{"--parallelism.sequence_parallel=false", "--moe.switch_loss_weight=0.1"}}) {
+          Args{"--parallelism.sequence_parallel=false", "--moe.balance_loss_weight=0.1"}}) {
       const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
                              "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
                             options);
@@ -349,7 +349,7 @@ TEST(Estimate, RunsWithEveryModelAndOption) {
       {"--dtype=bfloat16", "--mesh=cp=2,ep=2", "--data.document_mask=true"},
       {"--dtype=float32", "--data.document_mask=true"},
       {"--dtype=float64", "--optimizer.name=sgd", "--moe.z_loss_weight=0.1",
-       "--moe.sequence_loss_weight=0.1", "--moe.switch_loss_weight=0.1"},
+       "--moe.balance_loss_weight=0.1", "--moe.balance_over=micro_batch"},
       {"--dtype=bfloat16", "--mesh=dp_shard=2,tp=2,ep=4", "--parallelism.moe_dispatcher=all_gather",
        "--parallelism.sequence_parallel=false"},
       {"--dtype=bfloat16", "--mesh=tp=4,ep=2,etp=2", "--parallelism.moe_dispatcher=all_to_all",
@@ -391,7 +391,7 @@ TEST(Estimate, AStepReadsTheDeviceOnce) {
     for (const Args& more : {Args{}, Args{"--training.gradient_accumulation_steps=3"},
                              Args{"--activation_checkpoint.mode=full", "--optimizer.name=sgd"},
                              Args{"--activation_checkpoint.mode=selective"},
-                             Args{"--moe.switch_loss_weight=0.1", "--moe.z_loss_weight=0.1"},
+                             Args{"--moe.balance_loss_weight=0.1", "--moe.z_loss_weight=0.1"},
                              Args{"--data.document_mask=true"}}) {
       const Config c =
           load({"--model=" + name + ":tiny", "--dtype=bfloat16", "--device=cuda"}, more);

@@ -62,7 +62,7 @@ std::vector<at::Tensor> gradients_of(const std::string& name, at::ScalarType dty
                                         {.dtype = dtype, .device = test_device(), .seed = 1});
   const models::ForwardOptions options{.sequence_parallel = way.sequence_parallel,
                                        .recompute = way.recompute,
-                                       .auxiliary = {.switch_weight = 0.1, .z_weight = 0.01},
+                                       .auxiliary = {.balance_weight = 0.1, .z_weight = 0.01},
                                        .reshard = way.reshard};
   ReduceLater reductions(way.overlap);
   WeightsLater later(in_halves);

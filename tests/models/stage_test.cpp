@@ -46,7 +46,7 @@ Result run(const std::vector<std::int64_t>& cuts) {
                          .labels_BL = (ids + 1).to(test_device()),
                          .num_step_tokens = at::full({}, 14, at::kDouble)};
   const ForwardOptions options{.sequence_parallel = Sp,
-                               .auxiliary = {.switch_weight = 0.1, .z_weight = 0.01}};
+                               .auxiliary = {.balance_weight = 0.1, .z_weight = 0.01}};
   const nn::Tokens tokens = stages[0]->tokens_of(batch, options);
   auto x = stages[0]->embed<Sp>(batch, tokens, options);
   Result r;

@@ -195,7 +195,8 @@ TEST(Layouts, PendingCountsAreAPartialSum) {
 
 TEST(Layouts, SumsOfASequenceArePartialOnCpAndTp) {
   const auto loss_of = [](const Routed& r) {
-    return sequence_loss(r.route, r.router.config(), r.tokens, at::full({}, 10, at::kDouble));
+    return balance_loss(r.route, r.router.config(), r.tokens, at::full({}, 10, at::kDouble),
+                        BalanceOver::sequence);
   };
   for (const auto& shape : kMeshes) {
     const at::Tensor x = random({shape.dp_shard, 5, 4});

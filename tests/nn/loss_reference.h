@@ -57,24 +57,26 @@ inline at::Tensor counts(const Routed& r, const at::Tensor& valid_SL) {
       .to(at::kLong);
 }
 
-// E * sum_e f_e p_e of some tokens, f the part of the rows that expert e gets, p its mean
-// probability; times the part that the tokens are of the step.
+// E * sum_e f_e p_e of some tokens, f the part that expert e has of the best probabilities of each,
+// p its mean probability; times the part that the tokens are of the step.
 inline at::Tensor balance(const Routed& kept, std::int64_t num_step_tokens) {
   const auto tokens = kept.logits_TE.size(0), experts = kept.logits_TE.size(1),
              rows = kept.experts_TK.numel();
   if (tokens == 0) return kept.probabilities_TE.sum();
+  const at::Tensor best = std::get<1>(kept.probabilities_TE.topk(kept.experts_TK.size(1), 1));
   const at::Tensor f =
-      kept.experts_TK.flatten().bincount({}, experts).to(at::kDouble) / static_cast<double>(rows);
+      best.flatten().bincount({}, experts).to(at::kDouble) / static_cast<double>(rows);
   return static_cast<double>(experts) * (f * kept.probabilities_TE.mean(0)).sum() *
          (static_cast<double>(tokens) / static_cast<double>(num_step_tokens));
 }
 
-inline at::Tensor switch_loss(const Routed& r, const at::Tensor& valid_SL, std::int64_t num_step) {
+inline at::Tensor balance_over_micro_batch(const Routed& r, const at::Tensor& valid_SL,
+                                           std::int64_t num_step) {
   return balance(r.where(valid_SL.flatten()), num_step);
 }
 
-inline at::Tensor sequence_loss(const Routed& r, const at::Tensor& valid_SL,
-                                std::int64_t num_step) {
+inline at::Tensor balance_over_sequences(const Routed& r, const at::Tensor& valid_SL,
+                                         std::int64_t num_step) {
   at::Tensor sum = at::zeros({}, at::kDouble);
   for (std::int64_t s = 0; s < valid_SL.size(0); ++s) {
     at::Tensor mine = at::zeros_like(valid_SL);

@@ -112,6 +112,27 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   };
 });
 
+// One step on a mesh against one rank, which makes the same mistake, but cuts the step otherwise.
+const mutants::Provide cuts("cuts", [](Settings& settings) -> Check {
+  const MeshShape mesh = settings.take_mesh();
+  if (settings.take("micro_batch") != 0) {
+    const auto c = step_case({}, {{"moe.balance_over", std::string("micro_batch"), {"test"}}});
+    return [=]() -> std::string {
+      verify::VerifyCase halves = c;
+      halves.config =
+          changed(c.config, {{"data.batch_size", c.config.data.batch_size / 2, {"test"}},
+                             {"training.gradient_accumulation_steps", std::int64_t{2}, {"test"}}});
+      const auto loss = [](const verify::VerifyCase& v) {
+        return verify::run_reference(v)["step 0 total loss"].item<double>();
+      };
+      if (std::abs(loss(c) - loss(halves)) > 1e-9) return "";
+      return "it is the same over a micro-batch and over its halves";
+    };
+  }
+  const auto c = step_case(mesh, {});
+  return [=] { return first_of(verify::verify(c, verify::run_reference(c)), mesh); };
+});
+
 // The same of a model whose attention has a window.
 const mutants::Provide windowed_step("windowed_step", [](Settings& settings) -> Check {
   const MeshShape mesh = settings.take_mesh();

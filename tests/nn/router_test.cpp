@@ -243,8 +243,7 @@ TEST(Router, MapCountsAndStatistics) {
   alone([](const Mesh& mesh) {
     Router router = identity_router({.num_experts = 6, .top_k = 2});
     const Route route = route_of(router, random_rows(31, 6), mesh);
-    const at::Tensor map = local(routing_map(route, 6));
-    static_assert(decltype(routing_map(route, 6))::layout == Dense{T, T, T});
+    const at::Tensor map = local(one_hot(route.experts_NK, 6));
     static_assert(decltype(route.counts_E)::layout == Dense{P, P, P});
     EXPECT_TRUE(at::equal(map.sum(1).cpu(), at::full({31}, 2, at::kLong)));
     EXPECT_TRUE(at::equal(map.sum(0), local(route.counts_E)));
@@ -277,8 +276,9 @@ TEST(Router, TokensThatDoNotCount) {
       EXPECT_NEAR(local(a).item<double>(), local(b).item<double>(), 1e-14);
     };
     const at::Tensor n = at::full({}, 3, at::kDouble);
-    same(switch_loss(some, config, n), switch_loss(kept, config, n));
-    same(sequence_loss(some, config, all_tokens, n), sequence_loss(kept, config, kept_tokens, n));
+    for (const auto over : {BalanceOver::sequence, BalanceOver::micro_batch})
+      same(balance_loss(some, config, all_tokens, n, over),
+           balance_loss(kept, config, kept_tokens, n, over));
     same(z_loss(some, n), z_loss(kept, n));
     const Tokens none(mesh, 1, 5, true, at::zeros_like(valid).unsqueeze(0));
     const auto idle = statistics(router.choose(assume<Dense{T, T, T}>(logits), none, {}));
@@ -298,22 +298,56 @@ TEST(AuxiliaryLosses, AreTheirFormulas) {
     const Route route = router.choose(assume<Dense{T, T, T}>(logits), tokens, {});
     const at::Tensor chosen = at::zeros_like(p).scatter(1, sorted_choice(p, 2), 1);
     const at::Tensor num_step = at::full({}, tokens_total, at::kDouble);
-    // Switch: E * sum_e f_e p_e with f the fraction of routed rows and p the mean probability.
-    const auto switch_form = [](const at::Tensor& map, const at::Tensor& prob) {
+    // E * sum_e f_e p_e with f the fraction of routed rows and p the mean probability.
+    const auto form = [](const at::Tensor& map, const at::Tensor& prob) {
       return 5 * (map.sum(0) / map.sum() * prob.mean(0)).sum().item<double>();
     };
-    EXPECT_NEAR(local(switch_loss(route, config, num_step)).item<double>(), switch_form(chosen, p),
-                1e-14);
+    const auto loss = [&](BalanceOver over, const at::Tensor& count) {
+      return local(balance_loss(route, config, tokens, count, over)).item<double>();
+    };
+    EXPECT_NEAR(loss(BalanceOver::micro_batch, num_step), form(chosen, p), 1e-14);
     double by_sequence = 0;
     for (std::int64_t b = 0; b < B; ++b)
-      by_sequence += switch_form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
-    EXPECT_NEAR(local(sequence_loss(route, config, tokens, num_step)).item<double>(), by_sequence,
-                1e-14);
+      by_sequence += form(chosen.narrow(0, b * L, L), p.narrow(0, b * L, L)) / B;
+    EXPECT_NEAR(loss(BalanceOver::sequence, num_step), by_sequence, 1e-14);
     EXPECT_NEAR(local(z_loss(route, num_step)).item<double>(),
                 at::logsumexp(logits, {-1}).square().mean().item<double>(), 1e-13);
     // A micro-batch counts by its part of the step.
-    EXPECT_NEAR(local(switch_loss(route, config, 4 * num_step)).item<double>(),
-                switch_form(chosen, p) / 4, 1e-14);
+    EXPECT_NEAR(loss(BalanceOver::micro_batch, 4 * num_step), form(chosen, p) / 4, 1e-14);
+  });
+}
+
+// Equations 17 to 20 of DeepSeek-V3's report, number by number: what is counted are the K_r largest
+// of the scores themselves, where the routing has a bias and takes experts of the best groups only.
+TEST(AuxiliaryLosses, CountTheBestScoresAsDeepSeekV3Does) {
+  alone([](const Mesh& mesh) {
+    constexpr std::int64_t N_r = 8, K_r = 3, sequences = 2, length = 9;
+    const RouterConfig config{
+        .num_experts = N_r, .top_k = K_r, .num_groups = 4, .top_groups = 2, .normalize = true};
+    Router router = identity_router(config);
+    router.expert_bias().copy_(random_rows(1, N_r)[0]);
+    const at::Tensor x = random_rows(sequences * length, N_r), s = at::sigmoid(x).cpu();
+    const Tokens tokens(mesh, sequences, length, true);
+    const Route route = router.choose(assume<Dense{T, T, T}>(x), tokens, {});
+    EXPECT_FALSE(at::equal(std::get<0>(local(route.experts_NK).sort(-1)),
+                           std::get<0>(std::get<1>(at::sigmoid(x).topk(K_r, -1)).sort(-1))))
+        << "bias and groups change nothing, and the test sees nothing";
+    double expected = 0;
+    for (std::int64_t b = 0; b < sequences; ++b)
+      for (std::int64_t i = 0; i < N_r; ++i) {
+        double f_i = 0, P_i = 0;
+        for (std::int64_t t = b * length; t < (b + 1) * length; ++t) {
+          const double s_it = s[t][i].item<double>();
+          const auto num_better = s[t].gt(s_it).sum().item<std::int64_t>();
+          f_i += num_better < K_r ? static_cast<double>(N_r) / (K_r * length) : 0;
+          P_i += s_it / s[t].sum().item<double>() / length;
+        }
+        expected += f_i * P_i / sequences;
+      }
+    const at::Tensor num_step = at::full({}, sequences * length, at::kDouble);
+    EXPECT_NEAR(
+        local(balance_loss(route, config, tokens, num_step, BalanceOver::sequence)).item<double>(),
+        expected, 1e-14);
   });
 }
 
@@ -327,14 +361,14 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
     at::Tensor (*formula)(const losses::Routed&, const at::Tensor&, std::int64_t);
   };
   const Term kTerms[] = {
-      {[](const auto& r, const auto& c, const auto&, const auto& n) {
-         return switch_loss(r, c, n);
-       },
-       losses::switch_loss},
       {[](const auto& r, const auto& c, const auto& t, const auto& n) {
-         return sequence_loss(r, c, t, n);
+         return balance_loss(r, c, t, n, BalanceOver::micro_batch);
        },
-       losses::sequence_loss},
+       losses::balance_over_micro_batch},
+      {[](const auto& r, const auto& c, const auto& t, const auto& n) {
+         return balance_loss(r, c, t, n, BalanceOver::sequence);
+       },
+       losses::balance_over_sequences},
       {[](const auto& r, const auto&, const auto&, const auto& n) { return z_loss(r, n); },
        losses::z_loss}};
   for (auto scoring : {Scoring::sigmoid, Scoring::softmax})
@@ -346,6 +380,7 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
           const RouterConfig config{.num_experts = E, .top_k = 2, .scoring = scoring};
           const std::int64_t sequences = B * shape.dp_replicate * shape.dp_shard;
           const at::Tensor x_SLE = at::randn({sequences, L, E}, at::kDouble),
+                           bias = 0.3 * at::randn({E}, at::kDouble),
                            valid = losses::valid_tokens(mask, sequences, L);
           const std::int64_t num_step =
               std::max<std::int64_t>(1, 3 * valid.sum().item<std::int64_t>());  // a third of it
@@ -355,7 +390,8 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
           for (const Term& term : kTerms) {
             const at::Tensor leaf = x_SLE.flatten(0, 1).clone().requires_grad_(true);
             const at::Tensor s = scoring == Scoring::sigmoid ? leaf.sigmoid() : leaf.softmax(-1);
-            const losses::Routed all{leaf, s / s.sum(-1, true), sorted_choice(s.detach(), 2)};
+            const losses::Routed all{leaf, s / s.sum(-1, true),
+                                     sorted_choice(s.detach() + bias, 2)};
             const at::Tensor value = term.formula(all, valid, num_step);
             value.backward();
             values.push_back(value.item<double>());
@@ -376,6 +412,7 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
                   return tokens.own(assume<Dense{T, R, R}>(mine(t)));
                 };
                 Router router = identity_router(config);
+                router.expert_bias().copy_(bias);
                 const auto where = [&](size_t i) {
                   return "term " + std::to_string(i) + " on " + shape.describe() +
                          (sp ? "" : " without sequence parallelism") +
@@ -394,7 +431,8 @@ TEST(AuxiliaryLosses, AreTheirFormulasOverValidTokensOnEveryMesh) {
                   EXPECT_TRUE(at::equal(statistics(route).counts_E, counts)) << where(i);
                 }
                 router.update_bias(0.5);
-                EXPECT_TRUE(at::allclose(router.expert_bias().cpu(), 0.5 * (sign - sign.mean())))
+                EXPECT_TRUE(
+                    at::allclose(router.expert_bias().cpu(), bias + 0.5 * (sign - sign.mean())))
                     << where(0);
               },
               test_options());

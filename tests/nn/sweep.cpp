@@ -24,8 +24,8 @@ std::string reference_key(const LayerCase& c, int num_dp) {
   return whole.describe() + " " + std::to_string(static_cast<int>(r.scoring)) +
          std::to_string(r.num_groups) + std::to_string(r.gate_bias) +
          std::to_string(r.forced_balance) + std::to_string(r.normalize) + std::to_string(r.scale) +
-         std::to_string(c.sequence_weight) + std::to_string(c.z_weight) +
-         std::to_string(c.switch_weight) +
+         std::to_string(c.balance_weight) + std::to_string(c.z_weight) +
+         std::to_string(static_cast<int>(c.balance_over)) +
          std::to_string(static_cast<int>(c.layer.experts.activation));
 }
 
@@ -98,13 +98,13 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
     case 0:  // DeepSeek-V3: sigmoid, groups, normalised, scaled
       c.layer.router.num_groups = experts % 4 == 0 ? 2 : 1;
       c.layer.router.scale = 2.5;
-      c.sequence_weight = 0.3;
+      c.balance_weight = 0.3;
       break;
     case 1:  // softmax, every auxiliary loss, F that etp does not divide
       c.layer.router.scoring = nn::Scoring::softmax;
       c.layer.router.normalize = false;
       c.layer.experts.ffn = 2 * shape.etp + 1;
-      c.switch_weight = 0.5, c.sequence_weight = 0.3, c.z_weight = 0.1;
+      c.balance_weight = 0.5, c.z_weight = 0.1;
       break;
     case 2:  // GPT-OSS: biases, clamped, softmax over the chosen
       c.layer.router.scoring = nn::Scoring::softmax_chosen;
@@ -117,7 +117,7 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
       c.layer.router.forced_balance = true;
       c.layer.router.top_k = 1;
       c.layer.router.normalize = false;
-      c.switch_weight = 0.5;
+      c.balance_weight = 0.5, c.balance_over = nn::BalanceOver::micro_batch;
   }
   return c;
 }

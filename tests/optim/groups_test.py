@@ -40,7 +40,7 @@ def train(initial, tokens, folder, *more):
     return golden_test.run(
         MOESH, "train", f"--checkpoint.initial_load={initial}", f"--data.path={tokens}",
         "--data.shuffle=false", f"--data.sequence_length={LENGTH}", "--dtype=float64",
-        f"--training.global_batch_size={BATCH}", "--data.batch_size=2", "--training.max_norm=0", "--moe.switch_loss_weight=0",
+        f"--training.global_batch_size={BATCH}", "--data.batch_size=2", "--training.max_norm=0", "--moe.balance_loss_weight=0",
         "--lr_scheduler.kind=constant", "--optimizer.lr=0.05", "--optimizer.weight_decay=0.1",
         "--checkpoint.enable", f"--checkpoint.folder={folder}", f"--metrics.folder={folder}", *more)
 

@@ -25,7 +25,7 @@ def record(step, scale=1.0, layers=4, experts=16, counts=True):
         "time": 1.7e9 + 0.5 * step,
         "loss": loss,
         "total_loss": loss + 0.02,
-        "switch_loss": 0.015,
+        "balance_loss": 0.015,
         "z_loss": 0.005 / step,
         "grad_norm": 0.5 + 0.2 * math.sin(step / 30),
         "lr": 1e-3 * min(1, step / 100),

@@ -29,6 +29,7 @@ class Recorder final : public nn::Probe {
       : mesh_(mesh), tokens_(mesh, kBatch, kLength, true), seen_(seen) {}
 
   at::Tensor on_choice(const nn::Choice& c) override {
+    if (c.for_balance) return c.experts_NK;
     Routed& r = seen_[static_cast<size_t>(c.micro_batch)].layers[static_cast<size_t>(c.layer)];
     const at::Tensor rows = c.tokens.global_ids();
     r.logits_TE.index_copy_(0, rows, c.scores_NE.cpu());
@@ -63,12 +64,16 @@ at::Tensor token_ids(std::int64_t micro, std::int64_t sequences) {
 
 struct Term {
   const char* name;
+  size_t part;  // of the auxiliary losses
   models::Auxiliary weights;
   at::Tensor (*formula)(const Routed&, const at::Tensor& valid_SL, std::int64_t num_step);
 };
-const Term kTerms[] = {{"switch loss", {.switch_weight = 1}, switch_loss},
-                       {"sequence loss", {.sequence_weight = 1}, sequence_loss},
-                       {"z loss", {.z_weight = 1}, z_loss}};
+const Term kTerms[] = {{"balance over sequences", 0, {.balance_weight = 1}, balance_over_sequences},
+                       {"balance over the micro-batch",
+                        0,
+                        {.balance_weight = 1, .balance_over = nn::BalanceOver::micro_batch},
+                        balance_over_micro_batch},
+                       {"z loss", 1, {.z_weight = 1}, z_loss}};
 
 std::string differs(const std::string& what, double got, double expected) {
   if (std::abs(got - expected) <= 1e-10 * std::max(1.0, std::abs(expected))) return "";
@@ -157,9 +162,9 @@ std::string step_complaint(const MeshShape& shape, Mask mask, bool sequence_para
     }
     if (found.empty())
       found = differs(term.name, run.gradients.total_loss - run.gradients.loss, auxiliary);
-    for (size_t i = 0; i < std::size(kTerms) && found.empty(); ++i)
-      found = differs(std::string("the part of the ") + kTerms[i].name, run.gradients.auxiliary[i],
-                      &kTerms[i] == &term ? auxiliary : 0);
+    for (size_t i = 0; i < run.gradients.auxiliary.size() && found.empty(); ++i)
+      found = differs(detail::concat("part ", i, " of the log, for ", term.name),
+                      run.gradients.auxiliary[i], i == term.part ? auxiliary : 0);
     if (!found.empty()) return found + "; labels: " + to_string(mask);
   }
   return "";

@@ -54,9 +54,9 @@ const mutants::Provide balance("balance", [](Settings& settings) -> Check {
     const auto config = config::load_config({"--model=mixtral:tiny", "--model.top_k=2",
                                              "--model.num_layers=" + std::to_string(layers),
                                              "--model.balance_loss=0.3"});
-    const double of_all = config.moe.switch_loss_weight * layers, wanted = 0.3 * 2;
+    const double of_all = config.moe.balance_loss_weight * layers, wanted = 0.3 * 2;
     if (std::abs(of_all - wanted) < 1e-12) return "";
-    return detail::concat("the switch loss weighs ", of_all, " in all layers, and not ", wanted);
+    return detail::concat("the balance loss weighs ", of_all, " in all layers, and not ", wanted);
   };
 });
 

@@ -169,7 +169,7 @@ TEST(Overlap, MicroBatchesOfAPipelineShareTheirGathers) {
 class Slow final : public nn::Probe {
  public:
   at::Tensor on_choice(const nn::Choice& c) override {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    if (!c.for_balance) std::this_thread::sleep_for(std::chrono::milliseconds(1100));
     return c.experts_NK;
   }
 };

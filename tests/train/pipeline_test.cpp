@@ -61,7 +61,7 @@ class AtChoice : public nn::Probe {
   AtChoice(std::int64_t layer, std::int64_t micro_batch, std::function<void()> f)
       : layer_(layer), micro_batch_(micro_batch), f_(std::move(f)) {}
   at::Tensor on_choice(const nn::Choice& c) override {
-    if (c.layer == layer_ && c.micro_batch == micro_batch_) f_();
+    if (c.layer == layer_ && c.micro_batch == micro_batch_ && !c.for_balance) f_();
     return c.experts_NK;
   }
 
@@ -239,7 +239,7 @@ TEST(Pipelines, HaveTheGradientsOfTheWholeLoss) {
   const Config config =
       config_on("tp=1", {"--training.gradient_accumulation_steps=2",
                          "--parallelism.pipeline_parallel_schedule=gpipe",
-                         "--moe.switch_loss_weight=0.3", "--moe.z_loss_weight=0.05"});
+                         "--moe.balance_loss_weight=0.3", "--moe.z_loss_weight=0.05"});
   const auto world = comm::solo_group();
   const Mesh mesh(*world, mesh_shape(config));
   const MeshScope scope(mesh);

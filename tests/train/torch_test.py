@@ -2,8 +2,8 @@
 """Steps of training against torch: torch_test.py MOESH.
 
 transformers computes the losses of the same tokens and torch.optim.SGD moves the parameters. With
-the balance loss as transformers' load_balancing_loss_func has it, whose weight is that of the
-folder; and with tied embeddings where a step accumulates the gradients of several micro-batches.
+the balance loss as transformers' load_balancing_loss_func has it, over the micro-batch, whose
+weight is that of the folder; and with tied embeddings where a step accumulates the gradients of several micro-batches.
 """
 
 import json
@@ -95,10 +95,11 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         tmp = pathlib.Path(name)
         for model, config in BALANCED.items():
-            compare(tmp / f"{model} balanced", f"{model} with its balance loss", config, True, 1)
+            compare(tmp / f"{model} balanced", f"{model} with its balance loss", config, True, 1,
+                    "--moe.balance_over=micro_batch")
         for model, config in TIED.items():
             compare(tmp / f"{model} tied", f"{model}, tied, two micro-batches", config, False, 2,
-                    "--moe.switch_loss_weight=0")
+                    "--moe.balance_loss_weight=0")
 
 
 if __name__ == "__main__":

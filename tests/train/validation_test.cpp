@@ -71,7 +71,7 @@ TEST(Validation, IsTheLossOfTheSameSequencesInTraining) {
   EXPECT_GT(expected, 1);
   for (const std::string mesh : {"tp=1", "dp_shard=2,cp=2", "dp_shard=2,tp=2,ep=2,etp=2", "tp=4",
                                  "pp=3,dp_shard=2", "pp=2,tp=2"}) {
-    const Config config = config_on(mesh, text.path(), {"--moe.switch_loss_weight=0.5"});
+    const Config config = config_on(mesh, text.path(), {"--moe.balance_loss_weight=0.5"});
     const auto sets = open_validation(config);
     on_ranks(config, [&](models::Model& model, const Mesh& on, comm::Group&) {
       const auto losses = validate_model(model, config, on, sets);

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "moesh/verify/verify.h"
 
 namespace moesh::verify {
@@ -48,6 +50,34 @@ TEST_P(Matrix, ScoresBeforeAndAfterHoldOnWholeModels) {
               << ": " << report.describe(mesh_shape(c.config));
         }
   }
+}
+
+// A global batch of eight sequences in other pieces than those of one rank, with every loss, labels
+// that do not count and an expert bias; and what is not the same then is seen.
+TEST_P(Matrix, OneGlobalBatchIsTheSameHoweverItIsCut) {
+  struct Cut {
+    const char *mesh, *batch;
+  };
+  const auto of = [&](const Cut& cut, const char* over) {
+    return case_of(
+        {"--model=" + GetParam() + ":tiny", "--training.global_batch_size=8"},
+        {std::string("--mesh=") + cut.mesh, std::string("--data.batch_size=") + cut.batch,
+         std::string("--moe.balance_over=") + over});
+  };
+  std::map<std::int64_t, VerifyReference> references;  // by micro-batches of one rank
+  for (const Cut& cut : {Cut{"tp=1", "8"}, Cut{"dp_shard=2,tp=2,ep=2", "1"}, Cut{"dp_shard=8", "1"},
+                         Cut{"pp=2,dp_shard=2", "1"}}) {
+    const VerifyCase c = of(cut, "sequence");
+    const auto num_micro = num_micro_batches(one_rank(c.config));
+    ASSERT_NE(num_micro_batches(c.config), num_micro);
+    if (!references.contains(num_micro)) references.emplace(num_micro, run_reference(c));
+    const auto report = verify(c, references.at(num_micro));
+    EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+  }
+  const Cut whole{"tp=1", "8"}, single{"tp=1", "1"};
+  const auto report = verify(of(single, "micro_batch"), run_reference(of(whole, "micro_batch")));
+  ASSERT_FALSE(report.holds());
+  EXPECT_EQ(report.mismatches[0].tensor, "step 0 total loss");
 }
 
 // The bias of every model moves, by the step that was asked for, and without one it stays where it

@@ -196,9 +196,36 @@ TEST(OneRank, IsTheSameRunOnAMeshOfOne) {
                             .config;
   const Config one = one_rank(config);
   EXPECT_EQ(mesh_shape(one).num_ranks(), 1);
-  EXPECT_EQ(one.data.batch_size, 12);
+  EXPECT_EQ(one.data.batch_size, 6);
   EXPECT_EQ(sample_order(one).num_per_step(), sample_order(config).num_per_step());
   EXPECT_EQ(config.data.batch_size, 3);
+}
+
+TEST(OneRank, CutsTheStepOtherwise) {
+  struct Cut {
+    Args args;
+    std::int64_t num_micro, batch;
+  };
+  for (const auto& [args, num_micro, batch] :
+       {Cut{{"--data.batch_size=2"}, 2, 1}, Cut{{"--data.batch_size=9"}, 3, 3},
+        Cut{{"--data.batch_size=1", "--mesh=dp_shard=5"}, 5, 1},
+        Cut{{"--data.batch_size=2", "--training.gradient_accumulation_steps=3"}, 1, 6},
+        Cut{{"--training.global_batch_size=8", "--data.batch_size=2", "--mesh=dp_shard=2"}, 1, 8},
+        Cut{{"--training.global_batch_size=8", "--data.batch_size=4", "--mesh=dp_shard=2"}, 4, 2},
+        Cut{{"--data.batch_size=1"}, 1, 1},
+        Cut{{"--data.batch_size=4", "--moe.balance_over=micro_batch", "--mesh=dp_shard=2"},
+            1,
+            8}}) {
+    const Config config = case_of(args).config, one = one_rank(config);
+    EXPECT_EQ(num_micro_batches(one), num_micro) << args[0];
+    EXPECT_EQ(one.data.batch_size, batch) << args[0];
+    EXPECT_EQ(why_cut_alike(config).empty(), num_micro != num_micro_batches(config)) << args[0];
+  }
+  EXPECT_EQ(why_cut_alike(case_of({"--moe.balance_over=micro_batch"}).config),
+            "moe.balance_over is micro_batch, and that loss depends on how a step is cut");
+  EXPECT_EQ(why_cut_alike(
+                case_of({"--moe.balance_over=micro_batch", "--moe.balance_loss_weight=0"}).config),
+            "");
 }
 
 TEST(Fitted, KeepsWhatTheMeshDivides) {

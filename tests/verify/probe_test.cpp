@@ -65,9 +65,43 @@ TEST(Capture, KeepsTheInputWithItsGradientAndTheLogits) {
   const at::Tensor x = leaf * 2, y = x * 3;
   probe.on_input(x), probe.on_logits(y);
   y.sum().backward();
-  EXPECT_TRUE(at::equal(probe.input.grad(), at::full({3}, 3.0, at::kDouble)));
-  EXPECT_FALSE(probe.logits_BLV.requires_grad());
-  EXPECT_TRUE(at::equal(probe.logits_BLV, y.detach()));
+  ASSERT_EQ(probe.inputs.size(), 1u);
+  ASSERT_EQ(probe.logits_BLV.size(), 1u);
+  EXPECT_TRUE(at::equal(probe.inputs[0].grad(), at::full({3}, 3.0, at::kDouble)));
+  EXPECT_FALSE(probe.logits_BLV[0].requires_grad());
+  EXPECT_TRUE(at::equal(probe.logits_BLV[0], y.detach()));
+  probe.on_input(y), probe.on_logits(x);
+  EXPECT_TRUE(at::equal(probe.logits_BLV[1], x.detach())) << "of the next micro-batch";
+  probe.begin_step();
+  EXPECT_TRUE(probe.inputs.empty() && probe.logits_BLV.empty());
+}
+
+// Of a balance loss near ties flip as well: what it counts is replayed, and is not the routing.
+TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
+                    {.kind = Init::Kind::normal, .seed = 4});
+  router.expert_bias().copy_(at::arange(6, at::kDouble));
+  const at::Tensor x = at::randn({20, 6}, at::kDouble), count = at::full({}, 20, at::kDouble);
+  auto records = make_records(20, 2);
+  VerifyProbe probe;
+  const nn::RouteOptions options{.probe = &probe};
+  const auto loss = [&](const at::Tensor& input) {
+    const nn::Route route = route_of(router, input, mesh, options);
+    return local(nn::balance_loss(route, router.config(), {mesh, 1, 20, true}, count,
+                                  nn::BalanceOver::sequence, options))
+        .item<double>();
+  };
+  const double plain = loss(x);
+  probe.record = &records;
+  EXPECT_EQ(loss(x), plain);
+  EXPECT_FALSE(at::equal(records[0]->for_balance_TK, records[0]->experts_TK));
+  probe.record = nullptr, probe.replay = &records;
+  EXPECT_EQ(loss(x), plain);
+  records[0]->for_balance_TK.copy_(records[0]->experts_TK);
+  EXPECT_NE(loss(x), plain);
 }
 
 }  // namespace

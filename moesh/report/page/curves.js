@@ -203,9 +203,7 @@ const CHARTS = [
     unit: 'with their weights',
     log: true,
     series: () => ofRuns(
-        {name: 'switch_loss', label: 'switch'},
-        {name: 'sequence_loss', label: 'sequence', dash: [6, 3]},
-        {name: 'z_loss', label: 'z', dash: [2, 3]})
+        {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]})
   },
   {
     id: 'grad_norm',

@@ -26,7 +26,7 @@ std::vector<std::string> CollapseWatch::observe(const std::vector<at::Tensor>& c
           "MoE layer ", l, ": ", num_idle, " of ", num_experts, " experts have had no token for ",
           kPatience,
           " steps, so the model is as good as smaller; raise moe.load_balance_coeff or "
-          "moe.switch_loss_weight, or lower optimizer.lr"));
+          "moe.balance_loss_weight, or lower optimizer.lr"));
     layer.is_told = has_collapsed;
   }
   return warnings;

@@ -61,7 +61,6 @@ struct StepRecord {
 };
 
 /// What the parts of the auxiliary losses are called.
-constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"switch_loss", "sequence_loss",
-                                                                "z_loss"};
+constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss"};
 
 }  // namespace moesh::train

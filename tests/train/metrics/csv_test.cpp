@@ -16,7 +16,7 @@ StepRecord record(std::int64_t step) {
           .time = 1.7e9,
           .seconds = 0.5,
           .loss = 4.564348191467837,
-          .auxiliary = {0.25, 0, 0},
+          .auxiliary = {0.25, 0},
           .num_tokens = 100,
           .num_tokens_all = 100 * step,
           .sections = {.seconds = {0.125}},
@@ -58,7 +58,7 @@ TEST(Csv, HasTheNumbersUnderTheirNames) {
     first[names[i]] = values[i], second[names[i]] = later[i];
   EXPECT_EQ(first["step"], "1");
   EXPECT_EQ(first["loss"], "4.564348191467837");
-  EXPECT_EQ(first["switch_loss"], "0.25");
+  EXPECT_EQ(first["balance_loss"], "0.25");
   EXPECT_EQ(first["tokens_total"], "100");
   EXPECT_EQ(first["tps"], "200");
   EXPECT_EQ(first["seconds_data"], "0.125");

@@ -32,7 +32,7 @@ TEST(EventFile, BeginsAsTensorFlowsDo) {
 TEST(Scalars, HaveTheTagsOfTorchtitan) {
   const StepRecord r{.seconds = 0.5,
                      .loss = 2,
-                     .auxiliary = {0.25, 0, 0},
+                     .auxiliary = {0.25, 0},
                      .num_tokens = 100,
                      .num_tokens_all = 300,
                      .flops_per_token = 1e10,
@@ -55,7 +55,7 @@ TEST(Scalars, HaveTheTagsOfTorchtitan) {
                                                {"time_metrics/end_to_end(s)", 0.5},
                                                {"time_metrics/data_loading(s)", 0.125},
                                                {"time_metrics/data_loading(%)", 25},
-                                               {"loss_metrics/switch_loss", 0.25},
+                                               {"loss_metrics/balance_loss", 0.25},
                                                {"experts/entropy/layer_0", 1.5},
                                                {"experts/bias_range/layer_0", 0.75},
                                                {"validation_metrics/loss/held", 3}};

@@ -22,7 +22,7 @@ def train(moesh, tmp, *options):
             "--mesh=tp=2,ep=2",
             "--metrics.enable_tensorboard",
             "--metrics.peak_tflops=0.5",
-            "--moe.switch_loss_weight=0.01",
+            "--moe.balance_loss_weight=0.01",
             "--checkpoint.enable",
             "--checkpoint.interval=2",
             "--lr_scheduler.kind=constant",
@@ -48,7 +48,7 @@ def compare(tmp, num_steps):
     tags = set(read.Tags()["scalars"])
     for tag, of in (
         ("loss_metrics/global_avg_loss", lambda r: r["loss"]),
-        ("loss_metrics/switch_loss", lambda r: r["switch_loss"]),
+        ("loss_metrics/balance_loss", lambda r: r["balance_loss"]),
         ("grad_norm", lambda r: r["grad_norm"]),
         ("throughput(tps)", lambda r: r["tps"]),
         ("tflops", lambda r: r["tflops"]),
