@@ -7,9 +7,6 @@ void read(const JsonValue& json, GptOssConfig& c) {
   nn::RopeConfig rope;
   rope.factor = 32, rope.truncate = false;
   read_grouped(json, {.theta = 150000, .norm_eps = 1e-5, .head_dim = 64, .rope = rope}, c);
-  // Its published folders say 0.9, of a loss that nobody computes: layers would learn balance
-  // alone.
-  if (c.balance_loss == 0.9) c.balance_loss = GptOssConfig().balance_loss;
   require(json, "swiglu_limit", {7.0});
   require(json, "swiglu_alpha", {1.702});
   c.attention_bias = flag(json, "attention_bias", true);
