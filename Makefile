@@ -10,7 +10,7 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
 CTEST = ctest --output-on-failure --no-tests=error
 
 .PHONY: all setup program build run test gpu asan tsan sanitize fuzz fuzz-cli mutate soak verify \
-  wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format \
+  test-settings wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format \
   lint clean
 
 all: build
@@ -114,6 +114,12 @@ verify: build
 	build/bin/moe_sweep --all --dtype float32
 	for m in $(MODELS); do for dtype in float64 float32 bfloat16; do \
 	  build/bin/moesh verify --model $$m:tiny --sweep 8 --dtype $$dtype || exit 1; done; done
+	$(MAKE) test-settings
+
+# Settings of runs against PyTorch, number by number: models of transformers, torch.optim, its
+# schedulers; five models, five sets of settings, three meshes. `make test` takes a tenth of it.
+test-settings: build
+	.venv/bin/python tests/train/torch_test.py build/bin/moesh --all
 
 # Some 3,000 small mistakes in types, spmd, nn, pipelines and comm/mesh, and what finds them; in
 # build-mutate.

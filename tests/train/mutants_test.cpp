@@ -16,6 +16,7 @@
 #include "tests/checkpoint/support.h"
 #include "tests/mutants/check.h"
 #include "tests/support.h"
+#include "tests/train/reference_check.h"
 
 namespace moesh {
 namespace {
@@ -166,6 +167,14 @@ const mutants::Provide validation("validation", [](Settings&) -> Check {
         return "the experts that validation chose are counted";
     return "";
   };
+});
+
+// A whole run against what PyTorch computed of it.
+const mutants::Provide reference_run("reference", [](Settings& settings) -> Check {
+  std::string run;
+  for (const std::string& name : reference::run_names())
+    if (settings.take(name) != 0) run = name;
+  return [run] { return reference::run_complaint(run); };
 });
 
 // Three steps on two data-parallel ranks, with two sequences each, then three on one.

@@ -1,34 +1,90 @@
 #!/usr/bin/env python3
-"""Steps of training against torch: torch_test.py MOESH.
+"""Runs of training against PyTorch, number by number.
 
-transformers computes the losses of the same tokens and torch.optim.SGD moves the parameters. With
-the balance loss as transformers' load_balancing_loss_func has it, over the micro-batch, whose
-weight is that of the folder; and with tied embeddings where a step accumulates the gradients of several micro-batches.
+    torch_test.py MOESH [SEED]           five runs, one of each model
+    torch_test.py MOESH [SEED] --all     all settings of each model, on several meshes
+    torch_test.py MOESH --record FILE    the runs of reference_check.cpp, for tests without Python
+
+torch_run.py computes the runs: losses and their parts, gradient norm, learning rate, tokens and
+choices of each expert, expert bias, validation, and the weights after the last step.
 """
 
+import argparse
 import json
 import pathlib
+import random
+import re
+import shutil
 import sys
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "models"))
 import golden_test  # noqa: E402
-import numpy  # noqa: E402
 import torch  # noqa: E402
+import torch_run  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # noqa: E402
 
-MOESH = sys.argv[1]
-LENGTH, BATCH, STEPS, LR = 8, 4, 3, 0.05
-MESHES = {"tp=1": 1, "dp_shard=2,tp=2,ep=2": 2, "cp=2,ep=2": 1}  # and their dp ranks
-# One layer with experts: transformers has one loss for the tokens of all layers together, moesh one
-# for each layer. With one layer they are the same.
-BALANCED = {"mixtral": golden_test.mixtral(num_hidden_layers=1, router_aux_loss_coef=0.5),
-            "qwen3_moe": golden_test.qwen3(num_hidden_layers=2, mlp_only_layers=[0],
-                                           norm_topk_prob=True, router_aux_loss_coef=0.3,
-                                           num_experts_per_tok=3)}
-TIED = {"mixtral": golden_test.mixtral(tie_word_embeddings=True),
-        "qwen3_moe": golden_test.qwen3(tie_word_embeddings=True)}
+MESHES = ["tp=1", "dp_shard=2,tp=2,ep=2", "pp=2,cp=2,ep=2"]
+ALL_WORDS = dict(vocab_size=257)
+MODELS = {
+    "deepseek_v3": golden_test.deepseek(**ALL_WORDS, n_group=2, topk_group=1, q_lora_rank=12),
+    "qwen3_moe": golden_test.qwen3(**ALL_WORDS, mlp_only_layers=[0], norm_topk_prob=True),
+    "mixtral": golden_test.mixtral(**ALL_WORDS, sliding_window=3),
+    "llama4": golden_test.llama4(**ALL_WORDS),
+    "gpt_oss": golden_test.gpt_oss(**ALL_WORDS),
+}
+TIED = {"qwen3_moe": golden_test.qwen3(**ALL_WORDS, tie_word_embeddings=True),
+        "mixtral": golden_test.mixtral(**ALL_WORDS, tie_word_embeddings=True)}
+
+# Norms decay in the last group, because it says so.
+GROUPS = {"optimizer.group.0.match": "experts", "optimizer.group.0.lr_scale": 2.0,
+          "optimizer.group.0.weight_decay": 0.0,
+          "optimizer.group.1.match": r"^model\.norm\.", "optimizer.group.1.weight_decay": 0.5}
+# No value is a default of moesh.
+BASE = {
+    "training.steps": 6, "training.global_batch_size": 8, "micro_batches": 2,
+    "training.max_norm": 0.7, "data.sequence_length": 13, "data.shuffle": True, "data.seed": 5,
+    "data.packing": "cut", "data.document_mask": "auto", "optimizer.name": "adamw",
+    "optimizer.lr": 3e-3, "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "optimizer.eps": 1e-4,
+    "optimizer.weight_decay": 0.2, "optimizer.momentum": 0.7, "lr_scheduler.kind": "cosine",
+    "lr_scheduler.warmup_steps": 2, "lr_scheduler.min_lr_factor": 0.15,
+    "lr_scheduler.decay_ratio": 0.5, "moe.load_balance_coeff": 0.03,
+    "moe.balance_loss_weight": 0.05, "moe.balance_over": "sequence", "moe.z_loss_weight": 0.003,
+    "validation.interval": 2, "validation.steps": 2,
+}
+SETTINGS = {  # what is set besides, and the files to train on
+    "cosine": ({**GROUPS}, [("a.jsonl", 1.0)]),
+    "mixture": ({"lr_scheduler.kind": "linear", "lr_scheduler.min_lr_factor": 0.4,
+                 "training.max_norm": 2.0, "moe.balance_over": "micro_batch"},
+                [("a.jsonl", 3.0), ("b.txt", 1.0)]),
+    "best_fit": ({**GROUPS, "data.packing": "best_fit", "lr_scheduler.kind": "wsd",
+                  "optimizer.name": "sgd", "optimizer.lr": 0.02, "micro_batches": 4,
+                  "moe.balance_over": "micro_batch"}, [("a.jsonl", 1.0)]),
+    "constant": ({"data.document_mask": "false", "lr_scheduler.kind": "constant",
+                  "lr_scheduler.warmup_steps": 4, "training.max_norm": 0.0, "micro_batches": 1},
+                 [("a.jsonl", 1.0)]),
+    # A token that ends its document has no label: every second step has none at all.
+    "skipped": ({"data.sequence_length": 1, "training.global_batch_size": 1, "micro_batches": 1,
+                 "data.shuffle": False, "validation.steps": 40, "training.max_skipped_steps": 2},
+                [("letters.jsonl", 1.0)]),
+}
+
+
+def write_texts(folder, seed):
+    draw = random.Random(seed)
+
+    def words(least, most):
+        return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(least, most)))
+
+    def lines(texts):
+        return "".join(json.dumps({"text": t}) + "\n" for t in texts)
+
+    texts = {"a.jsonl": lines(words(1, 24) for _ in range(40)), "b.txt": words(300, 300),
+             "letters.jsonl": lines("abcdefgh"), "held_out.jsonl": lines(
+                 words(1, 24) for _ in range(30)), "held_out.txt": words(90, 90)}
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def tensors(folder):
@@ -36,70 +92,178 @@ def tensors(folder):
             for name, t in load_file(path).items()}
 
 
-def torch_steps(initial, ids, wanted, with_balance):
-    """What is logged of each step; the weights go to a folder."""
-    model = AutoModelForCausalLM.from_pretrained(initial, dtype=torch.float64,
-                                                 attn_implementation="eager")
-    model.set_experts_implementation("eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    logged = []
-    for step in range(STEPS):
-        begin = step * BATCH * LENGTH
-        both = torch.stack([ids[begin + i * LENGTH:begin + (i + 1) * LENGTH + 1]
-                            for i in range(BATCH)])
-        out = model(input_ids=both[:, :-1], use_cache=False, output_router_logits=with_balance)
-        loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), both[:, 1:].flatten())
-        balance = model.config.router_aux_loss_coef * out.aux_loss if with_balance else 0 * loss
-        (loss + balance).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        logged.append((loss.item(), (loss + balance).item()))
-    model.save_pretrained(wanted)
-    return logged
+def num_dp(mesh):
+    return int((re.search(r"dp_shard=(\d+)", mesh) or [0, 1])[1])
 
 
-def compare(tmp, name, config, with_balance, micro_batches, *options):
-    torch.manual_seed(11)
-    tmp.mkdir()
-    initial = tmp / "initial"
-    golden_test.make(config, initial)
-    ids = torch.randint(96, (STEPS * BATCH * LENGTH + 1,))
-    numpy.save(tmp / "tokens.npy", ids.numpy().astype(numpy.int32))
-    logged = torch_steps(initial, ids, tmp / "wanted", with_balance)
-    before, wanted = tensors(initial), tensors(tmp / "wanted")
-    for mesh, num_dp in MESHES.items():
-        run = tmp / mesh
-        golden_test.run(
-            MOESH, "train", f"--model=hf:{initial}", f"--data.path={tmp / 'tokens.npy'}",
-            "--data.shuffle=false", f"--data.sequence_length={LENGTH}", "--dtype=float64",
-            f"--training.global_batch_size={BATCH}", "--training.max_norm=0",
-            f"--data.batch_size={BATCH // num_dp // micro_batches}", f"--steps={STEPS}",
-            "--optimizer.name=sgd", "--optimizer.momentum=0", f"--optimizer.lr={LR}",
-            "--optimizer.weight_decay=0", "--lr_scheduler.kind=constant", "--checkpoint.enable",
-            f"--checkpoint.folder={run}", f"--metrics.folder={run}", f"--mesh={mesh}", *options)
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for record, (loss, total) in zip(records, logged, strict=True):
-            assert abs(record["loss"] - loss) < 1e-6, (name, mesh, record, loss)
-            assert abs(record.get("total_loss", record["loss"]) - total) < 1e-6, (record, total)
-        found, worst = tensors(run / f"step-{STEPS:08}"), 0
-        assert set(found) == set(wanted), set(found) ^ set(wanted)
-        for key, value in wanted.items():
-            error = ((found[key] - value).norm() / (value - before[key]).norm()).item()
-            assert error < 1e-4, f"{name} on {mesh}, {key}: {error} of its movement"
-            worst = max(worst, error)
-        print(f"{name} on {mesh}: within {worst:.1e} of the movement", flush=True)
+def options_of(settings, files, mesh="tp=1"):
+    given = {k: v for k, v in settings.items() if k != "micro_batches"}
+    given["data.batch_size"] = settings["training.global_batch_size"] // num_dp(mesh) // settings[
+        "micro_batches"]
+    for i, (path, weight) in enumerate(files["train"]):
+        if len(files["train"]) == 1:
+            given["data.path"] = path
+        else:
+            given[f"data.source.{i}.path"], given[f"data.source.{i}.weight"] = path, weight
+    for i, (name, path) in enumerate(files["validation"].items()):
+        given[f"validation.source.{i}.name"], given[f"validation.source.{i}.path"] = name, path
+    return [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in given.items()]
+
+
+def train(folder, initial, mesh, options):
+    golden_test.run(
+        MOESH, "train", f"--model=hf:{initial}", "--dtype=float64", f"--mesh={mesh}",
+        "--checkpoint.enable", f"--checkpoint.folder={folder}", f"--metrics.folder={folder}",
+        "--checkpoint.interval=3", *options)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# Numbers that metrics.jsonl rounds.
+TOLERANCES = {"lr": 1e-8, "expert_bias": 1e-5}
+
+
+def differs(found, wanted):
+    """The first number of a record that is another, or nothing."""
+    for name, value in wanted.items():
+        theirs = found.get(name, 0.0)
+        if isinstance(value, dict):
+            complaint = differs({n: v["loss"] for n, v in theirs.items()}, value)
+            if complaint:
+                return f"{name} {complaint}"
+            continue
+        allowed = TOLERANCES.get(name, 1e-10)
+        a, b = (torch.tensor(v, dtype=torch.float64) for v in (theirs, value))
+        if a.shape != b.shape or (a - b).abs().max() > allowed * b.abs().max().clamp(min=1e-3):
+            return f"{name} is {theirs}, and in PyTorch {value}"
+    return ""
+
+
+def compare_records(name, records, wanted):
+    assert len(records) == len(wanted), (name, len(records), len(wanted))
+    for found, expected in zip(records, wanted):
+        complaint = differs(found, expected)
+        assert not complaint, f"{name}, step {found['step']}: {complaint}"
+
+
+def compare_weights(name, found, wanted, before):
+    """Relative to how far each tensor moved; some do not, where a sequence has one token."""
+    assert set(found) == set(wanted), set(found) ^ set(wanted)
+    worst = 0
+    for key, value in wanted.items():
+        movement = (value - before[key]).norm().clamp(min=1e-4)
+        error = (found[key] - value).norm() / movement
+        allowed = 1e-10 if found[key].dtype == torch.float64 else 1e-6  # the bias, on disk
+        assert error < allowed, f"{name}, {key}: {error} of its movement"
+        worst = max(worst, error.item())
+    return worst
+
+
+def prepare(folder, setting, seed):
+    """The settings of a run, and its files."""
+    folder.mkdir()
+    write_texts(folder, seed)
+    changed, trained_on = SETTINGS[setting]
+    return {**BASE, **changed}, {
+        "train": [(folder / f, w) for f, w in trained_on],
+        "validation": {"held": folder / "held_out.jsonl", "plain": folder / "held_out.txt"}}
+
+
+def compare(tmp, model, config, setting, meshes, seed):
+    name = f"{model}, {setting}"
+    folder = tmp / name
+    settings, files = prepare(folder, setting, seed)
+    torch.manual_seed(seed)
+    golden_test.make(config, folder / "initial")
+    wanted, trained = torch_run.run(folder / "initial", files, settings)
+    trained.save_pretrained(folder / "wanted")
+    weights = tensors(folder / "wanted"), tensors(folder / "initial")
+    for mesh in meshes:
+        at = folder / mesh
+        options = options_of(settings, files, mesh)
+        compare_records(f"{name} on {mesh}", train(at, folder / "initial", mesh, options), wanted)
+        worst = compare_weights(f"{name} on {mesh}", tensors(at / "step-00000006"), *weights)
+        print(f"{name} on {mesh}: weights within {worst:.1e} of their movement", flush=True)
+    # The second half again, on another mesh.
+    shutil.rmtree(at / "step-00000006")
+    records = train(at, folder / "initial", "cp=2,ep=2", options_of(settings, files))
+    compare_records(f"{name}, resumed", records[3:], wanted[3:])
+    compare_weights(f"{name}, resumed", tensors(at / "step-00000006"), *weights)
+
+
+def numbers_of(record):
+    """As reference_check.cpp names them; what the others follow from comes first."""
+    numbers = {"lr": record["lr"], "tokens": record["tokens"], "skipped": int(record["skipped"])}
+    for layer, (counts, bias) in enumerate(zip(record["expert_counts"], record["expert_bias"])):
+        numbers.update({f"expert {e} of layer {layer}": n for e, n in enumerate(counts)})
+        numbers.update({f"least bias of layer {layer}": bias[0],
+                        f"largest bias of layer {layer}": bias[1]})
+    numbers.update({n: record[n] for n in (
+        "loss", *torch_run.AUXILIARY, "total_loss", "grad_norm")})
+    numbers.update({f"validation {n}": v for n, v in record.get("validation", {}).items()})
+    return numbers
+
+
+def record(tmp, path):
+    """Runs from weights of moesh's own, which a step of nearly no length leaves as they are."""
+    runs = {}
+    for model, setting in zip(MODELS, SETTINGS):
+        folder = tmp / setting
+        settings, files = prepare(folder, setting, seed=1)
+        begin = {**settings, "training.steps": 1, "optimizer.lr": 1e-300,
+                 "lr_scheduler.warmup_steps": 0, "moe.load_balance_coeff": 0}
+        model_options = [f"--model={model}:tiny", "--model.vocab_size=257"]
+        golden_test.run(MOESH, "train", *model_options, "--dtype=float64", "--checkpoint.enable",
+                        f"--checkpoint.folder={folder}", f"--metrics.folder={folder}",
+                        *options_of(begin, files))
+        records, _ = torch_run.run(folder / "step-00000001", files, settings)
+        used = [f for f, _ in files["train"]] + list(files["validation"].values())
+        runs[setting] = {
+            "options": model_options + [
+                o.replace(str(folder), "FOLDER") for o in options_of(settings, files)],
+            "files": {f.name: f.read_text() for f in used},
+            "steps": [numbers_of(r) for r in records]}
+        print(f"{model}, {setting}: recorded", flush=True)
+    lines = re.sub(r'(?<=[\[,{] )(?=\{"lr"|"options|"files|"steps|"\w+": \{"options)', "\n",
+                   json.dumps(runs))
+    path.write_text(f'R"json({lines})json"\n', encoding="utf-8")
+
+
+def balance_loss_is_that_of_transformers():
+    """torch_run's own formula, beside the library's, which is top_k times it."""
+    torch.manual_seed(0)
+    logits = torch.randn(50, 8, dtype=torch.float64)
+    ours = torch_run.balance_loss(logits, logits.softmax(-1), 3, 50)
+    with torch_run.only_float64():
+        theirs = load_balancing_loss_func((logits,), 8, 3)
+    assert abs(ours - theirs / 3) < 1e-12, (ours, theirs)
 
 
 def main():
+    global MOESH
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("moesh", type=pathlib.Path)
+    parser.add_argument("seed", type=int, nargs="?", default=random.randrange(10**6))
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--record", type=pathlib.Path)
+    arguments = parser.parse_args()
+    MOESH = arguments.moesh.resolve()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        tmp = pathlib.Path(name)
-        for model, config in BALANCED.items():
-            compare(tmp / f"{model} balanced", f"{model} with its balance loss", config, True, 1,
-                    "--moe.balance_over=micro_batch")
-        for model, config in TIED.items():
-            compare(tmp / f"{model} tied", f"{model}, tied, two micro-batches", config, False, 2,
-                    "--moe.balance_loss_weight=0")
+    print(f"seed {arguments.seed}", flush=True)
+    balance_loss_is_that_of_transformers()
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = pathlib.Path(tmp)
+        if arguments.record:
+            return record(tmp, arguments.record)
+        for i, (model, config) in enumerate(MODELS.items()):
+            for j, setting in enumerate(SETTINGS):
+                meshes = MESHES if arguments.all else [MESHES[i % 3]]
+                if setting == "skipped":  # one sequence, which no two ranks can divide
+                    meshes = MESHES[:1]
+                if arguments.all or i == j:
+                    compare(tmp, model, config, setting, meshes, arguments.seed + 10 * i + j)
+        for model, config in TIED.items() if arguments.all else ():
+            compare(tmp, f"{model} tied", config, "cosine", MESHES, arguments.seed)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,376 @@
+"""What `moesh train` computes, in PyTorch: models of transformers, torch.optim, its schedulers.
+
+Written from what the options say, not from what moesh does. Settings are options of moesh by their
+names; texts are read as bytes, with the token 256 after each document.
+"""
+
+import contextlib
+import json
+import math
+import re
+
+import torch
+from torch.optim import lr_scheduler
+from transformers import AutoModelForCausalLM
+
+END, PADDING = 256, -1
+AUXILIARY = ("balance_loss", "z_loss")
+
+
+@contextlib.contextmanager
+def only_float64():
+    """transformers computes norms, softmax and routers in float32 whatever the model's type is."""
+    kept = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = kept[:3]
+        torch.set_default_dtype(kept[3])
+
+
+# ---- data
+
+
+def philox(counter, key):
+    """Philox4x32-10 (Salmon et al., 2011)."""
+    for _ in range(10):
+        p, q = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [q >> 32 ^ counter[1] ^ key[0], q & 0xFFFFFFFF,
+                   p >> 32 ^ counter[3] ^ key[1], p & 0xFFFFFFFF]
+        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return counter
+
+
+def shuffled(place, size, seed, epoch):
+    """What comes at a place of an epoch: a Feistel network over the bits of size."""
+    stream = 0xCBF29CE484222325
+    for c in f"data: epoch {epoch}".encode():
+        stream = (stream ^ c) * 0x100000001B3 % 2**64
+    bits = max(3, ((size - 1).bit_length() + 1) // 2)
+    while True:
+        left, right = place >> bits, place % 2**bits
+        for r in range(8):
+            b = philox([right, r, stream % 2**32, stream >> 32], [seed % 2**32, seed >> 32])
+            left, right = right, left ^ (b[1] << 32 | b[0]) % 2**bits
+        place = left << bits | right
+        if place < size:
+            return place
+
+
+def documents_of(path):
+    text = path.read_text(encoding="utf-8")
+    texts = [json.loads(line)["text"] for line in text.splitlines()] if path.suffix == ".jsonl" \
+        else [text]
+    return [[*t.encode(), END] for t in texts]
+
+
+def cut(documents, length):
+    """Sequences of length + 1 (token, document), each beginning with the last token of the one
+    before."""
+    tokens = [(t, d) for d, ids in enumerate(documents) for t in ids]
+    return [tokens[i:i + length + 1] for i in range(0, len(tokens) - length, length)]
+
+
+def best_fit(documents, length):
+    """Pieces of long documents that fill a sequence, then what is left of each document, the
+    longest first, where it leaves the least room."""
+    whole, rests = [], []
+    for ids in documents:
+        pieces = [ids[i:i + length + 1] for i in range(0, len(ids) - 1, length)]
+        whole += [[p] for p in pieces if len(p) == length + 1]
+        rests += [p for p in pieces if len(p) <= length]
+    bins = []
+    for piece in sorted(rests, key=len, reverse=True):
+        rooms = [(length + 1 - sum(map(len, b)), i) for i, b in enumerate(bins)]
+        room = min((r for r in rooms if r[0] >= len(piece)), default=None)
+        if room:
+            bins[room[1]].append(piece)
+        else:
+            bins.append([piece])
+    filled = [[(t, d) for d, piece in enumerate(b) for t in piece] for b in whole + bins]
+    return [s + [(0, PADDING)] * (length + 1 - len(s)) for s in filled]
+
+
+def of_mixture(weights, index, period=10000):
+    """Which source sample `index` is of, and which of its samples: always the one that is furthest
+    behind its share."""
+    shares = [round(w / sum(weights) * period) for w in weights]
+    assert sum(shares) == period, "choose weights whose shares are whole"
+    taken = [0] * len(weights)
+    for n in range(1, index % period + 2):
+        behind = [n * s - t * period for s, t in zip(shares, taken)]
+        source = behind.index(max(behind))
+        taken[source] += 1
+    return source, index // period * shares[source] + taken[source] - 1
+
+
+class Data:
+    def __init__(self, paths, weights, settings):
+        self.weights, self.settings = weights, settings
+        pack = best_fit if settings["data.packing"] == "best_fit" else cut
+        self.sources = [pack(documents_of(p), settings["data.sequence_length"]) for p in paths]
+
+    def __getitem__(self, index):
+        source, index = of_mixture(self.weights, index)
+        sequences = self.sources[source]
+        epoch, place = divmod(index, len(sequences))
+        if self.settings["data.shuffle"]:
+            place = shuffled(place, len(sequences), self.settings["data.seed"], epoch)
+        return sequences[place]
+
+
+# ---- a micro-batch
+
+
+class MicroBatch:
+    """Sequences of all ranks; a label counts where its token is of the same document."""
+
+    def __init__(self, sequences, masks):
+        self.pieces, self.labels, self.sequence = [], [], []
+        for number, s in enumerate(sequences):
+            documents = [d for _, d in s]
+            for t in range(len(s) - 1):
+                if t == 0 or masks and documents[t] != documents[t - 1]:
+                    self.pieces.append([])
+                self.pieces[-1].append(s[t][0])
+                goes_on = documents[t] == documents[t + 1] != PADDING
+                self.labels.append(s[t + 1][0] if goes_on else -100)
+                self.sequence.append(number)
+        self.labels, self.sequence = torch.tensor(self.labels), torch.tensor(self.sequence)
+        self.valid = self.labels != -100
+
+
+class Model:
+    """A model of transformers, and what its routers said in the last forward."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64,
+                                                          attn_implementation="eager")
+        self.model.set_experts_implementation("eager")
+        with only_float64():
+            self.model.model.rotary_emb = type(self.model.model.rotary_emb)(self.model.config)
+        c = self.model.config
+        self.top_k = c.num_experts_per_tok
+        self.is_sigmoid = c.model_type in ("deepseek_v3", "llama4_text")
+        self.routers = [m for m in self.model.modules() if "Router" in type(m).__name__]
+        self.logits, self.chosen = {}, {}
+        self.bias = []
+        for layer, router in enumerate(self.routers):
+            bias = getattr(router, "e_score_correction_bias", None)
+            if bias is None:  # of a model that has none
+                bias = torch.zeros(router.num_experts, dtype=torch.float64)
+                self.choose_with(router, bias)
+            self.bias.append(bias)
+            router.register_forward_hook(
+                lambda _, inputs, out, layer=layer: self.keep(layer, out))
+
+    @staticmethod
+    def choose_with(router, bias):
+        """Its top-k is that of what it looks at and the bias; the values are without."""
+        forward, topk = router.forward, torch.topk
+
+        def biased(x, k, dim=-1):
+            indices = topk(x + bias, k, dim=dim)[1]
+            return x.gather(dim, indices), indices
+
+        def chosen(x):
+            torch.topk = biased
+            try:
+                return forward(x)
+            finally:
+                torch.topk = topk
+
+        router.forward = chosen
+
+    def keep(self, layer, out):
+        if len(out) == 2:  # Llama 4: scores, 0 where an expert is not chosen, and logits
+            scores, logits = out
+            chosen = scores > 0
+        else:
+            logits, _, indices = out
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+        self.logits[layer], self.chosen[layer] = logits, chosen
+
+    def forward(self, batch):
+        """Every piece by itself, as if there were no other: what is behind its end it does not see.
+        Logits of the tokens, and of the routers: [layers, tokens, experts]."""
+        longest = max(map(len, batch.pieces))
+        ids = torch.tensor([p + [0] * (longest - len(p)) for p in batch.pieces])
+        counts = torch.tensor([t < len(p) for p in batch.pieces for t in range(longest)])
+        with only_float64():
+            logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[counts]
+        of_layers = [(self.logits[i][counts], self.chosen[i][counts])
+                     for i in range(len(self.routers))]
+        return logits, of_layers
+
+
+def balance_loss(logits, probabilities, top_k, num_step_tokens):
+    """E / (K T^2) sum_e n_e sum_t p_te of T tokens, times T / num_step_tokens; n_e of them have
+    expert e among their k best, without bias and groups."""
+    num_tokens, num_experts = logits.shape
+    if num_tokens == 0:
+        return 0
+    counts = torch.bincount(logits.topk(top_k)[1].flatten(), minlength=num_experts)
+    sums = (counts * probabilities.sum(0)).sum()
+    return num_experts / (top_k * num_tokens) * sums / num_step_tokens
+
+
+def losses_of(model, batch, settings, num_step_tokens):
+    """The parts of the loss, and how many tokens chose each expert, by layer."""
+    logits, of_layers = model.forward(batch)
+    parts = {"loss": torch.nn.functional.cross_entropy(logits, batch.labels, ignore_index=-100,
+                                                       reduction="sum") / num_step_tokens}
+    parts.update(dict.fromkeys(AUXILIARY, torch.zeros((), dtype=torch.float64)))
+    counts = []
+    for router, chosen in of_layers:
+        valid, sequence = batch.valid, batch.sequence
+        p = router.sigmoid() if model.is_sigmoid else router.softmax(-1)
+        p = p / p.sum(-1, keepdim=True)
+
+        sets = [valid] if settings["moe.balance_over"] == "micro_batch" else [
+            valid & (sequence == s) for s in sequence.unique()]
+        balance = sum(balance_loss(router[s], p[s], model.top_k, num_step_tokens) for s in sets)
+        z = router.logsumexp(-1)[valid].square().sum() / num_step_tokens
+        for name, value in zip(AUXILIARY, (balance, z)):
+            parts[name] = parts[name] + settings[f"moe.{name}_weight"] * value
+        counts.append(chosen[valid].sum(0))
+    return parts, counts
+
+
+# ---- the run
+
+
+def learning_rates(settings):
+    """Factors of the peak, of every step, by torch's schedulers."""
+    steps, warmup = settings["training.steps"], settings["lr_scheduler.warmup_steps"]
+    kind, floor = settings["lr_scheduler.kind"], settings["lr_scheduler.min_lr_factor"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    decay = round(settings["lr_scheduler.decay_ratio"] * steps) if kind == "wsd" \
+        else steps - warmup if kind != "constant" else 0
+    after = {"cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, decay, eta_min=floor),
+             "constant": lambda: lr_scheduler.ConstantLR(optimizer, factor=1)}.get(
+                 kind, lambda: lr_scheduler.LinearLR(optimizer, 1.0, floor, decay))
+    parts = [(warmup, lambda: lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)),
+             (steps - warmup - decay, lambda: lr_scheduler.ConstantLR(optimizer, factor=1)),
+             (math.inf, after)]
+    factors = []
+    for length, make in parts:  # each from the peak
+        optimizer.param_groups[0].update(lr=1.0, initial_lr=1.0)
+        scheduler = make() if length > 1 or make is after else None
+        for _ in range(min(length, steps - len(factors))):
+            factors.append(scheduler.get_last_lr()[0] if scheduler else 1.0)
+            if scheduler:
+                optimizer.step()
+                scheduler.step()
+    return factors
+
+
+def groups_of(settings):
+    groups = []
+    while f"optimizer.group.{len(groups)}.match" in settings:
+        at = f"optimizer.group.{len(groups)}."
+        groups.append({k: settings.get(at + k) for k in ("match", "lr_scale", "weight_decay")})
+    return groups
+
+
+def make_optimizer(model, settings):
+    """The first group whose pattern is in a name counts. Matrices decay, each expert's own too."""
+    groups = []
+    for name, p in model.named_parameters():
+        found = next((g for g in groups_of(settings) if re.search(g["match"], name)), {})
+        is_matrix = p.dim() - (".experts." in name) > 1
+        decay = found.get("weight_decay")
+        if decay is None:
+            decay = settings["optimizer.weight_decay"] if is_matrix else 0
+        scale = found.get("lr_scale")
+        groups.append(dict(params=[p], scale=1 if scale is None else scale, weight_decay=decay))
+    if settings["optimizer.name"] == "sgd":
+        return torch.optim.SGD(groups, momentum=settings["optimizer.momentum"])
+    return torch.optim.AdamW(groups, eps=settings["optimizer.eps"], betas=(
+        settings["optimizer.beta1"], settings["optimizer.beta2"]))
+
+
+def clip(params, max_norm):
+    for p in params:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    if max_norm > 0:
+        for p in params:
+            p.grad *= (max_norm / norm).clamp(max=1)
+    return norm.item()
+
+
+def move_bias(bias, counts, coeff):
+    step = coeff * (counts.sum() - len(counts) * counts).sign().to(bias.dtype)
+    bias += step - step.mean()
+
+
+def micro_batches(get, settings, masks, first):
+    """Those of a step, of all data-parallel ranks together."""
+    per_step, num = settings["training.global_batch_size"], settings["micro_batches"]
+    size = per_step // num
+    return [MicroBatch([get(first + m * size + i) for i in range(size)], masks)
+            for m in range(num)]
+
+
+def validate(model, sequences, settings, masks):
+    """The mean over the first tokens of a file, in its order, which is read once."""
+    per_step = settings["training.global_batch_size"]
+    sequences = sequences[:settings["validation.steps"] * per_step]
+    total, num_tokens = 0.0, 0
+    with torch.no_grad():
+        for s in sequences:
+            batch = MicroBatch([s], masks)
+            logits, _ = model.forward(batch)
+            total += torch.nn.functional.cross_entropy(
+                logits, batch.labels, ignore_index=-100, reduction="sum").item()
+            num_tokens += batch.valid.sum().item()
+    return total / num_tokens
+
+
+def run(folder, files, settings):
+    """The records of all steps, and the model after them."""
+    model, factors = Model(folder), learning_rates(settings)
+    params = list(model.model.parameters())
+    optimizer = make_optimizer(model.model, settings)
+    data = Data([f for f, _ in files["train"]], [w for _, w in files["train"]], settings)
+    masks = {"true": True, "false": False}.get(
+        settings["data.document_mask"], any(f.suffix == ".jsonl" for f, _ in files["train"]))
+    pack = best_fit if settings["data.packing"] == "best_fit" else cut
+    held_out = {name: pack(documents_of(f), settings["data.sequence_length"])
+                for name, f in files["validation"].items()}
+    steps, records = settings["training.steps"], []
+    for step in range(steps):
+        batches = micro_batches(data.__getitem__, settings, masks,
+                                step * settings["training.global_batch_size"])
+        num_tokens = sum(b.valid.sum().item() for b in batches)
+        record = dict.fromkeys(("loss", *AUXILIARY), 0.0)
+        counts = [0] * len(model.routers)
+        for batch in batches:
+            parts, chosen = losses_of(model, batch, settings, max(1, num_tokens))
+            sum(parts.values()).backward()
+            counts = [c + n for c, n in zip(counts, chosen)]
+            for name, value in parts.items():
+                record[name] += value.item()
+        record["total_loss"] = sum(record.values())
+        record["grad_norm"] = clip(params, settings["training.max_norm"])
+        record["lr"] = settings["optimizer.lr"] * factors[step]
+        record["tokens"], record["skipped"] = num_tokens, num_tokens == 0
+        if num_tokens > 0:
+            for group in optimizer.param_groups:
+                group["lr"] = record["lr"] * group["scale"]
+            optimizer.step()
+            for bias, n in zip(model.bias, counts):
+                move_bias(bias, n, settings["moe.load_balance_coeff"])
+        optimizer.zero_grad()
+        record["expert_counts"] = [n.tolist() for n in counts]
+        record["expert_bias"] = [[b.min().item(), b.max().item()] for b in model.bias]
+        if (step + 1) % settings["validation.interval"] == 0 or step + 1 == steps:
+            record["validation"] = {name: validate(model, s, settings, masks)
+                                    for name, s in held_out.items()}
+        records.append(record)
+    return records, model.model
