@@ -6,7 +6,7 @@
 
 namespace moesh::machine {
 
-inline constexpr int kMost = 1 << 17;
+inline constexpr int kMost = 1 << 18;
 
 inline int current = 0;  // 0: none
 inline std::atomic<bool> reached[kMost];

@@ -214,8 +214,9 @@ def reasons_are_matched(mistakes):
         path.write_text(f"# A comment.\n{entry}\n  Both sides are\n  the total.\n")
         found = mutate.match_reasons(mistakes, mutate.read_reasons(path))
         expect(found[survivor.number].reason == "Both sides are the total.", found)
-        expect("| nn | 14 | 13 | 13 | 1 |" in mutate.tables(mistakes, found) and "equivalent" in
-               mutate.tables(mistakes, found), mutate.tables(mistakes, found))
+        told = mutate.by_folder(mistakes, found)
+        expect("| nn | 14 | 0 | 13 | 1 | 0 | 0 |" in told and told in mutate.summary(
+            mistakes, found), told)
         for text, says in ((entry.replace("<=", ">="), "equivalent.txt:1: no site is"),
                            (entry, "equivalent.txt:1: no reason"), ("a | b", "write 'file |")):
             path.write_text(text + ("\n" if says.endswith("reason") else "\n  Why.\n"))
@@ -229,11 +230,13 @@ def reasons_are_matched(mistakes):
 def counts_are_put_into_the_page(mistakes):
     with tempfile.TemporaryDirectory() as folder:
         page = pathlib.Path(folder) / "page.md"
-        page.write_text("before\n<!-- counts: begin -->\nstale\n<!-- counts: end -->\nafter\n")
-        mutate.put_counts(page, mutate.tables(mistakes, {}))
+        page.write_text("before\n<!-- counts: begin -->\nstale\n| nn | 9 | 0 | 9 | 0 | 0 | 0 |\n"
+                        "| data | 2 | 1 | 1 | 0 | 0 | 0 |\n<!-- counts: end -->\nafter\n")
+        mutate.put_counts(page, mutate.by_folder(mistakes, {}))
         text = page.read_text()
         expect(text.startswith("before\n") and text.endswith("<!-- counts: end -->\nafter\n") and
-               "stale" not in text and "| all | 14 |" in text, text)
+               "stale" not in text and "| data | 2 | 1 | 1 | 0 | 0 | 0 |" in text and
+               "| all | 16 | 1 | 14 | 0 | 1 | 0 |" in text, text)
 
 
 def test(compiler, program):

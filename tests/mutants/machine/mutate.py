@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
-"""Makes small mistakes in moesh/types, spmd, nn, pipelines and comm/mesh, and finds out what
-notices them.
+"""Makes small mistakes in what can change a number, and finds out what notices them.
 
     mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--fresh]
     mutate.py --list | --page
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
-are taken out. Two programs hold the tests: mutate_checks (types, comm, spmd, nn, pipeline) and, for
-what survives it, mutate_sweep (models, steps, a sweep over meshes). Which mistakes each test
-reaches is recorded once, and every mistake is then given to the tests that reach it, the quickest
-first, until one fails. What is left has survived: it wants a test, or a reason in equivalent.txt.
-On a machine with a GPU a third program, mutate_gpu, judges what is left of the code that only a GPU runs;
-without one, that code's survivors count as not run.
+are taken out. Three programs hold the tests: mutate_checks (types, comm, spmd, nn, pipeline) and,
+for what survives it, mutate_runs (models, optimizers, data, configuration, whole runs) and
+mutate_sweep (pipelines, a sweep over meshes). Which mistakes each test reaches is recorded once,
+and every mistake is then given to the tests that reach it, the quickest first, until one fails.
+What is left has survived: it wants a test, or a reason in equivalent.txt. On a machine with a GPU a
+fourth program, mutate_gpu, judges what is left of the code that only a GPU runs; without one, that
+code's survivors count as not run.
+
+Where --files names sources only, everything else is compiled as `make build` does it, so that
+ccache has it.
 
 Results are kept in build-mutate/ by the text of the mistaken file: a run that is stopped goes on
 where it was, and a change runs again what it touches. --fresh forgets them.
@@ -37,7 +40,7 @@ import threading
 import time
 
 import sites
-from report import Fault, match_reasons, put_counts, read_reasons, tables
+from report import Fault, by_folder, match_reasons, put_counts, read_reasons, summary
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE = pathlib.Path(__file__).resolve().parent
@@ -46,7 +49,13 @@ MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/nn/*
             "moesh/comm/mesh.h", "moesh/comm/mesh.cpp",
             "moesh/pipeline/execute.cpp", "moesh/pipeline/schedule.[hc]*",
             "moesh/pipeline/simulate.[hc]*", "moesh/pipeline/stage_plan.cpp",
-            "moesh/train/pipeline.cpp", "moesh/models/stage.cpp")
+            "moesh/base/random.cpp", "moesh/models/*.h", "moesh/models/*.cpp",
+            "moesh/optim/*.h", "moesh/optim/*.cpp", "moesh/data/[!t]*.h", "moesh/data/[!t]*.cpp",
+            "moesh/config/config.cpp", "moesh/config/merge.cpp", "moesh/config/tables.[hc]*",
+            "moesh/train/build.cpp", "moesh/train/checkpointer.cpp", "moesh/train/loop.cpp",
+            "moesh/train/pipeline.cpp", "moesh/train/prefetch.h", "moesh/train/step.cpp",
+            "moesh/train/stepper.cpp", "moesh/train/validation.cpp",
+            "moesh/train/metrics/record.[hc]*")
 TABLES = ("moesh/types/layout.h", "moesh/types/mixing.h", "moesh/types/transition.h")
 COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "python", "tests")
 INCLUDE = '#include "tests/mutants/machine/chosen.h"\n'
@@ -58,7 +67,7 @@ BY_THE_CLOCK = "ThatSleep"  # in the names of tests that a busy machine fails
 
 
 FROM_OUTSIDE = ("signal 9", "signal 15")
-PROGRAMS = ("mutate_checks", "mutate_sweep")
+PROGRAMS = ("mutate_checks", "mutate_runs", "mutate_sweep")
 ON_A_GPU = "mutate_gpu"  # where there is one
 NEEDS_A_GPU = ("moesh/nn/composed_attention.cpp", "moesh/nn/flash_attention.cpp")
 GPU_JOBS = 6  # processes that share it
@@ -102,7 +111,7 @@ class Folder:
 
     def __init__(self, path, root=ROOT):
         self.root = root
-        self.path, self.tree, self.build = path, path / "tree", path / "build"
+        self.path, self.tree, self.build = path, path / "tree", path / "tree" / "build-all"
         self.results, self.counts = path / "results.json", path / "counts.md"
         self.known = {}
         if self.results.exists():
@@ -148,8 +157,10 @@ def all_mistakes(root):
 class Tree:
     """The copy with mistakes, and the lines that each of them owns."""
 
-    def __init__(self, folder, mistakes):
+    def __init__(self, folder, mistakes, chosen=None):
+        """Only files of the chosen mistakes have any; nothing: all."""
         self.folder, self.mistakes = folder, mistakes
+        self.mistaken = sorted({m.file for m in (mistakes if chosen is None else chosen)})
         self.by_number = {m.number: m for m in mistakes}
         self.by_file = collections.defaultdict(list)
         for m in mistakes:
@@ -182,13 +193,15 @@ class Tree:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
         for p in self.folder.tree.rglob("*"):
-            if p.is_file() and p.relative_to(self.folder.tree).as_posix() not in wanted:
+            name = p.relative_to(self.folder.tree).as_posix()
+            if p.is_file() and name not in wanted and not name.startswith("build"):
                 p.unlink()
         for name in self.texts:
             self.render(name)
 
     def render(self, name):
-        live = [(m.number, m.site) for m in self.by_file[name] if m.state != "refused"]
+        live = [(m.number, m.site) for m in self.by_file[name]
+                if name in self.mistaken and m.state != "refused"]
         text, owners, dropped = sites.render(self.texts[name], live, INCLUDE if live else "")
         for number in dropped:
             self.refuse(self.by_number[number], "its text overlaps that of another")
@@ -280,13 +293,24 @@ def run(words, cwd):
     return done.returncode, done.stdout
 
 
-def configure(folder, flags):
-    options = []
+def configure(tree, flags):
+    folder, options = tree.folder, []
+    is_like_release = all(name.endswith(".cpp") for name in tree.mistaken)
+    if is_like_release:
+        folder.build = folder.tree / "build"
+        options = [f"-DMOESH_MISTAKEN={';'.join(str(folder.tree / n) for n in tree.mistaken)}"]
+    else:
+        options = ["-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}",
+                   "-DMOESH_USE_MPI=OFF"]
     cache = folder.root / "build" / "CMakeCache.txt"
     known = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE)) \
         if cache.exists() else {}
     torch = os.environ.get("MOESH_TORCH_DIR") or known.get("MOESH_TORCH_DIR")
-    if not torch:
+    venv = folder.root / ".venv"
+    if is_like_release and not torch and venv.exists():  # a path within the tree, as ccache has it
+        if not (folder.tree / ".venv").exists():
+            (folder.tree / ".venv").symlink_to(venv.resolve())
+    elif not torch:
         torch = next((str(p) for p in folder.root.glob(".venv/lib/python3*/site-packages/torch")),
                      "")
     for name, value in (("MOESH_TORCH_DIR", torch), (
@@ -296,8 +320,7 @@ def configure(folder, flags):
             options.append(f"-D{name}={value}")
     code, output = run(
         ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
-         "-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}", "-DMOESH_TESTS=mutate",
-         "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_USE_MPI=OFF", "-DMOESH_CUDA=OFF"],
+         "-DMOESH_TESTS=mutate", "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_CUDA=OFF"],
         folder.root)
     if code:
         raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")
@@ -311,7 +334,9 @@ def check_syntax(tree, jobs):
         raise Fault(output)
     commands = commands_of(folder)
     # The tests of spmd use all that its headers offer.
-    todo = [n for n in commands if n in tree.texts or n.startswith("tests/spmd/")]
+    has_headers = any(n.endswith(".h") for n in tree.mistaken)
+    todo = [n for n in commands if n in tree.mistaken or has_headers and (
+        n in tree.texts or n.startswith("tests/spmd/"))]
     checked = folder.known.setdefault("checked", {})
     for round_number in range(1, 30):
         inputs = digest(*(t for n, t in sorted(
@@ -691,8 +716,11 @@ def main():
     parser.add_argument("--files", nargs="*", help="only mistakes in these, as moesh/nn/*")
     parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
     parser.add_argument("--quick", action="store_true", help="without mutate_sweep")
+    parser.add_argument("--programs", nargs="*", metavar="NAME",
+                        help=f"tests of these programs only: {', '.join(PROGRAMS)}")
     parser.add_argument("--page", action="store_true",
-                        help="put the counts of the last run into docs/mutants.md, and end")
+                        help="put the counts of the folders of the last run into docs/mutants.md, "
+                        "and end")
     parser.add_argument("--list", action="store_true", help="print the sites, and end")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
@@ -714,12 +742,15 @@ def main():
     if arguments.fresh:
         folder.known = {}
     began = time.time()
-    tree = Tree(folder, mistakes)
-    print(f"{len(mistakes)} mistakes in {len(tree.by_file)} files", flush=True)
+    tree = Tree(folder, mistakes, chosen)
+    print(f"{len(chosen)} mistakes in {len(tree.mistaken)} files, of {len(mistakes)} in "
+          f"{len(tree.by_file)}", flush=True)
     tree.copy_all()
-    configure(folder, arguments.flags)
+    configure(tree, arguments.flags)
     check_syntax(tree, arguments.jobs)
-    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
+    programs = PROGRAMS[:2] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
+    if arguments.programs:
+        programs = [p for p in programs if p in arguments.programs]
     reached, known_files = set(), set()
     try:
         for program in programs:
@@ -745,8 +776,8 @@ def main():
     for m in chosen:
         if m.state == "survived" and m.file in NEEDS_A_GPU and ON_A_GPU not in programs:
             m.state = ""  # not run
-    print(tables(chosen, reasons))
-    write(folder.counts, tables(chosen, reasons))
+    print(summary(chosen, reasons))
+    write(folder.counts, by_folder(chosen, reasons))
     survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]
     for m in survivors:
         print("survived:", m.describe(), "" if m.number in reached or m.alone else

@@ -5,7 +5,6 @@ import collections
 import dataclasses
 import fnmatch
 import re
-import textwrap
 
 import sites
 
@@ -62,8 +61,9 @@ def match_reasons(mistakes, reasons):
     return found
 
 
-COLUMNS = ("made", "refused", "killed", "failed", "crashed", "stalled", "endless", "exited",
-           "equivalent", "survived", "not run")
+COLUMNS = ("made", "refused", "killed", "equivalent", "survived", "not run")
+FOLDERS = ("base", "types", "comm/mesh", "spmd", "nn", "models", "pipeline", "optim", "data",
+           "config", "train")
 
 
 def counted(mistakes, reasons, row_of):
@@ -72,19 +72,16 @@ def counted(mistakes, reasons, row_of):
         state = m.state or "not run"
         if state == "survived" and m.number in reasons:
             state = "equivalent"
-        for row in (row_of(m), "all"):
-            rows[row].update(["made", state] + ([m.how] if m.state == "killed" else []))
+        rows[row_of(m)].update(["made", state])
     return rows
 
 
-def table(mistakes, reasons, title, row_of, order):
-    """In Markdown, for docs/mutants.md."""
-    rows = counted(mistakes, reasons, row_of)
-    columns = [c for c in COLUMNS if rows["all"][c]]
-    lines = [f"| {title} | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in (*order, "all"):
-        if rows[row]["made"]:
-            lines.append(f"| {row} | " + " | ".join(str(rows[row][c]) for c in columns) + " |")
+def table(rows, title, order):
+    """In Markdown, with a row for all."""
+    lines = [f"| {title} | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    every = sum(rows.values(), collections.Counter())
+    for row, counts in (*((r, rows[r]) for r in order if r in rows), ("all", every)):
+        lines.append(f"| {row} | " + " | ".join(str(counts[c]) for c in COLUMNS) + " |")
     return "\n".join(lines)
 
 
@@ -93,28 +90,38 @@ def folder_of(m):
     return m.file.split("/")[1].replace("comm", "comm/mesh")
 
 
-def tables(mistakes, reasons):
+def by_folder(mistakes, reasons):
+    return table(counted(mistakes, reasons, folder_of), "folder", FOLDERS)
+
+
+def summary(mistakes, reasons):
     """By kind, by folder, and which suites killed how many."""
     suites = collections.Counter(
         re.sub(r"^\w+/|/.*", "", m.by.split(".")[0] if "." in m.by else m.by)
         for m in mistakes if m.state == "killed")
-    alone = sum(m.alone for m in mistakes)
     return "\n\n".join([
-        table(mistakes, reasons, "kind", lambda m: m.site.kind, sites.KINDS),
-        table(mistakes, reasons, "folder", folder_of,
-              ("types", "comm/mesh", "spmd", "nn", "models", "pipeline", "train")),
+        table(counted(mistakes, reasons, lambda m: m.site.kind), "kind", sites.KINDS),
+        by_folder(mistakes, reasons),
         "Killed by: " + ", ".join(
-            f"{name or '(before any test)'} {n}" for name, n in suites.most_common()) + ".",
-        f"Compiled by themselves: {alone}."])
+            f"{name or '(before any test)'} {n}" for name, n in suites.most_common()) + "."])
+
+
+def rows_of(text):
+    rows = {}
+    for line in re.findall(r"^\| (?!folder |all )(.*) \|$", text, re.MULTILINE):
+        name, *numbers = line.split(" | ")
+        rows[name] = collections.Counter(dict(zip(COLUMNS, map(int, numbers))))
+    return rows
 
 
 def put_counts(page, counts):
-    """Between the marks of the page, with lines of a hundred columns at most."""
+    """Between the marks of the page: the rows of folders that were run take the place of theirs."""
     begin, end = "<!-- counts: begin -->\n", "<!-- counts: end -->"
     text = page.read_text(encoding="utf-8")
     if begin not in text or end not in text:
         raise Fault(f"{page} has no marks: write {begin.strip()} and {end} where the counts go")
-    lines = "\n".join(line if line.startswith("|") else textwrap.fill(line, 100)
-                      for line in counts.splitlines())
-    page.write_text(text[:text.index(begin) + len(begin)] + lines + "\n" +
-                    text[text.index(end):], encoding="utf-8")
+    before, rest = text.split(begin)
+    kept, after = rest.split(end)
+    rows = {**rows_of(kept), **rows_of(counts)}
+    page.write_text(f"{before}{begin}{table(rows, 'folder', FOLDERS)}\n{end}{after}",
+                    encoding="utf-8")
