@@ -107,13 +107,14 @@ soak: build
 	tests/soak/soak.py build/bin/moesh build/bin/moesh_with_faults $(SOAK_MINUTES)
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, and every model on
-# every mesh, pipelines too, against one rank.
+# every mesh, pipelines too, against one rank; then 5,000 random runs with random options.
 MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
 	for m in $(MODELS); do for dtype in float64 float32 bfloat16; do \
 	  build/bin/moesh verify --model $$m:tiny --sweep 8 --dtype $$dtype || exit 1; done; done
+	OMP_NUM_THREADS=1 build/bin/verify_random --count 5000
 	$(MAKE) test-settings
 
 # Settings of runs against PyTorch, number by number: models of transformers, torch.optim, its

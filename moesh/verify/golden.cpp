@@ -148,6 +148,71 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
   for (const auto& p : parts) to.emplace_back("d(" + p.name + ")", p.value);
 }
 
+// One forward and backward of the file's batch on the mesh of a configuration: `report` gets what
+// this rank has of each tensor.
+void run_golden(const Golden& golden, const Config& config, comm::Group& world,
+                RoutingRecords* record, RoutingRecords* replay,
+                const std::function<void(const RankTensor&)>& report) {
+  const std::int64_t batch = config.data.batch_size,
+                     vocab = models::facts(config.model.architecture).vocab_size;
+  const Mesh mesh(world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto model = make_model(config);
+  load_initial_weights(config, *model);
+  if (record)
+    for (auto* router : model->routers())
+      record->push_back(
+          std::make_unique<RoutingRecord>(golden.input_ids_BL.numel(), router->config().top_k));
+  const auto of_dp = [&](const at::Tensor& t) {
+    return t.narrow(0, mesh.coordinate(dp) * batch, batch);
+  };
+  StepOptions options = step_options(config);
+  VerifyProbe probe;
+  probe.record = record, probe.replay = replay;
+  options.forward.probe = &probe;
+  models::MicroBatch batch_of_dp{.input_ids_BL = of_dp(golden.input_ids_BL),
+                                 .labels_BL = of_dp(golden.labels_BL)};
+  if (golden.document_starts_BL.defined())
+    batch_of_dp.documents = {of_dp(golden.document_starts_BL), golden.input_ids_BL.numel()};
+  for (at::Tensor* t : batch_of_dp.from_data()) *t = t->to(device(config));
+  const Gradients g = accumulate_gradients(*model, {batch_of_dp}, options);
+  const nn::Tokens tokens(mesh, batch, config.data.sequence_length,
+                          options.forward.sequence_parallel);
+  const Pieces words{vocab, mesh.size(tp)};
+  report({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
+  if (!probe.logits_BLV.empty())
+    report({"logits", probe.logits_BLV.front().cpu(),
+            [&](const at::Tensor& t) {
+              return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
+                                                     words.length(mesh.coordinate(tp)));
+            },
+            false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
+  model->each_param([&](Stored& w, bool) {
+    report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
+// Where near ties go in float32, and what rounding does in the dtype of the configuration.
+struct Rounding {
+  RoutingRecords routing;
+  NamedTensors run;
+
+  explicit Rounding(const Golden& golden) {
+    const auto world = comm::solo_group();
+    const Config narrow = one_rank(golden.config),
+                 wide = changed(narrow, {{"training.dtype", std::string("float32"), {"one rank"}}});
+    const auto keep = [](NamedTensors& to) {
+      return [&to](const RankTensor& t) { to.tensors.emplace_back(t.name, t.value.clone()); };
+    };
+    NamedTensors other;
+    run_golden(golden, wide, *world, &routing, nullptr, keep(other));
+    run_golden(golden, narrow, *world, nullptr, &routing, keep(run));
+    set_noise(run, scalar_type(narrow), other, scalar_type(wide));
+    for (const auto& r : routing) r->num_flipped = 0, r->largest_margin = 0;
+  }
+};
+
 }  // namespace
 
 Golden read_golden(const std::filesystem::path& file, const config::Settings& given) {
@@ -202,52 +267,25 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& gi
 VerifyReport verify_golden(const Golden& golden) {
   const Config& config = golden.config;
   const MeshShape shape = mesh_shape(config);
-  const std::int64_t batch = config.data.batch_size,
-                     vocab = models::facts(config.model.architecture).vocab_size;
   VerifyReport report;
-  Findings findings(shape.num_ranks(), golden, golden.tolerance());
-  const auto run = [&](comm::Group& world) {
-    const Mesh mesh(world, shape);
-    const MeshScope scope(mesh);
-    const auto model = make_model(config);
-    load_initial_weights(config, *model);
-    const auto of_dp = [&](const at::Tensor& t) {
-      return t.narrow(0, mesh.coordinate(dp) * batch, batch);
-    };
-    StepOptions options = step_options(config);
-    VerifyProbe probe;
-    options.forward.probe = &probe;
-    models::MicroBatch batch_of_dp{.input_ids_BL = of_dp(golden.input_ids_BL),
-                                   .labels_BL = of_dp(golden.labels_BL)};
-    if (golden.document_starts_BL.defined())
-      batch_of_dp.documents = {of_dp(golden.document_starts_BL), golden.input_ids_BL.numel()};
-    for (at::Tensor* t : batch_of_dp.from_data()) *t = t->to(device(config));
-    const Gradients g = accumulate_gradients(*model, {batch_of_dp}, options);
-    const auto compare = [&](const RankTensor& t) { findings.compare(t, world.rank()); };
-    const nn::Tokens tokens(mesh, batch, config.data.sequence_length,
-                            options.forward.sequence_parallel);
-    const Pieces words{vocab, mesh.size(tp)};
-    compare({"loss", at::full({}, g.loss, at::kDouble), [](const at::Tensor& t) { return t; }});
-    if (!probe.logits_BLV.empty())
-      compare({"logits", probe.logits_BLV.front().cpu(),
-               [&](const at::Tensor& t) {
-                 return tokens.my_span(of_dp(t)).narrow(2, words.start(mesh.coordinate(tp)),
-                                                        words.length(mesh.coordinate(tp)));
-               },
-               false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
-    model->each_param([&](Stored& w, bool) {
-      compare({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
-               [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
-    });
+  NamedTensors expected = golden;
+  std::optional<Rounding> rounding;
+  if (golden.replays()) {
+    rounding.emplace(golden);
+    expected.noise = rounding->run.noise;
+  }
+  constexpr double kTolerance = 1e-4;
+  Findings findings(shape.num_ranks(), expected, kTolerance);
+  launch_for(report, config, [&](comm::Group& world) {
+    run_golden(golden, config, world, nullptr, rounding ? &rounding->routing : nullptr,
+               [&](const RankTensor& t) { findings.compare(t, world.rank()); });
     findings.exchange(world, device(config));
-  };
-  launch_for(report, config, run);
+  });
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
   const auto [ratio, tensor] = findings.worst();
   report.worst_ratio = ratio, report.worst_tensor = tensor;
+  if (rounding) report.add_flips(rounding->routing);
   return report;
 }
-
-double Golden::tolerance() const { return config.training.dtype == "bfloat16" ? 2e-2 : 1e-4; }
 
 }  // namespace moesh::verify

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -11,8 +12,7 @@
 namespace moesh::verify {
 namespace {
 
-// Fewer may hardly have a gradient, and rounding decides where they go.
-constexpr std::int64_t kFewElements = 16;
+constexpr double kFewElements = 16;
 
 double size_of(const at::Tensor& x) {
   return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>();
@@ -21,46 +21,58 @@ double inner_product(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
 }
 
-using NamedList = std::vector<std::pair<std::string, at::Tensor>>;
+bool is_gradient(const std::string& name) { return name.starts_with("d("); }
+bool is_gradient_norm(const std::string& name) { return name.ends_with(" gradient norm"); }
 
-const at::Tensor* find(const NamedList& list, const std::string& name) {
-  const auto found =
-      std::ranges::find_if(list, [&](const auto& entry) { return entry.first == name; });
-  return found == list.end() ? nullptr : &found->second;
-}
-
-// The smallest |ref| that a gradient is measured against: some are exactly zero.
-double gradient_floor(const NamedTensors& reference) {
+// What a gradient has in the mean.
+double typical_gradient(const NamedTensors& reference) {
   double squares = 0;
   int count = 0;
   for (const auto& [name, value] : reference.tensors)
-    if (name.starts_with("d(")) squares += std::pow(size_of(value), 2), ++count;
-  return 1e-3 * std::sqrt(squares) / std::sqrt(std::max(1, count));
-}
-
-// How much of a gradient is rounding in the reference, as a mean over all of them: of a small one
-// alone its own says little, and a mesh may round it worse.
-double gradient_rounding(const NamedTensors& reference, double floor) {
-  double squares = 0;
-  int count = 0;
-  for (const auto& [name, wide] : reference.wide)
-    if (name.starts_with("d(")) {
-      const at::Tensor value = reference[name].to(at::kDouble);
-      squares += std::pow(size_of(value - wide) / std::max(size_of(value), floor), 2), ++count;
-    }
+    if (is_gradient(name)) squares += std::pow(size_of(value), 2), ++count;
   return std::sqrt(squares / std::max(1, count));
 }
 
-// How much an element of a movement counts: by its gradient, and by a hundredth of the mean
-// besides, so that elements that only decay count, too.
-at::Tensor movement_weight(const at::Tensor& gradient, double mean) {
-  return mean > 0 ? gradient.to(at::kDouble).abs() + 0.01 * mean
-                  : at::ones(gradient.sizes(), gradient.options().dtype(at::kDouble));
+// By how much a dtype rounds 1 at most.
+double roundoff(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble: return 0x1p-53;
+    case at::kFloat: return 0x1p-24;
+    case at::kHalf: return 0x1p-11;
+    default: return 0x1p-8;
+  }
 }
 
-double typical_movement(const at::Tensor& moved, const at::Tensor& gradient, double mean) {
-  return size_of(moved.to(at::kDouble) * movement_weight(gradient, mean)) /
-         std::sqrt(std::max<double>(1, static_cast<double>(moved.numel())));
+double root_mean_square(const at::Tensor& x) {
+  return size_of(x) / std::sqrt(std::max<double>(1, static_cast<double>(x.numel())));
+}
+
+// Of each row (index of dim 0), or of all of a vector.
+at::Tensor root_mean_square_of_rows(const at::Tensor& x) {
+  if (x.numel() == 0) return x;
+  std::vector<std::int64_t> dims(static_cast<size_t>(x.dim()));
+  std::iota(dims.begin(), dims.end(), 0);
+  if (x.dim() >= 2) dims.erase(dims.begin());
+  return x.square().mean(dims, /*keepdim=*/true).sqrt();
+}
+
+// Where every element of its row is zero: of a single element zero may be rounding.
+at::Tensor is_empty_row(const at::Tensor& t) {
+  if (t.dim() < 2 || t.numel() == 0) return t.eq(0).all();
+  std::vector<std::int64_t> rows(static_cast<size_t>(t.dim()), 1);
+  rows[0] = t.size(0);
+  return t.eq(0).flatten(1).all(1).reshape(rows);
+}
+
+// The median over the gradients of how much of each is noise.
+double typical_noise(const NamedTensors& run) {
+  std::vector<double> all;
+  for (const auto& [name, noise] : run.noise)
+    if (const double size = size_of(run[name]); is_gradient(name) && size > 0)
+      all.push_back(size_of(noise) / size);
+  if (all.empty()) return 0;
+  std::ranges::nth_element(all, all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2));
+  return all[all.size() / 2];
 }
 
 // The mean of the factors over the ranks of each axis, where it is the same for every line of ranks
@@ -95,8 +107,57 @@ at::Tensor slice(at::Tensor x, const Region& r) {
 }
 
 const at::Tensor& NamedTensors::operator[](const std::string& name) const {
-  if (const at::Tensor* found = find(tensors, name)) return *found;
+  const auto found =
+      std::ranges::find_if(tensors, [&](const auto& entry) { return entry.first == name; });
+  if (found != tensors.end()) return found->second;
   throw Error(ErrorKind::internal, "the reference has no tensor '" + name + "'");
+}
+
+void set_noise(NamedTensors& run, at::ScalarType dtype, const NamedTensors& other,
+               at::ScalarType other_dtype) {
+  const double scale = std::min(1.0, roundoff(dtype) / roundoff(other_dtype));
+  const auto distance = [&](const at::Tensor& a, const at::Tensor& b) {
+    return (a.to(at::kDouble) - b.to(at::kDouble)).abs_() * scale;
+  };
+  for (const auto& [name, value] : run.tensors) run.noise[name] = distance(value, other[name]);
+  const double typical = typical_noise(run), gradient = typical_gradient(run);
+  const auto at_least = [&](const at::Tensor& noise, const at::Tensor& value) {
+    const double of_zero =
+        roundoff(dtype) * gradient / std::sqrt(std::max<double>(1, noise.numel()));
+    return at::maximum(noise, typical * value.to(at::kDouble).abs()).clamp_min(of_zero);
+  };
+  for (const auto& [name, value] : run.tensors) {
+    at::Tensor& noise = run.noise[name];
+    noise = is_gradient(name) || is_gradient_norm(name)
+                ? at_least(noise, value)
+                : at::maximum(noise, 2 * roundoff(dtype) * value.to(at::kDouble).abs());
+  }
+  for (const auto& [name, gradients] : run.gradients) {
+    const std::string param = name.substr(name.rfind(' ') + 1);
+    const at::Tensor stored = run[param].to(at::kDouble).abs() * roundoff(run[param].scalar_type()),
+                     moved = run[name].to(at::kDouble);
+    // A step goes by the sign of its gradient, or by a quotient of two: the smallest counts.
+    at::Tensor g = at::full_like(moved, INFINITY), measured = at::zeros_like(moved);
+    for (size_t i = 0; i < gradients.size(); ++i) {
+      const at::Tensor size = gradients[i].to(at::kDouble).abs();
+      g = at::where(is_empty_row(size), g, at::minimum(g, size));
+      measured = at::hypot(measured, distance(gradients[i], other.gradients.at(name)[i]));
+    }
+    g = at::where(g.isinf(), 0, g);
+    const at::Tensor noise = at_least(at::maximum(measured, root_mean_square_of_rows(measured)), g);
+    // Where the whole gradient is noise, a zero of it is noise as well.
+    const bool is_known = size_of(g) > kNoiseAllowed * size_of(noise);
+    const at::Tensor has_none =
+        is_known ? is_empty_row(g + measured) : at::zeros_like(g, at::kBool);
+    // An element may have moved little because its steps cancel.
+    const at::Tensor movement = at::hypot(moved, at::full_like(moved, root_mean_square(moved)));
+    const double as_it_is = gradient > 0 ? gradient : 1;
+    run.weight[name] = at::where(has_none, as_it_is, g);
+    run.noise[name] =
+        at::where(has_none, as_it_is * stored, at::hypot(movement * noise, g * stored));
+    run.noise[param] =
+        at::where(has_none, stored, at::hypot(movement * (noise / g).clamp_max(1), stored));
+  }
 }
 
 std::string Mismatch::describe(const MeshShape& mesh) const {
@@ -115,8 +176,7 @@ Findings::Findings(int num_ranks, const NamedTensors& reference, double toleranc
     : num_ranks_(num_ranks),
       reference_(reference),
       tolerance_(tolerance),
-      floor_(gradient_floor(reference)),
-      gradient_rounding_(gradient_rounding(reference, floor_)),
+      floor_(1e-3 * typical_gradient(reference)),
       by_rank_(static_cast<size_t>(num_ranks), std::vector<Finding>(reference.tensors.size())) {
   for (size_t i = 0; i < reference.tensors.size(); ++i)
     places_.emplace(reference.tensors[i].first, i);
@@ -126,72 +186,55 @@ double Findings::Finding::ratio() const {
   return allowed > 0 ? error / allowed : error > 0 ? INFINITY : 0;
 }
 
-// The worst of the units that are judged by themselves.
-Findings::Finding Findings::judge_movement(const RankTensor& tensor) const {
-  const Movement& movement = *tensor.movement;
-  const auto mine = [&](const at::Tensor& whole) { return tensor.place(whole).to(at::kDouble); };
-  const at::Tensor* gradient = find(reference_.gradients, tensor.name);
-  const at::Tensor* wide = find(reference_.wide, tensor.name);
-  MOESH_CHECK(gradient, "parity: the reference has no gradient for '", tensor.name, "'");
-  const double mean = size_of(*gradient) / std::sqrt(std::max<double>(1, gradient->numel()));
-  const at::Tensor weight = movement_weight(tensor.place(*gradient), mean);
-  const at::Tensor expected = mine(reference_[tensor.name]) * weight,
-                   value = tensor.value.to(at::kDouble) * weight;
-  // What an element moves in the mean. One more is counted with each unit: where a shard is a few
-  // elements with hardly a gradient, rounding decides where they go.
-  const double typical = typical_movement(reference_[tensor.name], *gradient, mean);
-  const at::Tensor rounding = wide ? expected - mine(*wide) * weight : at::Tensor();
-  const auto judge_unit = [&](const auto& of) {
-    const double size = size_of(of(expected)), error = size_of(of(value) - of(expected));
-    const double rounded = wide ? std::min(4 * size_of(of(rounding)), size / 2) : 0;
-    const double scale = std::hypot(size, typical);
-    const bool known = std::isfinite(scale) && std::isfinite(rounded);
-    double allowed = known ? std::max(movement.tolerance * scale, rounded) : 0;
-    // What does not move at all is wrong by its size, however little that is beside the others.
-    if (of(expected).numel() >= kFewElements) allowed = std::min(allowed, 0.9 * size);
-    return Finding{.error = std::isfinite(error) ? error : INFINITY,
-                   .allowed = allowed,
-                   .factor = size > 0 ? inner_product(of(value), of(expected)) / (size * size) : 1};
+Findings::Finding Findings::judge_unit(const RankTensor& tensor,
+                                       const std::function<at::Tensor(at::Tensor)>& unit,
+                                       const at::Tensor& value) const {
+  const auto mine = [&](const at::Tensor& whole) {
+    return unit(tensor.place(whole)).to(at::kDouble);
   };
-  if (!movement.by_expert) return judge_unit([](const at::Tensor& t) { return t; });
-  Finding worst;
-  for (std::int64_t e = 0; e < value.size(0); ++e) {
-    const Finding found = judge_unit([&](const at::Tensor& t) { return t[e]; });
-    if (e == 0 || found.ratio() > worst.ratio()) worst = found;
+  const at::Tensor& whole = reference_[tensor.name];
+  const auto weight = reference_.weight.find(tensor.name),
+             noise = reference_.noise.find(tensor.name);
+  at::Tensor expected = mine(whole), found = unit(value);
+  if (weight != reference_.weight.end())
+    expected = expected * mine(weight->second), found = found * mine(weight->second);
+  const double error = size_of(found - expected), square = inner_product(expected, expected);
+  double allowed =
+      tolerance_ * std::max(size_of(whole), is_gradient(tensor.name) ? floor_ : tensor.floor);
+  if (noise != reference_.noise.end()) {
+    double rounding = size_of(mine(noise->second));
+    const auto count = static_cast<double>(expected.numel());
+    // The noise of a few may be small by chance.
+    if (count < kFewElements)
+      rounding = std::max(rounding, root_mean_square(noise->second) * std::sqrt(count));
+    allowed += kNoiseAllowed * rounding;
+    // What does not move at all is wrong by its size.
+    if (const double size = std::sqrt(square); tensor.movement && size > 3 * rounding)
+      allowed = std::min(allowed, 0.9 * size);
   }
-  return worst;
+  // Of a reference that is not finite nothing is known: no value may pass for it.
+  if (tensor.exact || !std::isfinite(allowed)) allowed = 0;
+  return {.error = std::isfinite(error) ? error : INFINITY,
+          .allowed = allowed,
+          .factor = square > 0 ? inner_product(found, expected) / square : 1};
 }
 
 Findings::Finding Findings::judge(const RankTensor& tensor, int rank) const {
-  const at::Tensor& whole = reference_[tensor.name];
-  const at::Tensor expected = tensor.place(whole).to(at::kDouble),
-                   value = tensor.value.to(at::kDouble);
-  MOESH_CHECK(value.sizes() == expected.sizes(), "parity: rank ", rank, " has ", value.sizes(),
-              " of '", tensor.name, "', where the reference has ", expected.sizes());
-  if (tensor.movement) return judge_movement(tensor);
-  const at::Tensor delta = value - expected;
-  const bool finite = delta.numel() == 0 || at::isfinite(delta).all().item<bool>();
-  const double size =
-      std::max(size_of(whole), tensor.name.starts_with("d(") ? floor_ : tensor.floor);
-  const double square = inner_product(expected, expected);
-  // Of a reference that is not finite nothing is known: no value may pass for it.
-  const auto allowed = [&](double s) {
-    return tensor.exact || !std::isfinite(s) ? 0 : tolerance_ * s;
-  };
-  Finding found{.error = finite ? size_of(delta) : INFINITY,
-                .allowed = allowed(size),
-                .factor = square > 0 ? inner_product(value, expected) / square : 1};
-  if (const at::Tensor* wide = find(reference_.wide, tensor.name);
-      wide && !tensor.exact && std::isfinite(size)) {
-    found.allowed = std::max(found.allowed, 4 * size_of(whole.to(at::kDouble) - *wide));
-    // Of what this rank holds, and of one element more, as a few may have hardly a gradient.
-    if (tensor.name.starts_with("d(")) {
-      const double own =
-          std::hypot(size_of(expected), size / std::sqrt(std::max<double>(1, whole.numel())));
-      found.allowed = std::max(found.allowed, std::min(4 * gradient_rounding_, 0.25) * own);
+  const auto sizes = tensor.place(reference_[tensor.name]).sizes().vec();
+  const at::Tensor value = tensor.value.to(at::kDouble);
+  MOESH_CHECK(value.sizes() == sizes, "parity: rank ", rank, " has ", value.sizes(), " of '",
+              tensor.name, "', where the reference has ", sizes);
+  if (tensor.movement && tensor.movement->by_expert && value.size(0) > 0) {
+    Finding worst;
+    for (std::int64_t e = 0; e < value.size(0); ++e) {
+      const Finding found = judge_unit(tensor, [e](const at::Tensor& t) { return t[e]; }, value);
+      if (e == 0 || found.ratio() > worst.ratio()) worst = found;
     }
+    return worst;
   }
-  if (tensor.tokens && finite && delta.numel() > 0) {
+  Finding found = judge_unit(tensor, [](const at::Tensor& t) { return t; }, value);
+  if (tensor.tokens && std::isfinite(found.error) && value.numel() > 0) {
+    const at::Tensor delta = value - tensor.place(reference_[tensor.name]).to(at::kDouble);
     const std::int64_t worst = delta.abs().sum(-1).argmax().item<std::int64_t>();
     const std::int64_t sequence = worst / delta.size(-2);
     found.batch = static_cast<double>(tensor.tokens->batch + sequence +

@@ -19,13 +19,30 @@ namespace moesh::verify {
 /// Whole tensors by name, in forward order. Names of gradients begin with "d(".
 struct NamedTensors {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  /// The same tensors in a wider dtype, or empty: how far `tensors` are from these is rounding,
-  /// which no mesh avoids.
-  std::vector<std::pair<std::string, at::Tensor>> wide = {};
-  /// Of movements, by the same names: RankTensor::Movement::gradient.
-  std::vector<std::pair<std::string, at::Tensor>> gradients = {};
+  /// By "movement of NAME": the gradients of that parameter, of each step.
+  std::map<std::string, std::vector<at::Tensor>> gradients = {};
+  /// What rounding does to each element, and what its error is multiplied with before they are
+  /// compared (see set_noise); none: not known, and one.
+  std::map<std::string, at::Tensor> noise = {}, weight = {};
   const at::Tensor& operator[](const std::string& name) const;
 };
+
+/// The noise of a run from the same run in another dtype. Their distance is what rounding does in
+/// the narrower one; where `run` is the wider, it is scaled down by what the dtypes round 1 by. It
+/// is one sample, and may be small by chance: a gradient has at least the median of what all
+/// gradients have, relative to its size, and any tensor what storing it costs.
+///
+/// Parameters and movements: AdamW moves an element by about lr * sign(g), however small g is, so
+/// one whose gradient is noise goes either way. |g| (the smallest of the steps) times the error of
+/// a movement is about the movement times the error of g, and these are compared: |g| is the weight
+/// of a movement. Rows without a gradient (of an expert without tokens) only decay, and count as
+/// they are.
+void set_noise(NamedTensors& run, at::ScalarType dtype, const NamedTensors& other,
+               at::ScalarType other_dtype);
+
+/// How many times its noise a tensor may be off: a mesh rounds at other places than one rank, and
+/// more often.
+constexpr double kNoiseAllowed = 5;
 
 /// Where the first token of a rank's [.., B, L, D] is in the whole; after each B sequences
 /// `skipped` of other ranks follow there.
@@ -33,17 +50,12 @@ struct TokenOrigin {
   std::int64_t batch, position, skipped = 0;
 };
 
-/// What a tensor is judged by that says how far the steps moved a parameter. A movement is small
-/// beside the parameter, so it has a tolerance of its own; it is judged against the reference's
-/// movement of the same elements, not of the whole parameter, so that one shard or one expert that
-/// stays cannot hide behind the others. (To a unit one element of the mean size is added.)
+/// How far the steps moved a parameter. It is small beside the parameter, and judged for this
+/// rank's elements, or for each of its experts, so that one shard or one expert that stays cannot
+/// hide behind the others.
 struct Movement {
-  double tolerance = 0;
-  /// Of the first step in which the row (index of dim 0) had one: an expert may get no token in the
-  /// first. AdamW moves an element by about lr * sign(g), however small g is: in bfloat16 one whose
-  /// gradient is rounding alone goes either way. So elements count by the size of their gradient.
-  at::Tensor gradient = {};
-  bool by_expert = false;  // each index of dim 0 is judged by itself
+  std::vector<at::Tensor> gradients = {};  // of each step, where one rank has it all
+  bool by_expert = false;                  // each index of dim 0 is judged by itself
 };
 
 /// What a rank has of one tensor, and where it belongs in the whole.
@@ -75,15 +87,11 @@ struct Mismatch {
 };
 
 /// What every rank found, collected by name. A rank compares what it has: of a pipeline, the
-/// tensors of its stages. |delta| <= tolerance * max(|ref|, 1e-3 * |all gradients| / sqrt(their
-/// number)): the floor is there because some gradients are exactly zero. Where the reference knows
-/// its own rounding, four times that is allowed too: a mesh rounds at other places than one rank;
-/// to a gradient also four times what the gradients have in the mean, but no more than a quarter of
-/// it. (Of a movement never more than half of it: one that is left out or made twice is off by the
-/// whole.)
+/// tensors of its stages. |delta| <= kNoiseAllowed * noise + tolerance * max(|ref|, 1e-3 * |all
+/// gradients| / sqrt(their number)), the last for gradients, of which some are exactly zero.
 class Findings {
  public:
-  Findings(int num_ranks, const NamedTensors& reference, double tolerance);
+  Findings(int num_ranks, const NamedTensors& reference, double tolerance = 0);
   /// Called by every rank, from its own thread.
   void compare(const RankTensor& tensor, int rank);
   /// Called by every rank, after its last tensor: tells the other processes of the world, if there
@@ -106,7 +114,9 @@ class Findings {
     double ratio() const;
   };
   Finding judge(const RankTensor& tensor, int rank) const;
-  Finding judge_movement(const RankTensor& tensor) const;
+  /// Of some of the elements that a rank has.
+  Finding judge_unit(const RankTensor& tensor, const std::function<at::Tensor(at::Tensor)>& unit,
+                     const at::Tensor& value) const;
   /// By name, in forward order.
   std::vector<Mismatch> collect() const;
   /// Why what was compared does not say that the tensor is right: some rank that should have has
@@ -115,7 +125,7 @@ class Findings {
 
   int num_ranks_;
   const NamedTensors& reference_;
-  double tolerance_, floor_, gradient_rounding_;
+  double tolerance_, floor_;
   mutable std::mutex mutex_;
   std::map<std::string, std::size_t> places_;  // of the names in the reference
   /// [rank][place]; `compared` says which are there.

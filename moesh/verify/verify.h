@@ -20,10 +20,6 @@ struct VerifyCase {
   Config config;
   std::int64_t steps = 2;  // optimizer steps to compare, the first of the run
   double ignored = 0.1;    // fraction of labels that do not count, besides what the data ignores
-
-  double tolerance() const;
-  /// Of the movement of parameters, where one that is left out or made twice is off by 1.
-  double movement_tolerance() const;
   /// In narrow dtypes near ties would flip: the mesh takes the routing of the reference.
   bool replays() const { return config.training.dtype != "float64"; }
 };
@@ -68,6 +64,7 @@ struct VerifyReport {
   double worst_ratio = 0;         // the largest |delta| / allowed
   std::string worst_tensor = {};  // which has it
   bool holds() const { return mismatches.empty() && error.empty(); }
+  void add_flips(const RoutingRecords& routing);
   /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
   std::string describe(const MeshShape& mesh) const;
