@@ -18,7 +18,7 @@ LogLevel level_from_environment() {
   if (const auto level = parse_log_level(text)) return *level;
   std::fprintf(stderr,
                "[warn] MOESH_LOG is '%s'; it takes debug, info, warn, error or off. Using info.\n",
-               text);
+               printable(text).c_str());
   return LogLevel::info;
 }
 
@@ -56,7 +56,7 @@ void log_line(LogLevel level, const std::string& text) {
                                : detail::concat("[", name, " rank ", current_rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
   if (const auto f = before_log.load()) f();
-  const std::string with_end = for_terminal(line) + '\n';
+  const std::string with_end = printable(line) + '\n';
   std::fwrite(with_end.data(), 1, with_end.size(), stderr);
 }
 

@@ -1,26 +1,17 @@
 #pragma once
 // What is shown to a person: texts have names in them that others chose.
 
-#include <cstdio>
 #include <string>
 #include <string_view>
 
 namespace moesh {
 
-/// The text with \xNN in the place of what would control a terminal; line ends and tabs stay.
-inline std::string for_terminal(std::string_view text) {
-  std::string safe;
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    if ((byte >= 0x20 && byte != 0x7f) || c == '\n' || c == '\t') {
-      safe += c;
-      continue;
-    }
-    char code[8];
-    std::snprintf(code, sizeof code, "\\x%02x", static_cast<unsigned>(byte));
-    safe += code;
-  }
-  return safe;
-}
+/// The text with what would control a terminal, or mislead its reader, escaped: control characters
+/// and bytes that are not UTF-8 as \xNN; those of C1, marks that change the direction of text and
+/// separators of lines as \uNNNN. Line ends and tabs stay.
+std::string for_terminal(std::string_view text);
+
+/// The same of a name, for one line of output: line ends and tabs are escaped too.
+std::string printable(std::string_view name);
 
 }  // namespace moesh

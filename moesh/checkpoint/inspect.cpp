@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "moesh/base/error.h"
+#include "moesh/base/terminal.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
@@ -48,8 +49,8 @@ std::string describe_tensors(const TensorFolder& folder) {
   std::map<std::string, std::size_t> counts;
   std::uint64_t bytes = 0;
   for (const auto& [name, found] : folder.tensors()) {
-    ++counts[detail::concat(formats::printable(pattern(name)), "  ",
-                            formats::name_of(found.info->dtype), " ", found.info->shape)];
+    ++counts[detail::concat(printable(pattern(name)), "  ", formats::name_of(found.info->dtype),
+                            " ", found.info->shape)];
     bytes += found.info->end - found.info->begin;
   }
   std::string text = detail::concat(folder.tensors().size(), " tensors, ", mebibytes(bytes), "\n");
@@ -87,24 +88,26 @@ std::string inspect(const std::filesystem::path& folder) {
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "'", folder.string(),
               "' is not a folder; name one that holds a model or a checkpoint, such as "
               "outputs/checkpoints/step-00000100");
-  std::string text = folder.string() + "\n";
+  std::string text = printable(folder.string()) + "\n";
   const bool has_manifest = formats::exists(folder / formats::kManifestFile);
   formats::Manifest manifest;
   if (has_manifest) manifest = formats::read_manifest(folder.string());
   if (formats::exists(folder / "config.json")) {
     const auto config = formats::read_json((folder / "config.json").string());
     const auto* type = config.find("model_type");
-    text += detail::concat("model: ", type ? type->as_text("model_type") : "unknown",
-                           manifest.size.empty() ? "" : " " + manifest.size, "\n");
+    text += detail::concat("model: ", type ? printable(type->as_text("model_type")) : "unknown",
+                           manifest.size.empty() ? "" : " " + printable(manifest.size), "\n");
   }
   if (has_manifest) {
     text += detail::concat("step: ", manifest.step, ", seed ", manifest.seed, ", ",
                            manifest.data_position, " sequences seen\n");
-    if (!manifest.mesh.empty()) text += detail::concat("written by: ", manifest.mesh, "\n");
-    for (const auto& [key, value] : manifest.extra) text += detail::concat(key, ": ", value, "\n");
+    if (!manifest.mesh.empty())
+      text += detail::concat("written by: ", printable(manifest.mesh), "\n");
+    for (const auto& [key, value] : manifest.extra)
+      text += detail::concat(printable(key), ": ", printable(value), "\n");
     text += "files:\n";
     for (const auto& file : manifest.files)
-      text += detail::concat("  ", file.name, "  ", mebibytes(file.size), "\n");
+      text += detail::concat("  ", printable(file.name), "  ", mebibytes(file.size), "\n");
   } else {
     text += "no moesh.json: not written by moesh, nothing to check it against\n";
   }

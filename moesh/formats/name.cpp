@@ -45,21 +45,6 @@ std::string shown(std::string_view name) {
   return text + (name.size() > kLongestShown ? "...\"" : "\"");
 }
 
-std::string printable(std::string_view text) {
-  std::string safe;
-  for (char c : text) {
-    if (is_control(c)) {
-      std::array<char, 8> code;
-      std::snprintf(code.data(), code.size(), "\\x%02x",
-                    static_cast<unsigned>(static_cast<unsigned char>(c)));
-      safe += code.data();
-    } else {
-      safe += c;
-    }
-  }
-  return safe;
-}
-
 void check_file_name(std::string_view name) {
   const std::string wrong = what_is_wrong(name);
   MOESH_CHECK(wrong.empty(), ErrorKind::data, shown(name),

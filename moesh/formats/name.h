@@ -11,9 +11,6 @@ namespace moesh::formats {
 /// terminal), a long one is shortened.
 std::string shown(std::string_view name);
 
-/// As it is, for a line of output: what would control the terminal becomes \xNN.
-std::string printable(std::string_view text);
-
 /// Throws an Error (data) unless this names a file in its own folder: not empty, no '/' nor '\', no
 /// control character, no '.' in front. So no file can be outside of the folder that names it.
 void check_file_name(std::string_view name);

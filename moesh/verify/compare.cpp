@@ -12,10 +12,10 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/interrupt.h"
+#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/checkpoint/part.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/name.h"
 #include "moesh/formats/pattern.h"
 #include "moesh/formats/safetensors.h"
 
@@ -206,12 +206,12 @@ std::string ComparedTensor::diagnosis() const {
 }
 
 std::string ComparedTensor::describe() const {
-  const std::string shown = formats::printable(name);
+  const std::string shown = printable(name);
   switch (state) {
     case State::only_in_a:
       return detail::concat(
           "only in A    ", shown,
-          other_name == name ? "" : " (looked for " + formats::printable(other_name) + " in B)");
+          other_name == name ? "" : " (looked for " + printable(other_name) + " in B)");
     case State::only_in_b: return "only in B    " + shown;
     case State::shape_differs:
       return detail::concat("shape        ", shown, ": ", shape, " in A, ", other_shape, " in B");
@@ -243,7 +243,7 @@ std::string Comparison::describe(bool all) const {
   }
   text += detail::concat(num_same, " of ", tensors.size(), " tensors are the same");
   if (const auto* first = first_difference())
-    text += "; the first that differs: " + formats::printable(first->name);
+    text += "; the first that differs: " + printable(first->name);
   return text;
 }
 

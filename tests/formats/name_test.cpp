@@ -45,10 +45,5 @@ TEST(Name, OfAFileInAFolderLeadsNowhereElse) {
                  {"does not name a file of this folder"});
 }
 
-TEST(Printable, NothingControlsTheTerminal) {
-  EXPECT_EQ(printable("a\033[2Jb\r\n"), "a\\x1b[2Jb\\x0d\\x0a");
-  EXPECT_EQ(printable("grün \"x\""), "grün \"x\"");
-}
-
 }  // namespace
 }  // namespace moesh::formats

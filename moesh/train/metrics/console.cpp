@@ -9,10 +9,10 @@
 #include <cstdlib>
 
 #include "moesh/base/log.h"
+#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/options.h"
-#include "moesh/formats/name.h"
 
 namespace moesh::train {
 namespace {
@@ -157,7 +157,7 @@ void ConsoleSink::write(const StepRecord& r) {
       std::fputs("      skipped: a gradient is not finite, or no token counts\n", out_);
     for (const ValidationLoss& v : r.validation)
       std::fprintf(out_, "      validation on %s: loss %.5f, perplexity %.4g\n",
-                   formats::printable(v.name).c_str(), v.loss, v.perplexity());
+                   printable(v.name).c_str(), v.loss, v.perplexity());
   }
   std::fflush(out_);
 }
@@ -194,18 +194,19 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
   if (shape.pp > 1)
     text += detail::concat("\npipeline: ", config.parallelism.pipeline_parallel_schedule,
                            ", layers of the stages ", pipeline::plan_text(stage_plan(config)));
-  text += detail::concat(
-      "\ndata: ", data, "\na step of ", order.num_per_step(), " sequences: ", order.num_micro,
-      " micro-batch", s(order.num_micro, "es"), " of ", order.batch, " on each of ", order.num_dp,
-      " dp rank", s(order.num_dp), "\n      of ", with_commas(config.data.sequence_length),
-      " tokens, ", with_commas(order.num_per_step() * config.data.sequence_length), " in all\n");
+  text +=
+      detail::concat("\ndata: ", printable(data), "\na step of ", order.num_per_step(),
+                     " sequences: ", order.num_micro, " micro-batch", s(order.num_micro, "es"),
+                     " of ", order.batch, " on each of ", order.num_dp, " dp rank", s(order.num_dp),
+                     "\n      of ", with_commas(config.data.sequence_length), " tokens, ",
+                     with_commas(order.num_per_step() * config.data.sequence_length), " in all\n");
   if (facts.estimated_memory)
     text += detail::concat(
         "memory of a rank: ", bytes_text(static_cast<double>(*facts.estimated_memory)),
         ", as estimated\n");
   text += detail::concat("steps ", facts.first_step + 1, " to ", config.training.steps);
   if (!config.metrics.folder.empty())
-    text += detail::concat(", metrics in ", formats::printable(config.metrics.folder));
+    text += detail::concat(", metrics in ", printable(config.metrics.folder));
   return text + "\n";
 }
 
