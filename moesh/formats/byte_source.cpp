@@ -14,7 +14,8 @@ namespace {
 
 class FileSource : public ByteSource {
  public:
-  explicit FileSource(const std::string& path) : file_(path) {}
+  FileSource(const std::string& path, std::uint64_t first)
+      : file_(path), position_(std::min(first, file_.size())) {}
   std::size_t read(char* to, std::size_t count) override {
     count = static_cast<std::size_t>(std::min<std::uint64_t>(count, file_.size() - position_));
     file_.read(position_, std::as_writable_bytes(std::span(to, count)));
@@ -25,7 +26,7 @@ class FileSource : public ByteSource {
 
  private:
   InputFile file_;
-  std::uint64_t position_ = 0;
+  std::uint64_t position_;
 };
 
 class StandardInput : public ByteSource {
@@ -46,9 +47,9 @@ class StandardInput : public ByteSource {
 
 }  // namespace
 
-std::unique_ptr<ByteSource> open_bytes(const std::string& path) {
+std::unique_ptr<ByteSource> open_bytes(const std::string& path, std::uint64_t first) {
   if (path == "-") return std::make_unique<StandardInput>();
-  auto file = std::make_unique<FileSource>(path);
+  auto file = std::make_unique<FileSource>(path, first);
   if (path.ends_with(".gz")) return gunzipped(std::move(file), path);
   if (path.ends_with(".zst")) return unzstd(std::move(file), path);
   return file;

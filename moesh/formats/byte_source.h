@@ -16,9 +16,9 @@ class ByteSource {
   virtual std::uint64_t position() const = 0;
 };
 
-/// "-" is standard input; what ends in .gz or .zst is unpacked. Errors (data, storage) name the
-/// path.
-std::unique_ptr<ByteSource> open_bytes(const std::string& path);
+/// "-" is standard input; what ends in .gz or .zst is unpacked; `first` bytes of a file are left
+/// out. Errors (data, storage) name the path.
+std::unique_ptr<ByteSource> open_bytes(const std::string& path, std::uint64_t first = 0);
 
 std::unique_ptr<ByteSource> gunzipped(std::unique_ptr<ByteSource> from, const std::string& name);
 std::unique_ptr<ByteSource> unzstd(std::unique_ptr<ByteSource> from, const std::string& name);

@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <limits>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/byte_source.h"
+#include "moesh/formats/file.h"
+#include "moesh/formats/json_lines.h"
 
 namespace moesh::report {
 namespace {
@@ -85,8 +87,11 @@ void RunData::clear() {
 
 void RunData::read_starts() {
   starts_.clear();
-  std::ifstream lines(folder_ / "starts.jsonl", std::ios::binary);
-  for (std::string line; std::getline(lines, line);) try {
+  const auto path = folder_ / "starts.jsonl";
+  if (!formats::exists(path)) return;
+  formats::LineReader lines(formats::open_bytes(path.string()), formats::kMaxLineBytes);
+  std::uint64_t size = 0;
+  for (std::string line; lines.next(line, size);) try {
       starts_.push_back(formats::parse_json(line, "starts.jsonl"));
     } catch (const Error&) {  // cut off
     }
@@ -101,11 +106,11 @@ void RunData::update() {
   if (is_another) clear();
   file_id_ = status.st_ino;
   if (is_another || static_cast<std::uint64_t>(status.st_size) > offset_) read_starts();
-  std::ifstream file(path, std::ios::binary);
-  file.seekg(static_cast<std::streamoff>(offset_));
-  for (std::string line; std::getline(file, line);) {
-    if (file.eof()) break;  // its end is not written yet
-    offset_ += line.size() + 1;
+  formats::LineReader lines(formats::open_bytes(path.string(), offset_), formats::kMaxLineBytes);
+  std::uint64_t size = 0;
+  for (std::string line; lines.next(line, size);) {
+    if (!lines.ended_with_newline()) break;  // its end is not written yet
+    offset_ += size + 1;
     add(line);
   }
 }

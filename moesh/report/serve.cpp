@@ -7,19 +7,23 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <cstring>
+#include <list>
+#include <sstream>
 
 #include "moesh/base/error.h"
 
 namespace moesh::report {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 constexpr int kLiveMs = 2000;
 constexpr std::size_t kMaxRequest = 16384;
+constexpr std::size_t kMaxOpen = 32;                  // connections
+constexpr auto kPatience = std::chrono::seconds(10);  // with one that neither says nor reads a byte
 
 class Socket {
  public:
@@ -43,82 +47,85 @@ std::string message(const char* status, const char* type, const std::string& bod
                         body);
 }
 
-std::string lower(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
-  return text;
-}
-
-// "127.0.0.1:8080" without the port.
-std::string host_of(const std::string& request) {
-  const std::string all = lower(request);
-  const auto at = all.find("\r\nhost:");
-  if (at == std::string::npos) return "";
-  const auto begin = all.find_first_not_of(" \t", at + 7), end = all.find("\r\n", at + 7);
-  const std::string host = begin < end ? all.substr(begin, end - begin) : "";
-  return host.substr(0, host.find(':'));
+// Whether the request is for this machine, as its header Host says.
+bool is_for_this_machine(const std::string& request) {
+  const char* header = ::strcasestr(request.c_str(), "\r\nhost:");
+  std::string host;
+  if (header) std::istringstream(header + std::strlen("\r\nhost:")) >> host;
+  host = host.substr(0, host.find(':'));  // without the port
+  return host == "127.0.0.1" || ::strcasecmp(host.c_str(), "localhost") == 0;
 }
 
 // "1.20.20,3.7.0": generation, records and the step of the last frame, of each run.
 std::vector<Known> known_of(const std::string& text) {
   std::vector<Known> all;
-  const char *at = text.data(), *end = at + text.size();
-  while (at < end) {
-    Known known;
-    for (const auto& read : std::initializer_list<std::function<std::from_chars_result()>>{
-             [&] { return std::from_chars(at, end, known.generation); },
-             [&] { return std::from_chars(at, end, known.num_records); },
-             [&] { return std::from_chars(at, end, known.last_frame); }}) {
-      const auto [after, error] = read();
-      if (error != std::errc()) return all;
-      at = after < end ? after + 1 : after;
-    }
-    all.push_back(known);
+  std::istringstream in(text);
+  char between = 0;
+  for (Known k; in >> k.generation >> between >> k.num_records >> between >> k.last_frame;) {
+    all.push_back(k);
+    in >> between;
   }
   return all;
 }
 
-// Until the empty line after the headers, or half a second has passed.
-std::string read_request(int file) {
-  std::string request;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(500);
-  while (request.find("\r\n\r\n") == std::string::npos && request.size() < kMaxRequest) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    pollfd wait{.fd = file, .events = POLLIN, .revents = 0};
-    if (left.count() <= 0 || ::poll(&wait, 1, static_cast<int>(left.count())) <= 0) break;
-    char bytes[4096];
-    const auto count = ::recv(file, bytes, sizeof bytes, 0);
-    if (count <= 0) break;
-    request.append(bytes, static_cast<std::size_t>(count));
-  }
-  return request;
-}
+// A browser, and what it has said and is still to be told. Nothing waits for one: it is looked at
+// when it can be read from or written to.
+class Connection {
+ public:
+  explicit Connection(int file) : socket_(file) {}
 
-void send_all(int file, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const auto count = ::send(file, bytes.data(), bytes.size(), MSG_NOSIGNAL);
-    if (count <= 0) return;  // the browser has gone
-    bytes.remove_prefix(static_cast<std::size_t>(count));
+  int file() const { return socket_.get(); }
+  short awaits() const { return to_send_.empty() ? POLLIN : POLLOUT; }
+  Clock::time_point last_moved() const { return last_moved_; }
+
+  /// Reads or writes what is possible now; false: it is done, or gone.
+  bool go_on(const std::function<std::string(const std::string& request)>& answer) {
+    last_moved_ = Clock::now();
+    if (!to_send_.empty()) return send();
+    char bytes[4096];
+    const auto count = ::recv(file(), bytes, sizeof bytes, MSG_DONTWAIT);
+    if (count <= 0) return count < 0 && errno == EAGAIN;
+    request_.append(bytes, static_cast<std::size_t>(count));
+    if (request_.find("\r\n\r\n") == std::string::npos) return request_.size() < kMaxRequest;
+    to_send_ = answer(request_);
+    return send();
   }
-}
+
+ private:
+  bool send() {
+    const auto count = ::send(file(), to_send_.data() + num_sent_, to_send_.size() - num_sent_,
+                              MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (count < 0) return errno == EAGAIN;
+    num_sent_ += static_cast<std::size_t>(count);
+    return num_sent_ < to_send_.size();
+  }
+
+  Socket socket_;
+  std::string request_, to_send_;
+  std::size_t num_sent_ = 0;
+  Clock::time_point last_moved_ = Clock::now();
+};
 
 }  // namespace
 
 std::string answer(const std::string& request, std::vector<RunData>& runs,
                    const std::vector<VerifyResult>& verified) {
-  if (const std::string host = host_of(request); host != "127.0.0.1" && host != "localhost")
+  if (!is_for_this_machine(request))
     return message("403 Forbidden", "text/plain", "open this as http://127.0.0.1\n");
   if (!request.starts_with("GET "))
     return message("405 Method Not Allowed", "text/plain", "GET alone\n");
   const std::string target = request.substr(4, request.find(' ', 4) - 4);
-  for (RunData& run : runs) run.update();
-  if (target == "/") return message("200 OK", "text/html", page(runs, verified, kLiveMs));
   const std::string data = "/data?known=";
-  if (target.starts_with(data))
-    return message("200 OK", "application/json",
-                   runs_json(runs, known_of(target.substr(data.size()))));
-  return message("404 Not Found", "text/plain", "there is nothing else here\n");
+  if (target != "/" && !target.starts_with(data))
+    return message("404 Not Found", "text/plain", "there is nothing else here\n");
+  try {
+    for (RunData& run : runs) run.update();
+  } catch (const Error& e) {  // it may be well the next time
+    return message("500 Internal Server Error", "text/plain", detail::concat(e.what(), "\n"));
+  }
+  if (target == "/") return message("200 OK", "text/html", page(runs, verified, kLiveMs));
+  return message("200 OK", "application/json",
+                 runs_json(runs, known_of(target.substr(data.size()))));
 }
 
 void serve(std::vector<RunData> runs, const std::vector<VerifyResult>& verified, int port,
@@ -138,17 +145,27 @@ void serve(std::vector<RunData> runs, const std::vector<VerifyResult>& verified,
   socklen_t size = sizeof address;
   ::getsockname(listener.get(), where, &size);
   ready(ntohs(address.sin_port));
+  std::list<Connection> open;
+  const auto answer_now = [&](const std::string& request) {
+    return answer(request, runs, verified);
+  };
   while (!stop) {
-    pollfd wait{.fd = listener.get(), .events = POLLIN, .revents = 0};
-    if (::poll(&wait, 1, 200) <= 0) continue;
-    const Socket connection(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (connection.get() < 0) continue;
-    const timeval patience{.tv_sec = 5, .tv_usec = 0};  // of a browser that does not read
-    ::setsockopt(connection.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    // Browsers open connections ahead of what they want to ask: those get no answer.
-    const std::string request = read_request(connection.get());
-    if (request.find("\r\n\r\n") != std::string::npos)
-      send_all(connection.get(), answer(request, runs, verified));
+    std::vector<pollfd> waits{{.fd = listener.get(), .events = POLLIN, .revents = 0}};
+    for (const Connection& c : open)
+      waits.push_back({.fd = c.file(), .events = c.awaits(), .revents = 0});
+    ::poll(waits.data(), waits.size(), 200);
+    auto wait = waits.begin() + 1;
+    std::erase_if(open, [&](Connection& c) {
+      if ((wait++)->revents != 0) return !c.go_on(answer_now);
+      return Clock::now() - c.last_moved() > kPatience;
+    });
+    if (waits[0].revents == 0) continue;
+    if (open.size() == kMaxOpen)  // whoever has been still for the longest time
+      open.erase(std::min_element(open.begin(), open.end(), [](const auto& a, const auto& b) {
+        return a.last_moved() < b.last_moved();
+      }));
+    const int file = ::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC);
+    if (file >= 0) open.emplace_back(file);
   }
 }
 

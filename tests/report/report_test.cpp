@@ -1,6 +1,14 @@
+#include <arpa/inet.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <future>
+#include <list>
+#include <thread>
 
 #include "moesh/report/page.h"
 #include "moesh/report/serve.h"
@@ -120,6 +128,18 @@ TEST(RunData, SaysWhatIsNoRun) {
                {"has no metrics.jsonl"});
 }
 
+TEST(RunData, WaitsForNoPipe) {
+  const Folder folder("{\"step\":1}\n");
+  ASSERT_EQ(mkfifo((folder.path() / "starts.jsonl").c_str(), 0600), 0);
+  expect_parts(error_of([&] { RunData(folder.path()); }, ErrorKind::data),
+               {"starts.jsonl", "it is a pipe"});
+  std::filesystem::remove(folder.path() / "metrics.jsonl");
+  ASSERT_EQ(mkfifo((folder.path() / "metrics.jsonl").c_str(), 0600), 0);
+  std::filesystem::remove(folder.path() / "starts.jsonl");
+  expect_parts(error_of([&] { RunData(folder.path()); }, ErrorKind::data),
+               {"metrics.jsonl", "it is a pipe"});
+}
+
 TEST(Page, SendsWhatIsNotKnownYet) {
   const Folder folder(
       "{\"step\":1,\"expert_counts\":[[7]]}\n{\"step\":2,\"expert_counts\":[[8]]}\n");
@@ -168,6 +188,64 @@ TEST(Serve, AnswersThisMachineAlone) {
   EXPECT_EQ(status("GET /data?known=1.0.0", "Accept: *"), "403");
   EXPECT_EQ(status("POST /", "Host: 127.0.0.1"), "405");
   EXPECT_EQ(status("GET /metrics.jsonl", "Host: 127.0.0.1"), "404");
+}
+
+// A connection to the server, which sends what it is told to.
+class Browser {
+ public:
+  explicit Browser(int port) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET, address.sin_port = htons(static_cast<std::uint16_t>(port));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(::connect(file_, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);
+  }
+  ~Browser() { ::close(file_); }
+  Browser(const Browser&) = delete;
+  Browser& operator=(const Browser&) = delete;
+
+  void say(const std::string& text) const { ::send(file_, text.data(), text.size(), MSG_NOSIGNAL); }
+  std::string all() const {
+    std::string text;
+    char bytes[65536];
+    for (ssize_t count; (count = ::recv(file_, bytes, sizeof bytes, 0)) > 0;)
+      text.append(bytes, static_cast<std::size_t>(count));
+    return text;
+  }
+
+ private:
+  int file_ = ::socket(AF_INET, SOCK_STREAM, 0);
+};
+
+// Neither those that do not read, nor those that say nothing or say it slowly, keep the others
+// waiting, or the server from ending: where they do, this test does not end.
+TEST(Serve, NobodyWaitsForASlowReader) {
+  std::string text;
+  for (int step = 1; step <= 2000; ++step) {
+    text += "{\"step\":" + std::to_string(step);
+    for (int column = 0; column < 100; ++column) text += ",\"c" + std::to_string(column) + "\":1.5";
+    text += "}\n";
+  }
+  const Folder folder(text);
+  std::vector<RunData> runs;
+  runs.emplace_back(folder.path());
+  std::atomic<bool> stop = false;
+  std::promise<int> port;
+  std::thread server(
+      [&] { serve(runs, {}, 0, stop, [&](int actual) { port.set_value(actual); }); });
+  const int actual = port.get_future().get();
+  const std::string request = "GET /data?known= HTTP/1.1\r\nHost: localhost\r\n\r\n";
+  std::list<Browser> slow;
+  for (int i = 0; i < 5; ++i) slow.emplace_back(actual).say(request);
+  for (int i = 0; i < 100; ++i) slow.emplace_back(actual).say(i % 2 ? "" : "G");
+  const Browser browser(actual);
+  browser.say(request);
+  const std::string answer = browser.all();
+  EXPECT_EQ(answer.substr(9, 3), "200");
+  EXPECT_GT(answer.size(), 1'000'000u);
+  EXPECT_TRUE(answer.ends_with("}\n")) << "cut off";
+  slow.emplace_back(actual).say(request);
+  stop = true;
+  server.join();
 }
 
 TEST(Verify, IsReadOrRefusedByName) {
