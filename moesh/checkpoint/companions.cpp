@@ -7,6 +7,7 @@
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/formats/file.h"
+#include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/formats/name.h"
@@ -26,6 +27,24 @@ bool is_companion(const std::filesystem::path& folder, const std::string& name) 
          name != "config.json" && name != formats::kIndexFile && name != formats::kManifestFile;
 }
 
+// Whether what has this name in the folder is a link to elsewhere, which is nothing of the model.
+// In the cache of a hub, snapshots/REVISION has links to the blobs beside snapshots.
+bool leads_out(const std::filesystem::path& folder, const std::string& name) {
+  struct stat status;
+  if (formats::file_system().link_status(folder / name, status) == 0 && !S_ISLNK(status.st_mode))
+    return false;
+  std::error_code failed;
+  const auto home = std::filesystem::canonical(folder, failed),
+             target = std::filesystem::canonical(folder / name, failed);
+  if (failed) return false;  // reading it says why
+  const auto is_below = [&](const std::filesystem::path& place) {
+    return std::mismatch(place.begin(), place.end(), target.begin(), target.end()).first ==
+           place.end();
+  };
+  const bool is_snapshot = home.parent_path().filename() == "snapshots";
+  return !is_below(home) && !(is_snapshot && is_below(home.parent_path().parent_path() / "blobs"));
+}
+
 }  // namespace
 
 std::map<std::string, std::string> read_companions(const std::filesystem::path& folder) {
@@ -40,6 +59,10 @@ std::map<std::string, std::string> read_companions(const std::filesystem::path& 
     manifest = formats::read_manifest(folder.string());
   for (const auto& name : formats::names_in(folder)) {
     if (!is_companion(folder, name)) continue;
+    if (leads_out(folder, name)) {
+      leave_out(name, "it is a link to a file outside of this folder");
+      continue;
+    }
     try {
       formats::check_file_name(name);
       formats::json_quoted(name);  // for the list of files in moesh.json

@@ -3,8 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <set>
 #include <span>
@@ -81,7 +83,23 @@ struct Job {
   const formats::Source* source;
   Overlap overlap;
   TensorFolder::Found found;
+  bool must_be_finite;
 };
+
+// The sum says it in one pass, without a mask; one that is not finite may be of large numbers.
+bool is_finite(const at::Tensor& x) {
+  return !at::isFloatingType(x.scalar_type()) || std::isfinite(x.sum().item<double>()) ||
+         at::isfinite(x).all().item<bool>();
+}
+
+[[noreturn]] void fail_not_finite(const TensorFolder::Found& found, const at::Tensor& target) {
+  const bool is_of_scales = found.quantized && !found.quantized->has_finite_scales();
+  throw Error(ErrorKind::data,
+              detail::concat("'", found.file->file().path().string(), "': tensor '",
+                             is_of_scales ? found.quantized->name_of_scales() : found.info->name,
+                             "' has NaN or inf, read as ", target.scalar_type(),
+                             ": the file is damaged, or its training had diverged; take another"));
+}
 
 // Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
 // inside of them, holes included.
@@ -137,11 +155,29 @@ void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
         length += (slab_size[d] - 1) * slab_strides[d];
-      to.narrow(0, at, slab_size[0])
-          .copy_(at::from_blob(slab_at(first + at * strides[split], length), slab_size,
+      const at::Tensor slab = to.narrow(0, at, slab_size[0]);
+      slab.copy_(at::from_blob(slab_at(first + at * strides[split], length), slab_size,
                                slab_strides, at::TensorOptions(at::kCPU).dtype(dtype)));
+      if (job.must_be_finite && !is_finite(slab)) fail_not_finite(job.found, target);
     }
   }
+}
+
+// As the config.json of the folder has it, where it does.
+ScaledBlock block_of(const std::filesystem::path& folder) {
+  if (!formats::exists(folder / "config.json")) return {};
+  const std::string path = (folder / "config.json").string();
+  const auto config = formats::parse_json(read_config(folder), path);
+  const auto* method = config.find("quantization_config");
+  const auto* size = method && !method->is_null() ? method->find("weight_block_size") : nullptr;
+  if (!size || size->is_null()) return {};
+  const std::string what = path + ": quantization_config.weight_block_size";
+  const auto& list = size->as_list(what);
+  ScaledBlock block{0, 0};
+  if (list.size() == 2) block = {list[0].as_int(what), list[1].as_int(what)};
+  MOESH_CHECK(block.rows >= 1 && block.columns >= 1, ErrorKind::data, what, " is ",
+              formats::to_json_line(*size), "; it takes rows and columns, as in [128, 128]");
+  return block;
 }
 
 // Jobs that share no file, each list in the order of its files: a file has one reader at a time.
@@ -282,7 +318,11 @@ std::size_t TensorFolder::kept_bytes() const {
 }
 
 void TensorFolder::join_quantized() {
-  quantized_ = find_quantized({tensors_.begin(), tensors_.end()}, path_);
+  const bool has_float8 = std::any_of(tensors_.begin(), tensors_.end(), [](const auto& tensor) {
+    return tensor.second.info->dtype == formats::Dtype::f8_e4m3;
+  });
+  quantized_ = find_quantized({tensors_.begin(), tensors_.end()}, path_,
+                              has_float8 ? block_of(path_) : ScaledBlock{});
   for (const auto& q : quantized_) {
     const std::string& name = q->info().name;
     for (const char* part : {"", "_scale_inv", "_blocks", "_scales"}) tensors_.erase(name + part);
@@ -406,7 +446,7 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
   return found(entries_.at(param).front()).info->dtype;
 }
 
-void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
+void Loader::load(const std::vector<Part>& parts, const Breath& breath, bool must_be_finite) const {
   const at::NoGradGuard no_grad;
   std::vector<Part> on_host = parts;  // a read becomes many small copies
   for (auto& p : on_host)
@@ -417,7 +457,8 @@ void Loader::load(const std::vector<Part>& parts, const Breath& breath) const {
     if (const auto entries = entries_.find(part.name); entries != entries_.end())
       for (const auto& entry : entries->second)
         if (const auto overlap = overlap_with(*entry.tensor, *entry.source, part.region)) {
-          jobs.push_back({&part, entry.tensor, entry.source, *overlap, found(entry)});
+          jobs.push_back(
+              {&part, entry.tensor, entry.source, *overlap, found(entry), must_be_finite});
           filled += num_elements(overlap->param.length);
         }
     MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",

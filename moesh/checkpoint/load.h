@@ -98,8 +98,10 @@ class Loader {
   Loader(const TensorFolder& folder, const formats::DiskTable& table);
 
   /// Fills the values of all parts, with a breath between pieces. Tensors are read in the order of
-  /// the files, so pass many at once.
-  void load(const std::vector<Part>& parts, const Breath& breath = {}) const;
+  /// the files, so pass many at once. Where numbers must be finite, one that is not is an Error
+  /// (data) that names its tensor.
+  void load(const std::vector<Part>& parts, const Breath& breath = {},
+            bool must_be_finite = false) const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;
 

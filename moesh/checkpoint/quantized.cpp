@@ -2,8 +2,10 @@
 
 #include <c10/util/Float8_e4m3fn.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 
 #include "moesh/base/error.h"
 #include "moesh/checkpoint/load.h"
@@ -34,13 +36,20 @@ formats::TensorInfo info_of(const StoredTensor& values, std::string name,
           .end = values.info->end};
 }
 
-constexpr std::int64_t kBlock = 128;  // rows and columns with one scale
-std::int64_t num_blocks(std::int64_t size) { return (size + kBlock - 1) / kBlock; }
+std::int64_t num_blocks(std::int64_t size, std::int64_t block) {
+  return (size + block - 1) / block;
+}
 
 class Float8 final : public Quantized {
  public:
-  Float8(StoredTensor values, StoredTensor scales)
-      : Quantized(values, scales, info_of(values, values.info->name, values.info->shape)) {}
+  Float8(StoredTensor values, StoredTensor scales, const ScaledBlock& block)
+      : Quantized(values, scales, info_of(values, values.info->name, values.info->shape)),
+        block_(block) {}
+
+  bool has_finite_scales() const override {
+    const auto all = read<float>(scales_, 0, scales_.info->shape[0] * scales_.info->shape[1]);
+    return std::all_of(all.begin(), all.end(), [](float x) { return std::isfinite(x); });
+  }
 
   void decode(std::int64_t first, std::span<float> to) const override {
     static const auto numbers = [] {
@@ -52,14 +61,15 @@ class Float8 final : public Quantized {
     }();
     const std::int64_t columns = info_.shape[1], count = static_cast<std::int64_t>(to.size());
     const std::int64_t scale_columns = scales_.info->shape[1];
-    const std::int64_t first_block = first / columns / kBlock,
-                       last_block = (first + count - 1) / columns / kBlock;
+    const std::int64_t first_block = first / columns / block_.rows,
+                       last_block = (first + count - 1) / columns / block_.rows;
     const auto values = read<std::uint8_t>(values_, first, count);
     const auto scales = read<float>(scales_, first_block * scale_columns,
                                     (last_block - first_block + 1) * scale_columns);
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t row = (first + i) / columns, column = (first + i) % columns;
-      const std::int64_t scale = (row / kBlock - first_block) * scale_columns + column / kBlock;
+      const std::int64_t scale =
+          (row / block_.rows - first_block) * scale_columns + column / block_.columns;
       to[static_cast<std::size_t>(i)] =
           numbers[values[static_cast<std::size_t>(i)]] * scales[static_cast<std::size_t>(scale)];
     }
@@ -67,11 +77,15 @@ class Float8 final : public Quantized {
   formats::DiskTensor stored_order(const formats::DiskTensor& tensor) const override {
     return tensor;
   }
+
+ private:
+  ScaledBlock block_;
 };
 
 class Mxfp4 final : public Quantized {
  public:
   static constexpr std::int64_t kGroup = 32;  // numbers with one exponent
+  static constexpr std::uint8_t kNan = 255;   // as an exponent
 
   Mxfp4(StoredTensor values, StoredTensor scales, const std::string& name)
       : Quantized(values, scales,
@@ -79,6 +93,11 @@ class Mxfp4 final : public Quantized {
                           {values.info->shape[0], values.info->shape[2] * kGroup,
                            values.info->shape[1]})) {}
 
+  bool has_finite_scales() const override {
+    const auto& shape = scales_.info->shape;
+    const auto all = read<std::uint8_t>(scales_, 0, shape[0] * shape[1] * shape[2]);
+    return std::find(all.begin(), all.end(), kNan) == all.end();
+  }
   void decode(std::int64_t first, std::span<float> to) const override {
     static constexpr float kNumbers[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
     const std::int64_t end = first + static_cast<std::int64_t>(to.size());
@@ -89,8 +108,9 @@ class Mxfp4 final : public Quantized {
     for (std::int64_t i = first; i < end; ++i) {
       const unsigned byte = bytes[static_cast<std::size_t>(i / 2 - first_byte)],
                      bits = i % 2 == 0 ? byte & 15 : byte >> 4;
-      const float size = std::ldexp(
-          kNumbers[bits & 7], exponents[static_cast<std::size_t>(i / kGroup - first_group)] - 127);
+      const std::uint8_t exponent = exponents[static_cast<std::size_t>(i / kGroup - first_group)];
+      const float size = exponent == kNan ? std::numeric_limits<float>::quiet_NaN()
+                                          : std::ldexp(kNumbers[bits & 7], exponent - 127);
       to[static_cast<std::size_t>(i - first)] = bits & 8 ? -size : size;
     }
   }
@@ -112,11 +132,13 @@ class Mxfp4 final : public Quantized {
 }  // namespace
 
 std::vector<std::unique_ptr<Quantized>> find_quantized(
-    const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder) {
+    const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder,
+    const ScaledBlock& block) {
   std::vector<std::unique_ptr<Quantized>> all;
   for (const auto& [name, values] : tensors) {
     const auto& shape = values.info->shape;
-    const auto refuse_unless = [&](bool fits, const StoredTensor& scales, const char* wanted) {
+    const auto refuse_unless = [&](bool fits, const StoredTensor& scales,
+                                   const std::string& wanted) {
       MOESH_CHECK(fits, ErrorKind::data, "'", folder.string(), "': tensor '", name, "' ", shape,
                   " has scales '", scales.info->name, "' of shape ", scales.info->shape,
                   " and type ", formats::name_of(scales.info->dtype), "; ", wanted);
@@ -127,9 +149,12 @@ std::vector<std::unique_ptr<Quantized>> find_quantized(
       const auto& s = *scales->second.info;
       refuse_unless(shape.size() == 2 && s.shape.size() == 2 && s.dtype == Dtype::f32,
                     scales->second, "a matrix of F32 is read");
-      refuse_unless(s.shape[0] == num_blocks(shape[0]) && s.shape[1] == num_blocks(shape[1]),
-                    scales->second, "one for each block of 128 x 128 is read");
-      all.push_back(std::make_unique<Float8>(values, scales->second));
+      refuse_unless(s.shape[0] == num_blocks(shape[0], block.rows) &&
+                        s.shape[1] == num_blocks(shape[1], block.columns),
+                    scales->second,
+                    detail::concat("one for each block of ", block.rows, " x ", block.columns,
+                                   " is read (weight_block_size of config.json)"));
+      all.push_back(std::make_unique<Float8>(values, scales->second, block));
     } else if (name.ends_with(kBlocks) && values.info->dtype == Dtype::u8) {
       const std::string model_name = name.substr(0, name.size() - std::string(kBlocks).size());
       const auto scales = tensors.find(model_name + kScales);

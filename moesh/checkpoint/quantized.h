@@ -22,6 +22,11 @@ struct StoredTensor {
   const formats::TensorInfo* info;
 };
 
+/// What has one scale, of a matrix of float8.
+struct ScaledBlock {
+  std::int64_t rows = 128, columns = 128;
+};
+
 /// A tensor that is stored as two, values and scales.
 class Quantized {
  public:
@@ -32,6 +37,8 @@ class Quantized {
   const formats::TensorInfo& info() const { return info_; }
   BlockFile* file() const { return values_.file; }
   BlockFile* file_of_scales() const { return scales_.file; }
+  const std::string& name_of_scales() const { return scales_.info->name; }
+  virtual bool has_finite_scales() const = 0;
   /// Elements from `first` on in the order in which they are stored, which is that of
   /// stored_order(...).
   virtual void decode(std::int64_t first, std::span<float> to) const = 0;
@@ -47,12 +54,12 @@ class Quantized {
 };
 
 /// The quantized tensors among those of a folder (errors call it by its path):
-///   name [R, C] of float8 (e4m3) and name_scale_inv, a float32 for each block of 128 x 128
-///   (DeepSeek-V3);
+///   name [R, C] of float8 (e4m3) and name_scale_inv, a float32 for each block (DeepSeek-V3);
 ///   name_blocks [E, N, G, 16] and name_scales [E, N, G] of bytes, MXFP4 (GPT-OSS): a byte holds
 ///   two e2m1 numbers, a group of 32 numbers has the exponent of a power of two. The model has
 ///   name [E, 32 G, N].
 std::vector<std::unique_ptr<Quantized>> find_quantized(
-    const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder);
+    const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder,
+    const ScaledBlock& block);
 
 }  // namespace moesh::checkpoint

@@ -16,13 +16,14 @@ void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConf
   auto type = of_rope("rope_type");
   if (!type) type = of_rope("type");
   if (!rope) r = defaults.rope;
-  r.theta = number(json, "rope_theta", defaults.theta);
+  constexpr double kLeastTheta = 2, kMostTheta = 1e12;  // as model.rope_theta
+  r.theta = number(json, "rope_theta", defaults.theta, kLeastTheta, kMostTheta);
   if (!rope) return;
-  r.theta = number(*rope, "rope_theta", r.theta);
+  r.theta = number(*rope, "rope_theta", r.theta, kLeastTheta, kMostTheta);
   require(*rope, "partial_rotary_factor", {1.0});
   const std::string kind = type ? type->as_text("rope_type") : "default";
   if (kind == "default") return;
-  r.factor = number(*rope, "factor", 1);
+  r.factor = number(*rope, "factor", 1, /*least=*/1);
   r.original_length = count(*rope, "original_max_position_embeddings", max_sequence);
   if (kind == "linear") {
     r.scaling = nn::RopeScaling::linear;
@@ -91,9 +92,13 @@ std::int64_t count(const JsonValue& json, const std::string& key,
   return value;
 }
 
-double number(const JsonValue& json, const std::string& key, double fallback) {
-  const auto value = field(json, key);
-  return value ? value->as_number(key) : fallback;
+double number(const JsonValue& json, const std::string& key, double fallback, double least,
+              double most) {
+  const auto found = field(json, key);
+  const double value = found ? found->as_number(key) : fallback;
+  MOESH_CHECK(value >= least && value <= most, ErrorKind::data, key, " is ", value, "; it takes ",
+              least, " to ", most);
+  return value;
 }
 
 bool flag(const JsonValue& json, const std::string& key, bool fallback) {
@@ -144,8 +149,6 @@ void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDe
   c.num_kv_heads = count(json, "num_key_value_heads", c.num_heads);
   c.bias_std = number(json, "initializer_bias_range", 0);  // moesh's own; others begin with zeros
   c.balance_loss = number(json, "router_aux_loss_coef", c.balance_loss);
-  MOESH_CHECK(c.balance_loss >= 0, ErrorKind::data, "router_aux_loss_coef is ", c.balance_loss,
-              "; it takes 0 or more");
   c.head_dim =
       count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
 }

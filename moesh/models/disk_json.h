@@ -19,7 +19,9 @@ std::optional<JsonValue> field(const JsonValue& json, const std::string& key);
 /// A whole number, 1 or more; without `fallback` it must be there.
 std::int64_t count(const JsonValue& json, const std::string& key,
                    std::optional<std::int64_t> fallback = {});
-double number(const JsonValue& json, const std::string& key, double fallback);
+/// A number of such a range; `fallback` where it is absent.
+double number(const JsonValue& json, const std::string& key, double fallback, double least = 0,
+              double most = 1e9);
 bool flag(const JsonValue& json, const std::string& key, bool fallback);
 std::optional<std::vector<std::int64_t>> numbers(const JsonValue& json, const std::string& key);
 JsonList to_list(const std::vector<std::int64_t>& values);

@@ -284,7 +284,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::vector<Part> parts;
   for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts, breath);
+  checkpoint::Loader(source, table).load(parts, breath, /*must_be_finite=*/true);
   load_biases_apart(folder, model, known);
 }
 

@@ -40,19 +40,19 @@ def gpt_oss():
                         num_attention_heads=4, num_key_value_heads=2, head_dim=16, sliding_window=4)
 
 
-def to_float8(weights):
+def to_float8(weights, block=(128, 128)):
     """(what is published, what it stands for)"""
     published, meant = {}, {}
     for name, w in weights.items():
         if w.dim() != 2 or "_proj" not in name:
             published[name] = meant[name] = w
             continue
-        rows, columns = (-(-n // 128) for n in w.shape)
+        rows, columns = (-(-n // size) for n, size in zip(w.shape, block))
         scales = torch.rand(rows, columns) * 0.01 + 1e-4
-        grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        grid = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
         values = (w / grid[:w.shape[0], :w.shape[1]]).clamp(-448, 448).to(torch.float8_e4m3fn)
         published[name], published[name + "_scale_inv"] = values, scales
-        if all(n % 128 == 0 for n in w.shape):
+        if all(n % size == 0 for n, size in zip(w.shape, block)):
             meant[name] = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
         else:  # which that function does not take
             meant[name] = values.float() * grid[:w.shape[0], :w.shape[1]]
@@ -74,15 +74,17 @@ def to_mxfp4(weights):
     return published, meant
 
 
-def run(*args):
+def run(*args, code=0):
     done = subprocess.run([str(a) for a in args], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, f"{args}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
 
 
-def check(moesh, tmp, config, quantized, method):
+def check(moesh, tmp, config, quantized, method, name=None, meshes=("tp=2,ep=2", "dp_shard=2,tp=2,ep=2,etp=2"),
+          **more):
+    """The folder of what is published."""
     torch.manual_seed(5)
-    name = config.model_type
+    name = name or config.model_type
     plain, folder = tmp / f"{name}_plain", tmp / name
     AutoModelForCausalLM.from_config(config).float().save_pretrained(plain)
     published, meant = quantized(load_file(plain / "model.safetensors"))
@@ -91,7 +93,7 @@ def check(moesh, tmp, config, quantized, method):
     save_file(published, folder / "model.safetensors", {"format": "pt"})
     (folder / "tokenizer_config.json").write_text('{"added": 1}')
     described = json.loads((plain / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": method}
+    described["quantization_config"] = {"quant_method": method, **more}
     (folder / "config.json").write_text(json.dumps(described))
 
     out = tmp / f"{name}_out"
@@ -104,15 +106,39 @@ def check(moesh, tmp, config, quantized, method):
         assert torch.equal(got[key], value.float()), f"{name}: {key}"
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     assert (out / "tokenizer_config.json").exists()
-    for mesh in ("tp=2,ep=2", "dp_shard=2,tp=2,ep=2,etp=2"):
+    for mesh in meshes:
         run(moesh, "verify", "--model", f"hf:{folder}", "--mesh", mesh, "--dtype", "float64")
+    return folder
+
+
+def refused_scales(moesh, folder, name, scale):
+    """A scale that is not a number is named, before anything is computed."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[0] = scale
+    save_file(tensors, path, {"format": "pt"})
+    said = run(moesh, "train", "--model", f"hf:{folder}", "--steps=1", "--metrics.folder=", code=2)
+    assert f"tensor '{name}' has NaN or inf" in said, said
 
 
 def main():
     moesh = pathlib.Path(sys.argv[1]).absolute()
-    with tempfile.TemporaryDirectory() as folder:
-        check(moesh, pathlib.Path(folder), deepseek(), to_float8, "fp8")
-        check(moesh, pathlib.Path(folder), gpt_oss(), to_mxfp4, "mxfp4")
+    with tempfile.TemporaryDirectory() as tmp:
+        tmp = pathlib.Path(tmp)
+        folder = check(moesh, tmp, deepseek(), to_float8, "fp8")
+        refused_scales(moesh, folder, "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv",
+                       float("inf"))
+        folder = check(moesh, tmp, gpt_oss(), to_mxfp4, "mxfp4")
+        refused_scales(moesh, folder, "model.layers.1.mlp.experts.down_proj_scales", 255)
+        # Blocks of another size, as config.json has it; and a size that they are not of.
+        folder = check(moesh, tmp, deepseek(), lambda w: to_float8(w, (64, 32)), "fp8", "small", (),
+                       weight_block_size=[64, 32])
+        config = json.loads((folder / "config.json").read_text())
+        for size, text in ([32, 64], "one for each block of 32 x 64"), ([0, 64], "weight_block_size is [0,64]"):
+            config["quantization_config"]["weight_block_size"] = size
+            (folder / "config.json").write_text(json.dumps(config))
+            said = run(moesh, "convert", folder, tmp / "refused", code=2)
+            assert text in said, said
     print("quantized folders are read as transformers reads them")
 
 

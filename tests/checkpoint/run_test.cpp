@@ -142,6 +142,31 @@ TEST(Companions, TravelWithTheModel) {
             given.at("tokenizer.json"));
 }
 
+// What lies elsewhere is nothing of the model, and may be nobody's to publish: a link to it does
+// not travel. The cache of a hub has its files beside its snapshots.
+TEST(Companions, LinksThatLeadOutOfTheFolderStay) {
+  const TemporaryFolder folder;
+  const path hub = folder.path() / "hub", first = hub / "snapshots" / "abc",
+             second = folder.path() / "second";
+  run(folder.path() / "saved", "tp=1", {"--steps=1"});
+  std::filesystem::create_directories(hub / "blobs");
+  std::filesystem::create_directories(first.parent_path());
+  std::filesystem::rename(step(folder.path() / "saved", 1), first);
+  std::ofstream(folder.path() / "secret") << "years";
+  std::ofstream(hub / "blobs" / "1f") << "{}";
+  std::ofstream(first / "vocab.txt") << "abc";
+  std::filesystem::create_symlink("../../../secret", first / "notes.txt");
+  std::filesystem::create_symlink("../../blobs/1f", first / "tokenizer.json");
+  std::filesystem::create_symlink("vocab.txt", first / "words.txt");
+  testing::internal::CaptureStderr();
+  run(second, "tp=1", {"--steps=1", "--checkpoint.initial_load=" + first.string()});
+  expect_parts(testing::internal::GetCapturedStderr(),
+               {"notes.txt", "is left out", "a link to a file outside"});
+  EXPECT_FALSE(formats::exists(step(second, 1) / "notes.txt"));
+  EXPECT_EQ(bytes_of(step(second, 1) / "tokenizer.json"), "{}");
+  EXPECT_EQ(bytes_of(step(second, 1) / "words.txt"), "abc");
+}
+
 // One that is not as it was written is told of, and goes no further; the run goes on.
 TEST(Companions, AreComparedWithTheManifest) {
   const TemporaryFolder folder;
