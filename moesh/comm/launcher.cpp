@@ -54,6 +54,7 @@ int place_on_machine(const Variables& v) {
 Launcher of_torchrun(const Variables& v) {
   Launcher l{.kind = Launcher::Kind::torchrun,
              .num_processes = v.number("WORLD_SIZE", 1, kMaxProcesses)};
+  if (l.num_processes == 1) return l;  // nobody to meet
   l.rank = v.number("RANK", 0, l.num_processes - 1);
   l.place = v.number_or("LOCAL_RANK", 0, kMaxProcesses, 0);
   l.num_on_machine = v.number_or("LOCAL_WORLD_SIZE", 1, kMaxProcesses, 1);
@@ -106,6 +107,8 @@ Launcher find_launcher(const Environment& environment) {
     l = of_torchrun(v);
   else if (v.has("SLURM_PROCID") && v.has("SLURM_STEP_NUM_TASKS"))  // not set in a batch script
     l = of_srun(v);
+  else if (v.has("WORLD_SIZE"))  // of which one process must not train by itself
+    l = of_torchrun(v);
   // One process needs nobody to meet: its ranks are threads.
   return l.num_processes == 1 ? Launcher{.place = l.place} : l;
 }

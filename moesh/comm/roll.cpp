@@ -2,8 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include "moesh/base/error.h"
-
 namespace moesh::comm {
 
 void Roll::returned(int rank) {
@@ -14,17 +12,26 @@ void Roll::returned(int rank) {
 void Roll::threw(int rank, std::exception_ptr fault) {
   std::lock_guard lock(mutex_);
   if (!exception_) exception_ = fault;
-  fail(rank, text_of(fault));
+  fail(rank, text_of(fault), kind_of(fault));
 }
 
-void Roll::failed(int rank, const std::string& text) {
+void Roll::failed(int rank, const std::string& text, ErrorKind kind) {
   std::lock_guard lock(mutex_);
-  fail(rank, text);
+  fail(rank, text, kind);
 }
 
-void Roll::fail(int rank, const std::string& text) {
+void Roll::fail(int rank, const std::string& text, ErrorKind kind) {
   left_[static_cast<size_t>(rank)] = true;
-  if (failure_.empty()) failure_ = detail::concat("rank ", rank, " failed: ", text);
+  if (!failure_.empty()) return;
+  failure_ = detail::concat("rank ", rank, " failed: ", text);
+  kind_ = kind;
+}
+
+void Roll::rethrow_first() const {
+  std::lock_guard lock(mutex_);
+  if (exception_ && kind_of(exception_) == kind_) std::rethrow_exception(exception_);
+  if (exception_) throw Error(kind_, text_of(exception_));
+  if (!failure_.empty()) throw Error(kind_, failure_);
 }
 
 std::exception_ptr Roll::first_exception() const {
@@ -57,6 +64,16 @@ std::string Roll::reason(const std::vector<int>& missing) const {
     if (left_[static_cast<size_t>(r)])
       return detail::concat("rank ", r, " has returned and will not come");
   return {};
+}
+
+ErrorKind kind_of(const std::exception_ptr& fault) {
+  try {
+    std::rethrow_exception(fault);
+  } catch (const Error& e) {
+    return e.kind();
+  } catch (...) {
+    return ErrorKind::internal;
+  }
 }
 
 std::string text_of(const std::exception_ptr& fault) {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "moesh/base/error.h"
 #include "moesh/comm/host_group.h"
 
 namespace moesh::comm {
@@ -20,13 +21,16 @@ class Roll {
   void returned(int rank);
   /// The function of a rank threw; the first exception is kept.
   void threw(int rank, std::exception_ptr fault);
-  /// A rank failed elsewhere, with this text.
-  void failed(int rank, const std::string& text);
+  /// A rank failed elsewhere, with an error of this text and kind.
+  void failed(int rank, const std::string& text, ErrorKind kind = ErrorKind::comm);
 
   /// The first exception that `threw` was told, or null.
   std::exception_ptr first_exception() const;
   /// "rank 2 failed: ..." of the first rank that failed anywhere; empty if none did.
   std::string first_failure() const;
+  /// The first failure as the ranks of this process know it, which all processes end with: of the
+  /// kind of the first, in words of an exception here where there is one.
+  void rethrow_first() const;
   /// Ranks that are still there.
   std::vector<int> present() const;
   bool has_left(int rank) const;
@@ -34,13 +38,17 @@ class Roll {
   std::string reason(const std::vector<int>& missing) const;
 
  private:
-  void fail(int rank, const std::string& text);
+  void fail(int rank, const std::string& text, ErrorKind kind);
 
   mutable std::mutex mutex_;
   std::vector<bool> left_;
   std::exception_ptr exception_;
   std::string failure_;
+  ErrorKind kind_ = ErrorKind::comm;  // of the first failure
 };
+
+/// Of an Error; internal for what else is thrown.
+ErrorKind kind_of(const std::exception_ptr& fault);
 
 /// What an exception says.
 std::string text_of(const std::exception_ptr& fault);

@@ -6,12 +6,14 @@ import os
 import pathlib
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+import bad_input_test  # noqa: E402
 import compare_runs  # noqa: E402
 
 TINY = ["--model", "deepseek_v3:tiny", "--dtype", "float64", "--metrics.log_freq", "1"]
@@ -236,6 +238,20 @@ def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
     assert "rank 1 did not come within 2 s" in err, err
     record = (tmp / "flight-rank-00000.txt").read_text()
     assert 10 < record.count("\n") <= 256 and "NOT ENDED" in record, record
+
+
+def mpi_a_data_error_of_one_rank(tmp, moesh, mpirun):
+    """Bad data that one process meets is an error of usage for all of them, and not a lost rank."""
+    # Sequences of 8, of which dp rank 1 gets the second of each step.
+    ids = [1] * 9 + [60000] * 8 + [1] * 40
+    (tmp / "x.bin").write_bytes(struct.pack(f"<{len(ids)}H", *ids))
+    (tmp / "x.idx").write_bytes(bad_input_test.index([len(ids)], [0], [0, 1]))
+    run = subprocess.run([mpirun, "-n", "2", moesh, "train", *TINY, "--mesh=dp_shard=2", "--steps=1",
+                          "--data.sequence_length=8", "--data.batch_size=1", "--data.shuffle=false",
+                          f"--data.path={tmp}/x.bin", "--metrics.folder="], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2, f"exit code {run.returncode}\n{run.stdout}{run.stderr}"
+    assert "has the id 60000" in run.stderr, run.stderr
+    assert run.stderr.count("moesh: data error") == 2, run.stderr
 
 
 def mpi_killed_in_a_schedule(tmp, moesh_with_faults, mpirun):

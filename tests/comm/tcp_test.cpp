@@ -106,6 +106,7 @@ TEST(Launchers, AreRecognisedByWhatTheySet) {
 // A batch script is one process, whatever the job has asked for; and so is torchrun of one.
 TEST(Launchers, OneProcessIsLaunchedByNobody) {
   EXPECT_EQ(under({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}}).kind, Kind::none);
+  EXPECT_EQ(under({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).kind, Kind::none);
   EXPECT_EQ(
       under({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "x"}, {"MASTER_PORT", "29500"}})
           .kind,
@@ -123,6 +124,12 @@ TEST(Launchers, WhatCannotBeIsNamed) {
   expect_parts(error({{"WORLD_SIZE", "two"}}), {"WORLD_SIZE is 'two'"});
   expect_parts(error({{"MASTER_ADDR", ""}}), {"MASTER_ADDR is empty"});
   expect_parts(error({{"MOESH_PORT", "70000"}}), {"MOESH_PORT is '70000'", "65535"});
+  // One of several processes does not train by itself.
+  const auto without = [](const std::map<std::string, std::string>& v) {
+    return error_of([&] { under(v); }, ErrorKind::config);
+  };
+  expect_parts(without({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), {"MASTER_ADDR is not set"});
+  expect_parts(without({{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "x"}}), {"RANK is not set"});
 }
 
 TEST(Launchers, TheFirstNodeOfAListOfSlurms) {

@@ -69,6 +69,7 @@ void MpiWorld::leave(int rank, std::exception_ptr fault) {
   if (fault) {
     const std::string text = text_of(fault);
     news->failed = 1;
+    news->kind = kind_of(fault);
     std::memcpy(news->text, text.data(), std::min(text.size(), sizeof(news->text) - 1));
     roll_.threw(rank, fault);
   } else {
@@ -103,9 +104,7 @@ void MpiWorld::finish() {
                                std::chrono::duration<double>(timeout_).count(), " s"));
   }
   hang_up();
-  if (const auto fault = roll_.first_exception()) std::rethrow_exception(fault);
-  const std::string failure = roll_.first_failure();
-  MOESH_CHECK(failure.empty(), ErrorKind::comm, failure);
+  roll_.rethrow_first();
   check_mpi(MPI_Comm_free(&comm_), "MPI_Comm_free");
 }
 
@@ -160,7 +159,7 @@ void MpiWorld::listen() {
     check_mpi(MPI_Test(&incoming_, &heard, MPI_STATUS_IGNORE), "MPI_Test");
     if (!heard) return;
     if (inbox_->failed) {
-      roll_.failed(inbox_->rank, inbox_->text);
+      roll_.failed(inbox_->rank, inbox_->text, inbox_->kind);
     } else {
       roll_.returned(inbox_->rank);
     }

@@ -23,6 +23,7 @@ constexpr int kWorldContext = 1;
 struct News {
   std::int32_t rank = 0;
   std::int32_t failed = 0;
+  ErrorKind kind = ErrorKind::comm;
   char text[2000] = {};
 };
 
