@@ -32,6 +32,7 @@ using tokenizer::EncodeBuffers;
 using tokenizer::Tokenizer;
 
 constexpr std::int64_t kShownErrors = 10;
+constexpr int kMaxThreads = 1024;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -120,7 +121,7 @@ void encode_round(const Encoder& encoder, std::vector<Encoded>& round,
   };
   {
     std::vector<std::jthread> threads;
-    for (std::size_t t = 1; t < buffers.size(); ++t)
+    for (std::size_t t = 1; t < std::min(buffers.size(), round.size()); ++t)
       threads.emplace_back([&, t] { work(buffers[t]); });
     work(buffers[0]);
   }
@@ -148,7 +149,7 @@ std::string describe_work(const TokenizeOptions& o, const std::vector<TextFile>&
                                     o.end_of_document, ", template ", o.with_template);
   for (const TextFile& file : files)
     text +=
-        detail::concat("; ", file.path, " ", file.is_jsonl, " ", file.size, " ", file.changed_at);
+        detail::concat("; ", file.path, " ", file.is_jsonl, " ", file.size, " ", file.changed_ns);
   return formats::checksum_text(formats::hash_block(text));
 }
 
@@ -206,6 +207,9 @@ void TokenizeOptions::validate() const {
               "standard input (-) is named twice, and ends when it is read once; name it once");
   MOESH_CHECK(format == "auto" || format == "text" || format == "jsonl", ErrorKind::config,
               "--format is '", format, "'; it takes auto, text or jsonl");
+  MOESH_CHECK(num_threads <= kMaxThreads, ErrorKind::config, "--threads is ", num_threads,
+              "; it takes 1 to ", kMaxThreads, ", and this machine has ",
+              std::thread::hardware_concurrency(), " cores");
 }
 
 TokenizeSummary tokenize(const TokenizeOptions& options) {

@@ -23,6 +23,17 @@ bool ends_with_any(std::string_view text, std::initializer_list<const char*> end
                      [&](const char* ending) { return text.ends_with(ending); });
 }
 
+// Takes down what changes when the file is written to, or replaced.
+void look_at(TextFile& file) {
+  struct stat status;
+  if (formats::file_system().status(file.path, status) != 0)
+    formats::fail_at(file.path, "look at", errno);
+  file.size = static_cast<std::uint64_t>(status.st_size);
+  file.changed_ns =
+      std::int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + std::int64_t{status.st_mtim.tv_nsec};
+  file.inode = status.st_ino;
+}
+
 TextFile make_file(const std::string& path, const std::string& format) {
   TextFile file{.path = path, .is_jsonl = format == "jsonl"};
   if (format == "auto") {
@@ -37,10 +48,8 @@ TextFile make_file(const std::string& path, const std::string& format) {
                 "--format jsonl (for Parquet: tools/parquet_to_jsonl.py)");
   }
   if (path == "-") return file;
-  file.size = formats::InputFile(path).size();
-  struct stat status;
-  if (formats::file_system().status(path, status) != 0) formats::fail_at(path, "look at", errno);
-  file.changed_at = status.st_mtime;
+  formats::InputFile{path};  // refuses what is not a file
+  look_at(file);
   return file;
 }
 
@@ -100,10 +109,24 @@ std::optional<TextBatch> TextReader::next() {
       batch->num_bytes = bytes_before_ + lines_->position();
       return batch;
     }
+    check_unchanged();
     bytes_before_ += files_[static_cast<std::size_t>(place_.file)].size;
     lines_.reset();
   }
   return std::nullopt;
+}
+
+// What was read of the file that ends here is what is there.
+void TextReader::check_unchanged() const {
+  const TextFile& file = files_[static_cast<std::size_t>(place_.file)];
+  if (file.path == "-") return;
+  TextFile now{.path = file.path};
+  look_at(now);
+  MOESH_CHECK(
+      now.size == file.size && now.changed_ns == file.changed_ns && now.inode == file.inode,
+      ErrorKind::data, file.path,
+      " was written to, or replaced, while it was read: the ids are of neither text; remove "
+      "what was written, and begin anew when nobody writes to it");
 }
 
 // Lines of the file that is read now; nothing at its end.

@@ -14,7 +14,8 @@ struct TextFile {
   std::string path;
   bool is_jsonl = false;
   std::uint64_t size = 0;       // as it lies on the disk; 0 for standard input
-  std::int64_t changed_at = 0;  // seconds
+  std::int64_t changed_ns = 0;  // when it was written to, in nanoseconds
+  std::uint64_t inode = 0;
 };
 
 /// Files, what is in folders (sorted, hidden names left out) and what globs match. `format`: auto,
@@ -40,11 +41,13 @@ struct TextBatch {
 class TextReader {
  public:
   TextReader(const std::vector<TextFile>& files, TextPlace from);
-  /// Nothing at the end.
+  /// Nothing at the end. Throws Error (data) at the end of a file that has changed since it was
+  /// found.
   std::optional<TextBatch> next();
 
  private:
   std::optional<TextBatch> next_of_file();
+  void check_unchanged() const;
 
   const std::vector<TextFile>& files_;
   TextPlace place_;
