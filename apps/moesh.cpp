@@ -20,6 +20,11 @@ void start_without_spinning(char** argv) {
   execv("/proc/self/exe", argv);  // returns where it cannot: then threads spin
 }
 
+// LibTorch takes memory before main, and this is called before LibTorch is.
+using Call = void (*)(int, char**, char**);
+[[gnu::section(".preinit_array"), gnu::used]] const Call kBeforeLibraries =
+    [](int, char**, char**) { moesh::cli::end_with_sentences(); };
+
 }  // namespace
 
 int main(int argc, char** argv) {

@@ -1,21 +1,19 @@
 #include "moesh/cli/commands.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
-#include <new>
 #include <numeric>
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
 #include "moesh/base/log.h"
+#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/train_command.h"
-#include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"
@@ -30,6 +28,7 @@ constexpr const char* kHelp = "help";
 
 RunSummary run_train(const Args& args) {
   const Config config = load_config(args);
+  std::signal(SIGPIPE, SIG_IGN);  // a console that is gone ends printing, not training
   const RunSummary s = train_in_memory(config);
   if (config.metrics.quiet) return s;
   if (s.num_steps == 0) {  // this process does not hold rank 0, or goes on from the last step
@@ -44,9 +43,9 @@ RunSummary run_train(const Args& args) {
               s.first_step_seconds, s.step_seconds);
   if (s.entropy) std::printf("the data's entropy, which no model can beat: %.4f\n", *s.entropy);
   if (!s.folder.empty())
-    std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n", s.folder.c_str(),
-                s.folder.c_str());
-  std::fputs(s.trace.c_str(), stdout);
+    std::printf("metrics: %s/metrics.jsonl; moesh report %s draws them\n",
+                printable(s.folder).c_str(), printable(s.folder).c_str());
+  std::fputs(for_terminal(s.trace).c_str(), stdout);
   return s;
 }
 
@@ -103,7 +102,7 @@ std::map<std::string, std::string> group_notes(const Config& config) {
 
 int run_print_config(const Given& given) {
   const Config config = load_config(given.rest());
-  std::printf("%s", print_config(config, group_notes(config)).c_str());
+  std::printf("%s", for_terminal(print_config(config, group_notes(config))).c_str());
   return 0;
 }
 
@@ -160,24 +159,6 @@ void use_log_level(const std::string& text) {
   MOESH_CHECK(level, ErrorKind::config, "--log-level is '", text,
               "'; it takes debug, info, warn, error or off");
   set_log_level(*level);
-}
-
-int run_named(const Args& args) {
-  const CommandLine line = read_command_line(commands(), args);
-  if (line.log_level) use_log_level(*line.log_level);
-  if (line.wants_version) {
-    std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
-    return 0;
-  }
-  if (!line.command) {
-    print_commands();
-    return line.wants_help ? 0 : static_cast<int>(ExitCode::usage);
-  }
-  if (line.wants_help) {
-    print_help_of(*line.command, line.given.rest());
-    return 0;
-  }
-  return line.command->run(line.given);
 }
 
 }  // namespace
@@ -333,13 +314,21 @@ const std::vector<Command>& commands() {
 }
 
 int run_command(const Args& args) {
-  try {
-    return run_named(args);
-  } catch (const c10::Error&) {
-    throw Error(ErrorKind::internal, "LibTorch: " + comm::text_of(std::current_exception()));
-  } catch (const std::bad_alloc&) {
-    throw Error(ErrorKind::config, "not enough memory for what was asked for");
+  const CommandLine line = read_command_line(commands(), args);
+  if (line.log_level) use_log_level(*line.log_level);
+  if (line.wants_version) {
+    std::printf("moesh %s (torch %s)\n", version().c_str(), torch_version().c_str());
+    return 0;
   }
+  if (!line.command) {
+    print_commands();
+    return line.wants_help ? 0 : static_cast<int>(ExitCode::usage);
+  }
+  if (line.wants_help) {
+    print_help_of(*line.command, line.given.rest());
+    return 0;
+  }
+  return line.command->run(line.given);
 }
 
 }  // namespace moesh::cli

@@ -1,13 +1,13 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/estimate_in_time.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
@@ -112,10 +112,8 @@ void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
 void write_json(const std::string& path, const std::vector<Estimate>& all) {
   formats::JsonList estimates;
   for (const Estimate& e : all) estimates.push_back(to_json(e));
-  std::ofstream file(path);
-  file << formats::to_json({formats::JsonObject{{"estimates", {std::move(estimates)}}}}) << "\n";
-  MOESH_CHECK(file.good(), ErrorKind::config, "--json ", path,
-              " cannot be written; choose a file that can");
+  const formats::JsonValue file{formats::JsonObject{{"estimates", {std::move(estimates)}}}};
+  NamedOutput("--json", path).write(formats::to_json(file) + "\n");
 }
 
 }  // namespace

@@ -5,11 +5,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <fstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/search_time.h"
@@ -138,19 +139,11 @@ void print(const TimeSearch& r, const Asked& a, const Config& config, double lim
                 t.mesh.describe().c_str());
 }
 
-void write_file(const std::string& path, const char* option, const std::string& text) {
-  std::ofstream file(path);
-  file << text;
-  file.close();
-  MOESH_CHECK(file.good(), ErrorKind::config, option, " ", path,
-              " cannot be written; choose a file that can");
-}
-
 void write_json(const std::string& path, const std::vector<StepTime>& all) {
   formats::JsonList estimates;
   for (const StepTime& t : all) estimates.push_back(to_json(t));
   const formats::JsonValue file{formats::JsonObject{{"estimates", {std::move(estimates)}}}};
-  write_file(path, "--json", formats::to_json(file) + "\n");
+  NamedOutput("--json", path).write(formats::to_json(file) + "\n");
 }
 
 // On a terminal one line that changes; elsewhere a line every few seconds.
@@ -188,12 +181,12 @@ void draw(Profiler& profiler, const Asked& a, const PipelineOptions& pipe, const
                 "ranks wait %.1f %% of this, %.1f %% of a whole step; activations: at most %s",
                 100 * s.bubble_fraction(), 100 * time.waiting,
                 size_text(*std::max_element(s.peak.begin(), s.peak.end())).c_str());
-  write_file(a.picture, "--schedule",
-             pipeline::draw_svg(s,
+  NamedOutput("--schedule", a.picture)
+      .write(pipeline::draw_svg(s,
                                 detail::concat(pipe.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
                                                time.num_micro_batches, " micro-batches"),
                                 note));
-  std::printf("schedule: %s\n", a.picture.c_str());
+  std::printf("schedule: %s\n", printable(a.picture).c_str());
 }
 
 }  // namespace

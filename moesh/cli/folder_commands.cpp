@@ -1,9 +1,11 @@
 // The commands that work on folders of models: convert and inspect.
 
+#include <csignal>
 #include <cstdio>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/base/terminal.h"
 #include "moesh/checkpoint/convert.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -54,9 +56,10 @@ int run_convert(const Given& given) {
         "' has an expert bias, and the files of its model have no place for it: it stays behind, "
         "and whoever reads '",
         args[1], "' chooses experts without it");
+  std::signal(SIGPIPE, SIG_IGN);  // a console that is gone ends printing, not the conversion
   const auto done = checkpoint::convert(from, args[1], model, options);
-  std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", args[1].c_str(), done.num_tensors,
-              static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);
+  std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", printable(args[1]).c_str(),
+              done.num_tensors, static_cast<double>(done.num_bytes) / (1 << 20), done.num_files);
   return 0;
 }
 
@@ -68,8 +71,8 @@ int run_inspect(const Given& given) {
                 ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,
                 ", so there is nothing to check it against; was it written by moesh?");
     const auto damage = checkpoint::find_damage(args[0]);
-    for (const auto& text : damage) std::printf("%s\n", text.c_str());
-    std::printf("%s: %s\n", args[0].c_str(),
+    for (const auto& text : damage) std::printf("%s\n", printable(text).c_str());
+    std::printf("%s: %s\n", printable(args[0]).c_str(),
                 damage.empty() ? "every byte is as it was written" : "DAMAGED");
     return damage.empty() ? 0 : 1;
   }

@@ -1,5 +1,6 @@
 #include "moesh/cli/memory_errors.h"
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -46,6 +47,8 @@ std::string bytes_asked(const std::string& said, const config::Config& config) {
   try {
     const auto bytes = estimate::estimate(config).peak;
     if (bytes > 0) return detail::concat("a rank needs about ", bytes, " bytes");
+  } catch (const std::bad_alloc&) {
+    return "there is none left";
   } catch (const std::exception&) {
     // The sizes are too large even for numbers.
   }
@@ -53,8 +56,18 @@ std::string bytes_asked(const std::string& said, const config::Config& config) {
                         " bytes were asked for");
 }
 
-std::int64_t bytes_there() {
-  return std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+struct Room {
+  std::int64_t bytes;
+  const char* whose;
+};
+
+// What the machine has, or the limit of this process where that is less.
+Room memory_there() {
+  const std::int64_t machine = std::int64_t{::sysconf(_SC_PHYS_PAGES)} * ::sysconf(_SC_PAGESIZE);
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur < static_cast<rlim_t>(machine))
+    return {static_cast<std::int64_t>(limit.rlim_cur), "this process may have (ulimit -v) "};
+  return {machine, "this machine has "};
 }
 
 // The most that a process holds through the whole run. A launched one has some ranks, one after the
@@ -76,8 +89,8 @@ double state_of_process(const config::Config& config) {
 
 [[noreturn]] void throw_out_of_memory(const std::string& asked, const config::Config& config) {
   throw Error(ErrorKind::config,
-              detail::concat("not enough memory: ", asked, ", and this machine has ", bytes_there(),
-                             "; ", sizes_that_were_set(config),
+              detail::concat("not enough memory: ", asked, ", and ", memory_there().whose,
+                             memory_there().bytes, "; ", sizes_that_were_set(config),
                              ". Lower such sizes, or split over more ranks; moesh estimate tells "
                              "what a rank needs"));
 }
@@ -87,8 +100,9 @@ double state_of_process(const config::Config& config) {
 bool is_about_memory(const c10::Error& e) {
   if (dynamic_cast<const c10::OutOfMemoryError*>(&e)) return true;
   const std::string text = e.what_without_backtrace();
+  // The last is what is left of the first where there is no memory for its text.
   for (const char* known : {"DefaultCPUAllocator: ", "Storage size calculation overflowed",
-                            "numel: integer multiplication overflow"})
+                            "numel: integer multiplication overflow", "[enforce fail a"})
     if (text.find(known) != std::string::npos) return true;
   return false;
 }
@@ -96,7 +110,7 @@ bool is_about_memory(const c10::Error& e) {
 void check_fits(const config::Config& config) {
   if (config.training.device != "cpu") return;
   const double bytes = state_of_process(config);
-  if (bytes > static_cast<double>(bytes_there()))
+  if (bytes > static_cast<double>(memory_there().bytes))
     throw_out_of_memory(
         detail::concat("weights, gradients and the state of the optimizer have ",
                        static_cast<std::int64_t>(std::min(bytes, 9e18)), " bytes in this process"),

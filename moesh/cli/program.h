@@ -10,4 +10,8 @@ namespace moesh::cli {
 /// output that could not be written.
 int run_program(const std::vector<std::string>& args);
 
+/// From here on an exception that nothing catches ends the process with a sentence and its exit
+/// code, and so does a library that gets no memory because of a limit (ulimit -v).
+void end_with_sentences();
+
 }  // namespace moesh::cli

@@ -3,10 +3,11 @@
 #include <csignal>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 
 #include "moesh/base/error.h"
+#include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
+#include "moesh/cli/named_output.h"
 #include "moesh/report/page.h"
 #include "moesh/report/serve.h"
 
@@ -58,12 +59,9 @@ int run_report(const Given& given) {
     return 0;
   }
   const std::string path = out.value_or("report.html"), text = report::page(runs, verified);
-  std::ofstream file(path, std::ios::binary);
-  file << text << std::flush;
-  MOESH_CHECK(file.good(), ErrorKind::config, "--out ", path,
-              " cannot be written; choose a file that can");
-  std::printf("%s: %zu run%s, %.1f MB; open it in a browser\n", path.c_str(), runs.size(),
-              runs.size() == 1 ? "" : "s", static_cast<double>(text.size()) / 1e6);
+  NamedOutput("--out", path).write(text);
+  std::printf("%s: %zu run%s, %.1f MB; open it in a browser\n", printable(path).c_str(),
+              runs.size(), runs.size() == 1 ? "" : "s", static_cast<double>(text.size()) / 1e6);
   return 0;
 }
 

@@ -1,8 +1,10 @@
 // The command that turns texts into files of token ids.
 
+#include <csignal>
 #include <cstdio>
 
 #include "moesh/base/error.h"
+#include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
 #include "moesh/data/tokenize.h"
@@ -15,7 +17,7 @@ int run_tokenize(const Given& given) {
     for (const std::string ending : {".bin", ".idx", ".moesh.json"})
       if (prefix->ends_with(ending)) prefix->resize(prefix->size() - ending.size());
     data::check_token_files(*prefix);
-    std::printf("%s: every byte is as it was written\n", prefix->c_str());
+    std::printf("%s: every byte is as it was written\n", printable(*prefix).c_str());
     return 0;
   }
   data::TokenizeOptions options{.tokenizer = given.text("--tokenizer").value_or(""),
@@ -38,11 +40,13 @@ int run_tokenize(const Given& given) {
                 "eos_token; name the token with --eod TOKEN");
   }
   options.inputs = given.rest();
+  std::signal(SIGPIPE, SIG_IGN);  // a console that is gone ends printing, not the work
   const auto s = data::tokenize(options);
   if (s.went_on_from > 0)
     std::printf("went on behind document %s\n", with_commas(s.went_on_from).c_str());
-  std::printf("%s.bin, %s.idx: %s (%s) in %s of %s; %.1f s\n", options.out.c_str(),
-              options.out.c_str(), counted(s.num_tokens, "token").c_str(), s.id_type,
+  const std::string out = printable(options.out);
+  std::printf("%s.bin, %s.idx: %s (%s) in %s of %s; %.1f s\n", out.c_str(), out.c_str(),
+              counted(s.num_tokens, "token").c_str(), s.id_type,
               counted(s.num_documents, "document").c_str(), counted(s.num_files, "file").c_str(),
               s.seconds);
   if (s.num_empty > 0)

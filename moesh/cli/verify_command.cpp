@@ -4,13 +4,15 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <map>
+#include <optional>
 
 #include "moesh/base/error.h"
 #include "moesh/base/exit_code.h"
+#include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/cli/named_output.h"
 #include "moesh/config/options.h"
 #include "moesh/formats/json.h"
 #include "moesh/verify/dump.h"
@@ -53,9 +55,9 @@ int run_golden(const Args& args, const std::string& file) {
   std::printf(
       "%s of %s, %s: loss %.6f, %zu tensors against %s (largest error: %.2g of what is allowed), "
       "%.1f s\n",
-      config.model.name.c_str(), config.checkpoint.initial_load.c_str(),
+      config.model.name.c_str(), printable(config.checkpoint.initial_load).c_str(),
       config.training.dtype.c_str(), golden["loss"].item<double>(), golden.tensors.size(),
-      file.c_str(), r.worst_ratio, seconds_since(start));
+      printable(file).c_str(), r.worst_ratio, seconds_since(start));
   if (golden.replays()) print_flips(r.num_flipped, r.largest_margin);
   return exit_code_of(r);
 }
@@ -172,12 +174,8 @@ int run_verify(const Given& given) {
   const Config config = load_config(given.rest(), verify_defaults(request.steps));
   const std::vector<Config> configs = meshes_of(config, request.sweep);
   check_dump(request);
-  std::ofstream file;
-  if (request.json) {
-    file.open(*request.json);
-    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *request.json,
-                " cannot be written; choose a file that can");
-  }
+  std::optional<NamedOutput> json;
+  if (request.json) json.emplace("--json", *request.json);
   const auto start = Clock::now();
   Totals t;
   naming_sizes(config, [&] {
@@ -199,14 +197,11 @@ int run_verify(const Given& given) {
     std::printf(
         "one rank has the micro-batches of the mesh (%s); other cuts are not compared: %s\n",
         mesh_shape(*alike).describe().c_str(), why_cut_alike(*alike).c_str());
-  if (request.json) {
-    file << formats::to_json({formats::JsonObject{
-                {"holds", {all_hold}}, {"seconds", {seconds}}, {"meshes", {std::move(t.meshes)}}}})
-         << "\n";
-    file.flush();
-    MOESH_CHECK(file.good(), ErrorKind::config, "--json ", *request.json,
-                " could not be written to its end; is the disk full?");
-  }
+  if (json)
+    json->write(
+        formats::to_json({formats::JsonObject{
+            {"holds", {all_hold}}, {"seconds", {seconds}}, {"meshes", {std::move(t.meshes)}}}}) +
+        "\n");
   return t.exit_code;
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "moesh/config/tables.h"
-#include "moesh/formats/name.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
 #include "moesh/pipeline/schedule.h"
@@ -355,7 +354,7 @@ const std::vector<ShortForm>& short_forms() {
 
 std::string model_title(const Config& config) {
   const ModelSection& m = config.model;
-  return m.name + " " + (m.folder.empty() ? m.size : "of " + formats::printable(m.folder));
+  return m.name + " " + (m.folder.empty() ? m.size : "of " + printable(m.folder));
 }
 
 std::string numbers_of(const Config& config) {

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
@@ -11,9 +12,14 @@
 namespace moesh::train {
 namespace {
 
-constexpr std::array kSignals{SIGINT, SIGTERM};
+using Clock = std::chrono::steady_clock;
+
+constexpr std::array kSignals{SIGINT, SIGTERM, SIGHUP};
+// Shells, launchers and `timeout` pass on what whole groups of processes have got already.
+constexpr Clock::duration kSameSignal = std::chrono::seconds(1);
 
 std::atomic<int> received{0};
+std::array<std::atomic<Clock::rep>, kSignals.size()> came_at{};  // the first of each kind; 0: none
 
 struct Scopes {
   std::mutex mutex;
@@ -25,12 +31,32 @@ struct Scopes {
 };
 Scopes scopes;
 
-// With the lock.
+void on_signal(int signal) {
+  const Clock::rep now = Clock::now().time_since_epoch().count();
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    if (kSignals[i] != signal) continue;
+    Clock::rep first = 0;
+    if (came_at[i].compare_exchange_strong(first, now)) {
+      received = signal;
+    } else if (now - first >= kSameSignal.count()) {
+      std::signal(signal, SIG_DFL);
+      std::raise(signal);  // it ends the process when this returns
+    }
+  }
+}
+
+bool is_default(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL;
+}
+
+// With the lock. What has come may come again while the process ends: where it would end it as
+// usual, and nobody delivers it, the handler stays, which does so after a second.
 void end_round() {
-  for (std::size_t i = 0; i < kSignals.size(); ++i)
-    sigaction(kSignals[i], &scopes.before[i], nullptr);
-  ++scopes.num_rounds;
   const auto deliver = std::exchange(scopes.deliver, {});
+  for (std::size_t i = 0; i < kSignals.size(); ++i)
+    if (came_at[i] == 0 || deliver || !is_default(scopes.before[i]))
+      sigaction(kSignals[i], &scopes.before[i], nullptr);
+  ++scopes.num_rounds;
   if (const int signal = received; signal != 0 && deliver) deliver(signal);
   scopes.all_left.notify_all();
 }
@@ -45,12 +71,16 @@ SignalScope::SignalScope() {
   received = 0;
   struct sigaction action = {};
   action.sa_flags = SA_RESTART;
-  action.sa_handler = [](int signal) {
-    received = signal;
-    std::signal(signal, SIG_DFL);
-  };
-  for (std::size_t i = 0; i < kSignals.size(); ++i)
-    sigaction(kSignals[i], &action, &scopes.before[i]);
+  action.sa_handler = on_signal;
+  for (std::size_t i = 0; i < kSignals.size(); ++i) {
+    came_at[i] = 0;
+    struct sigaction before = {};
+    sigaction(kSignals[i], &action, &before);
+    if ((before.sa_flags & SA_SIGINFO) != 0 || before.sa_handler != on_signal)
+      scopes.before[i] = before;
+    if (kSignals[i] == SIGHUP && before.sa_handler == SIG_IGN)  // nohup
+      sigaction(SIGHUP, &before, nullptr);
+  }
 }
 
 void SignalScope::leave(const std::function<void(int signal)>& deliver) {

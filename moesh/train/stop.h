@@ -1,13 +1,14 @@
 #pragma once
-// SIGINT and SIGTERM while runs are going on.
+// Signals that end runs: SIGINT, SIGTERM, and SIGHUP of a terminal that is closed.
 
 #include <functional>
 
 namespace moesh::train {
 
-/// While one lives, the first SIGINT or SIGTERM ends runs after their step, and a second one of the
-/// same kind ends the process as usual. Runs at the same time, on threads of an embedding program,
-/// all end; the last scope gives back the handlers that were there before the first.
+/// While one lives, the first signal ends runs after their step. The same one within a second
+/// counts as the first; after that it ends the process as usual. Runs at the same time, on threads
+/// of an embedding program, all end; the last scope gives back the handlers that were there before
+/// the first.
 class SignalScope {
  public:
   SignalScope();

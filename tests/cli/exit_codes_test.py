@@ -9,11 +9,14 @@ import os
 import pathlib
 import re
 import resource
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import time
+
+import bad_input_test
 
 RUN = ["train", "--data.sequence_length=8", "--data.batch_size=1"]
 
@@ -157,6 +160,178 @@ def paths_that_cannot_be(tmp, moesh):
             done = subprocess.run([moesh, *map(str, words)], capture_output=True, text=True,
                                   timeout=120)
             assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode} {done.stderr[-800:]}"
+
+
+def saved_model(tmp, moesh, model="mixtral:tiny"):
+    """A folder of a model without a manifest, as others have them, and its config.json."""
+    train(moesh, tmp, "--steps=1", f"--model={model}", code=0)
+    folder = tmp / "saved" / "step-00000001"
+    (folder / "moesh.json").unlink()
+    return folder, json.loads((folder / "config.json").read_text())
+
+
+def not_finite(tmp, moesh):
+    """NaN and inf in the weights, and keys of config.json that no model can have, are named."""
+    folder, config = saved_model(tmp, moesh)
+    model, begin = f"--model=hf:{folder}", ["--metrics.folder=", "--steps=1"]
+    for key, value in (("rms_norm_eps", -1), ("rope_theta", 0), ("initializer_range", -0.5),
+                       ("router_aux_loss_coef", -1)):
+        (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": None,
+                                                        key: value}))
+        said = run(moesh, "train", model, *begin, code=2)
+        assert "config.json" in said and f"{key} is {value}; it takes" in said, said
+    (folder / "config.json").write_text(json.dumps(config))
+    (file,) = folder.glob("*.safetensors")
+    whole = file.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    header = json.loads(whole[8:8 + length])
+    for number, name in ((float("nan"), "model.layers.0.block_sparse_moe.gate.weight"),
+                         (float("inf"), "lm_head.weight"),
+                         (float("-inf"), "model.layers.1.input_layernorm.weight")):
+        at = 8 + length + header[name]["data_offsets"][1] - 4  # its last number
+        file.write_bytes(whole[:at] + struct.pack("<f", number) + whole[at + 4:])
+        for command in (["train", model, *begin], ["train", model, "--mesh=tp=2,ep=2", *begin],
+                        ["generate", folder, "--prompt-ids=1,2"]):
+            said = run(moesh, *command, code=2)
+            assert f"tensor '{name}' has NaN or inf" in said, said
+    file.write_bytes(whole)
+    run(moesh, "train", model, *begin, code=0)
+
+
+def a_limit_on_memory(tmp, moesh):
+    """ulimit -v: a sentence, wherever memory ends: while libraries are loaded, before main, in a
+    thread of a rank, in a library that does not look."""
+    codes = []
+    for mib in range(360, 1000, 32):
+        limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (mib << 20, mib << 20))
+        done = subprocess.run([moesh, *RUN, "--steps=1", "--mesh=tp=2", "--metrics.folder="],
+                              capture_output=True, text=True, timeout=120, preexec_fn=limit)
+        codes.append(done.returncode)
+        if done.returncode == 0:
+            continue
+        last = (done.stderr.strip() or "nothing").splitlines()[-1]
+        sentence = re.match(r"moesh: \w+ error: .*(ulimit|memory)|.*failed to map segment", last)
+        assert done.returncode in (2, 3, 127) and sentence, f"{mib} MiB: {done}"
+    assert codes[-1] == 0 and codes.count(0) < len(codes) - 2, codes
+
+
+def closed_streams(tmp, moesh):
+    """Nothing that is printed lands in a file that has the number of a closed stream."""
+    command = f"{moesh} train --steps=3 --metrics.folder={tmp}/m --metrics.log_freq=1 " \
+              f"--checkpoint.enable --checkpoint.folder={tmp}/saved --data.batch_size=1"
+    run("/bin/bash", "-c", f"exec {command} <&- >&- 2>&-", code=0)
+    lines = (tmp / "m" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3], lines
+    for file in [*tmp.rglob(".lock"), *tmp.rglob("*.json*")]:
+        assert "loss:" not in file.read_text(), file
+    run("/bin/bash", "-c", f"exec {moesh} inspect {tmp}/saved/step-00000003 --check >&-", code=0)
+
+
+def a_console_that_is_gone(tmp, moesh):
+    """moesh train | head: printing ends, and training does not."""
+    for name, streams in (("out", {"stdout": subprocess.PIPE}),
+                          ("both", {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT})):
+        process = subprocess.Popen(
+            [moesh, *RUN, "--steps=40", "--metrics.log_freq=1", "--log-level=debug",
+             f"--metrics.folder={tmp}/{name}", "--checkpoint.enable",
+             f"--checkpoint.folder={tmp}/{name}/saved"], **{"stderr": subprocess.PIPE, **streams})
+        process.stdout.readline()
+        process.stdout.close()
+        error = process.stderr.read().decode() if process.stderr else ""
+        assert process.wait(120) == 0, (process.returncode, error)
+        assert (tmp / name / "saved" / "step-00000040" / "moesh.json").exists(), name
+        assert (tmp / name / "metrics.jsonl").read_text().count("\n") == 40, name
+        assert "storage error" not in error, error
+
+
+def signals_that_come_again(tmp, moesh_with_faults):
+    """SIGTERM twice within a moment is one; seconds later it ends the process at once."""
+    def start(name, sleep):
+        process = subprocess.Popen(
+            [moesh_with_faults, *RUN, "--steps=1000000", f"--metrics.folder={tmp}/{name}",
+             "--checkpoint.enable", f"--checkpoint.folder={tmp}/{name}/saved",
+             "--checkpoint.interval=1000000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            text=True, env={**os.environ, "MOESH_FAULTS": f"sync .saving- 1 100000 sleep{sleep}"})
+        metrics = tmp / name / "metrics.jsonl"
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        return process
+    for name, signals in ("twice", [signal.SIGTERM] * 2), ("thrice", [signal.SIGINT] * 3), \
+                         ("hangup", [signal.SIGHUP, signal.SIGHUP]):
+        process = start(name, 50)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.02)
+        assert process.wait(60) == 4, (name, process.returncode, process.stderr.read())
+        last = (tmp / name / "metrics.jsonl").read_text().count("\n")
+        assert (tmp / name / "saved" / f"step-{last:08}" / "moesh.json").exists(), name
+    process = start("later", 1000)
+    for pause in 0.02, 1.3, 0:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(pause)
+    assert process.wait(60) == -signal.SIGTERM, process.returncode
+
+
+def outputs(tmp, moesh):
+    """What an option names to be written: a full disk is 7, a pipe is not waited for."""
+    train(moesh, tmp, "--steps=1", code=0)
+    os.mkfifo(tmp / "pipe")
+    for command in (["report", tmp / "metrics", "--out"], ["estimate", "--json"],
+                    ["verify", "--json"]):
+        said = run(moesh, *command, "/dev/full", code=7)
+        assert f"{command[-1]}: cannot write '/dev/full': No space left" in said, said
+        run(moesh, *command, tmp / "pipe", code=2)
+        run(moesh, *command, tmp / "nowhere" / "x", code=2)
+    (tmp / "metrics" / "starts.jsonl").unlink()
+    os.mkfifo(tmp / "metrics" / "starts.jsonl")
+    assert "it is a pipe" in run(moesh, "report", tmp / "metrics", code=2)
+
+
+def names_are_escaped(tmp, moesh):
+    """What others have named does not control the terminal, and does not look like our lines."""
+    folder, config = saved_model(tmp, moesh)
+    evil, shown = "x\u009b2J\u202e\nmoesh: done\x1b[0m", "x\\u009b2J\\u202e\\x0amoesh: done\\x1b[0m"
+    for words in (["inspect", folder], ["train", f"--model=hf:{folder}"]):
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": evil}))
+        said = run(moesh, *words, code=0 if words[0] == "inspect" else 2)
+        assert shown in said and evil not in said, repr(said)
+    other = tmp / "a\u202e\nb"
+    said = run(moesh, "train", "--steps=1", "--data.sequence_length=8", f"--metrics.folder={other}",
+               code=0)
+    assert said.count("a\\u202e\\x0ab") >= 3 and str(other) not in said, said
+    said = run(moesh, "report", other, f"--out={other}/r.html", code=0)
+    assert "a\\u202e\\x0ab/r.html: 1 run" in said, said
+    said = run(moesh, "print-config", f"--metrics.folder={other}\u009b", code=0)
+    assert "\\u009b" in said and "\u009b" not in said, said
+
+
+def inputs_of_tokenize(tmp, moesh):
+    """A bound on threads, and an input that is replaced while another one is read."""
+    (tmp / "tokenizer.json").write_text(bad_input_test.tokenizer_json())
+    (tmp / "b.jsonl").write_text('{"text": "as it was"}\n')
+    command = ["tokenize", f"--tokenizer={tmp}/tokenizer.json", f"--out={tmp}/out",
+               "--format=jsonl"]
+    said = run(moesh, *command, tmp / "b.jsonl", "--threads=20000", code=2)
+    assert "--threads is 20000; it takes 1 to 1024, and this machine has" in said, said
+    process = subprocess.Popen([moesh, *command, "-", tmp / "b.jsonl"], stdin=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    while not list(tmp.glob("out*")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    (tmp / "b.jsonl").write_text('{"text": "as it is now"}\n')
+    _, said = process.communicate('{"text": "the first"}\n', timeout=60)
+    assert process.returncode == 2, said
+    assert "b.jsonl was written to, or replaced, while it was read" in said, said
+    assert not (tmp / "out.idx").exists()
+    said = run(moesh, *command[:2], f"--out={tmp}/other", tmp / "b.jsonl", "--threads=1024", code=0)
+    assert "1 document" in said, said
+
+
+def one_process_of_several(tmp, moesh):
+    said = run(moesh, *RUN, "--steps=1", "--metrics.folder=", code=2,
+               env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"})
+    assert "MASTER_ADDR is not set" in said, said
 
 
 def storage(tmp, moesh):
