@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pathlib
+import pty
 import re
 import resource
 import signal
@@ -162,9 +163,9 @@ def paths_that_cannot_be(tmp, moesh):
             assert done.returncode in (2, 7), f"{words[:1]}: {done.returncode} {done.stderr[-800:]}"
 
 
-def saved_model(tmp, moesh, model="mixtral:tiny"):
+def saved_model(tmp, moesh, more=()):
     """A folder of a model without a manifest, as others have them, and its config.json."""
-    train(moesh, tmp, "--steps=1", f"--model={model}", code=0)
+    train(moesh, tmp, "--steps=1", "--model=mixtral:tiny", *more, code=0)
     folder = tmp / "saved" / "step-00000001"
     (folder / "moesh.json").unlink()
     return folder, json.loads((folder / "config.json").read_text())
@@ -290,7 +291,12 @@ def outputs(tmp, moesh):
 
 def names_are_escaped(tmp, moesh):
     """What others have named does not control the terminal, and does not look like our lines."""
-    folder, config = saved_model(tmp, moesh)
+    folder, config = saved_model(tmp, moesh, more=["--model.vocab_size=256"])
+    leader, terminal = pty.openpty()
+    run(moesh, "generate", folder, "--tokenizer=bytes", "--prompt=a\u009b\u202eb\nc",
+        "--max-new-tokens=1", code=0, stdout=terminal)
+    said = os.read(leader, 10000).decode(errors="replace")
+    assert said.startswith("a\\u009b\\u202eb\r\nc"), repr(said)
     evil, shown = "x\u009b2J\u202e\nmoesh: done\x1b[0m", "x\\u009b2J\\u202e\\x0amoesh: done\\x1b[0m"
     for words in (["inspect", folder], ["train", f"--model=hf:{folder}"]):
         (folder / "config.json").write_text(json.dumps({**config, "model_type": evil}))
