@@ -1,7 +1,7 @@
-# The CUDA compiler, if there is one. Output: MOESH_CUDA_KERNELS (whether the kernels for Hopper are
-# compiled), MOESH_CUDA_FLAGS, and moesh_cuda(target): how its sources are compiled. What is linked
-# is static: a program runs on machines without a GPU.
-option(MOESH_CUDA "Compile the kernels for Hopper, where a CUDA compiler is found" ON)
+# The CUDA compiler, if there is one. Output: MOESH_CUDA_KERNELS (whether the kernels are compiled),
+# MOESH_CUDA_FLAGS, and moesh_cuda(target architectures...): how its sources are compiled. What is
+# linked is static: a program runs on machines without a GPU.
+option(MOESH_CUDA "Compile the kernels for GPUs, where a CUDA compiler is found" ON)
 set(MOESH_CUDA_KERNELS OFF)
 if(MOESH_CUDA AND NOT MOESH_SANITIZE)
   include(CheckLanguage)
@@ -24,7 +24,7 @@ endif()
 set(MOESH_CUDA_FLAGS -O3 --expt-relaxed-constexpr)
 
 function(moesh_cuda target)
-  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES 90a-real
+  set_target_properties(${target} PROPERTIES CUDA_STANDARD 20 CUDA_ARCHITECTURES "${ARGN}"
     CUDA_RUNTIME_LIBRARY None POSITION_INDEPENDENT_CODE ON)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${MOESH_CUDA_FLAGS}
     -Werror=all-warnings>)

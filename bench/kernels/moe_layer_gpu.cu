@@ -125,7 +125,7 @@ double dense(double seconds) {
 
 void run_shape(int shape, int routing, double seconds, bool kernels) {
   LayerConfig c = kShapes[shape];
-  c.router = c.forced = true;
+  c.gate = true;
   DeviceLayer l(c, 40 + shape);
   const char* names[] = {"random", "zipf", "one expert empty"};
   choose_experts<<<static_cast<unsigned>((c.tokens + 127) / 128), 128>>>(c, routing,
@@ -150,13 +150,10 @@ void run_shape(int shape, int routing, double seconds, bool kernels) {
                  w = static_cast<double>(c.experts * c.model * c.ffn);
     const double each = seconds / 4;
     const double gate_flops = 2.0 * static_cast<double>(c.tokens * c.model * c.experts);
-    line("route", gate_flops, 2 * td, measure(each, [&] {
-           l.router.forward(l.x.get(), l.routed_TK.get(), l.weight_TK.get(), nullptr);
-         }));
-    line("d_route", 2 * gate_flops, 4 * td, measure(each, [&] {
-           l.router.backward(l.x.get(), l.experts_TK.get(), l.d_score.get(), l.inverse.get(), false,
-                             nullptr);
-         }));
+    line("gate", gate_flops, 2 * td,
+         measure(each, [&] { l.of_router.forward(l.x.get(), nullptr); }));
+    line("d_gate", 2 * gate_flops, 4 * td,
+         measure(each, [&] { l.of_router.backward(l.x.get(), nullptr); }));
     line("sort", 0, 20 * rows,
          measure(each, [&] { MOESH_RUN(sort(l.sort_arguments(), nullptr)); }));
     line("expand", 0, 2 * (rd + td), measure(each, [&] { l.at_experts(l.x, nullptr); }));
@@ -208,7 +205,7 @@ int main(int argc, char** argv) {
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
   const std::string shapes = argc > 2 ? argv[2] : "1234", routings = argc > 3 ? argv[3] : "random";
   const bool kernels = argc < 5 || std::string(argv[4]) == "kernels";
-  check(check_device(0), "device");
+  check(check_hopper(0), "device");
   dense(seconds);
   for (const char shape : shapes) {
     if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, kernels);

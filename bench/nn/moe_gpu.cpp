@@ -25,7 +25,6 @@
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/rows.h"
-#include "moesh/kernels/sort.h"
 #include "moesh/nn/router.h"
 #include "moesh/spmd/spmd.h"
 #include "tests/gpu/torch_cuda.h"

@@ -30,7 +30,6 @@
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/memory.h"
 #include "moesh/kernels/rows.h"
-#include "moesh/kernels/sort.h"
 #include "tests/counting_allocator.h"
 
 namespace moesh::bench {

@@ -8,27 +8,8 @@ namespace {
 
 thread_local GpuKernels chosen = GpuKernels::automatic;
 
-struct Row {
-  at::DeviceType device;
-  const KernelTable& (*table)();
-};
-constexpr Row kRows[] = {
-    {at::kCPU, cpu_kernels}, {at::kMeta, meta_kernels}, {at::kCUDA, hopper_kernels}};
-
-const KernelTable& table_of(at::Device device) {
-  for (const Row& row : kRows) {
-    if (row.device == device.type()) return row.table();
-  }
-  MOESH_CHECK(chosen != GpuKernels::own, ErrorKind::config,
-              "kernels.gpu is own, but moesh has no kernels for ", device, "; use auto or library");
-  return aten_kernels();
-}
-
-const KernelTable& unless_refused(const KernelTable& own, const std::string& reason) {
-  if (reason.empty()) return own;
-  MOESH_CHECK(chosen != GpuKernels::own, ErrorKind::config, "kernels.gpu is own, but ", reason,
-              "; use auto or library");
-  return aten_kernels();
+[[noreturn]] void refuse(const std::string& reason) {
+  throw Error(ErrorKind::config, "kernels.gpu is own, but " + reason + "; use auto or library");
 }
 
 }  // namespace
@@ -46,25 +27,36 @@ GpuKernels gpu_kernels() { return chosen; }
 UseGpuKernels::UseGpuKernels(GpuKernels kernels) : before_(chosen) { chosen = kernels; }
 UseGpuKernels::~UseGpuKernels() { chosen = before_; }
 
-const KernelTable& own_or_library(const KernelTable& own, at::Device device) {
-  if (!own.refuses_device) return own;
+const KernelTable& first_that_takes(std::span<const KernelTable* const> tables, at::Device device) {
   if (chosen == GpuKernels::library) return aten_kernels();
-  return unless_refused(own, own.refuses_device(device));
+  std::string reason;
+  for (const KernelTable* table : tables) {
+    reason = table->refuses_device ? table->refuses_device(device) : "";
+    if (reason.empty()) return *table;
+  }
+  if (chosen == GpuKernels::own) refuse(reason);
+  return aten_kernels();
 }
 
-const KernelTable& own_or_library(const KernelTable& own, const ExpertsConfig& config,
-                                  const ExpertsWeights& weights) {
-  const KernelTable& table = own_or_library(own, weights.w1_eFD.device());
-  return table.refuses_experts ? unless_refused(table, table.refuses_experts(config, weights))
-                               : table;
+const KernelTable& for_experts(const KernelTable& table, const ExpertsConfig& config,
+                               const ExpertsWeights& weights) {
+  const std::string reason = table.refuses_experts ? table.refuses_experts(config, weights) : "";
+  if (reason.empty()) return table;
+  if (chosen == GpuKernels::own) refuse(reason);
+  return aten_kernels();
 }
 
 const KernelTable& kernels_for(at::Device device) {
-  return own_or_library(table_of(device), device);
+  if (device.is_cpu()) return cpu_kernels();
+  if (device.is_meta()) return meta_kernels();
+  static const KernelTable* const of_cuda[] = {&hopper_kernels(), &ampere_kernels()};
+  if (device.is_cuda()) return first_that_takes(of_cuda, device);
+  if (chosen == GpuKernels::own) refuse(detail::concat("moesh has no kernels for ", device));
+  return aten_kernels();
 }
 
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
-  return own_or_library(table_of(weights.w1_eFD.device()), config, weights);
+  return for_experts(kernels_for(weights.w1_eFD.device()), config, weights);
 }
 
 }  // namespace moesh::kernels

@@ -1,6 +1,7 @@
 #include "moesh/kernels/update.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "moesh/kernels/check.h"
@@ -56,6 +57,22 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device dev
   const at::NoGradGuard no_grad;
   if (all.empty()) return at::zeros({}, at::TensorOptions(device).dtype(at::kDouble));
   return kernels_for(device).sum_of_squares(all);
+}
+
+void cast_into(const at::Tensor& to, const at::Tensor& from) {
+  MOESH_CHECK(to.defined() && from.defined() && to.sizes() == from.sizes() &&
+                  to.device() == from.device() && to.is_contiguous(),
+              ErrorKind::data, "a cast of ", describe(from), " into ", describe(to),
+              "; pass contiguous memory of one shape and device");
+  const at::NoGradGuard no_grad;
+  kernels_for(to.device()).cast_into(to, from.contiguous());
+}
+
+at::Tensor cast(const at::Tensor& x, at::ScalarType dtype) {
+  if (x.scalar_type() == dtype) return x;
+  const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
+  cast_into(out, x);
+  return out;
 }
 
 }  // namespace moesh::kernels

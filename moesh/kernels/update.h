@@ -1,6 +1,6 @@
 #pragma once
-// What a step does with all gradients at once: the sum of their squares, and AdamW. Nothing here
-// waits for the device: the numbers of a step are read where they are.
+// What a step does with all parameters at once: the sum of the squares of their gradients, AdamW,
+// and casts. Nothing here waits for the device: the numbers of a step are read where they are.
 
 #include <ATen/core/Tensor.h>
 
@@ -33,5 +33,10 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params);
 /// The sum of the squares of all elements, a float64 scalar; 0 without tensors. They are float32 or
 /// float64, on one device. Same bits every time.
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device device);
+
+/// Writes `from` into `to`, which has its shape, and is contiguous, on its device and of any dtype.
+void cast_into(const at::Tensor& to, const at::Tensor& from);
+/// x in another dtype; x itself if it has it.
+at::Tensor cast(const at::Tensor& x, at::ScalarType dtype);
 
 }  // namespace moesh::kernels

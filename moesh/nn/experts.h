@@ -7,7 +7,7 @@
 #include <string>
 
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/sort.h"
+#include "moesh/kernels/rows.h"
 #include "moesh/spmd/param.h"
 #include "moesh/spmd/tensor.h"
 

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "moesh/kernels/sinks.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/kernels/gate.h"
+#include "moesh/kernels/routing.h"
 
 namespace moesh::nn {
 namespace {

@@ -4,7 +4,7 @@
 #include <ATen/ops/einsum.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/kernels/latent.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 

@@ -4,7 +4,7 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/kernels/swiglu.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/recompute.h"
 #include "moesh/spmd/weights_later.h"
 

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/kernels/norm.h"
+#include "moesh/kernels/rowwise.h"
 
 namespace moesh::nn {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/graph.h"
-#include "moesh/kernels/rope.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"
 

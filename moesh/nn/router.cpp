@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/topk.h"
+#include "moesh/kernels/routing.h"
 #include "moesh/nn/gate.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/map.h"

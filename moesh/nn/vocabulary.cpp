@@ -8,7 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/label.h"
-#include "moesh/kernels/cross_entropy.h"
+#include "moesh/kernels/loss.h"
 #include "moesh/nn/later.h"
 #include "moesh/spmd/dtype.h"
 #include "moesh/spmd/weights_later.h"

@@ -11,7 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
-#include "moesh/kernels/cast.h"
+#include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/device_random.h"
 #include "moesh/spmd/reduce.h"

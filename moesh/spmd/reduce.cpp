@@ -9,7 +9,7 @@
 #include <numeric>
 #include <utility>
 
-#include "moesh/kernels/cast.h"
+#include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
 #include "moesh/spmd/raw.h"

@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/cast.h"
+#include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/flat.h"
 #include "moesh/spmd/forget_prefetched.h"

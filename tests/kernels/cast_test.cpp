@@ -1,4 +1,4 @@
-#include "moesh/kernels/cast.h"
+#include "moesh/kernels/update.h"
 
 #include "moesh/base/error.h"
 #include "tests/kernels/support.h"

@@ -8,7 +8,6 @@
 #include "moesh/base/error.h"
 #include "moesh/kernels/ref/moe.h"
 #include "moesh/kernels/rows.h"
-#include "moesh/kernels/sort.h"
 #include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 

@@ -1,4 +1,4 @@
-#include "moesh/kernels/gate.h"
+#include "moesh/kernels/routing.h"
 
 #include "moesh/base/error.h"
 #include "tests/kernels/support.h"

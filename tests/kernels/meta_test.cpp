@@ -7,10 +7,10 @@
 #include <algorithm>
 
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/gate.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
-#include "moesh/kernels/sort.h"
+#include "moesh/kernels/routing.h"
+#include "moesh/kernels/rows.h"
 
 namespace moesh::kernels {
 namespace {

@@ -1,7 +1,6 @@
-#include "moesh/kernels/sort.h"
+#include "moesh/kernels/rows.h"
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/rows.h"
 #include "moesh/kernels/table.h"
 #include "tests/kernels/support.h"
 

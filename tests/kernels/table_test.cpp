@@ -24,7 +24,7 @@ std::string message_of(const F& f) {
 
 TEST(KernelTable, HasEveryEntryOnEveryDevice) {
   for (const KernelTable* t :
-       {&cpu_kernels(), &aten_kernels(), &meta_kernels(), &hopper_kernels()}) {
+       {&cpu_kernels(), &aten_kernels(), &meta_kernels(), &ampere_kernels(), &hopper_kernels()}) {
     EXPECT_TRUE(t->top_k && t->sort_by_expert && t->rank_major_to_expert_major && t->gather_rows &&
                 t->gate_forward && t->gate_backward && t->combine_rows && t->experts_forward &&
                 t->experts_backward && t->norm_forward && t->norm_backward && t->rotate_forward &&
@@ -63,24 +63,57 @@ KernelTable picky() {
   return t;
 }
 
+TEST(KernelTable, TheFirstThatTakesTheDeviceIsTaken) {
+  KernelTable new_chip = picky(), old_chip = picky();
+  new_chip.refuses_device = [](at::Device) -> std::string { return "it is not new"; };
+  const KernelTable* both[] = {&new_chip, &old_chip};
+  for (auto choice : {GpuKernels::automatic, GpuKernels::own}) {
+    const UseGpuKernels chosen(choice);
+    EXPECT_EQ(&first_that_takes(both, at::kCPU), &old_chip);
+  }
+  new_chip.refuses_device = nullptr;
+  EXPECT_EQ(&first_that_takes(both, at::kCPU), &new_chip);
+  EXPECT_EQ(&first_that_takes(both, kElsewhere), &new_chip);
+}
+
+// A GPU that is not Hopper has the kernels for rows, loss and update, and no experts of its own.
+TEST(KernelTable, HopperHasAllThatAmpereHas) {
+  const KernelTable &aten = aten_kernels(), &ampere = ampere_kernels(), &hopper = hopper_kernels();
+  EXPECT_NE(ampere.norm_forward, aten.norm_forward);
+  EXPECT_NE(ampere.top_k, aten.top_k);
+  EXPECT_NE(ampere.adamw_, aten.adamw_);
+  EXPECT_EQ(ampere.experts_forward, aten.experts_forward);
+  EXPECT_EQ(ampere.gate_forward, aten.gate_forward);
+  EXPECT_EQ(hopper.norm_forward, ampere.norm_forward);
+  EXPECT_EQ(hopper.adamw_, ampere.adamw_);
+  EXPECT_NE(hopper.experts_forward, ampere.experts_forward);
+  EXPECT_NE(hopper.gate_forward, ampere.gate_forward);
+  EXPECT_FALSE(ampere.refuses_experts({}, {}).empty());
+}
+
 TEST(KernelTable, WhatIsRefusedGoesToTheLibraryUnlessOwnIsAskedFor) {
   const KernelTable own = picky();
+  const KernelTable* only[] = {&own};
+  const auto of_device = [&](at::Device device) { return &first_that_takes(only, device); };
+  const auto of_experts = [&](const ExpertsWeights& w) {
+    return &for_experts(*of_device(at::kCPU), {}, w);
+  };
   const at::Tensor wide = at::zeros({1, 2, 2}), narrow = wide.to(at::kBFloat16);
   const ExpertsWeights taken{narrow, narrow, narrow}, refused{wide, wide, wide};
-  EXPECT_EQ(&own_or_library(own, at::kCPU), &own);
-  EXPECT_EQ(&own_or_library(own, {}, taken), &own);
-  EXPECT_EQ(&own_or_library(own, kElsewhere), &aten_kernels());
-  EXPECT_EQ(&own_or_library(own, {}, refused), &aten_kernels());
+  EXPECT_EQ(of_device(at::kCPU), &own);
+  EXPECT_EQ(of_experts(taken), &own);
+  EXPECT_EQ(of_device(kElsewhere), &aten_kernels());
+  EXPECT_EQ(of_experts(refused), &aten_kernels());
   {
     const UseGpuKernels chosen(GpuKernels::library);
-    EXPECT_EQ(&own_or_library(own, at::kCPU), &aten_kernels());
-    EXPECT_EQ(&own_or_library(own, {}, taken), &aten_kernels());
+    EXPECT_EQ(of_device(at::kCPU), &aten_kernels());
+    EXPECT_EQ(of_experts(taken), &aten_kernels());
   }
   const UseGpuKernels chosen(GpuKernels::own);
-  EXPECT_EQ(&own_or_library(own, {}, taken), &own);
-  EXPECT_EQ(message_of([&] { own_or_library(own, kElsewhere); }),
+  EXPECT_EQ(of_experts(taken), &own);
+  EXPECT_EQ(message_of([&] { of_device(kElsewhere); }),
             "kernels.gpu is own, but xpu:0 has compute capability 8.0; use auto or library");
-  EXPECT_EQ(message_of([&] { own_or_library(own, {}, refused); }),
+  EXPECT_EQ(message_of([&] { of_experts(refused); }),
             "kernels.gpu is own, but the weights are not bfloat16; use auto or library");
 }
 
@@ -97,7 +130,7 @@ TEST(KernelTable, AChoiceIsThatOfItsThreadAndEnds) {
 // Where this program has kernels for CUDA they may also take the device of this machine.
 TEST(KernelTable, OwnKernelsForCudaRunOrSayWhyNot) {
   const at::Device cuda("cuda:0");
-  const std::string reason = hopper_kernels().refuses_device(cuda);
+  const std::string reason = ampere_kernels().refuses_device(cuda);
   const UseGpuKernels chosen(GpuKernels::own);
   EXPECT_EQ(message_of([&] { kernels_for(cuda); }),
             reason.empty() ? "nothing was thrown"

@@ -217,4 +217,9 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return out;
 }
 
+void add_experts(KernelTable& t) {
+  t.experts_forward = experts_forward;
+  t.experts_backward = experts_backward;
+}
+
 }  // namespace moesh::kernels::aten

@@ -1,4 +1,4 @@
-// Top-k, sorting and moving of rows with LibTorch ops.
+// The gate, top-k, sorting and moving of rows with LibTorch ops.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_assert_async.h>
 #include <ATen/ops/_embedding_bag_forward_only.h>
@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/logical_or.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/nonzero.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/searchsorted.h>
@@ -14,8 +15,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/sort.h"
-#include "moesh/kernels/topk.h"
+#include "moesh/kernels/table.h"
 
 namespace moesh::kernels::aten {
 
@@ -126,6 +126,26 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
     y = y.to(rows.scalar_type());
   }
   return rows_RD.dim() == 2 ? y : y.squeeze(1);
+}
+
+at::Tensor gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
+  return at::mm(x_TD.to(gate_ED.scalar_type()), gate_ED.t());
+}
+
+GateGradients gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
+                            const at::Tensor& d_logits_TE) {
+  return {at::mm(d_logits_TE, gate_ED).to(x_TD.scalar_type()),
+          at::mm(d_logits_TE.t(), x_TD.to(gate_ED.scalar_type()))};
+}
+
+void add_routing(KernelTable& t) {
+  t.top_k = top_k;
+  t.sort_by_expert = sort_by_expert;
+  t.rank_major_to_expert_major = rank_major_to_expert_major;
+  t.gate_forward = gate_forward;
+  t.gate_backward = gate_backward;
+  t.gather_rows = gather_rows;
+  t.combine_rows = combine_rows;
 }
 
 }  // namespace moesh::kernels::aten

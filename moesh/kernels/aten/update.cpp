@@ -73,4 +73,10 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return at::stack(at::_foreach_norm(tensors, 2, at::kDouble)).square_().sum();
 }
 
+void add_update(KernelTable& t) {
+  t.cast_into = cast_into;
+  t.adamw_ = adamw_;
+  t.sum_of_squares = sum_of_squares;
+}
+
 }  // namespace moesh::kernels::aten

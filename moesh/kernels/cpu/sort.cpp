@@ -1,4 +1,4 @@
-#include "moesh/kernels/sort.h"
+#include "moesh/kernels/rows.h"
 
 #include <ATen/ops/empty.h>
 

@@ -4,7 +4,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/cpu/tasks.h"
-#include "moesh/kernels/topk.h"
+#include "moesh/kernels/routing.h"
 
 namespace moesh::kernels::cpu {
 namespace {

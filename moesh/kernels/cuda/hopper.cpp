@@ -1,17 +1,12 @@
-// The torch side of the kernels for Hopper: allocates, and calls launch.h. Nothing here waits for
-// the device, but for a sort of a part of the experts, whose number of rows is not known before.
-// Experts and gate take tensors on meta, too: what is allocated is the same, and nothing is called.
-// T tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at their experts
+// The torch side of the kernels for Hopper, experts and gate: allocates, and calls launch.h.
+// Nothing here waits for the device. Both take tensors on meta, too: what is allocated is the same,
+// and nothing is called. T tokens, D model, F ffn, E experts, e local experts, K top-k, R rows at
+// their experts
 
-#include <ATen/TensorOperators.h>
-#include <ATen/ops/_assert_async.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/logical_and.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -20,24 +15,6 @@
 
 namespace moesh::kernels {
 namespace hopper {
-
-// In hopper_around.cpp.
-NormForwardKernel norm_forward;
-NormBackwardKernel norm_backward;
-RotateKernel rotate_forward;
-RotateKernel rotate_backward;
-AddSinksKernel add_sinks_;
-SinkGradientKernel sink_gradient;
-LogitSumsKernel logit_sums;
-LogitGradientKernel logit_gradient_;
-LatentForwardKernel latent_heads_forward;
-LatentBackwardKernel latent_heads_backward;
-SwigluForwardKernel swiglu_forward;
-SwigluBackwardKernel swiglu_backward;
-// In hopper_update.cpp.
-CastKernel cast_into;
-AdamWKernel adamw_;
-SumOfSquaresKernel sum_of_squares;
 
 namespace {
 
@@ -196,144 +173,42 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   return d;
 }
 
-TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
-  const std::int64_t num_tokens = scores_TE.size(0), num_experts = scores_TE.size(1);
-  if (scores_TE.scalar_type() != at::kFloat || num_experts > 256 || k < 1)
-    return aten_kernels().top_k(scores_TE, k);
-  const OnDeviceOf run(scores_TE);
-  const auto options = scores_TE.options();
-  TopK out{at::empty({num_tokens, k}, options),
-           at::empty({num_tokens, k}, options.dtype(at::kLong))};
-  // Nobody asks for the token of a NaN, for which the host would wait: a NaN is chosen first, and
-  // ends the step as its loss.
-  run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
-      k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>(),
-      static_cast<std::int32_t*>(nullptr));
-  return out;
-}
-
-Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
-  if (range.count < 1 || range.count > 512)
-    return aten_kernels().sort_by_expert(experts_TK, num_experts, range);
-  const OnDeviceOf run(experts_TK);
-  at::_assert_async(at::logical_and(experts_TK >= 0, experts_TK < num_experts).all(),
-                    "a token chose an expert out of range");
-  const at::Tensor chosen_TK = experts_TK.to(at::kInt);
-  const auto options = chosen_TK.options();
-  const std::int64_t num_choices = chosen_TK.numel();
-  Sorted out{.order_R = at::empty({num_choices}, options),
-             .token_R = at::empty({num_choices}, options),
-             .inverse_TK = at::empty(chosen_TK.sizes(), options),
-             .ends_e = at::empty({range.count}, options)};
-  Sort sort{.experts_TK = indices(chosen_TK),
-            .weight_TK = nullptr,
-            .num_tokens = chosen_TK.size(0),
-            .top_k = chosen_TK.size(1),
-            .first_expert = range.first,
-            .num_experts = range.count,
-            .workspace = nullptr,
-            .ends_E = out.ends_e.mutable_data_ptr<std::int32_t>(),
-            .order_R = out.order_R.mutable_data_ptr<std::int32_t>(),
-            .token_R = out.token_R.mutable_data_ptr<std::int32_t>(),
-            .inverse_TK = out.inverse_TK.mutable_data_ptr<std::int32_t>(),
-            .score_R = nullptr};
-  const at::Tensor workspace = at::empty({sort_workspace(sort)}, options);
-  sort.workspace = workspace.mutable_data_ptr<std::int32_t>();
-  run("sort", cuda::sort, sort);
-  if (range.count < num_experts) {  // the size of what follows: a wait
-    const auto rows = out.ends_e[range.count - 1].item<std::int32_t>();
-    out.order_R = out.order_R.narrow(0, 0, rows);
-    out.token_R = out.token_R.narrow(0, 0, rows);
-  }
-  return out;
-}
-
-at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
-  if (rows_RD.dim() != 2 || rows_RD.scalar_type() != at::kBFloat16 || rows_RD.size(1) % 8 != 0 ||
-      !in_chunks(rows_RD))
-    return aten_kernels().combine_rows(rows_RD, inverse_TK);
-  const OnDeviceOf run(rows_RD);
-  const std::int64_t num_tokens = inverse_TK.size(0);
-  const at::Tensor y_TD = at::empty({num_tokens, rows_RD.size(1)}, rows_RD.options());
-  run("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
-      out(y_TD), num_tokens, inverse_TK.size(1), rows_RD.size(1));
-  return y_TD;
-}
-
 /// The gate as its kernels have it, or nothing where these do not take it.
-struct Gate {
-  Router router;
+struct TermsOfGate {
+  Gate gate;
   at::Tensor x_TD, terms;
 
-  Gate(const at::Tensor& x, const at::Tensor& gate_ED)
-      : router{.num_tokens = x.size(0),
-               .model = x.size(1),
-               .num_experts = gate_ED.size(0),
-               .top_k = 0} {
-    if (x.scalar_type() != at::kBFloat16 || gate_ED.scalar_type() != at::kFloat ||
-        router.model < 8 || router.model % 8 != 0 || router.num_experts < 1 ||
-        router.num_experts > 256)
+  TermsOfGate(const at::Tensor& x, const at::Tensor& gate_ED)
+      : gate{.num_tokens = x.size(0), .model = x.size(1), .num_experts = gate_ED.size(0)} {
+    if (x.scalar_type() != at::kBFloat16 || gate_ED.scalar_type() != at::kFloat || gate.model < 8 ||
+        gate.model % 8 != 0 || gate.num_experts < 1 || gate.num_experts > 256)
       return;
     x_TD = aligned(x);
-    terms = at::empty({4, padded_experts(router.num_experts), router.model}, x.options());
-    OnDeviceOf{x}("split_gate", split_gate, router, static_cast<const float*>(floats(gate_ED)),
+    terms = at::empty({4, padded_experts(gate.num_experts), gate.model}, x.options());
+    OnDeviceOf{x}("split_gate", split_gate, gate, static_cast<const float*>(floats(gate_ED)),
                   out(terms));
   }
   bool taken() const { return terms.defined(); }
 };
 
 at::Tensor gate_forward(const at::Tensor& x, const at::Tensor& gate_ED) {
-  const Gate gate(x, gate_ED);
-  if (!gate.taken()) return aten_kernels().gate_forward(x, gate_ED);
+  const TermsOfGate g(x, gate_ED);
+  if (!g.taken()) return aten_kernels().gate_forward(x, gate_ED);
   const at::Tensor logits_TE = at::empty({x.size(0), gate_ED.size(0)}, gate_ED.options());
-  OnDeviceOf{x}("route", route, gate.router, in(gate.x_TD), in(gate.terms), floats(logits_TE),
-                static_cast<std::int32_t*>(nullptr), static_cast<float*>(nullptr),
-                static_cast<std::int32_t*>(nullptr));
+  OnDeviceOf{x}("gate_logits", gate_logits, g.gate, in(g.x_TD), in(g.terms), floats(logits_TE));
   return logits_TE;
 }
 
 GateGradients gate_backward(const at::Tensor& x, const at::Tensor& gate_ED,
                             const at::Tensor& d_logits_TE) {
-  const Gate gate(x, gate_ED);
-  if (!gate.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE);
-  GateGradients d{at::empty_like(gate.x_TD), at::empty_like(gate_ED)};
-  const at::Tensor workspace =
-      at::empty({route_workspace(gate.router)}, x.options().dtype(at::kByte));
-  const float* d_logits = floats(d_logits_TE);
-  const RouteGradients gradients{.x_TD = in(gate.x_TD),
-                                 .terms = in(gate.terms),
-                                 .logits_TE = d_logits,  // of no choice: not looked at
-                                 .experts_TK = nullptr,
-                                 .d_weights = nullptr,
-                                 .inverse_TK = nullptr,
-                                 .d_logits_TE = d_logits,
-                                 .workspace = out(workspace),
-                                 .d_gate_ED = floats(d.gate_ED),
-                                 .d_gate_bias_E = nullptr,
-                                 .dx_TD = out(d.x_TD)};
-  OnDeviceOf{x}("route_backward", route_backward, gate.router, gradients);
+  const TermsOfGate g(x, gate_ED);
+  if (!g.taken()) return aten_kernels().gate_backward(x, gate_ED, d_logits_TE);
+  GateGradients d{at::empty_like(g.x_TD), at::empty_like(gate_ED)};
+  const at::Tensor workspace = at::empty({gate_workspace(g.gate)}, x.options().dtype(at::kByte));
+  OnDeviceOf{x}("gate_backward", cuda::gate_backward, g.gate, in(g.x_TD), in(g.terms),
+                static_cast<const float*>(floats(d_logits_TE)), out(workspace), floats(d.gate_ED),
+                out(d.x_TD));
   return d;
-}
-
-/// Asked in every call, so that the driver is asked once for each device.
-std::string refuses_device(at::Device device) {
-  constexpr int kMaxDevices = 64;
-  struct Answer {
-    std::once_flag asked;
-    cuda::Error error = nullptr;
-  };
-  static Answer answers[kMaxDevices];
-  int index = device.index();
-  if (index < 0) {  // the current one; where there is none, what a question for the first says
-    const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
-                             c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
-    index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;
-  }
-  if (index >= kMaxDevices)
-    return detail::concat("own kernels take devices 0 to ", kMaxDevices - 1);
-  Answer& answer = answers[index];
-  std::call_once(answer.asked, [&] { answer.error = check_device(index); });
-  return answer.error ? answer.error : "";
 }
 
 std::string refuses_experts(const ExpertsConfig&, const ExpertsWeights& w) {
@@ -354,31 +229,13 @@ std::string refuses_experts(const ExpertsConfig&, const ExpertsWeights& w) {
 
 const KernelTable& hopper_kernels() {
   static const KernelTable table = [] {
-    KernelTable t = aten_kernels();
+    KernelTable t = ampere_kernels();
     t.name = "hopper";
-    t.top_k = hopper::top_k;
-    t.sort_by_expert = hopper::sort_by_expert;
-    t.combine_rows = hopper::combine_rows;
     t.gate_forward = hopper::gate_forward;
     t.gate_backward = hopper::gate_backward;
     t.experts_forward = hopper::experts_forward;
     t.experts_backward = hopper::experts_backward;
-    t.norm_forward = hopper::norm_forward;
-    t.norm_backward = hopper::norm_backward;
-    t.rotate_forward = hopper::rotate_forward;
-    t.rotate_backward = hopper::rotate_backward;
-    t.add_sinks_ = hopper::add_sinks_;
-    t.sink_gradient = hopper::sink_gradient;
-    t.logit_sums = hopper::logit_sums;
-    t.logit_gradient_ = hopper::logit_gradient_;
-    t.latent_heads_forward = hopper::latent_heads_forward;
-    t.latent_heads_backward = hopper::latent_heads_backward;
-    t.swiglu_forward = hopper::swiglu_forward;
-    t.swiglu_backward = hopper::swiglu_backward;
-    t.cast_into = hopper::cast_into;
-    t.adamw_ = hopper::adamw_;
-    t.sum_of_squares = hopper::sum_of_squares;
-    t.refuses_device = hopper::refuses_device;
+    t.refuses_device = on_device::refusal<cuda::check_hopper>;
     t.refuses_experts = hopper::refuses_experts;
     return t;
   }();

@@ -33,13 +33,31 @@ CUtensorMap tensor_map(const void* base, std::int64_t x, std::int64_t y, std::in
   return map;
 }
 
-Error check_device(int device) {
+namespace {
+
+/// 10 times its compute capability.
+Error capability_of(int device, int& capability) {
   int major = 0, minor = 0;
   for (const auto& [value, attribute] : {std::pair(&major, cudaDevAttrComputeCapabilityMajor),
                                          std::pair(&minor, cudaDevAttrComputeCapabilityMinor)}) {
     if (Error error = text_of(cudaDeviceGetAttribute(value, attribute, device))) return error;
   }
-  return major == 9 && minor == 0 ? nullptr : "the device is not of compute capability 9.0";
+  capability = 10 * major + minor;
+  return nullptr;
+}
+
+}  // namespace
+
+Error check_hopper(int device) {
+  int capability = 0;
+  if (Error error = capability_of(device, capability)) return error;
+  return capability == 90 ? nullptr : "the device is not of compute capability 9.0";
+}
+
+Error check_ampere(int device) {
+  int capability = 0;
+  if (Error error = capability_of(device, capability)) return error;
+  return capability >= 80 ? nullptr : "the device is not of compute capability 8.0 or later";
 }
 
 }  // namespace moesh::kernels::cuda

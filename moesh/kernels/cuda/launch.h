@@ -1,13 +1,14 @@
 #pragma once
-// The kernels of the MoE layer for Hopper (compute capability 9.0), as plain functions: device
-// pointers and sizes, no torch, no CUDA header. Everything runs on `stream`, nothing waits for the
+// The kernels of the MoE layer, as plain functions: device pointers and sizes, no torch, no CUDA
+// header. Experts and gate are for Hopper (compute capability 9.0), the others for compute
+// capability 8.0 and later. Everything runs on `stream`, nothing waits for the
 // device, nothing is allocated. bf16 tensors are void*, row-major, 16-byte aligned, without gaps.
 // Same bits every time, and a row's result does not depend on the rows around it.
 // T tokens, D model, F ffn, E experts, K top-k, R rows at their experts, sorted by expert
 //
-//   forward   route, sort, expand (x), up, down, combine (y)
+//   forward   gate_logits, top_k, sort, expand (x), up, down, combine (y)
 //   backward  expand (dy), dh, dw2, score_gradient, bias_gradients, dx, combine (dx), expand (x), dw13,
-//             route_backward
+//             gate_backward
 // One buffer [R, D] is enough for all of x, y, dy and dx at their experts, in this order.
 
 #include <cstdint>
@@ -18,8 +19,9 @@ namespace moesh::kernels::cuda {
 using Error = const char*;
 using Stream = void*;
 
-/// Whether the kernels run on this device: null, or why not.
-Error check_device(int device);
+/// Whether kernels run on this device, those of Hopper and the others: null, or why not.
+Error check_hopper(int device);
+Error check_ampere(int device);
 
 // ---- experts ----
 
@@ -100,21 +102,16 @@ std::int64_t sort_workspace(const Sort&);
 /// A stable counting sort of the choices by expert.
 Error sort(const Sort&, Stream);
 
-// ---- router ----
+/// The K largest of each token's scores, largest first, and the lowest expert of equals. A NaN is
+/// larger than all numbers: it is chosen, and so reaches the loss. E is at most 256.
+Error top_k(const float* scores_TE, std::int64_t num_tokens, std::int64_t num_experts,
+            std::int64_t k, float* values_TK, std::int64_t* experts_TK, Stream);
 
-enum class Scoring { sigmoid, softmax, softmax_chosen };
+// ---- gate ----
 
-struct Router {
+struct Gate {
   std::int64_t num_tokens, model;  // T, D (a multiple of 8)
   std::int64_t num_experts;        // E, at most 256
-  std::int64_t top_k;              // at most 16; 0: logits and their gradients alone
-  Scoring scoring = Scoring::sigmoid;
-  bool choose_on_logits = false;                // of sigmoid
-  std::int64_t num_groups = 1, top_groups = 1;  // at most 32; of at least two experts
-  bool normalize = false;
-  float epsilon = 0.f, scale = 1.f;
-  const float* gate_bias_E = nullptr;    // added to the logits; null: none
-  const float* expert_bias_E = nullptr;  // added to what the choice is made on; null: none
 };
 
 /// Experts in a multiple of 8, as the terms of the gate have them.
@@ -123,36 +120,12 @@ constexpr std::int64_t padded_experts(std::int64_t num_experts) {
 }
 /// The float32 gate as a sum of three bf16 terms, [4, padded_experts, D]: low, middle, high, high.
 /// (Backward reads the last three.)
-Error split_gate(const Router&, const float* gate_ED, void* terms, Stream);
-
-/// Logits (exact to float32 rounding), the K experts with the largest scores, largest first and the
-/// lowest expert of equals, and their weights. A NaN is larger than
-/// all numbers: it is chosen, and so reaches the loss. bad_token becomes the smallest of itself and
-/// the tokens with a NaN: the caller sets it to INT32_MAX before, and looks at it when it next
-/// waits anyway; null: nobody asks.
-Error route(const Router&, const void* x_TD, const void* terms, float* logits_TE,
-            std::int32_t* experts_TK, float* weights_TK, std::int32_t* bad_token, Stream);
-
-/// The K largest of each token's scores, as `route` chooses. E is at most 256.
-Error top_k(const float* scores_TE, std::int64_t num_tokens, std::int64_t num_experts,
-            std::int64_t k, float* values_TK, std::int64_t* experts_TK, std::int32_t* bad_token,
-            Stream);
-
-struct RouteGradients {
-  const void* x_TD;
-  const void* terms;  // of split_gate
-  const float* logits_TE;
-  const std::int32_t* experts_TK;
-  const float* d_weights;  // [T, K]; or of rows, [R]
-  const std::int32_t*
-      inverse_TK;            // where in [R] the choice is, -1: nowhere; null: d_weights is [T, K]
-  const float* d_logits_TE;  // what losses add; null: nothing
-  void* workspace;           // route_workspace bytes
-  float* d_gate_ED;
-  float* d_gate_bias_E;  // null: not wanted
-  void* dx_TD;           // bf16; an addend of combine
-};
-std::int64_t route_workspace(const Router&);
-Error route_backward(const Router&, const RouteGradients&, Stream);
+Error split_gate(const Gate&, const float* gate_ED, void* terms, Stream);
+/// x gate', exact to float32 rounding.
+Error gate_logits(const Gate&, const void* x_TD, const void* terms, float* logits_TE, Stream);
+/// The bytes that gate_backward needs besides its results.
+std::int64_t gate_workspace(const Gate&);
+Error gate_backward(const Gate&, const void* x_TD, const void* terms, const float* d_logits_TE,
+                    void* workspace, float* d_gate_ED, void* dx_TD, Stream);
 
 }  // namespace moesh::kernels::cuda

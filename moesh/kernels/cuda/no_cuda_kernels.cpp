@@ -7,7 +7,8 @@ namespace {
 constexpr Error kNone = "the CUDA kernels of moesh were not compiled: no CUDA compiler was found";
 }
 
-Error check_device(int) { return kNone; }
+Error check_hopper(int) { return kNone; }
+Error check_ampere(int) { return kNone; }
 Error up(const Experts&, const void*, void*, void*, void*, Stream) { return kNone; }
 Error down(const Experts&, const void*, void*, Stream) { return kNone; }
 Error dh(const Experts&, const void*, void*, void*, void*, float*, Stream) { return kNone; }
@@ -31,17 +32,16 @@ Error combine(const void*, const std::int32_t*, const void*, void*, std::int64_t
 }
 std::int64_t sort_workspace(const Sort&) { return 0; }
 Error sort(const Sort&, Stream) { return kNone; }
-Error split_gate(const Router&, const float*, void*, Stream) { return kNone; }
-Error route(const Router&, const void*, const void*, float*, std::int32_t*, float*, std::int32_t*,
-            Stream) {
+Error top_k(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std::int64_t*, Stream) {
   return kNone;
 }
-Error top_k(const float*, std::int64_t, std::int64_t, std::int64_t, float*, std::int64_t*,
-            std::int32_t*, Stream) {
+Error split_gate(const Gate&, const float*, void*, Stream) { return kNone; }
+Error gate_logits(const Gate&, const void*, const void*, float*, Stream) { return kNone; }
+std::int64_t gate_workspace(const Gate&) { return 0; }
+Error gate_backward(const Gate&, const void*, const void*, const float*, void*, float*, void*,
+                    Stream) {
   return kNone;
 }
-std::int64_t route_workspace(const Router&) { return 0; }
-Error route_backward(const Router&, const RouteGradients&, Stream) { return kNone; }
 
 Error norm(const Norm&, const void*, void*, float*, Stream) { return kNone; }
 std::int64_t norm_workspace(const Norm&) { return 0; }

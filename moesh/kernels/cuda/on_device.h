@@ -5,12 +5,38 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <mutex>
+#include <string>
+
 #include "moesh/base/error.h"
 #include "moesh/kernels/cuda/launch.h"
 
-namespace moesh::kernels::hopper {
+namespace moesh::kernels {
+namespace on_device {
 
 using namespace cuda;  // launch.h
+
+/// What `check` says of a device, by its number; each device is asked once.
+template <cuda::Error (*check)(int device)>
+std::string refusal(at::Device device) {
+  constexpr int kMaxDevices = 64;
+  struct Answer {
+    std::once_flag asked;
+    cuda::Error error = nullptr;
+  };
+  static Answer answers[kMaxDevices];
+  int index = device.index();
+  if (index < 0) {  // the current one; where there is none, what a question for the first says
+    const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
+                             c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
+    index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;
+  }
+  if (index >= kMaxDevices)
+    return detail::concat("own kernels take devices 0 to ", kMaxDevices - 1);
+  Answer& answer = answers[index];
+  std::call_once(answer.asked, [&] { answer.error = check(index); });
+  return answer.error ? answer.error : "";
+}
 
 /// Makes the device of a tensor current, and calls kernels on its stream; on meta, which has none,
 /// it does nothing.
@@ -52,4 +78,13 @@ inline at::Tensor aligned(const at::Tensor& t) {
   return !t.defined() || in_chunks(t) ? t : t.clone();
 }
 
-}  // namespace moesh::kernels::hopper
+}  // namespace on_device
+
+namespace ampere {
+using namespace on_device;
+}
+namespace hopper {
+using namespace on_device;
+}
+
+}  // namespace moesh::kernels

@@ -205,33 +205,22 @@ AttentionGradients attention_backward(const AttentionConfig& /*config*/, const A
 }  // namespace meta
 
 const KernelTable& meta_kernels() {
-  static const KernelTable of_cpu{.name = "meta",
-                                  .top_k = meta::top_k,
-                                  .sort_by_expert = meta::sort_by_expert,
-                                  .rank_major_to_expert_major = meta::rank_major_to_expert_major,
-                                  .gate_forward = aten_kernels().gate_forward,
-                                  .gate_backward = aten_kernels().gate_backward,
-                                  .gather_rows = meta::gather_rows,
-                                  .combine_rows = meta::combine_rows,
-                                  .experts_forward = meta::experts_forward,
-                                  .experts_backward = meta::experts_backward,
-                                  .norm_forward = aten_kernels().norm_forward,
-                                  .norm_backward = aten_kernels().norm_backward,
-                                  .rotate_forward = aten_kernels().rotate_forward,
-                                  .rotate_backward = aten_kernels().rotate_backward,
-                                  .add_sinks_ = aten_kernels().add_sinks_,
-                                  .sink_gradient = aten_kernels().sink_gradient,
-                                  .logit_sums = aten_kernels().logit_sums,
-                                  .logit_gradient_ = aten_kernels().logit_gradient_,
-                                  .latent_heads_forward = aten_kernels().latent_heads_forward,
-                                  .latent_heads_backward = aten_kernels().latent_heads_backward,
-                                  .swiglu_forward = aten_kernels().swiglu_forward,
-                                  .swiglu_backward = aten_kernels().swiglu_backward,
-                                  .cast_into = aten_kernels().cast_into,
-                                  .adamw_ = meta::adamw_,
-                                  .sum_of_squares = meta::sum_of_squares,
-                                  .attention_forward = meta::attention_forward,
-                                  .attention_backward = meta::attention_backward};
+  static const KernelTable of_cpu = [] {
+    KernelTable t = aten_kernels();
+    t.name = "meta";
+    t.top_k = meta::top_k;
+    t.sort_by_expert = meta::sort_by_expert;
+    t.rank_major_to_expert_major = meta::rank_major_to_expert_major;
+    t.gather_rows = meta::gather_rows;
+    t.combine_rows = meta::combine_rows;
+    t.experts_forward = meta::experts_forward;
+    t.experts_backward = meta::experts_backward;
+    t.adamw_ = meta::adamw_;
+    t.sum_of_squares = meta::sum_of_squares;
+    t.attention_forward = meta::attention_forward;
+    t.attention_backward = meta::attention_backward;
+    return t;
+  }();
   static const KernelTable of_accelerator = [] {
     KernelTable t = of_cpu;
     t.experts_forward = meta::accelerator_forward;

@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include "moesh/kernels/sort.h"
+#include "moesh/kernels/rows.h"
 #include "moesh/nn/dispatch/ways.h"
 #include "moesh/nn/rows.h"
 #include "moesh/spmd/cross.h"

@@ -86,8 +86,7 @@ struct LayerConfig {
   bool scores = true, before = false, clamped = false, biases = false;
   std::int64_t first_expert = 0, num_experts = 0;  // those of this rank; 0: all
   bool gathered = true;                            // false: x has the sorted rows themselves
-  bool router = false;                             // chooses the experts and weights
-  bool forced = false;  // it runs, but the choices are those which are given
+  bool gate = false;  // its logits and their gradients, too; the choices are given
 };
 
 /// splitmix64, for the host; the device draws by element index.
@@ -114,71 +113,49 @@ void fill(const Buffer<T>& to, float scale, std::uint64_t seed) {
   MOESH_RUN(cudaGetLastError());
 }
 
-/// The router of a layer.
-struct DeviceRouter {
-  Router config;
-  Buffer<float> gate, gate_bias, expert_bias, logits, d_logits, d_gate, d_gate_bias;
+/// The gate of a layer. d(logits) is given.
+struct DeviceGate {
+  Gate config;
+  Buffer<float> gate, logits, d_logits, d_gate;
   Buffer<bf16> terms, dx;
-  Buffer<std::int32_t> bad_token;
   Buffer<std::uint8_t> workspace;
 
-  DeviceRouter() = default;
-  DeviceRouter(const Router& r, bool biases, std::uint64_t seed) : config(r) {
-    const std::int64_t size = r.num_experts * r.model;
+  DeviceGate() = default;
+  DeviceGate(const Gate& g, std::uint64_t seed) : config(g) {
+    const std::int64_t size = g.num_experts * g.model;
     gate = Buffer<float>(size), d_gate = Buffer<float>(size);
-    gate_bias = Buffer<float>(r.num_experts), expert_bias = Buffer<float>(r.num_experts);
-    d_gate_bias = Buffer<float>(r.num_experts);
-    logits = Buffer<float>(r.num_tokens * r.num_experts);
-    d_logits = Buffer<float>(r.num_tokens * r.num_experts);
-    terms = Buffer<bf16>(4 * padded_experts(r.num_experts) * r.model);
-    dx = Buffer<bf16>(r.num_tokens * r.model);
-    bad_token = Buffer<std::int32_t>(1);
-    bad_token.copy_from({INT32_MAX});
-    workspace = Buffer<std::uint8_t>(route_workspace(r));
-    fill(gate, 1.f / sqrtf(static_cast<float>(r.model)), seed + 21);
-    fill(gate_bias, 0.3f, seed + 22), fill(expert_bias, 0.1f, seed + 23);
+    logits = Buffer<float>(g.num_tokens * g.num_experts);
+    d_logits = Buffer<float>(g.num_tokens * g.num_experts);
+    terms = Buffer<bf16>(4 * padded_experts(g.num_experts) * g.model);
+    dx = Buffer<bf16>(g.num_tokens * g.model);
+    workspace = Buffer<std::uint8_t>(gate_workspace(g));
+    fill(gate, 1.f / sqrtf(static_cast<float>(g.model)), seed + 21);
     fill(d_logits, 1.f, seed + 24);
-    if (biases) config.gate_bias_E = gate_bias.get(), config.expert_bias_E = expert_bias.get();
   }
   void poison() {
-    for (auto* b : {&logits, &d_gate, &d_gate_bias}) b->poison();
-    terms.poison(), dx.poison(), workspace.poison();
+    logits.poison(), d_gate.poison(), terms.poison(), dx.poison(), workspace.poison();
   }
   bool guards_intact() const {
-    bool good = terms.guards_intact() && dx.guards_intact() && bad_token.guards_intact();
-    for (auto* b : {&logits, &d_logits, &d_gate, &d_gate_bias}) good &= b->guards_intact();
-    return good && workspace.guards_intact();
+    bool good = terms.guards_intact() && dx.guards_intact() && workspace.guards_intact();
+    for (auto* b : {&logits, &d_logits, &d_gate}) good &= b->guards_intact();
+    return good;
   }
-  void forward(const bf16* x_TD, std::int32_t* experts_TK, float* weights_TK, Stream stream) {
+  void forward(const bf16* x_TD, Stream stream) {
     MOESH_RUN(split_gate(config, gate.get(), terms.get(), stream));
-    MOESH_RUN(route(config, x_TD, terms.get(), logits.get(), experts_TK, weights_TK,
-                    bad_token.get(), stream));
+    MOESH_RUN(gate_logits(config, x_TD, terms.get(), logits.get(), stream));
   }
-  /// d_weights of rows if inverse_TK is given.
-  void backward(const bf16* x_TD, const std::int32_t* experts_TK, const float* d_weights,
-                const std::int32_t* inverse_TK, bool losses, Stream stream) {
-    MOESH_RUN(route_backward(config,
-                             {.x_TD = x_TD,
-                              .terms = terms.get(),
-                              .logits_TE = logits.get(),
-                              .experts_TK = experts_TK,
-                              .d_weights = d_weights,
-                              .inverse_TK = inverse_TK,
-                              .d_logits_TE = losses ? d_logits.get() : nullptr,
-                              .workspace = workspace.get(),
-                              .d_gate_ED = d_gate.get(),
-                              .d_gate_bias_E = config.gate_bias_E ? d_gate_bias.get() : nullptr,
-                              .dx_TD = dx.get()},
-                             stream));
+  void backward(const bf16* x_TD, Stream stream) {
+    MOESH_RUN(gate_backward(config, x_TD, terms.get(), d_logits.get(), workspace.get(),
+                            d_gate.get(), dx.get(), stream));
   }
 };
 
 struct DeviceLayer {
   LayerConfig config;
-  DeviceRouter router;
+  DeviceGate of_router;
   std::int64_t rows;  // capacity: T * K
   Buffer<bf16> x, dy, w1, w3, w2, b1, b3, b2;
-  Buffer<std::int32_t> experts_TK, routed_TK, workspace, ends, order, token, inverse;
+  Buffer<std::int32_t> experts_TK, workspace, ends, order, token, inverse;
   Buffer<float> weight_TK, score, d_score_terms, d_score, bias_terms;
   // rows_ is x, then dy, at their experts; one buffer would do for y_R and dx_R too, but a check
   // wants to see them
@@ -191,7 +168,6 @@ struct DeviceLayer {
     x = Buffer<bf16>(in), dy = Buffer<bf16>(in);
     w1 = Buffer<bf16>(weights), w3 = Buffer<bf16>(weights), w2 = Buffer<bf16>(weights);
     b1 = Buffer<bf16>(e * c.ffn), b3 = Buffer<bf16>(e * c.ffn), b2 = Buffer<bf16>(e * c.model);
-    routed_TK = Buffer<std::int32_t>(rows);
     experts_TK = Buffer<std::int32_t>(rows), weight_TK = Buffer<float>(rows);
     ends = Buffer<std::int32_t>(e), order = Buffer<std::int32_t>(rows);
     token = Buffer<std::int32_t>(rows), inverse = Buffer<std::int32_t>(rows);
@@ -212,13 +188,9 @@ struct DeviceLayer {
     fill(w2, 1.f / sqrtf(static_cast<float>(c.ffn)), seed + 5);
     fill(b1, 0.5f, seed + 6), fill(b3, 0.5f, seed + 7), fill(b2, 0.5f, seed + 8);
     fill(weight_TK, 0.5f, seed + 9);
-    if (c.router)
-      router = DeviceRouter({.num_tokens = c.tokens,
-                             .model = c.model,
-                             .num_experts = c.experts,
-                             .top_k = c.top_k,
-                             .normalize = true},
-                            false, seed);
+    if (c.gate)
+      of_router =
+          DeviceGate({.num_tokens = c.tokens, .model = c.model, .num_experts = c.experts}, seed);
   }
 
   /// Everything that is the same before each run: outputs and workspaces are NaN.
@@ -280,9 +252,7 @@ struct DeviceLayer {
     return rows_.get();
   }
   void forward(Stream stream) {
-    if (config.router)
-      router.forward(x.get(), config.forced ? routed_TK.get() : experts_TK.get(),
-                     config.forced ? d_score.get() : weight_TK.get(), stream);
+    if (config.gate) of_router.forward(x.get(), stream);
     MOESH_RUN(sort(sort_arguments(), stream));
     const Experts e = experts();
     const bf16* x_R = at_experts(x, stream);
@@ -303,9 +273,8 @@ struct DeviceLayer {
       MOESH_RUN(bias_gradients(e, dy_R, gate.get(), up_.get(), bias_terms.get(), db1.get(),
                                db3.get(), db2.get(), stream));
     MOESH_RUN(dx(e, gate.get(), up_.get(), dx_R.get(), stream));
-    if (config.router)
-      router.backward(x.get(), experts_TK.get(), d_score.get(), inverse.get(), false, stream);
-    const bf16* dx_of_router = config.router ? router.dx.get() : nullptr;
+    if (config.gate) of_router.backward(x.get(), stream);
+    const bf16* dx_of_router = config.gate ? of_router.dx.get() : nullptr;
     MOESH_RUN(combine(dx_R.get(), inverse.get(), dx_of_router, dx_.get(), config.tokens,
                       config.top_k, config.model, stream));
     const bf16* x_R = at_experts(x, stream);

@@ -30,4 +30,9 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_
   return d.is_same(logits_NV) ? logits_NV : logits_NV.copy_(d);
 }
 
+void add_loss(KernelTable& t) {
+  t.logit_sums = logit_sums;
+  t.logit_gradient_ = logit_gradient_;
+}
+
 }  // namespace moesh::kernels::aten

@@ -1,4 +1,4 @@
-#include "moesh/kernels/cross_entropy.h"
+#include "moesh/kernels/loss.h"
 
 #include <ATen/core/grad_mode.h>
 

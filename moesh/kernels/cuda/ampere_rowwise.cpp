@@ -1,5 +1,5 @@
-// The torch side of the kernels around the MoE layer (around.h). What they do not take goes to
-// LibTorch's ops.
+// The torch side of the kernels around the MoE layer (around.h): rows, heads and the loss. What
+// they do not take goes to LibTorch's ops.
 
 #include <ATen/ops/empty.h>
 
@@ -7,7 +7,7 @@
 #include "moesh/kernels/cuda/on_device.h"
 #include "moesh/kernels/table.h"
 
-namespace moesh::kernels::hopper {
+namespace moesh::kernels::ampere {
 namespace {
 
 constexpr std::int64_t kMaxWidth = 8192;
@@ -248,4 +248,19 @@ SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
   return d;
 }
 
-}  // namespace moesh::kernels::hopper
+void add_rowwise(KernelTable& t) {
+  t.norm_forward = norm_forward;
+  t.norm_backward = norm_backward;
+  t.rotate_forward = rotate_forward;
+  t.rotate_backward = rotate_backward;
+  t.latent_heads_forward = latent_heads_forward;
+  t.latent_heads_backward = latent_heads_backward;
+  t.swiglu_forward = swiglu_forward;
+  t.swiglu_backward = swiglu_backward;
+  t.add_sinks_ = add_sinks_;
+  t.sink_gradient = sink_gradient;
+  t.logit_sums = logit_sums;
+  t.logit_gradient_ = logit_gradient_;
+}
+
+}  // namespace moesh::kernels::ampere

@@ -1,0 +1,182 @@
+// The torch side of kernels that every GPU of compute capability 8.0 or later runs: allocates, and
+// calls launch.h and update.h. Nothing here waits for the device, but for a sort of a part of the
+// experts, whose number of rows is not known before. What they do not take goes to LibTorch's ops.
+// T tokens, D model, E experts, K top-k, R rows at their experts
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/_assert_async.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logical_and.h>
+
+#include <algorithm>
+
+#include "moesh/kernels/cuda/around.h"
+#include "moesh/kernels/cuda/on_device.h"
+#include "moesh/kernels/cuda/update.h"
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace ampere {
+
+void add_rowwise(KernelTable&);  // in ampere_rowwise.cpp
+
+namespace {
+
+bool takes(const at::Tensor& t) { return t.scalar_type() == at::kFloat && in_chunks(t); }
+
+bool takes(const AdamWParam& p) {
+  return takes(p.value) && takes(p.mean) && takes(p.mean_square) && in_chunks(p.copy);
+}
+
+TopK top_k(const at::Tensor& scores_TE, std::int64_t k) {
+  const std::int64_t num_tokens = scores_TE.size(0), num_experts = scores_TE.size(1);
+  if (scores_TE.scalar_type() != at::kFloat || num_experts > 256 || k < 1)
+    return aten_kernels().top_k(scores_TE, k);
+  const OnDeviceOf run(scores_TE);
+  const auto options = scores_TE.options();
+  TopK out{at::empty({num_tokens, k}, options),
+           at::empty({num_tokens, k}, options.dtype(at::kLong))};
+  // Nobody asks for the token of a NaN, for which the host would wait: a NaN is chosen first, and
+  // ends the step as its loss.
+  run("top_k", cuda::top_k, static_cast<const float*>(floats(scores_TE)), num_tokens, num_experts,
+      k, floats(out.values_TK), out.experts_TK.mutable_data_ptr<std::int64_t>());
+  return out;
+}
+
+Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range) {
+  if (range.count < 1 || range.count > 512)
+    return aten_kernels().sort_by_expert(experts_TK, num_experts, range);
+  const OnDeviceOf run(experts_TK);
+  at::_assert_async(at::logical_and(experts_TK >= 0, experts_TK < num_experts).all(),
+                    "a token chose an expert out of range");
+  const at::Tensor chosen_TK = experts_TK.to(at::kInt);
+  const auto options = chosen_TK.options();
+  const std::int64_t num_choices = chosen_TK.numel();
+  Sorted out{.order_R = at::empty({num_choices}, options),
+             .token_R = at::empty({num_choices}, options),
+             .inverse_TK = at::empty(chosen_TK.sizes(), options),
+             .ends_e = at::empty({range.count}, options)};
+  Sort sort{.experts_TK = indices(chosen_TK),
+            .weight_TK = nullptr,
+            .num_tokens = chosen_TK.size(0),
+            .top_k = chosen_TK.size(1),
+            .first_expert = range.first,
+            .num_experts = range.count,
+            .workspace = nullptr,
+            .ends_E = out.ends_e.mutable_data_ptr<std::int32_t>(),
+            .order_R = out.order_R.mutable_data_ptr<std::int32_t>(),
+            .token_R = out.token_R.mutable_data_ptr<std::int32_t>(),
+            .inverse_TK = out.inverse_TK.mutable_data_ptr<std::int32_t>(),
+            .score_R = nullptr};
+  const at::Tensor workspace = at::empty({sort_workspace(sort)}, options);
+  sort.workspace = workspace.mutable_data_ptr<std::int32_t>();
+  run("sort", cuda::sort, sort);
+  if (range.count < num_experts) {  // the size of what follows: a wait
+    const auto rows = out.ends_e[range.count - 1].item<std::int32_t>();
+    out.order_R = out.order_R.narrow(0, 0, rows);
+    out.token_R = out.token_R.narrow(0, 0, rows);
+  }
+  return out;
+}
+
+at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK) {
+  if (rows_RD.dim() != 2 || rows_RD.scalar_type() != at::kBFloat16 || rows_RD.size(1) % 8 != 0 ||
+      !in_chunks(rows_RD))
+    return aten_kernels().combine_rows(rows_RD, inverse_TK);
+  const OnDeviceOf run(rows_RD);
+  const std::int64_t num_tokens = inverse_TK.size(0);
+  const at::Tensor y_TD = at::empty({num_tokens, rows_RD.size(1)}, rows_RD.options());
+  run("combine", combine, in(rows_RD), indices(inverse_TK), static_cast<const void*>(nullptr),
+      out(y_TD), num_tokens, inverse_TK.size(1), rows_RD.size(1));
+  return y_TD;
+}
+
+void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) {
+  std::vector<AdamWTensor> tensors;
+  std::vector<at::Tensor> gradients;  // that live until the kernel has its place in the queue
+  std::vector<AdamWParam> rest;
+  for (const auto& p : params) {
+    if (p.value.numel() == 0) continue;
+    if (!takes(p)) {
+      rest.push_back(p);
+      continue;
+    }
+    gradients.push_back(aligned(p.gradient));
+    tensors.push_back({.value = floats(p.value),
+                       .gradient = static_cast<const float*>(in(gradients.back())),
+                       .mean = floats(p.mean),
+                       .mean_square = floats(p.mean_square),
+                       .copy = out(p.copy),
+                       .size = p.value.numel(),
+                       .weight_decay = p.weight_decay});
+  }
+  if (!rest.empty()) aten_kernels().adamw_(numbers, rest);
+  const AdamWStep step{.beta1 = numbers.beta1,
+                       .beta2 = numbers.beta2,
+                       .eps = numbers.eps,
+                       .numbers = static_cast<const double*>(in(numbers.step))};
+  OnDeviceOf{numbers.step}("adamw", adamw, step, static_cast<const AdamWTensor*>(tensors.data()),
+                           static_cast<std::int64_t>(tensors.size()));
+}
+
+void cast_into(const at::Tensor& to, const at::Tensor& from) {
+  const auto are = [&](at::ScalarType a, at::ScalarType b) {
+    return from.scalar_type() == a && to.scalar_type() == b;
+  };
+  if (!in_chunks(from) || !in_chunks(to))
+    aten_kernels().cast_into(to, from);
+  else if (are(at::kBFloat16, at::kFloat))
+    OnDeviceOf{to}("widen", widen, in(from), floats(to), to.numel());
+  else if (are(at::kFloat, at::kBFloat16))
+    OnDeviceOf{to}("narrow", cuda::narrow, static_cast<const float*>(in(from)), out(to),
+                   to.numel());
+  else
+    aten_kernels().cast_into(to, from);
+}
+
+at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
+  if (!std::all_of(tensors.begin(), tensors.end(),
+                   [](const at::Tensor& t) { return t.scalar_type() == at::kFloat; }))
+    return aten_kernels().sum_of_squares(tensors);
+  std::vector<at::Tensor> held;
+  std::vector<SquaresTensor> list;
+  for (const auto& t : tensors) {
+    held.push_back(aligned(t));
+    list.push_back({static_cast<const float*>(in(held.back())), t.numel()});
+  }
+  const auto num_tensors = static_cast<std::int64_t>(list.size());
+  const auto wide = tensors[0].options().dtype(at::kDouble);
+  const at::Tensor workspace = at::empty({squares_workspace(num_tensors)}, wide),
+                   sum = at::empty({}, wide);
+  OnDeviceOf{sum}("sum_of_squares", cuda::sum_of_squares,
+                  static_cast<const SquaresTensor*>(list.data()), num_tensors,
+                  static_cast<double*>(out(workspace)), static_cast<double*>(out(sum)));
+  return sum;
+}
+
+std::string refuses_experts(const ExpertsConfig&, const ExpertsWeights&) {
+  return "own kernels for experts need compute capability 9.0";
+}
+
+}  // namespace
+}  // namespace ampere
+
+const KernelTable& ampere_kernels() {
+  static const KernelTable table = [] {
+    KernelTable t = aten_kernels();
+    t.name = "ampere";
+    ampere::add_rowwise(t);
+    t.top_k = ampere::top_k;
+    t.sort_by_expert = ampere::sort_by_expert;
+    t.combine_rows = ampere::combine_rows;
+    t.cast_into = ampere::cast_into;
+    t.adamw_ = ampere::adamw_;
+    t.sum_of_squares = ampere::sum_of_squares;
+    t.refuses_device = on_device::refusal<cuda::check_ampere>;
+    t.refuses_experts = ampere::refuses_experts;
+    return t;
+  }();
+  return table;
+}
+
+}  // namespace moesh::kernels

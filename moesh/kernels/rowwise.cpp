@@ -1,0 +1,168 @@
+#include "moesh/kernels/rowwise.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include "moesh/kernels/check.h"
+#include "moesh/kernels/table.h"
+
+namespace moesh::kernels {
+namespace {
+
+void check_norm(const at::Tensor& x, const at::Tensor& weight_D) {
+  MOESH_CHECK(x.defined() && x.dim() >= 1 && is_kernel_dtype(x.scalar_type()), ErrorKind::data,
+              "x is ", describe(x), "; a norm takes float64, float32 or bfloat16 [.., features]");
+  if (!weight_D.defined()) return;
+  check_tensor("weight_D", weight_D, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, 1);
+  check_same_device("weight_D", weight_D, "x", x);
+  MOESH_CHECK(weight_D.size(0) == x.size(-1), ErrorKind::data, "weight_D is ", describe(weight_D),
+              "; a norm of ", x.size(-1), " features has as many weights");
+}
+
+at::Tensor plain(const at::Tensor& weight_D) {
+  return weight_D.defined() ? weight_D.contiguous() : weight_D;
+}
+
+void check_rotation(const Rotation& r, const at::Tensor& x) {
+  MOESH_CHECK(x.defined() && x.dim() == 4 && is_kernel_dtype(x.scalar_type()), ErrorKind::data,
+              "x is ", describe(x),
+              "; heads are float64, float32 or bfloat16 [batch, positions, heads, features]");
+  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  check_tensor("cos_Pf", r.cos_Pf, wide, 2);
+  check_tensor("sin_Pf", r.sin_Pf, wide, 2);
+  check_same_device("cos_Pf", r.cos_Pf, "x", x);
+  if (r.positions_BL.defined()) {
+    check_tensor("positions_BL", r.positions_BL, at::kLong, 2);
+    check_same_device("positions_BL", r.positions_BL, "x", x);
+    MOESH_CHECK(r.positions_BL.sizes() == x.sizes().slice(0, 2) && r.positions_BL.is_contiguous(),
+                ErrorKind::data, "positions are ", describe(r.positions_BL), " for heads ",
+                describe(x), "; they are contiguous, one for each token");
+  }
+  MOESH_CHECK(r.cos_Pf.sizes() == r.sin_Pf.sizes() &&
+                  (r.positions_BL.defined() || r.cos_Pf.size(0) == x.size(1)) &&
+                  2 * r.cos_Pf.size(1) <= x.size(3) && r.cos_Pf.is_contiguous() &&
+                  r.sin_Pf.is_contiguous(),
+              ErrorKind::data, "cos is ", describe(r.cos_Pf), " and sin ", describe(r.sin_Pf),
+              " for heads ", describe(x),
+              "; both have a line for each position and at most a number for each two features");
+}
+
+void check_like(const char* name, const at::Tensor& t, const at::Tensor& gate) {
+  MOESH_CHECK(gate.defined() && is_kernel_dtype(gate.scalar_type()) && t.defined() &&
+                  t.sizes() == gate.sizes() && t.scalar_type() == gate.scalar_type() &&
+                  t.device() == gate.device(),
+              ErrorKind::data, name, " is ", describe(t), " beside a gate ", describe(gate),
+              "; pass both as float64, float32 or bfloat16 of one shape");
+}
+
+void check_sinks(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
+  const auto wide = [&] { return y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; };
+  const auto fits = [&] {
+    auto sizes = y.sizes().vec();  // [.., L, h]
+    sizes.pop_back();
+    std::swap(sizes[sizes.size() - 2], sizes[sizes.size() - 1]);
+    return lse.sizes() == at::IntArrayRef(sizes) && sinks_h.dim() == 1 &&
+           sinks_h.size(0) == y.size(-2);
+  };
+  MOESH_CHECK(
+      y.defined() && y.dim() >= 3 && is_kernel_dtype(y.scalar_type()) && lse.defined() &&
+          sinks_h.defined() && lse.scalar_type() == wide() && sinks_h.scalar_type() == wide() &&
+          fits(),
+      ErrorKind::data, "sinks are ", describe(sinks_h), " and lse ", describe(lse),
+      " beside attention's result ", describe(y),
+      "; pass y [.., L, h, d], lse [.., h, L] and sinks [h], the last two as float32, or all as "
+      "float64");
+}
+
+}  // namespace
+
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
+  check_norm(x, weight_D);
+  const at::NoGradGuard no_grad;
+  return kernels_for(x.device()).norm_forward(x, plain(weight_D), eps);
+}
+
+NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
+                            const at::Tensor& dy) {
+  check_norm(x, weight_D);
+  MOESH_CHECK(r.defined() && r.sizes() == x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)),
+              ErrorKind::data, "r is ", describe(r), " for x ", describe(x),
+              "; pass what norm_forward gave");
+  MOESH_CHECK(dy.defined() && dy.sizes() == x.sizes() && dy.scalar_type() == x.scalar_type() &&
+                  dy.device() == x.device(),
+              ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
+  const at::NoGradGuard no_grad;
+  return kernels_for(x.device()).norm_backward(x, plain(weight_D), r.contiguous(), dy);
+}
+
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {
+  check_rotation(rotation, x_BLhd);
+  const at::NoGradGuard no_grad;
+  return kernels_for(x_BLhd.device()).rotate_forward(rotation, x_BLhd);
+}
+
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) {
+  check_rotation(rotation, dy_BLhd);
+  const at::NoGradGuard no_grad;
+  return kernels_for(dy_BLhd.device()).rotate_backward(rotation, dy_BLhd);
+}
+
+LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
+                                 std::int64_t num_own) {
+  MOESH_CHECK(kv.defined() && key.defined() && kv.dim() == 4 && key.dim() == 3 &&
+                  is_kernel_dtype(kv.scalar_type()) && kv.scalar_type() == key.scalar_type() &&
+                  kv.sizes().slice(0, 2) == key.sizes().slice(0, 2) && num_own >= 0 &&
+                  num_own <= kv.size(3),
+              ErrorKind::data, "kv is ", describe(kv), " and key ", describe(key), ", of which ",
+              num_own, " features are keys; pass [batch, positions, heads, features] and [batch, ",
+              "positions, features] of one dtype");
+  check_same_device("key", key, "kv", kv);
+  const at::NoGradGuard no_grad;
+  return kernels_for(kv.device()).latent_heads_forward(kv, key, num_own);
+}
+
+LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
+                                      std::int64_t num_own) {
+  MOESH_CHECK(dk.defined() && dv.defined() && dk.dim() == 4 && dv.dim() == 4 &&
+                  is_kernel_dtype(dk.scalar_type()) && dk.scalar_type() == dv.scalar_type() &&
+                  dk.sizes().slice(0, 3) == dv.sizes().slice(0, 3) && num_own >= 0 &&
+                  num_own <= dk.size(3),
+              ErrorKind::data, "the gradients are ", describe(dk), " of keys and ", describe(dv),
+              " of values, of which ", num_own,
+              " features are the heads' own; both have the same tokens and heads");
+  const at::NoGradGuard no_grad;
+  return kernels_for(dk.device()).latent_heads_backward(dk, dv, num_own);
+}
+
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
+  check_like("up", up, gate);
+  const at::NoGradGuard no_grad;
+  return kernels_for(gate.device()).swiglu_forward(gate.contiguous(), up.contiguous());
+}
+
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
+                                const at::Tensor& dh) {
+  check_like("up", up, gate);
+  check_like("dh", dh, gate);
+  const at::NoGradGuard no_grad;
+  return kernels_for(gate.device())
+      .swiglu_backward(gate.contiguous(), up.contiguous(), dh.contiguous());
+}
+
+at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
+  check_sinks(y, lse, sinks_h);
+  const at::NoGradGuard no_grad;
+  return kernels_for(y.device()).add_sinks_(y, lse.contiguous(), sinks_h.contiguous());
+}
+
+at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h,
+                         const at::Tensor& dy) {
+  check_sinks(y, lse, sinks_h);
+  MOESH_CHECK(dy.defined() && dy.sizes() == y.sizes() && dy.scalar_type() == y.scalar_type(),
+              ErrorKind::data, "the gradient of attention's result ", describe(y), " is ",
+              describe(dy), "; pass one of its shape and dtype");
+  const at::NoGradGuard no_grad;
+  return kernels_for(y.device())
+      .sink_gradient(y.contiguous(), lse.contiguous(), sinks_h.contiguous(), dy.contiguous());
+}
+
+}  // namespace moesh::kernels

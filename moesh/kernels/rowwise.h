@@ -1,0 +1,81 @@
+#pragma once
+// What is computed for each row, or head, in one pass over memory: in float32 or wider, and rounded
+// once. B batch, L tokens, P positions, D features of a row, h heads, d features of a head
+
+#include <ATen/core/Tensor.h>
+
+namespace moesh::kernels {
+
+// ---- RMSNorm: y = r x w with r = 1 / sqrt(mean(x^2) + eps) ----
+
+struct NormOutput {
+  at::Tensor y;  // shape and dtype of x
+  at::Tensor r;  // one number for each row, all that backward needs besides the input; float32
+                 // (float64 with float64)
+};
+
+/// x is [.., D]; weight_D is float32 (float64 with float64), or undefined: no weight.
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps);
+
+struct NormGradients {
+  at::Tensor x, weight_D;  // weight_D is undefined where there is none
+};
+NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
+                            const at::Tensor& dy);
+
+// ---- rotary embedding: pairs of features turn by an angle that belongs to the position ----
+// f frequencies
+
+/// The last 2 f features of a head turn, those before them stay.
+struct Rotation {
+  at::Tensor cos_Pf, sin_Pf;  // a line for each position; float32 (float64 with float64)
+  at::Tensor positions_BL;    // int64: the line of each token; undefined: L lines, in their order
+  bool interleaved = false;   // pairs (2i, 2i + 1), laid out evens then odds; else (i, i + f)
+};
+
+/// x [B, L, h, d] turned, [B, L, h, d].
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd);
+/// Its adjoint: the gradient of x from that of the result.
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd);
+
+// ---- latent attention: its heads, from what the latent gives each and the key that all share ----
+// n features of a key of its own, r shared ones, v features of a value
+
+struct LatentHeads {
+  at::Tensor k_BLhd;  // [B, L, h, n + r]: the first n features of kv, then those of the shared key
+  at::Tensor v_BLhv;  // the other features of kv
+};
+
+/// kv is [B, L, h, n + v], key [B, L, r], both of one dtype; num_own is n.
+LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key, std::int64_t num_own);
+
+struct LatentGradients {
+  at::Tensor kv, key;
+};
+/// The gradient of the shared key is the sum over the heads, in float32 or wider.
+LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
+                                      std::int64_t num_own);
+
+// ---- SwiGLU of a dense MLP: h = silu(gate) up ----
+
+/// Both of one shape and dtype.
+at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up);
+
+struct SwigluGradients {
+  at::Tensor gate, up;
+};
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh);
+
+// ---- sinks after attention without them ----
+// A sink is one more score of a head, without a value: with lse the logarithm of the sum of
+// exponentials, lse' = log(exp(lse) + exp(sink)) and y' = y exp(lse - lse').
+
+/// Writes y' over y [.., L, h, d], and returns lse' of lse [.., h, L]; sinks_h and lse are float32
+/// (float64 with float64).
+at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h);
+
+/// d(sinks) of y' and lse': minus the sum over the queries of exp(sink - lse') <dy, y'>.
+at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h,
+                         const at::Tensor& dy);
+
+}  // namespace moesh::kernels
