@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "moesh/base/terminal.h"
 #include "moesh/config/tables.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/registry.h"
