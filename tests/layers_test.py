@@ -149,7 +149,7 @@ def check(root):
 def self_test():
     cases = [  # file, its line, a part of the complaint ('': it is fine)
         ("moesh/comm/a.h", '#include "moesh/types/layout.h"', ""),
-        ("moesh/comm/checked/a.cpp", '#include "moesh/comm/group.h"', ""),
+        ("moesh/comm/mpi/a.cpp", '#include "moesh/comm/group.h"', ""),
         ("moesh/kernels/cpu/a.cpp", "#include <ATen/core/Tensor.h>", ""),
         ("moesh/base/a.h", "#include <vector>", ""),
         ("moesh/base/a.h", '// #include "moesh/types/layout.h"', ""),

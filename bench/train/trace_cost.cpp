@@ -23,6 +23,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "moesh/train/step.h"
+#include "moesh/train/timeline/collectives.h"
 #include "moesh/train/timeline/operators.h"
 
 namespace moesh {
@@ -63,7 +64,8 @@ struct Trial {
   double run(int num_steps, TimelineRecord* record) {
     std::optional<Timeline> timeline;
     std::optional<train::RecordOperators> operators;
-    if (record) timeline.emplace(), operators.emplace();
+    std::optional<train::RecordCollectives> collectives;
+    if (record) timeline.emplace(), operators.emplace(), collectives.emplace(*timeline);
     const double begin = cpu_seconds();
     for (int i = 0; i < num_steps; ++i)
       train::take_step(*model, *optimizer, train::step_batches(config, *dataset, mesh, 0), 1e-4,

@@ -20,12 +20,10 @@ struct Entry {
   Collective op = Collective::barrier;
   std::int64_t bytes = 0;
   std::string doing;  // of what it is a part: of who waits for it, or before that of who called it
-  const Work* work = nullptr;
+  std::int64_t number = -1;
   Clock::time_point begin, end, wait;
   bool has_ended = false, is_waited_for = false;
 };
-
-thread_local std::string doing;
 
 std::string describe(const Entry& e) {
   return detail::concat(to_string(e.op), " of ", e.bytes, " bytes on group '", e.group, "'",
@@ -41,32 +39,59 @@ class Recorder {
   std::size_t num_called = 0;
 
   std::size_t size() const { return std::min(num_called, kLength); }
-  Entry& number(std::size_t n) { return entries[n % kLength]; }
+  Entry& at(std::size_t n) { return entries[n % kLength]; }
   // The newest of those for which f holds, which is most often the last; null where none does.
   template <class F>
   Entry* newest(const F& f) {
     for (std::size_t k = 1; k <= size(); ++k)
-      if (Entry& e = number(num_called - k); f(e)) return &e;
+      if (Entry& e = at(num_called - k); f(e)) return &e;
     return nullptr;
   }
 };
 
 namespace {
 
-std::shared_ptr<Recorder>& own() {
-  thread_local auto recorder = std::make_shared<Recorder>();
-  return recorder;
-}
+class FlightObserver final : public Observer {
+ public:
+  std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>();
+  std::string doing;
 
-void end(Entry* entry) {
-  if (!entry) return;  // another thread called it, or it is too long ago
-  entry->end = Clock::now();
-  entry->has_ended = true;
-  entry->work = nullptr;
-}
+  void called(const Operation& o) override {
+    const std::lock_guard lock(recorder->mutex);
+    Entry& e = recorder->at(recorder->num_called++);
+    e.group = o.group.name(), e.op = o.op, e.bytes = o.bytes, e.number = o.number;
+    e.doing = doing;
+    e.has_ended = e.is_waited_for = false;
+    e.begin = Clock::now();
+  }
+  void waits(std::int64_t number) override {
+    const std::lock_guard lock(recorder->mutex);
+    Entry* e = find(number);
+    if (!e) return;
+    e->doing = doing;
+    e->is_waited_for = true;
+    e->wait = Clock::now();
+  }
+  void ended(std::int64_t number) override {
+    const std::lock_guard lock(recorder->mutex);
+    Entry* e = find(number);
+    if (!e) return;
+    e->end = Clock::now();
+    e->has_ended = true;
+  }
+  bool sees_all() const override { return true; }
 
-bool is_open(const Entry& e, const std::string& group, Collective op) {
-  return !e.has_ended && !e.work && e.op == op && e.group == group;
+ private:
+  // Null: it is another recorder's, or too long ago.
+  Entry* find(std::int64_t number) {
+    return recorder->newest([&](const Entry& e) { return e.number == number; });
+  }
+};
+
+// What a rank waits for is in this thread.
+FlightObserver& own() {
+  thread_local FlightObserver observer;
+  return observer;
 }
 
 std::string time_of_day(Clock::time_point point) {
@@ -83,58 +108,19 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
-Doing::Doing(std::string what) : outer_(std::exchange(doing, std::move(what))) {}
-Doing::~Doing() { doing = std::move(outer_); }
+Doing::Doing(std::string what) : outer_(std::exchange(own().doing, std::move(what))) {}
+Doing::~Doing() { own().doing = std::move(outer_); }
 
-std::shared_ptr<Recorder> current() { return own(); }
-void use(std::shared_ptr<Recorder> recorder) { own() = std::move(recorder); }
-
-void called(const std::string& group, Collective op, std::int64_t bytes) {
-  Recorder& recorder = *own();
-  const std::lock_guard lock(recorder.mutex);
-  Entry& e = recorder.number(recorder.num_called++);
-  e.group = group, e.op = op, e.bytes = bytes;
-  e.doing = doing;
-  e.work = nullptr, e.has_ended = e.is_waited_for = false;
-  e.begin = Clock::now();
-}
-
-void in_progress(const std::string& group, Collective op, const Work* work) {
-  Recorder& recorder = *own();
-  const std::lock_guard lock(recorder.mutex);
-  // `checked` calls others in between: the newest that is not in progress yet is the one.
-  if (Entry* e = recorder.newest([&](const Entry& x) { return is_open(x, group, op); }))
-    e->work = work;
-}
-
-void waits(const Work* work) {
-  Recorder& recorder = *own();
-  const std::lock_guard lock(recorder.mutex);
-  Entry* e = recorder.newest([&](const Entry& x) { return x.work == work; });
-  if (!e) return;
-  e->doing = doing;
-  e->is_waited_for = true;
-  e->wait = Clock::now();
-}
-
-void ended(const Work* work) {
-  Recorder& recorder = *own();
-  const std::lock_guard lock(recorder.mutex);
-  end(recorder.newest([&](const Entry& e) { return e.work == work; }));
-}
-
-void ended(const std::string& group, Collective op) {
-  Recorder& recorder = *own();
-  const std::lock_guard lock(recorder.mutex);
-  end(recorder.newest([&](const Entry& e) { return is_open(e, group, op); }));
-}
+std::shared_ptr<Recorder> current() { return own().recorder; }
+void use(std::shared_ptr<Recorder> recorder) { own().recorder = std::move(recorder); }
+Observer& of_thread() { return own(); }
 
 std::string text(Recorder& recorder) {
   const std::lock_guard lock(recorder.mutex);
   std::string lines;
   for (std::size_t k = recorder.size(); k > 0; --k) {
     const std::size_t n = recorder.num_called - k;
-    const Entry& e = recorder.number(n);
+    const Entry& e = recorder.at(n);
     const auto micros =
         std::chrono::duration_cast<std::chrono::microseconds>(e.end - e.begin).count();
     lines += detail::concat(

@@ -34,13 +34,8 @@ class Doing {
   std::string outer_;
 };
 
-/// What `Group` tells of this thread: a collective was called; it is in progress as `work`; the
-/// thread waits for it; it has ended.
-void called(const std::string& group, Collective op, std::int64_t bytes);
-void in_progress(const std::string& group, Collective op, const Work* work);
-void waits(const Work* work);
-void ended(const Work* work);
-void ended(const std::string& group, Collective op);
+/// The observer of this thread, which writes into its recorder.
+Observer& of_thread();
 
 /// The last collectives that the threads of this recorder called, the oldest first: a line each
 /// with its number, when it was called, how long it took or that it has not ended, and what it was,

@@ -5,49 +5,44 @@
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <numeric>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/base/timeline.h"
 #include "moesh/comm/flight.h"
-#include "moesh/comm/sent.h"
 
 namespace moesh::comm {
 namespace {
 
-thread_local Trace* current_trace = nullptr;
-thread_local int num_pauses = 0;
+thread_local int num_pauses = 0;  // of this thread: a rank is a thread
+
+// Those of this thread; the flight recorder is always there.
+std::vector<Observer*>& thread_observers() {
+  thread_local std::vector<Observer*> all{&flight::of_thread()};
+  return all;
+}
+
+void tell(void (Observer::*event)(std::int64_t), std::int64_t number) {
+  for (Observer* observer : thread_observers()) (observer->*event)(number);
+}
 
 bool is_supported(at::ScalarType t) {
   return t == at::kDouble || t == at::kFloat || t == at::kBFloat16 || t == at::kLong ||
          t == at::kInt || t == at::kBool;
 }
 
-Handle recorded(const Group& group, Collective op, std::int64_t number,
-                std::unique_ptr<Work> work) {
-  flight::in_progress(group.name(), op, work.get());
-  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->started(number);
+Handle in_progress(std::unique_ptr<Work> work, std::int64_t number) {
+  tell(&Observer::started, number);
   return Handle(std::move(work), number);
 }
 
-// The host waits, and has waited, for the collective of this number.
-void tell_wait(std::int64_t number) {
-  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->wait(number);
-}
-void tell_ended(std::int64_t number) {
-  if (Timeline* timeline = Timeline::current(); timeline && number >= 0) timeline->ended(number);
-}
-
-std::int64_t bytes_of_rows(const at::Tensor& x, std::int64_t rows) {
-  return x.size(0) == 0 ? 0 : static_cast<std::int64_t>(x.nbytes()) / x.size(0) * rows;
-}
-
-void count(const Group& group, Collective op, const at::Tensor& x, std::int64_t own = 0) {
-  if (num_pauses > 0) return;
-  count_sent(group.name(),
-             sent_bytes(op, static_cast<std::int64_t>(x.nbytes()), own, group.size()));
+at::Tensor wait_for(Work& work, std::int64_t number) {
+  tell(&Observer::waits, number);
+  at::Tensor value = work.wait();
+  tell(&Observer::ended, number);
+  return value;
 }
 
 // A group of one has nothing to send: the base class answers everything.
@@ -103,37 +98,31 @@ const char* to_string(ReduceOp op) {
 Handle::~Handle() {
   if (!work_ || std::uncaught_exceptions() > num_exceptions_) return;
   try {
-    tell_wait(number_);
-    flight::waits(work_.get());
-    work_->wait();
-    flight::ended(work_.get());
-    tell_ended(number_);
+    wait_for(*work_, number_);
   } catch (const std::exception& e) {
     log_warn("a collective whose handle was dropped failed: ", e.what());
   }
 }
 
 at::Tensor Handle::wait() {
-  if (auto work = std::move(work_)) {
-    tell_wait(number_);
-    flight::waits(work.get());
-    value_ = work->wait();
-    flight::ended(work.get());
-    tell_ended(number_);
-  }
+  if (auto work = std::move(work_)) value_ = wait_for(*work, number_);
   return value_;
 }
 
-Trace::Trace() : outer_(current_trace) { current_trace = this; }
-Trace::~Trace() { current_trace = outer_; }
-
-TracePause::TracePause() : paused_(current_trace) {
-  current_trace = nullptr;
-  ++num_pauses;
+std::int64_t Operation::own_bytes() const {
+  if (op != Collective::reduce_scatter && op != Collective::all_to_all) return 0;
+  const std::int64_t total = x->size(0), own = (*rows)[static_cast<size_t>(group.rank())];
+  return total == 0 ? 0 : bytes / total * own;
 }
-TracePause::~TracePause() {
-  current_trace = paused_;
-  --num_pauses;
+
+ThreadObserver::ThreadObserver() { thread_observers().push_back(this); }
+ThreadObserver::~ThreadObserver() { std::erase(thread_observers(), this); }
+
+ObserverPause::ObserverPause() { ++num_pauses; }
+ObserverPause::~ObserverPause() { --num_pauses; }
+
+void Trace::called(const Operation& operation) {
+  entries_.push_back({operation.group.name(), operation.op, operation.bytes});
 }
 
 Group::Group(std::string name, int rank, std::vector<int> members)
@@ -192,22 +181,49 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
   return rows;
 }
 
-std::int64_t Group::trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const {
-  for (Trace* t = current_trace; t; t = t->outer_)
-    t->entries_.push_back({name_, op, static_cast<std::int64_t>(bytes)});
-  flight::called(name_, op, static_cast<std::int64_t>(bytes));
-  Timeline* timeline = Timeline::current();
-  if (!timeline || num_pauses > 0) return -1;
-  return timeline->call(to_string(op), name_, ranks, meets_on_host(),
-                        static_cast<std::int64_t>(bytes));
+std::int64_t Group::call(Operation operation) {
+  static std::atomic<std::int64_t> count = 0;
+  operation.number = count.fetch_add(1, std::memory_order_relaxed);
+  for (Observer* observer : thread_observers())
+    if (num_pauses == 0 || observer->sees_all()) observer->called(operation);
+  for (const auto& observer : observers_) observer->called(operation);
+  return operation.number;
+}
+
+std::int64_t Group::call(Collective op, const at::Tensor& x, const Rows* rows, const Rows* recv,
+                         ReduceOp reduce, int root) {
+  return call({.group = *this,
+               .op = op,
+               .bytes = static_cast<std::int64_t>(x.nbytes()),
+               .ranks = members_,
+               .x = &x,
+               .rows = rows,
+               .recv = recv,
+               .reduce = reduce,
+               .root = root});
+}
+
+std::shared_ptr<Group> Group::observed(std::shared_ptr<Group> group) const {
+  if (group && group->size() > 1)
+    for (const auto& observer : observers_) group->add(observer->for_new_group());
+  return group;
+}
+
+void Group::expect_same(const at::Tensor& x, std::string_view what) {
+  if (size() == 1) return;
+  for (const auto& observer : observers_) observer->expect_same(*this, x, what);
+}
+
+std::shared_ptr<Group> Group::background(const std::string& name) {
+  auto group = do_background(name);
+  return group->observers_.empty() ? observed(std::move(group)) : group;
 }
 
 Handle Group::start_all_reduce(const at::Tensor& x, ReduceOp op) {
   check_reduce(Collective::all_reduce, x, op);
   if (size() == 1) return Handle(x);
-  const auto number = trace(Collective::all_reduce, x.nbytes());
-  count(*this, Collective::all_reduce, x);
-  return recorded(*this, Collective::all_reduce, number, do_all_reduce(x.contiguous(), op));
+  const auto number = call(Collective::all_reduce, x, nullptr, nullptr, op);
+  return in_progress(do_all_reduce(x.contiguous(), op), number);
 }
 
 Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
@@ -221,9 +237,8 @@ Handle Group::start_all_gather(const at::Tensor& x, Rows rows) {
               "all_gather on group '", name_, "': rank ", rank_, " holds ", x.size(0),
               " rows and rows ", rows, " says ", rows[static_cast<size_t>(rank_)]);
   if (size() == 1) return Handle(x);
-  const auto number = trace(Collective::all_gather, x.nbytes());
-  count(*this, Collective::all_gather, x);
-  return recorded(*this, Collective::all_gather, number, do_all_gather(x.contiguous(), rows));
+  const auto number = call(Collective::all_gather, x, &rows);
+  return in_progress(do_all_gather(x.contiguous(), rows), number);
 }
 
 Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) {
@@ -232,10 +247,8 @@ Handle Group::start_reduce_scatter(const at::Tensor& x, Rows rows, ReduceOp op) 
               "': a scalar has no rows; use all_reduce");
   rows = fill(Collective::reduce_scatter, std::move(rows), x.size(0), "rows");
   if (size() == 1) return Handle(x);
-  const auto number = trace(Collective::reduce_scatter, x.nbytes());
-  count(*this, Collective::reduce_scatter, x, bytes_of_rows(x, rows[static_cast<size_t>(rank_)]));
-  return recorded(*this, Collective::reduce_scatter, number,
-                  do_reduce_scatter(x.contiguous(), rows, op));
+  const auto number = call(Collective::reduce_scatter, x, &rows, nullptr, op);
+  return in_progress(do_reduce_scatter(x.contiguous(), rows, op), number);
 }
 
 Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
@@ -250,9 +263,8 @@ Handle Group::start_all_to_all(const at::Tensor& x, Rows send, Rows recv) {
   MOESH_CHECK(send[self] == recv[self], ErrorKind::comm, "all_to_all on group '", name_, "': rank ",
               rank_, " keeps ", send[self], " rows and expects ", recv[self], " from itself");
   if (size() == 1) return Handle(x);
-  const auto number = trace(Collective::all_to_all, x.nbytes());
-  count(*this, Collective::all_to_all, x, bytes_of_rows(x, send[self]));
-  return recorded(*this, Collective::all_to_all, number, do_all_to_all(x.contiguous(), send, recv));
+  const auto number = call(Collective::all_to_all, x, &send, &recv);
+  return in_progress(do_all_to_all(x.contiguous(), send, recv), number);
 }
 
 Handle Group::start_broadcast(const at::Tensor& x, int root) {
@@ -260,17 +272,15 @@ Handle Group::start_broadcast(const at::Tensor& x, int root) {
   MOESH_CHECK(root >= 0 && root < size(), ErrorKind::comm, "broadcast on group '", name_,
               "' from rank ", root, "; the group has ranks 0 to ", size() - 1);
   if (size() == 1) return Handle(x);
-  const auto number = trace(Collective::broadcast, x.nbytes());
-  count(*this, Collective::broadcast, x);
-  return recorded(*this, Collective::broadcast, number, do_broadcast(x.contiguous(), root));
+  const auto number = call(Collective::broadcast, x, nullptr, nullptr, ReduceOp::sum, root);
+  return in_progress(do_broadcast(x.contiguous(), root), number);
 }
 
 void Group::barrier() {
   if (size() == 1) return;
-  const auto number = trace(Collective::barrier, 0);
+  const auto number = call({.group = *this, .op = Collective::barrier, .ranks = members_});
   do_barrier();
-  flight::ended(name_, Collective::barrier);
-  tell_ended(number);
+  tell(&Observer::ended, number);
 }
 
 void Group::check_channel(Collective op, const Channel& c) const {
@@ -298,7 +308,7 @@ void Group::open_channels(const std::vector<Channel>& channels) {
     words.insert(words.end(), {c.from, c.to});
   }
   if (size() == 1) return;
-  const TracePause quiet;
+  const ObserverPause quiet;
   expect_same(at::tensor(words, at::kLong).to(control_device()), "the list of channels");
   if (!fresh.empty()) do_open_channels(fresh);
 }
@@ -306,12 +316,15 @@ void Group::open_channels(const std::vector<Channel>& channels) {
 Handle Group::start_send(const at::Tensor& x, int to, std::int64_t label) {
   check(Collective::send, x);
   check_open(Collective::send, {rank_, to});
-  const auto number = trace(Collective::send, x.nbytes(), world_ranks({rank_, to}));
-  count(*this, Collective::send, x);
-  return recorded(
-      *this, Collective::send, number,
+  const auto ranks = world_ranks({rank_, to});
+  const auto number = call({.group = *this,
+                            .op = Collective::send,
+                            .bytes = static_cast<std::int64_t>(x.nbytes()),
+                            .ranks = ranks});
+  return in_progress(
       do_send(x.detach().contiguous(),
-              {.peer = to, .number = num_sent_[static_cast<size_t>(to)]++, .label = label}));
+              {.peer = to, .number = num_sent_[static_cast<size_t>(to)]++, .label = label}),
+      number);
 }
 
 Handle Group::start_recv(at::IntArrayRef sizes, const at::TensorOptions& options, int from,
@@ -319,18 +332,19 @@ Handle Group::start_recv(at::IntArrayRef sizes, const at::TensorOptions& options
   const auto dtype = c10::typeMetaToScalarType(options.dtype());
   check_kind(Collective::recv, dtype, static_cast<std::int64_t>(sizes.size()));
   check_open(Collective::recv, {from, rank_});
-  std::size_t bytes = c10::elementSize(dtype);
+  auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
   for (const auto n : sizes) {
     MOESH_CHECK(n >= 0, ErrorKind::comm, "recv on group '", name_, "': sizes ", sizes,
                 " have a negative entry");
-    bytes *= static_cast<std::size_t>(n);
+    bytes *= n;
   }
-  const auto number = trace(Collective::recv, bytes, world_ranks({from, rank_}));
-  return recorded(
-      *this, Collective::recv, number,
-      do_recv(
-          sizes, options.requires_grad(std::nullopt),
-          {.peer = from, .number = num_received_[static_cast<size_t>(from)]++, .label = label}));
+  const auto ranks = world_ranks({from, rank_});
+  const auto number =
+      call({.group = *this, .op = Collective::recv, .bytes = bytes, .ranks = ranks});
+  return in_progress(
+      do_recv(sizes, options.requires_grad(std::nullopt),
+              {.peer = from, .number = num_received_[static_cast<size_t>(from)]++, .label = label}),
+      number);
 }
 
 std::shared_ptr<Group> Group::split(int color, int key, const std::string& name) {
@@ -363,7 +377,7 @@ std::shared_ptr<Group> Group::split(int color, int key, const std::string& name)
   auto group = do_split(members, rank, index, name);
   if (members.size() == 1)
     return std::make_shared<SoloGroup>(name, members_[static_cast<size_t>(rank_)]);
-  return group;
+  return observed(std::move(group));
 }
 
 std::shared_ptr<Group> solo_group(const std::string& name) {

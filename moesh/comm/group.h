@@ -2,7 +2,7 @@
 // A group of ranks, its collectives, and messages between two of them. Values are returned, inputs
 // are never written (a group of one rank returns its input). Rows (dimension 0) may be uneven:
 // `rows[r]` is what rank r holds, and every rank passes the same list. Backends live in threads/,
-// mpi/, nccl/; checked/ wraps any of them.
+// mpi/, nccl/. Whoever watches operations is an observer: traces, the flight recorder, checks.
 
 #include <ATen/core/Tensor.h>
 
@@ -55,7 +55,7 @@ class Work {
 class [[nodiscard]] Handle {
  public:
   explicit Handle(at::Tensor ready) : value_(std::move(ready)) {}
-  explicit Handle(std::unique_ptr<Work> work, std::int64_t number = -1)
+  Handle(std::unique_ptr<Work> work, std::int64_t number)
       : work_(std::move(work)), number_(number) {}
   Handle(Handle&&) = default;
   Handle& operator=(Handle&&) = delete;  // it would drop what is in progress
@@ -68,43 +68,85 @@ class [[nodiscard]] Handle {
  private:
   std::unique_ptr<Work> work_;
   at::Tensor value_;
-  std::int64_t number_ = -1;                         // in the thread's Timeline, where that records
+  std::int64_t number_ = -1;                         // of the operation
   int num_exceptions_ = std::uncaught_exceptions();  // that were unwinding when it was started
+};
+
+class Group;
+
+/// A collective, or one end of a message, of more than one rank, as a rank calls it.
+struct Operation {
+  Group& group;
+  Collective op;
+  std::int64_t bytes = 0;         // of this rank's input; of recv, what comes
+  const std::vector<int>& ranks;  // those of the world that meet
+  // What a collective was called with.
+  const at::Tensor* x = nullptr;
+  const Rows *rows = nullptr, *recv = nullptr;  // of each rank; of all_to_all: to and from it
+  ReduceOp reduce = ReduceOp::sum;
+  int root = 0;
+  std::int64_t number = 0;  // no two of a process have the same
+
+  /// The part of the input that stays with this rank (reduce_scatter, all_to_all).
+  std::int64_t own_bytes() const;
+};
+
+/// Whoever watches operations: what is not of interest need not be overridden.
+class Observer {
+ public:
+  virtual ~Observer() = default;
+  virtual void called(const Operation& /*operation*/) {}
+  /// It is in progress; the rank waits for it; it has ended. It may be one that this observer was
+  /// not told of.
+  virtual void started(std::int64_t /*number*/) {}
+  virtual void waits(std::int64_t /*number*/) {}
+  virtual void ended(std::int64_t /*number*/) {}
+  /// Whether it is told of what is called under an ObserverPause, too.
+  virtual bool sees_all() const { return false; }
+};
+
+/// Watches what this thread starts and waits for, while it lives.
+class ThreadObserver : public Observer {
+ public:
+  ThreadObserver();
+  ~ThreadObserver() override;
+  ThreadObserver(const ThreadObserver&) = delete;
+  ThreadObserver& operator=(const ThreadObserver&) = delete;
+};
+
+/// Watches what is called on a group, and on those that come from it, by whatever thread.
+class GroupObserver : public Observer {
+ public:
+  /// What is there to watch a new group.
+  virtual std::shared_ptr<GroupObserver> for_new_group() const = 0;
+  virtual void expect_same(Group& group, const at::Tensor& x, std::string_view what) = 0;
+};
+
+/// While it lives, observers are told of nothing that this thread calls: what a wrapper sends on
+/// its own account is not the program's doing.
+class ObserverPause {
+ public:
+  ObserverPause();
+  ~ObserverPause();
+  ObserverPause(const ObserverPause&) = delete;
+  ObserverPause& operator=(const ObserverPause&) = delete;
 };
 
 /// One collective as it was called, for the trace.
 struct TraceEntry {
   std::string group;
   Collective op;
-  std::int64_t bytes;  // of this rank's input; of recv, what comes
+  std::int64_t bytes;  // as those of the operation
 };
 
 /// While it lives, records every collective of more than one rank which this thread starts.
-class Trace {
+class Trace final : public ThreadObserver {
  public:
-  Trace();
-  ~Trace();
-  Trace(const Trace&) = delete;
-  Trace& operator=(const Trace&) = delete;
+  void called(const Operation& operation) override;
   const std::vector<TraceEntry>& entries() const { return entries_; }
 
  private:
-  friend class Group;
   std::vector<TraceEntry> entries_;
-  Trace* outer_;
-};
-
-/// While it lives, nothing is recorded: what a wrapper sends on its own account is not the
-/// program's doing.
-class TracePause {
- public:
-  TracePause();
-  ~TracePause();
-  TracePause(const TracePause&) = delete;
-  TracePause& operator=(const TracePause&) = delete;
-
- private:
-  Trace* paused_;
 };
 
 class Group {
@@ -169,13 +211,14 @@ class Group {
 
   /// A group of the same ranks for a second thread of each rank, such as one that saves: its
   /// collectives take tensors on the host and run beside those of this group, in any order.
-  virtual std::shared_ptr<Group> background(const std::string& name) {
-    return split(0, rank(), name);
-  }
+  std::shared_ptr<Group> background(const std::string& name);
 
-  /// A promise that `x` is the same on every rank. Only `checked` looks; `what` names the tensor in
-  /// its message.
-  virtual void expect_same(const at::Tensor& /*x*/, std::string_view /*what*/) {}
+  /// A promise that `x` is the same on every rank. Only observers of the group look; `what` names
+  /// the tensor in their message.
+  void expect_same(const at::Tensor& x, std::string_view what);
+
+  /// From now on it is told of every operation, before that begins.
+  void add(std::shared_ptr<GroupObserver> observer) { observers_.push_back(std::move(observer)); }
 
   /// Whether `wait` returns when the other ranks have come: else the device waits for them.
   virtual bool meets_on_host() const { return true; }
@@ -210,6 +253,9 @@ class Group {
   /// no group (no members, -1, -1) or alone: there the result is not used.
   virtual std::shared_ptr<Group> do_split(const std::vector<int>& members, int rank, int index,
                                           const std::string& name) = 0;
+  virtual std::shared_ptr<Group> do_background(const std::string& name) {
+    return split(0, rank(), name);
+  }
 
   /// World ranks of ranks of this group.
   std::vector<int> world_ranks(const std::vector<int>& ranks) const;
@@ -221,15 +267,18 @@ class Group {
   void check_open(Collective op, const Channel& channel) const;
   void check_reduce(Collective op, const at::Tensor& x, ReduceOp reduce) const;
   Rows fill(Collective op, Rows rows, std::int64_t total, const char* what) const;
-  /// Tells of what is called, in which these world ranks meet; its number in the thread's Timeline.
-  std::int64_t trace(Collective op, std::size_t bytes, const std::vector<int>& ranks) const;
-  std::int64_t trace(Collective op, std::size_t bytes) const { return trace(op, bytes, members_); }
+  /// Tells the observers, and gives its number.
+  std::int64_t call(Operation operation);
+  std::int64_t call(Collective op, const at::Tensor& x, const Rows* rows = nullptr,
+                    const Rows* recv = nullptr, ReduceOp reduce = ReduceOp::sum, int root = 0);
+  std::shared_ptr<Group> observed(std::shared_ptr<Group> group) const;
 
   std::string name_;
   int rank_;
   std::vector<int> members_;
   std::set<Channel> channels_;                         // that are open
   std::vector<std::int64_t> num_sent_, num_received_;  // messages to and from each rank
+  std::vector<std::shared_ptr<GroupObserver>> observers_;
 };
 
 /// The group of one rank, for programs without a world.

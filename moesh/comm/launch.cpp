@@ -12,7 +12,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/checker.h"
 #include "moesh/comm/launcher.h"
 #include "moesh/comm/mpi/mpi_world.h"
 #include "moesh/comm/nccl/nccl_launch.h"
@@ -85,7 +85,7 @@ void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& w
     try {
       prepare_rank_thread(rank, options, ranks.num_on_machine);
       std::shared_ptr<Group> group = ranks.group(rank);
-      if (options.checked) group = checked(group);
+      if (options.checked) check_ranks(*group);
       f(*group);
     } catch (...) {
       fault = std::current_exception();

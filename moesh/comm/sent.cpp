@@ -3,11 +3,6 @@
 #include <utility>
 
 namespace moesh::comm {
-namespace {
-
-thread_local SentBytes* current = nullptr;
-
-}  // namespace
 
 std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int num_ranks) {
   const std::int64_t n = num_ranks;
@@ -25,13 +20,10 @@ std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int
   return 0;
 }
 
-SentBytes::SentBytes() : outer_(current) { current = this; }
-SentBytes::~SentBytes() { current = outer_; }
+void SentBytes::called(const Operation& o) {
+  bytes_[o.group.name()] += sent_bytes(o.op, o.bytes, o.own_bytes(), o.group.size());
+}
 
 std::map<std::string, std::int64_t> SentBytes::take() { return std::exchange(bytes_, {}); }
-
-void count_sent(const std::string& group, std::int64_t bytes) {
-  if (current) current->bytes_[group] += bytes;
-}
 
 }  // namespace moesh::comm

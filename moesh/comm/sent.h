@@ -15,23 +15,14 @@ namespace moesh::comm {
 std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int num_ranks);
 
 /// While it lives, sums up what this thread sends, by the name of the group: "tp", "dp_shard|cp".
-class SentBytes {
+class SentBytes final : public ThreadObserver {
  public:
-  SentBytes();
-  ~SentBytes();
-  SentBytes(const SentBytes&) = delete;
-  SentBytes& operator=(const SentBytes&) = delete;
-
+  void called(const Operation& operation) override;
   /// Since the last call.
   std::map<std::string, std::int64_t> take();
 
  private:
-  friend void count_sent(const std::string& group, std::int64_t bytes);
   std::map<std::string, std::int64_t> bytes_;
-  SentBytes* outer_;
 };
-
-/// For the groups themselves.
-void count_sent(const std::string& group, std::int64_t bytes);
 
 }  // namespace moesh::comm

@@ -14,7 +14,7 @@
 
 #include "conformance.h"
 #include "moesh/base/error.h"
-#include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/checker.h"
 #include "moesh/comm/launch.h"
 #include "moesh/comm/nccl/nccl_launch.h"
 #include "moesh/comm/nccl/world.h"
@@ -63,7 +63,8 @@ TEST_P(NcclConformance, Holds) {
       launch(num_ranks, [&, is_checked = is_checked](Group& bootstrap) {
         auto world = nccl_world(bootstrap, at::kCPU,
                                 {.timeout = 60s, .block_host = is_checked, .api = nccl.api});
-        c.run(is_checked ? *checked(world) : *world, {.checked = is_checked});
+        if (is_checked) check_ranks(*world);
+        c.run(*world, {.checked = is_checked});
       });
     } catch (const std::exception& e) {
       ADD_FAILURE() << e.what();
@@ -318,8 +319,9 @@ TEST_P(NcclFault, CheckedNamesTheRankThatIsOutOfStep) {
   const auto run = [&](const std::function<void(Group&)>& f) {
     std::vector<std::string> texts(3);
     launch(3, [&](Group& bootstrap) {
-      auto world = checked(
-          nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api}));
+      auto world =
+          nccl_world(bootstrap, at::kCPU, {.timeout = 20s, .block_host = true, .api = nccl.api});
+      check_ranks(*world);
       world->all_reduce(at::ones({2}));
       texts[static_cast<size_t>(world->rank())] = error_of([&] { f(*world); });
     });

@@ -119,15 +119,15 @@ class NcclGroup final : public Group {
   at::Device control_device() const override { return world_->device(); }
   bool meets_on_host() const override { return false; }
 
-  // A second thread cannot use NCCL: the rank has one stream, and the order of the calls on it must
-  // be that of every other rank.
-  std::shared_ptr<Group> background(const std::string& name) override {
-    MOESH_CHECK(host_, "background of group '", this->name(), "': only the world has one");
-    return host_->background(name);
-  }
   NcclWorld& world() { return *world_; }
 
  private:
+  // A second thread cannot use NCCL: the rank has one stream, and the order of the calls on it must
+  // be that of every other rank.
+  std::shared_ptr<Group> do_background(const std::string& name) override {
+    MOESH_CHECK(host_, "background of group '", this->name(), "': only the world has one");
+    return host_->background(name);
+  }
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp op) override;
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override;
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
@@ -310,7 +310,7 @@ std::unique_ptr<Work> NcclGroup::do_recv(at::IntArrayRef sizes, const at::Tensor
 std::shared_ptr<Group> NcclGroup::do_split(const std::vector<int>& members, int rank, int /*index*/,
                                            const std::string& name) {
   // The first member of each new group makes its id, and one all_gather brings all ids to everyone.
-  const TracePause quiet;
+  const ObserverPause quiet;
   const bool makes_id = rank == 0 && members.size() > 1;
   const at::Tensor mine = words_of(makes_id ? world_->new_id() : NcclUniqueId{}, world_->device());
   const at::Tensor all = all_gather(mine).cpu();

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/checked/checked_group.h"
+#include "moesh/comm/checker.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/roll.h"
 
@@ -60,16 +60,16 @@ std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions
     const at::Device device = device_for(options.device, place);
     use_device(device);
     if (options.backend == Backend::automatic && !ranks_that_share_a_gpu(host, device).empty()) {
-      if (!options.checked) return f(host);
-      // `host` outlives the call: it is lent, not owned.
-      return f(*checked(std::shared_ptr<Group>(std::shared_ptr<Group>(), &host)));
+      if (options.checked) check_ranks(host);
+      return f(host);
     }
     // The `checked` group reads what it gathers: there a fault must show at once.
     const auto world = nccl_world(
         host, device, {.timeout = options.timeout, .block_host = options.checked, .api = api});
     local->add(world);
+    if (options.checked) check_ranks(*world);
     try {
-      f(options.checked ? *checked(world) : *world);
+      f(*world);
       close_nccl(*world);
     } catch (...) {
       std::rethrow_exception(local->fail(host.rank(), std::current_exception()));

@@ -148,7 +148,7 @@ RankRecord from_words(const std::vector<std::int64_t>& words) {
 }
 
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine) {
-  const comm::TracePause quiet;
+  const comm::ObserverPause quiet;
   const auto options = at::TensorOptions(world.control_device()).dtype(at::kLong);
   std::vector<std::int64_t> words = to_words(mine);
   const at::Tensor sizes =

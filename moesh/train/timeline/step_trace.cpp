@@ -9,6 +9,7 @@
 #include "moesh/base/timeline.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
+#include "moesh/train/timeline/collectives.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
 #include "moesh/train/timeline/operators.h"
@@ -24,6 +25,7 @@ struct StepTrace::Recording {
   RankRecord record = here_and_now();
   std::optional<RecordKernels> kernels;
   Timeline timeline;
+  RecordCollectives collectives{timeline};
   RecordOperators operators;
   std::int64_t step = 0;  // the slice of the step that is going on
 };
@@ -42,7 +44,7 @@ StepTrace::~StepTrace() = default;
 void StepTrace::begin_step(std::int64_t step) {
   if (!steps_ || step < steps_->first) return;
   if (!recording_) {
-    const comm::TracePause quiet;
+    const comm::ObserverPause quiet;
     first_recorded_ = step;
     const bool has_kernels = config_.training.device == "cuda";
     world_.barrier();  // nobody is late because of what came before
@@ -64,7 +66,7 @@ void StepTrace::write(std::int64_t last_step) {
   RankRecord mine = std::move(recording_->record);
   mine.timeline = recording_->timeline.take();
   if (recording_->kernels) {
-    const comm::TracePause quiet;
+    const comm::ObserverPause quiet;
     world_.barrier();  // all threads of this process have come to the end
     mine.kernels = recording_->kernels->take();
   }

@@ -15,6 +15,7 @@
 #include "moesh/base/rank_threads.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/launch.h"
+#include "moesh/train/timeline/collectives.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
 #include "moesh/train/timeline/operators.h"
@@ -55,6 +56,7 @@ TEST(Timeline, HasTheCollectivesOfTheTrace) {
     const auto f = [&](comm::Group& world) {
       const auto pair = world.split(world.rank() / 2, world.rank(), "pair");
       Timeline timeline;
+      const RecordCollectives collectives(timeline);
       const comm::Trace trace;
       {
         const InSection section(Section::backward);
@@ -134,8 +136,9 @@ TEST(Timeline, NothingIsRecordedWhereNobodyAsks) {
     EXPECT_EQ(Timeline::current(), nullptr);
     auto before = world.start_all_reduce(at::ones({2}));
     Timeline timeline;
+    const RecordCollectives collectives(timeline);
     {
-      const comm::TracePause quiet;
+      const comm::ObserverPause quiet;
       world.all_reduce(at::ones({2}));
     }
     before.wait();
@@ -150,6 +153,7 @@ TEST(Waits, NameTheRankThatCameLast) {
   std::atomic<int> num_called = 0;
   comm::launch(4, [&](comm::Group& world) {
     std::optional<Timeline> timeline(std::in_place);
+    std::optional<RecordCollectives> collectives(*timeline);
     RankRecord mine = here_and_now();
     for (int i = 0; i < 3; ++i) {
       while (world.rank() == 2 && num_called < 3 * (i + 1)) std::this_thread::yield();
@@ -158,6 +162,7 @@ TEST(Waits, NameTheRankThatCameLast) {
       handle.wait();
     }
     mine.timeline = timeline->take();
+    collectives.reset();
     timeline.reset();
     const auto records = gather(world, mine);
     ASSERT_EQ(records.size(), world.rank() == 0 ? 4u : 0u);
