@@ -1,12 +1,9 @@
 # pip builds for the torch of its Python, and in the build tree. One that was configured for another
 # torch is not turned over behind the back of whoever works in it.
-execute_process(COMMAND ${Python_EXECUTABLE} -c
-  "import importlib.util as u; print(*u.find_spec('torch').submodule_search_locations)"
-  OUTPUT_VARIABLE pip_torch ERROR_QUIET OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT pip_torch)
-  message(FATAL_ERROR "${Python_EXECUTABLE} has no torch: pip install torch, then pip install "
-    "--no-build-isolation . (with isolation pip builds in an environment of its own)")
-endif()
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c "import moesh_build; print(moesh_build.torch_folder())"
+  WORKING_DIRECTORY ${CMAKE_CURRENT_LIST_DIR}/../python/backend
+  OUTPUT_VARIABLE pip_torch OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 file(REAL_PATH ${pip_torch} pip_torch)
 set(configured_torch ${MOESH_TORCH_DIR})
 if(NOT configured_torch)
@@ -17,7 +14,7 @@ if(EXISTS ${CMAKE_BINARY_DIR}/build.ninja AND configured_torch)
   if(NOT configured_torch STREQUAL pip_torch)
     message(FATAL_ERROR "${CMAKE_BINARY_DIR} is built with the torch in ${configured_torch}, and "
       "this Python has one in ${pip_torch}: give it a build folder of its own, as in pip install "
-      "--no-build-isolation -C build-dir=build-pip .")
+      "-C build-dir=build-pip .")
   endif()
 else()
   set(MOESH_TORCH_DIR ${pip_torch} CACHE PATH "Folder of the torch package" FORCE)

@@ -1,5 +1,6 @@
 """Mixture-of-experts training on one mesh of ranks: moesh from Python. See docs/python.md."""
 
+import importlib
 import os
 import sys
 
@@ -22,12 +23,22 @@ def _import_torch():
         raise ImportError(
             f"moesh was built for torch {_built_for.TORCH}, and this is torch {torch.__version__} "
             f"({torch.__path__[0]}): LibTorch has no stable interface between them. Build moesh "
-            "again in this environment: pip install --no-build-isolation --force-reinstall "
+            "again in this environment: pip install --force-reinstall "
             "--no-deps /path/to/moesh; or install the torch that it was built for: "
             f"pip install torch=={_built_for.TORCH.split('+')[0]}")
 
 
+def _import_engine():
+    """With MPI where this machine has it: the other build of the module needs only torch."""
+    try:
+        engine = importlib.import_module("moesh.mpi._moesh")
+    except ImportError:
+        engine = importlib.import_module("moesh._moesh")
+    sys.modules["moesh._moesh"] = engine
+
+
 _import_torch()
+_import_engine()
 
 from ._functions import (  # noqa: E402
     Comparison, Error, RunSummary, compare, estimate, load_metrics, print_config, train, verify)

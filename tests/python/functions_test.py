@@ -368,7 +368,7 @@ class OthersTest(Temporary):
                              env={**os.environ, "PYTHONPATH": path})
         self.assertEqual(run.returncode, 1)
         for part in ("ImportError", torch.__version__, "2.12.9", str(self.folder),
-                     "pip install --no-build-isolation"):
+                     "pip install --force-reinstall"):
             self.assertIn(part, run.stderr)
 
     def test_python_m_moesh_is_the_command(self):

@@ -1,14 +1,19 @@
 """pip install, out of the build tree: nothing is compiled again, and what is installed works
-without the tree.
+without the tree. It requires the torch that it was built for, and no library but torch's. A build shows
+its steps.
 
 pip_test.py ROOT BUILD
 """
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
+
+# What a Linux with Python and torch has.
+SYSTEM = re.compile(r"(libc|libm|libdl|libpthread|librt|libgcc_s|libstdc\+\+|ld-linux[-\w]*)\.so\.\d+")
 
 
 def run(*command, code=0, **options):
@@ -32,6 +37,31 @@ def installs(root, build, folder):
     assert run(folder / "bin" / "moesh", "--version", env=environment).startswith("moesh 0.1.0 ")
 
 
+def needs_only_torch(folder):
+    """By the names in its metadata, and by the libraries of the module that does without MPI."""
+    import torch
+    metadata = next(folder.glob("moesh-*.dist-info/METADATA")).read_text()
+    required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
+    assert required == [f"torch=={torch.__version__.split('+')[0]}"], required
+    own = {p.name for f in (pathlib.Path(torch.__path__[0], "lib"), folder / "moesh" / "lib")
+           for p in f.glob("*.so*")}
+    module = next((folder / "moesh").glob("_moesh.*.so"))
+    needed = re.findall(r"NEEDED.*\[(.*)\]", run("readelf", "-d", module))
+    others = [name for name in needed if name not in own and not SYSTEM.fullmatch(name)]
+    assert needed and not others, f"{module.name} needs {others}"
+
+
+def shows_steps(root):
+    """The first and the last of what ninja says, and one every few seconds."""
+    sys.path.insert(0, str(root / "python" / "backend"))
+    import moesh_build
+    shown, now = [], iter(range(1, 1000))  # each look at the clock is a second later
+    lines = [b"-- Configuring done\n", *(b"[%d/20] Building %d.o\n" % (n, n) for n in range(1, 21))]
+    moesh_build.show_progress(lines, shown.append, clock=lambda: next(now))
+    assert shown[0] == "moesh: step 1 of 20: Building 1.o\n", shown
+    assert shown[-1] == "moesh: step 20 of 20: Building 20.o\n" and 3 < len(shown) < 10, shown
+
+
 def refuses_another_torch(root, build, folder):
     """A build tree of one torch is not turned over for another."""
     other = folder / "other" / "torch"
@@ -50,7 +80,9 @@ def main(root, build):
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name).resolve()
         refuses_another_torch(pathlib.Path(root), pathlib.Path(build), folder / "r")
+        shows_steps(pathlib.Path(root))
         installs(pathlib.Path(root), pathlib.Path(build), folder / "i")
+        needs_only_torch(folder / "i")
     print("installed, imported and run")
 
 
