@@ -1,6 +1,7 @@
 #pragma once
 // How a step moves parameters: what a rule declares, and what it is given.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/where.h>
 
 #include <optional>
