@@ -1,4 +1,4 @@
-# Everything a user needs: make run, make test. Both install and build what they need first.
+# Everything a user needs: make run, make check, make test. They install and build what they need.
 #   JOBS=4 make build                      how many compilers at once (default: the cores)
 #   FUZZ_RUNS=1000000 make fuzz            inputs of each fuzz target (default: ten million)
 #   MOESH_TORCH_DIR=/path/to/torch ...     an installed torch (2.11 or later), not the one in .venv
@@ -9,8 +9,9 @@ OPTIONS = $(if $(MOESH_TORCH_DIR),-DMOESH_TORCH_DIR=$(MOESH_TORCH_DIR)) \
   $(if $(MOESH_THIRD_PARTY),-DMOESH_THIRD_PARTY=$(MOESH_THIRD_PARTY))
 CTEST = ctest --output-on-failure --no-tests=error
 
-.PHONY: all setup program build run test gpu asan tsan sanitize fuzz fuzz-cli mutate soak verify \
-  test-settings wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu bench-checkpoint format \
+.PHONY: all setup program build run check test long gpu asan tsan sanitize fuzz fuzz-cli mutate \
+  soak verify test-settings wheel test-tokenizer bench-tokenizer bench-comm bench-moe bench-gpu \
+  bench-checkpoint format \
   lint clean
 
 all: build
@@ -30,8 +31,12 @@ build: setup
 	@cmake --preset release $(OPTIONS) > /dev/null
 	@cmake --build build -j $(JOBS)
 
-# dist/moesh-*.whl for the torch of .venv, out of the build tree.
-wheel: build
+# dist/moesh-*.whl for the torch of .venv, out of the build tree: only the Python module is built,
+# and of that only what is missing.
+wheel: setup
+	@if [ -e build/build.ninja ]; then cmake $(OPTIONS) build > /dev/null; \
+	  else cmake --preset release -DMOESH_TESTS=none $(OPTIONS) > /dev/null; fi
+	@cmake --build build -j $(JOBS) --target moesh_python
 	.venv/bin/pip wheel --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@ls dist/moesh-*.whl
 
@@ -39,13 +44,24 @@ wheel: build
 run: program
 	@build/bin/moesh demo
 
+# Tests in tiers; CONTRIBUTING.md says what each promises.
+check: setup
+	@echo "make check: C++ tests, code that must not compile, one verify of each model:"
+	@echo "  some 5 minutes on two cores, with the build after a change of one file."
+	@cmake --preset release $(OPTIONS) > /dev/null
+	@cmake --build build -j $(JOBS) --target check_programs
+	$(CTEST) -j $(JOBS) --test-dir build -L '^check$$'
+
 test:
-	@echo "make test: installs what tests need, builds every program (about 12 minutes on two cores,"
-	@echo "  seconds when nothing changed), then runs every test (about 30 minutes on two cores)."
-	@echo "  Less: make build && ctest --test-dir build -L unit"
-	@echo "  (labels: unit, dist, mpi, gpu, compile_fail, fuzz)"
+	@echo "make test: installs what tests need, builds every program and runs every kind of test:"
+	@echo "  some 20 minutes on two cores, 7 of them for the build where nothing is built yet."
+	@echo "  Less: make check. More: make long, verify, fuzz, mutate, soak, sanitize."
 	@$(MAKE) --no-print-directory build
-	$(CTEST) -j $(JOBS) --test-dir build
+	$(CTEST) -j $(JOBS) --test-dir build -LE '^long$$'
+
+# What make test samples, whole.
+long: build
+	$(CTEST) -j $(JOBS) --test-dir build -L '^long$$'
 
 # The command, the GPU tests and the GPU benchmarks, against an installed CUDA build of torch.
 FIND_TORCH = import importlib.util as u; print(*u.find_spec("torch").submodule_search_locations)
@@ -78,7 +94,7 @@ tsan: setup
 
 sanitize: asan tsan
 
-# Every parser of files that others wrote, from its seeds. make test gives each a hundred thousand
+# Every parser of files that others wrote, from its seeds. make test gives each some thousand
 # inputs.
 FUZZ_RUNS ?= 10000000
 fuzz: build
@@ -145,8 +161,9 @@ bench-checkpoint: build
 format:
 	git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format-19 -i
 
-lint: build
-	git ls-files 'moesh/*.cpp' | xargs clang-tidy-19 -p build --quiet
+lint: setup
+	@cmake --preset release -B build-lint -DMOESH_BATCHES=OFF $(OPTIONS) > /dev/null
+	git ls-files 'moesh/*.cpp' | xargs clang-tidy-19 -p build-lint --quiet
 
 clean:
-	rm -rf build build-asan build-tsan build-cuda
+	rm -rf build build-asan build-tsan build-cuda build-lint

@@ -18,8 +18,6 @@ using namespace config;
 using namespace moesh::estimate;
 namespace {
 
-constexpr size_t kMostListed = 20;
-
 void print_heading(const Config& c, const Estimate& e) {
   std::printf("%s %s: %s parameters, %s active, %s on %s\n", c.model.name.c_str(),
               c.model.size.c_str(), with_commas(e.num_parameters).c_str(),

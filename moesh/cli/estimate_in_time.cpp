@@ -23,7 +23,6 @@ using namespace config;
 using namespace moesh::estimate;
 namespace {
 
-constexpr size_t kMostListed = 20;
 constexpr int kMostColumns = 120;
 
 // What is asked for besides the configuration.
@@ -75,7 +74,7 @@ std::string between_nodes(const Cluster& cluster, const MeshShape& mesh) {
   return text.empty() ? "none" : text;
 }
 
-void print(const StepTime& t, const Cluster& cluster, const PipelineOptions& options) {
+void print(const StepTime& t, const Cluster& cluster, const estimate::PipelineOptions& options) {
   std::printf("%s\n", t.mesh.describe().c_str());
   std::printf("%s tokens a step, in %lld micro-batches\n", with_commas(t.num_tokens).c_str(),
               static_cast<long long>(t.num_micro_batches));
@@ -165,8 +164,8 @@ Progress show_progress() {
   };
 }
 
-void draw(Profiler& profiler, const Asked& a, const PipelineOptions& pipe, const MeshShape& mesh,
-          const StepTime& time) {
+void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& pipe,
+          const MeshShape& mesh, const StepTime& time) {
   const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
   const auto s = simulated(profiler, a.cluster, mesh, pipe, most);
   const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
@@ -196,7 +195,7 @@ int run_estimate_in_time(const std::string& cluster, const Given& given) {
   const Config config = load_config(given.rest());
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
   const MeshShape mesh = mesh_shape(config);
-  const PipelineOptions pipe = pipeline_options(config);
+  const estimate::PipelineOptions pipe = estimate::pipeline_options(config);
   print_heading(config, a.cluster);
   const auto start = std::chrono::steady_clock::now();
   int code = 0;

@@ -55,6 +55,7 @@ struct Span {
   void* data = nullptr;
   std::int64_t numel = 0;
 };
+inline Span whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
 
 /// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it.
 /// If `into` is not empty, a backend that receives messages puts them there; one that reads peers'

@@ -3,6 +3,7 @@
 // format, and PREFIX.moesh.json with what was read and a checksum of every 4 MiB.
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,9 @@ TokenizeSummary tokenize(const TokenizeOptions& options);
 
 /// Compares every byte of PREFIX.bin and PREFIX.idx with its checksum; throws Error (data).
 void check_token_files(const std::string& prefix);
+
+/// The tokenizer.json of a tokenizer that is named by its file or by its folder.
+std::filesystem::path tokenizer_file(const std::string& tokenizer);
 
 /// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
 /// where there is none.

@@ -101,16 +101,16 @@ MeshShape one_stage(MeshShape mesh) {
 }
 
 // The ways that split the dense layers alike: whatever the experts cost comes on top of the bound.
-struct Family {
+struct TimedFamily {
   std::vector<Candidate> candidates;
   double bound = 0;  // tokens/s that none of them exceeds
 };
 
-std::vector<Family> families(Profiler& profiler, const Cluster& cluster, std::vector<Candidate> all,
-                             const std::function<void()>& tell) {
-  std::map<std::pair<int, int>, Family> by_dense;
+std::vector<TimedFamily> families(Profiler& profiler, const Cluster& cluster,
+                                  std::vector<Candidate> all, const std::function<void()>& tell) {
+  std::map<std::pair<int, int>, TimedFamily> by_dense;
   for (Candidate& c : all) by_dense[{c.way.cp, c.way.tp}].candidates.push_back(std::move(c));
-  std::vector<Family> sorted;
+  std::vector<TimedFamily> sorted;
   for (auto& [key, family] : by_dense) {
     MeshShape whole_experts = one_stage(family.candidates[0].meshes[0]);
     whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
@@ -120,7 +120,7 @@ std::vector<Family> families(Profiler& profiler, const Cluster& cluster, std::ve
     tell();
   }
   std::stable_sort(sorted.begin(), sorted.end(),
-                   [](const Family& a, const Family& b) { return a.bound > b.bound; });
+                   [](const TimedFamily& a, const TimedFamily& b) { return a.bound > b.bound; });
   return sorted;
 }
 
@@ -153,7 +153,7 @@ TimeSearch search_time(Profiler& profiler, const Cluster& cluster, const MeshSha
   const auto is_hopeless = [&](double bound) {
     return result.best.size() == most && bound <= result.best.back().tokens_per_second();
   };
-  for (const Family& family : families(profiler, cluster, std::move(all), tell)) {
+  for (const TimedFamily& family : families(profiler, cluster, std::move(all), tell)) {
     if (is_hopeless(family.bound)) break;
     for (const Candidate& c : family.candidates) {
       ++num_done;

@@ -51,7 +51,7 @@ std::uint64_t sum_of(const char* bytes, std::size_t first, std::size_t count) {
   return sum;
 }
 
-bool is_digit(char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); }
+bool is_hex_digit(char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); }
 
 }  // namespace
 
@@ -90,7 +90,7 @@ std::string checksum_text(std::uint64_t checksum) {
 }
 
 std::uint64_t parse_checksum(std::string_view text) {
-  MOESH_CHECK(text.size() == kDigits && std::all_of(text.begin(), text.end(), is_digit),
+  MOESH_CHECK(text.size() == kDigits && std::all_of(text.begin(), text.end(), is_hex_digit),
               ErrorKind::data, shown(text),
               " is not a checksum, which has 16 digits, 0 to 9 and a to f");
   std::uint64_t checksum = 0;

@@ -28,13 +28,13 @@ struct Results {
   std::deque<Kept> all;
   bool is_second_run = false;
 };
-thread_local Results* current = nullptr;
+thread_local Results* current_results = nullptr;
 
 // Parts of f keep and recall here. Null: nothing is kept, also where a recompute around does.
 class ResultsScope {
  public:
-  explicit ResultsScope(Results* results) : outer_(std::exchange(current, results)) {}
-  ~ResultsScope() { current = outer_; }
+  explicit ResultsScope(Results* results) : outer_(std::exchange(current_results, results)) {}
+  ~ResultsScope() { current_results = outer_; }
   ResultsScope(const ResultsScope&) = delete;
   ResultsScope& operator=(const ResultsScope&) = delete;
 
@@ -90,19 +90,20 @@ class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
 }  // namespace
 
 std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
-  if (!current || !current->is_second_run) return std::nullopt;
-  MOESH_CHECK(!current->all.empty() && current->all.front().what == what, ErrorKind::internal,
-              "the second run of a recompute asks for ", what, ", and the first one kept ",
-              current->all.empty() ? "nothing more" : current->all.front().what,
+  if (!current_results || !current_results->is_second_run) return std::nullopt;
+  MOESH_CHECK(!current_results->all.empty() && current_results->all.front().what == what,
+              ErrorKind::internal, "the second run of a recompute asks for ", what,
+              ", and the first one kept ",
+              current_results->all.empty() ? "nothing more" : current_results->all.front().what,
               " here; f must do the same in both, and backward runs once");
-  auto results = std::move(current->all.front().tensors);
-  current->all.pop_front();
+  auto results = std::move(current_results->all.front().tensors);
+  current_results->all.pop_front();
   return results;
 }
 
 void keep(std::string_view what, const std::vector<at::Tensor>& results) {
-  if (!current || current->is_second_run) return;
-  auto& kept = current->all.emplace_back();
+  if (!current_results || current_results->is_second_run) return;
+  auto& kept = current_results->all.emplace_back();
   kept.what = what;
   for (const auto& t : results) kept.tensors.push_back(t.defined() ? t.detach() : t);
 }

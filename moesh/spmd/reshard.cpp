@@ -66,7 +66,7 @@ thread_local KeptGathers::Map* kept_gathers = nullptr;
 thread_local bool takes_kept = false;
 thread_local GatherBytes bytes;
 
-void count(std::int64_t change) {
+void count_gathered(std::int64_t change) {
   bytes.now += change;
   bytes.most = std::max(bytes.most, bytes.now);
 }
@@ -81,7 +81,7 @@ void free(raw::Gathers& gathers) {
   for (auto& g : gathers.all) {
     if (g.rows.storage().nbytes() == 0) continue;
     resize(g.rows, 0);
-    count(-static_cast<std::int64_t>(g.num_bytes));
+    count_gathered(-static_cast<std::int64_t>(g.num_bytes));
   }
 }
 
@@ -135,7 +135,7 @@ void start_again(raw::Gathers& gathers) {
   for (size_t i = 0; i < gathers.all.size(); ++i) {
     if (!gathers.all[i].group || gathers.all[i].rows.storage().nbytes() != 0) continue;
     freed.push_back(i);
-    count(static_cast<std::int64_t>(gathers.all[i].num_bytes));
+    count_gathered(static_cast<std::int64_t>(gathers.all[i].num_bytes));
   }
   start_messages(gathers.all, freed, [&](std::shared_ptr<Arrival> arrival, auto which) {
     gathers.again.emplace_back(std::move(arrival), std::move(which));
@@ -156,7 +156,7 @@ void gather_again(raw::Gathers& gathers) {
   for (const auto& g : gathers.all) {
     if (g.group || g.rows.storage().nbytes() != 0) continue;
     resize(g.rows, g.num_bytes);
-    count(static_cast<std::int64_t>(g.num_bytes));
+    count_gathered(static_cast<std::int64_t>(g.num_bytes));
     kernels::cast_into(g.rows.variable_data(), g.source);
   }
 }
@@ -185,7 +185,7 @@ at::Tensor take_pending(const Stored& w, const Gathered& g) {
   if (found == pending().end()) return {};
   const Pending p = found->second;
   pending().erase(found);
-  count(-static_cast<std::int64_t>(p.num_bytes));
+  count_gathered(-static_cast<std::int64_t>(p.num_bytes));
   const at::Tensor message = p.arrival->wait();
   if (p.version != static_cast<std::int64_t>(w.value._version())) return {};
   const at::Tensor rows = empty_rows(g);
@@ -247,7 +247,7 @@ void prefetch(const std::vector<const Stored*>& params) {
     numbers.push_back(all.size());
     wanted.push_back(w);
     all.push_back(gathered(*w, group));
-    count(static_cast<std::int64_t>(all.back().num_bytes));
+    count_gathered(static_cast<std::int64_t>(all.back().num_bytes));
   }
   start_messages(all, numbers, [&](const std::shared_ptr<Arrival>& arrival, const auto& which) {
     for (size_t k = 0; k < which.size(); ++k) {
@@ -262,7 +262,7 @@ void prefetch(const std::vector<const Stored*>& params) {
 ForgetPrefetched::ForgetPrefetched() : num_exceptions_(std::uncaught_exceptions()) {}
 ForgetPrefetched::~ForgetPrefetched() {
   if (std::uncaught_exceptions() == num_exceptions_) return;
-  for (const auto& [value, p] : pending()) count(-static_cast<std::int64_t>(p.num_bytes));
+  for (const auto& [value, p] : pending()) count_gathered(-static_cast<std::int64_t>(p.num_bytes));
   pending().clear();
 }
 
@@ -282,7 +282,7 @@ at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& gr
   });
   const at::Tensor whole = g.rows.movedim(0, dim);
   if (current_gathers && at::GradMode::is_enabled()) {
-    count(static_cast<std::int64_t>(g.num_bytes));
+    count_gathered(static_cast<std::int64_t>(g.num_bytes));
     current_gathers->all.push_back(std::move(g));
   }
   return whole;
@@ -294,7 +294,7 @@ at::Tensor cast_value(const Stored& w) {
   g.rows = kept_or(w, [&] { return kernels::cast(g.source, g.compute); });
   const at::Tensor whole = g.rows;
   if (current_gathers && at::GradMode::is_enabled() && g.rows.numel() > 0) {
-    count(static_cast<std::int64_t>(g.num_bytes));
+    count_gathered(static_cast<std::int64_t>(g.num_bytes));
     current_gathers->all.push_back(std::move(g));
   }
   return whole;

@@ -12,7 +12,7 @@
 namespace moesh {
 namespace {
 
-thread_local std::vector<std::function<void()>>* current = nullptr;
+thread_local std::vector<std::function<void()>>* current_work = nullptr;
 
 }  // namespace
 
@@ -29,11 +29,11 @@ void WeightHalf::run() {
   work_.clear();
 }
 
-WeightsLater::WeightsLater(bool on) : outer_(current) {
+WeightsLater::WeightsLater(bool on) : outer_(current_work) {
   if (on) work_ = std::make_unique<Work>();
-  current = work_.get();
+  current_work = work_.get();
 }
-WeightsLater::~WeightsLater() { current = outer_; }
+WeightsLater::~WeightsLater() { current_work = outer_; }
 
 WeightHalf WeightsLater::take() {
   WeightHalf half;
@@ -51,16 +51,16 @@ void WeightsLater::finish() {
               "inputs needs its backward of weights");
 }
 
-WeightsNow::WeightsNow() : outer_(std::exchange(current, nullptr)) {}
-WeightsNow::~WeightsNow() { current = outer_; }
+WeightsNow::WeightsNow() : outer_(std::exchange(current_work, nullptr)) {}
+WeightsNow::~WeightsNow() { current_work = outer_; }
 
 namespace raw {
 
-bool are_weights_later() { return current != nullptr; }
+bool are_weights_later() { return current_work != nullptr; }
 
 void later(std::function<void()> f) {
-  if (current)
-    current->push_back(std::move(f));
+  if (current_work)
+    current_work->push_back(std::move(f));
   else
     f();
 }

@@ -48,7 +48,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kStatePrefix = "optimizer/state";
 constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
 constexpr const char* kOptimizerSteps = "optimizer_steps";
-constexpr const char* kTokens = "tokens";
+constexpr const char* kTokensKey = "tokens";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
 
 std::string master_name(const std::string& param) { return param + ".master"; }
@@ -437,7 +437,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
                           {"dtype", config_.training.dtype}}};
   for (const auto& [key, value, gives_meaning] : remembered(config_, data_fingerprint_))
     s.manifest.extra[key] = value;
-  s.manifest.extra[kTokens] = std::to_string(position.num_tokens);
+  s.manifest.extra[kTokensKey] = std::to_string(position.num_tokens);
   if (position.num_skipped > 0)
     s.manifest.extra[checkpoint::kSkippedSteps] = std::to_string(position.num_skipped);
   return s;
@@ -681,7 +681,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, cons
               "': its manifest has no ", kOptimizerSteps, ": it was not saved by a training run");
   optimizer_.set_num_steps(whole_number(steps->second));
   const auto skipped = manifest.extra.find(checkpoint::kSkippedSteps);
-  const auto tokens = manifest.extra.find(kTokens);
+  const auto tokens = manifest.extra.find(kTokensKey);
   return {.step = manifest.step,
           .data_position = manifest.data_position,
           .num_skipped = skipped == manifest.extra.end() ? 0 : whole_number(skipped->second),

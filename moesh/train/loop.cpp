@@ -157,10 +157,6 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Known&
           .estimated_memory = known.estimated_memory};
 }
 
-double seconds_since_1970() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 // What follows from the result of the step that was taken last.
 StepRecord record_of(const Config& config, const RunFacts& facts, const Position& position,
                      const StepResult& result) {

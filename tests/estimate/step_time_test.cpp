@@ -15,7 +15,7 @@ namespace {
 
 using Args = std::vector<std::string>;
 
-Config load(const Args& args) { return config::load_config(args); }
+Config load_args(const Args& args) { return config::load_config(args); }
 
 PartProfile sum_of(const Profile& p, const ModelShape& model) {
   PartProfile sum = p.ends;
@@ -49,7 +49,7 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
       args.insert(args.end(), {std::string("--mesh=") + mesh, "--dtype=bfloat16", "--device=cuda",
                                "--data.sequence_length=128", "--data.batch_size=2"});
       SCOPED_TRACE(model[0] + " " + mesh);
-      const Config c = load(args);
+      const Config c = load_args(args);
       Profiler profiler(c);
       const PartProfile sum = sum_of(profiler.on(mesh_shape(c)), profiler.model());
       const Estimate e = estimate(c);
@@ -88,7 +88,7 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
 
 TEST(Profile, FlopsAreThoseOfTheModel) {
   for (const char* name : {"deepseek_v3:debug", "gpt_oss:tiny", "llama4:tiny"}) {
-    const Config c = load({std::string("--model=") + name, "--data.sequence_length=64"});
+    const Config c = load_args({std::string("--model=") + name, "--data.sequence_length=64"});
     const ModelShape shape = model_shape(c);
     double sum = shape.head_flops;
     for (const double flops : shape.layer_flops) sum += flops;
@@ -113,7 +113,7 @@ Args with(Args args, const Args& more) {
 TEST(StepTime, OneStageHasNoBubble) {
   const Cluster cluster = parse_cluster("h100x8:1");
   const Config c =
-      load(with(kModel, {"--mesh=dp_shard=4,tp=2,ep=8", "--training.global_batch_size=64"}));
+      load_args(with(kModel, {"--mesh=dp_shard=4,tp=2,ep=8", "--training.global_batch_size=64"}));
   Profiler profiler(c);
   const StepTime t = step_time(profiler, cluster, mesh_shape(c), {});
   EXPECT_EQ(t.num_micro_batches, 8);
@@ -130,9 +130,9 @@ TEST(StepTime, OneStageHasNoBubble) {
 TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Cluster cluster = parse_cluster("h100x8:1");
   cluster.node_bandwidth = cluster.network_bandwidth = 1e30, cluster.latency = 0;
-  const Config c =
-      load({"--model=qwen3_moe:debug", "--model.num_layers=32", "--model.vocab_size=64",
-            "--training.global_batch_size=320", "--data.sequence_length=256", "--device=cuda"});
+  const Config c = load_args({"--model=qwen3_moe:debug", "--model.num_layers=32",
+                              "--model.vocab_size=64", "--training.global_batch_size=320",
+                              "--data.sequence_length=256", "--device=cuda"});
   Profiler profiler(c);
   for (const int p : {2, 4, 8}) {
     const MeshShape mesh{.pp = p, .dp_shard = 8 / p};
@@ -157,7 +157,7 @@ TEST(StepTime, BubblesAreThoseOfTheSchedule) {
 
 TEST(StepTime, AStageHoldsItsOwnLayers) {
   const Cluster cluster = parse_cluster("h100x8:1");
-  const Config c = load(with(kModel, {"--training.global_batch_size=64"}));
+  const Config c = load_args(with(kModel, {"--training.global_batch_size=64"}));
   Profiler profiler(c);
   const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, {}),
                  four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, {});
@@ -179,11 +179,11 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
   const Cluster cluster = parse_cluster("h100x8:2");
   for (const char* mode : {"none", "full"})
     for (const char* schedule : {"gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv"}) {
-      const Config c = load({"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16",
-                             "--device=cuda", "--data.sequence_length=4096", "--data.batch_size=1",
-                             "--mesh=pp=4,dp_shard=4,ep=2", "--training.global_batch_size=48",
-                             std::string("--activation_checkpoint.mode=") + mode,
-                             std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
+      const Config c = load_args(
+          {"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16", "--device=cuda",
+           "--data.sequence_length=4096", "--data.batch_size=1", "--mesh=pp=4,dp_shard=4,ep=2",
+           "--training.global_batch_size=48", std::string("--activation_checkpoint.mode=") + mode,
+           std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
       SCOPED_TRACE(std::string(schedule) + ", recompute " + mode);
       Profiler profiler(c);
       const double peak = step_time(profiler, cluster, mesh_shape(c), {.schedule = schedule}).peak,
@@ -196,11 +196,11 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
 // Micro-batches share what is gathered: it counts once, and travels once.
 TEST(StepTime, HoldsGatheredParametersOnce) {
   for (const char* mode : {"none", "full"}) {
-    const Config c = load({"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16",
-                           "--device=cuda", "--data.sequence_length=1024", "--data.batch_size=1",
-                           "--mesh=pp=4,dp_shard=4,ep=2", "--training.global_batch_size=48",
-                           std::string("--activation_checkpoint.mode=") + mode,
-                           "--parallelism.fsdp_reshard_after_forward=false"});
+    const Config c = load_args(
+        {"--model=deepseek_v3:16b", "--model.num_layers=12", "--dtype=bfloat16", "--device=cuda",
+         "--data.sequence_length=1024", "--data.batch_size=1", "--mesh=pp=4,dp_shard=4,ep=2",
+         "--training.global_batch_size=48", std::string("--activation_checkpoint.mode=") + mode,
+         "--parallelism.fsdp_reshard_after_forward=false"});
     Profiler profiler(c);
     Cluster cluster = parse_cluster("h100x8:2");
     const double peak = step_time(profiler, cluster, mesh_shape(c), {}).peak,
@@ -217,7 +217,7 @@ TEST(StepTime, HoldsGatheredParametersOnce) {
 // Four stages of four GPUs on two nodes: one of three boundaries is between them.
 TEST(StepTime, SendsOverTheNetworkWhereAStageIsOnAnotherNode) {
   const Config c =
-      load(with(kModel, {"--mesh=pp=4,dp_shard=4,ep=4", "--training.global_batch_size=64"}));
+      load_args(with(kModel, {"--mesh=pp=4,dp_shard=4,ep=4", "--training.global_batch_size=64"}));
   Profiler profiler(c);
   const auto total = [&](const char* text, double bandwidth) {
     Cluster cluster = parse_cluster(text);
@@ -235,10 +235,10 @@ TEST(StepTime, SendsOverTheNetworkWhereAStageIsOnAnotherNode) {
 // Nearly all of this model is its head.
 TEST(StepTime, ComputesTheHeadOnceAndInForward) {
   const auto with_mode = [](const char* mode) {
-    return load({"--model=mixtral:tiny", "--model.num_layers=2", "--model.vocab_size=1000000",
-                 "--dtype=bfloat16", "--device=cuda", "--mesh=pp=2",
-                 "--training.global_batch_size=32",
-                 std::string("--activation_checkpoint.mode=") + mode});
+    return load_args({"--model=mixtral:tiny", "--model.num_layers=2", "--model.vocab_size=1000000",
+                      "--dtype=bfloat16", "--device=cuda", "--mesh=pp=2",
+                      "--training.global_batch_size=32",
+                      std::string("--activation_checkpoint.mode=") + mode});
   };
   const Cluster cluster = parse_cluster("h100x2:1");
   const auto compute = [&](const char* mode) {
@@ -259,8 +259,9 @@ TEST(StepTime, ComputesTheHeadOnceAndInForward) {
 }
 
 TEST(SearchTime, TakesMeshesThatAGivenPlanFits) {
-  const Config c = load(with(kModel, {"--training.global_batch_size=256",
-                                      "--parallelism.pipeline_parallel_layers_per_stage=3,1,3,1"}));
+  const Config c =
+      load_args(with(kModel, {"--training.global_batch_size=256",
+                              "--parallelism.pipeline_parallel_layers_per_stage=3,1,3,1"}));
   Profiler profiler(c);
   const TimeSearch found = search_time(profiler, parse_cluster("h100x8:1"), {}, pipeline_options(c),
                                        1e15, 1000, [](int, int, const TimeSearch&) {});
@@ -271,7 +272,7 @@ TEST(SearchTime, TakesMeshesThatAGivenPlanFits) {
 
 TEST(SearchTime, LosesNoneOfTheBest) {
   const Cluster cluster = parse_cluster("h100x4:2");
-  const Config c = load(with(kModel, {"--training.global_batch_size=256"}));
+  const Config c = load_args(with(kModel, {"--training.global_batch_size=256"}));
   Profiler profiler(c);
   int num_calls = 0, last = 0;
   const Progress count = [&](int done, int all, const TimeSearch&) {
@@ -299,7 +300,7 @@ TEST(SearchTime, LosesNoneOfTheBest) {
 
 TEST(SearchTime, KeepsWhatIsSetAndWhatFits) {
   const Cluster cluster = parse_cluster("h100x8:1");
-  const Config c = load(with(kModel, {"--training.global_batch_size=256"}));
+  const Config c = load_args(with(kModel, {"--training.global_batch_size=256"}));
   Profiler profiler(c);
   const Progress silent = [](int, int, const TimeSearch&) {};
   const TimeSearch set = search_time(profiler, cluster, {.pp = 2, .ep = 4}, {}, 1e15, 1000, silent);

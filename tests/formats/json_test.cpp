@@ -9,7 +9,7 @@
 namespace moesh::formats {
 namespace {
 
-std::string error(const std::string& text, const JsonLimits& limits = {}) {
+std::string json_error(const std::string& text, const JsonLimits& limits = {}) {
   return error_of([&] { parse_json(text, "config.json", limits); }, ErrorKind::data);
 }
 
@@ -65,19 +65,19 @@ TEST(Json, ErrorsNameTheValueAndWhatItMustBe) {
 TEST(Json, WhatIsNotJsonIsRefused) {
   for (const char* text : {"", " ", "{", "{\"a\": 1,}", "[1 2]", "{} {}", "nul", "{'a': 1}",
                            "\"\t\"", "01", "1e999", "// x\n1", "\"\\ud800\"", "NaN", "{\"a\"}"})
-    expect_parts(error(text), {"config.json is not JSON"});
-  expect_parts(error("\"\xff\""), {"not JSON", "UTF-8"});
-  expect_parts(error("\"\xc0\xaf\""),
+    expect_parts(json_error(text), {"config.json is not JSON"});
+  expect_parts(json_error("\"\xff\""), {"not JSON", "UTF-8"});
+  expect_parts(json_error("\"\xc0\xaf\""),
                {"not JSON", "UTF-8"});  // a slash in more bytes than it needs
   // The parser below takes a zero byte for the end.
-  expect_parts(error(std::string("{}\0", 3)), {"not JSON", "byte 2 is a zero"});
-  for (const char c : error(std::string("[\"\x1b\xff")))
+  expect_parts(json_error(std::string("{}\0", 3)), {"not JSON", "byte 2 is a zero"});
+  for (const char c : json_error(std::string("[\"\x1b\xff")))
     EXPECT_TRUE(c >= 0x20 && c < 0x7f) << "an error text must print: " << static_cast<int>(c);
 }
 
 TEST(Json, AKeyMayComeOnce) {
-  expect_parts(error(R"({"a": 1, "b": 2, "a": 1})"), {"config.json", "\"a\"", "comes twice"});
-  expect_parts(error(R"({"x": [{"b": {"a": 1, "\u0061": 1}}]})"), {"\"a\"", "comes twice"});
+  expect_parts(json_error(R"({"a": 1, "b": 2, "a": 1})"), {"config.json", "\"a\"", "comes twice"});
+  expect_parts(json_error(R"({"x": [{"b": {"a": 1, "\u0061": 1}}]})"), {"\"a\"", "comes twice"});
   EXPECT_NO_THROW(parse_json(R"({"a": {"a": 1}, "b": {"a": 1}})", "x"));
 }
 
@@ -86,11 +86,11 @@ TEST(Json, LimitsHold) {
     return std::string(depth, '[') + std::string(depth, ']');
   };
   EXPECT_NO_THROW(parse_json(nested(127), "x"));
-  expect_parts(error(nested(128)), {"nested deeper than 127"});
-  expect_parts(error(std::string(1'000'000, '[')), {"nested deeper"});
-  expect_parts(error("[0,0,0]", {.max_values = 3}), {"more than 3 values"});
+  expect_parts(json_error(nested(128)), {"nested deeper than 127"});
+  expect_parts(json_error(std::string(1'000'000, '[')), {"nested deeper"});
+  expect_parts(json_error("[0,0,0]", {.max_values = 3}), {"more than 3 values"});
   EXPECT_NO_THROW(parse_json("[0,0,0]", "x", {.max_values = 4}));
-  expect_parts(error("[0,0,0]", {.max_bytes = 6}), {"7 bytes", "6"});
+  expect_parts(json_error("[0,0,0]", {.max_bytes = 6}), {"7 bytes", "6"});
 }
 
 TEST(Json, RefusesToWriteWhatJsonCannotSay) {

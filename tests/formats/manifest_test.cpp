@@ -25,7 +25,7 @@ Manifest example() {
           {.name = "empty", .size = 0}}};
 }
 
-Manifest parse(const std::string& text) { return parse_manifest(text, "moesh.json"); }
+Manifest parsed(const std::string& text) { return parse_manifest(text, "moesh.json"); }
 
 // A text with the first line that makes it whole, as one would write who forges a manifest.
 std::string sealed(const std::string& rest) {
@@ -41,8 +41,8 @@ std::string forged(const std::string& part, const std::string& other) {
   return sealed(rest.replace(at, part.size(), other));
 }
 
-std::string error(const std::string& text) {
-  return error_of([&] { parse(text); }, ErrorKind::data);
+std::string manifest_error(const std::string& text) {
+  return error_of([&] { parsed(text); }, ErrorKind::data);
 }
 
 TEST(Checksum, IsThatOfXxh3) {
@@ -67,11 +67,11 @@ TEST(Checksum, BlocksCoverAFile) {
 }
 
 TEST(Manifest, WhatIsWrittenReadsBackTheSame) {
-  EXPECT_EQ(parse(write_manifest(example())), example());
-  EXPECT_EQ(parse(write_manifest({})), Manifest());
+  EXPECT_EQ(parsed(write_manifest(example())), example());
+  EXPECT_EQ(parsed(write_manifest({})), Manifest());
   ASSERT_NE(example().find("empty"), nullptr);
   EXPECT_EQ(example().find("model"), nullptr);
-  EXPECT_EQ(parse(forged("12", "13")).step, 13)
+  EXPECT_EQ(parsed(forged("12", "13")).step, 13)
       << "forging must work, or the tests below see the checksum alone";
 }
 
@@ -80,38 +80,45 @@ TEST(Manifest, EveryFlippedBitAndEveryTruncationIsFound) {
   for (std::size_t bit = 0; bit < 8 * whole.size(); ++bit) {
     std::string flipped = whole;
     flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ 1 << bit % 8);
-    EXPECT_THROW(parse(flipped), Error) << "bit " << bit;
+    EXPECT_THROW(parsed(flipped), Error) << "bit " << bit;
   }
   for (std::size_t size = 0; size < whole.size(); ++size)
-    EXPECT_THROW(parse(whole.substr(0, size)), Error) << size;
-  expect_parts(error(whole + ' '), {"moesh.json: ", "checksum of its first line", "damaged"});
+    EXPECT_THROW(parsed(whole.substr(0, size)), Error) << size;
+  expect_parts(manifest_error(whole + ' '),
+               {"moesh.json: ", "checksum of its first line", "damaged"});
 }
 
 TEST(Manifest, RefusesWhatIsWrongInItself) {
-  expect_parts(error(forged("\"format\": 1", "\"format\": 2")),
+  expect_parts(manifest_error(forged("\"format\": 1", "\"format\": 2")),
                {"moesh.json: ", "format 2", "reads format 1"});
-  expect_parts(error(forged("\"step\": 12", "\"step\": -12")), {"step -12"});
-  expect_parts(error(forged("\"data_position\": 96", "\"data_position\": -1")),
+  expect_parts(manifest_error(forged("\"step\": 12", "\"step\": -12")), {"step -12"});
+  expect_parts(manifest_error(forged("\"data_position\": 96", "\"data_position\": -1")),
                {"data_position -1"});
-  expect_parts(error(forged("\"step\": 12", "\"step\": 1.5")), {"\"step\" is a number"});
-  expect_parts(error(forged("\"step\": 12,", "")), {"has no \"step\""});
-  expect_parts(error(forged("\"step\": 12", "\"step\": 12, \"step\": 12")),
+  expect_parts(manifest_error(forged("\"step\": 12", "\"step\": 1.5")), {"\"step\" is a number"});
+  expect_parts(manifest_error(forged("\"step\": 12,", "")), {"has no \"step\""});
+  expect_parts(manifest_error(forged("\"step\": 12", "\"step\": 12, \"step\": 12")),
                {"\"step\" comes twice"});
-  expect_parts(error(forged("\"seed\"", "\"checksum\": \"\", \"seed\"")),
+  expect_parts(manifest_error(forged("\"seed\"", "\"checksum\": \"\", \"seed\"")),
                {"\"checksum\" comes twice"});
-  expect_parts(error(forged("model.safetensors", "moesh.json")), {"lists itself"});
-  expect_parts(error(forged("model.safetensors", "empty")), {"\"empty\" twice"});
-  expect_parts(error(forged("optimizer/x", "../x")), {"does not name a file of this folder"});
-  expect_parts(error(forged("optimizer/x", "/x")), {"does not name a file of this folder"});
-  expect_parts(error(forged("optimizer/x", "a/b/x")), {"does not name a file of this folder"});
-  expect_parts(error(forged("\"size\": 5", "\"size\": 4194305")),
+  expect_parts(manifest_error(forged("model.safetensors", "moesh.json")), {"lists itself"});
+  expect_parts(manifest_error(forged("model.safetensors", "empty")), {"\"empty\" twice"});
+  expect_parts(manifest_error(forged("optimizer/x", "../x")),
+               {"does not name a file of this folder"});
+  expect_parts(manifest_error(forged("optimizer/x", "/x")),
+               {"does not name a file of this folder"});
+  expect_parts(manifest_error(forged("optimizer/x", "a/b/x")),
+               {"does not name a file of this folder"});
+  expect_parts(manifest_error(forged("\"size\": 5", "\"size\": 4194305")),
                {"4194305 bytes has 1 checksums", "2"});
-  expect_parts(error(forged("\"size\": 5", "\"size\": -5")), {"\"size\" is -5"});
-  expect_parts(error(forged("\"size\": 5", "\"size\": 18446744073709551615")), {"has 1 checksums"});
-  expect_parts(error(forged("0123456789abcdef", "0123456789ABCDEF")), {"is not a checksum"});
-  expect_parts(error(forged("\"b\": \"\"", "\"b\": 3")), {"\"b\" is a whole number", "a text"});
-  expect_parts(error(forged("\"tiny\"", "\"\xff\"")), {"not JSON", "UTF-8"});
-  expect_parts(error(sealed("")), {"not JSON"});
+  expect_parts(manifest_error(forged("\"size\": 5", "\"size\": -5")), {"\"size\" is -5"});
+  expect_parts(manifest_error(forged("\"size\": 5", "\"size\": 18446744073709551615")),
+               {"has 1 checksums"});
+  expect_parts(manifest_error(forged("0123456789abcdef", "0123456789ABCDEF")),
+               {"is not a checksum"});
+  expect_parts(manifest_error(forged("\"b\": \"\"", "\"b\": 3")),
+               {"\"b\" is a whole number", "a text"});
+  expect_parts(manifest_error(forged("\"tiny\"", "\"\xff\"")), {"not JSON", "UTF-8"});
+  expect_parts(manifest_error(sealed("")), {"not JSON"});
   expect_parts(error_of([] { write_manifest({.files = {{.name = "../x"}}}); }, ErrorKind::data),
                {"does not name a file"});
   expect_parts(

@@ -19,7 +19,7 @@ std::vector<at::Tensor> formula(const at::Tensor& x, const at::Tensor& weight,
   return {y, v.grad(), w.defined() ? w.grad() : at::Tensor()};
 }
 
-void check(const at::Tensor& x, bool weighted) {
+void check_norm(const at::Tensor& x, bool weighted) {
   const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const at::Tensor dy = normal(x.sizes(), "dy", x.scalar_type());
   const at::Tensor weight = weighted ? normal({x.size(-1)}, "weight", wide) + 1 : at::Tensor();
@@ -46,20 +46,20 @@ TEST(NormKernel, IsTheFormulaAndItsDerivative) {
   for (const std::int64_t width :
        {8, 64, 136, 512, 1024, 1032, 2048, 2880, 4096, 7168, 8192, 8200, 13})
     for (const std::int64_t rows : {1, 7, 65})
-      check(normal({rows, width}, "x", at::kBFloat16), rows != 7);
-  check(normal({5000, 128}, "x", at::kBFloat16), true);  // more rows than blocks
-  check(normal({2, 3, 5, 24}, "x", at::kBFloat16), true);
-  check(normal({2, 3, 24}, "x", at::kFloat), true);
-  check(normal({2, 3, 24}, "x", at::kDouble), true);
-  check(normal({2, 3, 24}, "x", at::kDouble), false);
+      check_norm(normal({rows, width}, "x", at::kBFloat16), rows != 7);
+  check_norm(normal({5000, 128}, "x", at::kBFloat16), true);  // more rows than blocks
+  check_norm(normal({2, 3, 5, 24}, "x", at::kBFloat16), true);
+  check_norm(normal({2, 3, 24}, "x", at::kFloat), true);
+  check_norm(normal({2, 3, 24}, "x", at::kDouble), true);
+  check_norm(normal({2, 3, 24}, "x", at::kDouble), false);
 }
 
 TEST(NormKernel, TakesRowsWithGaps) {
   const at::Tensor wide = normal({2, 9, 80}, "x", at::kBFloat16);
-  check(wide.narrow(2, 0, 64), true);
-  check(wide.narrow(2, 8, 64), true);
-  check(wide.narrow(2, 3, 64), true);  // not at a multiple of 16 bytes
-  check(wide.transpose(0, 1).narrow(2, 0, 72), true);
+  check_norm(wide.narrow(2, 0, 64), true);
+  check_norm(wide.narrow(2, 8, 64), true);
+  check_norm(wide.narrow(2, 3, 64), true);  // not at a multiple of 16 bytes
+  check_norm(wide.transpose(0, 1).narrow(2, 0, 72), true);
 }
 
 TEST(NormKernel, OfNoRowHasAZeroGradientOfItsWeight) {

@@ -26,7 +26,7 @@ at::Tensor formula(const Rotation& r, const at::Tensor& x) {
   return at::cat({wide.narrow(3, 0, kept), z.select(4, 0), z.select(4, 1)}, 3);
 }
 
-void check(const at::Tensor& x, std::int64_t turns) {
+void check_rotation(const at::Tensor& x, std::int64_t turns) {
   const auto dtype = x.scalar_type();
   const double tol = dtype == at::kDouble ? 1e-12 : dtype == at::kFloat ? 1e-6 : 4e-3;
   for (const bool interleaved : {false, true}) {
@@ -49,12 +49,12 @@ void check(const at::Tensor& x, std::int64_t turns) {
 
 TEST(Rotation, TurnsPairsAndItsAdjointIsTheDerivative) {
   for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
-    check(normal({2, 5, 3, 64}, "x", dtype), 32);
-    check(normal({2, 5, 3, 48}, "x", dtype), 16);  // 16 stay
-    check(normal({1, 7, 2, 12}, "x", dtype), 4);   // not multiples of 8
-    check(normal({2, 5, 1, 16}, "x", dtype), 8);
+    check_rotation(normal({2, 5, 3, 64}, "x", dtype), 32);
+    check_rotation(normal({2, 5, 3, 48}, "x", dtype), 16);  // 16 stay
+    check_rotation(normal({1, 7, 2, 12}, "x", dtype), 4);   // not multiples of 8
+    check_rotation(normal({2, 5, 1, 16}, "x", dtype), 8);
   }
-  check(normal({3, 40, 16, 192}, "x", at::kBFloat16), 32);
+  check_rotation(normal({3, 40, 16, 192}, "x", at::kBFloat16), 32);
 }
 
 // Tokens with lines of their own turn as heads of sequences of one token do, each with its line.
@@ -97,8 +97,8 @@ TEST(Rotation, OfNothingIsNothing) {
 
 TEST(Rotation, TakesHeadsWithGaps) {
   const at::Tensor x = normal({2, 5, 80}, "x", at::kBFloat16);
-  check(x.narrow(2, 64, 16).unsqueeze(2), 8);
-  check(x.narrow(2, 3, 64).unflatten(2, {2, 32}), 16);
+  check_rotation(x.narrow(2, 64, 16).unsqueeze(2), 8);
+  check_rotation(x.narrow(2, 3, 64).unflatten(2, {2, 32}), 16);
 }
 
 TEST(Rotation, RefusesWhatDoesNotFit) {

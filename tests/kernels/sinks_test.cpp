@@ -6,14 +6,14 @@
 namespace moesh::kernels {
 namespace {
 
-struct Case {
+struct SinkCase {
   std::vector<std::int64_t> batch;  // the dimensions before L
   std::int64_t length, heads, width;
 };
 
 // A softmax over scores and one sink for each head, written out: y' and its gradient follow from
 // the shares of the scores, whatever the values are.
-void check(const Case& c, at::ScalarType dtype) {
+void check(const SinkCase& c, at::ScalarType dtype) {
   auto shape = c.batch, lse_shape = c.batch;
   shape.insert(shape.end(), {c.length, c.heads, c.width});
   lse_shape.insert(lse_shape.end(), {c.heads, c.length});

@@ -17,7 +17,7 @@ at::Tensor random_experts(std::int64_t num_tokens, std::int64_t k, std::int64_t 
 
 // The public version for the test device, and the LibTorch one on it.
 using Sort = Sorted (*)(const at::Tensor&, std::int64_t, ExpertRange);
-const Sort kVersions[] = {sort_by_expert, aten_kernels().sort_by_expert};
+const Sort kSortVersions[] = {sort_by_expert, aten_kernels().sort_by_expert};
 using Reorder = Reordered (*)(const at::Tensor&, at::Device);
 const Reorder kReorderVersions[] = {rank_major_to_expert_major,
                                     aten_kernels().rank_major_to_expert_major};
@@ -25,7 +25,7 @@ const Reorder kReorderVersions[] = {rank_major_to_expert_major,
 at::Tensor counted(const Sorted& s) { return counts_of(s.ends_e); }
 
 TEST(SortByExpert, IsTheStableSort) {
-  for (const Sort sort : kVersions) {
+  for (const Sort sort : kSortVersions) {
     for (std::int64_t num_experts : {1, 2, 3, 9, 64}) {
       for (std::int64_t num_tokens : {0, 1, 2, 7, 33, 200}) {
         for (std::int64_t k : {1, 2, 3}) {
@@ -46,7 +46,7 @@ TEST(SortByExpert, IsTheStableSort) {
 }
 
 TEST(SortByExpert, InverseUndoesTheOrder) {
-  for (const Sort sort : kVersions) {
+  for (const Sort sort : kSortVersions) {
     const at::Tensor experts = random_experts(50, 3, 7);
     const Sorted s = sort(experts, 7, {0, 7});
     expect_equal(s.inverse_TK.flatten().index_select(0, s.order_R),
@@ -58,7 +58,7 @@ TEST(SortByExpert, InverseUndoesTheOrder) {
 }
 
 TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
-  for (const Sort sort : kVersions) {
+  for (const Sort sort : kSortVersions) {
     const at::Tensor experts = random_experts(40, 2, 9);
     const Sorted all = sort(experts, 9, {0, 9});
     for (const ExpertRange range : {ExpertRange{0, 4}, ExpertRange{4, 5}, ExpertRange{3, 1},
@@ -81,7 +81,7 @@ TEST(SortByExpert, ARangeIsAPartOfTheWhole) {
 }
 
 TEST(SortByExpert, NamesAWrongChoiceOnTheCpu) {  // a device asserts by itself
-  for (const Sort sort : kVersions) {
+  for (const Sort sort : kSortVersions) {
     try {
       sort(at::tensor({0, 1, 2, 4}, at::kLong).view({2, 2}), 4, {0, 4});
       FAIL() << "nothing was thrown";

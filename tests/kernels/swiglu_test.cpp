@@ -6,7 +6,7 @@
 namespace moesh::kernels {
 namespace {
 
-void check(at::IntArrayRef sizes, at::ScalarType dtype) {
+void check_swiglu(at::IntArrayRef sizes, at::ScalarType dtype) {
   const at::Tensor gate = normal(sizes, "gate", dtype, 4), up = normal(sizes, "up", dtype),
                    dh = normal(sizes, "dh", dtype);
   const auto leaf = [](const at::Tensor& t) {
@@ -25,10 +25,10 @@ void check(at::IntArrayRef sizes, at::ScalarType dtype) {
 
 TEST(Swiglu, IsTheFormulaAndItsDerivative) {
   for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
-    check({3, 5, 64}, dtype);
-    check({2, 13}, dtype);  // not a multiple of 8
-    check({0, 8}, dtype);
-    check({300, 40}, dtype);
+    check_swiglu({3, 5, 64}, dtype);
+    check_swiglu({2, 13}, dtype);  // not a multiple of 8
+    check_swiglu({0, 8}, dtype);
+    check_swiglu({300, 40}, dtype);
   }
 }
 

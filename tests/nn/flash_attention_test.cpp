@@ -13,7 +13,8 @@ namespace moesh {
 namespace {
 
 // Every size is another, so that none can stand for another.
-constexpr std::int64_t kBatch = 2, kQueries = 16, kKeys = 24, kHeads = 8, kGroups = 4, kWidth = 64;
+constexpr std::int64_t kFlashBatch = 2, kQueries = 16, kKeys = 24, kFlashHeads = 8, kGroups = 4,
+                       kWidth = 64;
 
 struct Case {
   kernels::AttentionConfig config{.scale = 1, .start = kKeys - kQueries, .window = 4};
@@ -23,17 +24,17 @@ struct Case {
   bool has_sinks = false, has_documents = false;
 
   at::Tensor tensor(std::int64_t length, std::int64_t heads, std::int64_t last) const {
-    return at::empty({kBatch, length, heads, last}, at::TensorOptions(device).dtype(dtype));
+    return at::empty({kFlashBatch, length, heads, last}, at::TensorOptions(device).dtype(dtype));
   }
   bool taken() const {
     const at::Tensor sinks =
-        has_sinks ? at::empty({kHeads}, at::TensorOptions(device)) : at::Tensor();
-    const at::Tensor starts =
-        has_documents ? at::empty({kBatch, queries}, at::TensorOptions(device).dtype(at::kLong))
-                      : at::Tensor();
-    return nn::takes_flash_attention(config,
-                                     {tensor(queries, kHeads, width), tensor(kKeys, kGroups, width),
-                                      tensor(kKeys, kGroups, value_width), sinks, starts});
+        has_sinks ? at::empty({kFlashHeads}, at::TensorOptions(device)) : at::Tensor();
+    const at::Tensor starts = has_documents ? at::empty({kFlashBatch, queries},
+                                                        at::TensorOptions(device).dtype(at::kLong))
+                                            : at::Tensor();
+    return nn::takes_flash_attention(
+        config, {tensor(queries, kFlashHeads, width), tensor(kKeys, kGroups, width),
+                 tensor(kKeys, kGroups, value_width), sinks, starts});
   }
 };
 
@@ -86,12 +87,13 @@ struct Leaves {
 
 Leaves leaves(bool has_sinks) {
   const Case c;
-  Leaves in{c.tensor(kQueries, kHeads, kWidth),
+  Leaves in{c.tensor(kQueries, kFlashHeads, kWidth),
             c.tensor(kKeys, kGroups, kWidth),
             c.tensor(kKeys, kGroups, kWidth),
             {}};
   for (at::Tensor* x : {&in.q, &in.k, &in.v}) x->requires_grad_(true);
-  if (has_sinks) in.sinks = at::empty({kHeads}, at::TensorOptions(at::kMeta)).requires_grad_(true);
+  if (has_sinks)
+    in.sinks = at::empty({kFlashHeads}, at::TensorOptions(at::kMeta)).requires_grad_(true);
   return in;
 }
 
@@ -120,10 +122,10 @@ TEST(FlashAttention, CountsWhatBackwardHoldsBesideTheGradients) {
   const at::Tensor dy = at::empty_like(y);
   const std::int64_t before = memory.live();
   y.backward(dy);
-  const std::int64_t of_queries = kBatch * kQueries * kHeads * kWidth,
-                     of_keys = kBatch * kKeys * kGroups * kWidth;
-  EXPECT_EQ(memory.peak() - before,
-            2 * (of_queries + 2 * of_keys) + 4 * of_queries + 2 * 2 * of_keys * kHeads / kGroups);
+  const std::int64_t of_queries = kFlashBatch * kQueries * kFlashHeads * kWidth,
+                     of_keys = kFlashBatch * kKeys * kGroups * kWidth;
+  EXPECT_EQ(memory.peak() - before, 2 * (of_queries + 2 * of_keys) + 4 * of_queries +
+                                        2 * 2 * of_keys * kFlashHeads / kGroups);
 }
 
 // With documents, d(q) has room for 128 more rows of each, and of each sequence.
@@ -134,24 +136,24 @@ TEST(FlashAttention, CountsTheRoomOfDocumentsInBackward) {
   Case c;
   c.config.most_documents = kDocuments;
   const at::Tensor starts =
-      at::empty({kBatch, kQueries}, at::TensorOptions(at::kMeta).dtype(at::kLong));
+      at::empty({kFlashBatch, kQueries}, at::TensorOptions(at::kMeta).dtype(at::kLong));
   const at::Tensor y = nn::flash_attention(c.config, {in.q, in.k, in.v, {}, starts});
   const at::Tensor dy = at::empty_like(y);
   const std::int64_t before = memory.live();
   y.backward(dy);
-  const std::int64_t of_queries = kBatch * kQueries * kHeads * kWidth,
-                     of_keys = kBatch * kKeys * kGroups * kWidth,
-                     room = 128 * (kDocuments + kBatch) * kHeads * kWidth;
+  const std::int64_t of_queries = kFlashBatch * kQueries * kFlashHeads * kWidth,
+                     of_keys = kFlashBatch * kKeys * kGroups * kWidth,
+                     room = 128 * (kDocuments + kFlashBatch) * kFlashHeads * kWidth;
   // The gradients, that of the result twice: its width may be a part of the kernel's.
   EXPECT_EQ(memory.peak() - before, 2 * (2 * of_queries + 2 * of_keys) + 4 * (of_queries + room) +
-                                        2 * 2 * of_keys * kHeads / kGroups);
+                                        2 * 2 * of_keys * kFlashHeads / kGroups);
 }
 
 // Heads that are parts of a larger row are taken where they are.
 TEST(FlashAttention, CopiesOnlyWhatIsNotInRows) {
   const kernels::meta::DryRun memory(c10::DeviceType::CUDA);
   const Case c;
-  const at::Tensor wide = c.tensor(kKeys, kHeads, 3 * kWidth);
+  const at::Tensor wide = c.tensor(kKeys, kFlashHeads, 3 * kWidth);
   const auto part = [&](std::int64_t i) { return wide.narrow(3, i * kWidth, kWidth); };
   const auto grown = [&](const at::Tensor& k) {
     const at::NoGradGuard no_grad;
@@ -160,8 +162,9 @@ TEST(FlashAttention, CopiesOnlyWhatIsNotInRows) {
     return memory.peak() - before;
   };
   const std::int64_t in_place = grown(part(1));
-  const at::Tensor columns = c.tensor(kKeys, kHeads, kWidth).transpose(2, 3).contiguous();
-  EXPECT_EQ(grown(columns.transpose(2, 3)) - in_place, 2 * kBatch * kKeys * kHeads * kWidth);
+  const at::Tensor columns = c.tensor(kKeys, kFlashHeads, kWidth).transpose(2, 3).contiguous();
+  EXPECT_EQ(grown(columns.transpose(2, 3)) - in_place,
+            2 * kFlashBatch * kKeys * kFlashHeads * kWidth);
 }
 
 }  // namespace

@@ -19,13 +19,13 @@ namespace {
 using enum Place;
 using verify::LayerCase;
 
-const std::vector<MeshShape> kMeshes{{.tp = 2},
-                                     {.tp = 2, .ep = 2},
-                                     {.tp = 2, .etp = 2},
-                                     {.dp_shard = 2, .ep = 2},
-                                     {.tp = 4, .ep = 2, .etp = 2},
-                                     {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2},
-                                     {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .ep = 4}};
+const std::vector<MeshShape> kMoeMeshes{{.tp = 2},
+                                        {.tp = 2, .ep = 2},
+                                        {.tp = 2, .etp = 2},
+                                        {.dp_shard = 2, .ep = 2},
+                                        {.tp = 4, .ep = 2, .etp = 2},
+                                        {.dp_shard = 2, .cp = 2, .tp = 2, .ep = 2, .etp = 2},
+                                        {.dp_replicate = 2, .dp_shard = 2, .tp = 2, .ep = 4}};
 
 LayerCase small_case() {
   LayerCase c;
@@ -39,7 +39,7 @@ LayerCase small_case() {
 }
 
 // On every mesh, with both dispatchers and with sequence parallelism on and off.
-void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes = kMeshes) {
+void expect_parity(const LayerCase& base, const std::vector<MeshShape>& meshes = kMoeMeshes) {
   for (const auto& shape : meshes) {
     const auto reference = verify::run_reference(base, shape.dp_replicate * shape.dp_shard);
     std::vector<LayerCase> cases;

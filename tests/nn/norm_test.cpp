@@ -10,13 +10,14 @@ namespace {
 
 using enum Place;
 
-at::Tensor random(at::IntArrayRef sizes) {
+at::Tensor random_leaf(at::IntArrayRef sizes) {
   return at::randn(sizes, at::kDouble).to(test_device()).requires_grad_(true);
 }
 
 TEST(RmsNorm, KeepsTheLayoutAndIsTheLibrarysWithItsGradients) {
   at::manual_seed(3);
-  const at::Tensor x = random({3, 5, 8}), w = random({8}), dy = random({3, 5, 8}).detach();
+  const at::Tensor x = random_leaf({3, 5, 8}), w = random_leaf({8}),
+                   dy = random_leaf({3, 5, 8}).detach();
   const auto y = nn::rms_norm(assume<Dense{T, T, R}>(x), assume<Dense{R, R, R}>(w), 1e-3);
   static_assert(decltype(y)::layout == Dense{T, T, R});
   const at::Tensor want = at::rms_norm(x, {8}, w, 1e-3);
@@ -30,7 +31,7 @@ TEST(RmsNorm, KeepsTheLayoutAndIsTheLibrarysWithItsGradients) {
 }
 
 TEST(RmsNorm, HasNoWeightWhereNoneIsGiven) {
-  const at::Tensor x = random({3, 8});
+  const at::Tensor x = random_leaf({3, 8});
   const at::Tensor y = nn::rms_norm(x, {}, 1e-3);
   EXPECT_TRUE(at::allclose(y, at::rms_norm(x, {8}, {}, 1e-3), 1e-10, 1e-12));
   y.backward(at::ones_like(y));

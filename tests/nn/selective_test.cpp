@@ -48,19 +48,20 @@ void expect_the_gradients_of_none(const Inputs& values,
   }
 }
 
-at::Tensor random(at::IntArrayRef sizes) { return at::randn(sizes, at::kDouble); }
-
 TEST(Selective, ADenseMlpHasTheGradientsOfNone) {
   at::manual_seed(1);
   // Narrower than it is wide, so that no size stands for another.
-  expect_the_gradients_of_none({random({2, 3, 7}), random({2, 3, 7}), random({4, 7})},
+  expect_the_gradients_of_none({at::randn({2, 3, 7}, at::kDouble),
+                                at::randn({2, 3, 7}, at::kDouble), at::randn({4, 7}, at::kDouble)},
                                [](const Inputs& x) { return swiglu_linear(x[0], x[1], x[2]); });
 }
 
 TEST(Selective, AttentionHasTheGradientsOfNone) {
   at::manual_seed(2);
   expect_the_gradients_of_none(
-      {random({2, 6, 4, 8}), random({2, 6, 2, 8}), random({2, 6, 2, 5})}, [](const Inputs& x) {
+      {at::randn({2, 6, 4, 8}, at::kDouble), at::randn({2, 6, 2, 8}, at::kDouble),
+       at::randn({2, 6, 2, 5}, at::kDouble)},
+      [](const Inputs& x) {
         return fused_attention({.scale = 0.4, .window = 3}, {x[0], x[1], x[2]});
       });
 }
@@ -82,7 +83,8 @@ TEST(Selective, ExpertsHaveTheGradientsOfNone) {
     for (const std::optional<Keep> keep :
          {std::optional<Keep>(), std::optional(Keep::nothing), std::optional(Keep::expensive)}) {
       at::manual_seed(4);
-      Inputs found = gradients({random({5, 6}), random({5, 2})}, run, keep);
+      Inputs found =
+          gradients({at::randn({5, 6}, at::kDouble), at::randn({5, 2}, at::kDouble)}, run, keep);
       experts.each_param([&](auto& w) {
         found.push_back(w.stored().value.grad().clone());
         w.stored().value.mutable_grad().reset();

@@ -16,7 +16,7 @@ namespace {
 
 using Numbers = std::vector<std::int64_t>;
 
-struct Case {
+struct CutCase {
   MeshShape shape;
   std::int64_t batch, sequence;
   bool sequence_parallel;
@@ -30,21 +30,21 @@ PlaceOf place_of(const MeshShape& s, int rank) {
   return {rank / (s.cp * s.tp), rank / s.tp % s.cp, rank % s.tp};
 }
 
-std::int64_t cut(const Case& c, std::int64_t piece) {  // where a piece of the sequence begins
+std::int64_t cut(const CutCase& c, std::int64_t piece) {  // where a piece of the sequence begins
   const std::int64_t pieces = c.shape.cp * c.shape.tp;
   return std::min(piece * ((c.sequence + pieces - 1) / pieces), c.sequence);
 }
 
 // The positions of a cp rank, and of one tp rank of it.
-std::pair<std::int64_t, std::int64_t> span(const Case& c, std::int64_t cp) {
+std::pair<std::int64_t, std::int64_t> span(const CutCase& c, std::int64_t cp) {
   return {cut(c, cp * c.shape.tp), cut(c, (cp + 1) * c.shape.tp)};
 }
-std::pair<std::int64_t, std::int64_t> piece(const Case& c, std::int64_t cp, std::int64_t tp) {
+std::pair<std::int64_t, std::int64_t> piece(const CutCase& c, std::int64_t cp, std::int64_t tp) {
   return {cut(c, cp * c.shape.tp + tp), cut(c, cp * c.shape.tp + tp + 1)};
 }
 
 // The global numbers of a rank's tokens, in the order in which it has them.
-Numbers expected_ids(const Case& c, int rank) {
+Numbers expected_ids(const CutCase& c, int rank) {
   const auto [dp, cp, tp] = place_of(c.shape, rank);
   const auto [begin, end] = c.sequence_parallel ? piece(c, cp, tp) : span(c, cp);
   Numbers held;
@@ -62,7 +62,7 @@ Numbers numbers(const at::Tensor& t) {
   return Numbers(t.data_ptr<std::int64_t>(), t.data_ptr<std::int64_t>() + t.numel());
 }
 
-void expect_cuts(const Case& c, const nn::Tokens& tokens, const Mesh& mesh, int rank) {
+void expect_cuts(const CutCase& c, const nn::Tokens& tokens, const Mesh& mesh, int rank) {
   const auto [dp, cp, tp] = place_of(c.shape, rank);
   Numbers spans, pieces, rows;
   for (std::int64_t i = 0; i < c.shape.cp; ++i)
@@ -89,7 +89,7 @@ void expect_cuts(const Case& c, const nn::Tokens& tokens, const Mesh& mesh, int 
 }
 
 // What one rank says of its tokens; returns their numbers.
-Numbers expect_tokens(const Case& c, const Mesh& mesh, int rank) {
+Numbers expect_tokens(const CutCase& c, const Mesh& mesh, int rank) {
   const nn::Tokens tokens(mesh, c.batch, c.sequence, c.sequence_parallel);
   const Numbers ids = numbers(tokens.global_ids());
   EXPECT_EQ(ids, expected_ids(c, rank));
@@ -117,7 +117,7 @@ TEST(Tokens, EveryTokenHasOneOwnerAndItsOwnNumber) {
     for (std::int64_t batch : {1, 3})
       for (std::int64_t sequence : {1, 7, 16})
         for (bool sequence_parallel : {true, false}) {
-          const Case c{shape, batch, sequence, sequence_parallel};
+          const CutCase c{shape, batch, sequence, sequence_parallel};
           SCOPED_TRACE(testing::Message() << shape.describe() << ", batch " << batch << ", length "
                                           << sequence << ", sp " << sequence_parallel);
           Numbers all;

@@ -8,7 +8,7 @@
 namespace moesh::pipeline {
 namespace {
 
-double most(const std::vector<double>& values) {
+double largest(const std::vector<double>& values) {
   return *std::max_element(values.begin(), values.end());
 }
 
@@ -40,13 +40,14 @@ TEST(StagePlan, IsTheBestOfAll) {
       StagePlan plan;
       each_plan(n, stages, plan, [&] {
         const auto c = stage_costs(costs, plan);
-        if (most(c) < least) least = most(c), least_squares = 1e9;
-        if (most(c) == least) least_squares = std::min(least_squares, squares(c));
+        if (largest(c) < least) least = largest(c), least_squares = 1e9;
+        if (largest(c) == least) least_squares = std::min(least_squares, squares(c));
       });
       const auto found = balanced_plan(costs, stages);
       EXPECT_EQ(static_cast<int>(found.size()), stages);
       EXPECT_EQ(std::accumulate(found.begin(), found.end(), 0), n);
-      EXPECT_EQ(most(stage_costs(costs, found)), least) << n << " layers, " << stages << " stages";
+      EXPECT_EQ(largest(stage_costs(costs, found)), least)
+          << n << " layers, " << stages << " stages";
       EXPECT_EQ(squares(stage_costs(costs, found)), least_squares);
     }
 }

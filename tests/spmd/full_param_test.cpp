@@ -6,24 +6,13 @@
 
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
+#include "tests/spmd/on_mesh.h"
 #include "tests/support.h"
 
 namespace moesh {
 namespace {
 
 using enum Place;
-
-template <class Fn>
-void on_mesh(const MeshShape& shape, Fn f) {
-  comm::launch(
-      shape.num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, shape);
-        const MeshScope scope(mesh);
-        f();
-      },
-      test_options());
-}
 
 // Sizes that nothing divides. The last one is cut twice along one dimension.
 template <class Fn>

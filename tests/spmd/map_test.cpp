@@ -11,10 +11,8 @@ namespace {
 
 using enum Place;
 
-at::Tensor random(at::IntArrayRef shape) { return at::randn(shape, at::kDouble); }
-
 TEST(MapRows, CarriesTheLayoutAndTheGradient) {
-  const auto x = as_leaf(assume<Dense{T, T, T}>(random({3, 4})));
+  const auto x = as_leaf(assume<Dense{T, T, T}>(at::randn({3, 4}, at::kDouble)));
   const auto y = map_rows([](const at::Tensor& t) { return t.softmax(-1).narrow(1, 0, 2); }, x);
   static_assert(decltype(y)::layout == Dense{T, T, T});
   EXPECT_TRUE(at::equal(local(y).detach(), local(x).detach().softmax(-1).narrow(1, 0, 2)));
@@ -23,23 +21,23 @@ TEST(MapRows, CarriesTheLayoutAndTheGradient) {
 }
 
 TEST(MapRows, OfSeveralTensorsFollowsTheMixingTable) {
-  const auto rows = assume<Dense{T, R, R}>(random({3, 4}));
-  const auto shards = assume<Dense{T, T, R}>(random({3, 4}));
+  const auto rows = assume<Dense{T, R, R}>(at::randn({3, 4}, at::kDouble));
+  const auto shards = assume<Dense{T, T, R}>(at::randn({3, 4}, at::kDouble));
   const auto product = [](const at::Tensor& a, const at::Tensor& b) { return a * b; };
   static_assert(decltype(map_rows(product, rows, shards))::layout == Dense{T, T, R});
-  const auto heads = assume<Dense{T, T, F}>(random({1, 3, 2, 4}));
-  const auto weight = assume<Dense{R, R, R}>(random({4}));
+  const auto heads = assume<Dense{T, T, F}>(at::randn({1, 3, 2, 4}, at::kDouble));
+  const auto weight = assume<Dense{R, R, R}>(at::randn({4}, at::kDouble));
   static_assert(decltype(map_heads(product, heads, weight))::layout == Dense{T, T, F});
   EXPECT_TRUE(at::equal(local(map_heads(product, heads, weight)), local(heads) * local(weight)));
 }
 
 TEST(MapRows, RefusesAFunctionThatMakesOrDropsRows) {
-  const auto x = assume<Dense{T, T, T}>(random({3, 4}));
+  const auto x = assume<Dense{T, T, T}>(at::randn({3, 4}, at::kDouble));
   const auto drops = [](const at::Tensor& t) { return t.narrow(0, 0, 2); };
   const auto flattens = [](const at::Tensor& t) { return t.sum(); };
   EXPECT_THROW(map_rows(drops, x), Error);
   EXPECT_THROW(map_rows(flattens, x), Error);
-  const auto heads = assume<Dense{T, T, F}>(random({1, 3, 2, 4}));
+  const auto heads = assume<Dense{T, T, F}>(at::randn({1, 3, 2, 4}, at::kDouble));
   EXPECT_THROW(map_heads([](const at::Tensor& t) { return t.narrow(2, 0, 1); }, heads), Error);
   try {
     map_rows(drops, x);
@@ -50,8 +48,8 @@ TEST(MapRows, RefusesAFunctionThatMakesOrDropsRows) {
 }
 
 TEST(MapLinear, BackwardIsTheAdjoint) {
-  const at::Tensor matrix = random({2, 3}), v = random({2, 4});
-  const auto x = as_leaf(assume<Sparse{T, E, P}>(random({3, 4})));
+  const at::Tensor matrix = at::randn({2, 3}, at::kDouble), v = at::randn({2, 4}, at::kDouble);
+  const auto x = as_leaf(assume<Sparse{T, E, P}>(at::randn({3, 4}, at::kDouble)));
   const auto y = map_linear([&](const at::Tensor& t) { return matrix.matmul(t); },
                             [matrix](const at::Tensor& g) { return matrix.t().matmul(g); }, x);
   static_assert(decltype(y)::layout == Sparse{T, E, P});

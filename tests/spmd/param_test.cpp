@@ -14,24 +14,13 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
+#include "tests/spmd/on_mesh.h"
 #include "tests/types/places.h"
 
 namespace moesh {
 namespace {
 
 using enum Place;
-
-template <class F>
-void on_mesh(const MeshShape& shape, F f, comm::LaunchOptions options = test_options()) {
-  comm::launch(
-      shape.num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, shape);
-        const MeshScope scope(mesh);
-        f(mesh);
-      },
-      options);
-}
 
 const Init kNormal{.kind = Init::Kind::normal, .scale = 0.5, .seed = 42};
 

@@ -58,14 +58,14 @@ TEST(Flat, HoldsEveryElementOnce) {
   }
 }
 
-struct Result {
+struct ReduceResult {
   std::vector<at::Tensor> gradients;
   std::vector<std::string> trace;
 };
 
 // A layer before the first block, as an embedding is, and three blocks y = tanh(w (v x)) of two
 // parameters each; two micro-batches.
-Result run(const Mesh& mesh, bool later) {
+ReduceResult run(const Mesh& mesh, bool later) {
   constexpr std::int64_t n = 10;
   std::vector<Param<Dense{I, I, I}>> params;
   for (int i = 0; i < 7; ++i)
@@ -76,7 +76,7 @@ Result run(const Mesh& mesh, bool later) {
                                   .compute = at::kBFloat16,
                                   .device = test_device()},
                         Init{.kind = Init::Kind::normal, .scale = 0.3, .seed = 1});
-  Result r;
+  ReduceResult r;
   const comm::Trace trace;
   ReduceLater reductions(later);
   for (int micro = 0; micro < 2; ++micro) {
@@ -113,7 +113,7 @@ TEST_P(Reduce, GivesTheSameBitsAtOnceAndLater) {
       [](comm::Group& world) {
         const Mesh mesh(world, GetParam());
         const MeshScope scope(mesh);
-        const Result now = run(mesh, false), later = run(mesh, true);
+        const ReduceResult now = run(mesh, false), later = run(mesh, true);
         for (std::size_t i = 0; i < now.gradients.size(); ++i)
           EXPECT_TRUE(at::equal(now.gradients[i], later.gradients[i])) << i;
       },
@@ -163,7 +163,7 @@ TEST(Reduce, AwaitsABlockTwoBlocksLater) {
       [&](comm::Group& world) {
         const Mesh mesh(world, {.dp_replicate = 2, .dp_shard = 2});
         const MeshScope scope(mesh);
-        const Result r = run(mesh, true);
+        const ReduceResult r = run(mesh, true);
         if (world.rank() != 0) return;
         for (const auto& entry : r.trace)
           for (const std::string op : {"reduce_scatter", "all_reduce"})

@@ -13,7 +13,7 @@ namespace {
 
 using enum Place;
 
-struct Result {
+struct ReshardResult {
   std::vector<at::Tensor> gradients;
   at::Tensor y;
   GatherBytes bytes;
@@ -21,7 +21,7 @@ struct Result {
 };
 
 // Four layers y = x w, each gathered from shards; with and without resharding.
-Result run(const Mesh& mesh, bool reshard) {
+ReshardResult run_reshard(const Mesh& mesh, bool reshard) {
   constexpr std::int64_t n = 400;  // a gather of 1.2 MiB
   std::vector<Param<Dense{I, I, I}>> layers;
   for (int i = 0; i < 4; ++i)
@@ -34,7 +34,7 @@ Result run(const Mesh& mesh, bool reshard) {
   const auto x = as_leaf(assume<Dense{T, T, T}>(at::full(
       {3, n}, 0.1 * (mesh.rank() + 1), at::TensorOptions(at::kDouble).device(test_device()))));
   reset_gather_bytes();
-  Result r;
+  ReshardResult r;
   const comm::Trace trace;
   auto y = x;
   std::shared_ptr<raw::Gathers> before;
@@ -67,7 +67,7 @@ TEST(Reshard, GivesTheSameBitsWithLessMemory) {
       [](comm::Group& world) {
         const Mesh mesh(world, {.dp_shard = 2});
         const MeshScope scope(mesh);
-        const Result kept = run(mesh, false), freed = run(mesh, true);
+        const ReshardResult kept = run_reshard(mesh, false), freed = run_reshard(mesh, true);
         EXPECT_TRUE(at::equal(kept.y, freed.y));
         for (size_t i = 0; i < kept.gradients.size(); ++i)
           EXPECT_TRUE(at::equal(kept.gradients[i], freed.gradients[i])) << i;
@@ -111,7 +111,7 @@ TEST(Reshard, GathersInTheOrderOfUseAndOnceMoreInBackward) {
       [](comm::Group& world) {
         const Mesh mesh(world, {.dp_shard = 2});
         const MeshScope scope(mesh);
-        const Result r = run(mesh, true);
+        const ReshardResult r = run_reshard(mesh, true);
         std::vector<std::string> expected(
             4, "all_gather");  // layer 1 ahead of layer 0's use, and so on
         // Backward gathers the last layer when it begins, and each one before it while the one

@@ -5,23 +5,12 @@
 
 #include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
+#include "tests/spmd/on_mesh.h"
 
 namespace moesh {
 namespace {
 
 using enum Place;
-
-template <class Fn>
-void on_mesh(const MeshShape& shape, Fn f) {
-  comm::launch(
-      shape.num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, shape);
-        const MeshScope scope(mesh);
-        f(world);
-      },
-      test_options());
-}
 
 at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape, at::kDouble).to(test_device(), dtype);

@@ -10,6 +10,7 @@
 #include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
+#include "tests/spmd/on_mesh.h"
 
 namespace moesh {
 namespace {
@@ -159,18 +160,6 @@ void check_axis(comm::Group& g) {
 
 class Transitions : public testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, Transitions, testing::Values(1, 2, 3, 4));
-
-template <class F>
-void on_mesh(const MeshShape& shape, F f) {
-  comm::launch(
-      shape.num_ranks(),
-      [&](comm::Group& world) {
-        const Mesh mesh(world, shape);
-        const MeshScope scope(mesh);
-        f(world, mesh);
-      },
-      test_options());
-}
 
 TEST_P(Transitions, OnEveryDenseAxis) {
   const int n = GetParam();

@@ -19,8 +19,8 @@ std::string sentences() {
   return text;
 }
 
-Config config_on(const std::string& mesh, const std::string& path,
-                 std::vector<std::string> more = {}) {
+Config config_with(const std::string& mesh, const std::string& path,
+                   std::vector<std::string> more = {}) {
   std::vector<std::string> args{"--dtype=float64",
                                 "--model.vocab_size=257",
                                 "--mesh=" + mesh,
@@ -56,14 +56,14 @@ void on_ranks(const Config& config, F f) {
 TEST(Validation, IsTheLossOfTheSameSequencesInTraining) {
   const TemporaryFile text("held_out.txt", sentences());
   double expected = 0;
-  const Config one = config_on("tp=1", text.path());
+  const Config one = config_with("tp=1", text.path());
   on_ranks(one, [&](models::Model& model, const Mesh& mesh, comm::Group&) {
     const auto dataset = open_dataset(one);
     double sum = 0;
     std::int64_t tokens = 0;
     for (std::int64_t step = 0; step < 2; ++step) {
-      const Gradients g = accumulate_gradients(model, step_batches(one, *dataset, mesh, 8 * step),
-                                               step_options(one));
+      const train::Gradients g = accumulate_gradients(
+          model, step_batches(one, *dataset, mesh, 8 * step), step_options(one));
       sum += g.loss * static_cast<double>(g.num_tokens), tokens += g.num_tokens;
     }
     expected = sum / static_cast<double>(tokens);
@@ -71,7 +71,7 @@ TEST(Validation, IsTheLossOfTheSameSequencesInTraining) {
   EXPECT_GT(expected, 1);
   for (const std::string mesh : {"tp=1", "dp_shard=2,cp=2", "dp_shard=2,tp=2,ep=2,etp=2", "tp=4",
                                  "pp=3,dp_shard=2", "pp=2,tp=2"}) {
-    const Config config = config_on(mesh, text.path(), {"--moe.balance_loss_weight=0.5"});
+    const Config config = config_with(mesh, text.path(), {"--moe.balance_loss_weight=0.5"});
     const auto sets = open_validation(config);
     on_ranks(config, [&](models::Model& model, const Mesh& on, comm::Group&) {
       const auto losses = validate_model(model, config, on, sets);
@@ -86,7 +86,7 @@ TEST(Validation, IsTheLossOfTheSameSequencesInTraining) {
 // Experts that validation chooses do not count, and nothing has a gradient.
 TEST(Validation, LeavesNoTrace) {
   const TemporaryFile text("held_out.txt", sentences());
-  const Config config = config_on("tp=2,ep=2", text.path());
+  const Config config = config_with("tp=2,ep=2", text.path());
   const auto sets = open_validation(config);
   on_ranks(config, [&](models::Model& model, const Mesh& mesh, comm::Group& world) {
     validate_model(model, config, mesh, sets);
@@ -105,7 +105,7 @@ TEST(Validation, ReadsAFileOnceAndNotAgain) {
   for (const std::string packing : {"cut", "best_fit"}) {
     const Args more{"--validation.steps=100000", "--data.packing=" + packing};
     double expected = 0;
-    const Config one = config_on("tp=1", file.path(), more);
+    const Config one = config_with("tp=1", file.path(), more);
     on_ranks(one, [&](models::Model& model, const Mesh&, comm::Group&) {
       const auto set = std::move(open_validation(one)[0].dataset);
       ASSERT_NE(*set->size() % 8, 0) << "the last step is not full";
@@ -122,7 +122,7 @@ TEST(Validation, ReadsAFileOnceAndNotAgain) {
       expected /= static_cast<double>(tokens);
     });
     for (const std::string mesh : {"tp=1", "dp_shard=4", "dp_shard=2,cp=2"}) {
-      const Config config = config_on(mesh, file.path(), more);
+      const Config config = config_with(mesh, file.path(), more);
       const auto sets = open_validation(config);
       on_ranks(config, [&](models::Model& model, const Mesh& on, comm::Group&) {
         EXPECT_NEAR(validate_model(model, config, on, sets)->at(0).loss, expected, 1e-10 * expected)
@@ -134,7 +134,7 @@ TEST(Validation, ReadsAFileOnceAndNotAgain) {
 
 TEST(Validation, EndsWhereItIsToldTo) {
   const TemporaryFile text("held_out.txt", sentences());
-  const Config config = config_on("tp=2,ep=2", text.path(), {"--validation.steps=30"});
+  const Config config = config_with("tp=2,ep=2", text.path(), {"--validation.steps=30"});
   const auto sets = open_validation(config);
   on_ranks(config, [&](models::Model& model, const Mesh& mesh, comm::Group&) {
     int asked = 0;
@@ -151,9 +151,9 @@ TEST(Validation, ComesAfterAStop) {
   for (const bool stops : {false, true}) {
     const auto metrics = (folder / (stops ? "stopped" : "whole")).string();
     const auto summary =
-        train(config_on("tp=1", text.path(),
-                        {"--steps=2", "--validation.interval=1", "--metrics.folder=" + metrics,
-                         stops ? "--training.max_minutes=1e-9" : "--training.max_minutes=0"}));
+        train(config_with("tp=1", text.path(),
+                          {"--steps=2", "--validation.interval=1", "--metrics.folder=" + metrics,
+                           stops ? "--training.max_minutes=1e-9" : "--training.max_minutes=0"}));
     EXPECT_EQ(summary.interrupted, stops);
     std::ifstream file(metrics + "/metrics.jsonl");
     const std::string lines{std::istreambuf_iterator<char>(file), {}};
@@ -163,7 +163,7 @@ TEST(Validation, ComesAfterAStop) {
 
 TEST(Validation, IsDueAtItsIntervalAndAtTheEnd) {
   const TemporaryFile text("held_out.txt", sentences());
-  const Config config = config_on("tp=1", text.path(), {"--steps=10"});
+  const Config config = config_with("tp=1", text.path(), {"--steps=10"});
   for (std::int64_t step = 1; step <= 10; ++step)
     EXPECT_EQ(validation_is_due(config, step), step % 3 == 0 || step == 10) << step;
   EXPECT_FALSE(validation_is_due(config::load_config({}), 100));

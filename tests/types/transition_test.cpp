@@ -11,11 +11,11 @@ using enum Place;
 
 // The transitions, each row with its backward step; S stands for T, F and E. Every pair that is not
 // here is refused.
-struct Row {
+struct StepRow {
   char from, to;
   Step forward, backward;
 };
-constexpr Row kTable[] = {
+constexpr StepRow kSteps[] = {
     {'S', 'R', Step::all_gather, Step::reduce_scatter},  //
     {'S', 'I', Step::all_gather, Step::keep},            //
     {'P', 'S', Step::reduce_scatter, Step::all_gather},  //
@@ -28,8 +28,8 @@ constexpr Row kTable[] = {
 };
 
 constexpr char letter_in_table(Place p) { return varies(p) ? 'S' : letter(p); }
-constexpr const Row* find(Place from, Place to) {
-  for (const Row& row : kTable)
+constexpr const StepRow* find(Place from, Place to) {
+  for (const StepRow& row : kSteps)
     if (row.from == letter_in_table(from) && row.to == letter_in_table(to)) return &row;
   return nullptr;
 }
@@ -39,10 +39,10 @@ constexpr const Row* find(Place from, Place to) {
 constexpr bool allowed_steps_hold() {
   for (Place from : kPlaces)
     for (Place to : kPlaces) {
-      const Row* row = find(from, to);
+      const StepRow* row = find(from, to);
       if (!row) continue;
       if (step(from, to) != row->forward || backward_step(from, to) != row->backward) return false;
-      const Row* back = find(adjoint(to), adjoint(from));
+      const StepRow* back = find(adjoint(to), adjoint(from));
       if (!back || back->forward != row->backward || back->backward != row->forward) return false;
       if (step(adjoint(to), adjoint(from)) != row->backward) return false;
     }
@@ -96,7 +96,7 @@ TEST(Transition, TakesExactlyTheStepThatItsNamePromises) {
   for (Step want : steps)
     for (Place from : kPlaces)
       for (Place to : kPlaces) {
-        const Row* row = find(from, to);
+        const StepRow* row = find(from, to);
         const bool refused = refusal([&] { transition(Dense{T, R, from}, tp, to, want); }) != "";
         EXPECT_EQ(refused, !row || row->forward != want)
             << letter(from) << " to " << letter(to) << " by " << static_cast<int>(want);
@@ -128,7 +128,7 @@ TEST(Transition, EveryRefusalSaysWhatIsWrongWithItsInput) {
       for (Place to : kPlaces) {
         const std::string text = refusal([&] { transition(Sparse{T, E, from}, etp, to, want); });
         const std::string wrong = sentence(from, want);
-        const Row* row = find(from, to);
+        const StepRow* row = find(from, to);
         if (wrong != "")
           EXPECT_TRUE(text.starts_with(wrong)) << letter(from) << ": " << text;
         else if (row && row->forward != want)

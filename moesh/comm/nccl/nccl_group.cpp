@@ -50,8 +50,6 @@ bool is_even(const Rows& rows) {
   return std::all_of(rows.begin(), rows.end(), [&](auto r) { return r == rows[0]; });
 }
 
-Span whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
-
 // Consecutive parts of x, one a rank.
 std::vector<Span> parts(const at::Tensor& x, const Rows& rows) {
   std::int64_t inner = 1;
@@ -65,7 +63,7 @@ std::vector<Span> parts(const at::Tensor& x, const Rows& rows) {
   return spans;
 }
 
-at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
+at::Tensor new_rows(const at::Tensor& like, std::int64_t rows) {
   auto shape = like.sizes().vec();
   shape[0] = rows;
   return at::empty(shape, like.options());
@@ -204,7 +202,7 @@ std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
 
 std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
   const Call c = call(Collective::all_gather, x);
-  const at::Tensor out = empty_rows(x, total(rows));
+  const at::Tensor out = new_rows(x, total(rows));
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (out.numel() == 0) return NcclResult::success;
     if (is_even(rows))
@@ -218,7 +216,7 @@ std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& 
 std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                                    ReduceOp op) {
   const Call c = call(Collective::reduce_scatter, x, op);
-  const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
+  const at::Tensor out = new_rows(x, rows[static_cast<size_t>(rank())]);
   if (is_even(rows)) {
     return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
       if (out.numel() == 0) return NcclResult::success;
@@ -242,7 +240,7 @@ std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Ro
 std::unique_ptr<Work> NcclGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
                                                const Rows& recv) {
   const Call c = call(Collective::all_to_all, x);
-  const at::Tensor out = empty_rows(x, total(recv));
+  const at::Tensor out = new_rows(x, total(recv));
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     return exchange(api, comm, stream, type_of(x), parts(x, send), parts(out, recv));
   });

@@ -16,7 +16,7 @@ namespace {
 using namespace std::chrono_literals;
 
 // How often the watchdog looks. Deadlines are seconds to minutes.
-constexpr auto kLook = 10ms;
+constexpr auto kFailureLook = 10ms;
 
 // Between two questions: at first hardly at all, since most answers come within microseconds.
 void pause(int num_asked) {
@@ -321,7 +321,7 @@ void NcclWorld::watch() {
   while (true) {
     changed_.wait(lock, [&] { return ending_ || !tickets_.empty(); });
     if (ending_) return;
-    changed_.wait_for(lock, kLook, [&] { return ending_; });
+    changed_.wait_for(lock, kFailureLook, [&] { return ending_; });
     lock.unlock();
     look();
     lock.lock();

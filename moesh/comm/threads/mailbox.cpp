@@ -14,11 +14,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// As in a collective: the other end is often only a few microseconds behind.
-constexpr int kYieldsBeforeBlocking = 50;
-
-Span whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
-
 }  // namespace
 
 // One message. What the ends bring is written before both are there, and then by nobody.

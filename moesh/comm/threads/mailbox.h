@@ -17,6 +17,9 @@ namespace moesh::comm {
 
 class ThreadWorld;
 
+/// A peer is often only a few microseconds behind, and to block and be woken costs more than that.
+constexpr int kYieldsBeforeBlocking = 50;
+
 /// The messages of one group that are on their way. Channels are of ranks of the group.
 class Mailbox : public std::enable_shared_from_this<Mailbox> {
  public:

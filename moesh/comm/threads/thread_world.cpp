@@ -15,9 +15,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A peer is often only a few microseconds behind, and to block and be woken costs more than that.
-constexpr int kYieldsBeforeBlocking = 50;
-
 // One exchange: what each rank posted, and who has read everything.
 struct Slot {
   struct Entry {

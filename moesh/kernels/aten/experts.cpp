@@ -15,6 +15,7 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 
+#include "moesh/kernels/aten/wide.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
 
@@ -91,10 +92,6 @@ class RowsByExpert {
   bool grouped_;
   std::vector<std::int64_t> first_;  // only where GEMMs are not grouped
 };
-
-at::ScalarType wide(const at::Tensor& t) {
-  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 /// The pre-activations as the activation sees them.
 at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& config,

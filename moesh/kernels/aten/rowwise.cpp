@@ -12,14 +12,11 @@
 
 #include <numeric>
 
+#include "moesh/kernels/aten/wide.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels::aten {
 namespace {
-
-at::ScalarType wide(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 struct Pairs {
   at::Tensor a, b;

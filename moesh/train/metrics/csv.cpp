@@ -16,7 +16,7 @@
 namespace moesh::train {
 namespace {
 
-constexpr std::uint64_t kMaxBytes = std::uint64_t{1} << 33;
+constexpr std::uint64_t kMaxCsvBytes = std::uint64_t{1} << 33;
 
 // RFC 4180.
 std::string quoted(const std::string& text) {
@@ -104,7 +104,7 @@ std::string kept_rows(const std::string& text, std::int64_t last_step) {
 AppendFile opened(const std::filesystem::path& path, std::int64_t first_step,
                   const std::string& header) {
   const std::string before =
-      formats::exists(path) ? formats::InputFile(path).read_all(kMaxBytes) : "";
+      formats::exists(path) ? formats::InputFile(path).read_all(kMaxCsvBytes) : "";
   if (before.starts_with(header)) {
     if (const std::string kept = kept_rows(before, first_step); kept != before) {
       const auto beside = std::filesystem::path(path).concat(".new");

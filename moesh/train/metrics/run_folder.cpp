@@ -86,10 +86,6 @@ std::string replaced_lines(const std::string& before, const std::string& kept) {
   return replaced;
 }
 
-double seconds_since_1970() {
-  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-}
-
 std::string host_name() {
   char name[256] = "";
   return gethostname(name, sizeof name - 1) == 0 ? name : "unknown";

@@ -7,6 +7,7 @@
 //   replaced.jsonl  lines of steps that a run took once more, from a checkpoint
 //   earlier/0001/   the same of the run that was here before
 
+#include <chrono>
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -15,6 +16,10 @@
 #include "moesh/train/metrics/append_file.h"
 
 namespace moesh::train {
+
+inline double seconds_since_1970() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
 
 /// What is known of a run before its first step.
 struct RunFacts {

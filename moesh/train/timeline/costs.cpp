@@ -11,12 +11,12 @@
 namespace moesh::train {
 namespace {
 
-struct Sum {
+struct SectionCost {
   double nanoseconds = 0;
   std::int64_t num_calls = 0;
   std::map<int, std::int64_t> slowest;  // how often each rank came last
 };
-using Sums = std::map<std::string, Sum>;
+using Sums = std::map<std::string, SectionCost>;
 
 // A slice with what it inherits from those around it.
 struct Placed {
@@ -62,7 +62,7 @@ void add_collective(Sums& sums, const TimelineRecord& t, const Slice& s, std::in
   const bool has_waited = s.end == c.end && wait.unknown.empty();
   const std::int64_t waited = has_waited ? std::min(wait.nanoseconds, self) : 0;
   if (has_waited) {
-    Sum& sum = sums["waiting in " + what];
+    SectionCost& sum = sums["waiting in " + what];
     sum.nanoseconds += static_cast<double>(waited);
     ++sum.num_calls;
     ++sum.slowest[wait.slowest];
@@ -111,7 +111,7 @@ std::string shortened(std::string text) {
 // From when to when a kernel ran within a step.
 struct Span {
   std::int64_t begin, end;
-  Sum* sum;
+  SectionCost* sum;
 };
 
 std::vector<Span> kernels_in(Sums& sums, const RankRecord& record, const Slice& step) {
@@ -119,7 +119,7 @@ std::vector<Span> kernels_in(Sums& sums, const RankRecord& record, const Slice& 
   for (const KernelSpan& k : record.kernels) {
     const std::int64_t begin = std::max(k.begin, step.begin), end = std::min(k.end, step.end);
     if (begin >= end) continue;
-    Sum& sum = sums[readable(k.name)];
+    SectionCost& sum = sums[readable(k.name)];
     sum.num_calls += k.begin >= step.begin;
     spans.push_back({begin, end, &sum});
   }
@@ -158,7 +158,7 @@ double add_device(Sums& sums, const RankRecord& record) {
 }
 
 // " (rank 5 last in 12 of 16)"
-std::string who_was_slowest(const Sum& sum) {
+std::string who_was_slowest(const SectionCost& sum) {
   if (sum.slowest.empty()) return "";
   const auto most =
       std::max_element(sum.slowest.begin(), sum.slowest.end(),

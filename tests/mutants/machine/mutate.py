@@ -320,7 +320,8 @@ def configure(tree, flags):
             options.append(f"-D{name}={value}")
     code, output = run(
         ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
-         "-DMOESH_TESTS=mutate", "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_CUDA=OFF"],
+         "-DMOESH_TESTS=mutate", "-DMOESH_BATCHES=OFF", "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF",
+         "-DMOESH_CUDA=OFF"],
         folder.root)
     if code:
         raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")

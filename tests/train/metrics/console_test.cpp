@@ -27,7 +27,7 @@ std::string printed(const ConsoleOptions& options, const std::vector<StepRecord>
   return text;
 }
 
-StepRecord record(std::int64_t step) {
+StepRecord console_record(std::int64_t step) {
   return {.step = step,
           .time = 1000.0 + 2 * static_cast<double>(step),
           .seconds = 0.0625,
@@ -46,7 +46,7 @@ std::string line(std::int64_t step) {
 
 TEST(Console, HasTheFirstTheLastAndEveryFewSteps) {
   std::vector<StepRecord> records;
-  for (std::int64_t step = 1; step <= 8; ++step) records.push_back(record(step));
+  for (std::int64_t step = 1; step <= 8; ++step) records.push_back(console_record(step));
   EXPECT_EQ(printed({.num_steps = 8, .log_freq = 3}, records),
             line(1) + line(3) + line(6) + line(8));
   records.erase(records.begin(), records.begin() + 3);
@@ -55,7 +55,7 @@ TEST(Console, HasTheFirstTheLastAndEveryFewSteps) {
 }
 
 TEST(Console, HasEverySkippedStep) {
-  StepRecord skipped = record(2);
+  StepRecord skipped = console_record(2);
   skipped.skipped = true;
   EXPECT_EQ(printed({.num_steps = 99, .log_freq = 50}, {skipped}),
             line(2) + "      skipped: a gradient is not finite, or no token counts\n");
@@ -63,12 +63,12 @@ TEST(Console, HasEverySkippedStep) {
 
 // Whatever the numbers are.
 TEST(Console, LinesFitTheirColumns) {
-  StepRecord large = record(1234567);
+  StepRecord large = console_record(1234567);
   large.loss = 12345.678, large.grad_norm = 1e9, large.memory_gib = 1234.5;
   large.seconds = 1e-5, large.peak_tflops = 1e6, large.experts.num_idle = 123456;
   for (const int columns : {40, 80, 100}) {
     std::size_t num_fields[2], i = 0;
-    for (const StepRecord& r : {record(7), large}) {
+    for (const StepRecord& r : {console_record(7), large}) {
       const std::string text = printed({.num_steps = 9999999, .columns = columns}, {r});
       EXPECT_LE(text.size() - 1, static_cast<std::size_t>(columns)) << text;
       EXPECT_EQ(text.find("step: "), 0u);
@@ -85,9 +85,9 @@ TEST(Console, LinesFitTheirColumns) {
 }
 
 TEST(Console, ColoursDoNotChangeWhatIsSaid) {
-  const std::string plain = printed({.num_steps = 20, .columns = 80}, {record(1)});
+  const std::string plain = printed({.num_steps = 20, .columns = 80}, {console_record(1)});
   const std::string colored =
-      printed({.num_steps = 20, .has_colors = true, .columns = 80}, {record(1)});
+      printed({.num_steps = 20, .has_colors = true, .columns = 80}, {console_record(1)});
   EXPECT_NE(colored.find("\033[32m"), std::string::npos);
   EXPECT_EQ(std::regex_replace(colored, std::regex("\033\\[[0-9]*m"), ""), plain);
 }
@@ -95,7 +95,7 @@ TEST(Console, ColoursDoNotChangeWhatIsSaid) {
 TEST(Console, ShowsProgressOnATerminalAndClearsIt) {
   const std::string clear = "\r\033[K";
   EXPECT_EQ(printed({.num_steps = 20, .log_freq = 3, .is_terminal = true},
-                    {record(1), record(2), record(3), record(4)}),
+                    {console_record(1), console_record(2), console_record(3), console_record(4)}),
             line(1) + clear +
                 "2 / 20  [##..................]   10 %  loss 4.5812  tps 16,384  left 0:00:05" +
                 clear + line(3) + clear +
@@ -107,7 +107,7 @@ TEST(Console, ShowsProgressOnATerminalAndClearsIt) {
 TEST(Console, AProgressLineGoesBeforeAWarning) {
   std::FILE* out = std::tmpfile();
   ConsoleSink sink({.num_steps = 20, .log_freq = 30, .is_terminal = true}, out);
-  sink.write(record(2));
+  sink.write(console_record(2));
   log_warn("of something");
   std::string text(static_cast<std::size_t>(std::ftell(out)), '\0');
   std::rewind(out);

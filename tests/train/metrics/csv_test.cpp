@@ -11,7 +11,7 @@
 namespace moesh::train {
 namespace {
 
-StepRecord record(std::int64_t step) {
+StepRecord csv_record(std::int64_t step) {
   return {.step = step,
           .time = 1.7e9,
           .seconds = 0.5,
@@ -39,8 +39,8 @@ TEST(Csv, HasTheNumbersUnderTheirNames) {
   const auto folder = std::filesystem::path(file.path()).parent_path();
   {
     CsvSink sink(folder, 0, {"held, \"out\"", "web"});
-    sink.write(record(1));
-    StepRecord second = record(2);
+    sink.write(csv_record(1));
+    StepRecord second = csv_record(2);
     second.loss = std::nan(""), second.validation.clear();
     sink.write(second);
   }
@@ -78,9 +78,9 @@ TEST(Csv, KeepsTheRowsThatARunGoesOnFrom) {
   std::string two_rows;
   {
     CsvSink sink(folder, 0, {});
-    sink.write(record(1)), sink.write(record(2));
+    sink.write(csv_record(1)), sink.write(csv_record(2));
     two_rows = read(file.path());
-    sink.write(record(3));
+    sink.write(csv_record(3));
   }
   std::ofstream(file.path(), std::ios::app) << "2,cut o";
   {

@@ -47,7 +47,7 @@ Values values_of(const std::string& line) {
   return values;
 }
 
-StepRecord record(std::int64_t step) {
+StepRecord jsonl_record(std::int64_t step) {
   return {.step = step,
           .time = 1.7e9 + 0.125,
           .seconds = 0.0123456789,
@@ -79,8 +79,8 @@ const char* const kExpected[] = {
 TEST(Jsonl, HasEveryPartOfARecord) {
   const Folder folder("");
   JsonlSink sink(folder.path(), 0);
-  sink.write(record(1));
-  StepRecord bad = record(3);
+  sink.write(jsonl_record(1));
+  StepRecord bad = jsonl_record(3);
   bad.loss = std::nan(""), bad.grad_norm = std::numeric_limits<double>::infinity();
   sink.write(bad);
   std::istringstream lines(folder.text());  // each is there before finish
@@ -99,7 +99,7 @@ TEST(Jsonl, KeepsTheStepsThatARunGoesOnFrom) {
   {
     JsonlSink sink(folder.path(), 2);
     EXPECT_EQ(folder.text(), before);
-    sink.write(record(3));
+    sink.write(jsonl_record(3));
   }
   EXPECT_EQ(folder.text().find(before + "{\"step\":3,\"time\":"), 0u) << folder.text();
   EXPECT_EQ(read(folder.path() / "replaced.jsonl"), "{\"step\":3,\"loss\":3}\n{\"step\":2,\"lo\n");
@@ -117,7 +117,7 @@ TEST(RunFolder, NothingIsTruncatedByARunThatBegins) {
   {
     JsonlSink sink(folder.path(), 0);
     EXPECT_EQ(folder.text(), "");
-    sink.write(record(1));
+    sink.write(jsonl_record(1));
     second = folder.text();
   }
   EXPECT_EQ(read(earlier / "0001" / "metrics.jsonl"), first);
@@ -204,7 +204,7 @@ TEST(RunFolder, HasTheFilesThatAreAskedFor) {
 
 TEST(Jsonl, MakesTheFolderOrSaysThatItCannot) {
   const Folder folder("");
-  JsonlSink(folder.path() / "a" / "b", 0).write(record(1));
+  JsonlSink(folder.path() / "a" / "b", 0).write(jsonl_record(1));
   EXPECT_NE(read(folder.path() / "a" / "b" / "metrics.jsonl"), "");
   expect_parts(
       error_of([&] { JsonlSink(folder.path() / "metrics.jsonl" / "c", 0); }, ErrorKind::storage),
