@@ -7,6 +7,7 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/kernels/memory.h"
+#include "moesh/train/memory.h"
 
 namespace moesh::cli {
 
@@ -34,6 +35,7 @@ RunSummary train_in_memory(const Config& config, Known known, const data::Datase
   naming_sizes(config, [&] {
     check_fits(config);
     known.estimated_memory = expected_memory(config);
+    if (config.training.device == "cpu") known.memory_before_gib = peak_memory_gib("cpu");
     summary = dataset ? train::train(config, *dataset, known) : train::train(config, known);
   });
   return summary;

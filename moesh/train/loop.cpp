@@ -154,7 +154,8 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Known&
           .num_active_parameters = model.num_active_parameters(),
           .flops_per_token = model.flops_per_token(config.data.sequence_length),
           .peak_tflops = of_one * std::max(1, processes),
-          .estimated_memory = known.estimated_memory};
+          .estimated_memory = known.estimated_memory,
+          .memory_before_gib = known.memory_before_gib};
 }
 
 // What follows from the result of the step that was taken last.

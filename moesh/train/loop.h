@@ -28,6 +28,7 @@ struct RunSummary {
 /// What the caller knows of the run, for its header and its folder, and what it wants to be told.
 struct Known {
   std::optional<std::int64_t> estimated_memory = {};  // bytes of a rank at its peak
+  std::optional<double> memory_before_gib = {};       // of the process, before there is a model
   /// Called after each step on the thread of rank 0, which goes on when it returns.
   std::function<void(const StepRecord& record)> on_step = {};
 };

@@ -34,7 +34,7 @@ def record(step, scale=1.0, layers=4, experts=16, counts=True):
         "tflops": 0.3,
         "memory_gib": 0.25,
         "expert_max_over_mean": 1.5 + 1 / step,
-        "experts_idle": 1 if step < 20 else 0,
+        "experts_idle": 0,
         "tokens": 1024,
         "tokens_total": 1024 * step,
         "skipped": step == 9,
@@ -62,12 +62,13 @@ def record(step, scale=1.0, layers=4, experts=16, counts=True):
         ]
     if step % 50 == 0:
         r["validation"] = {
-            "held <b>out</b>": {"loss": loss + 0.1, "perplexity": math.exp(loss + 0.1)}
+            "held <b>out</b>": {"loss": loss + 0.1, "perplexity": math.exp(loss + 0.1)},
+            "code": {"loss": loss + 0.3, "perplexity": math.exp(loss + 0.3)},
         }
     return r
 
 
-def write(folder, steps, lr=0.001, **options):
+def write(folder, steps, lr=0.001, device="cpu", **options):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True)
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as lines:
@@ -81,7 +82,7 @@ def write(folder, steps, lr=0.001, **options):
         "process": 1,
         "processes": 1,
         "cores": 2,
-        "device": "cpu",
+        "device": device,
         "device_name": "a processor",
         "moesh": "0.1.0",
         "torch": "2.13",
@@ -92,6 +93,7 @@ def write(folder, steps, lr=0.001, **options):
         "ranks": 8,
         "mesh": MESH,
         "estimated_memory": 1 << 24,
+        "memory_before_gib": 0.125,
         "config": CONFIG.format(steps=steps, lr=lr),
     }
     (folder / "starts.jsonl").write_text(json.dumps(start) + "\n", encoding="utf-8")

@@ -98,13 +98,16 @@ function meanRows(series, window, width) {
 
 const visibleRuns = () => runs.filter((r) => r.visible && r.count > 0);
 
+// Whether there is something to see: a number that is not zero.
+const hasValues = (ys) => Boolean(ys) && ys.some((y) => y);
+
 // One curve of each run, or several where columns are asked for by prefix.
 function ofRuns(...columns) {
   const series = [];
   for (const run of visibleRuns()) {
     columns.forEach(({name, label = '', dash = null, sharp = false}) => {
       const ys = run.columns[name];
-      if (!ys || ys.every(Number.isNaN)) return;
+      if (!hasValues(ys)) return;
       series.push({
         label: run.name + (label && ' ' + label),
         color: run.color,
@@ -120,7 +123,7 @@ function ofRuns(...columns) {
 const chosen = () => runs[state.run];
 function parts(prefix, names) {
   const run = chosen();
-  return names.filter((n) => run.columns[prefix + n])
+  return names.filter((n) => hasValues(run.columns[prefix + n]))
       .map((n, i) => ({
              label: n,
              color: COLORS[i % COLORS.length],
@@ -130,10 +133,14 @@ function parts(prefix, names) {
 }
 const suffixes = (prefix) => chosen().names(prefix).map((n) => n.slice(prefix.length));
 
+// A validation set has its own dash on every run, and its own colour where there is one run.
+const DASHES = [[7, 3], [2, 2], [9, 3, 2, 3], [14, 4], [2, 6], [9, 3, 2, 3, 2, 3]];
 function withValidation() {
-  const series = ofRuns({name: 'loss'});
-  for (const run of visibleRuns())
+  const series = ofRuns({name: 'loss'}), shown = visibleRuns();
+  const sets = [...new Set(runs.flatMap((r) => r.names('validation.')))].sort();
+  for (const run of shown)
     for (const name of run.names('validation.')) {
+      const set = sets.indexOf(name);
       const xs = [], ys = [], all = run.x(state.axis);
       run.columns[name].forEach((y, i) => {
         if (!Number.isNaN(y)) {
@@ -143,8 +150,8 @@ function withValidation() {
       });
       series.push({
         label: `${run.name} on ${name.slice(11)}`,
-        color: run.color,
-        dash: [6, 3],
+        color: runs.length === 1 ? COLORS[(set + 1) % COLORS.length] : run.color,
+        dash: DASHES[set % DASHES.length],
         points: ys.length <= 200,
         xs,
         ys
@@ -153,21 +160,32 @@ function withValidation() {
   return series;
 }
 
-function withEstimate() {
-  const series = ofRuns({name: 'memory_gib', sharp: true});
-  for (const run of visibleRuns()) {
-    const {estimated_memory: bytes, ranks, processes, device} = run.start;
-    if (bytes === undefined) continue;
-    const held = bytes * (ranks / processes) / 2 ** 30, xs = run.x(state.axis);
-    series.push({
-      label: `${run.name} estimate of tensors${device === 'cpu' ? ' (without the program)' : ''}`,
-      color: run.color,
-      dash: [3, 3],
-      xs: [xs[0], xs[xs.length - 1]],
-      ys: [held, held]
-    });
-  }
-  return series;
+// GiB that a process was expected to hold: the tensors of its ranks, and on the CPU, where all of
+// the process is measured, what it held before there was a model. NaN where that is not known.
+function expectedMemory({estimated_memory: bytes, memory_before_gib: before, ranks, processes,
+                         device}) {
+  const tensors = (bytes ?? NaN) * (ranks / processes) / 2 ** 30;
+  return device === 'cpu' ? tensors + (before ?? NaN) : tensors;
+}
+
+// Of runs on this device: a process and a GPU hold different things.
+function memoryOn(device) {
+  const on = visibleRuns().filter((r) => (r.start.device || 'cpu') === device);
+  return on.flatMap((run) => {
+    const xs = run.x(state.axis), ys = run.columns.memory_gib, held = expectedMemory(run.start);
+    if (!hasValues(ys)) return [];
+    const measured = {label: run.name, color: run.color, dash: null, xs, ys};
+    if (Number.isNaN(held)) return [measured];
+    return [
+      measured, {
+        label: run.name + ' as estimated',
+        color: run.color,
+        dash: [3, 3],
+        xs: [xs[0], xs[xs.length - 1]],
+        ys: [held, held]
+      }
+    ];
+  });
 }
 
 function meanEntropy() {
@@ -235,9 +253,16 @@ const CHARTS = [
   },
   {
     id: 'memory',
-    title: 'Memory',
-    unit: 'GiB, the most so far, and the estimate',
-    series: withEstimate,
+    title: 'Memory of the process',
+    unit: 'GiB, the most so far',
+    series: () => memoryOn('cpu'),
+    zero: true
+  },
+  {
+    id: 'gpu-memory',
+    title: 'Memory of the GPU',
+    unit: 'GiB of tensors, the most so far',
+    series: () => memoryOn('cuda'),
     zero: true
   },
   {
@@ -317,7 +342,7 @@ class Chart {
   }
   // Everything anew: other runs, another axis, more data.
   build() {
-    this.series = this.spec.series();
+    this.series = this.spec.series().filter((s) => hasValues(s.ys));
     this.box.hidden = this.series.length === 0;
     if (this.graph) this.graph.destroy();
     this.graph = null;
@@ -327,7 +352,11 @@ class Chart {
       const label = this.series.findIndex((t) => t.label === s.label) === i ?
           s.label :
           `${s.label} (${i + 1})`;
-      styles[label] = {strokePattern: s.dash || null, drawPoints: Boolean(s.points), pointSize: 3};
+      styles[label] = {
+        strokePattern: s.dash || null,
+        drawPoints: Boolean(s.points) || s.xs.length < 3,
+        pointSize: 3
+      };
       return label;
     });
     this.graph = new Dygraph(this.plot, this.rows(), {
@@ -371,10 +400,14 @@ class Chart {
     const all = data.series.filter((s) => at === '' || s.y !== undefined);
     const safe = document.createElement('div');
     for (const s of all) {
-      const b = document.createElement('b');
+      const b = document.createElement('b'), line = document.createElement('span');
+      const dash = this.series[this.labels.indexOf(s.label)].dash || [];
+      line.innerHTML = '<svg width="26" height="8"><line x2="26" y1="4" y2="4"/></svg>';
+      line.querySelector('line').setAttribute('stroke', s.color);
+      line.querySelector('line').setAttribute('stroke-dasharray', dash.join(' '));
       b.style.color = s.color;
       b.textContent = s.label;
-      safe.append(b, at && s.y !== null ? ` ${exactly(s.y)}  ` : '  ');
+      safe.append(line, b, at && s.y !== null ? ` ${exactly(s.y)}  ` : '  ');
     }
     return at + safe.innerHTML;
   }
@@ -400,4 +433,5 @@ function drawStale() {
 addEventListener('scroll', () => requestAnimationFrame(drawStale), {passive: true});
 function rebuild() {
   for (const c of charts) c.build();
+  byId('charts-section').hidden = charts.every((c) => c.box.hidden);
 }

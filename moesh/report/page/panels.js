@@ -66,10 +66,11 @@ function showSummary() {
     line('tokens/s, median', (r) => number(Math.round(median(r.columns.tps)))),
     line(
         'memory',
-        (r, s) => `${number(last(r.columns.memory_gib))} GiB` +
-            (s.estimated_memory === undefined ?
-                 '' :
-                 `; estimate of a rank: ${(s.estimated_memory / 2 ** 30).toPrecision(3)} GiB`)),
+        (r, s) => {
+          const held = expectedMemory(s), of = s.device === 'cpu' ? 'the process' : 'the GPU';
+          return `${number(last(r.columns.memory_gib))} GiB of ${of}` +
+              (Number.isNaN(held) ? '' : `, ${held.toPrecision(3)} GiB as estimated`);
+        }),
     line('skipped steps', (r) => number((r.columns.skipped || []).reduce((a, b) => a + b, 0))),
     line('device', (r, s) => [s.device, s.device_name].filter(Boolean).join(': ')),
     line(

@@ -162,6 +162,8 @@ void describe_start(const config::Config& config, const RunFacts& facts) {
   if (facts.peak_tflops > 0) start.emplace_back("peak_tflops", JsonValue{facts.peak_tflops});
   if (facts.estimated_memory)
     start.emplace_back("estimated_memory", JsonValue{*facts.estimated_memory});
+  if (facts.memory_before_gib)
+    start.emplace_back("memory_before_gib", JsonValue{*facts.memory_before_gib});
   start.emplace_back("config", JsonValue{text});
   const path beside = folder / "config.toml.new";
   formats::file_system().remove(beside);

@@ -30,6 +30,8 @@ struct RunFacts {
   double peak_tflops = 0;  // of all devices; 0: unknown
   /// The most that a rank should hold at once, in bytes, where somebody has estimated it.
   std::optional<std::int64_t> estimated_memory = {};
+  /// On the CPU, where the memory of the process is measured: what it held before the model.
+  std::optional<double> memory_before_gib = {};
 };
 
 /// metrics.jsonl of the folder, for lines at its end and for no other run: throws Error (config)
