@@ -147,42 +147,40 @@ nb::object estimate(const Values& values) {
   return to_python(to_json(e));
 }
 
-nb::list search(const Values& values, int num_ranks, const std::string& memory, int most) {
-  const Config config = config_of(values);
-  const std::int64_t limit = cli::parse_size(memory);
-  MOESH_CHECK(num_ranks > 0, ErrorKind::config, "search is ", num_ranks, "; it takes 1 or more");
-  estimate::SearchResult found;
-  run_interruptible(
-      [&] { found = estimate::search(config, num_ranks, limit, static_cast<std::size_t>(most)); });
-  nb::list results;
-  for (const auto& e : found.best) results.append(to_python(to_json(e)));
-  return results;
-}
-
-// A list of the fastest meshes, or the one of the configuration.
-nb::object estimate_in_time(const Values& values, const std::string& cluster_text, bool searches,
-                            const std::optional<std::string>& memory, int most) {
+// Of the configuration.
+nb::object estimate_in_time(const Values& values, const std::string& cluster_text) {
   const Config config = config_of(values);
   const estimate::Cluster cluster = estimate::parse_cluster(cluster_text);
-  const double limit = memory ? static_cast<double>(cli::parse_size(*memory)) : cluster.memory;
-  const auto pipe = estimate::pipeline_options(config);
-  std::vector<estimate::StepTime> found;
-  {
-    const nb::gil_scoped_release no_gil;
+  estimate::StepTime found;
+  run_interruptible([&] {
     cli::naming_sizes(config, [&] {
       estimate::Profiler profiler(config);
-      if (searches) {
-        found = search_time(profiler, cluster, mesh_shape(config), pipe, limit,
-                            static_cast<std::size_t>(most),
-                            [](int, int, const estimate::TimeSearch&) {})
-                    .best;
-        return;
-      }
       estimate::check_fills(mesh_shape(config), cluster);
-      found.push_back(step_time(profiler, cluster, mesh_shape(config), pipe));
+      found = step_time(profiler, cluster, mesh_shape(config), estimate::pipeline_options(config));
     });
-  }
-  if (!searches) return to_python(to_json(found[0]));
+  });
+  return to_python(to_json(found));
+}
+
+// A list of the fastest, on a cluster or on so many H100.
+nb::list search(const Values& values, const std::optional<std::string>& cluster_text, int num_ranks,
+                const std::optional<std::string>& memory, int most) {
+  const Config asked = config_of(values);
+  MOESH_CHECK(cluster_text || num_ranks > 0, ErrorKind::config, "search is ", num_ranks,
+              "; it takes 1 or more");
+  const estimate::Cluster cluster =
+      cluster_text ? estimate::parse_cluster(*cluster_text) : estimate::assumed_cluster(num_ranks);
+  const double limit = memory ? static_cast<double>(cli::parse_size(*memory)) : cluster.memory;
+  std::vector<std::string> chosen;
+  const Config config = with_sensible_sizes(asked, cluster, chosen);
+  std::vector<estimate::StepTime> found;
+  run_interruptible([&] {
+    cli::naming_sizes(config, [&] {
+      found = search_time(config, cluster, limit, static_cast<std::size_t>(most),
+                          [](int, int, const estimate::TimeSearch&) {})
+                  .best;
+    });
+  });
   nb::list results;
   for (const auto& t : found) results.append(to_python(to_json(t)));
   return results;
@@ -298,10 +296,9 @@ NB_MODULE(_moesh, m) {
   m.def("train", &train, nb::arg("values"), nb::arg("dataset").none(), nb::arg("on_step").none());
   m.def("verify", &verify, nb::arg("values"), nb::arg("steps"), nb::arg("sweep").none());
   m.def("estimate", &estimate, nb::arg("values"));
-  m.def("search", &search, nb::arg("values"), nb::arg("num_ranks"), nb::arg("memory"),
-        nb::arg("most"));
-  m.def("estimate_in_time", &estimate_in_time, nb::arg("values"), nb::arg("cluster"),
-        nb::arg("searches"), nb::arg("memory").none(), nb::arg("most"));
+  m.def("search", &search, nb::arg("values"), nb::arg("cluster").none(), nb::arg("num_ranks"),
+        nb::arg("memory").none(), nb::arg("most"));
+  m.def("estimate_in_time", &estimate_in_time, nb::arg("values"), nb::arg("cluster"));
   m.def("compare", &compare, nb::arg("a"), nb::arg("b"), nb::arg("tolerance").none(),
         nb::arg("renames"));
   m.def("print_config", [](const Values& values) { return print_config(config_of(values)); });

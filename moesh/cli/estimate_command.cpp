@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 
 #include "moesh/base/error.h"
@@ -10,6 +9,7 @@
 #include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
+#include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"
 
 namespace moesh::cli {
@@ -19,10 +19,9 @@ using namespace moesh::estimate;
 namespace {
 
 void print_heading(const Config& c, const Estimate& e) {
-  std::printf("%s %s: %s parameters, %s active, %s on %s\n", c.model.name.c_str(),
-              c.model.size.c_str(), with_commas(e.num_parameters).c_str(),
-              with_commas(e.num_active_parameters).c_str(), c.training.dtype.c_str(),
-              c.training.device.c_str());
+  std::printf("%s: %s parameters, %s active, %s on %s\n", model_title(c).c_str(),
+              with_commas(e.num_parameters).c_str(), with_commas(e.num_active_parameters).c_str(),
+              c.training.dtype.c_str(), c.training.device.c_str());
 }
 
 // "0-3", "0-1 14-15": from the first layer to the last one, of each stage.
@@ -51,17 +50,18 @@ std::string times_text(int num, std::int64_t bytes) {
 }
 
 void print_pipeline(const std::vector<RankKind>& kinds) {
-  std::printf("\n%-12s %-14s %17s %11s %11s %11s %11s %15s %15s\n", "ranks of pp", "layers",
-              "parameters", "weights", "optimizer", "activations", "peak", "alive", "for weights");
+  std::printf("\n%-12s %-14s %17s %11s %11s %11s %11s %11s %15s %15s\n", "ranks of pp", "layers",
+              "parameters", "weights", "optimizer", "activations", "peak", "sent", "alive",
+              "for weights");
   for (const RankKind& k : kinds) {
     std::int64_t activation = 0, kept = 0;
     for (const StageLive& s : k.live.stages)
       activation = std::max(activation, s.activation), kept = std::max(kept, s.kept);
-    std::printf("%-12s %-14s %17s %11s %11s %11s %11s %15s %15s\n", ranks_text(k).c_str(),
+    std::printf("%-12s %-14s %17s %11s %11s %11s %11s %11s %15s %15s\n", ranks_text(k).c_str(),
                 layers_text(k.layers).c_str(), with_commas(k.num_parameters).c_str(),
                 size_text(k.state.weights).c_str(), size_text(k.state.optimizer).c_str(),
                 size_text(k.activations()).c_str(), size_text(k.peak).c_str(),
-                times_text(k.live.num_alive, activation).c_str(),
+                size_text(k.sent).c_str(), times_text(k.live.num_alive, activation).c_str(),
                 times_text(k.live.num_halves, kept).c_str());
   }
 }
@@ -82,69 +82,38 @@ void print(const Estimate& e) {
   line("activations", e.activations());
   line("peak", e.peak);
   if (e.mesh.pp > 1) print_pipeline(e.kinds);
-  std::printf("\nsent by %s rank in a step\n", e.mesh.pp > 1 ? "this" : "a");
+  std::printf("\nsent by %s in a step\n", e.mesh.pp > 1 ? "rank 0 of pp" : "a rank");
   for (const auto& [key, entry] : e.traffic)
     std::printf("  %-24s %-14s %6lld calls %12s\n", key.first.c_str(), comm::to_string(key.second),
                 static_cast<long long>(entry.num_calls), size_text(entry.num_bytes).c_str());
   std::printf("  %-24s %-14s %12s %12s\n", "total", "", "", size_text(e.moved()).c_str());
 }
 
-void print(const SearchResult& r, int num_ranks, std::int64_t limit) {
-  if (r.best.empty()) {
-    std::printf(
-        "%d ranks: %d meshes, %d tried, and none fits into %s a rank; try more ranks, a smaller "
-        "batch, or --activation_checkpoint.mode=full\n",
-        num_ranks, r.num_meshes, r.num_tried, size_text(limit).c_str());
-    return;
-  }
-  std::printf("%d ranks: %d meshes, %d tried, the best %zu that fit into %s a rank\n", num_ranks,
-              r.num_meshes, r.num_tried, r.best.size(), size_text(limit).c_str());
-  std::printf("\n%12s %12s %14s %16s  mesh\n", "memory", "sent/step", "tokens/step",
-              "all ranks/token");
-  for (const Estimate& e : r.best)
-    std::printf("%12s %12s %14s %16s  %s\n", size_text(e.peak).c_str(),
-                size_text(e.moved()).c_str(), with_commas(e.num_tokens).c_str(),
-                size_text(e.moved_per_token()).c_str(), e.mesh.describe().c_str());
-}
-
-void write_json(const std::string& path, const std::vector<Estimate>& all) {
-  formats::JsonList estimates;
-  for (const Estimate& e : all) estimates.push_back(to_json(e));
-  const formats::JsonValue file{formats::JsonObject{{"estimates", {std::move(estimates)}}}};
-  NamedOutput("--json", path).write(formats::to_json(file) + "\n");
+void write_json(const std::string& path, const Estimate& e) {
+  NamedOutput("--json", path)
+      .write(
+          formats::to_json({formats::JsonObject{{"estimates", {formats::JsonList{to_json(e)}}}}}) +
+          "\n");
 }
 
 }  // namespace
 
 int run_estimate(const Given& given) {
-  if (const auto cluster = given.text("--cluster")) return run_estimate_in_time(*cluster, given);
+  if (given.has("--cluster") || given.has("--search")) return run_estimate_in_time(given);
   MOESH_CHECK(!given.has("--schedule"), ErrorKind::config,
               "--schedule draws what a cluster does; name one, as in --cluster h100x8:256");
   const auto json = given.text("--json"), memory = given.text("--memory");
   const std::int64_t limit = memory ? parse_size(*memory) : 0;
-  const int num_ranks = given.number("--search", 0);
   const Config config = load_config(given.rest());
-  if (num_ranks == 0) {
-    Estimate e;
-    naming_sizes(config, [&] { e = estimate::estimate(config); });
-    print_heading(config, e);
-    print(e);
-    const bool fits = !memory || e.peak <= limit;
-    if (memory)
-      std::printf("\n%s %s\n", fits ? "fits into" : "does not fit into", size_text(limit).c_str());
-    if (json) write_json(*json, {e});
-    return fits ? 0 : 1;
-  }
-  MOESH_CHECK(memory, ErrorKind::config, "--search ", num_ranks,
-              " needs the memory of a rank, as in --memory 80GiB");
-  const auto start = std::chrono::steady_clock::now();
-  const SearchResult r = search(config, num_ranks, limit, kMostListed);
-  if (!r.best.empty()) print_heading(config, r.best[0]);
-  print(r, num_ranks, limit);
-  std::printf("\n%.1f s\n",
-              std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  if (json) write_json(*json, r.best);
-  return r.best.empty() ? 1 : 0;
+  Estimate e;
+  naming_sizes(config, [&] { e = estimate::estimate(config); });
+  print_heading(config, e);
+  print(e);
+  const bool fits = !memory || e.peak <= limit;
+  if (memory)
+    std::printf("\n%s %s\n", fits ? "fits into" : "does not fit into", size_text(limit).c_str());
+  if (json) write_json(*json, e);
+  return fits ? 0 : 1;
 }
 
 }  // namespace moesh::cli

@@ -13,6 +13,7 @@
 #include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/config/merge.h"
+#include "moesh/config/options.h"
 #include "moesh/estimate/search_time.h"
 #include "moesh/pipeline/draw.h"
 #include "moesh/pipeline/schedule.h"
@@ -23,6 +24,7 @@ using namespace config;
 using namespace moesh::estimate;
 namespace {
 
+constexpr size_t kMostListed = 10;
 constexpr int kMostColumns = 120;
 
 // What is asked for besides the configuration.
@@ -33,13 +35,26 @@ struct Asked {
   std::optional<std::string> json, memory;
 };
 
-Asked asked_of(const std::string& cluster, const Given& given) {
-  Asked a{.cluster = parse_cluster(cluster)};
+// The cluster that is named, or as many H100 as --search says.
+Cluster cluster_of(const Given& given) {
+  const auto named = given.text("--cluster"), number = given.text("--search");
+  if (named) {
+    const Cluster cluster = parse_cluster(*named);
+    MOESH_CHECK(number.value_or("").empty() || *number == std::to_string(cluster.num_gpus()),
+                ErrorKind::config, "--search is '", *number, "', and the cluster has ",
+                cluster.num_gpus(), " GPUs, all of which are used; leave out the number");
+    return cluster;
+  }
+  MOESH_CHECK(
+      !number->empty(), ErrorKind::config,
+      "--search needs to know what to search on: the number of ranks, as in --search 64, or "
+      "a cluster, as in --cluster h100x8:8");
+  return assumed_cluster(given.number("--search", 1));
+}
+
+Asked asked_of(const Given& given) {
+  Asked a{.cluster = cluster_of(given)};
   a.searches = given.has("--search");
-  const std::string number = given.text("--search").value_or("");
-  MOESH_CHECK(number.empty() || number == std::to_string(a.cluster.num_gpus()), ErrorKind::config,
-              "--search is '", number, "', and the cluster has ", a.cluster.num_gpus(),
-              " GPUs, all of which are used; leave out the number");
   a.draws = given.has("--schedule");
   a.picture = given.text("--schedule").value_or("");
   const auto& names = pipeline::schedule_names();
@@ -54,10 +69,11 @@ Asked asked_of(const std::string& cluster, const Given& given) {
   return a;
 }
 
-void print_heading(const Config& c, const Cluster& k) {
-  std::printf("%s %s, %s, on %d nodes of %d %s (%s GPUs)\n", c.model.name.c_str(),
-              c.model.size.c_str(), c.training.dtype.c_str(), k.num_nodes, k.gpus_per_node,
-              k.gpu.c_str(), with_commas(k.num_gpus()).c_str());
+void print_heading(const Config& c, const Cluster& k, bool is_assumed) {
+  std::printf("%s, %s, on %s of %d %s (%s)%s\n", model_title(c).c_str(), c.training.dtype.c_str(),
+              counted(k.num_nodes, "node").c_str(), k.gpus_per_node, k.gpu.c_str(),
+              counted(k.num_gpus(), "GPU").c_str(),
+              is_assumed ? ", which is assumed: name yours with --cluster" : "");
   if (c.training.dtype != "bfloat16")
     std::printf(
         "compute is timed as in bfloat16, and %s takes longer than that: set "
@@ -103,6 +119,48 @@ void print(const StepTime& t, const Cluster& cluster, const estimate::PipelineOp
   std::printf("memory of the rank that holds the most: %s\n", size_text(t.peak).c_str());
 }
 
+// A word for a shell.
+std::string quoted(const std::string& word) {
+  const bool is_plain = word.find_first_not_of(
+                            "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+                            "-_=.,:/+@%") == std::string::npos;
+  if (is_plain && !word.empty()) return word;
+  std::string out = "'";
+  for (const char c : word) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return out + "'";
+}
+
+// Without the degrees of the mesh, which become those that were found.
+Args without_mesh(const Args& args) {
+  Args kept;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::string name = args[i].substr(0, args[i].find('='));
+    const auto is_degree = [&](const Degree& d) { return name == "--" + d.option; };
+    if (name != "--mesh" && std::none_of(degrees().begin(), degrees().end(), is_degree))
+      kept.push_back(args[i]);
+    else if (name == args[i])
+      ++i;  // its value is the next word
+  }
+  return kept;
+}
+
+// What was asked for, what was chosen and what was found.
+std::string ready_command(const Args& args, const std::vector<std::string>& chosen,
+                          const Config& config, const StepTime& best) {
+  std::string text = "moesh train";
+  for (const std::string& arg : without_mesh(args)) text += " " + quoted(arg);
+  const auto add = [&](const std::string& option, const std::string& value) {
+    text += " --" + option + "=" + quoted(value);
+  };
+  for (const std::string& option : chosen) {
+    const Value value = find_option(option)->get(config);
+    const auto* word = std::get_if<std::string>(&value);
+    add(option, word ? *word : formats::to_toml(value));
+  }
+  for (const auto& [option, value] : searched_options(config, best)) add(option, value);
+  return text + " --mesh " + mesh_argument(best.mesh);
+}
+
 void print(const TimeSearch& r, const Asked& a, const Config& config, double limit) {
   MOESH_CHECK(r.num_meshes > 0, ErrorKind::config, "no mesh of ", a.cluster.num_gpus(),
               " GPUs has the degrees that are set (", mesh_shape(config).describe(),
@@ -112,30 +170,32 @@ void print(const TimeSearch& r, const Asked& a, const Config& config, double lim
                   ? detail::concat(" of ", config.training.global_batch_size)
                   : "",
               "; change a degree, the cluster, or training.global_batch_size");
-  if (r.num_timed > 0)
-    std::printf("pipelines have the schedule %s\n",
-                config.parallelism.pipeline_parallel_schedule.c_str());
-  std::printf("%d meshes, %d timed, %d dry runs of a few layers; ", r.num_meshes, r.num_timed,
-              r.num_runs);
+  std::printf("%s meshes, %s timed, %s of a few layers; ", with_commas(r.num_meshes).c_str(),
+              counted(r.num_timed, "step").c_str(), counted(r.num_runs, "dry run").c_str());
   if (r.best.empty()) {
     std::printf(
-        "none fits into %s a rank; try more GPUs, a smaller batch, or "
-        "--activation_checkpoint.mode=full\n",
+        "none fits into %s a rank; try more GPUs, a smaller batch, or --activation_checkpoint.mode=full\n",
         size_text(limit).c_str());
     return;
   }
-  std::printf("the fastest %zu that fit into %s a rank\n\n", r.best.size(),
-              size_text(limit).c_str());
-  std::printf("%12s %8s %7s %8s %7s %7s %11s  mesh\n", "tokens/s", "of a GPU", "peak %", "bubble %",
-              "comm %", "micro", "memory");
-  for (const StepTime& t : r.best)
-    std::printf("%12s %8.0f %7.1f %8.1f %7.1f %7lld %11s  %s\n",
+  std::printf("the fastest that fit into %s a rank:\n\n", size_text(limit).c_str());
+  std::printf("%12s %8s %7s %8s %6s %11s %6s %6s  %-10s %-16s %6s  --mesh\n", "tokens/s",
+              "of a GPU", "peak %", "bubble %", "comm %", "memory", "batch", "micro", "recompute",
+              "schedule", "alike");
+  for (std::size_t i = 0; i < r.best.size(); ++i) {
+    const StepTime& t = r.best[i];
+    std::printf("%12s %8.0f %7.1f %8.1f %6.1f %11s %6lld %6lld  %-10s %-16s %6d  %s\n",
                 with_commas(static_cast<std::int64_t>(t.tokens_per_second())).c_str(),
                 t.tokens_per_second() / t.mesh.num_ranks(),
                 100 * t.flops_of_a_rank() / t.peak_flops, 100 * t.bubble / t.total,
-                100 * (t.tensor + t.experts + t.storage) / t.total,
-                static_cast<long long>(t.num_micro_batches), size_text(t.peak).c_str(),
-                t.mesh.describe().c_str());
+                100 * (t.tensor + t.experts + t.storage) / t.total, size_text(t.peak).c_str(),
+                static_cast<long long>(t.batch_size), static_cast<long long>(t.num_micro_batches),
+                t.recompute.c_str(), t.mesh.pp > 1 ? t.schedule.c_str() : "-", r.num_alike[i],
+                mesh_argument(t.mesh).c_str());
+  }
+  std::printf(
+      "\nbatch is data.batch_size, micro the micro-batches of a step; alike counts what was found "
+      "within a\nper cent of a row, which shows the simplest mesh of these.\n");
 }
 
 void write_json(const std::string& path, const std::vector<StepTime>& all) {
@@ -143,6 +203,25 @@ void write_json(const std::string& path, const std::vector<StepTime>& all) {
   for (const StepTime& t : all) estimates.push_back(to_json(t));
   const formats::JsonValue file{formats::JsonObject{{"estimates", {std::move(estimates)}}}};
   NamedOutput("--json", path).write(formats::to_json(file) + "\n");
+}
+
+// What a step is, and what of it nobody has asked for.
+void print_sizes(const Config& c, const std::vector<std::string>& chosen) {
+  std::printf("sequences of %s tokens", with_commas(c.data.sequence_length).c_str());
+  if (c.training.global_batch_size > 0)
+    std::printf(", %s (%s tokens) a step", with_commas(c.training.global_batch_size).c_str(),
+                with_commas(c.training.global_batch_size * c.data.sequence_length).c_str());
+  std::string names;
+  for (const std::string& name : chosen) names += (names.empty() ? "" : ", ") + name;
+  std::printf("%s%s\n", chosen.empty() ? "" : "; chosen here, set them yourself: ", names.c_str());
+}
+
+// The configuration of a step that was found.
+Config with_found(const Config& config, const StepTime& found) {
+  Settings settings = mesh_settings(found.mesh, "--search");
+  for (const auto& [option, value] : searched_options(config, found))
+    settings.push_back({option, value, {"--search"}, true});
+  return changed(config, settings);
 }
 
 // On a terminal one line that changes; elsewhere a line every few seconds.
@@ -155,7 +234,7 @@ Progress show_progress() {
     if (!is_end && since < (is_terminal ? 0.2 : 5)) return;
     last = Clock::now();
     std::fprintf(
-        stderr, "%s%d of %d ways to split a layer, %d meshes timed, best %s tokens/s%s",
+        stderr, "%s%d of %d ways to split a layer, %d steps timed, best %s tokens/s%s",
         is_terminal ? "\r" : "", done, all, r.num_timed,
         r.best.empty()
             ? "-"
@@ -190,28 +269,37 @@ void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& p
 
 }  // namespace
 
-int run_estimate_in_time(const std::string& cluster, const Given& given) {
-  const Asked a = asked_of(cluster, given);
-  const Config config = load_config(given.rest());
+int run_estimate_in_time(const Given& given) {
+  const Asked a = asked_of(given);
+  const Config asked = load_config(given.rest());
+  std::vector<std::string> chosen;
+  const Config config = a.searches ? with_sensible_sizes(asked, a.cluster, chosen) : asked;
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;
-  const MeshShape mesh = mesh_shape(config);
-  const estimate::PipelineOptions pipe = estimate::pipeline_options(config);
-  print_heading(config, a.cluster);
+  print_heading(config, a.cluster, !given.has("--cluster"));
   const auto start = std::chrono::steady_clock::now();
   int code = 0;
   naming_sizes(config, [&] {
-    Profiler profiler(config);
     if (a.searches) {
-      const TimeSearch r =
-          search_time(profiler, a.cluster, mesh, pipe, limit, kMostListed, show_progress());
+      print_sizes(config, chosen);
+      const TimeSearch r = search_time(config, a.cluster, limit, kMostListed, show_progress());
       print(r, a, config, limit);
-      std::printf("\n%.1f s\n",
+      std::printf("%.1f s\n",
                   std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       if (a.json) write_json(*a.json, r.best);
-      if (a.draws && !r.best.empty()) draw(profiler, a, pipe, r.best[0].mesh, r.best[0]);
       code = r.best.empty() ? 1 : 0;
+      if (r.best.empty()) return;
+      if (a.draws) {
+        Profiler profiler(with_found(config, r.best[0]));
+        draw(profiler, a, pipeline_options(profiler.config()), r.best[0].mesh, r.best[0]);
+      }
+      std::printf("\nto run the first on %s, one process each (docs/multinode.md):\n  %s\n",
+                  counted(a.cluster.num_gpus(), "GPU").c_str(),
+                  ready_command(given.rest(), chosen, config, r.best[0]).c_str());
       return;
     }
+    const MeshShape mesh = mesh_shape(config);
+    const PipelineOptions pipe = pipeline_options(config);
+    Profiler profiler(config);
     check_fills(mesh, a.cluster);
     const StepTime t = step_time(profiler, a.cluster, mesh, pipe);
     print(t, a.cluster, pipe);

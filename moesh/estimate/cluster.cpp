@@ -105,6 +105,14 @@ Cluster parse_cluster(const std::string& text) {
   for (const Cluster& known : gpus()) {
     if (known.gpu != name) continue;
     Cluster c = known;
+    if (cross == std::string::npos && colon != std::string::npos) {
+      const int n = parse_count(text.substr(colon + 1), text);
+      throw Error(
+          ErrorKind::config,
+          detail::concat("--cluster is '", text, "', which says how many and not of what; ", name,
+                         "x8:", n, " is ", n, n == 1 ? " node" : " nodes", " of 8 GPUs, and ", name,
+                         "x", n, ":1 is one node of ", n, n == 1 ? " GPU" : " GPUs"));
+    }
     if (cross != std::string::npos)
       c.gpus_per_node = parse_count(text.substr(cross + 1, colon - cross - 1), text);
     if (colon != std::string::npos) c.num_nodes = parse_count(text.substr(colon + 1), text);
@@ -114,6 +122,12 @@ Cluster parse_cluster(const std::string& text) {
               detail::concat("--cluster is '", text, "', and no GPU is called '", name,
                              "'; write it as h100x8:256 with ", joined_by_or(known_gpus()),
                              ", or name a TOML file for another (docs/estimate.md)"));
+}
+
+Cluster assumed_cluster(int num_gpus) {
+  int in_node = 8;
+  while (num_gpus % in_node != 0) --in_node;
+  return parse_cluster(detail::concat("h100x", in_node, ":", num_gpus / in_node));
 }
 
 GroupShape group_shape(const Cluster& cluster, const MeshShape& mesh, Axes axes) {

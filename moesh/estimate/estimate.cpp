@@ -74,8 +74,12 @@ class Pipeline {
     return *most == alike[0] ? e : of_rank(*most);
   }
 
-  // Of all micro-batches: the second and each later one send the same.
-  comm::Ledger traffic_of(int rank) const {
+  // Of all micro-batches, where `e` has gone through some of them.
+  comm::Ledger traffic_of(const Estimate& e) const {
+    return num_gone_through_ == num_micro_ ? e.traffic : traffic_of_rank(e.rank_of_pp);
+  }
+  // The second and each later micro-batch send the same.
+  comm::Ledger traffic_of_rank(int rank) const {
     const comm::Ledger one = DryRank(config_, rank).step(1).traffic;
     comm::Ledger all = DryRank(config_, rank).step(2).traffic;
     for (auto& [key, entry] : all) {
@@ -155,62 +159,15 @@ class Pipeline {
   std::vector<models::LayerRange> stages_;
 };
 
-// Whether every degree that the configuration asks for is that of the mesh; 1 asks for nothing.
-bool keeps_degrees(const Config& config, const MeshShape& shape) {
-  const MeshShape asked = mesh_shape(config);
-  const auto keeps = [](int wanted, int size) { return wanted == 1 || wanted == size; };
-  return keeps(asked.dp_replicate, shape.dp_replicate) && keeps(asked.dp_shard, shape.dp_shard) &&
-         keeps(asked.cp, shape.cp) && keeps(asked.tp, shape.tp) && keeps(asked.ep, shape.ep) &&
-         keeps(asked.etp, shape.etp);
-}
-
-// Nothing where heads or experts do not divide by the mesh, or its state is over the limit.
-std::optional<Estimate> try_mesh(const Config& config, const MeshShape& shape,
-                                 std::optional<std::int64_t> limit) {
-  try {
-    return estimate(changed(config, config::mesh_settings(shape, "--search")), limit);
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::config) throw;
-    return std::nullopt;
-  }
-}
-
-// The meshes with the same dense axes.
-struct Family {
-  std::vector<MeshShape> shapes;
-  double bound = 0;  // bytes a token that each of them sends at least
-};
-
-bool same_dense_axes(const MeshShape& a, const MeshShape& b) {
-  return a.dp_replicate == b.dp_replicate && a.dp_shard == b.dp_shard && a.cp == b.cp &&
-         a.tp == b.tp;
-}
-
-// What is sent over dense axes, by attention, norms, shared experts and their parameters, is sent
-// however the experts are cut. (Less a per cent: gradients of expert biases are summed over other
-// axes where etp cuts the experts.)
-double dense_bound(const Estimate& e) {
-  double sum = 0;
-  for (const auto& [key, entry] : e.traffic) {
-    const std::string axes = "|" + key.first + "|";
-    const auto has = [&](const char* axis) { return axes.find(axis) != std::string::npos; };
-    if (!has("|efsdp|") && !has("|ep|") && !has("|etp|"))
-      sum += static_cast<double>(entry.num_bytes);
-  }
-  return 0.99 * sum * e.mesh.num_ranks() / static_cast<double>(e.num_tokens);
-}
-
-}  // namespace
-
-std::int64_t Estimate::moved() const {
+std::int64_t sum_of(const comm::Ledger& traffic) {
   std::int64_t sum = 0;
   for (const auto& [key, entry] : traffic) sum += entry.num_bytes;
   return sum;
 }
 
-double Estimate::moved_per_token() const {
-  return static_cast<double>(moved()) * mesh.num_ranks() / static_cast<double>(num_tokens);
-}
+}  // namespace
+
+std::int64_t Estimate::moved() const { return sum_of(traffic); }
 
 std::int64_t enough_micro_batches(const Config& config) {
   // Interleaved stages go in groups of p micro-batches, the first of which has the rest.
@@ -228,12 +185,10 @@ std::vector<StateMemory> state_of_ranks(const Config& config) {
   return all;
 }
 
-std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit) {
+Estimate estimate(const Config& config) {
   const Pipeline pipe(config);
   std::vector<RankKind> kinds = pipe.kinds();
-  if (limit)
-    for (const RankKind& kind : kinds)
-      if (DryRank(config, kind.ranks[0]).state().total() > *limit) return std::nullopt;
+  comm::Ledger traffic;
   std::optional<Estimate> most;
   for (RankKind& kind : kinds) {
     Estimate e = pipe.most_of(kind.ranks);
@@ -243,62 +198,22 @@ std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_
             .num_parameters = e.num_stage_parameters,
             .state = e.state,
             .peak = e.peak,
-            .live = e.live};
+            .live = e.live,
+            .sent = sum_of(pipe.traffic_of(e))};
+    if (kind.ranks[0] == 0)
+      traffic = e.rank_of_pp == 0 ? pipe.traffic_of(e) : pipe.traffic_of_rank(0);
     if (!most || e.peak > most->peak) most = std::move(e);
   }
   most->kinds = std::move(kinds);
   most->num_tokens = most->num_tokens / pipe.num_gone_through() * pipe.num_micro();
-  if (pipe.num_gone_through() < pipe.num_micro()) most->traffic = pipe.traffic_of(most->rank_of_pp);
-  return most;
+  most->traffic = std::move(traffic);
+  return *most;
 }
 
 Estimate estimate_later_micro_batch(const Config& config) {
   DryRank rank(config, 0);
   rank.make_gradients();
   return rank.step(num_micro_batches(config));
-}
-
-Estimate estimate(const Config& config) { return *estimate(config, std::nullopt); }
-
-SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most) {
-  MOESH_CHECK(mesh_shape(config).pp == 1, ErrorKind::config,
-              "a search by bytes goes through meshes without pp, and pp is ", mesh_shape(config).pp,
-              "; name a cluster, as in --cluster h100x8:256, or leave pp out");
-  SearchResult result;
-  std::vector<Family> families;
-  for (const auto& shape : all_mesh_shapes(num_ranks)) {
-    ++result.num_meshes;
-    if (!keeps_degrees(config, shape)) continue;
-    if (families.empty() || !same_dense_axes(families.back().shapes[0], shape))
-      families.emplace_back();
-    families.back().shapes.push_back(shape);
-  }
-  std::erase_if(families, [&](Family& f) {
-    MeshShape whole_experts = f.shapes[0];
-    whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
-    const auto e = try_mesh(config, whole_experts, std::nullopt);
-    if (e) f.bound = dense_bound(*e);
-    return !e;  // heads do not divide by tp, whatever the experts do
-  });
-  std::stable_sort(families.begin(), families.end(),
-                   [](const Family& a, const Family& b) { return a.bound < b.bound; });
-
-  auto& best = result.best;
-  for (const Family& f : families) {
-    if (best.size() == most && f.bound > best.back().moved_per_token()) break;
-    for (const auto& shape : f.shapes) {
-      ++result.num_tried;
-      auto e = try_mesh(config, shape, limit);
-      if (!e || e->peak > limit) continue;
-      const auto place =
-          std::upper_bound(best.begin(), best.end(), *e, [](const Estimate& a, const Estimate& b) {
-            return a.moved_per_token() < b.moved_per_token();
-          });
-      best.insert(place, std::move(*e));
-      if (best.size() > most) best.pop_back();
-    }
-  }
-  return result;
 }
 
 namespace {
@@ -318,6 +233,7 @@ formats::JsonValue to_json(const RankKind& k) {
                               {"optimizer", {k.state.optimizer}},
                               {"activations", {k.activations()}},
                               {"peak", {k.peak}},
+                              {"sent", {k.sent}},
                               {"alive", {std::int64_t{k.live.num_alive}}},
                               {"activation", {std::move(activation)}},
                               {"halves", {std::int64_t{k.live.num_halves}}},

@@ -50,6 +50,7 @@ struct RankKind {
   StateMemory state;
   std::int64_t peak = 0;
   LiveMemory live;
+  std::int64_t sent = 0;  // bytes, in an optimizer step
   std::int64_t activations() const { return peak - state.total(); }
 };
 
@@ -64,21 +65,17 @@ struct Estimate {
   std::int64_t peak = 0;          // the most that the rank holds at once
   std::int64_t num_reads = 0;     // of the device by the host, in the step
   LiveMemory live;
-  comm::Ledger traffic;         // what the rank sends in an optimizer step
+  comm::Ledger traffic;         // what rank 0 of pp sends in an optimizer step, as metrics count it
   std::vector<RankKind> kinds;  // of the ranks of pp; one without pp
 
   /// What the step adds to the state at its peak: activations, logits, gathered parameters,
   /// temporaries.
   std::int64_t activations() const { return peak - state.total(); }
   std::int64_t moved() const;
-  /// Bytes that all ranks send for a token: comparable between meshes, whose steps differ in size.
-  double moved_per_token() const;
 };
 
 /// Of the rank of pp that holds the most, on the mesh, the options and the device of the
-/// configuration, which this machine need not have. With a limit: nothing where the state of a rank
-/// alone is larger.
-std::optional<Estimate> estimate(const Config& config, std::optional<std::int64_t> limit);
+/// configuration, which this machine need not have.
 Estimate estimate(const Config& config);
 
 /// The same where the gradients are there from the beginning, as in every micro-batch of a step but
@@ -94,16 +91,5 @@ std::int64_t enough_micro_batches(const Config& config);
 
 /// As --json has it.
 formats::JsonValue to_json(const Estimate& e);
-
-struct SearchResult {
-  std::vector<Estimate> best;  // those that send the fewest bytes a token first
-  int num_meshes = 0;          // of this many ranks
-  int num_tried = 0;           // the others cannot be among the best, or are not for this model
-};
-
-/// Of the meshes of num_ranks ranks on which a rank needs no more than `limit` bytes, the `most`
-/// that send the fewest bytes a token. Degrees of the configuration that are not 1 stay as they
-/// are.
-SearchResult search(const Config& config, int num_ranks, std::int64_t limit, size_t most);
 
 }  // namespace moesh::estimate

@@ -4,11 +4,22 @@
 #include <map>
 
 #include "moesh/base/error.h"
+#include "moesh/config/merge.h"
+#include "moesh/pipeline/schedule.h"
 
 namespace moesh::estimate {
 namespace {
 
 using models::divisors;
+
+constexpr const char *kMode = "activation_checkpoint.mode", *kBatch = "data.batch_size",
+                     *kSchedule = "parallelism.pipeline_parallel_schedule",
+                     *kLength = "data.sequence_length",
+                     *kGlobalBatch = "training.global_batch_size";
+constexpr double kAlike = 0.99;                // of a speed: no estimate is more precise
+constexpr std::int64_t kTokensOfARank = 1024;  // with less, cp splits what is small already
+
+bool is_set(const Config& config, const char* option) { return !config.origin(option).is_default; }
 
 bool keeps(int wanted, int size) { return wanted == 1 || wanted == size; }
 
@@ -24,40 +35,91 @@ struct Candidate {
   std::vector<MeshShape> meshes;
 };
 
-// Whatever the run-time rules of a configuration would refuse, before a dry run does.
-bool divides(const Config& config, const Way& way) {
+// What is searched besides the mesh, the fastest of each first.
+struct Choices {
+  std::vector<std::string> schedules, modes;
+  std::vector<std::int64_t> batches;
+
+  explicit Choices(const Config& c)
+      : schedules(pipeline::schedule_names()),
+        modes{"none", "selective", "full"},
+        batches{1, 2, 4, 8} {
+    std::erase(schedules, "gpipe");  // it takes as long as 1F1B, and holds more
+    if (is_set(c, kSchedule)) schedules = {c.parallelism.pipeline_parallel_schedule};
+    if (is_set(c, kMode)) modes = {c.activation_checkpoint.mode};
+    const MeshShape mesh = mesh_shape(c);
+    const std::int64_t whole = c.training.global_batch_size,
+                       num_dp = std::int64_t{mesh.dp_replicate} * mesh.dp_shard;
+    std::erase_if(batches, [&](std::int64_t b) { return whole == 0 || whole % (b * num_dp) != 0; });
+    if (is_set(c, kBatch) || batches.empty()) batches = {c.data.batch_size};
+  }
+};
+
+// A profiler for each mode and size of a micro-batch, made when it is needed.
+class Profilers {
+ public:
+  explicit Profilers(const Config& config) : config_(config) {}
+  Profiler& of(const std::string& mode, std::int64_t batch) {
+    auto& profiler = all_[{mode, batch}];
+    if (!profiler)
+      profiler = std::make_unique<Profiler>(
+          changed(config_, {{kMode, mode, {"--search"}}, {kBatch, batch, {"--search"}}}));
+    return *profiler;
+  }
+  int num_runs() const {
+    int sum = 0;
+    for (const auto& [key, profiler] : all_) sum += profiler->num_runs();
+    return sum;
+  }
+
+ private:
+  const Config& config_;
+  std::map<std::pair<std::string, std::int64_t>, std::unique_ptr<Profiler>> all_;
+};
+
+// Whatever the run-time rules of a configuration would refuse, before a dry run does, and what is
+// never fast.
+bool is_tried(const Config& config, const Cluster& cluster, const MeshShape& asked,
+              const Way& way) {
   const models::ModelFacts facts = models::facts(config.model.architecture);
-  return facts.num_heads % way.tp == 0 &&
+  const std::int64_t length = config.data.sequence_length;
+  return keeps(asked.cp, way.cp) && keeps(asked.tp, way.tp) && keeps(asked.ep, way.ep) &&
+         facts.num_heads % way.tp == 0 &&
          (facts.num_kv_heads == 0 || facts.num_kv_heads % way.tp == 0) &&
-         facts.num_experts % way.ep == 0 && way.cp * way.tp <= config.data.sequence_length;
+         facts.num_experts % way.ep == 0 && way.cp * way.tp <= length &&
+         (way.tp == asked.tp || way.tp <= cluster.gpus_per_node) &&
+         (way.cp == asked.cp || way.cp * kTokensOfARank <= length);
 }
 
-// Whether a plan that is given makes as many stages as the schedule wants of each rank.
-bool fits_plan(const Config& config, int num_ranks_of_pp) {
-  const auto& p = config.parallelism;
-  if (num_ranks_of_pp == 1 || p.pipeline_parallel_layers_per_stage.empty()) return true;
-  const auto facts = models::facts(config.model.architecture);
-  const auto num = static_cast<int>(
-      pipeline::given_plan(p.pipeline_parallel_layers_per_stage, static_cast<int>(facts.num_layers))
-          .size());
-  const int wanted = pipeline::stages_of_a_rank(p.pipeline_parallel_schedule),
-            each = num / num_ranks_of_pp;
+// Whether a plan that is given makes as many stages as the schedule wants of each rank, and there
+// is a layer for each stage.
+bool fits_plan(const Config& config, const std::string& schedule, int num_ranks_of_pp) {
+  if (num_ranks_of_pp == 1) return true;
+  const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
+  const int wanted = pipeline::stages_of_a_rank(schedule);
+  const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
+  if (given.empty())
+    return num_ranks_of_pp * (wanted == 0 ? PipelineOptions().stages_of_a_rank : wanted) <=
+           num_layers;
+  const auto num = static_cast<int>(pipeline::given_plan(given, num_layers).size());
+  const int each = num / num_ranks_of_pp;
   return num % num_ranks_of_pp == 0 && (wanted == 0 ? each >= 2 : each == wanted);
 }
 
-std::vector<MeshShape> meshes_of(const Config& config, const MeshShape& asked, int num_ranks,
-                                 int most_pp, const Way& way) {
+std::vector<MeshShape> meshes_of(const Config& config, const Choices& choices,
+                                 const MeshShape& asked, int num_ranks, const Way& way) {
   std::vector<MeshShape> all;
-  const std::int64_t global = config.training.global_batch_size;
   for (const auto stages : divisors(num_ranks / (way.cp * way.tp)))
     for (const auto copies : divisors(num_ranks / (way.cp * way.tp) / stages)) {
       const auto p = static_cast<int>(stages), replicate = static_cast<int>(copies);
       const int shard = num_ranks / (way.cp * way.tp) / p / replicate;
-      if (p > most_pp || !fits_plan(config, p) || !keeps(asked.pp, p) ||
-          !keeps(asked.dp_replicate, replicate) || !keeps(asked.dp_shard, shard) ||
-          shard * way.cp * way.tp % (way.ep * way.etp) != 0)
-        continue;
-      if (global % (static_cast<std::int64_t>(replicate) * shard * config.data.batch_size) != 0)
+      const auto fits = [&](const std::string& s) { return fits_plan(config, s, p); };
+      if (std::none_of(choices.schedules.begin(), choices.schedules.end(), fits) ||
+          !keeps(asked.pp, p) || !keeps(asked.dp_replicate, replicate) ||
+          !keeps(asked.dp_shard, shard) || shard * way.cp * way.tp % (way.ep * way.etp) != 0 ||
+          config.training.global_batch_size %
+                  (std::int64_t{replicate} * shard * choices.batches[0]) !=
+              0)
         continue;
       all.push_back(MeshShape{.pp = p,
                               .dp_replicate = replicate,
@@ -71,26 +133,33 @@ std::vector<MeshShape> meshes_of(const Config& config, const MeshShape& asked, i
   return all;
 }
 
-std::vector<Candidate> candidates(const Config& config, const MeshShape& asked, int num_ranks,
-                                  int most_pp) {
-  std::vector<Candidate> all;
-  const models::ModelFacts facts = models::facts(config.model.architecture);
+// The ways that split the dense layers alike: whatever the experts cost comes on top of the bound.
+struct TimedFamily {
+  std::vector<Candidate> candidates;
+  double bound = 0;  // tokens/s that none of them exceeds
+};
+
+std::vector<TimedFamily> families(const Config& config, const Choices& choices,
+                                  const Cluster& cluster) {
+  const MeshShape asked = mesh_shape(config);
+  const int num_ranks = cluster.num_gpus();
+  std::vector<TimedFamily> all;
   for (const auto context : divisors(num_ranks))
-    for (const auto tensor : divisors(num_ranks / context))
-      for (const auto expert : divisors(facts.num_experts)) {
-        const auto cp_size = static_cast<int>(context), tp_size = static_cast<int>(tensor),
-                   ep_size = static_cast<int>(expert);
+    for (const auto tensor : divisors(num_ranks / context)) {
+      TimedFamily family;
+      for (const auto expert : divisors(models::facts(config.model.architecture).num_experts)) {
         std::vector<int> widths{asked.etp};
-        if (asked.etp == 1 && tp_size > 1) widths.push_back(tp_size);
-        for (const int etp_size : widths) {
-          const Way way{cp_size, tp_size, ep_size, etp_size};
-          if (!keeps(asked.cp, cp_size) || !keeps(asked.tp, tp_size) || !keeps(asked.ep, ep_size) ||
-              !divides(config, way))
-            continue;
-          auto meshes = meshes_of(config, asked, num_ranks, most_pp, way);
-          if (!meshes.empty()) all.push_back({way, std::move(meshes)});
+        if (asked.etp == 1 && tensor > 1) widths.push_back(static_cast<int>(tensor));
+        for (const int width : widths) {
+          const Way way{static_cast<int>(context), static_cast<int>(tensor),
+                        static_cast<int>(expert), width};
+          if (!is_tried(config, cluster, asked, way)) continue;
+          auto meshes = meshes_of(config, choices, asked, num_ranks, way);
+          if (!meshes.empty()) family.candidates.push_back({way, std::move(meshes)});
         }
       }
+      if (!family.candidates.empty()) all.push_back(std::move(family));
+    }
   return all;
 }
 
@@ -100,70 +169,165 @@ MeshShape one_stage(MeshShape mesh) {
   return mesh.validated();
 }
 
-// The ways that split the dense layers alike: whatever the experts cost comes on top of the bound.
-struct TimedFamily {
-  std::vector<Candidate> candidates;
-  double bound = 0;  // tokens/s that none of them exceeds
-};
+// How many axes a person has to think about.
+int num_axes(const MeshShape& mesh) {
+  int sum = 0;
+  for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, ep, etp}) sum += mesh.size(axis) > 1;
+  return sum;
+}
 
-std::vector<TimedFamily> families(Profiler& profiler, const Cluster& cluster,
-                                  std::vector<Candidate> all, const std::function<void()>& tell) {
-  std::map<std::pair<int, int>, TimedFamily> by_dense;
-  for (Candidate& c : all) by_dense[{c.way.cp, c.way.tp}].candidates.push_back(std::move(c));
-  std::vector<TimedFamily> sorted;
-  for (auto& [key, family] : by_dense) {
-    MeshShape whole_experts = one_stage(family.candidates[0].meshes[0]);
-    whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
-    // A dispatcher may share a gather with the shared expert: a per cent for that.
-    family.bound = 1.01 * fastest_tokens_per_second(profiler, cluster, whole_experts);
-    sorted.push_back(std::move(family));
-    tell();
+// Steps in groups of about the same speed, the fastest first.
+class Groups {
+ public:
+  explicit Groups(size_t most) : most_(most) {}
+
+  /// No step that is slower can be in a group.
+  double least() const { return least_; }
+
+  void add(StepTime time) {
+    const auto place = std::upper_bound(all_.begin(), all_.end(), time, is_faster);
+    all_.insert(place, std::move(time));
+    size_t begin = 0;
+    for (size_t i = 0; i < most_ && begin < all_.size(); ++i) {
+      least_ = i + 1 == most_ ? kAlike * all_[begin].tokens_per_second() : 0;
+      begin = end_of(begin);
+    }
+    all_.resize(begin);
   }
-  std::stable_sort(sorted.begin(), sorted.end(),
-                   [](const TimedFamily& a, const TimedFamily& b) { return a.bound > b.bound; });
-  return sorted;
-}
 
-void keep(std::vector<StepTime>& best, StepTime time, size_t most) {
-  const auto place =
-      std::upper_bound(best.begin(), best.end(), time, [](const StepTime& a, const StepTime& b) {
-        return a.tokens_per_second() > b.tokens_per_second();
-      });
-  best.insert(place, std::move(time));
-  if (best.size() > most) best.pop_back();
-}
+  void write(TimeSearch& to) const {
+    to.best.clear(), to.num_alike.clear();
+    for (size_t begin = 0; begin < all_.size(); begin = end_of(begin)) {
+      const auto first = all_.begin() + static_cast<std::ptrdiff_t>(begin),
+                 last = all_.begin() + static_cast<std::ptrdiff_t>(end_of(begin));
+      to.best.push_back(*std::min_element(first, last, [](const StepTime& a, const StepTime& b) {
+        return num_axes(a.mesh) < num_axes(b.mesh);
+      }));
+      to.num_alike.push_back(static_cast<int>(last - first));
+    }
+  }
+
+ private:
+  static bool is_faster(const StepTime& a, const StepTime& b) {
+    return a.tokens_per_second() > b.tokens_per_second();
+  }
+  size_t end_of(size_t begin) const {
+    const double least = kAlike * all_[begin].tokens_per_second();
+    size_t end = begin;
+    while (end < all_.size() && all_[end].tokens_per_second() > least) ++end;
+    return end;
+  }
+
+  size_t most_;
+  std::vector<StepTime> all_ = {};
+  double least_ = 0;
+};
 
 }  // namespace
 
-TimeSearch search_time(Profiler& profiler, const Cluster& cluster, const MeshShape& asked,
-                       const PipelineOptions& options, double limit, size_t most,
+Config with_sensible_sizes(const Config& config, const Cluster& cluster,
+                           std::vector<std::string>& chosen) {
+  config::Settings settings;
+  const auto choose = [&](const char* option, const config::Value& value) {
+    if (is_set(config, option)) return;
+    settings.push_back({option, value, {"--search", true}});
+    chosen.emplace_back(option);
+  };
+  choose("training.dtype", std::string("bfloat16"));
+  choose("training.device", std::string("cuda"));
+  const std::int64_t longest = models::facts(config.model.architecture).max_sequence;
+  choose(kLength, std::min<std::int64_t>(4096, longest));
+  // A multiple of all GPUs, so that every mesh has its micro-batches, and millions of tokens.
+  const std::int64_t num = cluster.num_gpus();
+  if (!is_set(config, "training.gradient_accumulation_steps"))
+    choose(kGlobalBatch, num * std::max<std::int64_t>(8, (1024 + num - 1) / num));
+  return changed(config, settings);
+}
+
+std::vector<std::pair<std::string, std::string>> searched_options(const Config& config,
+                                                                  const StepTime& found) {
+  std::vector<std::pair<std::string, std::string>> all;
+  if (!is_set(config, kMode)) all.emplace_back(kMode, found.recompute);
+  if (!is_set(config, kBatch)) all.emplace_back(kBatch, std::to_string(found.batch_size));
+  if (!is_set(config, kSchedule) && found.mesh.pp > 1) all.emplace_back(kSchedule, found.schedule);
+  return all;
+}
+
+TimeSearch search_time(const Config& config, const Cluster& cluster, double limit, size_t most,
                        const Progress& progress) {
-  const int fixed = pipeline::stages_of_a_rank(options.schedule),
-            v = fixed == 0 ? options.stages_of_a_rank : fixed,
-            most_pp = std::max(1, static_cast<int>(profiler.model().is_moe.size()) / v);
-  auto all = candidates(profiler.config(), asked, cluster.num_gpus(), most_pp);
+  const Choices choices(config);
+  Profilers profilers(config);
+  auto all = families(config, choices, cluster);
   TimeSearch result;
-  for (const Candidate& c : all) result.num_meshes += static_cast<int>(c.meshes.size());
-  const int num_ways = static_cast<int>(all.size());
-  int num_done = 0;
+  int num_ways = 0, num_done = 0;
+  for (const TimedFamily& f : all)
+    for (const Candidate& c : f.candidates)
+      ++num_ways, result.num_meshes += static_cast<int>(c.meshes.size());
+  Groups groups(most);
   const auto tell = [&] {
-    result.num_runs = profiler.num_runs();
+    result.num_runs = profilers.num_runs();
+    groups.write(result);
     progress(num_done, num_ways, result);
   };
-  const auto is_hopeless = [&](double bound) {
-    return result.best.size() == most && bound <= result.best.back().tokens_per_second();
+
+  // No step is faster than its compute and its collectives of tp and ep without latency, whatever
+  // the size of its micro-batches; recompute only adds to that.
+  Cluster without_latency = cluster;
+  without_latency.latency = 0;
+  std::map<std::pair<Way, std::string>, double> bounds;
+  const auto bound = [&](const MeshShape& mesh, const std::string& mode) {
+    const std::pair key(Way{mesh.cp, mesh.tp, mesh.ep, mesh.etp}, mode);
+    if (const auto found = bounds.find(key); found != bounds.end()) return found->second;
+    return bounds[key] = fastest_tokens_per_second(profilers.of(mode, choices.batches[0]),
+                                                   without_latency, one_stage(mesh));
   };
-  for (const TimedFamily& family : families(profiler, cluster, std::move(all), tell)) {
-    if (is_hopeless(family.bound)) break;
-    for (const Candidate& c : family.candidates) {
-      ++num_done;
-      tell();
-      if (is_hopeless(fastest_tokens_per_second(profiler, cluster, one_stage(c.meshes[0]))))
-        continue;
-      for (const MeshShape& mesh : c.meshes) {
+  for (TimedFamily& f : all) {
+    MeshShape whole_experts = one_stage(f.candidates[0].meshes[0]);
+    whole_experts.ep = whole_experts.etp = 1, whole_experts.efsdp = 0;
+    // A dispatcher may share a gather with the shared expert: a per cent for that.
+    f.bound = 1.01 * bound(whole_experts, choices.modes[0]);
+    tell();
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const TimedFamily& a, const TimedFamily& b) { return a.bound > b.bound; });
+
+  const auto is_hopeless = [&](double speed) { return speed <= groups.least(); };
+  // The weakest recompute with which a step fits; larger micro-batches while gathers show.
+  const auto try_mesh = [&](const MeshShape& mesh, const std::string& schedule) {
+    const auto num_dp = std::int64_t{mesh.dp_replicate} * mesh.dp_shard;
+    PipelineOptions options = pipeline_options(config);
+    options.schedule = schedule;
+    for (const std::int64_t batch : choices.batches) {
+      if (config.training.global_batch_size % (num_dp * batch) != 0) return;
+      std::optional<StepTime> time;
+      for (const std::string& mode : choices.modes) {
+        if (is_hopeless(bound(mesh, mode))) return;
         ++result.num_timed;
-        StepTime time = step_time(profiler, cluster, mesh, options);
-        if (time.peak <= limit) keep(result.best, std::move(time), most);
+        time = step_time_above(profilers.of(mode, batch), cluster, mesh, options, groups.least(),
+                               limit);
+        if (!time || time->peak <= limit) break;
+      }
+      if (!time || time->peak > limit) return;
+      if (!is_hopeless(time->tokens_per_second())) groups.add(*time);
+      if (time->storage < (1 - kAlike) * time->total) return;
+    }
+  };
+  // Meshes without pp and copies first: they are timed at once, and leave few of the others.
+  for (const bool is_simple : {true, false}) {
+    num_done = 0;
+    for (TimedFamily& f : all) {
+      if (is_hopeless(f.bound)) break;
+      for (Candidate& c : f.candidates) {
+        ++num_done;
+        tell();
+        if (is_hopeless(bound(c.meshes[0], choices.modes[0]))) continue;
+        for (const MeshShape& mesh : c.meshes)
+          for (const std::string& schedule : choices.schedules) {
+            if ((mesh.pp * mesh.dp_replicate == 1) == is_simple &&
+                fits_plan(config, schedule, mesh.pp))
+              try_mesh(mesh, schedule);
+            if (mesh.pp == 1) break;
+          }
       }
     }
   }

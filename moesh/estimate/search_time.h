@@ -1,5 +1,6 @@
 #pragma once
-// The meshes on which a cluster trains a model fastest.
+// How a cluster trains a model fastest: the mesh, and with it the schedule of a pipeline, what is
+// recomputed in backward, and how many sequences a micro-batch has.
 
 #include <functional>
 
@@ -9,19 +10,30 @@ namespace moesh::estimate {
 
 struct TimeSearch {
   std::vector<StepTime> best;  // the fastest first
+  std::vector<int> num_alike;  // of each: how many were found within a per cent, itself included
   int num_meshes = 0;          // that the model divides by
-  int num_timed = 0;           // the others cannot be among the best
+  int num_timed = 0;           // steps; the others cannot be among the best
   int num_runs = 0;            // dry runs of a few layers
 };
 
 /// Called now and then with the ways to split a layer that are done, and all of them.
 using Progress = std::function<void(int num_done, int num_all, const TimeSearch& so_far)>;
 
-/// Of the meshes of all GPUs of the cluster on which a rank needs no more than `limit` bytes, the
-/// `most` with the most tokens a second. Degrees of `asked` that are not 1 stay as they are; etp is
-/// 1 or tp where it is not set.
-TimeSearch search_time(Profiler& profiler, const Cluster& cluster, const MeshShape& asked,
-                       const PipelineOptions& options, double limit, size_t most,
+/// The configuration with what a search needs where nobody has set it: the dtype and the device of
+/// a cluster, a sequence length and the sequences of a step. `chosen` gets their names.
+Config with_sensible_sizes(const Config& config, const Cluster& cluster,
+                           std::vector<std::string>& chosen);
+
+/// The options that a search tries where nobody has set them, and what it has found for each.
+std::vector<std::pair<std::string, std::string>> searched_options(const Config& config,
+                                                                  const StepTime& found);
+
+/// All GPUs of the cluster, and no more than `limit` bytes on a rank: the `most` different speeds,
+/// each with the simplest mesh of those within a per cent of it. Degrees that are not 1 stay as
+/// they are, as do options that are set; etp is 1 or tp where it is not set, tp stays within a
+/// node, and cp leaves a thousand tokens to a rank. Recompute is tried where a step does not fit
+/// without it, larger micro-batches where gathers of parameters show.
+TimeSearch search_time(const Config& config, const Cluster& cluster, double limit, size_t most,
                        const Progress& progress);
 
 }  // namespace moesh::estimate

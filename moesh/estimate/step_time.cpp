@@ -163,7 +163,7 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
 }
 
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-               const PipelineOptions& options) {
+               const PipelineOptions& options, Stages stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   const int num_layers = static_cast<int>(model.is_moe.size());
@@ -174,7 +174,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                         (mesh.cp * mesh.tp);
   MeshShape layer_mesh = mesh;
   layer_mesh.pp = 1;
-  const Profile profile = profiler.on(layer_mesh, stages_of(mesh, options));
+  const Profile profile = profiler.on(layer_mesh, stages);
   pipe.plan =
       options.layers_per_stage.empty() || mesh.pp == 1
           ? pipeline::balanced_plan(
@@ -246,6 +246,27 @@ std::int64_t enough_micro(const Pipe& pipe, const MeshShape& mesh) {
   return pipe.num_micro <= enough ? pipe.num_micro : enough + pipe.num_micro % mesh.pp;
 }
 
+// What no order of the actions undercuts, with parameters and gradients moved in no time: a rank
+// works on all micro-batches, after the first has come to it through the stages before; where
+// backward is whole, the last one goes back through these afterwards.
+double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
+                      const std::vector<int>& rank_of, const std::string& schedule) {
+  const bool in_halves = schedule == "zero_bubble" || schedule == "zbv";
+  std::vector<bool> is_seen(work.size(), false);
+  double before = 0, most = 0;
+  for (size_t s = 0; s < pipe.stages.size(); ++s) {
+    const auto rank = static_cast<size_t>(rank_of[s]);
+    const Parts& w = work[rank];
+    if (!is_seen[rank])
+      most = std::max(most, before + static_cast<double>(pipe.num_micro) * (w.all() - w.storage));
+    is_seen[rank] = true;
+    const Parts& stage = pipe.stages[s];
+    before += in_halves ? pipe.costs.stages[s].forward - stage.forward_storage
+                        : stage.all() - stage.storage;
+  }
+  return most;
+}
+
 }  // namespace
 
 PipelineOptions pipeline_options(const Config& config) {
@@ -264,6 +285,8 @@ formats::JsonValue to_json(const StepTime& t) {
   for (size_t i = 0; i < layers.size(); ++i) layers[i].value = std::int64_t{t.layers[i]};
   return {formats::JsonObject{{"mesh", {t.mesh.describe()}},
                               {"schedule", {t.schedule}},
+                              {"recompute", {t.recompute}},
+                              {"batch_size", {t.batch_size}},
                               {"ranks", {std::int64_t{t.mesh.num_ranks()}}},
                               {"tokens", {t.num_tokens}},
                               {"micro_batches", {t.num_micro_batches}},
@@ -281,15 +304,17 @@ formats::JsonValue to_json(const StepTime& t) {
                               {"peak", {t.peak}}}};
 }
 
-StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                   const PipelineOptions& options) {
+namespace {
+
+// Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
+std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
+                              const PipelineOptions& options, Stages stages, double least) {
   const MeshShape mesh = shape.validated();
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, options);
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, options, stages);
   const std::int64_t simulated_micro = enough_micro(pipe, mesh);
   const auto schedule = schedule_of(pipe, mesh, options, simulated_micro);
-  const auto simulation = pipeline::simulate(schedule, pipe.costs);
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
@@ -306,6 +331,8 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
   const auto num_micro = static_cast<double>(pipe.num_micro);
   StepTime out{.mesh = mesh,
                .schedule = options.schedule,
+               .recompute = config.activation_checkpoint.mode,
+               .batch_size = config.data.batch_size,
                .num_tokens = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard *
                              config.data.batch_size * config.data.sequence_length * pipe.num_micro,
                .num_micro_batches = pipe.num_micro,
@@ -314,6 +341,9 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
                .tensor = num_micro * longest.tensor,
                .experts = num_micro * longest.experts,
                .storage = num_micro * longest.storage};
+  const double fastest = fewest_seconds(pipe, work, schedule.rank_of, options.schedule);
+  if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
+  const auto simulation = pipeline::simulate(schedule, pipe.costs);
   for (size_t r = 0; r < work.size(); ++r) {
     // GPipe holds all micro-batches; the others no more than were simulated.
     const double alive = options.schedule == "gpipe" && mesh.pp > 1
@@ -340,10 +370,28 @@ StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& 
   return out;
 }
 
+}  // namespace
+
+StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
+                   const PipelineOptions& options) {
+  return *timed(profiler, cluster, mesh, options, stages_of(mesh, options), 0);
+}
+
+// What only stages have takes further dry runs, and changes the memory but not the time.
+std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
+                                        const MeshShape& mesh, const PipelineOptions& options,
+                                        double least, double limit) {
+  auto time = timed(profiler, cluster, mesh, options, Stages::one, least);
+  if (!time || mesh.pp == 1 || time->tokens_per_second() <= least) return time;
+  const bool is_least = profiler.config().parallelism.fsdp_reshard_after_forward;
+  if (is_least && time->peak > limit) return time;
+  return timed(profiler, cluster, mesh, options, stages_of(mesh, options), least);
+}
+
 pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
                                const PipelineOptions& options, int most) {
   const MeshShape mesh = shape.validated();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, options);
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, options, stages_of(mesh, options));
   return pipeline::simulate(
       schedule_of(pipe, mesh, options, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
 }

@@ -3,6 +3,7 @@
 // the bubble of the pipeline, the update; and which meshes are the fastest.
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "moesh/estimate/cluster.h"
@@ -23,7 +24,8 @@ struct PipelineOptions {
 
 struct StepTime {
   MeshShape mesh;
-  std::string schedule;
+  std::string schedule, recompute;  // pipeline_parallel_schedule, activation_checkpoint.mode
+  std::int64_t batch_size = 1;      // sequences of a micro-batch, on a data-parallel rank
   std::int64_t num_tokens = 0, num_micro_batches = 1;  // of a step
   pipeline::StagePlan layers;                          // of each stage
   // Seconds of a step. The first five are those of the rank that works longest, and add up to
@@ -53,6 +55,13 @@ void check_fills(const MeshShape& mesh, const Cluster& cluster);
 /// The mesh may have pp.
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
                    const PipelineOptions& options);
+
+/// For a search: nothing where it would not have more than `least` tokens a second even if
+/// parameters and gradients moved in no time. The peak is that of the whole step only where it is
+/// within `limit` and the step faster than `least`: else less is measured.
+std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
+                                        const MeshShape& mesh, const PipelineOptions& options,
+                                        double least, double limit);
 
 /// The simulated schedule of such a step, in seconds, with no more than `most` micro-batches.
 pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,

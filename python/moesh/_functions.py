@@ -41,29 +41,27 @@ def verify(config=None, *, num_steps=2, sweep=None, **options):
     return _moesh.verify(values_of(config, options), num_steps, meshes)
 
 
-def estimate(config=None, *, search=None, memory=None, most=20, cluster=None, **options):
+def estimate(config=None, *, search=None, memory=None, most=10, cluster=None, **options):
     """Parameters, bytes of a rank and bytes that it sends in a step, without running it: a dict.
 
-    search=64, memory="80GiB": a list of such dicts, of the meshes of 64 ranks that fit into so much
-    a rank, those that send the fewest bytes a token first.
-
     cluster="h100x8:256", or the path of a TOML file: seconds of a step instead of bytes, as
-    `moesh estimate --cluster` has them; with search=True a list of the fastest meshes that fit into
-    a GPU, or into `memory`.
+    `moesh estimate --cluster` has them.
+
+    search=True with a cluster, or search=64 for that many H100: a list of such dicts, of the fastest
+    meshes, schedules, recompute modes and micro-batches that fit into a GPU, or into `memory`
+    ("80GiB").
     """
     values = values_of(config, options)
-    if cluster is not None:
-        if search is not None and not isinstance(search, bool):
-            raise error("config", f"search is {search} (Python), and all GPUs of a cluster are "
-                        "used; write search=True")
-        limit = None if memory is None else str(memory)
-        return _moesh.estimate_in_time(values, os.fspath(cluster), bool(search), limit, most)
-    if search is None:
-        return _moesh.estimate(values)
-    if memory is None:
-        raise error("config", f"search is {search} (Python) and there is no memory of a rank; give "
-                    'one, as in memory="80GiB"')
-    return _moesh.search(values, search, str(memory), most)
+    named = None if cluster is None else os.fspath(cluster)
+    if not search:
+        return _moesh.estimate(values) if named is None else _moesh.estimate_in_time(values, named)
+    if named is not None and not isinstance(search, bool):
+        raise error("config", f"search is {search} (Python), and all GPUs of a cluster are "
+                    "used; write search=True")
+    if named is None and isinstance(search, bool):
+        raise error("config", "search is True (Python) and there is no cluster; name one, as in "
+                    'cluster="h100x8:8", or write the number of GPUs, as in search=64')
+    return _moesh.search(values, named, int(search), None if memory is None else str(memory), most)
 
 
 def print_config(config=None, **options):

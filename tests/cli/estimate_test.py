@@ -3,6 +3,8 @@
 
 import json
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -54,18 +56,51 @@ def main():
                       "--parallelism.pipeline_parallel_degree=2")
         assert "rank 1   .." in picture and "F4 " in picture, picture
 
-        said = run(moesh, *estimate, "--search", "--json", f"{tmp}/b", "--schedule")
-        assert "ways to split a layer" in said and "the fastest 20" in said, said
-        speeds = [e["tokens_per_second"] for e in json.loads((tmp / "b").read_text())["estimates"]]
-        assert speeds == sorted(speeds, reverse=True) and len(speeds) == 20, speeds
+        # The best of all choices, as rows for --mesh, and a command that can be pasted.
+        said = run(moesh, *estimate, "--search", "--json", f"{tmp}/b", "--schedule",
+                   "--mesh=pp=2")
+        found = json.loads((tmp / "b").read_text())["estimates"]
+        speeds = [e["tokens_per_second"] for e in found]
+        assert all(b < a for a, b in zip(speeds, speeds[1:])) and speeds, speeds
+        assert "sequences of 128 tokens, 64 (8,192 tokens) a step\n" in said, said
+        rows = re.findall(r"^ +[\d,]+ .*  (\S+)$", said, re.M)
+        assert len(rows) == len(found) and all("pp=2," in row for row in rows), said
+        (command,) = re.findall(r"^  moesh train (.*)$", said, re.M)
+        assert command.count("--mesh") == 1 and "--parallelism.pipeline_parallel_sched" in command
+        pasted = run(moesh, "estimate", "--cluster", "h100x8:1", *shlex.split(command),
+                     "--json", f"{tmp}/c")
+        (again,) = json.loads((tmp / "c").read_text())["estimates"]
+        for key in ("tokens_per_second", "peak", "recompute", "batch_size", "schedule", "mesh"):
+            assert again[key] == found[0][key], (key, again, found[0], pasted)
+
+        # Without sizes and without a cluster both are chosen, and said.
+        said = run(moesh, "estimate", "--search=4", "--model=qwen3_moe:debug", "--mesh=tp=2")
+        assert "1 node of 4 h100 (4 GPUs), which is assumed" in said, said
+        assert re.search(r"sequences of [\d,]+ tokens, 1,024 \(\S+ tokens\) a step; chosen here, set "
+                         "them yourself: training.dtype, training.device, data.sequence_length, "
+                         "training.global_batch_size", said), said
+        (command,) = re.findall(r"^  moesh train (.*)$", said, re.M)
+        assert "--training.global_batch_size=1024" in command and "--mesh dp_shard=2,tp=2" in command
+        run(moesh, "print-config", *shlex.split(command))
+
+        # The model of a folder is called by its folder.
+        config = subprocess.run([moesh, "train", "--model=mixtral:tiny", "--steps=1",
+                                 "--metrics.folder=", "--checkpoint.enable",
+                                 f"--checkpoint.folder={tmp}/saved"], capture_output=True, text=True,
+                                timeout=240)
+        assert config.returncode == 0, config.stderr
+        folder = tmp / "saved" / "step-00000001"
+        for more in ([], ["--cluster=h100x8:1", "--mesh=dp_shard=8"]):
+            said = run(moesh, "estimate", f"--model=hf:{folder}", *more)
+            assert said.startswith(f"mixtral of {folder}") and "tiny" not in said, said
 
     def fails(*args, part):
         said = run(moesh, *args, code=2)
         assert part in said, f"no '{part}' in\n{said}"
 
     fails(*estimate, "--search", "16", part="the cluster has 8 GPUs")
-    fails("estimate", *MODEL, "--mesh=pp=2", "--search=4", "--memory=1GiB",
-          part="a search by bytes goes through meshes without pp, and pp is 2")
+    fails("estimate", "--search", part="--search 64, or a cluster")
+    fails("estimate", "--cluster", "h100:8", part="h100x8:8 is 8 nodes of 8 GPUs")
     fails(*estimate, "--mesh=pp=2", part="the mesh has 2 ranks (pp=2), and the cluster 8 GPUs")
     fails(*estimate, "--mesh=pp=8", part="model.num_layers is 6")
     fails(*estimate, "--mesh=pp=two", part="pipeline_parallel_degree is two")

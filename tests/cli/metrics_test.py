@@ -81,8 +81,21 @@ def a_record_adds_up(tmp, moesh):
 
 
 def bytes_are_those_of_the_estimate(tmp, moesh):
-    """Where no row is routed, a rank sends to each group what `moesh estimate` says."""
-    options = ["--mesh", "dp_shard=2,cp=2,tp=2", "--data.batch_size=2"]
+    """Where no row is routed, rank 0 sends to each group what `moesh estimate` says."""
+    sent_and_estimated(tmp / "one_stage", moesh, ["--mesh", "dp_shard=2,cp=2,tp=2"])
+    # The rank that holds the most is another one, and sends another number of bytes.
+    for schedule in ("zbv", "1f1b"):
+        sent_and_estimated(
+            tmp / schedule,
+            moesh,
+            ["--mesh=pp=2,dp_shard=2", "--model.num_layers=4"]
+            + [f"--parallelism.pipeline_parallel_schedule={schedule}"]
+            + ["--training.gradient_accumulation_steps=9"],
+        )
+
+
+def sent_and_estimated(tmp, moesh, options):
+    options = [*options, "--data.batch_size=2"]
     train([moesh], tmp / "run", *options, "--steps=3")
     file = tmp / "estimate.json"
     done = subprocess.run(

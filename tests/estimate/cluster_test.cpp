@@ -17,7 +17,15 @@ TEST(Cluster, IsReadFromItsName) {
   EXPECT_EQ(c.num_nodes, 16);
   EXPECT_EQ(c.num_gpus(), 64);
   EXPECT_LT(c.node_bandwidth, parse_cluster("h100").node_bandwidth);
-  EXPECT_EQ(parse_cluster("h100:2").num_gpus(), 16);
+  EXPECT_EQ(parse_cluster("h100x4").num_gpus(), 4);
+  // Eight GPUs, or eight nodes?
+  expect_error([] { parse_cluster("h100:8"); },
+               "h100x8:8 is 8 nodes of 8 GPUs, and h100x8:1 is one node of 8 GPUs");
+  expect_error([] { parse_cluster("h200:2"); },
+               "h200x8:2 is 2 nodes of 8 GPUs, and h200x2:1 is one node of 2 GPUs");
+  EXPECT_EQ(assumed_cluster(64).num_nodes, 8);
+  EXPECT_EQ(assumed_cluster(12).gpus_per_node, 6);
+  EXPECT_EQ(assumed_cluster(3).num_gpus(), 3);
   for (const auto& name : known_gpus()) {
     const Cluster k = parse_cluster(name);
     EXPECT_GT(k.efficiency * k.peak_flops, 1e14);

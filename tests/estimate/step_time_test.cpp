@@ -258,64 +258,123 @@ TEST(StepTime, ComputesTheHeadOnceAndInForward) {
   EXPECT_GT(forward, 0.95 * all);
 }
 
+const Progress kSilent = [](int, int, const TimeSearch&) {};
+
 TEST(SearchTime, TakesMeshesThatAGivenPlanFits) {
-  const Config c =
-      load_args(with(kModel, {"--training.global_batch_size=256",
-                              "--parallelism.pipeline_parallel_layers_per_stage=3,1,3,1"}));
-  Profiler profiler(c);
-  const TimeSearch found = search_time(profiler, parse_cluster("h100x8:1"), {}, pipeline_options(c),
-                                       1e15, 1000, [](int, int, const TimeSearch&) {});
+  const Config c = load_args(with(
+      kModel, {"--training.global_batch_size=256", "--parallelism.pipeline_parallel_schedule=1f1b",
+               "--parallelism.pipeline_parallel_layers_per_stage=3,1,3,1"}));
+  const TimeSearch found = search_time(c, parse_cluster("h100x8:1"), 1e15, 1000, kSilent);
   std::set<int> stages;
   for (const StepTime& t : found.best) stages.insert(t.mesh.pp);
   EXPECT_EQ(stages, (std::set<int>{1, 4}));
 }
 
+// Rows are at least a per cent apart, and nothing within a per cent of a row is left out.
 TEST(SearchTime, LosesNoneOfTheBest) {
   const Cluster cluster = parse_cluster("h100x4:2");
-  const Config c = load_args(with(kModel, {"--training.global_batch_size=256"}));
-  Profiler profiler(c);
+  const Config c = load_args(with(kModel, {"--training.global_batch_size=64"}));
   int num_calls = 0, last = 0;
   const Progress count = [&](int done, int all, const TimeSearch&) {
     ++num_calls, last = all - done;
   };
-  const TimeSearch all = search_time(profiler, cluster, {}, {}, 1e15, 100000, count),
-                   few = search_time(profiler, cluster, {}, {}, 1e15, 5, count);
-  EXPECT_EQ(all.num_timed, all.num_meshes);
-  EXPECT_EQ(all.best.size(), static_cast<size_t>(all.num_meshes));
+  const TimeSearch all = search_time(c, cluster, 1e15, 100000, count),
+                   few = search_time(c, cluster, 1e15, 3, count);
   EXPECT_GT(num_calls, 10);
   EXPECT_EQ(last, 0);
-  ASSERT_EQ(few.best.size(), 5u);
-  for (size_t i = 0; i < 5; ++i)
+  ASSERT_EQ(few.best.size(), 3u);
+  for (size_t i = 0; i < 3; ++i) {
     EXPECT_EQ(few.best[i].tokens_per_second(), all.best[i].tokens_per_second());
+    EXPECT_EQ(few.num_alike[i], all.num_alike[i]);
+  }
   bool has_pp = false;
   for (const StepTime& t : all.best) {
     EXPECT_EQ(t.mesh.num_ranks(), 8);
-    EXPECT_EQ(t.num_tokens, 256 * 256);
+    EXPECT_EQ(t.num_tokens, 64 * 256);
     has_pp |= t.mesh.pp > 1;
   }
   EXPECT_TRUE(has_pp);
   for (size_t i = 1; i < all.best.size(); ++i)
-    EXPECT_GE(all.best[i - 1].tokens_per_second(), all.best[i].tokens_per_second());
+    EXPECT_GT(all.best[i - 1].tokens_per_second(), all.best[i].tokens_per_second());
+}
+
+// Every choice by hand gives no step that is faster and fits.
+TEST(SearchTime, FindsTheFastestOfAllChoices) {
+  const Cluster cluster = parse_cluster("h100x2:1");
+  const Config c =
+      load_args({"--model=deepseek_v3:debug", "--model.num_layers=4", "--dtype=bfloat16",
+                 "--device=cuda", "--data.sequence_length=256", "--training.global_batch_size=8"});
+  std::vector<StepTime> by_hand;
+  for (const char* mode : {"none", "selective", "full"})
+    for (const std::int64_t batch : {1, 2, 4, 8}) {
+      Profiler profiler(changed(c, {{"activation_checkpoint.mode", std::string(mode), {"test"}},
+                                    {"data.batch_size", batch, {"test"}}}));
+      const auto add = [&](MeshShape mesh, const char* schedule) {
+        mesh.efsdp = 0;
+        if (8 % (mesh.dp_replicate * mesh.dp_shard * batch) == 0)
+          by_hand.push_back(step_time(profiler, cluster, mesh, {.schedule = schedule}));
+      };
+      for (const MeshShape& mesh : all_mesh_shapes(2))
+        if (mesh.cp == 1) add(mesh, "1f1b");  // sequences are too short for cp
+      for (const char* schedule : {"1f1b", "interleaved_1f1b", "zero_bubble", "zbv"})
+        add({.pp = 2}, schedule);
+    }
+  ASSERT_GT(by_hand.size(), 80u);
+  std::vector<double> peaks;
+  for (const StepTime& t : by_hand) peaks.push_back(t.peak);
+  std::sort(peaks.begin(), peaks.end());
+  for (const double limit : {1e15, peaks[peaks.size() / 4], peaks[3]}) {
+    double fastest = 0;
+    for (const StepTime& t : by_hand)
+      if (t.peak <= limit) fastest = std::max(fastest, t.tokens_per_second());
+    const TimeSearch found = search_time(c, cluster, limit, 1, kSilent);
+    ASSERT_EQ(found.best.size(), 1u);
+    EXPECT_LE(found.best[0].peak, limit);
+    EXPECT_GT(found.best[0].tokens_per_second(), 0.98 * fastest) << limit;
+    EXPECT_LE(found.best[0].tokens_per_second(), fastest * (1 + 1e-9)) << limit;
+  }
 }
 
 TEST(SearchTime, KeepsWhatIsSetAndWhatFits) {
   const Cluster cluster = parse_cluster("h100x8:1");
-  const Config c = load_args(with(kModel, {"--training.global_batch_size=256"}));
-  Profiler profiler(c);
-  const Progress silent = [](int, int, const TimeSearch&) {};
-  const TimeSearch set = search_time(profiler, cluster, {.pp = 2, .ep = 4}, {}, 1e15, 1000, silent);
-  ASSERT_GT(set.best.size(), 1u);
+  const Args set{"--training.global_batch_size=256", "--mesh=pp=2,tp=2",
+                 "--activation_checkpoint.mode=selective", "--data.batch_size=2",
+                 "--parallelism.pipeline_parallel_schedule=zbv"};
+  const Config c = load_args(with(kModel, set));
+  const TimeSearch found = search_time(c, cluster, 1e15, 1000, kSilent);
+  ASSERT_GT(found.best.size(), 1u);
   double least = 1e15;
-  for (const StepTime& t : set.best) {
+  for (const StepTime& t : found.best) {
     EXPECT_EQ(t.mesh.pp, 2);
-    EXPECT_EQ(t.mesh.ep, 4);
+    EXPECT_EQ(t.mesh.tp, 2);
+    EXPECT_EQ(t.schedule, "zbv");
+    EXPECT_EQ(t.recompute, "selective");
+    EXPECT_EQ(t.batch_size, 2);
     least = std::min(least, t.peak);
   }
-  const TimeSearch tight =
-      search_time(profiler, cluster, {.pp = 2, .ep = 4}, {}, least, 1000, silent);
+  EXPECT_TRUE(searched_options(c, found.best[0]).empty());
+  const TimeSearch tight = search_time(c, cluster, least, 1000, kSilent);
   ASSERT_GE(tight.best.size(), 1u);
-  for (const StepTime& t : tight.best) EXPECT_EQ(t.peak, least);
-  EXPECT_TRUE(search_time(profiler, cluster, {.ep = 8}, {}, 1000, 10, silent).best.empty());
+  for (const StepTime& t : tight.best) EXPECT_LE(t.peak, least);
+  EXPECT_TRUE(search_time(c, cluster, 1000, 10, kSilent).best.empty());
+}
+
+TEST(SearchTime, ChoosesSizesThatNobodyHasSet) {
+  std::vector<std::string> chosen;
+  const Cluster cluster = parse_cluster("h100x8:3");
+  const Config c = with_sensible_sizes(load_args({"--model=qwen3_moe:30b-a3b"}), cluster, chosen);
+  EXPECT_EQ(c.training.dtype, "bfloat16");
+  EXPECT_EQ(c.training.device, "cuda");
+  EXPECT_EQ(c.data.sequence_length, 4096);
+  EXPECT_EQ(c.training.global_batch_size, 24 * 43) << "at least 1024, a multiple of 24";
+  EXPECT_EQ(chosen.size(), 4u);
+  chosen.clear();
+  const Config set = load_args({"--model=qwen3_moe:tiny", "--dtype=float32", "--device=cpu",
+                                "--data.sequence_length=32", "--training.global_batch_size=48"});
+  with_sensible_sizes(set, cluster, chosen);
+  EXPECT_TRUE(chosen.empty());
+  const Config tiny = with_sensible_sizes(load_args({"--model=qwen3_moe:tiny"}), cluster, chosen);
+  EXPECT_EQ(tiny.data.sequence_length, models::facts(tiny.model.architecture).max_sequence);
 }
 
 }  // namespace
