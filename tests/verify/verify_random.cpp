@@ -155,8 +155,12 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
                                  : other_values(o.default_in(found.c.config), o.rule.choices));
     }
   for (const auto& [name, value] : model_values(found.c.config))
-    if (name != "model.vocab_size" && draw.one_in(is_debug ? 20 : 8))
-      add_value(name, other_values(value));
+    if (name != "model.vocab_size" && draw.one_in(is_debug ? 20 : 8)) {
+      auto values = other_values(value);
+      // A norm over one element is a sign: no gradient is left but noise.
+      if (name == "model.dim") std::erase(values, "1");
+      add_value(name, values);
+    }
   if (draw.one_in(6))
     add({"--optimizer.group.0.match=" + draw.one_of(Args{"norm", "experts", "o_proj", "embed"}),
          "--optimizer.group.0.lr_scale=0.5", "--optimizer.group.0.weight_decay=0.3"});
