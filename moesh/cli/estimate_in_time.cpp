@@ -290,7 +290,7 @@ int run_estimate_in_time(const Given& given) {
       if (r.best.empty()) return;
       if (a.draws) {
         Profiler profiler(with_found(config, r.best[0]));
-        draw(profiler, a, pipeline_options(profiler.config()), r.best[0].mesh, r.best[0]);
+        draw(profiler, a, estimate::pipeline_options(profiler.config()), r.best[0].mesh, r.best[0]);
       }
       std::printf("\nto run the first on %s, one process each (docs/multinode.md):\n  %s\n",
                   counted(a.cluster.num_gpus(), "GPU").c_str(),
@@ -298,7 +298,7 @@ int run_estimate_in_time(const Given& given) {
       return;
     }
     const MeshShape mesh = mesh_shape(config);
-    const PipelineOptions pipe = pipeline_options(config);
+    const estimate::PipelineOptions pipe = estimate::pipeline_options(config);
     Profiler profiler(config);
     check_fills(mesh, a.cluster);
     const StepTime t = step_time(profiler, a.cluster, mesh, pipe);

@@ -15,7 +15,7 @@ using std::filesystem::path;
 constexpr const char* kMesh = "dp_shard=2,tp=2,ep=2";
 constexpr const char* kWeights = "model-00001-of-00001.safetensors";
 
-path step(const path& folder, std::int64_t n) { return folder / checkpoint::step_name(n); }
+path step_folder(const path& folder, std::int64_t n) { return folder / checkpoint::step_name(n); }
 
 train::RunSummary six_steps(const path& folder, const std::string& model = "deepseek_v3") {
   return run(folder, kMesh,
@@ -27,12 +27,13 @@ train::RunSummary six_steps(const path& folder, const std::string& model = "deep
 std::string resumed(const path& folder, const std::string& model) {
   const auto whole = six_steps(folder / "whole", model);
   std::filesystem::create_directories(folder / "again");
-  std::filesystem::copy(step(folder / "whole", 3), step(folder / "again", 3),
+  std::filesystem::copy(step_folder(folder / "whole", 3), step_folder(folder / "again", 3),
                         std::filesystem::copy_options::recursive);
   const auto again = six_steps(folder / "again", model);
   if (again.losses != std::vector<double>(whole.losses.begin() + 3, whole.losses.end()))
     return "the losses differ";
-  const bool same = contents(step(folder / "whole", 6)) == contents(step(folder / "again", 6));
+  const bool same =
+      contents(step_folder(folder / "whole", 6)) == contents(step_folder(folder / "again", 6));
   return same ? "" : "the last checkpoints differ";
 }
 
@@ -49,9 +50,9 @@ std::string must_throw(F f) {
 std::string flipped_bit(const path& folder) {
   six_steps(folder / "c");
   for (const auto n : {3, 6}) {
-    std::string bytes = bytes_of(step(folder / "c", n) / kWeights);
+    std::string bytes = bytes_of(step_folder(folder / "c", n) / kWeights);
     bytes[bytes.size() / 2] ^= 1;
-    std::ofstream(step(folder / "c", n) / kWeights, std::ios::binary) << bytes;
+    std::ofstream(step_folder(folder / "c", n) / kWeights, std::ios::binary) << bytes;
   }
   return must_throw([&] { six_steps(folder / "c"); });
 }
@@ -60,7 +61,7 @@ std::string tensor_without_rule(const path& folder) {
   six_steps(folder / "c");
   auto table =
       train::on_disk(run_config(folder / "c", kMesh)).table(formats::ExpertLayout::per_expert);
-  const auto source = checkpoint::TensorFolder::weights(step(folder / "c", 6));
+  const auto source = checkpoint::TensorFolder::weights(step_folder(folder / "c", 6));
   checkpoint::check_names(source, table);
   table.tensors.pop_back();
   return must_throw([&] { checkpoint::check_names(source, table); });

@@ -195,7 +195,7 @@ const mutants::Provide compare("compare", [](Settings&) -> Check {
 
 // Logits of a sequence [L, V] with a window in some layers: of all positions at once, or, on a
 // mesh, of the last ones one after the other, with what is kept of those before.
-constexpr std::int64_t kLength = 9, kPrompt = 4;
+constexpr std::int64_t kPastLength = 9, kPrompt = 4;
 
 at::Tensor logits_of(const MeshShape& shape, bool one_by_one) {
   struct Logits : nn::Probe {
@@ -203,17 +203,17 @@ at::Tensor logits_of(const MeshShape& shape, bool one_by_one) {
     void on_logits(const at::Tensor& logits_BLV) override { all_BLV = logits_BLV.clone(); }
   };
   const auto config = models::built_in("gpt_oss", "tiny");
-  const at::Tensor ids = (at::arange(kLength) * 31 + 7).remainder(96).unsqueeze(0);
+  const at::Tensor ids = (at::arange(kPastLength) * 31 + 7).remainder(96).unsqueeze(0);
   at::Tensor result;
   comm::launch(shape.num_ranks(), [&](comm::Group& world) {
     const Mesh mesh(world, shape);
     const MeshScope scope(mesh);
     const at::NoGradGuard no_grad;
     const auto model = models::make_model(config, {.dtype = at::kDouble, .seed = 3});
-    at::Tensor found_LV = at::zeros({kLength, 96}, at::kDouble);
+    at::Tensor found_LV = at::zeros({kPastLength, 96}, at::kDouble);
     if (one_by_one) {
       nn::PastOfLayers past;
-      for (std::int64_t begin = 0, end = kPrompt; end <= kLength; begin = end, ++end)
+      for (std::int64_t begin = 0, end = kPrompt; end <= kPastLength; begin = end, ++end)
         found_LV[end - 1] = model->next_logits(ids.narrow(1, begin, end - begin), past, {})[0];
     } else {
       Logits probe;
@@ -231,7 +231,7 @@ const mutants::Provide past("past", [](Settings& settings) -> Check {
   const at::Tensor wanted_LV = logits_of({}, false);
   return [=]() -> std::string {
     const at::Tensor found_LV = logits_of(shape, true);
-    for (std::int64_t i = kPrompt - 1; i < kLength; ++i)
+    for (std::int64_t i = kPrompt - 1; i < kPastLength; ++i)
       if ((found_LV[i] - wanted_LV[i]).abs().max().item<double>() > 1e-10)
         return "logits of token " + std::to_string(i);
     return "";
