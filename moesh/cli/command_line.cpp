@@ -109,6 +109,8 @@ int whole_number(const std::string& name, const std::string& text, int least) {
 
 // "usage: moesh compare A B [OPTIONS]; moesh help compare lists them"
 std::string usage_of(const Command& command) {
+  if (command.options.empty() && !command.takes_config)
+    return detail::concat("usage: ", command.usage(), "; it takes no options");
   return detail::concat("usage: ", command.usage(), "; moesh help ", command.name,
                         " lists its options");
 }

@@ -200,8 +200,12 @@ struct Rounding {
 
   explicit Rounding(const Golden& golden) {
     const auto world = comm::solo_group();
-    const Config narrow = one_rank(golden.config),
-                 wide = changed(narrow, {{"training.dtype", std::string("float32"), {"one rank"}}});
+    const config::Origin origin{"one rank"};
+    const Config narrow =
+        changed(one_rank(golden.config),
+                {{"data.batch_size", golden.input_ids_BL.size(0), origin},
+                 {"training.gradient_accumulation_steps", std::int64_t{1}, origin}});
+    const Config wide = changed(narrow, {{"training.dtype", std::string("float32"), origin}});
     const auto keep = [](NamedTensors& to) {
       return [&to](const RankTensor& t) { to.tensors.emplace_back(t.name, t.value.clone()); };
     };

@@ -167,6 +167,8 @@ config::Settings verify_defaults(std::int64_t steps) {
 std::string why_cut_alike(const Config& config) {
   if (config.moe.balance_over == "micro_batch" && config.moe.balance_loss_weight > 0)
     return "moe.balance_over is micro_batch, and that loss depends on how a step is cut";
+  if (config.moe.force_load_balance)
+    return "moe.force_load_balance goes by the place of a token in its micro-batch";
   if (sample_order(config).num_per_step() == 1) return "a step has one sequence";
   return "";
 }

@@ -99,8 +99,8 @@ TEST(DatasetKinds, GiveTheChoicesAndTheHelp) {
   EXPECT_EQ(choices_without_file(), (Names{"auto", "synthetic"}));
   EXPECT_EQ(
       dataset_help(),
-      "auto: jsonl for *.jsonl, text for *.txt, indexed for *.bin, indexed for *.idx, npy for "
-      "*.npy");
+      "format of the data; auto: jsonl for *.jsonl, text for *.txt, indexed for *.bin, indexed for "
+      "*.idx, npy for *.npy");
   for (const auto& kind : dataset_kinds()) {
     EXPECT_TRUE(kind.reads_file || kind.extensions.empty()) << kind.name;
     for (const auto& ending : kind.extensions)
