@@ -217,9 +217,8 @@ const std::vector<Command>& commands() {
                    {"--schedule", "[FILE.svg]",
                     "with --cluster: draw what each rank of the pipeline does, and when"},
                    {"--search", "[N]",
-                    "list the best ways to run on N ranks: those that send the fewest bytes for a "
-                    "token, or with --cluster the fastest on all of its GPUs; options that are set "
-                    "are kept"},
+                    "list the fastest ways to run on N H100, or with --cluster on all of its GPUs; "
+                    "options that are set are kept"},
                    {"--memory", "SIZE", "memory of a rank, as in 80GiB"},
                    {"--json", "FILE", "write the result as JSON"}},
        .run = run_estimate,

@@ -180,10 +180,17 @@ double on_top(const Estimate& e, const std::string& schedule, std::int64_t num_m
 }  // namespace
 
 Axes axes_of(const std::string& group) {
+  // Made once: a search asks for every collective of every mesh.
+  static const auto names = [] {
+    std::vector<std::pair<Axes, std::string>> all;
+    for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
+      all.emplace_back(axis, "|" + to_string(axis) + "|");
+    return all;
+  }();
+  const std::string text = "|" + group + "|";
   Axes set = none;
-  for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
-    if (("|" + group + "|").find("|" + to_string(axis) + "|") != std::string::npos)
-      set = set | axis;
+  for (const auto& [axis, name] : names)
+    if (text.find(name) != std::string::npos) set = set | axis;
   return set;
 }
 

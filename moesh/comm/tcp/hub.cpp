@@ -24,7 +24,7 @@ constexpr auto kTimeToEnd = 5s;
 // Strangers that have proved nothing: for one more the oldest goes that has said nothing, or one
 // that is slow. A rank says who it is as soon as it is connected.
 constexpr std::size_t kMaxStrangers = 64;
-constexpr auto kSlow = 1s;
+constexpr auto kSilent = 300ms, kSlow = 1000ms;
 constexpr std::size_t kPiece = std::size_t{1} << 16;
 
 template <class T>
@@ -111,6 +111,8 @@ bool Hub::has_room() {
     if (!oldest || peer.deadline < oldest->deadline) oldest = &peer;
   }
   if (num_strangers < kMaxStrangers) return true;
+  // A rank that has just come may not have spoken yet.
+  if (silent && Clock::now() < silent->deadline - kTimeToProve + kSilent) silent = nullptr;
   if (slow && Clock::now() < slow->deadline - kTimeToProve + kSlow) slow = nullptr;
   if (!silent && !slow) return false;
   drop(silent ? *silent : *slow);
