@@ -47,7 +47,7 @@ run: program
 # Tests in tiers; CONTRIBUTING.md says what each promises.
 check: setup
 	@echo "make check: C++ tests, code that must not compile, one verify of each model:"
-	@echo "  some 5 minutes on two cores, with the build after a change of one file."
+	@echo "  made for 5 minutes on two cores after a change of one file."
 	@cmake --preset release $(OPTIONS) > /dev/null
 	@cmake --build build -j $(JOBS) --target check_programs
 	$(CTEST) -j $(JOBS) --test-dir build -L '^check$$'

@@ -95,8 +95,7 @@ void end_with_sentences() {
   std::set_terminate(end_with_a_sentence);
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    for (const int signal : {SIGSEGV, SIGBUS})
-      std::signal(signal, end_for_no_memory);  // libraries do not look what they got
+    std::signal(SIGSEGV, end_for_no_memory);  // libraries do not look what they got
 }
 
 int run_program(const std::vector<std::string>& args) {
