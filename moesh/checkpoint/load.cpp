@@ -221,7 +221,7 @@ void read_list(const std::vector<Job>& jobs, const Breath& breath) {
   }
 }
 
-// Of a model of text and images only what belongs to the text.
+// Only the text part, where a model takes text and images.
 void keep_text_model(std::map<std::string, TensorFolder::Found>& tensors) {
   if (std::none_of(tensors.begin(), tensors.end(),
                    [](const auto& entry) { return formats::is_of_text_and_images(entry.first); }))

@@ -47,7 +47,7 @@ class Roll {
   ErrorKind kind_ = ErrorKind::comm;  // of the first failure
 };
 
-/// Of an Error; internal for what else is thrown.
+/// The kind of an Error; internal for anything else that is thrown.
 ErrorKind kind_of(const std::exception_ptr& fault);
 
 /// What an exception says.

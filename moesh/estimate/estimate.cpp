@@ -74,7 +74,7 @@ class Pipeline {
     return *most == alike[0] ? e : of_rank(*most);
   }
 
-  // Of all micro-batches, where `e` has gone through some of them.
+  // For all micro-batches, where `e` has gone through some of them.
   comm::Ledger traffic_of(const Estimate& e) const {
     return num_gone_through_ == num_micro_ ? e.traffic : traffic_of_rank(e.rank_of_pp);
   }

@@ -47,7 +47,7 @@ double root_mean_square(const at::Tensor& x) {
   return size_of(x) / std::sqrt(std::max<double>(1, static_cast<double>(x.numel())));
 }
 
-// Of each row (index of dim 0), or of all of a vector.
+// For each row (index of dim 0), or for a whole vector.
 at::Tensor root_mean_square_of_rows(const at::Tensor& x) {
   if (x.numel() == 0) return x;
   std::vector<std::int64_t> dims(static_cast<size_t>(x.dim()));
@@ -214,7 +214,7 @@ Findings::Finding Findings::judge_unit(const RankTensor& tensor,
     if (const double size = std::sqrt(square); tensor.movement && size > 3 * rounding)
       allowed = std::min(allowed, 0.9 * size);
   }
-  // Of a reference that is not finite nothing is known: no value may pass for it.
+  // Nothing is known of a reference that is not finite: no value may pass for it.
   if (tensor.exact || !std::isfinite(allowed)) allowed = 0;
   return {.error = std::isfinite(error) ? error : INFINITY,
           .allowed = allowed,

@@ -168,7 +168,7 @@ function expectedMemory({estimated_memory: bytes, memory_before_gib: before, ran
   return device === 'cpu' ? tensors + (before ?? NaN) : tensors;
 }
 
-// Of runs on this device: a process and a GPU hold different things.
+// Only runs on this device: a process and a GPU hold different things.
 function memoryOn(device) {
   const on = visibleRuns().filter((r) => (r.start.device || 'cpu') === device);
   return on.flatMap((run) => {
