@@ -19,7 +19,7 @@ all: build
 setup:
 	@scripts/setup.sh tests
 
-# The command moesh alone: needs neither the tests nor what they need. A build that is already
+# Only the command moesh: needs neither the tests nor what they need. A build that is already
 # configured keeps its settings.
 program:
 	@scripts/setup.sh program
@@ -54,7 +54,7 @@ check: setup
 
 test:
 	@echo "make test: installs what tests need, builds every program and runs every kind of test:"
-	@echo "  some 25 minutes on two cores, 10 of them for the build where nothing is built yet."
+	@echo "  some 30 minutes on two cores, 10 of them for the build where nothing is built yet."
 	@echo "  Less: make check. More: make long, verify, fuzz, mutate, soak, sanitize."
 	@$(MAKE) --no-print-directory build
 	$(CTEST) -j $(JOBS) --test-dir build -LE '^long$$'
@@ -124,7 +124,7 @@ soak: build
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, and every model on
 # every mesh, pipelines too, against one rank; then 5,000 random runs with random options.
-MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss
+MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss qwen2_moe olmoe glm4_moe glm4_moe_lite minimax_m2 granitemoe
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32
@@ -134,7 +134,7 @@ verify: build
 	$(MAKE) test-settings
 
 # Settings of runs against PyTorch, number by number: models of transformers, torch.optim, its
-# schedulers; five models, five sets of settings, three meshes. `make test` takes a tenth of it.
+# schedulers; five of the models, five sets of settings, three meshes. `make test` takes a tenth of it.
 test-settings: build
 	.venv/bin/python tests/train/torch_test.py build/bin/moesh --all
 

@@ -7,7 +7,7 @@ if(MOESH_CUDA AND NOT MOESH_SANITIZE)
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    set(CMAKE_CUDA_ARCHITECTURES 90a-real) # wgmma and setmaxnreg are of this chip alone
+    set(CMAKE_CUDA_ARCHITECTURES 90a-real) # only this chip has wgmma and setmaxnreg
     set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
     enable_language(CUDA)
     # a CMake older than the compiler does not know what it can do

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "moesh/base/random.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/types/token.h"
 
 using namespace moesh;

@@ -1,5 +1,5 @@
 // A model of your own data: sums such as "12+7=19;" one behind the other, made as they are asked
-// for. A sample depends on its index alone, so every mesh sees the same ones, and a run that goes
+// for. A sample depends only on its index, so every mesh sees the same ones, and a run that goes
 // on from a checkpoint goes on with the next.
 //
 //   own_dataset [--steps=200] [--mesh=dp_shard=2,tp=2] [any other option of moesh train]

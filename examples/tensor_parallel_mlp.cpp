@@ -7,7 +7,7 @@
 #include <mutex>
 
 #include "moesh/base/random.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 
 using namespace moesh;
 using enum Place;

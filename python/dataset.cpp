@@ -24,7 +24,7 @@ std::string name_of_type(nb::handle object) {
   return nb::cast<std::string>(object.type().attr("__name__"));
 }
 
-// Of an array of any framework, without a copy in between.
+// The integers of an array of any framework, without a copy in between.
 Integers integers_of(const nb::ndarray<nb::ro>& array, const std::string& what) {
   MOESH_CHECK(array.ndim() == 1, ErrorKind::data, what, " has ", array.ndim(),
               " dims; return one dim of integers");
@@ -56,7 +56,7 @@ Integers integers_of(nb::handle object, const std::string& what) {
   for (nb::handle item : nb::borrow<nb::sequence>(object)) {
     std::int64_t value = 0;
     MOESH_CHECK(nb::try_cast(item, value, false), ErrorKind::data, what, " holds ",
-                nb::cast<std::string>(nb::repr(item)), "; return integers alone");
+                nb::cast<std::string>(nb::repr(item)), "; return only integers");
     values.push_back(value);
   }
   return values;

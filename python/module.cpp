@@ -21,10 +21,11 @@
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
 #include "moesh/estimate/search_time.h"
-#include "moesh/train/metrics/jsonl.h"
+#include "moesh/train/metrics/sink.h"
 #include "moesh/train/stop.h"
 #include "moesh/verify/compare.h"
 #include "moesh/verify/verify_all.h"
+#include "python/chats.h"
 #include "python/dataset.h"
 #include "python/interruptible.h"
 
@@ -147,7 +148,7 @@ nb::object estimate(const Values& values) {
   return to_python(to_json(e));
 }
 
-// Of the configuration.
+// The time of a step, for the configuration.
 nb::object estimate_in_time(const Values& values, const std::string& cluster_text) {
   const Config config = config_of(values);
   const estimate::Cluster cluster = estimate::parse_cluster(cluster_text);
@@ -214,7 +215,7 @@ int run_program(const std::vector<std::string>& args) {
 }
 
 // moesh.Error, with the kind of the C++ one.
-void register_error(nb::module_& m) {
+nb::handle register_error(nb::module_& m) {
   static PyObject* type = PyErr_NewExceptionWithDoc(
       "moesh.Error",
       "What moesh refuses, and the way out. kind: config, data, storage, comm, device, diverged or\n"
@@ -232,6 +233,7 @@ void register_error(nb::module_& m) {
         }
       },
       nullptr);
+  return type;
 }
 
 const char* to_string(verify::ComparedTensor::State state) {
@@ -290,7 +292,7 @@ void bind_results(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_moesh, m) {
-  register_error(m);
+  bind_chats(m, register_error(m));
   bind_results(m);
   m.attr("version") = version();
   m.def("train", &train, nb::arg("values"), nb::arg("dataset").none(), nb::arg("on_step").none());

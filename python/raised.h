@@ -9,7 +9,7 @@
 
 namespace moesh::python {
 
-/// Keeps the first exception for whoever called moesh. For the ranks it is an Error (data), which
+/// Keeps the first exception for the caller of moesh. For the ranks it is an Error (data), which
 /// stops them all; a Python exception must not cross their threads.
 class Raised {
  public:

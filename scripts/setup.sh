@@ -13,7 +13,9 @@ case $what in program | tests) ;; *) echo "usage: setup.sh [program | tests]" >&
 TORCH_VERSION=2.13.0
 # Python packages that tests compare moesh with, and those that build moesh's own.
 PEERS=(safetensors==0.8.0 transformers==5.22.2 tokenizers==0.23.3 numpy pyarrow
-  tensorboard==2.21.0 nanobind==3.1.0 scikit-build-core==1.1.1)
+  tensorboard==2.21.0 nanobind==3.1.0 scikit-build-core==1.1.1 peft==0.21.2 jinja2==3.1.6)
+# Only the chat templates inside of it are read: what it needs to train is not installed.
+TEMPLATES=trl==1.16.0
 PACKAGES=(g++ cmake ninja-build ccache python3 python3-venv libopenmpi-dev openmpi-bin
   libtomlplusplus-dev nlohmann-json3-dev libxxhash-dev libcli11-dev zlib1g-dev
   libzstd-dev libre2-dev libjs-dygraphs)
@@ -80,10 +82,11 @@ install_python_packages() {
     touch "$stamp"
   fi
   [ "$what" = tests ] || return 0
-  stamp=.venv/peers-$(printf '%s\n' "${PEERS[@]}" | cksum | cut -d' ' -f1)
+  stamp=.venv/peers-$(printf '%s\n' "${PEERS[@]}" "$TEMPLATES" | cksum | cut -d' ' -f1)
   [ -e "$stamp" ] && return
-  echo "setup: installing ${PEERS[*]} in .venv, for tests"
+  echo "setup: installing ${PEERS[*]} $TEMPLATES in .venv, for tests"
   logged .venv/bin/pip install --disable-pip-version-check "${PEERS[@]}"
+  logged .venv/bin/pip install --disable-pip-version-check --no-deps "$TEMPLATES"
   touch "$stamp"
 }
 

@@ -11,7 +11,7 @@
 namespace moesh {
 
 /// Counts the live bytes of CPU tensors, of all threads, and of each one those that it made. The
-/// size of a block stands in front of it, and who made it.
+/// size of a block stands in front of it, and the thread that made it.
 class CountingAllocator final : public c10::Allocator {
  public:
   /// Call it at the start of the program, before any tensor is made.
@@ -35,7 +35,7 @@ class CountingAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t n) const override { std::memcpy(to, from, n); }
   static inline std::atomic<std::int64_t> live{0}, peak{0};
 
-  /// What one thread has made, whoever frees it.
+  /// What one thread has made, whichever thread frees it.
   struct OfThread {
     std::atomic<std::int64_t> live{0}, peak{0};
     void reset_peak() { peak = live.load(); }

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 
-BELOW_TRAIN = ["types", "formats", "tokenizer", "pipeline", "kernels", "comm", "spmd", "nn", "models", "optim", "data", "checkpoint"]
+BELOW_TRAIN = ["types", "formats", "tokenizer", "pipeline", "kernels", "comm", "spmd", "fsdp", "nn", "models", "optim", "data", "checkpoint"]
 # Folder -> the folders which it may include, besides itself and base (errors, checks, logging: for everyone).
 MAY_INCLUDE = {
     "base": [],
@@ -21,12 +21,13 @@ MAY_INCLUDE = {
     "pipeline": [],
     "kernels": [],
     "comm": ["types"],  # the mesh has Axes, uneven shards are Pieces
-    "spmd": ["types", "comm", "kernels"],  # casts of parameters
-    "nn": ["types", "comm", "spmd", "kernels"],  # token positions, and the mesh which dispatchers work on
-    "models": ["nn", "spmd", "kernels", "formats"],  # typed tensors and parameters, which kernels, tables of tensors on disk; no group, no rank
-    "optim": ["spmd", "kernels", "formats"],
+    "spmd": ["types", "comm"],
+    "fsdp": ["types", "comm", "spmd", "kernels"],  # casts of parameters
+    "nn": ["types", "comm", "spmd", "fsdp", "kernels"],  # token positions, and the mesh which dispatchers work on
+    "models": ["nn", "fsdp", "spmd", "kernels", "formats"],  # typed tensors and parameters, which kernels, tables of tensors on disk; no group, no rank
+    "optim": ["fsdp", "spmd", "kernels", "formats"],
     "data": ["spmd", "formats", "tokenizer"],
-    "checkpoint": ["comm", "spmd", "formats"],  # ranks agree before a checkpoint gets its name
+    "checkpoint": ["comm", "spmd", "fsdp", "formats"],  # ranks agree before a checkpoint gets its name
     "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data", "pipeline"],  # their names
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],
@@ -51,11 +52,11 @@ MUST_NOT_INCLUDE = {
 }
 # The rules of the types are to be read in one sitting: all headers of moesh/types besides token.h, together.
 MAX_TYPE_LINES = 300
-# Every escape from the types outside of moesh/spmd and moesh/types: file, the text that names it, and the test that compares what
+# Every escape from the types outside of moesh/spmd, moesh/fsdp and moesh/types: file, the text that names it, and the test that compares what
 # it promises with one rank (all but those of GradNorm and Edge also show that a layout which is not true is found).
 ESCAPES = [
     ("moesh/nn/experts.cpp", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, ExpertsGivePartialSums"),
-    ("moesh/nn/gate.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, LogitsAreThoseOfEachToken"),
+    ("moesh/nn/router.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, LogitsAreThoseOfEachToken"),
     ("moesh/nn/mlp.h", "assume<out>", "tests/nn/layouts_test.cpp", "Layouts, AnMlpIsAPartialSum"),
     ("moesh/nn/router.cpp", "declare<Dense{T, P, P}>", "tests/nn/layouts_test.cpp", "Layouts, SumsOfASequenceArePartialOnCpAndTp"),
     ("moesh/nn/tokens.cpp", "assume<Dense{T, R, R}>", "tests/nn/layouts_test.cpp", "Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole"),
@@ -97,10 +98,10 @@ def complaints_of(path, folder):
 
 
 def escapes_of(root):
-    """The lines outside of moesh/spmd and moesh/types that escape from the types, as (file, line number, line)."""
+    """The lines outside of moesh/spmd, moesh/fsdp and moesh/types that escape from the types, as (file, line number, line)."""
     for path in sorted((root / "moesh").rglob("*")):
         parts = path.relative_to(root).parts
-        if path.suffix not in SUFFIXES or parts[1] in ("spmd", "types"):
+        if path.suffix not in SUFFIXES or parts[1] in ("spmd", "fsdp", "types"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             for _ in ESCAPE.findall(line):

@@ -4,16 +4,20 @@
 record_golden.py FOLDER OUT                          random tokens
 record_golden.py FOLDER OUT --tokens FILE            input_ids, and labels if any, of safetensors
 record_golden.py FOLDER OUT --documents 4            of about 4 tokens, each run by itself
+record_golden.py FOLDER OUT --adapter LORA           with a LoRA adapter of PEFT, which is trained
 
 FOLDER is a Hugging Face checkpoint (config.json and safetensors). OUT becomes one safetensors file,
-all in float32:
+all in float32, or with --dtype float64 in float64:
     input_ids [B, L], labels [B, L]   int64; a label is the target of its position, -100: none
     document_starts [B, L]            with --documents: the position where each token's begins
     logits [B, L, V], loss []         the mean over the positions that count
-    grad.<name>                       of every parameter, under its name on disk in FOLDER
+    grad.<name>                       of every parameter, under its name on disk in FOLDER; with
+                                      --adapter of every parameter of the adapter, under its name
+                                      in LORA
 """
 
 import argparse
+import contextlib
 import pathlib
 import sys
 
@@ -67,7 +71,8 @@ def gradients_by_name_on_disk(model, on_disk):
     strange = sorted(set(found) - on_disk)
     if strange:
         sys.exit(f"no tensor of the folder is called {strange[0]} ({len(strange)} in all)")
-    buffers = {name for name, _ in model.named_buffers()}
+    kept = dict(model.named_buffers())
+    buffers = set(kept) | set(revert_weight_conversion(model, kept))
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     without = sorted(on_disk - set(found) - buffers - tied)
     if without:
@@ -97,12 +102,49 @@ def logits_of(model, ids, starts):
     return torch.stack(rows)
 
 
-def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1, documents=0):
+@contextlib.contextmanager
+def widened(dtype):
+    """Norms, softmaxes and routers ask for float32 by name: in a run of float64 they get that."""
+    before = torch.float32, torch.float, torch.Tensor.float, torch.get_default_dtype()
+    if dtype == torch.float64:
+        torch.float32 = torch.float = torch.float64
+        torch.Tensor.float = torch.Tensor.double
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = before[:3]
+        torch.set_default_dtype(before[3])
+
+
+def adapter_gradients(model):
+    """By the names in adapter_model.safetensors."""
+    return {
+        name.replace(".default", ""): torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+
+
+def record(
+    folder,
+    out,
+    tokens=None,
+    batch=2,
+    length=13,
+    seed=0,
+    ignored=0.1,
+    documents=0,
+    adapter=None,
+    dtype="float32",
+):
     """Writes the file, and returns a line that says what it holds."""
+    dtype = getattr(torch, dtype)
     # The plain implementations: every other one is a faster way to the same numbers, or nearly.
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    if dtype == torch.float64:
+        with widened(dtype):
+            model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     model.eval()
@@ -113,16 +155,24 @@ def record(folder, out, tokens=None, batch=2, length=13, seed=0, ignored=0.1, do
     )
 
     starts = random_documents(labels, documents, seed) if documents else None
-    logits = logits_of(model, ids, starts)
-    loss = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=-100
-    )
-    loss.backward()
+    if adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    with widened(dtype):
+        logits = logits_of(model, ids, starts)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=-100
+        )
+        loss.backward()
 
     tensors = {"input_ids": ids, "labels": labels, "logits": logits.detach(), "loss": loss.detach()}
     if starts is not None:
         tensors["document_starts"] = starts
-    gradients = gradients_by_name_on_disk(model, names_on_disk(folder))
+    if adapter:
+        gradients = adapter_gradients(model)
+    else:
+        gradients = gradients_by_name_on_disk(model, names_on_disk(folder))
     for name, gradient in gradients.items():
         tensors["grad." + name] = gradient.detach().contiguous().clone()
     save_file(tensors, out)
@@ -148,6 +198,8 @@ def main():
     parser.add_argument(
         "--documents", type=int, default=0, help="mean length of the documents of a sequence; 0: one"
     )
+    parser.add_argument("--adapter", type=pathlib.Path, help="folder of a LoRA adapter of PEFT")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     print(record(**vars(parser.parse_args())))
 
 

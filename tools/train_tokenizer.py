@@ -4,6 +4,7 @@
 train_tokenizer.py --vocab-size 2048 --out FOLDER FILE...
 
 FOLDER gets tokenizer.json, and tokenizer_config.json with the token that ends a document (--eos).
+--special TOKEN adds others that are never split, such as those around the turns of a chat.
 """
 
 import argparse
@@ -16,14 +17,15 @@ SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
-def train(files, vocab_size, eos):
+def train(files, vocab_size, special):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[eos], show_progress=False,
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special,
+                                  show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train([str(f) for f in files], trainer)
     return tokenizer
@@ -35,9 +37,10 @@ def main():
     parser.add_argument("files", type=pathlib.Path, nargs="+")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--eos", default="<|endoftext|>", help="ends a document")
+    parser.add_argument("--special", action="append", default=[], metavar="TOKEN")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder")
     args = parser.parse_args()
-    tokenizer = train(args.files, args.vocab_size, args.eos)
+    tokenizer = train(args.files, args.vocab_size, [args.eos, *args.special])
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(args.out / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": args.eos,

@@ -1,6 +1,6 @@
 // The MoE layer on one Hopper GPU, forward and backward, kernel by kernel and as a whole.
 // usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings: random, zipf,
-// empty] [kernels or layer: with its kernels, of random routing, or alone]
+// empty] [kernels or layer: with its kernels, of random routing, or only the layer]
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
 // TFLOP/s of 18 R D F for the layer, whatever is executed. Dense: 8192^3 through cuBLAS in the same

@@ -1,7 +1,7 @@
 // Bytes and time of each dispatcher: forward and backward of the MoE layer with its experts on all
 // ranks (tp2ep).
 //   bench_dispatchers [cpu|cuda]      mpirun -n N bench_dispatchers: meshes of N ranks and more
-// moesh/nn/dispatch_time.cpp has what was fitted to its output.
+// moesh/nn/dispatch.cpp has what was fitted to its output.
 
 #include <ATen/ATen.h>
 
@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/moe.h"
-#include "moesh/spmd/spmd.h"
 
 using namespace moesh;
 using enum Place;
@@ -22,8 +22,9 @@ struct Shape {
 };
 
 struct Measured {
-  double milliseconds = 0, least = 0;  // the median; the least is what a busy machine leaves alone
-  std::int64_t bytes = 0;              // that rank 0 hands to collectives, forward and backward
+  double milliseconds = 0,
+         least = 0;        // the median; the least is what a busy machine disturbs least
+  std::int64_t bytes = 0;  // that rank 0 hands to collectives, forward and backward
 };
 
 Measured measure(const Shape& s, const MeshShape& shape, nn::Dispatcher dispatcher,

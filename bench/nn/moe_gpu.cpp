@@ -22,11 +22,11 @@
 #include <thread>
 
 #include "bench/routing.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/nn/router.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/gpu/torch_cuda.h"
 
 namespace moesh::bench {
@@ -82,7 +82,7 @@ at::Tensor choices(const Shape& s, Routing routing) {
 }
 
 /// The choice is given; scores, weights and their gradients are the router's.
-struct Given : nn::Probe {
+struct ForcedChoice : nn::Probe {
   at::Tensor experts_TK;
   at::Tensor on_choice(const nn::Choice&) override { return experts_TK; }
 };
@@ -143,7 +143,7 @@ class Layer {
   Shape shape;
   at::Tensor x, dy, y;
   kernels::ExpertsWeights weights;
-  Given given;
+  ForcedChoice given;
 
  private:
   static constexpr kernels::ExpertsConfig kConfig{.scores = kernels::ScoreSide::after};

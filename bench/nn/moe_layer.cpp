@@ -175,7 +175,7 @@ struct Options {
   at::Device device = at::kCPU;
   std::vector<at::ScalarType> dtypes{at::kFloat, at::kBFloat16};
   int repeat = 0;
-  int profile = 0;         // so many calls of the layer alone, and no baseline
+  int profile = 0;         // this many calls of only the layer, and no baseline
   bool cpu_clock = false;  // processor time, for one thread on a busy machine
   std::vector<Shape> shapes;
 };

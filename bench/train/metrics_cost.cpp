@@ -1,6 +1,6 @@
 // What metrics cost: steps with and without them, in turn.
 //   bench_metrics [--pairs N] [--steps N] [--records N] OPTIONS OF moesh train
-// One of a pair is N steps alone, the other N steps with what the train loop does for metrics: the
+// One of a pair is N plain steps, the other N steps with what the train loop does for metrics: the
 // clock of the sections, the bytes that are sent, the record, and the sinks (JSONL, CSV and
 // TensorBoard). Which of them is first alternates. Times are those of the cores (pairs.h). With
 // --records the record and the sinks are had so many times in each step, and a difference is shown
@@ -15,9 +15,9 @@
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/sent.h"
+#include "moesh/comm/observers.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/metrics/sink.h"
@@ -135,7 +135,7 @@ void run(const Options& options, const std::filesystem::path& folder) {
       launch_options(config));
   const double alone = median_of(without).value;
   const Median cost = median_of(of_one);
-  std::printf("a step alone: %.3f ms of the cores; metrics, by %d pairs with %d records a step:\n",
+  std::printf("a plain step: %.3f ms of the cores; metrics, by %d pairs with %d records a step:\n",
               1e3 * alone, options.num_pairs, options.num_records);
   std::printf("  %.4f ms (%.4f to %.4f), %.3f %% of a step (%.3f to %.3f %%)\n", 1e3 * cost.value,
               1e3 * cost.low, 1e3 * cost.high, 100 * cost.value / alone, 100 * cost.low / alone,

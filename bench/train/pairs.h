@@ -25,7 +25,7 @@ struct Median {
 inline Median median_of(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   const std::size_t n = values.size();
-  // Of n values, as many are below the true median as throws of a coin show heads.
+  // Each of n values is below the true median with probability 1/2, like the throw of a coin.
   double probability = std::pow(0.5, static_cast<double>(n)), below = 0;
   std::size_t first = 0;
   for (std::size_t k = 0; k < n / 2; ++k) {

@@ -28,8 +28,8 @@
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "moesh/train/memory.h"
 #include "moesh/train/step.h"
@@ -81,7 +81,7 @@ struct Range {
 
 const std::string kNode = "autograd::engine::evaluate_function: ";
 
-// Of backward, the node; of what is called there, the step's part.
+// A node of backward, or a part of the step that is called there.
 bool is_section(const kineto::KinetoEvent& e) {
   return e.name().starts_with(kNode) ||
          e.scope() == static_cast<uint8_t>(at::RecordScope::USER_SCOPE);

@@ -1,9 +1,9 @@
 // What traces cost: a hook where nobody records, and steps that are recorded.
 //   bench_trace [--pairs N] [--steps N] [--alone] OPTIONS OF moesh train
-// Printed are the time of a hook that finds nobody who records, how many of them a step of rank 0
-// has, and so what they take of a step; then, of pairs of N steps alone and N recorded ones, the
+// Printed are the time of a hook while nothing records, how many of them a step of rank 0
+// has, and so what they take of a step; then, of pairs of N plain steps and N recorded ones, the
 // median of the differences. Times of steps are those of the cores (pairs.h). With --alone nothing
-// is recorded, and printed is the time of a step alone: for tools/compare_programs.py, and a
+// is recorded, and printed is the time of a plain step: for tools/compare_programs.py, and a
 // program without the hooks.
 
 #include <ATen/ATen.h>
@@ -20,11 +20,10 @@
 #include "moesh/base/timeline.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "moesh/train/step.h"
-#include "moesh/train/timeline/collectives.h"
-#include "moesh/train/timeline/operators.h"
+#include "moesh/train/timeline/kernels.h"
 
 namespace moesh {
 namespace {

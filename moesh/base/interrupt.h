@@ -1,8 +1,11 @@
 #pragma once
-// Work that ends early, because whoever asked for it no longer wants it: Ctrl-C in Python.
+// Work that ends early, because the user no longer wants it: Ctrl-C in Python.
 
 #include <atomic>
 #include <utility>
+
+#include "moesh/base/error.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh {
 
@@ -11,25 +14,22 @@ namespace moesh {
 class Interruptible {
  public:
   explicit Interruptible(const std::atomic<bool>* is_unwanted)
-      : outer_(std::exchange(current_, is_unwanted)) {}
-  ~Interruptible() { current_ = outer_; }
+      : outer_(std::exchange(this_thread.is_unwanted, is_unwanted)) {}
+  ~Interruptible() { this_thread.is_unwanted = outer_; }
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 
-  static const std::atomic<bool>* current() { return current_; }
+  static const std::atomic<bool>* current() { return this_thread.is_unwanted; }
 
  private:
-  static constinit inline thread_local const std::atomic<bool>* current_ = nullptr;
   const std::atomic<bool>* outer_;
 };
 
-[[noreturn]] void throw_interrupted();
-
 /// Where long work may end: before a block of a model, a step, a chunk. Throws Error (internal),
-/// which whoever made the thread interruptible catches.
+/// which the code that made the thread interruptible catches.
 inline void interruption_point() {
   if (const auto* flag = Interruptible::current(); flag && flag->load(std::memory_order_relaxed))
-    throw_interrupted();
+    throw Error(ErrorKind::internal, "interrupted");
 }
 
 }  // namespace moesh

@@ -6,6 +6,7 @@
 
 #include "moesh/base/rank_threads.h"
 #include "moesh/base/terminal.h"
+#include "moesh/base/this_thread.h"
 
 namespace moesh {
 namespace {
@@ -29,7 +30,6 @@ std::atomic<LogLevel>& current_level() {
 
 std::atomic<LogSink> current_sink{nullptr};
 std::atomic<void (*)()> before_log{nullptr};
-thread_local int current_rank = -1;
 
 }  // namespace
 
@@ -40,10 +40,10 @@ std::optional<LogLevel> parse_log_level(std::string_view text) {
 }
 
 void set_log_rank(int rank) {
-  current_rank = rank;
+  this_thread.rank = rank;
   work_for_rank(rank);
 }
-int log_rank() { return current_rank; }
+int log_rank() { return this_thread.rank; }
 void set_log_level(LogLevel level) { current_level() = level; }
 LogLevel log_level() { return current_level(); }
 void set_log_sink(LogSink sink) { current_sink = sink; }
@@ -51,9 +51,9 @@ void set_before_log(void (*f)()) { before_log = f; }
 
 void log_line(LogLevel level, const std::string& text) {
   const char* name = kNames[static_cast<int>(level)];
-  const std::string line = current_rank < 0
+  const std::string line = this_thread.rank < 0
                                ? detail::concat("[", name, "] ", text)
-                               : detail::concat("[", name, " rank ", current_rank, "] ", text);
+                               : detail::concat("[", name, " rank ", this_thread.rank, "] ", text);
   if (LogSink sink = current_sink) return sink(level, line);
   if (const auto f = before_log.load()) f();
   const std::string with_end = printable(line) + '\n';

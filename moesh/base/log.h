@@ -20,7 +20,7 @@ int log_rank();
 /// info, warn, error, off), else info.
 void set_log_level(LogLevel level);
 LogLevel log_level();
-/// Of "debug", "info", "warn", "error" or "off"; nothing of another text.
+/// Takes "debug", "info", "warn", "error" or "off"; nullopt for any other text.
 std::optional<LogLevel> parse_log_level(std::string_view text);
 
 /// Replaces the sink (standard error) of every line; an empty function restores it. For tests and
@@ -28,8 +28,8 @@ std::optional<LogLevel> parse_log_level(std::string_view text);
 using LogSink = void (*)(LogLevel, const std::string& line);
 void set_log_sink(LogSink sink);
 
-/// Called before each line on standard error, for who has something on the terminal that must go
-/// first; null: nothing is.
+/// Called before each line on standard error, for code that has something on the terminal that must
+/// go first; null: nothing is.
 void set_before_log(void (*f)());
 
 void log_line(LogLevel level, const std::string& text);

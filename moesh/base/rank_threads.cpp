@@ -16,7 +16,7 @@ struct Thread {
   bool has_ended = false;
 };
 
-struct Table {
+struct ThreadTable {
   std::mutex mutex;
   std::vector<Thread> threads;  // the system gives a number again: a later one is meant
   int num_keepers = 0;
@@ -26,8 +26,8 @@ struct Table {
   }
 };
 
-Table& table() {
-  static Table* const all = new Table;  // threads may end after everything static has
+ThreadTable& table() {
+  static ThreadTable* const all = new ThreadTable;  // threads may end after everything static has
   return *all;
 }
 
@@ -38,7 +38,7 @@ struct Registered {
   bool is_known = false;
   ~Registered() {
     if (!is_known) return;
-    Table& all = table();
+    ThreadTable& all = table();
     const std::lock_guard lock(all.mutex);
     for (Thread& t : all.threads)
       if (t.system == system_number()) t.has_ended = true;
@@ -50,7 +50,7 @@ thread_local Registered registered;
 }  // namespace
 
 void work_for_rank(int rank) {
-  Table& all = table();
+  ThreadTable& all = table();
   const std::lock_guard lock(all.mutex);
   const std::int64_t system = system_number();
   for (Thread& t : all.threads)
@@ -66,7 +66,7 @@ void work_for_rank(int rank) {
 }
 
 int rank_of_thread(std::int64_t number) {
-  Table& all = table();
+  ThreadTable& all = table();
   const std::lock_guard lock(all.mutex);
   for (auto t = all.threads.rbegin(); t != all.threads.rend(); ++t)
     if (t->system == number) return t->rank;

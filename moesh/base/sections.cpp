@@ -1,11 +1,6 @@
 #include "moesh/base/sections.h"
 
 namespace moesh {
-namespace {
-
-thread_local SectionClock* current_clock = nullptr;
-
-}  // namespace
 
 const char* to_string(Section section) {
   switch (section) {
@@ -29,10 +24,10 @@ double SectionTimes::of_step() const {
   return sum;
 }
 
-SectionClock::SectionClock(Clock::time_point start) : since_(start), outer_(current_clock) {
-  current_clock = this;
+SectionClock::SectionClock(Clock::time_point start) : since_(start), outer_(this_thread.clock) {
+  this_thread.clock = this;
 }
-SectionClock::~SectionClock() { current_clock = outer_; }
+SectionClock::~SectionClock() { this_thread.clock = outer_; }
 
 void SectionClock::enter(Section section) {
   const auto now = Clock::now();
@@ -49,7 +44,7 @@ SectionTimes SectionClock::take() {
 }
 
 InSection::InSection(Section section)
-    : slice_(SliceKind::section, to_string(section)), clock_(current_clock) {
+    : slice_(SliceKind::section, to_string(section)), clock_(this_thread.clock) {
   if (clock_ && !is_in_step(clock_->current_)) clock_ = nullptr;
   if (!clock_) return;
   before_ = clock_->current_;

@@ -33,7 +33,7 @@ struct SectionTimes {
 
   double& operator[](Section s) { return seconds[static_cast<std::size_t>(s)]; }
   double operator[](Section s) const { return seconds[static_cast<std::size_t>(s)]; }
-  /// Of the sections that belong to a step.
+  /// The sum of the sections that belong to a step.
   double of_step() const;
 };
 

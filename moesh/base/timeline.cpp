@@ -16,10 +16,8 @@ std::int64_t now() {
 
 }  // namespace
 
-constinit thread_local Timeline* Timeline::current_ = nullptr;
-
-Timeline::Timeline() : outer_(current_) { current_ = this; }
-Timeline::~Timeline() { current_ = outer_; }
+Timeline::Timeline() : outer_(this_thread.timeline) { this_thread.timeline = this; }
+Timeline::~Timeline() { this_thread.timeline = outer_; }
 
 std::int64_t Timeline::number_of(std::string_view name) {
   if (const auto found = numbers_.find(name); found != numbers_.end()) return found->second;

@@ -8,6 +8,8 @@
 #include <string_view>
 #include <vector>
 
+#include "moesh/base/this_thread.h"
+
 namespace moesh {
 
 enum class SliceKind : std::uint8_t {
@@ -60,7 +62,7 @@ class Timeline {
   Timeline& operator=(const Timeline&) = delete;
 
   /// That of this thread; null where nobody records.
-  static Timeline* current() { return current_; }
+  static Timeline* current() { return this_thread.timeline; }
 
   /// A slice begins; those that began in it must end before it. Returns its number.
   std::int64_t open(SliceKind kind, std::string_view name);
@@ -86,7 +88,6 @@ class Timeline {
   std::int64_t group_of(const std::string& name, const std::vector<int>& members,
                         bool meets_on_host);
 
-  static constinit thread_local Timeline* current_;  // no call to look at it
   TimelineRecord record_;
   std::map<std::string, std::int64_t, std::less<>> numbers_;  // of names
   std::vector<std::int64_t> open_;                            // slices, the innermost last

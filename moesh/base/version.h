@@ -1,5 +1,5 @@
 #pragma once
-// The version, which stands in the CMakeLists.txt of the tree alone.
+// The version, which only the CMakeLists.txt of the tree states.
 
 #include <string>
 

@@ -88,7 +88,7 @@ class Meetings {
 
 }  // namespace
 
-void together(comm::Group& group, const std::function<void(const Breath& breath)>& f) {
+void together(comm::Group& group, const std::function<void(const Heartbeat& heartbeat)>& f) {
   Meetings meetings(group);
   std::string fault;
   try {
@@ -105,7 +105,7 @@ void together(comm::Group& group, const std::function<void(const Breath& breath)
 }
 
 void together(comm::Group& group, const std::function<void()>& f) {
-  together(group, [&](const Breath&) { f(); });
+  together(group, [&](const Heartbeat&) { f(); });
 }
 
 std::string text_of_first(comm::Group& group, const std::string& text) {

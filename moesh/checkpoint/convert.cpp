@@ -4,17 +4,17 @@
 #include <set>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
 
 #include "moesh/base/error.h"
-#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/file.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/load.h"
-#include "moesh/checkpoint/lock.h"
 #include "moesh/checkpoint/plan.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/manifest.h"
-#include "moesh/formats/safetensors_index.h"
+#include "moesh/formats/safetensors.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -75,6 +75,53 @@ std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dty
   return parts;
 }
 
+// Adds to boxes of the model's parameters what an adapter adds to them.
+class Merger {
+ public:
+  explicit Merger(const Merge& merge)
+      : merge_(merge),
+        source_(TensorFolder::adapter(merge.adapter)),
+        loader_(source_, merge.table) {
+    check_names(source_, merge.table);
+  }
+
+  bool adds_to(const std::string& param) const { return merge_.additions.contains(param); }
+  void add(Part& part) {
+    const Merge::Addition& addition = merge_.additions.at(part.name);
+    const at::Tensor a = load(addition.a), both = load(addition.b),
+                     b = addition.half ? both.select(1, *addition.half) : both;
+    const std::int64_t last = part.value.dim() - 1;
+    const auto& [start, length] = part.region;
+    const auto of = [&](const at::Tensor& t, std::int64_t dim, std::int64_t of_part) {
+      const auto d = static_cast<std::size_t>(of_part);
+      return t.narrow(dim, start[d], length[d]);
+    };
+    at::Tensor rows = of(b, last - 1, last - 1), columns = of(a, last, last);
+    if (last == 2) rows = of(rows, 0, 0), columns = of(columns, 0, 0);
+    part.value.add_(at::matmul(rows, columns).to(part.value.scalar_type()), addition.scale);
+  }
+
+ private:
+  // Experts that lie one by one ask for the same A and B one after the other.
+  at::Tensor load(const std::string& param) {
+    if (const auto found = last_.find(param); found != last_.end()) return found->second;
+    if (last_.size() >= 6) last_.clear();
+    for (const auto& tensor : merge_.table.tensors)
+      for (const auto& s : tensor.sources) {
+        if (s.param != param) continue;
+        std::vector<Part> parts = parts_of(tensor, at::kDouble);
+        loader_.load(parts);
+        return last_[param] = parts[0].value;
+      }
+    throw Error(ErrorKind::internal, "no tensor of the adapter holds " + param);
+  }
+
+  const Merge& merge_;
+  TensorFolder source_;
+  Loader loader_;
+  std::map<std::string, at::Tensor> last_;
+};
+
 }  // namespace
 
 Converted convert(const std::filesystem::path& from, const std::filesystem::path& target,
@@ -93,6 +140,8 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
   const formats::DiskTable from_table = model.table(layout);
   formats::DiskTable to_table = model.table(options.layout.value_or(layout));
   const Loader loader(source, from_table);
+  std::optional<Merger> merger;
+  if (options.merge) merger.emplace(*options.merge);
   for (auto& t : to_table.tensors) {
     const auto old = loader.dtype_of(t.sources.front().param);
     t.dtype = options.dtype ? t.dtype.value_or(*options.dtype) : old;
@@ -115,8 +164,12 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
     out.reserve(file.size);
     out.write(0, file.header);
     for (const auto& t : file.tensors) {
-      const auto parts = parts_of(*t.tensor, torch_dtype(t.dtype, t.tensor->name));
+      auto parts = parts_of(*t.tensor, torch_dtype(t.dtype, t.tensor->name));
+      for (Part& part : parts)  // what is added to is rounded once
+        if (merger && merger->adds_to(part.name)) part.value = part.value.to(at::kDouble);
       loader.load(parts);
+      for (Part& part : parts)
+        if (merger && merger->adds_to(part.name)) merger->add(part);
       write_tensor(out, t, by_name(parts));
       index.weight_map[t.tensor->name] = file.name;
       *index.total_size +=

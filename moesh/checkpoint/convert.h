@@ -2,16 +2,31 @@
 // From one folder of a model to another, tensor by tensor: no model in memory.
 
 #include <filesystem>
+#include <map>
 #include <optional>
+#include <string>
 
 #include "moesh/formats/disk.h"
 
 namespace moesh::checkpoint {
 
+/// A LoRA adapter that becomes part of the weights: scale B A is added to each that it is for.
+struct Merge {
+  struct Addition {
+    std::string a, b;  // parameters of the adapter: [r, in] and [out, r], or [E, r, in] and so on
+    double scale = 1;
+    std::optional<std::int64_t> half = {};  // of a B [E, 2, out, r] for gate and up together
+  };
+  std::filesystem::path adapter;
+  formats::DiskTable table;                   // of its tensors
+  std::map<std::string, Addition> additions;  // by the parameter of the model
+};
+
 struct ConvertOptions {
   std::optional<formats::ExpertLayout> layout = {};  // else as it was
   std::optional<formats::Dtype> dtype = {};          // else as it was, tensor by tensor
   std::uint64_t max_shard_size = 5'000'000'000;
+  std::optional<Merge> merge = {};
 };
 
 struct Converted {

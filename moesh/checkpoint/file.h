@@ -2,14 +2,16 @@
 // Files that are written by several ranks at once, with errors that name the file, what failed and
 // why.
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <set>
 #include <string>
 #include <string_view>
 
 #include "moesh/formats/checksum.h"
-#include "moesh/formats/output_file.h"
+#include "moesh/formats/file.h"
 
 namespace moesh::checkpoint {
 
@@ -34,5 +36,21 @@ bool exchange_folders(const std::filesystem::path& a, const std::filesystem::pat
 void remove_contents(const std::filesystem::path& path, const std::set<std::string>& kept = {});
 /// A folder with all that is in it, in the same way.
 void remove_folder(const std::filesystem::path& path);
+
+// Work on files that several threads of a rank share: one thread hashes, or waits for the disk,
+// while another writes.
+
+/// f(item, thread) once for each item below `num_items`, by `num_threads` threads, each of which
+/// takes the next item when it has done one; `thread` counts them. Returns when all is done. What f
+/// throws first is thrown here, and no other item is begun. Meanwhile the calling thread calls
+/// `meanwhile` every few milliseconds; with one thread, it does the work itself, and calls it
+/// between two items.
+void share_work(std::size_t num_items, int num_threads,
+                const std::function<void(std::size_t item, std::size_t thread)>& f,
+                const std::function<void()>& meanwhile = {});
+
+/// Threads of a rank for so much work: its share of the machine's cores, up to eight (which keep a
+/// fast disk busy), and one for what is done at once.
+int num_workers(std::uint64_t num_bytes);
 
 }  // namespace moesh::checkpoint

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -33,11 +34,42 @@ bool is_intact(const std::filesystem::path& checkpoint);
 /// Removes what an interrupted save or purge has left: such folders with a manifest in them, which
 /// may be empty, or with nothing. What else has such a name is not moesh's, and stays.
 void remove_temporary(const std::filesystem::path& folder);
-/// Of the intact checkpoints up to `newest`, which is one, the last `keep` stay, and the last one
+/// Keeps the last `keep` of the intact checkpoints up to `newest`, which is one, and the last one
 /// that is proven: a step after it had finite gradients, which nobody knows of the newest. Only
 /// those of `known` are ever removed: the run has read or written them. Later ones are not touched:
 /// a run that went back to an older checkpoint has not judged them.
 void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep,
            const std::set<std::int64_t>& known);
+
+/// While it lives, no other run works in the folder, which is made where it is missing. Throws
+/// Error (config) which names the holder where another one does. The lock is one of an open file
+/// description: it is gone when the process is, however that ends. On a file system without locks
+/// it warns and holds nothing.
+class FolderLock {
+ public:
+  explicit FolderLock(const std::filesystem::path& folder);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  int descriptor_ = -1;
+};
+
+/// The file that is locked. It stays: to remove it would open a gap between two runs.
+constexpr const char* kLockFile = ".lock";
+
+// The small files of a model's folder that belong to a run that starts from it, or to a conversion:
+// tokenizer, chat template, generation config, license.
+
+/// By name, with their bytes; not those that describe the weights (config.json, the index, the
+/// manifest). Nothing where the folder does not exist. Where the folder has a manifest they are
+/// compared with it. A file that is damaged, or larger than any of these, is left out with a
+/// warning.
+std::map<std::string, std::string> read_companions(const std::filesystem::path& folder);
+
+/// A config.json with the ids that another one has for the tokens which begin, end and pad a text.
+/// They do not matter to a model's numbers, and generating with it needs them.
+std::string with_token_ids(const std::string& config_json, const std::string& of);
 
 }  // namespace moesh::checkpoint

@@ -123,11 +123,11 @@ std::string damage_in(const std::filesystem::path& folder, comm::Group& group) {
   const auto size = static_cast<std::uint64_t>(group.size());
   const auto rank = static_cast<std::uint64_t>(group.rank());
   try {
-    together(group, [&](const Breath& breath) {
+    together(group, [&](const Heartbeat& heartbeat) {
       std::uint64_t number = 0;  // of a block among those of all files
       for (const auto& file : formats::read_manifest(folder.string()).files)
         formats::check_file(folder.string(), file, [&](std::uint64_t) {
-          take(breath);
+          beat(heartbeat);
           return number++ % size == rank;
         });
     });

@@ -9,11 +9,11 @@
 
 namespace moesh::checkpoint {
 
-/// What is in a folder of a model: who wrote it, when in the run, its files and tensors.
+/// What is in a folder of a model: which program wrote it, when in the run, its files and tensors.
 std::string inspect(const std::filesystem::path& folder);
 
 /// A sentence on a file that is missing, or has another size or other bytes than the manifest says,
-/// or on a manifest that cannot be one: the first that the ranks of a group find, who divide the
+/// or on a manifest that cannot be one: the first that the ranks of a group find, which divide the
 /// blocks of all files among them. Empty: every file is as it was written. Throws Error (storage)
 /// where something cannot be read.
 std::string damage_in(const std::filesystem::path& folder, comm::Group& group);

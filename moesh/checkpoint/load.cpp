@@ -13,12 +13,13 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
-#include "moesh/checkpoint/workers.h"
+#include "moesh/checkpoint/file.h"
 #include "moesh/comm/launch.h"
+#include "moesh/formats/adapter_config.h"
+#include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
-#include "moesh/formats/safetensors_index.h"
-#include "moesh/formats/text_model.h"
+#include "moesh/formats/safetensors.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -62,7 +63,7 @@ Differences compare(const TensorFolder& folder, const formats::DiskTable& table)
   return d;
 }
 
-// More experts or layers than the files have numbers: the table of their names alone would not end.
+// More experts or layers than the files have numbers: even the table of their names would not end.
 void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
   double there = 0;
   for (const auto& [name, found] : folder.tensors())
@@ -77,7 +78,7 @@ void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
 }
 
 // One read: what a part and a tensor on disk have in common, and where it is.
-struct Job {
+struct ReadJob {
   const Part* part;
   const formats::DiskTensor* tensor;
   const formats::Source* source;
@@ -103,7 +104,7 @@ bool is_finite(const at::Tensor& x) {
 
 // Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
 // inside of them, holes included.
-void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
+void read_box(const ReadJob& job, const at::Tensor& target, const Heartbeat& heartbeat) {
   const Sizes& view = job.tensor->view;
   const Region& box = job.overlap.view;
   const Quantized* quantized = job.found.quantized;
@@ -150,7 +151,7 @@ void read_box(const Job& job, const at::Tensor& target, const Breath& breath) {
     }
     for (std::size_t d = split; d < view.size(); ++d) first += box.start[d] * strides[d];
     for (std::int64_t at = 0; at < box.length[split]; at += step) {
-      take(breath);
+      beat(heartbeat);
       slab_size[0] = std::min(step, box.length[split] - at);
       std::int64_t length = 1;  // from the first element of the slab to its last
       for (std::size_t d = 0; d < slab_size.size(); ++d)
@@ -181,8 +182,8 @@ ScaledBlock block_of(const std::filesystem::path& folder) {
 }
 
 // Jobs that share no file, each list in the order of its files: a file has one reader at a time.
-std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
-  std::sort(jobs.begin(), jobs.end(), [](const Job& a, const Job& b) {
+std::vector<std::vector<ReadJob>> apart(std::vector<ReadJob> jobs) {
+  std::sort(jobs.begin(), jobs.end(), [](const ReadJob& a, const ReadJob& b) {
     return std::tie(a.found.file->file().path(), a.found.info->begin) <
            std::tie(b.found.file->file().path(), b.found.info->begin);
   });
@@ -191,12 +192,12 @@ std::vector<std::vector<Job>> apart(std::vector<Job> jobs) {
     while (joined.try_emplace(file, file).first->second != file) file = joined.at(file);
     return file;
   };
-  for (const Job& job : jobs)
+  for (const ReadJob& job : jobs)
     if (const auto* q = job.found.quantized)
       joined[first_of(q->file_of_scales())] = first_of(job.found.file);
   std::map<const BlockFile*, std::size_t> places;
-  std::vector<std::vector<Job>> lists;
-  for (Job& job : jobs) {
+  std::vector<std::vector<ReadJob>> lists;
+  for (ReadJob& job : jobs) {
     const auto [place, is_new] = places.try_emplace(first_of(job.found.file), lists.size());
     if (is_new) lists.emplace_back();
     lists[place->second].push_back(std::move(job));
@@ -210,11 +211,11 @@ int num_readers(std::size_t num_files) {
 }
 
 // A list of jobs in the order of its files. The blocks of a file go when the next one is read.
-void read_list(const std::vector<Job>& jobs, const Breath& breath) {
+void read_list(const std::vector<ReadJob>& jobs, const Heartbeat& heartbeat) {
   const at::NoGradGuard of_this_thread;
   for (std::size_t i = 0; i < jobs.size(); ++i) {
-    const Job& job = jobs[i];
-    read_box(job, in_view_order(*job.part, *job.source, job.overlap), breath);
+    const ReadJob& job = jobs[i];
+    read_box(job, in_view_order(*job.part, *job.source, job.overlap), heartbeat);
     if (i + 1 < jobs.size() && jobs[i + 1].found.file == job.found.file) continue;
     job.found.file->forget();
     if (job.found.quantized) job.found.quantized->file_of_scales()->forget();
@@ -381,6 +382,13 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
   return result;
 }
 
+TensorFolder TensorFolder::adapter(const std::filesystem::path& folder) {
+  std::optional<formats::Manifest> manifest;
+  if (formats::exists(folder / formats::kManifestFile))
+    manifest = formats::read_manifest(folder.string());
+  return TensorFolder(folder, {formats::kAdapterFile}, manifest ? &*manifest : nullptr);
+}
+
 TensorFolder TensorFolder::of_file(const std::filesystem::path& file) {
   return TensorFolder(file.parent_path(), {file.filename().string()}, nullptr);
 }
@@ -446,12 +454,13 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
   return found(entries_.at(param).front()).info->dtype;
 }
 
-void Loader::load(const std::vector<Part>& parts, const Breath& breath, bool must_be_finite) const {
+void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
+                  bool must_be_finite) const {
   const at::NoGradGuard no_grad;
   std::vector<Part> on_host = parts;  // a read becomes many small copies
   for (auto& p : on_host)
     if (!p.value.is_cpu()) p.value = at::empty(p.value.sizes(), p.value.options().device(at::kCPU));
-  std::vector<Job> jobs;
+  std::vector<ReadJob> jobs;
   for (const auto& part : on_host) {
     std::int64_t filled = 0;
     if (const auto entries = entries_.find(part.name); entries != entries_.end())
@@ -466,11 +475,11 @@ void Loader::load(const std::vector<Part>& parts, const Breath& breath, bool mus
   }
   const auto lists = apart(std::move(jobs));
   const int num_threads = num_readers(lists.size());
-  // Several threads leave the breath to this one.
-  const Breath between = num_threads == 1 ? breath : Breath();
+  // Several threads leave the heartbeat to this one.
+  const Heartbeat between = num_threads == 1 ? heartbeat : Heartbeat();
   share_work(
       lists.size(), num_threads, [&](std::size_t i, std::size_t) { read_list(lists[i], between); },
-      breath);
+      heartbeat);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
 }

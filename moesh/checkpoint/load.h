@@ -62,6 +62,8 @@ class TensorFolder {
   /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used
   /// where there is one. What is quantized counts as the one tensor that it stands for.
   static TensorFolder weights(const std::filesystem::path& folder);
+  /// What a LoRA adapter adds, from its one file. The manifest is used where there is one.
+  static TensorFolder adapter(const std::filesystem::path& folder);
   /// One file by itself, without a manifest.
   static TensorFolder of_file(const std::filesystem::path& file);
   /// All files whose names begin with `prefix`, of a checkpoint with a manifest.
@@ -71,7 +73,7 @@ class TensorFolder {
   const std::map<std::string, Found>& tensors() const { return tensors_; }
   bool has_quantized() const { return !quantized_.empty(); }
   const std::filesystem::path& path() const { return path_; }
-  /// Of blocks in memory: while a rank loads, at most four for each of its four readers.
+  /// Bytes of blocks in memory: while a rank loads, at most four for each of its four readers.
   std::size_t kept_bytes() const;
 
  private:
@@ -97,10 +99,10 @@ class Loader {
  public:
   Loader(const TensorFolder& folder, const formats::DiskTable& table);
 
-  /// Fills the values of all parts, with a breath between pieces. Tensors are read in the order of
-  /// the files, so pass many at once. Where numbers must be finite, one that is not is an Error
+  /// Fills the values of all parts, with a heartbeat between pieces. Tensors are read in the order
+  /// of the files, so pass many at once. Where numbers must be finite, one that is not is an Error
   /// (data) that names its tensor.
-  void load(const std::vector<Part>& parts, const Breath& breath = {},
+  void load(const std::vector<Part>& parts, const Heartbeat& heartbeat = {},
             bool must_be_finite = false) const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "moesh/formats/disk.h"
-#include "moesh/spmd/param.h"
+#include "moesh/fsdp/param.h"
 
 namespace moesh::checkpoint {
 

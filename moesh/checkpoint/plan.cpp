@@ -10,6 +10,7 @@ namespace moesh::checkpoint {
 namespace {
 
 std::string file_name(const std::string& prefix, std::size_t number, std::size_t count) {
+  if (is_one_file(prefix)) return prefix;
   char text[48];
   std::snprintf(text, sizeof text, "-%05zu-of-%05zu.safetensors", number, count);
   return prefix + text;
@@ -34,13 +35,16 @@ std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsBy
 
 }  // namespace
 
+bool is_one_file(const std::string& prefix) { return prefix.ends_with(".safetensors"); }
+
 std::vector<PlannedFile> plan_files(const std::string& prefix,
                                     const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size) {
   std::vector<std::vector<const formats::DiskTensor*>> groups;
   std::uint64_t size = 0;
   for (const auto& t : tensors) {
-    if (groups.empty() || (size > 0 && size + num_bytes(t) > max_size)) {
+    const bool is_full = !is_one_file(prefix) && size > 0 && size + num_bytes(t) > max_size;
+    if (groups.empty() || is_full) {
       groups.emplace_back();
       size = 0;
     }

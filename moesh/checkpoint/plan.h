@@ -1,5 +1,5 @@
 #pragma once
-// Which tensor goes into which file, and where. It follows from the tensors alone, so that all
+// Which tensor goes into which file, and where. It follows only from the tensors, so that all
 // ranks make the same plan, and so that the files have the same bytes whatever mesh writes them.
 
 #include <map>
@@ -13,7 +13,8 @@ namespace moesh::checkpoint {
 
 /// Tensors that are saved together, and what this rank has of the parameters that they are made of.
 struct TensorSet {
-  std::string prefix;                        // files are <prefix>-00001-of-00002.safetensors
+  // Files are <prefix>-00001-of-00002.safetensors; or it is the name of one: x.safetensors.
+  std::string prefix;
   std::vector<formats::DiskTensor> tensors;  // each with its dtype
   std::vector<Part> parts;
 };
@@ -31,8 +32,10 @@ struct PlannedFile {
   std::uint64_t size = 0;  // of the whole file
 };
 
+/// Whether a prefix is the name of one file.
+bool is_one_file(const std::string& prefix);
 /// Files of at most `max_size` bytes of tensors (one tensor may be larger), in the order of the
-/// tensors. It points into them.
+/// tensors, or one file. It points into them.
 std::vector<PlannedFile> plan_files(const std::string& prefix,
                                     const std::vector<formats::DiskTensor>& tensors,
                                     std::uint64_t max_size);

@@ -61,7 +61,7 @@ class ReadBack {
   std::filesystem::path folder_;
   std::vector<File> files_;
   std::mutex mutex_;
-  // Of each block; what another rank has written or read is 0 here, until it tells.
+  // For each block; what another rank has written or read is 0 here, until it tells.
   std::vector<std::uint64_t> written_;     // sums, see BlockSums
   std::vector<std::uint64_t> num_bytes_;   // that were written
   std::vector<std::uint64_t> found_;       // sums of what was read back

@@ -14,10 +14,9 @@
 #include "moesh/checkpoint/file.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/read_back.h"
-#include "moesh/checkpoint/workers.h"
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/safetensors_index.h"
+#include "moesh/formats/safetensors.h"
 
 namespace moesh::checkpoint {
 namespace {
@@ -41,7 +40,7 @@ class Saver {
     }
     if (is_first()) {
       texts_ = snapshot.texts;
-      texts_[formats::kIndexFile] = index();
+      if (!is_one_file(snapshot.sets[0].prefix)) texts_[formats::kIndexFile] = index();
     }
     add_texts();
     num_threads_ = options.num_threads > 0 ? options.num_threads : num_workers(blocks_.num_bytes());
@@ -49,13 +48,13 @@ class Saver {
 
   std::filesystem::path run() {
     try {
-      together(group_, [&](const Breath& breath) {
-        if (is_first()) make_files(breath);
+      together(group_, [&](const Heartbeat& heartbeat) {
+        if (is_first()) make_files(heartbeat);
       });
-      together(group_, [&](const Breath& breath) { write_tensors(breath); });
+      together(group_, [&](const Heartbeat& heartbeat) { write_tensors(heartbeat); });
       formats::Manifest manifest = snapshot_.manifest;
       const auto left = blocks_.left_to_read(group_);
-      together(group_, [&](const Breath& breath) { read_back(left, breath); });
+      together(group_, [&](const Heartbeat& heartbeat) { read_back(left, heartbeat); });
       manifest.files = blocks_.hashed_files(group_);
       together(group_, [&] {
         if (is_first()) publish(manifest);
@@ -71,7 +70,7 @@ class Saver {
  private:
   bool is_first() const { return group_.rank() == 0; }
 
-  // Every rank has all blocks of all files, and those of texts by their names and sizes alone.
+  // Every rank has all blocks of all files; of texts it knows only names and sizes.
   void add_texts() {
     std::string list;
     for (const auto& [name, text] : texts_) list += detail::concat(text.size(), " ", name, "\n");
@@ -104,7 +103,7 @@ class Saver {
           "; nothing was changed: see which run it belongs to, and start again");
   }
 
-  void make_files(const Breath& breath) {
+  void make_files(const Heartbeat& heartbeat) {
     make_folders(options_.folder);
     check_others();
     remove_temporary(options_.folder);
@@ -114,7 +113,7 @@ class Saver {
     write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
-        take(breath);
+        beat(heartbeat);
         const auto path = temporary_ / file.name;
         make_folders(path.parent_path());
         OutputFile out(path, OutputFile::Mode::create);
@@ -149,8 +148,8 @@ class Saver {
   // Each thread has one file open: the items are in the order of the files, and a thread goes
   // through them in that order. When enough blocks are whole, the thread that notices it flushes
   // them and reads them back, while others write: the disk is at work all the time.
-  void write_tensors(const Breath& breath) {
-    struct Writer {
+  void write_tensors(const Heartbeat& heartbeat) {
+    struct TensorWriter {
       const PlannedFile* file = nullptr;
       std::optional<OutputFile> out = {};
       ReadBack::Reader reader = {};
@@ -163,11 +162,11 @@ class Saver {
         for (const auto& t : file.tensors)
           if (owns_some(t, parts[i])) items.push_back({&file, &t, &parts[i]});
     wait_for_devices();
-    std::vector<Writer> writers(static_cast<std::size_t>(num_threads_));
+    std::vector<TensorWriter> writers(static_cast<std::size_t>(num_threads_));
     share_work(
         items.size(), num_threads_,
         [&](std::size_t i, std::size_t thread) {
-          Writer& w = writers[thread];
+          TensorWriter& w = writers[thread];
           if (w.file != items[i].file) {
             w.out.reset();
             w.file = items[i].file;
@@ -180,12 +179,12 @@ class Saver {
                               whole.size() * formats::kBlockBytes);
           read_back_now(with_waiting(whole), w.reader);
         },
-        breath);
+        heartbeat);
     writers.clear();
-    sync_written(items, breath);
+    sync_written(items, heartbeat);
   }
 
-  // Blocks to read back now: none, until there are enough of them. One thread alone would only wait
+  // Blocks to read back now: none, until there are enough of them. A single thread would only wait
   // for the disk in between: it reads back at the end.
   std::vector<std::size_t> with_waiting(const std::vector<std::size_t>& whole) {
     if (num_threads_ == 1) return {};
@@ -204,7 +203,7 @@ class Saver {
     for (const std::size_t block : batch) blocks_.read_back(block, reader);
   }
 
-  void sync_written(const std::vector<Item>& items, const Breath& breath) const {
+  void sync_written(const std::vector<Item>& items, const Heartbeat& heartbeat) const {
     std::vector<const PlannedFile*> written;
     for (const Item& item : items)
       if (written.empty() || written.back() != item.file) written.push_back(item.file);
@@ -213,17 +212,17 @@ class Saver {
         [&](std::size_t i, std::size_t) {
           OutputFile(temporary_ / written[i]->name, OutputFile::Mode::open).sync();
         },
-        breath);
+        heartbeat);
   }
 
   // What is left of the blocks, this rank's share of it: those that several ranks wrote, and the
   // last ones. What is hashed is what the writers had in memory, or the save fails.
-  void read_back(const std::vector<std::size_t>& left, const Breath& breath) {
+  void read_back(const std::vector<std::size_t>& left, const Heartbeat& heartbeat) {
     std::vector<ReadBack::Reader> readers(static_cast<std::size_t>(num_threads_));
     share_work(
         left.size(), num_threads_,
         [&](std::size_t i, std::size_t thread) { blocks_.read_back(left[i], readers[thread]); },
-        breath);
+        heartbeat);
     blocks_.check();
   }
 
@@ -283,7 +282,7 @@ class Saver {
     }
   }
 
-  // Of a save that failed, on rank 0. What cannot be removed is removed by the next save.
+  // Removes what a failed save left, on rank 0. What cannot be removed is removed by the next save.
   void clean_up() const {
     try {
       remove_folder(temporary_);

@@ -55,7 +55,7 @@ void refuse_values(const Command& command, const Args& args) {
     for (const std::string& arg : args) {
       if (!arg.starts_with(o.name + "=")) continue;
       MOESH_CHECK(!o.value.empty(), ErrorKind::config, o.name, " takes no value; '", arg,
-                  "' has one: give ", o.name, " alone, or leave it out");
+                  "' has one: write ", o.name, " without it, or leave both out");
       MOESH_CHECK(arg.size() > o.name.size() + 1, ErrorKind::config, o.name,
                   " needs a value, as in ", o.name, "=", o.value);
     }
@@ -128,22 +128,22 @@ std::string usage_of(const Command& command) {
 
 }  // namespace
 
-std::optional<std::string> Given::text(const std::string& name) const {
+std::optional<std::string> Arguments::text(const std::string& name) const {
   const auto found = values_.find(name);
   return found == values_.end() ? std::nullopt : std::optional(found->second.front());
 }
 
-Args Given::texts(const std::string& name) const {
+Args Arguments::texts(const std::string& name) const {
   const auto found = values_.find(name);
   return found == values_.end() ? Args{} : found->second;
 }
 
-int Given::number(const std::string& name, int initial, int least) const {
+int Arguments::number(const std::string& name, int initial, int least) const {
   const auto given = text(name);
   return given ? whole_number(name, *given, least) : initial;
 }
 
-double Given::real(const std::string& name, double initial) const {
+double Arguments::real(const std::string& name, double initial) const {
   const auto given = text(name);
   if (!given) return initial;
   double value = 0;
@@ -155,12 +155,12 @@ double Given::real(const std::string& name, double initial) const {
   return value;
 }
 
-void Given::expect_words(std::size_t count) const {
+void Arguments::expect_words(std::size_t count) const {
   MOESH_CHECK(rest_.size() == count, ErrorKind::config, command_->name, " has ", rest_.size(),
               " words where ", count, count == 1 ? " is needed; " : " are needed; ", usage());
 }
 
-std::string Given::usage() const { return usage_of(*command_); }
+std::string Arguments::usage() const { return usage_of(*command_); }
 
 std::string Command::usage() const {
   return "moesh " + name + (words.empty() ? "" : " " + words) +

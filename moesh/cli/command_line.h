@@ -22,9 +22,10 @@ struct CommandOption {
 struct Command;
 struct CommandLine;
 /// What a command is given.
-class Given {
+class Arguments {
  public:
-  /// The value of an option; nothing where it is not there. One that stands alone has an empty one.
+  /// The value of an option; nothing where it is not there. An option without a value has an empty
+  /// one.
   std::optional<std::string> text(const std::string& name) const;
   /// All values, of an option that may repeat.
   Args texts(const std::string& name) const;
@@ -54,7 +55,7 @@ struct Command {
   std::string help;           // one line: what it does
   bool takes_config = false;  // the options of a configuration
   std::vector<CommandOption> options;
-  int (*run)(const Given& given);
+  int (*run)(const Arguments& given);
   std::string details = "";  // further sentences for its own help
 
   /// "moesh compare A B [OPTIONS]"
@@ -67,7 +68,7 @@ struct Command {
 
 struct CommandLine {
   const Command* command = nullptr;  // null: none is named
-  Given given;
+  Arguments given;
   bool wants_help = false, wants_version = false;
   std::optional<std::string> log_level;
 };

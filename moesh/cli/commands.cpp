@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/base/exit_code.h"
 #include "moesh/base/log.h"
 #include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
@@ -64,7 +63,7 @@ Args joined(Args a, const Args& b) {
   return a;
 }
 
-int run_demo(const Given& given) {
+int run_demo(const Arguments& given) {
   given.expect_words(0);
   const auto start = std::chrono::steady_clock::now();
   std::printf("Training:\n\n");
@@ -88,21 +87,27 @@ int run_demo(const Given& given) {
   return verified;
 }
 
-// How much each [[optimizer.group]] matches, of the shapes alone.
-std::map<std::string, std::string> group_notes(const Config& config) {
+// How much each [[optimizer.group]] and training.freeze match, from shapes only.
+std::map<std::string, std::string> match_notes(const Config& config) {
   std::map<std::string, std::string> notes;
-  if (config.optimizer.group.empty()) return notes;
+  const auto note = [](std::int64_t num_parameters, std::int64_t num_tensors) {
+    return detail::concat(with_commas(num_parameters), " parameters in ", with_commas(num_tensors),
+                          num_tensors == 1 ? " tensor" : " tensors");
+  };
   const auto matches = group_matches(config);
   for (std::size_t i = 0; i < matches.size(); ++i)
-    notes[detail::concat("optimizer.group.", i, ".match")] = detail::concat(
-        with_commas(matches[i].num_parameters), " parameters in ",
-        with_commas(matches[i].num_tensors), matches[i].num_tensors == 1 ? " tensor" : " tensors");
+    notes[detail::concat("optimizer.group.", i, ".match")] =
+        note(matches[i].num_parameters, matches[i].num_tensors);
+  const auto of_freeze = train::frozen(config);
+  if (!of_freeze.names.empty())
+    notes["training.freeze"] =
+        note(of_freeze.num_parameters, static_cast<std::int64_t>(of_freeze.names.size()));
   return notes;
 }
 
-int run_print_config(const Given& given) {
+int run_print_config(const Arguments& given) {
   const Config config = load_config(given.rest());
-  std::printf("%s", for_terminal(print_config(config, group_notes(config))).c_str());
+  std::printf("%s", for_terminal(print_config(config, match_notes(config))).c_str());
   return 0;
 }
 
@@ -122,7 +127,8 @@ void print_commands() {
 }
 
 // One command; with the options of a configuration where it takes them. Of these only --model is
-// looked at, which says whose keys are listed: whoever asks for help does not know the others yet.
+// looked at, which says whose keys are listed: a user who asks for help does not know the others
+// yet.
 void print_help_of(const Command& command, const Args& args) {
   std::printf("%s", command.describe().c_str());
   if (!command.takes_config || command.name == kHelp) return;
@@ -135,7 +141,7 @@ void print_help_of(const Command& command, const Args& args) {
   std::printf("\n%s", help_text(load_config(model)).c_str());
 }
 
-int run_help(const Given& given) {
+int run_help(const Arguments& given) {
   Args args = given.rest();
   if (args.empty()) {
     print_commands();
@@ -149,7 +155,7 @@ int run_help(const Given& given) {
   return 0;
 }
 
-int run_train_command(const Given& given) {
+int run_train_command(const Arguments& given) {
   return static_cast<int>(run_train(given.rest()).interrupted ? ExitCode::stopped : ExitCode::done);
 }
 
@@ -241,23 +247,32 @@ const std::vector<Command>& commands() {
        .details = "This is what `make run` does. It takes no options; train and verify do."},
       {.name = "convert",
        .words = "FROM TO",
-       .help = "convert the folder of a model to another layout or dtype",
+       .help = "convert the folder of a model to another layout or dtype, or add a LoRA adapter",
        .options = {{"--layout", "per_expert|stacked",
                     "layout of the routed experts (default: as they are)"},
                    {"--dtype", "float32|bfloat16|float16|float64",
-                    "dtype of the written weights (default: as they are)"}},
+                    "dtype of the written weights (default: as they are)"},
+                   {"--adapter", "FOLDER", "LoRA adapter of PEFT or moesh, with --merge"},
+                   {"--merge", "", "add what the adapter adds to the weights themselves"}},
        .run = run_convert,
        .details = "FROM is a checkpoint of moesh or the folder of a Hugging Face model; TO must "
                   "not exist yet."},
       {.name = "inspect",
-       .words = "FOLDER",
-       .help = "show what a checkpoint, or the folder of a model, contains",
+       .words = "PATH",
+       .help = "show what a checkpoint, the folder of a model or a file of tokens contains",
        .options = {{"--check", "",
-                    "compare every byte with its checksum; the exit code is 0 only if all agree"}},
-       .run = run_inspect},
+                    "compare every byte with its checksum; the exit code is 0 only if all agree"},
+                   {"--document", "N", "number of the document to print (default 0)"},
+                   {"--tokenizer", "PATH",
+                    "tokenizer.json to decode tokens with (default: the one they were made with)"}},
+       .run = run_inspect,
+       .details =
+           "Of PREFIX.bin and PREFIX.idx it prints a document. Where there is a PREFIX.mask, "
+           "tokens that a model is trained to predict are green on a terminal, and between "
+           "[[ and ]] elsewhere."},
       {.name = "tokenize",
        .words = "INPUT...",
-       .help = "turn texts into files of token ids",
+       .help = "turn texts, or with Python chats, into files of token ids",
        .options = {{"--tokenizer", "PATH", "tokenizer.json, or the folder that holds it"},
                    {"--out", "PREFIX", "write PREFIX.bin and PREFIX.idx"},
                    {"--field", "NAME",
@@ -265,16 +280,30 @@ const std::vector<Command>& commands() {
                    {"--append-eod", "", "end each document with the eos_token of the folder"},
                    {"--eod", "TOKEN", "end each document with this token"},
                    {"--with-template", "", "add the tokens that the tokenizer puts around a text"},
+                   {"--chats", "FORMAT",
+                    "format of chats: auto, messages, prompt_completion, sharegpt, alpaca or none "
+                    "(default auto: chats if the first line of JSONL has no text)"},
+                   {"--chat-template", "FILE",
+                    "template to write chats with, instead of that of the tokenizer's folder"},
+                   {"--chat-fields", "A=B,...",
+                    "names of fields in this file, as in messages=turns,role=speaker"},
+                   {"--template-variable", "NAME=VALUE",
+                    "variable of the template, as in enable_thinking=false", /*may_repeat=*/true},
+                   {"--roles", "A,B", "roles whose turns are trained on (default assistant)"},
+                   {"--no-end-of-turn", "", "do not train on the tokens that end a turn"},
                    {"--format", "text|jsonl", "format of inputs whose names do not say it"},
                    {"--on-error", "stop|skip",
                     "stop at a line that cannot be read, or skip it (default stop)"},
                    {"--threads", "N", "number of threads (default: one for each core)"},
                    {"--save-interval", "SECONDS", "most work that a crash may cost (default 30)"},
                    {"--check", "PREFIX",
-                    "compare every byte of PREFIX.bin and PREFIX.idx with its checksum instead"}},
+                    "compare every byte of the files of PREFIX with its checksum instead"}},
        .run = run_tokenize,
-       .details = "INPUT is a *.txt or *.jsonl file, also packed as .gz or .zst, a folder, a glob, "
-                  "or - for standard input. A run that was stopped goes on where it was."},
+       .details =
+           "INPUT is a *.txt or *.jsonl file, also packed as .gz or .zst, a folder, a glob, "
+           "or - for standard input. A run that was stopped continues where it was. Chats need "
+           "Python: `python -m moesh tokenize` takes the same arguments and writes "
+           "PREFIX.mask as well (docs/finetune.md)."},
       {.name = "generate",
        .words = "FOLDER",
        .help = "continue a prompt with a model",

@@ -15,13 +15,13 @@ const std::vector<Command>& commands();
 /// generate | print-config | help ...
 int run_command(const Args& args);
 
-int run_verify(const Given& given);
-int run_compare(const Given& given);
-int run_estimate(const Given& given);
-int run_convert(const Given& given);
-int run_inspect(const Given& given);
-int run_tokenize(const Given& given);
-int run_generate(const Given& given);
-int run_report(const Given& given);
+int run_verify(const Arguments& given);
+int run_compare(const Arguments& given);
+int run_estimate(const Arguments& given);
+int run_convert(const Arguments& given);
+int run_inspect(const Arguments& given);
+int run_tokenize(const Arguments& given);
+int run_generate(const Arguments& given);
+int run_report(const Arguments& given);
 
 }  // namespace moesh::cli

@@ -8,7 +8,7 @@ namespace moesh::cli {
 
 using namespace moesh::verify;
 
-int run_compare(const Given& given) {
+int run_compare(const Arguments& given) {
   CompareOptions options;
   if (const double tolerance = given.real("--tolerance", -1); tolerance >= 0)
     options.tolerance = tolerance;

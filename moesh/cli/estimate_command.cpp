@@ -98,7 +98,7 @@ void write_json(const std::string& path, const Estimate& e) {
 
 }  // namespace
 
-int run_estimate(const Given& given) {
+int run_estimate(const Arguments& given) {
   if (given.has("--cluster") || given.has("--search")) return run_estimate_in_time(given);
   MOESH_CHECK(!given.has("--schedule"), ErrorKind::config,
               "--schedule draws what a cluster does; name one, as in --cluster h100x8:256");

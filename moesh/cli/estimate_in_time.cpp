@@ -36,7 +36,7 @@ struct Asked {
 };
 
 // The cluster that is named, or as many H100 as --search says.
-Cluster cluster_of(const Given& given) {
+Cluster cluster_of(const Arguments& given) {
   const auto named = given.text("--cluster"), number = given.text("--search");
   if (named) {
     const Cluster cluster = parse_cluster(*named);
@@ -52,7 +52,7 @@ Cluster cluster_of(const Given& given) {
   return assumed_cluster(given.number("--search", 1));
 }
 
-Asked asked_of(const Given& given) {
+Asked asked_of(const Arguments& given) {
   Asked a{.cluster = cluster_of(given)};
   a.searches = given.has("--search");
   a.draws = given.has("--schedule");
@@ -164,7 +164,7 @@ std::string ready_command(const Args& args, const std::vector<std::string>& chos
 void print(const TimeSearch& r, const Asked& a, const Config& config, double limit) {
   MOESH_CHECK(r.num_meshes > 0, ErrorKind::config, "no mesh of ", a.cluster.num_gpus(),
               " GPUs has the degrees that are set (", mesh_shape(config).describe(),
-              "), experts, heads and layers that divide by the rest, and micro-batches of ",
+              "), experts, heads and layers that are divisible by the rest, and micro-batches of ",
               config.data.batch_size, " sequences that make up a step",
               config.training.global_batch_size > 0
                   ? detail::concat(" of ", config.training.global_batch_size)
@@ -243,6 +243,14 @@ Progress show_progress() {
   };
 }
 
+// The nodes are those of the cluster, if nobody has asked for others.
+Config on_nodes_of(const Cluster& cluster, const Config& config) {
+  if (config.parallelism.ranks_per_node != 0) return config;
+  return changed(
+      config,
+      {{"parallelism.ranks_per_node", std::int64_t{cluster.gpus_per_node}, {"the cluster", true}}});
+}
+
 void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& pipe,
           const MeshShape& mesh, const StepTime& time) {
   const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
@@ -269,9 +277,9 @@ void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& p
 
 }  // namespace
 
-int run_estimate_in_time(const Given& given) {
+int run_estimate_in_time(const Arguments& given) {
   const Asked a = asked_of(given);
-  const Config asked = load_config(given.rest());
+  const Config asked = on_nodes_of(a.cluster, load_config(given.rest()));
   std::vector<std::string> chosen;
   const Config config = a.searches ? with_sensible_sizes(asked, a.cluster, chosen) : asked;
   const double limit = a.memory ? static_cast<double>(parse_size(*a.memory)) : a.cluster.memory;

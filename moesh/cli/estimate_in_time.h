@@ -5,6 +5,6 @@
 
 namespace moesh::cli {
 
-int run_estimate_in_time(const Given& given);
+int run_estimate_in_time(const Arguments& given);
 
 }  // namespace moesh::cli

@@ -1,7 +1,10 @@
-// The commands that work on folders of models: convert and inspect.
+// The commands that work on folders of models: convert and inspect, which also shows tokens.
+
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -10,8 +13,10 @@
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/cli/commands.h"
+#include "moesh/data/show_document.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/manifest.h"
+#include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
 #include "moesh/train/checkpointer.h"
 
@@ -30,9 +35,19 @@ T one_of(const std::string& option, const std::string& text,
   throw Error(ErrorKind::config, option + " is '" + text + "'; it takes " + names);
 }
 
+// What the adapter of a folder adds to each parameter.
+checkpoint::Merge merge_of(const models::AnyConfig& config, const std::filesystem::path& folder) {
+  const models::Lora lora = models::read_adapter(config, folder);
+  checkpoint::Merge merge{
+      .adapter = folder, .table = models::adapter_table(config, lora), .additions = {}};
+  for (const models::AddedTo& t : models::added_to(config, lora))
+    merge.additions[t.param] = {.a = t.a, .b = t.b, .scale = t.scale, .half = t.half};
+  return merge;
+}
+
 }  // namespace
 
-int run_convert(const Given& given) {
+int run_convert(const Arguments& given) {
   checkpoint::ConvertOptions options;
   if (const auto layout = given.text("--layout"))
     options.layout =
@@ -49,13 +64,19 @@ int run_convert(const Given& given) {
   const Args& args = given.rest();
   const std::filesystem::path from = args[0];
   const std::string config = (from / "config.json").string();
-  const auto model = models::on_disk(models::config_of(checkpoint::read_config(from), config));
+  const auto architecture = models::config_of(checkpoint::read_config(from), config);
+  const auto model = models::on_disk(architecture);
+  const auto adapter = given.text("--adapter");
+  MOESH_CHECK(adapter.has_value() == given.has("--merge"), ErrorKind::config,
+              adapter ? "--adapter " + *adapter + " without --merge" : "--merge without --adapter",
+              "; convert writes the weights of a model and an adapter together: give both");
+  if (adapter) options.merge = merge_of(architecture, *adapter);
   if (train::keeps_bias_apart(from))
     log_warn(
         "'", from.string(),
-        "' has an expert bias, and the files of its model have no place for it: it stays behind, "
-        "and whoever reads '",
-        args[1], "' chooses experts without it");
+        "' has an expert bias, and the files of its model have no place for it: it is left out, "
+        "and programs that read '",
+        args[1], "' choose experts without it");
   std::signal(SIGPIPE, SIG_IGN);  // a console that is gone ends printing, not the conversion
   const auto done = checkpoint::convert(from, args[1], model, options);
   std::printf("%s: %zu tensors, %.1f MiB in %zu files\n", printable(args[1]).c_str(),
@@ -63,9 +84,25 @@ int run_convert(const Given& given) {
   return 0;
 }
 
-int run_inspect(const Given& given) {
+int run_inspect(const Arguments& given) {
   given.expect_words(1);
   const Args& args = given.rest();
+  if (!formats::is_folder(args[0])) {
+    MOESH_CHECK(!given.has("--check"), ErrorKind::config, "--check is for a folder, and '", args[0],
+                "' is none; moesh tokenize --check PREFIX compares tokens with their checksums");
+    const char* no_color = std::getenv("NO_COLOR");
+    const bool has_colors = isatty(STDOUT_FILENO) != 0 && !(no_color && *no_color);
+    std::printf("%s", data::show_document({.path = args[0],
+                                           .document = given.number("--document", 0, 0),
+                                           .tokenizer = given.text("--tokenizer").value_or(""),
+                                           .begin_trained = has_colors ? "\033[32m" : "[[",
+                                           .end_trained = has_colors ? "\033[0m" : "]]"})
+                          .c_str());
+    return 0;
+  }
+  for (const char* option : {"--document", "--tokenizer"})
+    MOESH_CHECK(!given.has(option), ErrorKind::config, option, " is for a file of tokens, and '",
+                args[0], "' is a folder");
   if (given.has("--check")) {
     MOESH_CHECK(formats::exists(std::filesystem::path(args[0]) / formats::kManifestFile),
                 ErrorKind::config, "'", args[0], "' has no ", formats::kManifestFile,

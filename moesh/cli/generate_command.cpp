@@ -30,7 +30,7 @@ constexpr const char* kBytes = "bytes";
 constexpr std::int64_t kDefaultTokens = 64;
 
 // The folder itself, or the newest checkpoint of a run's folder.
-std::filesystem::path model_folder(const std::filesystem::path& folder, const Given& given) {
+std::filesystem::path model_folder(const std::filesystem::path& folder, const Arguments& given) {
   MOESH_CHECK(formats::exists(folder), ErrorKind::config, "there is no '", folder.string(), "'; ",
               given.usage());
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "'", folder.string(),
@@ -63,9 +63,9 @@ std::optional<formats::JsonValue> read_if_there(const std::filesystem::path& fil
 }
 
 // Texts as the model's tokens; without a tokenizer a token is a byte, as `train` reads a text.
-class Words {
+class TextTokens {
  public:
-  explicit Words(const std::string& path) {
+  explicit TextTokens(const std::string& path) {
     if (path != kBytes) tokenizer_.emplace(tokenizer::Tokenizer::read(path));
   }
   Ids encode(const std::string& text) const {
@@ -106,7 +106,7 @@ std::set<std::int64_t> ids_of(const formats::JsonValue& value, const std::string
 
 // The tokens that end a text: as the model's library finds them, or the tokenizer's.
 std::set<std::int64_t> end_ids(const std::filesystem::path& folder, const std::string& tokenizer,
-                               const std::optional<Words>& words) {
+                               const std::optional<TextTokens>& words) {
   for (const char* name : {"generation_config.json", "config.json"}) {
     const auto file = read_if_there(folder / name);
     const auto* ids = file ? file->find("eos_token_id") : nullptr;
@@ -117,10 +117,10 @@ std::set<std::int64_t> end_ids(const std::filesystem::path& folder, const std::s
   return id ? std::set<std::int64_t>{*id} : std::set<std::int64_t>{};
 }
 
-std::optional<Words> find_words(const std::filesystem::path& folder,
-                                const std::optional<std::string>& asked, bool is_needed) {
-  if (asked) return Words(*asked);
-  if (formats::exists(folder / "tokenizer.json")) return Words(folder.string());
+std::optional<TextTokens> find_words(const std::filesystem::path& folder,
+                                     const std::optional<std::string>& asked, bool is_needed) {
+  if (asked) return TextTokens(*asked);
+  if (formats::exists(folder / "tokenizer.json")) return TextTokens(folder.string());
   MOESH_CHECK(!is_needed, ErrorKind::config, "'", folder.string(),
               "' has no tokenizer.json; name one with --tokenizer PATH, write --tokenizer ", kBytes,
               " for a model whose tokens are bytes, or give ids: --prompt-ids 1,2,3");
@@ -135,7 +135,7 @@ std::string joined(const Ids& ids) {
 
 }  // namespace
 
-int run_generate(const Given& given) {
+int run_generate(const Arguments& given) {
   const auto prompt = given.text("--prompt"), prompt_ids = given.text("--prompt-ids"),
              tokenizer = given.text("--tokenizer");
   generate::GenerateOptions options{

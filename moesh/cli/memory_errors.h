@@ -15,7 +15,7 @@ bool is_about_memory(const c10::Error& e);
 
 /// Throws Error (config) where the weights, gradients and optimizer of the ranks in this process do
 /// not fit into the memory of the machine. To be asked before anything is computed: a machine that
-/// is out of memory kills whom it likes.
+/// is out of memory kills any process.
 void check_fits(const config::Config& config);
 
 /// Calls f. Where memory is not enough for it, throws Error (config) with the sizes that were set,

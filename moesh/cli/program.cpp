@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -16,7 +17,7 @@
 #include <string_view>
 #include <system_error>
 
-#include "moesh/base/exit_code.h"
+#include "moesh/base/error.h"
 #include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
@@ -65,12 +66,25 @@ int say_why() {
 }
 
 // Without any memory for it.
-[[noreturn]] void end_for_no_memory(int = 0) {
+[[noreturn]] void end_for_no_memory() {
   constexpr std::string_view text =
-      "moesh: config error: there is no memory left, or a library could not go on without; ask for "
-      "less, or raise the limits of this process (ulimit -v)\n";
+      "moesh: config error: there is no memory left, or a library could not continue without it; ask "
+      "for less, or raise the limits of this process (ulimit -v)\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
   std::_Exit(static_cast<int>(ExitCode::usage));
+}
+
+// Under a limit on memory libraries do not look what they got. But where a quarter of that limit is
+// still to be had, the fault is another one, and ends the process as itself.
+void end_if_no_memory(int signal) {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_AS, &limit);
+  const auto size = static_cast<std::size_t>(limit.rlim_cur / 4);
+  if (::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) ==
+      MAP_FAILED)
+    end_for_no_memory();
+  std::signal(signal, SIG_DFL);
+  std::raise(signal);
 }
 
 // An exception that nothing can catch, as of a thread of a library: it is said, too.
@@ -95,7 +109,7 @@ void end_with_sentences() {
   std::set_terminate(end_with_a_sentence);
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    std::signal(SIGSEGV, end_for_no_memory);  // libraries do not look what they got
+    std::signal(SIGSEGV, end_if_no_memory);
 }
 
 int run_program(const std::vector<std::string>& args) {

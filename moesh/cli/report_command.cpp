@@ -36,7 +36,7 @@ void serve_until_stopped(std::vector<report::RunData> runs,
 
 }  // namespace
 
-int run_report(const Given& given) {
+int run_report(const Arguments& given) {
   const auto out = given.text("--out"), port = given.text("--serve");
   const char* usage = "moesh report RUN... [FILE.json...] [--out FILE | --serve PORT]";
   MOESH_CHECK(!given.rest().empty(), ErrorKind::config, "report of which runs? usage: ", usage);

@@ -6,8 +6,8 @@
 
 namespace moesh::cli {
 
-/// "80GiB", "80 GB", "500MiB" of --memory. A number alone is refused: whoever writes 80 does not
-/// mean bytes.
+/// "80GiB", "80 GB", "500MiB" of --memory. A number without a unit is refused: a user who writes 80
+/// does not mean bytes.
 std::int64_t parse_size(const std::string& text);
 
 /// "1.50 GiB"

@@ -15,7 +15,8 @@ using namespace config;
 using namespace train;
 namespace {
 
-// Of the rank that holds the most, at its peak; what cannot be estimated may still be trained.
+// Bytes of the rank that holds the most, at its peak; what cannot be estimated may still be
+// trained.
 std::optional<std::int64_t> expected_memory(const Config& config) {
   try {
     return estimate::estimate(config).peak;

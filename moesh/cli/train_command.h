@@ -1,5 +1,5 @@
 #pragma once
-// moesh train, for the command and for who embeds it.
+// moesh train, for the command and for programs that embed it.
 
 #include "moesh/config/config.h"
 #include "moesh/data/dataset.h"

@@ -8,7 +8,6 @@
 #include <optional>
 
 #include "moesh/base/error.h"
-#include "moesh/base/exit_code.h"
 #include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
@@ -70,7 +69,7 @@ struct Request {
 };
 
 // --sweep, --sample, --sample-seed, --shard.
-std::optional<Sweep> sweep_of(const Given& given) {
+std::optional<Sweep> sweep_of(const Arguments& given) {
   const auto ranks = given.text("--sweep"), shard = given.text("--shard");
   const int count = given.number("--sample", 0), seed = given.number("--sample-seed", 0);
   MOESH_CHECK(ranks || (!shard && count == 0), ErrorKind::config,
@@ -165,7 +164,7 @@ Totals verify_and_print(const std::vector<Config>& configs, const Request& reque
 
 }  // namespace
 
-int run_verify(const Given& given) {
+int run_verify(const Arguments& given) {
   if (const auto golden = given.text("--golden")) return run_golden(given.rest(), *golden);
   const Request request{.steps = given.number("--steps", 2),
                         .sweep = sweep_of(given),

@@ -15,17 +15,18 @@ namespace {
 
 using Clock = std::chrono::system_clock;
 
-struct Entry {
+struct FlightEntry {
   std::string group;
   Collective op = Collective::barrier;
   std::int64_t bytes = 0;
-  std::string doing;  // of what it is a part: of who waits for it, or before that of who called it
+  std::string
+      doing;  // the work it is part of: that of the wait for it, or before that, of its call
   std::int64_t number = -1;
   Clock::time_point begin, end, wait;
   bool has_ended = false, is_waited_for = false;
 };
 
-std::string describe(const Entry& e) {
+std::string describe(const FlightEntry& e) {
   return detail::concat(to_string(e.op), " of ", e.bytes, " bytes on group '", e.group, "'",
                         e.doing.empty() ? "" : ", in ", e.doing);
 }
@@ -35,16 +36,16 @@ std::string describe(const Entry& e) {
 class Recorder {
  public:
   std::mutex mutex;  // of all that follows
-  std::array<Entry, kLength> entries;
+  std::array<FlightEntry, kLength> entries;
   std::size_t num_called = 0;
 
   std::size_t size() const { return std::min(num_called, kLength); }
-  Entry& at(std::size_t n) { return entries[n % kLength]; }
+  FlightEntry& at(std::size_t n) { return entries[n % kLength]; }
   // The newest of those for which f holds, which is most often the last; null where none does.
   template <class F>
-  Entry* newest(const F& f) {
+  FlightEntry* newest(const F& f) {
     for (std::size_t k = 1; k <= size(); ++k)
-      if (Entry& e = at(num_called - k); f(e)) return &e;
+      if (FlightEntry& e = at(num_called - k); f(e)) return &e;
     return nullptr;
   }
 };
@@ -58,7 +59,7 @@ class FlightObserver final : public Observer {
 
   void called(const Operation& o) override {
     const std::lock_guard lock(recorder->mutex);
-    Entry& e = recorder->at(recorder->num_called++);
+    FlightEntry& e = recorder->at(recorder->num_called++);
     e.group = o.group.name(), e.op = o.op, e.bytes = o.bytes, e.number = o.number;
     e.doing = doing;
     e.has_ended = e.is_waited_for = false;
@@ -66,7 +67,7 @@ class FlightObserver final : public Observer {
   }
   void waits(std::int64_t number) override {
     const std::lock_guard lock(recorder->mutex);
-    Entry* e = find(number);
+    FlightEntry* e = find(number);
     if (!e) return;
     e->doing = doing;
     e->is_waited_for = true;
@@ -74,7 +75,7 @@ class FlightObserver final : public Observer {
   }
   void ended(std::int64_t number) override {
     const std::lock_guard lock(recorder->mutex);
-    Entry* e = find(number);
+    FlightEntry* e = find(number);
     if (!e) return;
     e->end = Clock::now();
     e->has_ended = true;
@@ -83,8 +84,8 @@ class FlightObserver final : public Observer {
 
  private:
   // Null: it is another recorder's, or too long ago.
-  Entry* find(std::int64_t number) {
-    return recorder->newest([&](const Entry& e) { return e.number == number; });
+  FlightEntry* find(std::int64_t number) {
+    return recorder->newest([&](const FlightEntry& e) { return e.number == number; });
   }
 };
 
@@ -120,7 +121,7 @@ std::string text(Recorder& recorder) {
   std::string lines;
   for (std::size_t k = recorder.size(); k > 0; --k) {
     const std::size_t n = recorder.num_called - k;
-    const Entry& e = recorder.at(n);
+    const FlightEntry& e = recorder.at(n);
     const auto micros =
         std::chrono::duration_cast<std::chrono::microseconds>(e.end - e.begin).count();
     lines += detail::concat(
@@ -133,7 +134,8 @@ std::string text(Recorder& recorder) {
 
 std::optional<Waiting> waiting(Recorder& recorder) {
   const std::lock_guard lock(recorder.mutex);
-  const Entry* e = recorder.newest([](const Entry& x) { return x.is_waited_for && !x.has_ended; });
+  const FlightEntry* e =
+      recorder.newest([](const FlightEntry& x) { return x.is_waited_for && !x.has_ended; });
   if (!e) return std::nullopt;
   return Waiting{describe(*e), Clock::now() - e->wait};
 }

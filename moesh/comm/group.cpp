@@ -16,16 +16,18 @@
 namespace moesh::comm {
 namespace {
 
-thread_local int num_pauses = 0;  // of this thread: a rank is a thread
-
-// Those of this thread; the flight recorder is always there.
-std::vector<Observer*>& thread_observers() {
-  thread_local std::vector<Observer*> all{&flight::of_thread()};
-  return all;
+// The observers of this thread's collectives, since a rank is a thread.
+struct Watched {
+  std::vector<Observer*> by{&flight::of_thread()};  // the flight recorder is always there
+  int num_pauses = 0;
+};
+Watched& watched() {
+  thread_local Watched of_thread;
+  return of_thread;
 }
 
 void tell(void (Observer::*event)(std::int64_t), std::int64_t number) {
-  for (Observer* observer : thread_observers()) (observer->*event)(number);
+  for (Observer* observer : watched().by) (observer->*event)(number);
 }
 
 bool is_supported(at::ScalarType t) {
@@ -115,11 +117,11 @@ std::int64_t Operation::own_bytes() const {
   return total == 0 ? 0 : bytes / total * own;
 }
 
-ThreadObserver::ThreadObserver() { thread_observers().push_back(this); }
-ThreadObserver::~ThreadObserver() { std::erase(thread_observers(), this); }
+ThreadObserver::ThreadObserver() { watched().by.push_back(this); }
+ThreadObserver::~ThreadObserver() { std::erase(watched().by, this); }
 
-ObserverPause::ObserverPause() { ++num_pauses; }
-ObserverPause::~ObserverPause() { --num_pauses; }
+ObserverPause::ObserverPause() { ++watched().num_pauses; }
+ObserverPause::~ObserverPause() { --watched().num_pauses; }
 
 void Trace::called(const Operation& operation) {
   entries_.push_back({operation.group.name(), operation.op, operation.bytes});
@@ -166,7 +168,7 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
   const auto n = static_cast<std::int64_t>(size());
   if (rows.empty()) {
     MOESH_CHECK(total % n == 0, ErrorKind::comm, to_string(op), " on group '", name_, "': ", total,
-                " rows do not divide by ", n, " ranks; pass the rows of each rank");
+                " rows are not divisible by ", n, " ranks; pass the rows of each rank");
     return Rows(static_cast<size_t>(n), total / n);
   }
   MOESH_CHECK(static_cast<std::int64_t>(rows.size()) == n, ErrorKind::comm, to_string(op),
@@ -184,8 +186,8 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
 std::int64_t Group::call(Operation operation) {
   static std::atomic<std::int64_t> count = 0;
   operation.number = count.fetch_add(1, std::memory_order_relaxed);
-  for (Observer* observer : thread_observers())
-    if (num_pauses == 0 || observer->sees_all()) observer->called(operation);
+  for (Observer* observer : watched().by)
+    if (watched().num_pauses == 0 || observer->sees_all()) observer->called(operation);
   for (const auto& observer : observers_) observer->called(operation);
   return operation.number;
 }

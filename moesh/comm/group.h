@@ -2,7 +2,7 @@
 // A group of ranks, its collectives, and messages between two of them. Values are returned, inputs
 // are never written (a group of one rank returns its input). Rows (dimension 0) may be uneven:
 // `rows[r]` is what rank r holds, and every rank passes the same list. Backends live in threads/,
-// mpi/, nccl/. Whoever watches operations is an observer: traces, the flight recorder, checks.
+// mpi/, nccl/. An observer watches operations: traces, the flight recorder, checks.
 
 #include <ATen/core/Tensor.h>
 
@@ -91,7 +91,7 @@ struct Operation {
   std::int64_t own_bytes() const;
 };
 
-/// Whoever watches operations: what is not of interest need not be overridden.
+/// Watches operations: what is not of interest need not be overridden.
 class Observer {
  public:
   virtual ~Observer() = default;
@@ -198,7 +198,7 @@ class Group {
   /// order in which they were started, and any number may be in progress; those of other channels,
   /// and collectives, go their own ways. x is kept until `wait` and must not be written before it.
   /// `label` is compared with that of the receive: a number of the caller's for what it sends.
-  /// `wait` may need the receiver to have started its receive: whoever waits for a send before
+  /// `wait` may need the receiver to have started its receive: a rank that waits for a send before
   /// starting a receive which that rank needs first waits for itself, until the deadline.
   Handle start_send(const at::Tensor& x, int to, std::int64_t label = 0);
   /// The next message of rank `from`, whose sizes, dtype and label are known here. -> [sizes]

@@ -25,7 +25,7 @@ struct Free {
 struct Chunk {
   std::unique_ptr<void, Free> data;
   std::size_t bytes = 0;
-  std::thread::id user;  // who had it last
+  std::thread::id user;  // the thread that had it last
 };
 
 // Eight sizes to the power of two: shapes that change a little from step to step still find their

@@ -12,11 +12,10 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/comm/checker.h"
-#include "moesh/comm/launcher.h"
 #include "moesh/comm/mpi/mpi_world.h"
-#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/nccl/stream.h"
+#include "moesh/comm/observers.h"
 #include "moesh/comm/tcp/tcp_world.h"
 #include "moesh/comm/threads/thread_world.h"
 
@@ -39,9 +38,21 @@ void LaunchOptions::validate() const {
   MOESH_CHECK(backend != Backend::nccl || device.is_cuda(), ErrorKind::config,
               "backend nccl works on GPUs, and device is ", device,
               "; set device to cuda, or backend to host");
+  MOESH_CHECK(!links || device.is_cpu(), ErrorKind::config,
+              "links are slowed down where ranks wait on the host, and device is ", device,
+              "; set device to cpu, or leave the links out");
 }
 
 int num_launched_processes() { return find_launcher().num_processes; }
+
+int launched_ranks_per_node(int num_ranks) {
+  try {
+    const Launcher l = find_launcher();
+    return l.num_processes == 0 ? 0 : l.num_on_machine * std::max(1, num_ranks / l.num_processes);
+  } catch (const Error&) {
+    return 0;  // launch() says what is wrong with the environment
+  }
+}
 
 int local_process() { return find_launcher().place; }
 
@@ -80,9 +91,13 @@ int cores_of_rank() {
 
 void run_rank_threads(const LocalRanks& ranks, const std::function<void(Group& world)>& f,
                       const LaunchOptions& options) {
+  std::optional<PacedWorld> paced;
+  if (options.links) paced.emplace(*options.links, ranks.first, ranks.count);
   auto run = [&](int rank) {
     std::exception_ptr fault;
     try {
+      std::optional<Pacer> pacer;
+      if (paced) pacer.emplace(*paced);
       prepare_rank_thread(rank, options, ranks.num_on_machine);
       std::shared_ptr<Group> group = ranks.group(rank);
       if (options.checked) check_ranks(*group);
@@ -137,8 +152,8 @@ void launch(int num_ranks, const std::function<void(Group& world)>& f,
   const Launcher launcher = find_launcher();
   MOESH_CHECK(!launcher.is_without_mpi() || options.device.is_cuda(), ErrorKind::config,
               launcher.name(), " has started ", launcher.num_processes,
-              " processes, and training.device is cpu: without MPI processes form a world of GPUs "
-              "alone (--device=cuda). On CPUs start moesh without ",
+              " processes, and training.device is cpu: without MPI, processes need a GPU each "
+              "(--device=cuda). On CPUs start moesh without ",
               launcher.name(), ", and its ranks are threads, or with mpirun -n ",
               launcher.num_processes);
   LaunchOptions wanted = options;

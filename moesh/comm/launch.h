@@ -9,10 +9,53 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "moesh/comm/group.h"
+#include "moesh/comm/paced.h"
 
 namespace moesh::comm {
+
+// What started this process, and with how many others: read from the environment, which each
+// launcher fills in its own way.
+
+/// The value of a variable of the environment, or nothing.
+using Environment = std::function<std::optional<std::string>(const std::string& name)>;
+
+struct Launcher {
+  enum class Kind {
+    none,  // one process
+    mpi,   // mpirun, or srun with a PMI or PMIx plug-in: MPI starts the world
+    torchrun,
+    srun,  // without PMI
+  };
+  Kind kind = Kind::none;
+  int num_processes = 0;   // 0: none was launched
+  int rank = 0;            // of this process; MPI tells its own
+  int place = 0;           // among the processes of this machine
+  int num_on_machine = 1;  // processes; MPI's launchers that do not tell: all
+  std::string address;     // of the machine of process 0, without MPI
+  int port = 0;
+
+  /// Processes without MPI, which meet over TCP.
+  bool is_without_mpi() const { return kind == Kind::torchrun || kind == Kind::srun; }
+  /// "torchrun"
+  const char* name() const;
+};
+
+/// Throws Error (config) where a launcher without MPI has left a variable empty, or with a value
+/// that cannot be.
+Launcher find_launcher(const Environment& environment);
+/// The launcher of this process.
+Launcher find_launcher();
+
+/// What to tell a user whose ranks are threads that share one of several GPUs; empty where there is
+/// nothing to tell.
+std::string unused_gpus(int num_ranks, int num_gpus);
+
+/// The first name of a list of Slurm's: "node[07-09,12],login" -> "node07".
+std::string first_node(const std::string& list);
 
 enum class Backend : std::uint8_t {
   automatic,  // nccl under mpirun or srun where every rank is a process with its own GPU, else
@@ -29,6 +72,7 @@ struct LaunchOptions {
   at::Device device =
       at::kCPU;  // cuda without index: by place on the machine where each rank has its own GPU
   Backend backend = Backend::automatic;
+  std::optional<Links> links = {};  // exchanges take at least as long as on these
   // Called on the thread of a rank that threw, when the others know of it already: for what takes
   // time, such as writing files.
   std::function<void(int rank, const std::exception_ptr& fault)> after_fault = {};
@@ -45,6 +89,10 @@ void launch(int num_ranks, const std::function<void(Group& world)>& f,
 
 /// The number of processes that mpirun or srun started with this one; 0 without a launcher.
 int num_launched_processes();
+
+/// How many of a world's ranks the launcher has put on this machine, which holds for the others
+/// where it puts as many on each; 0 without a launcher.
+int launched_ranks_per_node(int num_ranks);
 
 /// The place of this process among those which the launcher started on this machine; 0 without a
 /// launcher.

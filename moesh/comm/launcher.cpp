@@ -1,4 +1,4 @@
-#include "moesh/comm/launcher.h"
+#include "moesh/comm/launch.h"
 
 #include <algorithm>
 #include <charconv>
@@ -51,6 +51,21 @@ int place_on_machine(const Variables& v) {
   return 0;
 }
 
+int num_on_machine(const Variables& v, int num_processes) {
+  for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"})
+    if (v.has(name)) return std::max(1, v.plain(name));
+  const int num_machines = v.has("SLURM_STEP_NUM_NODES") ? v.plain("SLURM_STEP_NUM_NODES") : 1;
+  return (num_processes + num_machines - 1) / std::max(1, num_machines);
+}
+
+Launcher of_mpi(const Variables& v, const char* num_processes) {
+  const int num = v.plain(num_processes);
+  return {.kind = Launcher::Kind::mpi,
+          .num_processes = num,
+          .place = place_on_machine(v),
+          .num_on_machine = num_on_machine(v, num)};
+}
+
 Launcher of_torchrun(const Variables& v) {
   Launcher l{.kind = Launcher::Kind::torchrun,
              .num_processes = v.number("WORLD_SIZE", 1, kMaxProcesses)};
@@ -96,12 +111,10 @@ const char* Launcher::name() const {
 
 Launcher find_launcher(const Environment& environment) {
   const Variables v(environment);
-  Launcher mpi{.kind = Launcher::Kind::mpi, .place = place_on_machine(v)};
   // Open MPI's mpirun, and srun with a PMI or PMIx plug-in.
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"})
-    if (v.has(name)) return mpi.num_processes = v.plain(name), mpi;
-  if (v.has("PMIX_RANK") && v.has("SLURM_NTASKS"))
-    return mpi.num_processes = v.plain("SLURM_NTASKS"), mpi;
+    if (v.has(name)) return of_mpi(v, name);
+  if (v.has("PMIX_RANK") && v.has("SLURM_NTASKS")) return of_mpi(v, "SLURM_NTASKS");
   Launcher l{.place = place_on_machine(v)};
   if (v.has("RANK") && v.has("WORLD_SIZE") && v.has("MASTER_ADDR"))
     l = of_torchrun(v);

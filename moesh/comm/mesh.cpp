@@ -1,20 +1,24 @@
 #include "moesh/comm/mesh.h"
 
+#include <ATen/ops/tensor.h>
+
 #include <algorithm>
+#include <array>
 #include <iomanip>
 #include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/launch.h"
 
 namespace moesh {
 namespace {
 
-thread_local const Mesh* scoped_mesh = nullptr;
+thread_local const Mesh* scoped_mesh = nullptr;  // a rank is a thread, and has one mesh
 
 // From slow to fast, as each view numbers the ranks.
 constexpr Axes kDenseAxes[] = {pp, dp_replicate, dp_shard, cp, tp};
 constexpr Axes kSparseAxes[] = {pp, dp_replicate, efsdp, ep, etp};
-constexpr Axes kSparseOnly = efsdp | ep | etp;
+constexpr Axes kSparseOnly = efsdp | ep | etp | ep_nodes | ep_inside;
 constexpr Axes kDenseOnly = dp_shard | cp | tp;
 
 // Every set of axes over which something is ever gathered or summed: compute axes, storage, and
@@ -45,7 +49,10 @@ constexpr Axes kUsed[] = {dp,
                           dp_replicate | etp,
                           dp_replicate | ep | etp,
                           dp_shard,
-                          pp};
+                          pp,
+                          ep_nodes,
+                          ep_inside,
+                          ep_inside | etp};
 
 const char* axis_name(Axes axis) {
   switch (axis) {
@@ -57,6 +64,8 @@ const char* axis_name(Axes axis) {
     case efsdp: return "efsdp";
     case ep: return "ep";
     case etp: return "etp";
+    case ep_nodes: return "ep_nodes";
+    case ep_inside: return "ep_inside";
     default: return "?";
   }
 }
@@ -71,11 +80,15 @@ int axis_size(const MeshShape& s, Axes axis) {
     case efsdp: return s.efsdp;
     case ep: return s.ep;
     case etp: return s.etp;
+    case ep_nodes: return std::max(1, s.num_nodes_of_ep());
+    case ep_inside: return s.ep / axis_size(s, ep_nodes);
     default: return 1;
   }
 }
 
 int axis_coordinate(const MeshShape& s, int rank, Axes axis) {
+  if (axis == ep_nodes) return axis_coordinate(s, rank, ep) / axis_size(s, ep_inside);
+  if (axis == ep_inside) return axis_coordinate(s, rank, ep) % axis_size(s, ep_inside);
   const auto& order = contains(kSparseOnly, axis) ? kSparseAxes : kDenseAxes;
   for (int i = 4; i >= 0; --i) {
     if (order[i] == axis) return rank % axis_size(s, axis);
@@ -84,10 +97,11 @@ int axis_coordinate(const MeshShape& s, int rank, Axes axis) {
   return 0;
 }
 
+// From slow to fast.
 template <class F>
 void each_axis(Axes set, F f) {
-  for (int bit = 1; bit < 256; bit *= 2)
-    if (contains(set, static_cast<Axes>(bit))) f(static_cast<Axes>(bit));
+  for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, ep_nodes, ep_inside, etp})
+    if (contains(set, axis)) f(axis);
 }
 
 std::vector<int> divisors(int n) {
@@ -105,6 +119,14 @@ std::vector<int> divisors(int n) {
 
 int MeshShape::num_ranks() const { return pp * dp_replicate * dp_shard * cp * tp; }
 
+int MeshShape::num_nodes_of_ep() const {
+  const int block = ep * etp;  // ranks of consecutive numbers
+  if (ranks_per_node == 0 || ranks_per_node % block == 0) return 1;
+  if (block % ranks_per_node != 0) return 0;
+  if (etp % ranks_per_node == 0) return ep;
+  return ranks_per_node % etp == 0 ? block / ranks_per_node : 0;
+}
+
 int MeshShape::size(Axes set) const {
   int n = 1;
   each_axis(set, [&](Axes a) { n *= axis_size(*this, a); });
@@ -121,8 +143,14 @@ int MeshShape::coordinate(int rank, Axes set) const {
 int MeshShape::group_number(int rank, Axes set) const {
   const bool is_sparse = (set & kSparseOnly) != none;
   int number = 0;  // by the places on all other axes of the view
-  for (Axes a : is_sparse ? kSparseAxes : kDenseAxes)
+  for (Axes a : is_sparse ? kSparseAxes : kDenseAxes) {
+    // The half of ep that is not in the set.
+    if (a == Axes::ep && contains(set, ep_nodes))
+      a = ep_inside;
+    else if (a == Axes::ep && contains(set, ep_inside))
+      a = ep_nodes;
     if (!contains(set, a)) number = number * axis_size(*this, a) + axis_coordinate(*this, rank, a);
+  }
   return number;
 }
 
@@ -133,6 +161,8 @@ MeshShape MeshShape::validated() const {
                 axis_size(*this, a), "; every axis has a size of 1 or more");
   MOESH_CHECK(efsdp >= 0, ErrorKind::config, "mesh: efsdp is ", efsdp,
               "; use 0 (what is left) or a size");
+  MOESH_CHECK(ranks_per_node >= 0, ErrorKind::config, "mesh: ranks_per_node is ", ranks_per_node,
+              "; use 0 (all ranks on one node) or a number of ranks");
   const int dense = dp_shard * cp * tp, experts = ep * etp;
   MOESH_CHECK(dense % experts == 0, ErrorKind::config, "mesh: ep * etp = ", ep, " * ", etp, " = ",
               experts, " does not divide dp_shard * cp * tp = ", dp_shard, " * ", cp, " * ", tp,
@@ -163,7 +193,10 @@ std::string MeshShape::describe() const {
       text += (text.empty() ? "" : " ") + std::string(axis_name(a)) + "=" +
               std::to_string(axis_size(*this, a));
   });
-  return text.empty() ? "one rank" : text;
+  if (text.empty()) return "one rank";
+  if (ranks_per_node > 0 && ranks_per_node < num_ranks())
+    text += " ranks_per_node=" + std::to_string(ranks_per_node);
+  return text;
 }
 
 std::vector<MeshShape> all_mesh_shapes(int num_ranks) {
@@ -185,11 +218,34 @@ std::vector<MeshShape> all_mesh_shapes(int num_ranks) {
   return all;
 }
 
+MeshShape on_nodes_in_turn(MeshShape shape, std::size_t turn) {
+  if (turn % 2 != 0) return shape;
+  for (const int ranks : turn % 4 == 0 ? std::array{2, 4} : std::array{4, 2}) {
+    shape.ranks_per_node = ranks;
+    if (shape.num_nodes_of_ep() > 1) return shape;
+  }
+  shape.ranks_per_node = 0;
+  return shape;
+}
+
 std::string to_string(Axes set) {
   std::string text;
   each_axis(set, [&](Axes a) { text += (text.empty() ? "" : "|") + std::string(axis_name(a)); });
   return text.empty() ? "none" : text;
 }
+
+namespace {
+// The nodes that all processes name: 0 where they do not agree.
+MeshShape with_agreed_nodes(MeshShape shape, comm::Group& world) {
+  if (comm::num_launched_processes() == 0 || world.size() == 1) return shape;
+  const std::int64_t mine = shape.ranks_per_node;
+  const at::Tensor least = world.all_reduce(
+      at::tensor({mine, -mine}, at::kLong).to(world.control_device()), comm::ReduceOp::min);
+  const at::Tensor found = least.cpu();
+  if (found[0].item<std::int64_t>() != -found[1].item<std::int64_t>()) shape.ranks_per_node = 0;
+  return shape;
+}
+}  // namespace
 
 template <class F>
 void Mesh::make_groups(F make) {
@@ -200,7 +256,9 @@ void Mesh::make_groups(F make) {
 }
 
 Mesh::Mesh(comm::Group& world, const MeshShape& shape)
-    : shape_(shape.validated(world.size())), rank_(world.rank()), solo_(comm::solo_group()) {
+    : shape_(with_agreed_nodes(shape.validated(world.size()), world)),
+      rank_(world.rank()),
+      solo_(comm::solo_group()) {
   // Ordered by world rank, the last axis is the fastest within a group too.
   make_groups([&](Axes set) {
     return world.split(shape_.group_number(rank_, set), rank_, to_string(set));
@@ -226,6 +284,10 @@ Axes Mesh::canonical(Axes set) const {
   each_axis(set, [&](Axes a) {
     if (axis_size(shape_, a) > 1) large = large | a;
   });
+  // Where ep is all on one node, or has one rank on each, half of it is all of it.
+  for (Axes half : {ep_nodes, ep_inside})
+    if (contains(large, half) && axis_size(shape_, half) == shape_.ep)
+      large = without(large, half) | ep;
   return large;
 }
 

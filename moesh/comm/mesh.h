@@ -19,21 +19,26 @@ namespace moesh {
 struct MeshShape {
   int pp = 1, dp_replicate = 1, dp_shard = 1, cp = 1, tp = 1;
   int efsdp = 0, ep = 1, etp = 1;
+  int ranks_per_node = 0;  // ranks are numbered node by node; 0: all are on one node
 
   int num_ranks() const;
+  /// The nodes over which the ranks of one ep group are spread, the same number of them on each; 0:
+  /// some nodes have more of them than others. ep is ep_nodes x ep_inside, and ep_nodes is 1 then.
+  int num_nodes_of_ep() const;
   /// The size of a set of axes: the product.
   int size(Axes set) const;
   /// A rank's place on a set of axes, the last axis fastest.
   int coordinate(int rank, Axes set) const;
-  /// The number of the group to which a rank belongs: groups of ranks that differ on these axes
-  /// alone. Axes of one view only.
+  /// The number of the group to which a rank belongs: groups of ranks that differ only on these
+  /// axes. Axes of one view only.
   int group_number(int rank, Axes set) const;
   /// The shape with efsdp filled in; throws Error (config) when sizes do not multiply up, naming
   /// them and what would work.
   MeshShape validated() const;
   /// The same, and the world must have exactly this many ranks.
   MeshShape validated(int world_size) const;
-  /// "dp_shard=2 tp=2 ep=4", axes of size 1 left out.
+  /// "dp_shard=2 tp=2 ep=4", axes of size 1 left out, and ranks_per_node=2 where there are several
+  /// nodes.
   std::string describe() const;
 
   bool operator==(const MeshShape&) const = default;
@@ -43,13 +48,18 @@ struct MeshShape {
 /// of the sparse one.
 std::vector<MeshShape> all_mesh_shapes(int num_ranks);
 
+/// Every second mesh of a list on nodes of 2 or of 4 ranks over which ep is spread, where there are
+/// such: what sweeps try two_hops on.
+MeshShape on_nodes_in_turn(MeshShape shape, std::size_t turn);
+
 /// "tp", "dp_shard|cp"
 std::string to_string(Axes set);
 
 class Mesh {
  public:
   /// Splits the groups of all axes and of the products that are used. Every rank of `world` makes
-  /// the same call.
+  /// the same call; where ranks_per_node differs between processes, nodes are as good as unknown:
+  /// 0.
   Mesh(comm::Group& world, const MeshShape& shape);
 
   /// Makes the group `name` of these world ranks, in which this rank has the place `rank`.
@@ -64,7 +74,7 @@ class Mesh {
   /// This rank's place on a set of axes, the last axis fastest: its rank in that group.
   int coordinate(Axes set) const;
   int coordinate(int rank, Axes set) const { return shape_.coordinate(rank, set); }
-  /// The ranks that differ from this one on these axes alone. Axes of one view only.
+  /// The ranks that differ from this one only on these axes. Axes of one view only.
   const std::shared_ptr<comm::Group>& group(Axes set) const;
   /// A small table: sizes, and the coordinates of each rank in both views.
   std::string table() const;

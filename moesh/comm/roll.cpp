@@ -80,7 +80,7 @@ std::string text_of(const std::exception_ptr& fault) {
   try {
     std::rethrow_exception(fault);
   } catch (const c10::Error& e) {
-    // Behind the text is a backtrace, which is for whoever works on LibTorch.
+    // Behind the text is a backtrace, which is for developers of LibTorch.
     const std::string text = e.what_without_backtrace();
     return text.substr(0, text.find("\nException raised from"));
   } catch (const std::exception& e) {

@@ -1,6 +1,6 @@
 #pragma once
-// The roll of a world: who has left it, and who failed first. A rank that waits asks it whether the
-// wait can still end well.
+// The roll of a world: which ranks have left it, and which failed first. A rank that waits asks it
+// whether the wait can still end well.
 
 #include <chrono>
 #include <exception>

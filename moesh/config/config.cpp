@@ -1,9 +1,12 @@
 #include "moesh/config/config.h"
 
 #include <charconv>
+#include <cmath>
+#include <sstream>
 
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
+#include "moesh/formats/toml.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
@@ -22,14 +25,17 @@ Origin Config::origin(const std::string& option) const {
 
 MeshShape mesh_shape(const Config& config) {
   const ParallelismSection& p = config.parallelism;
-  return MeshShape{.pp = static_cast<int>(p.pipeline_parallel_degree),
-                   .dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
-                   .dp_shard = static_cast<int>(p.data_parallel_shard_degree),
-                   .cp = static_cast<int>(p.context_parallel_degree),
-                   .tp = static_cast<int>(p.tensor_parallel_degree),
-                   .ep = static_cast<int>(p.expert_parallel_degree),
-                   .etp = static_cast<int>(p.expert_tensor_parallel_degree)}
-      .validated();
+  MeshShape shape{.pp = static_cast<int>(p.pipeline_parallel_degree),
+                  .dp_replicate = static_cast<int>(p.data_parallel_replicate_degree),
+                  .dp_shard = static_cast<int>(p.data_parallel_shard_degree),
+                  .cp = static_cast<int>(p.context_parallel_degree),
+                  .tp = static_cast<int>(p.tensor_parallel_degree),
+                  .ep = static_cast<int>(p.expert_parallel_degree),
+                  .etp = static_cast<int>(p.expert_tensor_parallel_degree),
+                  .ranks_per_node = static_cast<int>(p.ranks_per_node)};
+  if (shape.ranks_per_node == 0)
+    shape.ranks_per_node = comm::launched_ranks_per_node(shape.num_ranks());
+  return shape.validated();
 }
 
 std::optional<StepRange> profile_steps(const Config& config) {
@@ -78,7 +84,43 @@ comm::LaunchOptions launch_options(const Config& config) {
   return {.timeout = std::chrono::milliseconds(
               static_cast<std::int64_t>(config.debug.timeout_seconds * 1000)),
           .checked = config.debug.checked,
-          .device = at::Device(config.training.device)};
+          .device = at::Device(config.training.device),
+          .links = links(config)};
+}
+
+std::optional<comm::Links> links(const Config& config) {
+  const std::string& path = config.debug.links;
+  if (path.empty()) return std::nullopt;
+  MOESH_CHECK(
+      at::Device(config.training.device).is_cpu(), ErrorKind::config,
+      describe_option(config, "debug.links"), ", and ", describe_option(config, "training.device"),
+      ": links are slowed down where ranks wait on the host; set training.device to cpu, or "
+      "leave debug.links out");
+  comm::Links links{.ranks_per_node = mesh_shape(config).ranks_per_node};
+  std::map<std::string, double> values;
+  for (const char* key :
+       {"node_bandwidth_gbs", "node_latency_us", "network_bandwidth_gbs", "network_latency_us"})
+    values[key] = -1;
+  for (const formats::TomlEntry& e : formats::read_toml(path)) {
+    const auto where = [&] { return detail::concat(path, ":", e.line, ": ", e.key); };
+    const auto* whole = std::get_if<std::int64_t>(&e.value);
+    const auto* real = std::get_if<double>(&e.value);
+    const double number = whole ? static_cast<double>(*whole) : real ? *real : -1;
+    MOESH_CHECK(values.contains(e.key), ErrorKind::config, where(),
+                " is not a key of links; the keys are node_bandwidth_gbs, node_latency_us, "
+                "network_bandwidth_gbs and network_latency_us");
+    MOESH_CHECK(number >= 0 && number < 1e12 && (number > 0 || e.key.ends_with("_us")),
+                ErrorKind::config, where(), " is ", formats::to_toml(e.value),
+                "; a bandwidth takes a number above 0, a latency one of 0 or more");
+    values[e.key] = number;
+  }
+  for (const auto& [key, value] : values)
+    MOESH_CHECK(value >= 0, ErrorKind::config, path, " lacks ", key,
+                "; links have node_bandwidth_gbs and node_latency_us, inside a node, and "
+                "network_bandwidth_gbs and network_latency_us, between nodes");
+  links.inside = {values["node_latency_us"] * 1e-6, values["node_bandwidth_gbs"] * 1e9};
+  links.between = {values["network_latency_us"] * 1e-6, values["network_bandwidth_gbs"] * 1e9};
+  return links;
 }
 
 nn::Dispatcher dispatcher(const Config& config) {
@@ -124,6 +166,74 @@ pipeline::StagePlan stage_plan(const Config& config) {
   return pipeline::balanced_plan(
       {.layers = flops.layers, .embedding = 0, .head = flops.head},
       static_cast<int>(p.pipeline_parallel_degree) * (each == 0 ? 2 : each));
+}
+
+namespace {
+
+// down_proj=4,layers.0.*=16
+std::vector<std::pair<std::string, double>> read_patterns(const Config& config, const char* option,
+                                                          const std::string& text, bool is_rank) {
+  std::vector<std::pair<std::string, double>> all;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, ',');) {
+    const auto equals = part.rfind('=');
+    double value = 0;
+    const char *begin = part.data() + equals + 1, *end = part.data() + part.size();
+    const bool is_number = equals != std::string::npos && equals > 0 &&
+                           std::from_chars(begin, end, value).ptr == end && begin != end;
+    MOESH_CHECK(is_number && value > 0 && (!is_rank || value == std::floor(value)),
+                ErrorKind::config, describe_option(config, option), ", and '", part,
+                "' of it is not a pattern and a ", is_rank ? "rank of 1 or more" : "number above 0",
+                "; write it as in down_proj=4");
+    all.emplace_back(part.substr(0, equals), value);
+  }
+  return all;
+}
+
+}  // namespace
+
+bool has_lora(const Config& config) { return config.lora.rank > 0 || !config.lora.adapter.empty(); }
+
+models::Lora lora(const Config& config) {
+  const LoraSection& l = config.lora;
+  const auto differs = [&](const char* key) {
+    const Option& o = *find_option(std::string("lora.") + key);
+    return o.get(config) != o.initial();
+  };
+  if (!l.adapter.empty()) {
+    for (const char* key :
+         {"rank", "alpha", "targets", "use_rslora", "rank_pattern", "alpha_pattern"})
+      MOESH_CHECK(!differs(key), ErrorKind::config,
+                  describe_option(config, std::string("lora.") + key), ", and ",
+                  describe_option(config, "lora.adapter"),
+                  ", which says that itself; leave out lora.", key);
+    return models::read_adapter(config.model.architecture, l.adapter);
+  }
+  if (l.rank == 0) {
+    for (const char* key :
+         {"alpha", "targets", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"})
+      MOESH_CHECK(
+          !differs(key), ErrorKind::config, describe_option(config, std::string("lora.") + key),
+          ", and ", describe_option(config, "lora.rank"),
+          ": there is no LoRA; set lora.rank to 1 or more, such as 16, or leave out lora.", key);
+    return {};
+  }
+  formats::AdapterConfig values{.rank = l.rank,
+                                .alpha = l.alpha,
+                                .use_rslora = l.use_rslora,
+                                .rank_pattern = {},
+                                .alpha_pattern = {},
+                                .target_modules = {},
+                                .target_parameters = {},
+                                .base_model = {}};
+  for (const auto& [pattern, rank] :
+       read_patterns(config, "lora.rank_pattern", l.rank_pattern, /*is_rank=*/true))
+    values.rank_pattern.emplace_back(pattern, static_cast<std::int64_t>(rank));
+  values.alpha_pattern =
+      read_patterns(config, "lora.alpha_pattern", l.alpha_pattern, /*is_rank=*/false);
+  models::Lora found = models::find_targets(config.model.architecture, l.targets, values);
+  found.zero_b = l.init_lora_weights;
+  return found;
 }
 
 optim::Groups param_groups(const Config& config) {

@@ -17,6 +17,7 @@
 #include "moesh/data/registry.h"
 #include "moesh/formats/toml.h"
 #include "moesh/kernels/gpu_kernels.h"
+#include "moesh/models/adapter.h"
 #include "moesh/models/registry.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/optim/groups.h"
@@ -43,6 +44,7 @@ struct TrainingSection {
   std::int64_t global_batch_size = 0;
   std::int64_t gradient_accumulation_steps = 1;
   double max_norm = 1;
+  std::string freeze = "";
   double max_minutes = 0;
   std::int64_t max_skipped_steps = 10;
 };
@@ -97,6 +99,7 @@ struct ParallelismSection {
   bool fsdp_reshard_after_forward = true;
   bool overlap_reductions = true;
   std::string moe_dispatcher = "auto";
+  std::int64_t ranks_per_node = 0;
 };
 
 /// Parameters that learn in another way than the others.
@@ -113,6 +116,8 @@ struct OptimizerSection {
   double eps = 1e-8;
   double weight_decay = 0.1;
   double momentum = 0.9;
+  double muon_momentum = 0.95;
+  bool nesterov = true, muon_float32 = false, muon_by_head = false;
   std::vector<GroupSection> group = {};
 };
 
@@ -130,6 +135,18 @@ struct MoeSection {
   std::string balance_over = "sequence";
   double z_loss_weight = 0;
   bool force_load_balance = false;
+};
+
+/// Train an addition of low rank to each of some weights, and freeze the model. Names are PEFT's.
+struct LoraSection {
+  std::int64_t rank = 0;
+  double alpha = 8;
+  std::string targets = models::kAllLinear;
+  bool use_rslora = false;
+  std::string rank_pattern = "";
+  std::string alpha_pattern = "";
+  bool init_lora_weights = true;
+  std::string adapter = "";
 };
 
 struct ActivationCheckpointSection {
@@ -172,6 +189,7 @@ struct ProfileSection {
 struct DebugSection {
   bool checked = false;
   double timeout_seconds = 300;
+  std::string links = "";
 };
 
 /// Where a value comes from.
@@ -189,6 +207,7 @@ struct Config {
   OptimizerSection optimizer;
   LrSchedulerSection lr_scheduler;
   MoeSection moe;
+  LoraSection lora;
   ActivationCheckpointSection activation_checkpoint;
   KernelsSection kernels;
   CheckpointSection checkpoint;
@@ -197,7 +216,7 @@ struct Config {
   DebugSection debug;
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
-  /// Of an option: where it was set, else "default" or "set by the program". Of what the model
+  /// Where an option was set, else "default" or "set by the program". For what the model
   /// decides, its keys and options whose default it has, and nobody set: "deepseek_v3:tiny".
   Origin origin(const std::string& option) const;
 };
@@ -219,14 +238,19 @@ std::string help_text(const Config& config = {});
 // The options in the terms of the folders which they configure.
 MeshShape mesh_shape(const Config& config);
 at::ScalarType scalar_type(const Config& config);
-/// Of the ranks of this process: where a machine has several GPUs, each process takes its own.
+/// The device of the ranks of this process: where a machine has several GPUs, each process takes
+/// its own.
 at::Device device(const Config& config);
 comm::LaunchOptions launch_options(const Config& config);
+/// Links by the file debug.links, on the nodes of the mesh; nothing: as fast as they are. Throws
+/// Error (config) where the file is not one of links.
+std::optional<comm::Links> links(const Config& config);
 nn::Dispatcher dispatcher(const Config& config);
 /// Nothing: as the model does it.
 std::optional<bool> score_before_experts(const Config& config);
 kernels::GpuKernels gpu_kernels(const Config& config);
-/// Of an optimizer step: what training.global_batch_size takes on this mesh, where it is set.
+/// Micro-batches of an optimizer step: what training.global_batch_size takes on this mesh, where it
+/// is set.
 std::int64_t num_micro_batches(const Config& config);
 /// Steps that are traced, counted from 1; nothing: none is. Throws Error (config) where the text of
 /// profile.steps is no such range of steps of the run.
@@ -238,10 +262,14 @@ data::SampleOrder sample_order(const Config& config);
 /// The layers of each stage, as the user wants them or balanced by FLOPs. Without pp: one stage.
 pipeline::StagePlan stage_plan(const Config& config);
 optim::Groups param_groups(const Config& config);
+bool has_lora(const Config& config);
+/// What LoRA adds to which weights: as [lora] says, or the adapter which it names. Nothing: all of
+/// the model is trained.
+models::Lora lora(const Config& config);
 /// Whether attention stays within documents.
 bool document_mask(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
-/// Of one of the files to validate on: read from its beginning, in its order.
+/// The options of one of the files to validate on: read from its beginning, in its order.
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);
 
 }  // namespace moesh::config

@@ -111,7 +111,7 @@ const std::vector<Guesses>& guesses() {
       {"--parallelism.data_parallel_shard_degree",
        {"use_distributed_optimizer", "zero_stage", "zero", "zero_optimization"}},
       {"--parallelism.moe_dispatcher", {"moe_token_dispatcher_type"}},
-      {"the mesh has as many ranks as its sizes multiply to, as in --mesh dp_shard=8",
+      {"the number of ranks is the product of the mesh's sizes, as in --mesh dp_shard=8",
        {"gpus", "num_gpus", "ngpu", "n_gpus", "devices", "nproc", "nproc_per_node", "world_size",
         "nnodes", "num_nodes", "ranks", "num_ranks", "workers", "num_processes"}},
 
@@ -146,7 +146,7 @@ const std::vector<Guesses>& guesses() {
        {"output_dir", "output", "out", "out_dir", "outdir", "work_dir", "default_root_dir"}},
       {"--checkpoint.folder", {"save", "save_dir", "checkpoint_dir", "ckpt_dir", "ckpt"}},
       {"--checkpoint.initial_load", {"load", "initial_load_path", "init_from", "load_checkpoint"}},
-      {"--checkpoint.enable, which also goes on from the newest checkpoint of checkpoint.folder",
+      {"--checkpoint.enable, which also resumes from the newest checkpoint in checkpoint.folder",
        {"resume", "resume_from_checkpoint", "enable_checkpoint", "auto_resume"}},
       {"--checkpoint.interval",
        {"save_interval", "save_steps", "checkpoint_interval", "save_every"}},
@@ -164,9 +164,13 @@ const std::vector<Guesses>& guesses() {
       {"a run has training.steps optimizer steps: an epoch is as many as the sequences of the data "
        "take",
        {"epochs", "num_epochs", "num_train_epochs", "max_epochs"}},
-      {"moesh trains all parameters and has no LoRA; [[optimizer.group]] with lr_scale = 0 keeps "
-       "some as they are",
-       {"lora", "lora.", "peft", "peft.", "lora_r", "lora_rank", "lora_alpha", "use_lora"}},
+      {"--training.freeze", {"freeze", "frozen", "freeze_layers", "trainable"}},
+      {"--lora.rank", {"lora", "peft", "lora_r", "lora_rank", "r", "use_lora", "lora_dim"}},
+      {"--lora.alpha", {"lora_alpha"}},
+      {"--lora.targets",
+       {"target_modules", "target_parameters", "lora_target", "lora_target_modules"}},
+      {"moesh computes LoRA without dropout", {"lora_dropout", "dropout"}},
+      {"--lora.adapter", {"adapter", "adapter_name_or_path", "lora_path", "peft_path"}},
       {"moesh computes with kernels of its own or of LibTorch (--kernels.gpu): nothing is compiled "
        "in a run",
        {"compile", "compile.", "torch_compile", "use_flash_attn", "attn_implementation",

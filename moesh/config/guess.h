@@ -1,5 +1,5 @@
 #pragma once
-// What somebody meant who wrote a name that there is not.
+// What a user meant by a name that does not exist.
 
 #include <optional>
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace moesh::config {
 
-/// Among `names` the one that a person who wrote `wrong` most likely meant: few letters differ, or
+/// The one among `names` that a user most likely meant by `wrong`: few letters differ, or
 /// the key is in another section.
 std::string nearest_name(const std::string& wrong, const std::vector<std::string>& names);
 

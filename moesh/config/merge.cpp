@@ -81,7 +81,7 @@ std::string axis_hint(const std::string& axis, const std::vector<std::string>& a
   return "here it is " + *elsewhere;
 }
 
-// How whoever is at `origin` writes a short form: --mesh on the command line.
+// How a short form is written at `origin`: --mesh on the command line.
 std::string written(const char* name, const std::string& origin) {
   return origin == kCommandLine ? detail::concat("--", name) : name;
 }
@@ -119,7 +119,7 @@ constexpr const char* kFolder = "model.folder";
 constexpr const char* kInitialLoad = "checkpoint.initial_load";
 constexpr std::size_t kMaxConfigBytes = 16 << 20;
 
-// Of a text that need not be the name of anything.
+// The text need not be the name of anything.
 bool is_there_as_folder(const std::string& text) {
   try {
     return formats::is_folder(text);
@@ -168,7 +168,7 @@ Settings expand_model(const std::string& text, const std::string& origin) {
   return settings;
 }
 
-// Of an option without "=": the next word, or "true" for a flag that stands alone. `next` moves
+// The value of an option without "=": the next word, or "true" for a flag without one. `next` moves
 // over what was taken.
 std::string value_of(const std::string& arg, const std::string& name,
                      const std::vector<std::string>& args, std::size_t& next) {
@@ -192,7 +192,7 @@ std::string text_of(const Setting& s) { return std::get<std::string>(converted(s
 
 // The model of a folder: of model.folder, which leaves the settings and starts from the weights
 // that are there, or of checkpoint.initial_load where nothing is said of a model. A name that fits
-// no folder is left to who loads it.
+// not a folder is left to the code that loads it.
 std::optional<GivenModel> take_folder(Settings& settings) {
   const auto last = [&](const char* name) -> std::optional<Setting> {
     const auto found = std::find_if(settings.rbegin(), settings.rend(),
@@ -381,6 +381,9 @@ Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
 Settings mesh_settings(const MeshShape& shape, const std::string& origin) {
   Settings settings;
   for (const Degree& d : degrees()) settings.push_back({d.option, d.size(shape), {origin}});
+  if (shape.ranks_per_node > 0)
+    settings.push_back(
+        {"parallelism.ranks_per_node", std::int64_t{shape.ranks_per_node}, {origin}});
   return settings;
 }
 

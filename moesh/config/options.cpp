@@ -7,7 +7,7 @@
 #include "moesh/base/terminal.h"
 #include "moesh/config/tables.h"
 #include "moesh/models/registry.h"
-#include "moesh/optim/registry.h"
+#include "moesh/optim/rule.h"
 #include "moesh/pipeline/schedule.h"
 
 namespace moesh::config {
@@ -25,7 +25,7 @@ std::vector<std::string> dispatcher_names() {
   return names;
 }
 
-// The name of an option is its place in Config, so neither can be wrong alone.
+// The name of an option is its place in Config, so the two cannot differ.
 #define MOESH_OPTION(effect, section, key, ...)                                   \
   make_option<Effect::effect, &Config::section, &decltype(Config::section)::key>( \
       #section "." #key, __VA_ARGS__)
@@ -51,6 +51,10 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, training, max_norm,
                    "largest gradient norm: larger gradients are scaled down to it; 0: no clipping",
                    at_least(0)),
+      MOESH_OPTION(
+          numbers, training, freeze,
+          "names of parameters that are not trained, separated by commas; * stands for any "
+          "text, as in *.gate.weight; empty: all are trained"),
       MOESH_OPTION(output, training, max_minutes,
                    "stop the run after this many minutes, at the end of a step; 0: no limit",
                    at_least(0)),
@@ -122,6 +126,11 @@ std::vector<Option> make_options() {
                    "next block"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher,
                    "collectives that bring tokens to their experts", one_of(dispatcher_names())),
+      MOESH_OPTION(
+          speed, parallelism, ranks_per_node,
+          "ranks on each node, between which links are slower: two_hops sends a token to a "
+          "node once; 0: as the launcher says, or one node",
+          between(0, 1e6)),
 
       MOESH_OPTION(numbers, optimizer, name, "update rule", one_of(optim::rule_names())),
       MOESH_OPTION(numbers, optimizer, lr, "learning rate after warm-up", above(0)),
@@ -132,10 +141,19 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, optimizer, eps,
                    "AdamW: added to the square root of the mean of squares", above(0)),
       MOESH_OPTION(numbers, optimizer, weight_decay,
-                   "weight decay; AdamW: decoupled; SGD: added to the gradient", at_least(0)),
+                   "weight decay; AdamW and Muon: decoupled; SGD: added to the gradient",
+                   at_least(0)),
       MOESH_OPTION(numbers, optimizer, momentum,
                    "SGD: decay of the running mean of gradients; 0: no momentum",
                    fraction_below_one()),
+
+      MOESH_OPTION(numbers, optimizer, muon_momentum,
+                   "Muon: decay of the running mean of gradients", fraction_below_one()),
+      MOESH_OPTION(numbers, optimizer, nesterov, "Muon: Nesterov's momentum"),
+      MOESH_OPTION(numbers, optimizer, muon_float32,
+                   "Muon: orthogonalize in float32 instead of bfloat16 (float64 runs: float64)"),
+      MOESH_OPTION(numbers, optimizer, muon_by_head,
+                   "Muon: every head of MLA's up-projections is a matrix of its own"),
 
       MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
                    one_of({"cosine", "linear", "wsd", "constant"})),
@@ -169,6 +187,31 @@ std::vector<Option> make_options() {
                    "weight of the loss that keeps the router's logits small", at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,
                    "for benchmarks: choose experts by token number, not by score"),
+
+      MOESH_OPTION(numbers, lora, rank,
+                   "rank of what LoRA adds to weights: only that is trained; 0: no LoRA, the "
+                   "weights themselves are trained",
+                   at_least(0)),
+      MOESH_OPTION(numbers, lora, alpha,
+                   "what LoRA adds is multiplied by alpha / rank, or with lora.use_rslora by "
+                   "alpha / sqrt(rank)",
+                   above(0)),
+      MOESH_OPTION(numbers, lora, targets,
+                   "weights that LoRA adds to, separated by commas: names or their ends, as in "
+                   "q_proj,v_proj,experts.gate_up_proj, or regular expressions; all-linear: all "
+                   "of attention, MLPs and experts"),
+      MOESH_OPTION(numbers, lora, use_rslora, "divide lora.alpha by the square root of the rank"),
+      MOESH_OPTION(numbers, lora, rank_pattern,
+                   "other ranks of some targets, as in down_proj=4,layers.0.*=16: the first "
+                   "pattern that the end of a name matches counts"),
+      MOESH_OPTION(numbers, lora, alpha_pattern,
+                   "other alphas of some targets, in the form of lora.rank_pattern"),
+      MOESH_OPTION(numbers, lora, init_lora_weights,
+                   "begin with B = 0, where LoRA adds nothing; false: with a random B, for "
+                   "comparisons"),
+      MOESH_OPTION(numbers, lora, adapter,
+                   "folder of a LoRA adapter (PEFT or moesh) to go on from: it says ranks, alphas "
+                   "and targets"),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
                    "full: keep only the inputs of blocks and recompute the rest in backward; "
@@ -232,6 +275,9 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, debug, timeout_seconds,
                    "seconds that a rank waits for the others before the run fails",
                    {.least = 0, .most = 1e6, .above = true}),
+      MOESH_OPTION(speed, debug, links,
+                   "TOML file with latencies and bandwidths inside a node and between nodes: every "
+                   "exchange takes at least as long; empty: as fast as it can"),
   };
 }
 #undef MOESH_OPTION
@@ -345,11 +391,10 @@ const std::vector<Degree>& degrees() {
 }
 
 const std::vector<ShortForm>& short_forms() {
-  static const std::vector<ShortForm> all{{"steps", "training.steps"},
-                                          {"dtype", "training.dtype"},
-                                          {"device", "training.device"},
-                                          {"max-minutes", "training.max_minutes"},
-                                          {"quiet", "metrics.quiet"}};
+  static const std::vector<ShortForm> all{
+      {"steps", "training.steps"},   {"dtype", "training.dtype"},
+      {"device", "training.device"}, {"max-minutes", "training.max_minutes"},
+      {"adapter", "lora.adapter"},   {"quiet", "metrics.quiet"}};
   return all;
 }
 

@@ -22,7 +22,7 @@ struct Rule {
   bool allows(const Value& value) const;
   /// "an integer, 1 or more", "cpu or cuda", "true or false"; for a value of the type of `like`.
   std::string describe(const Value& like) const;
-  /// Of a number alone: "1 or more", "0 to 1".
+  /// The range of a number: "1 or more", "0 to 1".
   std::string range() const;
 };
 

@@ -116,7 +116,7 @@ std::string print_config(const Config& config, const std::map<std::string, std::
 std::string help_text(const Config& config) {
   std::string text =
       "Options go into a TOML file, key = value below [section], or on the command line,\n"
-      "--section.key=value, which overrides the file. Shown are the defaults.\n\n";
+      "--section.key=value, which overrides the file. The values shown are defaults.\n\n";
   std::string axes;
   for (const Degree& d : degrees()) axes += (axes.empty() ? "" : ", ") + d.axis;
   std::vector<Line> lines{

@@ -43,9 +43,9 @@ struct Cell {
 };
 /// Nothing where the name is not that of a table, a number and a key.
 std::optional<Cell> find_cell(const std::string& name);
-/// Of all entries that there are.
+/// The cells of all entries that there are.
 std::vector<Cell> cells(const Config& config);
-/// "data.source.N.path" and so on, for those who look for a name.
+/// "data.source.N.path" and so on, to look for a name.
 std::vector<std::string> cell_names();
 
 }  // namespace moesh::config

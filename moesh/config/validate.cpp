@@ -38,6 +38,17 @@ std::string describe_degrees(const Config& c) {
   return text.empty() ? "every degree of [parallelism] is 1" : text;
 }
 
+// The sizes of nodes on which as many ranks of ep are as on the others.
+std::vector<std::string> sharing_sizes(const Config& c) {
+  std::vector<std::string> all;
+  MeshShape shape = mesh_shape(c);
+  for (const std::int64_t n : divisors(shape.ep * shape.etp)) {
+    shape.ranks_per_node = static_cast<int>(n);
+    if (shape.num_nodes_of_ep() > 0) all.push_back(std::to_string(n));
+  }
+  return all;
+}
+
 void check_mesh(const Config& c, int world_size) {
   const ParallelismSection& p = c.parallelism;
   // Before any product is taken in integers.
@@ -53,7 +64,7 @@ void check_mesh(const Config& c, int world_size) {
       p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
   const std::int64_t experts = p.expert_parallel_degree * p.expert_tensor_parallel_degree;
   if (dense % experts != 0) {
-    // Which value to offer depends on which of the two can be fixed alone.
+    // Which value to offer depends on which of the two can be fixed without the other.
     const bool keep_etp = dense % p.expert_tensor_parallel_degree == 0;
     const std::int64_t kept = keep_etp ? p.expert_tensor_parallel_degree : 1;
     throw Error(
@@ -84,7 +95,7 @@ void check_divides(const Config& c, const char* option, std::int64_t degree, con
                    std::int64_t count, std::int64_t working) {
   MOESH_CHECK(count % degree == 0, ErrorKind::config, describe_option(c, option), ", and ",
               describe_option(c, std::string("model.") + key),
-              ", which does not divide by it; set ", option, " to one of ", divisors(working));
+              ", which is not divisible by it; set ", option, " to one of ", divisors(working));
 }
 
 void check_model(const Config& c, const models::ModelFacts& facts) {
@@ -139,7 +150,8 @@ void check_pipeline(const Config& c, const models::ModelFacts& facts) {
   const auto num_stages = static_cast<std::int64_t>(plan.size());
   MOESH_CHECK(num_stages % degree == 0, ErrorKind::config, describe_option(c, kLayersPerStage),
               ", which makes ", num_stages, " stages, and ", describe_option(c, kPipeline),
-              "; every rank has as many: set ", kPipeline, " to one of ", divisors(num_stages));
+              "; every rank needs the same number: set ", kPipeline, " to one of ",
+              divisors(num_stages));
   const std::int64_t each = num_stages / degree;
   MOESH_CHECK(wanted == 0 ? each >= 2 : each == wanted, ErrorKind::config,
               describe_option(c, kLayersPerStage), ", which makes ", num_stages, " stages, ", each,
@@ -164,8 +176,8 @@ void check_export(const Config& c, const models::ModelFacts& facts) {
   MOESH_CHECK(
       score_before_experts(c).value_or(facts.score_before_experts) == facts.score_before_experts,
       ErrorKind::config, describe_option(c, "moe.score_before_experts"), ", and ",
-      describe_option(c, "checkpoint.enable"), ", but who reads a config.json of ", c.model.name,
-      " multiplies what ", facts.score_before_experts ? "goes into" : "comes out of",
+      describe_option(c, "checkpoint.enable"), ", but other programs that read a config.json of ",
+      c.model.name, " multiply what ", facts.score_before_experts ? "goes into" : "comes out of",
       " an expert; set moe.score_before_experts to auto, or checkpoint.enable to false");
 }
 
@@ -277,7 +289,7 @@ void check_batch(const Config& c) {
   if (global == 0) return;
   if (global % num_dp != 0)
     throw Error(ErrorKind::config,
-                detail::concat(describe_option(c, kGlobal), ", which does not divide by the ",
+                detail::concat(describe_option(c, kGlobal), ", which is not divisible by the ",
                                num_dp, " data-parallel ranks: ", describe_degrees(c), "; set ",
                                kGlobal, " to a multiple of ", num_dp,
                                ", or dp_replicate * dp_shard to one of ", divisors(global)));
@@ -349,8 +361,9 @@ void validate(const Config& config, int world_size) {
   check_export(config, facts);
   check_data(config, facts);
   check_schedule(config);
-  profile_steps(config);  // throws where it names none
-  param_groups(config);   // throws where a pattern is none
+  profile_steps(config);                          // throws where it names none
+  param_groups(config);                           // throws where a pattern is none
+  if (config.lora.adapter.empty()) lora(config);  // throws where a target matches no weight
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",
               describe_option(config, "checkpoint.enable"),
@@ -364,6 +377,14 @@ void validate(const Config& config, int world_size) {
               ", and ranks split the experts: ", describe_option(config, kExperts), ", ",
               describe_option(config, kExpertTensor),
               "; set parallelism.moe_dispatcher to auto, all_to_all or all_gather");
+  MOESH_CHECK(
+      config.parallelism.moe_dispatcher != "two_hops" || mesh_shape(config).num_nodes_of_ep() > 0,
+      ErrorKind::config, describe_option(config, "parallelism.moe_dispatcher"), ", and nodes of ",
+      mesh_shape(config).ranks_per_node,
+      " ranks do not share those of the experts evenly: ", describe_option(config, kExperts), ", ",
+      describe_option(config, kExpertTensor), "; set parallelism.ranks_per_node to ",
+      joined_by_or(sharing_sizes(config)),
+      ", or parallelism.moe_dispatcher to auto, all_to_all or all_gather");
 }
 
 }  // namespace moesh::config

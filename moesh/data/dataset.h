@@ -1,6 +1,6 @@
 #pragma once
 // Sequences of tokens by global sample index, and batches of them. A sample depends on its index
-// alone, so the global batch is the same on every mesh. B sequences, L tokens each
+// only, so the global batch is the same on every mesh. B sequences, L tokens each
 
 #include <ATen/core/Tensor.h>
 

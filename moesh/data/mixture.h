@@ -13,9 +13,9 @@ struct MixturePart {
   std::unique_ptr<Dataset> dataset;
 };
 
-/// Of any first n samples, each part has its share to within two; shares are multiples of 1 /
-/// kPeriod. Which part sample i is of, and which sample of that, depends on i and the weights
-/// alone: ranks and runs that begin anywhere agree, without a list of what was taken.
+/// Each part has its share of any first n samples, to within two; shares are multiples of 1 /
+/// kPeriod. Which part sample i is of, and which sample of that, depends only on i and the
+/// weights: ranks and runs that begin anywhere agree, without a list of what was taken.
 class Mixture : public Dataset {
  public:
   static constexpr std::int64_t kPeriod = 10000;
@@ -36,7 +36,7 @@ class Mixture : public Dataset {
 
  private:
   std::vector<MixturePart> parts_;
-  // Of each sample of a period: its part, and how many of that come before.
+  // The part of each sample of a period, and how many of that come before.
   std::vector<Place> period_;
   std::vector<std::int64_t> per_period_;  // of each part
 };

@@ -6,7 +6,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
-#include "moesh/formats/json_lines.h"
+#include "moesh/formats/json.h"
 
 namespace moesh::data {
 

@@ -57,8 +57,8 @@ std::unique_ptr<Dataset> open_indexed(const DatasetOptions& o) {
   const bool is_flat = o.path.ends_with(".bin") && formats::exists(o.path) &&
                        !formats::exists(o.path.substr(0, o.path.size() - 4) + ".idx");
   MOESH_CHECK(!is_flat, ErrorKind::config, "data: ", o.path,
-              " has no .idx beside it; if it is nothing but ids, say of which size: data.kind = "
-              "uint16 or uint32");
+              " has no .idx file next to it; if it holds only ids, set data.kind to uint16 or "
+              "uint32");
   return pack(formats::TokenFile::open_indexed(o.path), o);
 }
 std::unique_ptr<Dataset> open_npy(const DatasetOptions& o) {
@@ -150,10 +150,9 @@ std::string resolved_kind(const std::string& kind, const std::string& path,
               "' is a folder; name a file, or make one of all that is in it: moesh tokenize");
   MOESH_CHECK(formats::exists(path), ErrorKind::config, "data: there is no file '", path,
               "'; name one that is there");
-  throw Error(
-      ErrorKind::config,
-      detail::concat("data: it is not known how to read '", path, "'; set ", kind_option, " to ",
-                     joined_by_or(file_kinds()), ", or make tokens of it first: moesh tokenize"));
+  throw Error(ErrorKind::config, detail::concat("data: unknown file type: '", path, "'; set ",
+                                                kind_option, " to ", joined_by_or(file_kinds()),
+                                                ", or turn it into tokens first: moesh tokenize"));
 }
 
 const DatasetKind& find_kind(const std::string& name) {

@@ -23,7 +23,7 @@ struct DatasetOptions {
   std::string path = {};
   std::vector<SourceOptions> sources = {};  // instead of one path; see Mixture
   std::int64_t sequence_length = 64;
-  // Of the model: a synthetic language has as many tokens, and those of a file must fit.
+  // The model's: a synthetic language has as many tokens, and those of a file must fit.
   std::int64_t vocab_size = 0;
   std::uint64_t seed = 0;
   bool shuffle = true;  // sequences of a file in another random order each time through

@@ -8,7 +8,7 @@
 
 namespace moesh::data {
 
-/// A permutation of 0 .. size - 1 that depends on seed and stream alone: a Feistel network, applied
+/// A permutation of 0 .. size - 1 that depends only on seed and stream: a Feistel network, applied
 /// again until the result is below size.
 class Shuffle {
  public:

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
+#include "moesh/base/interrupt.h"
 #include "moesh/base/log.h"
 #include "moesh/base/text.h"
 #include "moesh/data/tokenize_input.h"
@@ -20,7 +21,6 @@
 #include "moesh/formats/checksum.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
-#include "moesh/formats/json_lines.h"
 #include "moesh/formats/manifest.h"
 #include "moesh/tokenizer/tokenizer.h"
 
@@ -42,14 +42,17 @@ double seconds_since(Clock::time_point start) {
 struct Encoded {
   TextBatch batch;
   std::vector<std::int32_t> ids, lengths;
+  std::vector<std::uint8_t> mask;  // of chats
   std::int64_t num_empty = 0;
   std::vector<std::string> errors;
+  std::vector<std::string> untrained;  // where conversations are that have no token to predict
 };
 
 class Encoder {
  public:
-  Encoder(const TokenizeOptions& options, const Tokenizer& tokenizer)
-      : options_(options), tokenizer_(tokenizer) {
+  Encoder(const TokenizeOptions& options, const Tokenizer& tokenizer,
+          const std::optional<ChatTemplate>& chats)
+      : options_(options), tokenizer_(tokenizer), chats_(chats) {
     if (options.end_of_document.empty()) return;
     const auto id = tokenizer.find(options.end_of_document);
     MOESH_CHECK(id, ErrorKind::config, "the tokenizer has no token '", options.end_of_document,
@@ -61,7 +64,7 @@ class Encoder {
     for (std::size_t i = 0; i < work.batch.texts.size(); ++i) try {
         add(work, i, buffers);
       } catch (const Error& e) {
-        if (!options_.skip_errors) throw;
+        if (!options_.skip_errors || e.kind() != ErrorKind::data) throw;
         work.errors.emplace_back(e.what());
       }
   }
@@ -81,13 +84,17 @@ class Encoder {
     std::string text = std::move(work.batch.texts[i]);
     if (file.is_jsonl) {
       if (text.find_first_not_of(" \t\r") == std::string::npos) return;
-      text = formats::text_of_json_line(text, where, options_.field);
+      if (!chats_) text = formats::text_of_json_line(text, where, options_.field);
     }
     const std::size_t before = work.ids.size();
     try {
-      tokenizer_.encode(text, options_.with_template, buffers, work.ids);
+      if (chats_)
+        add_chat(work, text, buffers);
+      else
+        tokenizer_.encode(text, options_.with_template, buffers, work.ids);
     } catch (const Error& e) {
       work.ids.resize(before);
+      if (chats_) work.mask.resize(before);
       throw Error(e.kind(), where + e.what());
     }
     if (text.empty() || work.ids.size() == before) {
@@ -96,14 +103,36 @@ class Encoder {
       return;
     }
     if (end_of_document_ != tokenizer::kNoToken) work.ids.push_back(end_of_document_);
+    if (chats_) {
+      // Predicted as the token before it is.
+      work.mask.resize(work.ids.size(), work.mask.back());
+      // Nothing predicts the first token.
+      const auto first = work.mask.begin() + static_cast<std::ptrdiff_t>(before);
+      if (std::find(first + 1, work.mask.end(), 1) == work.mask.end()) {
+        work.ids.resize(before);
+        work.mask.resize(before);
+        work.untrained.push_back(where);
+        return;
+      }
+    }
     const std::size_t length = work.ids.size() - before;
     MOESH_CHECK(length <= std::numeric_limits<std::int32_t>::max(), ErrorKind::data, where, length,
                 " tokens are more than the index can hold: split the document");
     work.lengths.push_back(static_cast<std::int32_t>(length));
   }
 
+  void add_chat(Encoded& work, const std::string& line, EncodeBuffers& buffers) const {
+    const RenderedChat chat = chats_->render(line);
+    std::vector<tokenizer::ByteRange> spans;
+    const std::size_t before = work.ids.size();
+    tokenizer_.encode(chat.text, /*with_template=*/false, buffers, work.ids, &spans);
+    add_mask(chat, tokenizer_, std::span<const std::int32_t>(work.ids).subspan(before), spans,
+             options_.chats.end_of_turn, work.mask);
+  }
+
   const TokenizeOptions& options_;
   const Tokenizer& tokenizer_;
+  const std::optional<ChatTemplate>& chats_;
   tokenizer::TokenId end_of_document_ = tokenizer::kNoToken;
 };
 
@@ -142,11 +171,20 @@ std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
   return round;
 }
 
+// Says those of a list that are among the first ten of all.
+template <class F>
+void warn(std::int64_t num_before, const std::vector<std::string>& list, const F& say) {
+  for (const std::string& one : list)
+    if (num_before++ < kShownErrors) say(one);
+}
+
 // Everything that the ids depend on.
 std::string describe_work(const TokenizeOptions& o, const std::vector<TextFile>& files,
-                          const std::string& tokenizer_sum) {
+                          const std::string& tokenizer_sum,
+                          const std::optional<ChatTemplate>& chats) {
   std::string text = detail::concat("tokenizer ", tokenizer_sum, ", field ", o.field, ", end ",
                                     o.end_of_document, ", template ", o.with_template);
+  if (chats) text += detail::concat(", chats ", chats->facts, " ", o.chats.end_of_turn);
   for (const TextFile& file : files)
     text +=
         detail::concat("; ", file.path, " ", file.is_jsonl, " ", file.size, " ", file.changed_ns);
@@ -207,6 +245,7 @@ void TokenizeOptions::validate() const {
               "standard input (-) is named twice, and ends when it is read once; name it once");
   MOESH_CHECK(format == "auto" || format == "text" || format == "jsonl", ErrorKind::config,
               "--format is '", format, "'; it takes auto, text or jsonl");
+  chats.validate();
   MOESH_CHECK(num_threads <= kMaxThreads, ErrorKind::config, "--threads is ", num_threads,
               "; it takes 1 to ", kMaxThreads, ", and this machine has ",
               std::thread::hardware_concurrency(), " cores");
@@ -218,23 +257,30 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
   const std::filesystem::path file = tokenizer_file(options.tokenizer);
   const std::string json = formats::read_file(file.string(), ErrorKind::data);
   const Tokenizer tokenizer(json, file.string());
-  const Encoder encoder(options, tokenizer);
   const std::vector<TextFile> files = find_text_files(options.inputs, options.format);
+  ChatOptions chat_options = options.chats;
+  chat_options.tokenizer = options.tokenizer;
+  const auto chats = find_chat_template(chat_options, files, options.field);
+  MOESH_CHECK(
+      !chats || !options.with_template, ErrorKind::config,
+      "--with-template is what the tokenizer puts around a text, and these are chats, whose "
+      "template writes all of it; leave it out");
+  const Encoder encoder(options, tokenizer, chats);
 
   // Megatron's own rule, so that its tools take the same type.
   const auto type =
       tokenizer.vocab_size() < 65500 ? formats::IdType::uint16 : formats::IdType::int32;
   const std::string tokenizer_sum = formats::checksum_text(formats::hash_block(json));
-  TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum),
-                     options.skip_errors);
+  TokenOutput output(options.out, type, describe_work(options, files, tokenizer_sum, chats),
+                     options.skip_errors, chats.has_value());
   const std::int64_t went_on_from = output.state().num_documents;
   const bool reads_pipe =
       std::any_of(files.begin(), files.end(), [](const TextFile& f) { return f.path == "-"; });
   MOESH_CHECK(!reads_pipe || output.state().is_complete || went_on_from == 0, ErrorKind::config,
               options.out, ": ", went_on_from,
-              " documents were written by a run that was stopped, and whether standard input is "
-              "the same once more is not known; remove ",
-              options.out, ".*.partial and ", options.out, ".progress* to begin anew");
+              " documents were written by a run that was stopped, and moesh cannot tell whether "
+              "standard input is the same again; remove ",
+              options.out, ".*.partial and ", options.out, ".progress* to start again");
 
   if (!output.state().is_complete) {
     const int cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -249,14 +295,17 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
     const auto read = [&] { return read_round(reader, per_round); };
     std::vector<Encoded> round = read();
     while (!round.empty()) {
+      interruption_point();
       auto next = std::async(std::launch::async, read);
       encode_round(encoder, round, buffers);
       for (const Encoded& done : round) {
-        output.add(done.ids, done.lengths);
-        output.count(done.num_empty, std::ssize(done.errors));
-        const std::int64_t before = output.state().num_skipped - std::ssize(done.errors);
-        for (std::int64_t i = 0; i < std::ssize(done.errors) && before + i < kShownErrors; ++i)
-          log_warn("skipped ", done.errors[static_cast<std::size_t>(i)]);
+        output.add(done.ids, done.lengths, done.mask);
+        warn(output.state().num_skipped, done.errors,
+             [](const std::string& error) { log_warn("skipped ", error); });
+        warn(output.state().num_untrained, done.untrained, [](const std::string& where) {
+          log_warn("left out ", where, "no token of this conversation is trained on");
+        });
+        output.count(done.num_empty, std::ssize(done.errors), std::ssize(done.untrained));
       }
       const TextBatch& last = round.back().batch;
       progress.show(last.num_bytes, output.state());
@@ -266,13 +315,23 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
       }
       round = next.get();
     }
-    MOESH_CHECK(output.state().num_documents > 0, ErrorKind::data, "the inputs hold no text");
-    output.finish({{"tokenizer", file.string()},
-                   {"tokenizer_checksum", tokenizer_sum},
-                   {"vocab_size", std::to_string(tokenizer.vocab_size())},
-                   {"documents", std::to_string(output.state().num_documents)},
-                   {"tokens", std::to_string(output.state().num_tokens)},
-                   {"end_of_document", options.end_of_document}});
+    const TokenOutput::State& state = output.state();
+    MOESH_CHECK(state.num_documents > 0 || state.num_untrained == 0, ErrorKind::data,
+                "none of the ", state.num_untrained,
+                " conversations has a token that is trained on; are there turns of the roles that "
+                "--roles names, and does the template write them?");
+    MOESH_CHECK(state.num_documents > 0, ErrorKind::data, "the inputs hold no text");
+    std::map<std::string, std::string> facts{{"tokenizer", file.string()},
+                                             {"tokenizer_checksum", tokenizer_sum},
+                                             {"vocab_size", std::to_string(tokenizer.vocab_size())},
+                                             {"documents", std::to_string(state.num_documents)},
+                                             {"tokens", std::to_string(state.num_tokens)},
+                                             {"end_of_document", options.end_of_document}};
+    if (chats) {
+      facts["trained_tokens"] = std::to_string(state.num_trained);
+      facts["chats"] = chats->facts;
+    }
+    output.finish(std::move(facts));
   }
   const TokenOutput::State& state = output.state();
   std::int64_t num_bytes = 0;
@@ -281,6 +340,9 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
           .num_tokens = state.num_tokens,
           .num_empty = state.num_empty,
           .num_skipped = state.num_skipped,
+          .has_mask = chats.has_value(),
+          .num_trained = state.num_trained,
+          .num_untrained = state.num_untrained,
           .num_files = std::ssize(files),
           .num_bytes = num_bytes,
           .went_on_from = went_on_from,

@@ -1,11 +1,14 @@
 #pragma once
 // Texts as a file of token ids, once, before training: PREFIX.bin and PREFIX.idx in Megatron's
-// format, and PREFIX.moesh.json with what was read and a checksum of every 4 MiB.
+// format, PREFIX.mask where they are chats, and PREFIX.moesh.json with what was read and a checksum
+// of every 4 MiB.
 
 #include <cstdint>
 #include <filesystem>
 #include <string>
 #include <vector>
+
+#include "moesh/data/chats.h"
 
 namespace moesh::data {
 
@@ -18,18 +21,22 @@ struct TokenizeOptions {
   std::string field = "text";   // of an object of JSONL
   std::string end_of_document;  // a token that closes every document; empty: none
   bool with_template = false;   // also the tokens that the tokenizer puts around a text
-  bool skip_errors = false;     // leave out a line that cannot be read, instead of stopping
-  int num_threads = 0;          // 0: one for each core
-  double save_interval = 30;    // seconds of work that may be lost
-  bool show_progress = false;   // a bar on standard error, a line where that is no terminal
+  ChatOptions chats = {};
+  bool skip_errors = false;    // leave out a line that cannot be read, instead of stopping
+  int num_threads = 0;         // 0: one for each core
+  double save_interval = 30;   // seconds of work that may be lost
+  bool show_progress = false;  // a bar on standard error, a line where that is no terminal
 
   void validate() const;
 };
 
 struct TokenizeSummary {
   std::int64_t num_documents = 0, num_tokens = 0;
-  std::int64_t num_empty = 0;    // documents without a token, which are left out
-  std::int64_t num_skipped = 0;  // lines that could not be read
+  std::int64_t num_empty = 0;      // documents without a token, which are left out
+  std::int64_t num_skipped = 0;    // lines that could not be read
+  bool has_mask = false;           // they are chats; then:
+  std::int64_t num_trained = 0;    // tokens that a model is to predict
+  std::int64_t num_untrained = 0;  // conversations without one, which are left out
   std::int64_t num_files = 0, num_bytes = 0;
   std::int64_t went_on_from = 0;  // documents that an earlier run had written
   double seconds = 0;
@@ -40,7 +47,7 @@ struct TokenizeSummary {
 /// name PREFIX is never overwritten.
 TokenizeSummary tokenize(const TokenizeOptions& options);
 
-/// Compares every byte of PREFIX.bin and PREFIX.idx with its checksum; throws Error (data).
+/// Compares every byte of the files of PREFIX with its checksum; throws Error (data).
 void check_token_files(const std::string& prefix);
 
 /// The tokenizer.json of a tokenizer that is named by its file or by its folder.

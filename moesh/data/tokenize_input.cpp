@@ -10,7 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
-#include "moesh/formats/json_lines.h"
+#include "moesh/formats/json.h"
 
 namespace moesh::data {
 namespace {
@@ -43,9 +43,9 @@ TextFile make_file(const std::string& path, const std::string& format) {
     file.is_jsonl = ends_with_any(name, {".jsonl", ".ndjson"});
     MOESH_CHECK(file.is_jsonl || ends_with_any(name, {".txt", ".text", ".md"}), ErrorKind::config,
                 path == "-" ? "standard input" : path,
-                ": it is not known what this is; moesh reads *.jsonl, *.ndjson, *.txt, *.text and "
-                "*.md, also with .gz or .zst behind it. Say what it is with --format text or "
-                "--format jsonl (for Parquet: tools/parquet_to_jsonl.py)");
+                ": unknown file type; moesh reads *.jsonl, *.ndjson, *.txt, *.text and *.md, also "
+                "packed as .gz or .zst. Name the format with --format text or --format "
+                "jsonl (for Parquet: tools/parquet_to_jsonl.py)");
   }
   if (path == "-") return file;
   formats::InputFile{path};  // refuses what is not a file
@@ -70,7 +70,7 @@ void add_glob(const std::string& pattern, std::vector<std::string>& paths) {
   for (std::size_t i = 0; i < found.gl_pathc; ++i) paths.emplace_back(found.gl_pathv[i]);
   ::globfree(&found);
   MOESH_CHECK(result == 0, ErrorKind::config, "no file matches '", pattern,
-              "'; check the pattern, and quote it if the shell should leave it alone");
+              "'; check the pattern, and quote it so that the shell does not expand it");
 }
 
 }  // namespace
@@ -126,7 +126,7 @@ void TextReader::check_unchanged() const {
       now.size == file.size && now.changed_ns == file.changed_ns && now.inode == file.inode,
       ErrorKind::data, file.path,
       " was written to, or replaced, while it was read: the ids are of neither text; remove "
-      "what was written, and begin anew when nobody writes to it");
+      "what was written, and start again when nothing writes to it");
 }
 
 // Lines of the file that is read now; nothing at its end.

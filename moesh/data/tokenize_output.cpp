@@ -1,5 +1,6 @@
 #include "moesh/data/tokenize_output.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -19,11 +20,13 @@ constexpr const char* kCure = "choose a folder (--out) that can be written and h
 constexpr std::int64_t kChunk = std::int64_t{1} << 18;
 constexpr const char* kBin = ".bin";
 constexpr const char* kIdx = ".idx";
+constexpr const char* kMask = ".mask";
 constexpr const char* kManifest = ".moesh.json";
 constexpr const char* kProgress = ".progress";
 constexpr const char* kLengths = ".lengths";
 constexpr const char* kPartialBin = ".bin.partial";
 constexpr const char* kPartialIdx = ".idx.partial";
+constexpr const char* kPartialMask = ".mask.partial";
 constexpr const char* kPartialManifest = ".moesh.json.partial";
 
 void remove_if_there(const std::string& path) {
@@ -74,13 +77,13 @@ std::string_view bytes_of(std::span<const T> values) {
 }  // namespace
 
 TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string work,
-                         bool skips_errors)
-    : prefix_(std::move(prefix)), type_(type), work_(std::move(work)) {
+                         bool skips_errors, bool has_mask)
+    : prefix_(std::move(prefix)), type_(type), work_(std::move(work)), has_mask_(has_mask) {
   check_name("--out", prefix_);
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_, ": '",
               folder.string(), "' is not a folder; make it first");
-  // Before anything is looked at or removed: whoever has begun holds the lock of this file. It
+  // Before anything is looked at or removed: a run that has begun holds the lock of this file. It
   // stays locked while another one takes its name, so that a third finds the one or the other.
   const auto left_over =
       formats::exists(path(kPartialBin)) ? locked_ids(OutputFile::Mode::open) : nullptr;
@@ -93,13 +96,16 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   if (!goes_on) {
     remove_if_there(path(kPartialBin));
     remove_if_there(path(kLengths));
+    remove_if_there(path(kPartialMask));
   }
   const auto mode = goes_on ? OutputFile::Mode::open : OutputFile::Mode::create;
   ids_ = goes_on && left_over ? left_over : locked_ids(mode);
   lengths_ = std::make_unique<OutputFile>(path(kLengths), mode, kCure);
+  if (has_mask_) mask_ = std::make_unique<OutputFile>(path(kPartialMask), mode, kCure);
   if (goes_on) {
     check_lengths();
     ids_->go_on_after(static_cast<std::uint64_t>(state_.num_tokens) * formats::size_of(type_));
+    if (mask_) mask_->go_on_after(static_cast<std::uint64_t>(state_.num_tokens));
   } else {
     write_state();
   }
@@ -115,7 +121,7 @@ std::shared_ptr<OutputFile> TokenOutput::locked_ids(OutputFile::Mode mode) const
 }
 
 void TokenOutput::refuse_to_overwrite() const {
-  for (const char* ending : {kBin, kIdx, kManifest})
+  for (const char* ending : {kBin, kIdx, kMask, kManifest})
     MOESH_CHECK(!formats::exists(path(ending)), ErrorKind::config, path(ending),
                 " is there already; choose another --out, or move it away");
 }
@@ -143,13 +149,15 @@ bool TokenOutput::read_state(bool skips_errors) {
               prefix_, ".progress, .lengths and .bin.partial to begin again");
   MOESH_CHECK(skips_errors || number("skipped") == 0, ErrorKind::config, path(kProgress),
               " is of a run that has skipped ", number("skipped"),
-              " lines; go on with --on-error=skip, or remove ", prefix_,
+              " lines; continue with --on-error=skip, or remove ", prefix_,
               ".progress, .lengths and .bin.partial to begin again");
   state_ = {.place = {number("file"), number("line")},
             .num_documents = number("documents"),
             .num_tokens = number("tokens"),
             .num_empty = number("empty"),
             .num_skipped = number("skipped"),
+            .num_trained = number("trained"),
+            .num_untrained = number("untrained"),
             .lengths_hash = json.at("lengths_hash", path(kProgress)).as_size("lengths_hash"),
             .is_complete = json.at("complete", path(kProgress)).as_bool("complete")};
   return true;
@@ -164,11 +172,18 @@ void TokenOutput::write_state() {
                                                      {"tokens", {state_.num_tokens}},
                                                      {"empty", {state_.num_empty}},
                                                      {"skipped", {state_.num_skipped}},
+                                                     {"trained", {state_.num_trained}},
+                                                     {"untrained", {state_.num_untrained}},
                                                      {"lengths_hash", {state_.lengths_hash}},
                                                      {"complete", {state_.is_complete}}}}));
 }
 
-void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths) {
+void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths,
+                      std::span<const std::uint8_t> mask) {
+  MOESH_CHECK(mask.size() == (has_mask_ ? ids.size() : 0), "a mask of ", mask.size(), " for ",
+              ids.size(), " tokens");
+  if (has_mask_) mask_->write(static_cast<std::uint64_t>(state_.num_tokens), bytes_of(mask));
+  state_.num_trained += std::count(mask.begin(), mask.end(), 1);
   const auto item = formats::size_of(type_);
   const std::uint64_t offset = static_cast<std::uint64_t>(state_.num_tokens) * item;
   if (type_ == formats::IdType::uint16) {
@@ -183,14 +198,17 @@ void TokenOutput::add(std::span<const std::int32_t> ids, std::span<const std::in
   state_.num_documents += std::ssize(lengths);
 }
 
-void TokenOutput::count(std::int64_t num_empty, std::int64_t num_skipped) {
+void TokenOutput::count(std::int64_t num_empty, std::int64_t num_skipped,
+                        std::int64_t num_untrained) {
   state_.num_empty += num_empty;
   state_.num_skipped += num_skipped;
+  state_.num_untrained += num_untrained;
 }
 
 void TokenOutput::save(TextPlace place) {
   ids_->sync();
   lengths_->sync();
+  if (mask_) mask_->sync();
   state_.place = place;
   write_state();
 }
@@ -239,15 +257,20 @@ void TokenOutput::finish(std::map<std::string, std::string> facts) {
   if (state_.is_complete) return;
   ids_->sync();
   lengths_->sync();
+  if (mask_) mask_->sync();
   const formats::BlockSums index_sums = write_index();
   const std::filesystem::path whole = std::filesystem::absolute(prefix_);
   const std::string folder = whole.parent_path().string(), name = whole.filename().string();
-  // Both are read back and compared with what was in memory.
+  // All are read back and compared with what was in memory.
   formats::Manifest manifest{.extra = std::move(facts)};
   manifest.files.push_back(formats::hash_file(folder, name + kPartialBin, ids_->sums()));
   manifest.files.back().name = name + kBin;
   manifest.files.push_back(formats::hash_file(folder, name + kPartialIdx, index_sums));
   manifest.files.back().name = name + kIdx;
+  if (mask_) {
+    manifest.files.push_back(formats::hash_file(folder, name + kPartialMask, mask_->sums()));
+    manifest.files.back().name = name + kMask;
+  }
   remove_if_there(path(kPartialManifest));
   OutputFile out(path(kPartialManifest), OutputFile::Mode::create, kCure);
   out.write(0, formats::write_manifest(manifest));
@@ -257,10 +280,12 @@ void TokenOutput::finish(std::map<std::string, std::string> facts) {
   publish();
 }
 
-// May be done again from anywhere in its middle.
+// May be done again from anywhere in its middle. The mask comes first: never are there tokens
+// without it.
 void TokenOutput::publish() {
-  for (const auto& [from, to] : {std::pair{kPartialBin, kBin}, std::pair{kPartialIdx, kIdx},
-                                 std::pair{kPartialManifest, kManifest}})
+  for (const auto& [from, to] :
+       {std::pair{kPartialMask, kMask}, std::pair{kPartialBin, kBin}, std::pair{kPartialIdx, kIdx},
+        std::pair{kPartialManifest, kManifest}})
     if (formats::exists(path(from))) {
       MOESH_CHECK(!formats::exists(path(to)), ErrorKind::config, path(to),
                   " is there already, and ", path(from), " should get its name; move it away");

@@ -2,9 +2,11 @@
 // What `moesh tokenize` writes. While it works there are
 //
 //   PREFIX.bin.partial   the ids so far         PREFIX.lengths    tokens of each document (i32)
-//   PREFIX.progress      how far both are known to be on the disk, and for which inputs
+//   PREFIX.mask.partial  their loss mask, of chats
+//   PREFIX.progress      how far all are known to be on the disk, and for which inputs
 //
-// and at the end PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is whole.
+// and at the end PREFIX.mask, PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is
+// whole.
 
 #include <functional>
 #include <map>
@@ -13,7 +15,7 @@
 #include <string>
 
 #include "moesh/data/tokenize_input.h"
-#include "moesh/formats/output_file.h"
+#include "moesh/formats/file.h"
 #include "moesh/formats/token_file.h"
 
 namespace moesh::data {
@@ -25,18 +27,21 @@ class TokenOutput {
   struct State {
     TextPlace place;
     std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;
-    std::uint64_t lengths_hash = kNoLengths;  // of PREFIX.lengths
-    bool is_complete = false;                 // only names are left to change
+    std::int64_t num_trained = 0, num_untrained = 0;  // tokens; conversations that were left out
+    std::uint64_t lengths_hash = kNoLengths;          // of PREFIX.lengths
+    bool is_complete = false;                         // only names are left to change
   };
 
   /// Goes on with what a run with the same `work` (a text that says all that matters) has left;
   /// what has skipped lines only where this one `skips_errors`, too.
-  TokenOutput(std::string prefix, formats::IdType type, std::string work, bool skips_errors);
+  TokenOutput(std::string prefix, formats::IdType type, std::string work, bool skips_errors,
+              bool has_mask);
 
   const State& state() const { return state_; }
-  /// Ids of documents, and how many each has.
-  void add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths);
-  void count(std::int64_t num_empty, std::int64_t num_skipped);
+  /// Ids of documents, how many each has, and the mask of the ids where there is to be one.
+  void add(std::span<const std::int32_t> ids, std::span<const std::int32_t> lengths,
+           std::span<const std::uint8_t> mask);
+  void count(std::int64_t num_empty, std::int64_t num_skipped, std::int64_t num_untrained);
   /// Up to here nothing is lost from now on.
   void save(TextPlace place);
   /// Writes the index and the checksums, and gives the files their names. `facts` go into
@@ -60,7 +65,8 @@ class TokenOutput {
   formats::IdType type_;
   std::string work_;
   State state_;
-  std::shared_ptr<formats::OutputFile> ids_, lengths_;
+  bool has_mask_;
+  std::shared_ptr<formats::OutputFile> ids_, lengths_, mask_;
 };
 
 }  // namespace moesh::data

@@ -23,25 +23,26 @@ namespace {
 
 using formats::file_system;
 
-// Held by who makes the ids; the others wait.
-class Turn {
+// Held by the process that makes the ids; the others wait.
+class TokenizeLock {
  public:
-  explicit Turn(const std::string& path) : file_(file_system().open(path, O_RDWR | O_CREAT)) {
+  explicit TokenizeLock(const std::string& path)
+      : file_(file_system().open(path, O_RDWR | O_CREAT)) {
     if (file_ < 0) formats::fail_at(path, "open", errno);
     for (bool is_told = false; file_system().lock(file_) != 0; is_told = true) {
       const int code = errno;
       if (code != EAGAIN && code != EACCES) {
         log_warn("'", path, "' cannot be locked: ", std::strerror(code),
-                 "; see to it that no other run makes the same tokens now");
+                 "; make sure that no other run makes the same tokens now");
         return;
       }
       if (!is_told) log_info("another process makes the tokens of '", path, "': waiting for it");
       std::this_thread::sleep_for(std::chrono::milliseconds(200));
     }
   }
-  ~Turn() { file_system().close(file_); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  ~TokenizeLock() { file_system().close(file_); }
+  TokenizeLock(const TokenizeLock&) = delete;
+  TokenizeLock& operator=(const TokenizeLock&) = delete;
 
  private:
   int file_;
@@ -77,7 +78,7 @@ formats::TokenFile open_tokenized(const TokenizedText& text) {
   std::filesystem::create_directories(text.folder);
   const std::string prefix =
       (std::filesystem::path(text.folder) / name_of(text, json, end_of_document)).string();
-  const Turn turn(prefix + ".lock");
+  const TokenizeLock turn(prefix + ".lock");
   if (!formats::exists(prefix + ".moesh.json")) {
     log_info("making tokens of ", text.path, " in ", prefix, ".bin");
     const auto made = tokenize({.tokenizer = text.tokenizer,
@@ -85,6 +86,7 @@ formats::TokenFile open_tokenized(const TokenizedText& text) {
                                 .inputs = {text.path},
                                 .format = text.kind,
                                 .end_of_document = end_of_document,
+                                .chats = {.format = "none"},
                                 .show_progress = true});
     log_info(text.path, ": ", with_commas(made.num_documents), " documents, ",
              with_commas(made.num_tokens), " tokens, ", made.seconds, " s");

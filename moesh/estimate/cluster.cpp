@@ -109,7 +109,7 @@ Cluster parse_cluster(const std::string& text) {
       const int n = parse_count(text.substr(colon + 1), text);
       throw Error(
           ErrorKind::config,
-          detail::concat("--cluster is '", text, "', which says how many and not of what; ", name,
+          detail::concat("--cluster is '", text, "', which could mean nodes or GPUs; ", name,
                          "x8:", n, " is ", n, n == 1 ? " node" : " nodes", " of 8 GPUs, and ", name,
                          "x", n, ":1 is one node of ", n, n == 1 ? " GPU" : " GPUs"));
     }

@@ -30,7 +30,7 @@ std::vector<std::string> known_gpus();
 /// "h100x8:256": 256 nodes of 8 H100; or the name of a TOML file. Throws Error (config).
 Cluster parse_cluster(const std::string& text);
 
-/// So many H100, eight to a node or as many as divide them: for whoever names no cluster.
+/// This many H100, eight to a node or as many as divide them: the default cluster.
 Cluster assumed_cluster(int num_gpus);
 
 /// Some ranks that work together: how many, and how many of them share a node.

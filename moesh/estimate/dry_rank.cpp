@@ -60,7 +60,7 @@ class ActionWatch {
     return live;
   }
 
-  /// Of the whole step; that of the allocator begins again with each action.
+  /// The peak of the whole step; that of the allocator begins again with each action.
   std::int64_t peak() const { return std::max(peak_, DryRun::peak()); }
 
  private:
@@ -107,7 +107,7 @@ class ActionWatch {
     most_halves_ = std::max(most_halves_, num_halves_);
   }
 
-  static inline thread_local ActionWatch* watching_ = nullptr;
+  static inline ActionWatch* watching_ = nullptr;  // one dry run goes on at a time
   at::CallbackHandle handle_;
   std::int64_t before_ = 0, peak_ = 0;
   std::map<int, StageLive> stages_;
@@ -137,8 +137,10 @@ DryRank::DryRank(const Config& config, int rank_of_pp)
 
 StateMemory DryRank::state() const {
   StateMemory s;
-  model_->each_param([&](const Stored& w, bool) { s.weights += bytes(w.value); });
-  s.gradients = s.weights;  // of the shapes and the dtype of the master weights
+  model_->each_param([&](const Stored& w, bool) {
+    s.weights += bytes(w.value);
+    if (w.spec.trained) s.gradients += bytes(w.value);  // of its shape and dtype
+  });
   for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
   return s;
 }
@@ -147,21 +149,22 @@ StateMemory DryRank::state() const {
 StateMemory DryRank::expert_state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
-    if (w.storage == efsdp) s.weights += bytes(w.value);
+    if (w.storage != efsdp) return;
+    s.weights += bytes(w.value);
+    if (w.spec.trained) s.gradients += bytes(w.value);
   });
-  s.gradients = s.weights;
   const StateMemory all = state();
-  s.optimizer = all.weights == 0 ? 0
-                                 : static_cast<std::int64_t>(static_cast<double>(all.optimizer) *
-                                                             static_cast<double>(s.weights) /
-                                                             static_cast<double>(all.weights));
+  s.optimizer = all.gradients == 0 ? 0
+                                   : static_cast<std::int64_t>(static_cast<double>(all.optimizer) *
+                                                               static_cast<double>(s.gradients) /
+                                                               static_cast<double>(all.gradients));
   return s;
 }
 
 std::int64_t DryRank::tp_gradients() const {
   std::int64_t sum = 0;
   model_->each_param([&](const Stored& w, bool) {
-    if (contains(w.replicas, tp)) sum += bytes(w.value);
+    if (w.spec.trained && contains(w.replicas, tp)) sum += bytes(w.value);
   });
   return sum;
 }
@@ -173,8 +176,9 @@ std::int64_t DryRank::num_stage_parameters() const {
 }
 
 void DryRank::make_gradients() {
-  model_->each_param(
-      [](Stored& w, bool) { w.value.mutable_grad() = at::zeros_like(w.value.detach()); });
+  model_->each_param([](Stored& w, bool) {
+    if (w.spec.trained) w.value.mutable_grad() = at::zeros_like(w.value.detach());
+  });
 }
 
 std::vector<models::MicroBatch> DryRank::batches(std::int64_t num) const {

@@ -64,7 +64,7 @@ class Pipeline {
     return all;
   }
 
-  // Of ranks that are alike, the one that holds the most. They differ in how many micro-batches
+  // The one that holds the most among ranks that are alike. They differ in how many micro-batches
   // they work on at once.
   Estimate most_of(const std::vector<int>& alike) const {
     Estimate e = of_rank(alike[0]);

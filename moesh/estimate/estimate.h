@@ -74,7 +74,7 @@ struct Estimate {
   std::int64_t moved() const;
 };
 
-/// Of the rank of pp that holds the most, on the mesh, the options and the device of the
+/// What the rank of pp holds that holds the most, on the mesh, the options and the device of the
 /// configuration, which this machine need not have.
 Estimate estimate(const Config& config);
 

@@ -140,7 +140,11 @@ PartProfile rescaled(const PartProfile& p, const MeshShape& from, const MeshShap
 
 // The smallest mesh that splits layers in the same way, with rings of two or more over dp.
 MeshShape smallest(const MeshShape& mesh) {
-  MeshShape s{.cp = mesh.cp, .tp = mesh.tp, .ep = mesh.ep, .etp = mesh.etp};
+  MeshShape s{.cp = mesh.cp,
+              .tp = mesh.tp,
+              .ep = mesh.ep,
+              .etp = mesh.etp,
+              .ranks_per_node = mesh.ranks_per_node};
   const int experts = 2 * s.ep * s.etp;
   s.dp_shard = 2;
   while (s.dp_shard * s.cp * s.tp % experts != 0) ++s.dp_shard;
@@ -183,7 +187,7 @@ Axes axes_of(const std::string& group) {
   // Made once: a search asks for every collective of every mesh.
   static const auto names = [] {
     std::vector<std::pair<Axes, std::string>> all;
-    for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
+    for (Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp, ep_nodes, ep_inside})
       all.emplace_back(axis, "|" + to_string(axis) + "|");
     return all;
   }();
@@ -323,8 +327,8 @@ Profile Profiler::on(const MeshShape& mesh, Stages stages) {
   if (stages != Stages::one) of_stages = measured_stages(to, stages);
   out.always_on_first = of_stages.always_on_first;
   out.always_between = of_stages.always_between;
-  // Of blocks whose sums travel a rank gets its shards, which are in the peak as well: two at most,
-  // and one counts, so that the rest errs on the side of more.
+  // While the sums of blocks travel, a rank gets its shards of them, which are in the peak as well:
+  // two at most, and one counts, so that the rest errs on the side of more.
   double in_flight = 0;
   const auto gradients = [](const PartProfile& part) {
     return static_cast<double>(part.dense.gradients + part.experts.gradients);

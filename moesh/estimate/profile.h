@@ -1,6 +1,6 @@
 #pragma once
 // What the layers of a model take on a mesh, one by one: dry runs of its first few layers differ by
-// a layer each. What follows from the sizes of dp and pp alone is computed from that, so that a
+// a layer each. What follows only from the sizes of dp and pp is computed from that, so that a
 // search over thousands of meshes runs the model on a few hundred.
 
 #include <map>
@@ -12,7 +12,7 @@
 
 namespace moesh::estimate {
 
-/// Of a layer, or of what is around the layers, in one micro-batch on one rank.
+/// What a layer, or the part around the layers, takes in one micro-batch on one rank.
 struct PartProfile {
   StateMemory dense, experts;
   double activations = 0;  // bytes held from forward to backward
@@ -50,7 +50,7 @@ class Profiler {
   explicit Profiler(const Config& config) : config_(config), shape_(model_shape(config)) {}
 
   /// On this mesh, pp aside. Throws Error (config) where the model does not divide by it. What
-  /// stages alone have is measured if it is asked for.
+  /// only stages have is measured if it is asked for.
   Profile on(const MeshShape& mesh, Stages stages = Stages::one);
   const Config& config() const { return config_; }
   const ModelShape& model() const { return shape_; }

@@ -24,14 +24,14 @@ bool is_set(const Config& config, const char* option) { return !config.origin(op
 bool keeps(int wanted, int size) { return wanted == 1 || wanted == size; }
 
 // How a layer is split: what a dry run depends on.
-struct Way {
+struct LayerSplit {
   int cp, tp, ep, etp;
-  auto operator<=>(const Way&) const = default;
+  auto operator<=>(const LayerSplit&) const = default;
 };
 
 // A way to split layers with every pp and dp that makes up the cluster.
 struct Candidate {
-  Way way;
+  LayerSplit way;
   std::vector<MeshShape> meshes;
 };
 
@@ -80,7 +80,7 @@ class Profilers {
 // Whatever the run-time rules of a configuration would refuse, before a dry run does, and what is
 // never fast.
 bool is_tried(const Config& config, const Cluster& cluster, const MeshShape& asked,
-              const Way& way) {
+              const LayerSplit& way) {
   const models::ModelFacts facts = models::facts(config.model.architecture);
   const std::int64_t length = config.data.sequence_length;
   return keeps(asked.cp, way.cp) && keeps(asked.tp, way.tp) && keeps(asked.ep, way.ep) &&
@@ -107,7 +107,7 @@ bool fits_plan(const Config& config, const std::string& schedule, int num_ranks_
 }
 
 std::vector<MeshShape> meshes_of(const Config& config, const Choices& choices,
-                                 const MeshShape& asked, int num_ranks, const Way& way) {
+                                 const MeshShape& asked, int num_ranks, const LayerSplit& way) {
   std::vector<MeshShape> all;
   for (const auto stages : divisors(num_ranks / (way.cp * way.tp)))
     for (const auto copies : divisors(num_ranks / (way.cp * way.tp) / stages)) {
@@ -127,7 +127,8 @@ std::vector<MeshShape> meshes_of(const Config& config, const Choices& choices,
                               .cp = way.cp,
                               .tp = way.tp,
                               .ep = way.ep,
-                              .etp = way.etp}
+                              .etp = way.etp,
+                              .ranks_per_node = asked.ranks_per_node}
                         .validated());
     }
   return all;
@@ -151,8 +152,8 @@ std::vector<TimedFamily> families(const Config& config, const Choices& choices,
         std::vector<int> widths{asked.etp};
         if (asked.etp == 1 && tensor > 1) widths.push_back(static_cast<int>(tensor));
         for (const int width : widths) {
-          const Way way{static_cast<int>(context), static_cast<int>(tensor),
-                        static_cast<int>(expert), width};
+          const LayerSplit way{static_cast<int>(context), static_cast<int>(tensor),
+                               static_cast<int>(expert), width};
           if (!is_tried(config, cluster, asked, way)) continue;
           auto meshes = meshes_of(config, choices, asked, num_ranks, way);
           if (!meshes.empty()) family.candidates.push_back({way, std::move(meshes)});
@@ -177,9 +178,9 @@ int num_axes(const MeshShape& mesh) {
 }
 
 // Steps in groups of about the same speed, the fastest first.
-class Groups {
+class SpeedGroups {
  public:
-  explicit Groups(size_t most) : most_(most) {}
+  explicit SpeedGroups(size_t most) : most_(most) {}
 
   /// No step that is slower can be in a group.
   double least() const { return least_; }
@@ -263,7 +264,7 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   for (const TimedFamily& f : all)
     for (const Candidate& c : f.candidates)
       ++num_ways, result.num_meshes += static_cast<int>(c.meshes.size());
-  Groups groups(most);
+  SpeedGroups groups(most);
   const auto tell = [&] {
     result.num_runs = profilers.num_runs();
     groups.write(result);
@@ -274,9 +275,9 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   // the size of its micro-batches; recompute only adds to that.
   Cluster without_latency = cluster;
   without_latency.latency = 0;
-  std::map<std::pair<Way, std::string>, double> bounds;
+  std::map<std::pair<LayerSplit, std::string>, double> bounds;
   const auto bound = [&](const MeshShape& mesh, const std::string& mode) {
-    const std::pair key(Way{mesh.cp, mesh.tp, mesh.ep, mesh.etp}, mode);
+    const std::pair key(LayerSplit{mesh.cp, mesh.tp, mesh.ep, mesh.etp}, mode);
     if (const auto found = bounds.find(key); found != bounds.end()) return found->second;
     return bounds[key] = fastest_tokens_per_second(profilers.of(mode, choices.batches[0]),
                                                    without_latency, one_stage(mesh));

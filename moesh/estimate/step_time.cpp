@@ -63,7 +63,7 @@ Parts parts_of(const PartProfile& p, double flops, const Config& config, const C
       if (is_gather) time *= gathers_of_each;
       out.storage += time;
       if (is_gather) gathers += time;
-    } else if ((axes & (ep | etp)) != none) {
+    } else if ((axes & (ep | ep_nodes | ep_inside | etp)) != none) {
       out.experts += time;
     } else {
       out.tensor += time;

@@ -66,8 +66,8 @@ void BlockSums::add(std::uint64_t offset, std::string_view bytes) {
     offset += num_bytes;
     bytes.remove_prefix(num_bytes);
   };
-  // A word of which only some bytes are here: the others count as 0, and are added by whoever has
-  // them.
+  // A word of which only some bytes are here: the others count as 0, and are added by the writer
+  // that has them.
   const auto add_some = [&](std::size_t skipped, std::size_t count) {
     char word[kWord] = {};
     std::memcpy(word + skipped, bytes.data(), count);

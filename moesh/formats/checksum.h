@@ -1,6 +1,6 @@
 #pragma once
 // Checksums of blocks: XXH3-64, one for every 4 MiB of a file, so that reading part of a file
-// checks that part alone.
+// checks only that part.
 
 #include <cstddef>
 #include <cstdint>

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/formats/json.h"
 #include "moesh/formats/safetensors.h"
 
 namespace moesh::formats {
@@ -67,5 +68,16 @@ struct ModelOnDisk {
   std::function<DiskTable(ExpertLayout)> table;
   std::function<std::string(Dtype)> config_json;  // for weights of this type
 };
+
+// Folders of a model of text and images, such as published Llama 4: moesh reads their text model.
+
+/// The config.json of the text model: what is under text_config, with the dtype of the whole; that
+/// of a text model itself is returned as it is.
+JsonValue text_model(const JsonValue& config_json);
+
+/// The name that a tensor of such a folder has in the text model; empty: it is none of that.
+std::string name_in_text_model(const std::string& name);
+/// Whether a tensor with this name says that a folder is such a one.
+bool is_of_text_and_images(const std::string& name);
 
 }  // namespace moesh::formats

@@ -40,9 +40,9 @@ class FileSystem {
   virtual int lock(int file);
 
   virtual int status(const Path& path, struct stat& status);
-  /// Of an open file, whatever its name is by now.
+  /// The status of an open file, whatever its name is by now.
   virtual int status(int file, struct stat& status);
-  /// Of a link, and not of what it points to.
+  /// The status of a link, and not of what it points to.
   virtual int link_status(const Path& path, struct stat& status);
   virtual int list(const Path& folder, std::vector<std::string>& names);
   virtual int make_folder(const Path& path);

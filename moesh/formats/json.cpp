@@ -1,15 +1,35 @@
 #include "moesh/formats/json.h"
 
-#include <algorithm>
-#include <cmath>
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <optional>
+#include <sstream>
+#include <string>
+
 #include "moesh/base/error.h"
-#include "moesh/formats/json_reason.h"
+#include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
 
 namespace moesh::formats {
+
 namespace {
+
+// Why nlohmann/json refused a text, in words that may be printed:
+// "[json.exception.parse_error.101] parse error at line 1, column 9: ..." without what every
+// reader would skip. The text may quote what was read: it is shortened, and bytes that do not
+// print become '?'.
+std::string json_reason(const std::exception& e) {
+  constexpr std::size_t kLongest = 300;
+  std::string text = e.what();
+  if (const auto end = text.find("] "); end != std::string::npos) text.erase(0, end + 2);
+  if (text.size() > kLongest) text.replace(kLongest, std::string::npos, "...");
+  for (char& c : text)
+    if (static_cast<unsigned char>(c) < 0x20 || static_cast<unsigned char>(c) >= 0x7f) c = '?';
+  return text;
+}
 
 // Takes the events of the parser. nlohmann's own values keep the last of two equal keys without a
 // word: hence this.
@@ -92,7 +112,7 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
 // `indent` is what lines begin with; null: no lines.
 void write(const JsonValue& value, const std::string* indent, std::string& out);
 
-struct Writer {
+struct JsonWriter {
   const std::string* indent;
   std::string& out;
 
@@ -134,7 +154,7 @@ struct Writer {
 };
 
 void write(const JsonValue& value, const std::string* indent, std::string& out) {
-  std::visit(Writer{indent, out}, value.value);
+  std::visit(JsonWriter{indent, out}, value.value);
 }
 
 }  // namespace
@@ -171,6 +191,134 @@ std::string json_quoted(std::string_view text) {
                 detail::concat("cannot write ", shown(text), " as JSON: it is not UTF-8 (",
                                json_reason(e), ")"));
   }
+}
+
+namespace {
+
+const char* type_of(const JsonValue& value) {
+  constexpr const char* kTypes[] = {"null",     "true or false", "a whole number", "a whole number",
+                                    "a number", "a text",        "a list",         "an object"};
+  return kTypes[value.value.index()];
+}
+
+template <class T>
+const T& as(const JsonValue& value, std::string_view what, const char* wanted) {
+  const T* found = std::get_if<T>(&value.value);
+  MOESH_CHECK(found, ErrorKind::data, shown(what), " is ", type_of(value), "; it must be ", wanted);
+  return *found;
+}
+
+}  // namespace
+
+const JsonValue* JsonValue::find(std::string_view key) const {
+  if (const auto* object = std::get_if<JsonObject>(&value))
+    for (const auto& [name, below] : *object)
+      if (name == key) return &below;
+  return nullptr;
+}
+
+const JsonValue& JsonValue::at(std::string_view key, std::string_view what) const {
+  as_object(what);
+  const JsonValue* found = find(key);
+  MOESH_CHECK(found, ErrorKind::data, shown(what), " has no ", shown(key));
+  return *found;
+}
+
+bool JsonValue::as_bool(std::string_view what) const {
+  return as<bool>(*this, what, "true or false");
+}
+
+std::int64_t JsonValue::as_int(std::string_view what) const {
+  return as<std::int64_t>(*this, what, "a whole number from -2^63 to 2^63 - 1");
+}
+
+std::uint64_t JsonValue::as_size(std::string_view what) const {
+  if (const auto* large = std::get_if<std::uint64_t>(&value)) return *large;
+  const std::int64_t whole = as<std::int64_t>(*this, what, "a whole number from 0 to 2^64 - 1");
+  MOESH_CHECK(whole >= 0, ErrorKind::data, shown(what), " is ", whole, "; it must not be negative");
+  return static_cast<std::uint64_t>(whole);
+}
+
+double JsonValue::as_number(std::string_view what) const {
+  if (const auto* whole = std::get_if<std::int64_t>(&value)) return static_cast<double>(*whole);
+  if (const auto* large = std::get_if<std::uint64_t>(&value)) return static_cast<double>(*large);
+  return as<double>(*this, what, "a number");
+}
+
+const std::string& JsonValue::as_text(std::string_view what) const {
+  return as<std::string>(*this, what, "a text");
+}
+
+const JsonList& JsonValue::as_list(std::string_view what) const {
+  return as<JsonList>(*this, what, "a list");
+}
+
+const JsonObject& JsonValue::as_object(std::string_view what) const {
+  return as<JsonObject>(*this, what, "an object");
+}
+
+JsonValue read_json(const std::string& path, const JsonLimits& limits) {
+  return parse_json(InputFile(path).read_all(limits.max_bytes), path, limits);
+}
+
+namespace {
+
+std::optional<std::int64_t> step_of(const std::string& line, const std::string& name) {
+  try {
+    return parse_json(line, name).at("step", name).as_int(name);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+}  // namespace
+
+std::string text_of_json_line(std::string_view line, const std::string& where,
+                              const std::string& key) {
+  // The parser takes seven times its text, and a NUL for the end of it.
+  MOESH_CHECK(line.size() <= kMaxLineBytes, ErrorKind::data, where, "this line has ", line.size(),
+              " bytes; at most ", kMaxLineBytes, " are read: split the document");
+  const auto nul = line.find('\0');
+  MOESH_CHECK(nul == std::string::npos, ErrorKind::data, where, "byte ", nul,
+              " of this line is NUL, which no text has: the file is damaged, or not JSON");
+  nlohmann::json object;
+  try {
+    object = nlohmann::json::parse(line);
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(ErrorKind::data,
+                detail::concat(where, "this line is not JSON (", json_reason(e),
+                               "); each line is one object, {\"", key, "\": \"...\"}"));
+  }
+  MOESH_CHECK(object.is_object(), ErrorKind::data, where, "this line is a JSON ",
+              object.type_name(), "; each line is one object, {\"", key, "\": \"...\"}");
+  const auto found = object.find(key);
+  const bool is_chat = object.contains("messages") || object.contains("conversations") ||
+                       object.contains("prompt") || object.contains("instruction");
+  MOESH_CHECK(found != object.end() || !is_chat, ErrorKind::data, where, "this object has no \"",
+              key, "\" and looks like a chat; make tokens of chats with python -m moesh tokenize");
+  MOESH_CHECK(found != object.end(), ErrorKind::data, where, "this object has no \"", key,
+              "\"; each line is {\"", key, "\": \"...\"}, further keys are ignored");
+  MOESH_CHECK(found->is_string(), ErrorKind::data, where, "\"", key, "\" is a JSON ",
+              found->type_name(), "; it must be a string");
+  return std::move(found->get_ref<std::string&>());
+}
+
+void each_json_text(std::istream& lines, const std::string& name, const std::string& key,
+                    const std::function<void(const std::string& text)>& f) {
+  std::string line;
+  for (std::int64_t number = 1; std::getline(lines, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    f(text_of_json_line(line, detail::concat(name, ":", number, ": "), key));
+  }
+  MOESH_CHECK(!lines.bad(), ErrorKind::data, "cannot read ", name, " to its end");
+}
+
+std::string kept_lines(const std::string& text, const std::string& name, std::int64_t last_step) {
+  std::istringstream lines(last_step > 0 ? text : "");
+  std::string kept;
+  for (std::string line; std::getline(lines, line);)
+    if (const auto step = step_of(line, name); step && *step <= last_step) kept += line + "\n";
+  return kept;
 }
 
 }  // namespace moesh::formats

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <istream>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -51,7 +53,7 @@ struct JsonLimits {
 
 /// The value of a whole text. `name` is what errors (data) call the text.
 JsonValue parse_json(std::string_view text, const std::string& name, const JsonLimits& limits = {});
-/// Of a file; see InputFile for which may be read.
+/// The value in a file; see InputFile for which may be read.
 JsonValue read_json(const std::string& path, const JsonLimits& limits = {});
 
 /// The text of a value, indented by two, that parses as the same value. Texts must be UTF-8, and
@@ -61,5 +63,23 @@ std::string to_json(const JsonValue& value);
 std::string to_json_line(const JsonValue& value);
 /// A text as JSON writes it, in quotes; it must be UTF-8.
 std::string json_quoted(std::string_view text);
+
+// JSONL: one JSON object a line, such as {"text": "..."}.
+
+constexpr std::size_t kMaxLineBytes = std::size_t{64} << 20;
+
+/// The text under `key` of a line, which is one object. Errors (data) begin with `where`.
+std::string text_of_json_line(std::string_view line, const std::string& where,
+                              const std::string& key);
+
+/// Calls `f` with the text under `key` of every line, in order; blank lines are skipped. Errors
+/// (data) begin with "name:line:".
+void each_json_text(std::istream& lines, const std::string& name, const std::string& key,
+                    const std::function<void(const std::string& text)>& f);
+
+/// The lines of steps up to `last_step` in the text of a metrics.jsonl called `name`: a run that
+/// goes on from there writes the others anew. Anything else, such as a line that was cut off, is
+/// dropped.
+std::string kept_lines(const std::string& text, const std::string& name, std::int64_t last_step);
 
 }  // namespace moesh::formats

@@ -45,7 +45,7 @@ std::string write_manifest(const Manifest& manifest);
 /// `name` is what errors (data) call the text. A file that is listed twice, or is outside of the
 /// folder, is refused.
 Manifest parse_manifest(std::string_view text, const std::string& name);
-/// Of a checkpoint's folder.
+/// The manifest of a checkpoint's folder.
 Manifest read_manifest(const std::string& folder);
 
 /// Size and checksums of a file that was written: `name` in `folder`. It is read back, and throws

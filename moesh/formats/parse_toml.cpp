@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cctype>
+#include <optional>
 
 #include "moesh/base/error.h"
 #include "moesh/formats/name.h"
@@ -23,6 +24,19 @@ namespace moesh::formats {
 namespace {
 
 int line_of(const toml::node& node) { return static_cast<int>(node.source().begin.line); }
+
+// A list of texts as one, with commas between them; nothing: it is none, or a text has a comma.
+std::optional<std::string> joined(const toml::node& node) {
+  const auto* list = node.as_array();
+  if (!list || !(list->empty() || list->is_homogeneous<std::string>())) return std::nullopt;
+  std::string all;
+  for (const auto& entry : *list) {
+    const std::string& text = entry.as_string()->get();
+    if (text.find(',') != std::string::npos) return std::nullopt;
+    all += (&entry == &list->front() ? "" : ",") + text;
+  }
+  return all;
+}
 
 void flatten(const toml::table& table, const std::string& prefix, const std::string& name,
              std::vector<TomlEntry>& entries) {
@@ -49,6 +63,8 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
       entry.value = real->get();
     } else if (const auto* text = node.as_string()) {
       entry.value = text->get();
+    } else if (const auto texts = joined(node)) {
+      entry.value = *texts;
     } else {
       throw Error(
           ErrorKind::config,
@@ -63,8 +79,8 @@ void flatten(const toml::table& table, const std::string& prefix, const std::str
 }
 
 // TOML has no control characters but tabs and line ends, and other letters than ASCII's are in
-// texts and comments alone: the parser asks whether one is a space, in a way that is undefined for
-// some.
+// only in texts and comments: the parser asks whether one is a space, in a way that is undefined
+// for some.
 void check_characters(std::string_view text, const std::string& name) {
   std::size_t line = 1;
   std::string_view quotes;  // those that end the text which we are in
@@ -76,7 +92,7 @@ void check_characters(std::string_view text, const std::string& name) {
     if (c == '\n') ++line;
     MOESH_CHECK((byte >= 0x20 && byte != 0x7f) || c == '\n' || c == '\r' || c == '\t',
                 ErrorKind::config, name, ":", line, ": byte ", static_cast<int>(byte),
-                " controls a terminal and is no text; is this a configuration?");
+                " is a control character; is this a configuration file?");
     if (c == '\n' && (is_comment || quotes.size() == 1)) before = c;
     if (is_comment) {
       is_comment = c != '\n';
@@ -86,7 +102,7 @@ void check_characters(std::string_view text, const std::string& name) {
         const auto next = text.find_first_not_of(quotes.size() == 3 ? " \t\r\n" : "", i + 1);
         MOESH_CHECK(next == std::string_view::npos || static_cast<unsigned char>(text[next]) < 0x80,
                     ErrorKind::config, name, ":", line, ": ", shown(text.substr(i, next - i + 4)),
-                    ": behind a backslash letters are ASCII's alone");
+                    ": only ASCII letters may follow a backslash");
         i += i + 1 < text.size() && text[i + 1] >= 0x20;
       } else if (text.substr(i).starts_with(quotes)) {
         i += quotes.size() - 1;
@@ -108,8 +124,7 @@ void check_characters(std::string_view text, const std::string& name) {
     } else {
       MOESH_CHECK(
           byte < 0x80, ErrorKind::config, name, ":", line, ": ", shown(text.substr(i, 4)),
-          " outside of a text; keys and values have letters of ASCII alone, write others in "
-          "quotes");
+          " outside of quotes; keys and values are ASCII, so put other characters in quotes");
       is_comment = c == '#';
       if (c != ' ' && c != '\t' && c != '\r') before = c;
     }

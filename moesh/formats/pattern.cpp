@@ -10,14 +10,24 @@ namespace {
 
 re2::StringPiece piece(std::string_view text) { return {text.data(), text.size()}; }
 
-// $1 as RE2 writes it: \1.
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// $1 and ${1} as RE2 writes them: \1.
 std::string rewrite(std::string_view replacement) {
   std::string result;
+  const auto at = [&](std::size_t i) { return i < replacement.size() ? replacement[i] : '\0'; };
   for (std::size_t i = 0; i < replacement.size(); ++i) {
-    const char c = replacement[i], next = i + 1 < replacement.size() ? replacement[i + 1] : '\0';
+    const char c = replacement[i], next = at(i + 1);
     if (c == '\\') {
       result += "\\\\";
-    } else if (c == '$' && (next == '$' || next == '&' || (next >= '0' && next <= '9'))) {
+    } else if (c == '$' && next == '{' && is_digit(at(i + 2)) && at(i + 3) == '}') {
+      result += std::string("\\") + at(i + 2);
+      i += 3;
+    } else if (c == '$' && (next == '$' || next == '&' || is_digit(next))) {
+      MOESH_CHECK(!is_digit(next) || !is_digit(at(i + 2)), ErrorKind::config, "the replacement ",
+                  shown(replacement), " has $", next, at(i + 2),
+                  ", and groups have one digit; for group ", next, " and a ", at(i + 2),
+                  " write ${", next, "}", at(i + 2));
       result += next == '$' ? "$" : next == '&' ? "\\0" : std::string("\\") + next;
       ++i;
     } else {

@@ -122,12 +122,12 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
   MOESH_CHECK(documents >= 1 && sequences <= rest / 12 && documents <= rest / 8 &&
                   rest >= sequences * 12 + documents * 8,
               ErrorKind::data, name, " has ", bytes.size(), " bytes, too few for ", sequences,
-              " sequences and ", documents, " borders of documents: it is cut off, or damaged");
+              " sequences and ", documents, " document boundaries: it is cut off, or damaged");
   // Behind it there may be one byte for each sequence (the mode, for more than text).
   MOESH_CHECK(rest == sequences * 12 + documents * 8, ErrorKind::data, name, " has ",
               rest - (sequences * 12 + documents * 8),
-              " bytes behind what its header says: it is damaged, or has modes, which moesh does "
-              "not know");
+              " bytes more than its header says: it is damaged, or has modes, which moesh does "
+              "not support");
   index.num_sequences = static_cast<std::int64_t>(sequences);
   index.num_documents = static_cast<std::int64_t>(documents - 1);
   bytes.remove_prefix(kHeaderBytes);
@@ -151,7 +151,7 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
     const std::int64_t first = index.first_sequence(d);
     MOESH_CHECK(first >= before && first <= index.num_sequences && (d > 0 || first == 0),
                 ErrorKind::data, name, ": document ", d, " begins with sequence ", first,
-                ", behind ", before, " of ", index.num_sequences);
+                "; it must be from ", before, " to ", d == 0 ? 0 : index.num_sequences);
     before = first;
   }
   MOESH_CHECK(before == index.num_sequences, ErrorKind::data, name,

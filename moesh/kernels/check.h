@@ -1,5 +1,5 @@
 #pragma once
-// Checks for more than one kernel.
+// What more than one kernel checks or asks.
 
 #include <ATen/core/Tensor.h>
 
@@ -41,6 +41,11 @@ inline std::vector<std::int64_t> first_rows(const at::Tensor& ends_e, std::int64
   MOESH_CHECK(first.back() == num_rows, ErrorKind::data, "ends_e ends at ", first.back(),
               ", but there are ", num_rows, " rows");
   return first;
+}
+
+/// The dtype in which sums are taken: float64 stays, all others become float32.
+inline at::ScalarType wide(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 inline bool is_kernel_dtype(at::ScalarType dtype) {

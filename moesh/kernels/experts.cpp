@@ -29,9 +29,26 @@ ExpertsWeights checked(const ExpertsWeights& w, const at::Tensor& x) {
   if (w.b1_eF.defined()) check_weight("b1_eF", w.b1_eF, x, {e, F});
   if (w.b3_eF.defined()) check_weight("b3_eF", w.b3_eF, x, {e, F});
   if (w.b2_eD.defined()) check_weight("b2_eD", w.b2_eD, x, {e, D});
+  const ExpertsLora& l = w.lora;
+  if (l.a13_erD.defined()) {
+    const std::int64_t r = l.a13_erD.size(1);
+    check_weight("a13_erD", l.a13_erD, x, {e, r, D});
+    check_weight("b13_e2Fr", l.b13_e2Fr, x, {e, 2, F, r});
+  }
+  if (l.a2_erF.defined()) {
+    const std::int64_t r = l.a2_erF.size(1);
+    check_weight("a2_erF", l.a2_erF, x, {e, r, F});
+    check_weight("b2_eDr", l.b2_eDr, x, {e, D, r});
+  }
   const auto plain = [](const at::Tensor& t) { return t.defined() ? t.contiguous() : t; };
-  return {plain(w.w1_eFD), plain(w.w3_eFD), plain(w.w2_eDF),
-          plain(w.b1_eF),  plain(w.b3_eF),  plain(w.b2_eD)};
+  return {
+      plain(w.w1_eFD),
+      plain(w.w3_eFD),
+      plain(w.w2_eDF),
+      plain(w.b1_eF),
+      plain(w.b3_eF),
+      plain(w.b2_eD),
+      {plain(l.a13_erD), plain(l.b13_e2Fr), plain(l.a2_erF), plain(l.b2_eDr), l.scale13, l.scale2}};
 }
 
 ExpertsInput checked(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {

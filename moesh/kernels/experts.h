@@ -24,6 +24,17 @@ struct ExpertsConfig {
   bool weights_later = false;  // backward leaves the gradients of the weights for later
 };
 
+/// What LoRA adds, to w1 and w3 together and to w2; undefined: nothing. Where it adds anything, the
+/// weights themselves are frozen: backward gives only the gradients of these.
+///   [g; u] = [w1; w3] x + scale13 b13 (a13 x)        y = w2 h + scale2 b2 (a2 h)
+struct ExpertsLora {
+  at::Tensor a13_erD, b13_e2Fr;  // the rows of w1, then those of w3
+  at::Tensor a2_erF, b2_eDr;
+  double scale13 = 1, scale2 = 1;
+
+  bool any() const { return a13_erD.defined() || a2_erF.defined(); }
+};
+
 /// float64, float32 or bfloat16, all of one dtype. Gate and up are two tensors also where a
 /// checkpoint interleaves them (GPT-OSS: gate = gate_up[:, 0::2], up = gate_up[:, 1::2]): both
 /// halves are then plain contiguous GEMM operands, and ranks can split F. Biases are optional: an
@@ -36,6 +47,7 @@ struct ExpertsWeights {
   at::Tensor b1_eF;
   at::Tensor b3_eF;
   at::Tensor b2_eD;
+  ExpertsLora lora = {};
 };
 
 /// Sizes and dtypes of weights without their memory: one number stands for all of each.

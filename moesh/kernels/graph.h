@@ -23,7 +23,7 @@ std::string refuses_graphs(c10::Device device);
 /// few times before. What f throws comes out of here, for instance because f waits for the device;
 /// then nothing of it has been done. Memory that the allocator keeps for later is given back first:
 /// a graph has its own, or that of `beside`. Graphs that have memory together take as much as the
-/// largest of them: whoever replays one has read what another left there.
+/// largest of them: before one is replayed, what another left there has been read.
 std::unique_ptr<Graph> record_graph(const std::function<void()>& f, const Graph* beside);
 
 /// How steps become graphs. A test on the CPU has a way of its own.

@@ -6,7 +6,7 @@
 
 namespace moesh::kernels {
 
-/// Of each token, float32 (float64 with float64).
+/// Sums over the words for each token, float32 (float64 with float64).
 struct LogitSums {
   at::Tensor max_N;     // -inf without a word
   at::Tensor sum_N;     // of exp(logit - max)

@@ -24,7 +24,7 @@ struct Sorted {
 /// index. Only experts of the range take part: with {0, E} R is T*K and inverse_TK undoes order_R.
 /// All results are int32 on the device of the input (on meta ends_e is on the host, where it can
 /// have values). An accelerator is not waited for, unless the range is a part of the experts: then
-/// R is known to it alone. A choice that is not an expert is an Error(data) on the CPU; an
+/// only it knows R. A choice that is not an expert is an Error(data) on the CPU; an
 /// accelerator stops with an assertion.
 Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts, ExpertRange range);
 inline Sorted sort_by_expert(const at::Tensor& experts_TK, std::int64_t num_experts) {

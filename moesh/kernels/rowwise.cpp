@@ -15,7 +15,7 @@ void check_norm(const at::Tensor& x, const at::Tensor& weight_D) {
   check_tensor("weight_D", weight_D, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, 1);
   check_same_device("weight_D", weight_D, "x", x);
   MOESH_CHECK(weight_D.size(0) == x.size(-1), ErrorKind::data, "weight_D is ", describe(weight_D),
-              "; a norm of ", x.size(-1), " features has as many weights");
+              "; a norm of ", x.size(-1), " features has one weight for each");
 }
 
 at::Tensor plain(const at::Tensor& weight_D) {

@@ -6,6 +6,7 @@
 namespace moesh::kernels {
 namespace {
 
+// A rank is a thread, and models of several ranks may have other kernels.
 thread_local GpuKernels chosen = GpuKernels::automatic;
 
 [[noreturn]] void refuse(const std::string& reason) {
@@ -56,6 +57,11 @@ const KernelTable& kernels_for(at::Device device) {
 }
 
 const KernelTable& kernels_for(const ExpertsConfig& config, const ExpertsWeights& weights) {
+  if (weights.lora.any()) {  // ranks are small: its products are LibTorch's on every device
+    if (chosen == GpuKernels::own && weights.w1_eFD.is_cuda())
+      refuse("moesh's own experts take no LoRA");
+    return aten_kernels();
+  }
   return for_experts(kernels_for(weights.w1_eFD.device()), config, weights);
 }
 

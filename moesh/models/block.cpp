@@ -1,4 +1,4 @@
-#include "moesh/models/block.h"
+#include "moesh/models/stage.h"
 
 #include <ATen/record_function.h>
 
@@ -29,7 +29,7 @@ nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& co
 
 Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
              const nn::ModuleOptions& o)
-    : layer_(layer) {
+    : layer_(layer), residual_scale_(plan.residual_scale) {
   interruption_point();
   const auto& c = plan.config;
   const std::string name = "model.layers." + std::to_string(layer);
@@ -51,7 +51,7 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   config.experts.dim = c.dim, config.experts.ffn = c.moe_ffn;
   config.dispatcher = m.dispatcher;
   config.dtype = o.dtype, config.device = o.device, config.init = o.init,
-  config.bias_init = o.bias_init;
+  config.bias_init = o.bias_init, config.lora = o.lora;
   moe_.emplace(config);
 }
 
@@ -64,18 +64,23 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
     return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);
   };
+  const auto added = [&](const nn::Stream<Sp>& stream, const nn::Stream<Sp>& y) {
+    return stream + (residual_scale_ == 1 ? y : scale(y, residual_scale_));
+  };
   nn::Past* past =
       options.past ? &options.past->layers.at(static_cast<std::size_t>(layer_)) : nullptr;
   const nn::Stream<Sp> after = [&] {
     RECORD_USER_SCOPE("attention");
-    return x + nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens, past), over_tp);
+    return added(
+        x, nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens, past), over_tp));
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
-  if (mlp_) return {after + nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp), {}, {}};
+  if (mlp_)
+    return {added(after, nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp)), {}, {}};
   const nn::RouteOptions route_options{
       .pass = options.pass, .probe = options.probe, .layer = moe_layer, .micro_batch = batch.index};
   const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens, route_options);
-  return {after + out.y,
+  return {added(after, out.y),
           auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary,
                            route_options),
           out.route.counts_E};
@@ -100,6 +105,12 @@ std::vector<const Stored*> Block::stored() {
   std::vector<const Stored*> all;
   each_param([&](Stored& w) { all.push_back(&w); });
   return all;
+}
+
+bool Block::is_trained() {
+  bool any = false;
+  each_param([&](Stored& w) { any = any || w.spec.trained; });
+  return any;
 }
 
 }  // namespace moesh::models

@@ -13,7 +13,7 @@ ModelKeys DecoderConfig::keys() {
       {"num_experts", &num_experts, "number of routed experts in a layer"},
       {"top_k", &top_k, "experts that each token uses"},
       {"moe_ffn", &moe_ffn, "width of an expert"},
-      {"norm_eps", &norm_eps, "epsilon of the norms"},
+      {"norm_eps", &norm_eps, "epsilon of the norms", 1e-30},  // else a norm of zeros is NaN
       {"rope_theta", &rope.theta, "base of the rotary frequencies", 2, 1e12},
       {"rope_factor", &rope.factor, "factor by which positions are stretched; 1: not at all", 1},
       {"tie_embeddings", &tie_embeddings, "use the embedding as the output head"},
@@ -55,7 +55,7 @@ ModelKeys GroupedDecoderConfig::keys() {
   all.insert(all.end(),
              {{"num_kv_heads", &num_kv_heads, "number of key and value heads"},
               {"head_dim", &head_dim, "width of a head"},
-              {"attention_bias", &attention_bias, "add biases to q, k, v and o"},
+              {"attention_bias", &attention_bias, "add biases to the projections of attention"},
               {"window", &window, "size of the attention window, in tokens; 0: no window", 0},
               {"init_bias_std", &bias_std,
                "standard deviation of the initial biases; 0: they begin at zero"},
@@ -75,12 +75,18 @@ std::optional<BrokenRule> GroupedDecoderConfig::broken_rule() const {
   if (num_heads % num_kv_heads != 0)
     return BrokenRule{
         {"num_kv_heads", "num_heads"},
-        detail::concat(", which does not divide by it; set model.num_kv_heads to one of ",
+        detail::concat(", which is not divisible by it; set model.num_kv_heads to one of ",
                        divisors(num_heads))};
   if (head_dim % 2 != 0)
     return BrokenRule{{"head_dim"},
                       detail::concat(", and features are rotated in pairs; set model.head_dim to ",
                                      head_dim + 1, " or another even number")};
+  if (rotary_dim > head_dim || rotary_dim % 2 != 0)
+    return BrokenRule{
+        {"rotary_dim", "head_dim"},
+        detail::concat(", and features of a head are rotated in pairs; set "
+                       "model.rotary_dim to ",
+                       std::max<std::int64_t>(head_dim / 2 * 2, 2), " or a smaller even number")};
   return DecoderConfig::broken_rule();
 }
 
@@ -90,10 +96,11 @@ nn::GroupedAttentionConfig GroupedDecoderConfig::attention() const {
                                .num_kv_heads = num_kv_heads,
                                .head_dim = head_dim,
                                .biases = attention_bias,
+                               .output_bias = attention_bias,
                                .norm_eps = norm_eps,
                                .rope = rope,
                                .window = window};
-  c.rope->dim = head_dim;
+  c.rope->dim = rotary_dim > 0 ? rotary_dim : head_dim;
   return c;
 }
 

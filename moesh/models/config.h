@@ -56,8 +56,8 @@ struct DecoderConfig {
   bool tie_embeddings = false;
   std::int64_t max_sequence = 4096;
   double init_std = 0.02;
-  // Of biases at the start, but those of a router. Every library begins with zeros; the tiny sizes
-  // do not, so that comparisons see what biases do.
+  // Standard deviation of initial biases, but for those of a router. Every library begins with
+  // zeros; the tiny sizes do not, so that comparisons see what biases do.
   double bias_std = 0;
   double balance_loss = 0;  // router_aux_loss_coef: of one loss for all layers together
 
@@ -73,6 +73,7 @@ struct GroupedDecoderConfig : DecoderConfig {
   GroupedDecoderConfig() { balance_loss = 1e-3; }  // router_aux_loss_coef of their library
 
   std::int64_t num_kv_heads = 4, head_dim = 8;
+  std::int64_t rotary_dim = 0;  // first features of a head that are rotated; 0: all
   bool attention_bias = false;
   std::int64_t window = 0;  // tokens that a query sees; 0: all
 

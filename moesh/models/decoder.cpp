@@ -3,9 +3,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/param.h"
 #include "moesh/models/stage.h"
-#include "moesh/spmd/one_rank.h"
-#include "moesh/spmd/stages.h"
+#include "moesh/spmd/backward.h"
 
 namespace moesh::models {
 namespace {
@@ -111,7 +111,7 @@ class Decoder final : public Model {
   }
   void check_whole(const char* what) const {
     MOESH_CHECK(is_whole(), ErrorKind::config, what,
-                " of a model of which this rank has some layers alone: pp is ",
+                " needs the whole model, and this rank has only some of the layers: pp is ",
                 current_mesh().size(pp),
                 "; set parallelism.pipeline_parallel_degree to 1, on whatever mesh it was trained");
   }

@@ -1,15 +1,16 @@
 // B batch, L tokens of this cp rank, D model, h heads of this tp rank
-
 #include "moesh/models/deepseek_v3.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 
+#include "moesh/models/disk.h"
 #include "moesh/nn/latent.h"
 #include "moesh/nn/norm.h"
 
 namespace moesh::models {
+
 namespace {
 
 using nn::Full;
@@ -40,8 +41,8 @@ class Mla final : public nn::Attention {
         rope_(c.rope),
         rope_tables_(o.rope_tables) {
     MOESH_CHECK(num_heads_ % current_mesh().size(tp) == 0, ErrorKind::config,
-                "deepseek_v3: num_heads = ", num_heads_,
-                " do not divide by tp = ", current_mesh().size(tp),
+                "attention: num_heads = ", num_heads_,
+                " is not divisible by tp = ", current_mesh().size(tp),
                 "; choose a tp that divides the heads");
     const std::int64_t qk = nope_ + rope_dim_;
     rope_.dim = rope_dim_;
@@ -57,6 +58,7 @@ class Mla final : public nn::Attention {
     kv_norm_ = nn::RmsNorm(name + ".kv_a_layernorm", latent_, 1e-6, o.dtype, o.device);
     kv_b_ = nn::column(name + ".kv_b_proj", num_heads_ * (nope_ + v_dim_), latent_, o);
     o_ = nn::row(name + ".o_proj", c.dim, num_heads_ * v_dim_, o);
+    for (auto* up : {&q_, &kv_b_}) up->stored().spec.num_heads = num_heads_;
   }
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past) const override {
@@ -65,10 +67,10 @@ class Mla final : public nn::Attention {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
-    const auto q_in = q_a_ ? (*q_norm_)(linear(x_BLD, use(*q_a_))) : x_BLD;
-    const Heads q = map_heads(rotated, nn::split_heads(linear(q_in, use(q_)), nope_ + rope_dim_));
+    const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD)) : x_BLD;
+    const Heads q = map_heads(rotated, nn::split_heads(q_(q_in), nope_ + rope_dim_));
 
-    const auto [latent, shared_key] = split_features(linear(x_BLD, use(kv_a_)), latent_);
+    const auto [latent, shared_key] = split_features(kv_a_(x_BLD), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
     if (past) {
@@ -76,22 +78,23 @@ class Mla final : public nn::Attention {
           map_rows([](const at::Tensor& a, const at::Tensor& b) { return at::cat({a, b}, -1); },
                    kv_norm_(latent), turned);
       const Full& latents = past->add(nn::all_positions(both, tokens));
-      const Heads y = nn::attend_latents(q, latents, use(kv_b_), nope_, tokens, options_, *past);
-      return linear(nn::merge_heads(y), use(o_));
+      const Heads y = nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *past);
+      return o_(nn::merge_heads(y));
     }
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
-    const auto [k, v] = nn::latent_heads(
-        nn::split_heads(linear(seen_latent, use(kv_b_)), nope_ + v_dim_), seen_key, nope_);
+    const auto [k, v] =
+        nn::latent_heads(nn::split_heads(kv_b_(seen_latent), nope_ + v_dim_), seen_key, nope_);
     const Heads y = nn::attend(q, k, v, tokens, options_);
-    return linear(nn::merge_heads(y), use(o_));
+    return o_(nn::merge_heads(y));
   }
 
   void each_param(const std::function<void(Stored&)>& f) override {
     const auto visit = [&](auto& w) { f(w.stored()); };
-    if (q_a_) visit(*q_a_), q_norm_->each_param(visit);
-    visit(q_), visit(kv_a_), kv_norm_.each_param(visit), visit(kv_b_), visit(o_);
+    if (q_a_) q_a_->each_param(visit), q_norm_->each_param(visit);
+    q_.each_param(visit), kv_a_.each_param(visit), kv_norm_.each_param(visit);
+    kv_b_.each_param(visit), o_.each_param(visit);
   }
 
   double flops(std::int64_t sequence) const override {
@@ -104,12 +107,13 @@ class Mla final : public nn::Attention {
   nn::RopeConfig rope_;
   std::shared_ptr<nn::RopeTables> rope_tables_;
   nn::AttentionOptions options_;
-  std::optional<nn::Uncut> q_a_;
+  std::optional<nn::UncutWeight> q_a_;
   std::optional<nn::RmsNorm> q_norm_;
-  nn::Cut q_;
-  nn::Uncut kv_a_;
+  nn::ColumnWeight q_;
+  nn::UncutWeight kv_a_;
   nn::RmsNorm kv_norm_;
-  nn::Cut kv_b_, o_;
+  nn::ColumnWeight kv_b_;
+  nn::RowWeight o_;
 };
 
 }  // namespace
@@ -119,28 +123,17 @@ DecoderPlan DeepseekV3Config::plan() const {
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
   };
-  plan.is_moe = [first = num_dense_layers](std::int64_t layer) { return layer >= first; };
-  plan.moe.router = {.scoring = nn::Scoring::sigmoid,
-                     .num_groups = num_groups,
-                     .top_groups = top_groups,
-                     .normalize = normalize,
-                     .scale = routed_scale};
-  plan.moe.shared_ffn = moe_ffn * num_shared;
-  plan.ffn = ffn;
+  add_to(plan);
   return plan;
 }
 
 ModelFacts DeepseekV3Config::facts() const {
   ModelFacts facts = DecoderConfig::facts();
-  facts.load_balance_coeff = 1e-3, facts.balance_loss_weight = 1e-4;
-  facts.stores_expert_bias = true;
+  add_to(facts);
   return facts;
 }
 
 std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
-  if (num_dense_layers > num_layers)
-    return BrokenRule{{"num_dense_layers", "num_layers"},
-                      detail::concat("; set model.num_dense_layers to ", num_layers, " or less")};
   if (qk_rope_dim % 2 != 0)
     return BrokenRule{
         {"qk_rope_dim"},
@@ -148,47 +141,21 @@ std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
                        qk_rope_dim + 1, " or another even number")};
   // Before the groups: what a wrong top_k is told must not be undone by the number of experts.
   if (const auto broken = DecoderConfig::broken_rule()) return broken;
-  const std::int64_t of_group = num_experts / num_groups;
-  if (num_groups > 1 && (num_experts % num_groups != 0 || of_group < 2)) {
-    std::vector<std::int64_t> working = divisors(num_experts);
-    if (working.size() > 1) working.pop_back();  // one expert each
-    return BrokenRule{
-        {"num_groups", "num_experts"},
-        detail::concat(", and a group, which is judged by its best two experts, has as "
-                       "many as every other; set model.num_groups to one of ",
-                       working)};
-  }
-  if (top_groups > num_groups)
-    return BrokenRule{{"top_groups", "num_groups"},
-                      detail::concat("; set model.top_groups to ", num_groups, " or less")};
-  if (top_k > top_groups * of_group)
-    return BrokenRule{{"top_k", "top_groups", "num_groups", "num_experts"},
-                      detail::concat(", so a token may use ", top_groups * of_group,
-                                     " experts; set model.top_k to ", top_groups * of_group,
-                                     " or less, or model.top_groups to ",
-                                     (top_k + of_group - 1) / of_group, " or more")};
-  return std::nullopt;
+  return broken_moe_rule(*this);
 }
 
 ModelKeys DeepseekV3Config::keys() {
   ModelKeys all = DecoderConfig::keys();
-  all.insert(
-      all.end(),
-      {
-          {"num_dense_layers", &num_dense_layers,
-           "number of blocks, at the beginning, with a dense MLP", 0},
-          {"ffn", &ffn, "width of the dense MLP"},
-          {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full rank", 0},
-          {"kv_lora_rank", &kv_lora_rank, "rank of the latent for keys and values"},
-          {"qk_nope_dim", &qk_nope_dim, "width of a head that is not rotated"},
-          {"qk_rope_dim", &qk_rope_dim, "width of a head that is rotated"},
-          {"v_dim", &v_dim, "width of the values of a head"},
-          {"num_shared", &num_shared, "number of shared experts", 0},
-          {"num_groups", &num_groups, "number of groups of experts, for node-limited routing"},
-          {"top_groups", &top_groups, "number of groups that a token may use"},
-          {"normalize", &normalize, "scale the weights of a token's experts to add up to one"},
-          {"routed_scale", &routed_scale, "factor on the weights of routed experts"},
-      });
+  const ModelKeys of_moe = moe_keys();
+  all.insert(all.end(), of_moe.begin(), of_moe.end());
+  all.insert(all.end(),
+             {
+                 {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full rank", 0},
+                 {"kv_lora_rank", &kv_lora_rank, "rank of the latent for keys and values"},
+                 {"qk_nope_dim", &qk_nope_dim, "width of a head that is not rotated"},
+                 {"qk_rope_dim", &qk_rope_dim, "width of a head that is rotated"},
+                 {"v_dim", &v_dim, "width of the values of a head"},
+             });
   return all;
 }
 
@@ -216,7 +183,48 @@ std::vector<BuiltIn<DeepseekV3Config>> DeepseekV3Config::built_in() {
   large.top_k = 8;
   large.q_lora_rank = 1536, large.num_groups = 8, large.top_groups = 4, large.routed_scale = 2.5;
   large.rope.mscale = 1, large.rope.mscale_all_dim = 1;
-  return {{"tiny", tiny}, {"debug", debug}, {"16b", lite}, {"671b", large}};
+
+  DeepseekV3Config moonlight = debug;
+  moonlight.vocab = 163840, moonlight.dim = 2048, moonlight.num_layers = 27;
+  moonlight.ffn = 11264, moonlight.moe_ffn = 1408, moonlight.num_experts = 64, moonlight.top_k = 6;
+  moonlight.routed_scale = 2.446, moonlight.norm_eps = 1e-5, moonlight.rope.theta = 50000;
+  moonlight.max_sequence = 8192;
+
+  DeepseekV3Config kimi = large;
+  kimi.vocab = 163840, kimi.num_dense_layers = 1, kimi.num_heads = 64, kimi.num_experts = 384;
+  kimi.num_groups = kimi.top_groups = 1, kimi.routed_scale = 2.827, kimi.max_sequence = 131072;
+  kimi.rope.theta = 50000, kimi.rope.factor = 32, kimi.rope.beta_fast = 1;
+  return {{"tiny", tiny},  {"debug", debug},         {"16b", lite},
+          {"671b", large}, {"moonlight", moonlight}, {"kimi-k2", kimi}};
+}
+
+void read(const JsonValue& json, DeepseekV3Config& c) {
+  read_decoder(json, {}, c);
+  require(json, "attention_bias", {false});
+  require(json, "num_key_value_heads", {c.num_heads});
+  c.moe_ffn = count(json, "moe_intermediate_size");
+  c.q_lora_rank = field(json, "q_lora_rank") ? count(json, "q_lora_rank") : 0;
+  c.kv_lora_rank = count(json, "kv_lora_rank");
+  c.qk_nope_dim = count(json, "qk_nope_head_dim"), c.qk_rope_dim = count(json, "qk_rope_head_dim");
+  c.v_dim = count(json, "v_head_dim");
+  // What is left out is what transformers takes it for.
+  c.num_groups = 8, c.top_groups = 4, c.routed_scale = 2.5;
+  read_moe(json, c.num_layers, c);
+  c.rope.interleaved = flag(json, "rope_interleave", true);
+}
+
+JsonObject fields(const DeepseekV3Config& c) {
+  const JsonValue q_lora = c.q_lora_rank > 0 ? JsonValue{c.q_lora_rank} : JsonValue{};
+  return joined(joined(decoder_json(c), moe_json(c)), {{"moe_intermediate_size", {c.moe_ffn}},
+                                                       {"num_key_value_heads", {c.num_heads}},
+                                                       {"n_routed_experts", {c.num_experts}},
+                                                       {"q_lora_rank", q_lora},
+                                                       {"kv_lora_rank", {c.kv_lora_rank}},
+                                                       {"qk_nope_head_dim", {c.qk_nope_dim}},
+                                                       {"qk_rope_head_dim", {c.qk_rope_dim}},
+                                                       {"v_head_dim", {c.v_dim}},
+                                                       {"rope_interleave", {c.rope.interleaved}},
+                                                       {"attention_bias", {false}}});
 }
 
 }  // namespace moesh::models

@@ -5,9 +5,8 @@
 #include <set>
 
 #include "moesh/base/error.h"
-#include "moesh/formats/text_model.h"
-#include "moesh/models/disk_json.h"
-#include "moesh/spmd/one_rank.h"
+#include "moesh/formats/disk.h"
+#include "moesh/fsdp/param.h"
 
 namespace moesh::models {
 namespace {
@@ -28,8 +27,8 @@ const char* torch_name(formats::Dtype dtype) {
 // "model.layers.1.mlp.gate" of ".weight"
 std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
-// Layers behind the last, with which DeepSeek-V3 predicts further tokens; buffers of old versions;
-// a head that is the embedding once more.
+// Layers behind the last, with which DeepSeek-V3 and GLM predict further tokens; buffers of old
+// versions; a head that is the embedding once more.
 bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool predicts_further) {
   if (name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")) return true;
   if (!predicts_further) return false;
@@ -43,7 +42,7 @@ bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool 
   return layer >= num_layers;
 }
 
-// What transformers 5 calls Mixtral's layers, whose experts it stacks.
+// What transformers 5 calls the layers of Mixtral and MiniMax-M2, whose experts it stacks.
 std::string renamed(std::string name, ExpertLayout layout) {
   constexpr std::string_view kOld = ".block_sparse_moe.";
   const auto found = name.find(kOld);
@@ -56,6 +55,7 @@ template <class Config>
 DiskTable table_of(const Config& c, ExpertLayout layout) {
   const OneRankScope scope;
   const auto model = make_model(c, {.device = at::kMeta});
+  const DecoderPlan plan = c.plan();
   std::set<std::string> gates;
   if (c.facts().stores_expert_bias)
     for (auto* router : model->routers()) gates.insert(router->gate().name());
@@ -65,7 +65,8 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
     if (w.storage != efsdp) {
       table.tensors.push_back(formats::whole_tensor(name, name, shape));
       if (!gates.contains(name)) return;
-      const std::string bias = without_last(name) + ".e_score_correction_bias";
+      const std::string layer = name.substr(0, name.find(plan.mlp_name) + plan.mlp_name.size());
+      const std::string bias = layer + "." + plan.expert_bias_name;
       table.tensors.push_back(formats::whole_tensor(bias, expert_bias_name(name), {shape[0]}));
       table.tensors.back().dtype = formats::Dtype::f32;
     } else if (name.ends_with(".w1")) {  // the layer's other parameters come with it
@@ -74,9 +75,10 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
       for (auto& t : tensors(c, experts, layout)) table.tensors.push_back(std::move(t));
     }
   });
-  for (auto& t : table.tensors) t.name = renamed(t.name, layout);
+  if (!std::same_as<Config, GraniteMoeConfig>)  // which has one layout
+    for (auto& t : table.tensors) t.name = renamed(t.name, layout);
   table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) {
-    return is_ignored(name, n, tied, std::same_as<Config, DeepseekV3Config>);
+    return is_ignored(name, n, tied, std::derived_from<Config, DeepseekMoe>);
   };
   return table;
 }
@@ -150,7 +152,9 @@ std::string expert_bias_name(const std::string& gate_weight) {
 AnyConfig config_of(const std::string& config_json, const std::string& name) {
   const formats::JsonValue json = formats::text_model(formats::parse_json(config_json, name));
   try {
-    const std::string& type = json.at("model_type", "it").as_text("model_type");
+    std::string type = json.at("model_type", "it").as_text("model_type");
+    // Kimi K2 is DeepSeek-V3 by another name, and its fields have the names that they have there.
+    if (type == "kimi_k2") type = DeepseekV3Config::kModelType;
     std::optional<AnyConfig> found;
     std::string known;
     each_model([&]<class Config> {
@@ -160,7 +164,8 @@ AnyConfig config_of(const std::string& config_json, const std::string& name) {
       read(json, config);
       found = config;
     });
-    MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh reads ", known);
+    MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh reads ", known,
+                ", kimi_k2");
     return *found;
   } catch (const Error& e) {
     throw Error(e.kind(), name + ": " + e.what());

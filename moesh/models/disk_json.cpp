@@ -1,4 +1,4 @@
-#include "moesh/models/disk_json.h"
+#include "moesh/models/disk.h"
 
 #include "moesh/base/error.h"
 
@@ -20,7 +20,7 @@ void read_rope(const JsonValue& json, const JsonDefaults& defaults, nn::RopeConf
   r.theta = number(json, "rope_theta", defaults.theta, kLeastTheta, kMostTheta);
   if (!rope) return;
   r.theta = number(*rope, "rope_theta", r.theta, kLeastTheta, kMostTheta);
-  require(*rope, "partial_rotary_factor", {1.0});
+  if (!defaults.rotated) require(*rope, "partial_rotary_factor", {1.0});
   const std::string kind = type ? type->as_text("rope_type") : "default";
   if (kind == "default") return;
   r.factor = number(*rope, "factor", 1, /*least=*/1);
@@ -124,7 +124,7 @@ void require(const JsonValue& json, const std::string& key, const JsonValue& wan
   const auto value = field(json, key);
   const auto* real = std::get_if<double>(&wanted.value);  // 7.0 may be written 7
   MOESH_CHECK(!value || (real ? value->as_number(key) == *real : *value == wanted), ErrorKind::data,
-              key, " is ", in_one_line(*value), "; moesh computes ", in_one_line(wanted), " alone");
+              key, " is ", in_one_line(*value), "; moesh supports only ", in_one_line(wanted));
 }
 
 void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderConfig& c) {
@@ -137,7 +137,7 @@ void read_decoder(const JsonValue& json, const JsonDefaults& defaults, DecoderCo
     if (!json.find(experts) && json.find(alias)) experts = alias;
   c.num_experts = count(json, experts);
   c.top_k = count(json, "num_experts_per_tok");
-  c.norm_eps = number(json, "rms_norm_eps", defaults.norm_eps);
+  c.norm_eps = number(json, "rms_norm_eps", defaults.norm_eps, 1e-30);
   c.max_sequence = count(json, "max_position_embeddings");
   c.init_std = number(json, "initializer_range", 0.02);
   c.tie_embeddings = flag(json, "tie_word_embeddings", false);
@@ -151,6 +151,32 @@ void read_grouped(const JsonValue& json, const JsonDefaults& defaults, GroupedDe
   c.balance_loss = number(json, "router_aux_loss_coef", c.balance_loss);
   c.head_dim =
       count(json, "head_dim", defaults.head_dim > 0 ? defaults.head_dim : c.dim / c.num_heads);
+  if (!defaults.rotated) return;
+  // Version 5 has it in rope_parameters.
+  const auto rope = field(json, "rope_parameters");
+  const double outside = number(json, "partial_rotary_factor", *defaults.rotated),
+               part = rope ? number(*rope, "partial_rotary_factor", outside) : outside;
+  c.rotary_dim = static_cast<std::int64_t>(static_cast<double>(c.head_dim) * part);
+  MOESH_CHECK(c.rotary_dim >= 2 && c.rotary_dim <= c.head_dim && c.rotary_dim % 2 == 0,
+              ErrorKind::data, "partial_rotary_factor is ", part, ", which rotates ", c.rotary_dim,
+              " of the ", c.head_dim, " features of a head; it takes an even number of them");
+}
+
+void read_moe(const JsonValue& json, std::int64_t num_layers, DeepseekMoe& m) {
+  require(json, "scoring_func", {"sigmoid"});
+  require(json, "topk_method", {"noaux_tc"});
+  require(json, "moe_layer_freq", {std::int64_t{1}});
+  const std::string dense = "first_k_dense_replace";
+  m.num_dense_layers = json.at(dense, "config.json").as_int(dense);
+  MOESH_CHECK(m.num_dense_layers >= 0 && m.num_dense_layers <= num_layers, ErrorKind::data, dense,
+              " is ", m.num_dense_layers, " of num_hidden_layers = ", num_layers);
+  m.ffn = count(json, "intermediate_size");
+  const auto shared = field(json, "n_shared_experts");
+  m.num_shared = shared ? shared->as_int("n_shared_experts") : 0;
+  m.num_groups = count(json, "n_group", m.num_groups);
+  m.top_groups = count(json, "topk_group", m.top_groups);
+  m.normalize = flag(json, "norm_topk_prob", true);
+  m.routed_scale = number(json, "routed_scaling_factor", m.routed_scale);
 }
 
 JsonObject decoder_json(const DecoderConfig& c) {
@@ -171,10 +197,29 @@ JsonObject decoder_json(const DecoderConfig& c) {
 }
 
 JsonObject grouped_json(const GroupedDecoderConfig& c) {
-  return joined(decoder_json(c), {{"num_key_value_heads", {c.num_kv_heads}},
-                                  {"head_dim", {c.head_dim}},
-                                  {"initializer_bias_range", {c.bias_std}},
-                                  {"router_aux_loss_coef", {c.balance_loss}}});
+  JsonObject all = joined(decoder_json(c), {{"num_key_value_heads", {c.num_kv_heads}},
+                                            {"head_dim", {c.head_dim}},
+                                            {"initializer_bias_range", {c.bias_std}},
+                                            {"router_aux_loss_coef", {c.balance_loss}}});
+  if (c.rotary_dim == 0) return all;
+  const double part = static_cast<double>(c.rotary_dim) / static_cast<double>(c.head_dim);
+  for (auto& [key, value] : all)
+    if (key == "rope_parameters")
+      std::get<JsonObject>(value.value).emplace_back("partial_rotary_factor", JsonValue{part});
+  all.emplace_back("partial_rotary_factor", JsonValue{part});
+  return all;
+}
+
+JsonObject moe_json(const DeepseekMoe& m) {
+  return {{"intermediate_size", {m.ffn}},
+          {"first_k_dense_replace", {m.num_dense_layers}},
+          {"n_shared_experts", {m.num_shared}},
+          {"n_group", {m.num_groups}},
+          {"topk_group", {m.top_groups}},
+          {"norm_topk_prob", {m.normalize}},
+          {"routed_scaling_factor", {m.routed_scale}},
+          {"scoring_func", {"sigmoid"}},
+          {"topk_method", {"noaux_tc"}}};
 }
 
 JsonObject joined(JsonObject fields, const JsonObject& more) {

@@ -1,5 +1,7 @@
 #include "moesh/models/mixtral.h"
 
+#include "moesh/models/disk.h"
+
 namespace moesh::models {
 
 DecoderPlan MixtralConfig::plan() const {
@@ -31,6 +33,25 @@ std::vector<BuiltIn<MixtralConfig>> MixtralConfig::built_in() {
   large.dim = 6144, large.num_layers = 56, large.num_heads = 48, large.moe_ffn = 16384,
   large.max_sequence = 65536, large.balance_loss = 1e-3;
   return {{"tiny", tiny}, {"debug", debug}, {"8x7b", small}, {"8x22b", large}};
+}
+
+void read(const JsonValue& json, MixtralConfig& c) {
+  read_grouped(json, {.theta = 1e6, .norm_eps = 1e-5}, c);
+  c.moe_ffn = count(json, "intermediate_size");
+  c.window = field(json, "sliding_window") ? count(json, "sliding_window") : 0;
+}
+
+JsonObject fields(const MixtralConfig& c) {
+  const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
+  return joined(grouped_json(c), {{"intermediate_size", {c.moe_ffn}},
+                                  {"num_local_experts", {c.num_experts}},
+                                  {"sliding_window", window}});
+}
+
+std::vector<formats::DiskTensor> tensors(const MixtralConfig&, const LayerExperts& x,
+                                         formats::ExpertLayout layout) {
+  return layout == formats::ExpertLayout::per_expert ? one_by_one(x, "w1", "w3", "w2")
+                                                     : stacked_out_in(x);
 }
 
 }  // namespace moesh::models

@@ -11,13 +11,14 @@
 #include <vector>
 
 #include "moesh/base/label.h"
+#include "moesh/fsdp/param.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/lora.h"
 #include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
-#include "moesh/spmd/param.h"
 
 namespace moesh::models {
 
@@ -41,7 +42,7 @@ struct MicroBatch {
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
-  /// The tensors that come from the data, for whoever copies them.
+  /// The tensors that come from the data, to be copied.
   std::vector<at::Tensor*> from_data() {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
@@ -99,7 +100,7 @@ struct LayerRange {
 /// How a model is made, whatever it is.
 struct ModelOptions {
   at::ScalarType dtype = at::kFloat;
-  at::Device device = at::kCPU;  // meta: shapes alone, for counting
+  at::Device device = at::kCPU;  // meta: only shapes, for counting
   std::uint64_t seed = 0;
   nn::Dispatcher dispatcher = nn::Dispatcher::automatic;
   bool forced_balance = false;
@@ -108,6 +109,9 @@ struct ModelOptions {
   std::optional<bool> score_before_experts = {};
   kernels::GpuKernels gpu_kernels = kernels::GpuKernels::automatic;
   bool weight_copies = false;  // in the type of the work, beside the master weights
+  nn::LoraOf lora = nn::no_lora;
+  // By the name of a parameter: whether it is not trained. None: all are.
+  std::function<bool(const std::string& name)> is_frozen = {};
   // The stages of a pipeline that this rank has, in the order of the layers; none: the whole model,
   // in one.
   std::vector<LayerRange> stages = {};
@@ -117,10 +121,10 @@ struct ModelOptions {
 class Model {
  public:
   virtual ~Model() = default;
-  /// Of a model in one stage.
+  /// Forward of a model in one stage.
   virtual ForwardResult forward(const MicroBatch& batch, const ForwardOptions& options) = 0;
-  /// Of one of this rank's stages, from what the stage before it gave; the first stage of the model
-  /// takes nothing.
+  /// Forward of one of this rank's stages, from what the stage before it gave; the first stage of
+  /// the model takes nothing.
   virtual ForwardResult forward_stage(std::size_t stage, const StageStream& input,
                                       const MicroBatch& batch, const ForwardOptions& options) = 0;
   /// Sizes of this rank's part of the stream between stages, and its type.
@@ -143,13 +147,13 @@ class Model {
   virtual std::vector<std::int64_t> router_numbers() const = 0;
   virtual std::int64_t num_moe_layers() const = 0;
   virtual std::int64_t num_experts() const = 0;
-  /// Who calls forward and backward does so under UseGpuKernels of this.
+  /// Forward and backward are called under UseGpuKernels of this.
   virtual kernels::GpuKernels gpu_kernels() const = 0;
   /// Parameters of the whole model, and those that one token meets.
   virtual std::int64_t num_parameters() const = 0;
   virtual std::int64_t num_active_parameters() const = 0;
-  /// Of forward and backward, at this sequence length: matrix products and attention scores. An
-  /// embedding is looked up: no FLOP. Of the whole model.
+  /// FLOPs of forward and backward, at this sequence length: matrix products and attention scores.
+  /// An embedding is looked up: no FLOP. They are those of the whole model.
   virtual double flops_per_token(std::int64_t sequence) const = 0;
 };
 

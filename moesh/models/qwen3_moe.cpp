@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "moesh/models/disk.h"
+
 namespace moesh::models {
 
 DecoderPlan Qwen3MoeConfig::plan() const {
@@ -49,6 +51,31 @@ std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {
   large.dim = 4096, large.num_layers = 94, large.num_heads = 64, large.ffn = 12288,
   large.moe_ffn = 1536;
   return {{"tiny", tiny}, {"debug", debug}, {"30b-a3b", small}, {"235b-a22b", large}};
+}
+
+void read(const JsonValue& json, Qwen3MoeConfig& c) {
+  read_grouped(json, {}, c);
+  c.attention_bias = flag(json, "attention_bias", false);
+  c.ffn = count(json, "intermediate_size"), c.moe_ffn = count(json, "moe_intermediate_size");
+  c.sparse_step = count(json, "decoder_sparse_step", 1);
+  c.mlp_only_layers = numbers(json, "mlp_only_layers").value_or(std::vector<std::int64_t>{});
+  c.normalize = flag(json, "norm_topk_prob", false);
+  c.window = flag(json, "use_sliding_window", false) && field(json, "sliding_window")
+                 ? count(json, "sliding_window")
+                 : 0;
+}
+
+JsonObject fields(const Qwen3MoeConfig& c) {
+  const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
+  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
+                                  {"intermediate_size", {c.ffn}},
+                                  {"moe_intermediate_size", {c.moe_ffn}},
+                                  {"num_experts", {c.num_experts}},
+                                  {"decoder_sparse_step", {c.sparse_step}},
+                                  {"mlp_only_layers", {to_list(c.mlp_only_layers)}},
+                                  {"norm_topk_prob", {c.normalize}},
+                                  {"use_sliding_window", {c.window > 0}},
+                                  {"sliding_window", window}});
 }
 
 }  // namespace moesh::models

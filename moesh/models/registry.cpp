@@ -1,7 +1,7 @@
 #include "moesh/models/registry.h"
 
+#include "moesh/fsdp/param.h"
 #include "moesh/models/stage.h"
-#include "moesh/spmd/one_rank.h"
 
 namespace moesh::models {
 namespace {
@@ -77,7 +77,7 @@ FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence) {
         const auto flops = [&](std::int64_t begin, std::int64_t end) {
           return Stage(plan, {.device = at::kMeta}, {begin, end}).flops_per_token(sequence);
         };
-        // The head alone is a stage of no layer; what is left of the last layer is its own.
+        // Only the head is a stage of no layer; what is left of the last layer is its own.
         FlopsOfParts all{.layers = {}, .head = flops(c.num_layers, c.num_layers)};
         for (std::int64_t i = 0; i < c.num_layers; ++i)
           all.layers.push_back(flops(i, i + 1) - (i + 1 == c.num_layers ? all.head : 0));

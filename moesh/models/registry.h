@@ -9,15 +9,22 @@
 #include <vector>
 
 #include "moesh/models/deepseek_v3.h"
+#include "moesh/models/glm4_moe.h"
+#include "moesh/models/glm4_moe_lite.h"
 #include "moesh/models/gpt_oss.h"
+#include "moesh/models/granitemoe.h"
 #include "moesh/models/llama4.h"
+#include "moesh/models/minimax_m2.h"
 #include "moesh/models/mixtral.h"
+#include "moesh/models/olmoe.h"
+#include "moesh/models/qwen2_moe.h"
 #include "moesh/models/qwen3_moe.h"
 
 namespace moesh::models {
 
-using AnyConfig =
-    std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config, GptOssConfig>;
+using AnyConfig = std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config,
+                               GptOssConfig, Qwen2MoeConfig, OlmoeConfig, Glm4MoeConfig,
+                               Glm4MoeLiteConfig, MinimaxM2Config, GraniteMoeConfig>;
 
 /// f.operator()<Config>() for each of them.
 template <class Fn>

@@ -7,12 +7,10 @@
 #include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
+#include "moesh/fsdp/reduce.h"
+#include "moesh/fsdp/reshard.h"
 #include "moesh/nn/residual.h"
-#include "moesh/spmd/kept_gathers.h"
-#include "moesh/spmd/recompute.h"
-#include "moesh/spmd/reduce.h"
-#include "moesh/spmd/reshard.h"
-#include "moesh/spmd/weights_later.h"
 
 namespace moesh::models {
 namespace {
@@ -26,7 +24,10 @@ std::int64_t numel(const Stored& w) {
 }  // namespace
 
 Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, const Stage* first)
-    : config_(plan.config), is_first_(range.begin == 0) {
+    : config_(plan.config),
+      embedding_scale_(plan.embedding_scale),
+      logits_scale_(plan.logits_scale),
+      is_first_(range.begin == 0) {
   const auto& c = config_;
   MOESH_CHECK(0 <= range.begin && range.begin <= range.end && range.end <= c.num_layers,
               ErrorKind::config, "a stage of the blocks [", range.begin, ", ", range.end,
@@ -37,7 +38,12 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
       .init = {.kind = Init::Kind::normal, .scale = c.init_std, .seed = m.seed},
       .bias_init = Init{.kind = c.bias_std > 0 ? Init::Kind::normal : Init::Kind::zeros,
                         .scale = c.bias_std,
-                        .seed = m.seed}};
+                        .seed = m.seed},
+      .lora = m.lora};
+  // Block by block: what is frozen takes less memory, and its master weights are gone by then.
+  const auto freeze = [&](Stored& w) {
+    if (m.is_frozen && m.is_frozen(w.spec.name)) raw::freeze(w);
+  };
   const bool is_last = range.end == c.num_layers, is_tied_head = is_last && c.tie_embeddings;
   if (is_tied_head && !is_first_ && first) embedding_ = first->embedding_;
   if (!embedding_ && (is_first_ || is_tied_head)) {
@@ -45,18 +51,28 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
     embedding_ = std::make_shared<nn::Embedding>("model.embed_tokens", c.vocab, c.dim, o.dtype,
                                                  o.device, o.init);
     embedding_->weight().stored().is_of_other_stage = !is_first_;
+    freeze(embedding_->weight().stored());
   }
   for (std::int64_t i = 0; i < range.begin; ++i) first_moe_layer_ += plan.is_moe(i);
-  for (std::int64_t i = range.begin; i < range.end; ++i)
+  for (std::int64_t i = range.begin; i < range.end; ++i) {
     blocks_.push_back(std::make_unique<Block>(plan, i, m, o));
+    blocks_.back()->each_param(freeze);
+  }
   if (is_last) {
     norm_.emplace("model.norm", c.dim, c.norm_eps, o.dtype, o.device);
-    if (!c.tie_embeddings) head_ = nn::column("lm_head", c.vocab, c.dim, o);
+    norm_->each_param([&](auto& w) { freeze(w.stored()); });
+    if (!c.tie_embeddings) {
+      head_ = nn::Cut(o.spec("lm_head.weight", {c.vocab, c.dim}, {{tp, 0}}), o.init);
+      head_->stored().spec.is_matrix = false;
+      freeze(head_->stored());
+    }
   }
   each_param([&](Stored& w) {
     const bool is_expert = w.storage == efsdp;
     num_parameters_ += numel(w);
-    num_active_ += is_expert ? numel(w) / c.num_experts * c.top_k : numel(w);
+    const std::int64_t num_active = is_expert ? numel(w) / c.num_experts * c.top_k : numel(w);
+    num_active_ += num_active;
+    if (!w.spec.trained) num_frozen_active_ += num_active;
   });
 }
 
@@ -75,8 +91,8 @@ nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
                             const ForwardOptions& options) const {
   RECORD_USER_SCOPE("embedding");
   MOESH_CHECK(is_first_, "embed of a stage that does not begin with the first block");
-  const auto x =
-      nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
+  auto x = nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
+  if (embedding_scale_ != 1) x = scale(x, embedding_scale_);
   if (options.probe) options.probe->on_input(local(x));
   return x;
 }
@@ -87,14 +103,15 @@ BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
                                  const ForwardOptions& options, std::int64_t moe_layer) {
   Block& block = *run.block;
   const nn::Stream<Sp> x = begin_bucket(input);
-  if (options.recompute != Recompute::none && options.pass == nn::Pass::training)
+  // Backward ends where nothing before is trained.
+  const bool has_backward = local(x).requires_grad() || block.is_trained();
+  if (!has_backward) run.block = nullptr;
+  if (options.recompute != Recompute::none && options.pass == nn::Pass::training && has_backward)
     return recompute(
         [&block, before = run.before, tokens, batch, options, moe_layer](
             const nn::Stream<Sp>& stream, bool again) {
           ForwardOptions o = options;
           if (again) o.pass = nn::Pass::recompute;
-          std::optional<TakeKept> kept;
-          if (!options.reshard) kept.emplace();
           // Backward comes to the block before this one next.
           if (again && options.reshard) {
             prefetch(block.stored());
@@ -103,12 +120,9 @@ BlockOutput<Sp> Stage::run_block(BlockRun& run, const nn::Stream<Sp>& input,
           return block.run<Sp>(stream, tokens, batch, o, moe_layer);
         },
         x, options.recompute == Recompute::selective ? Keep::expensive : Keep::nothing);
-  if (!options.reshard) {
-    const TakeKept kept;
-    return block.run<Sp>(x, tokens, batch, options, moe_layer);
-  }
+  if (!options.reshard) return block.run<Sp>(x, tokens, batch, options, moe_layer);
   ReshardScope scope(run.gathers_before);
-  run.gathers_before = scope.gathers();
+  run.gathers_before = has_backward ? scope.gathers() : nullptr;
   auto out = block.run<Sp>(scope.enter(x), tokens, batch, options, moe_layer);
   std::get<0>(out) = scope.leave(std::get<0>(out));
   return out;
@@ -120,6 +134,8 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
   StageOutput<Sp> out{.x_BLD = x_BLD};
   std::int64_t moe_layer = first_moe_layer_;
   BlockRun run;
+  if (!options.reshard)
+    for (const auto& block : blocks_) keep_gathered(block->stored());
   for (size_t i = 0; i < blocks_.size(); ++i) {
     // The parameters of the next block travel while this one computes.
     for (size_t next : {i, i + 1})
@@ -138,15 +154,19 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
 }
 
 template <bool Sp>
+nn::Full Stage::to_head(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens) const {
+  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  return logits_scale_ == 1 ? x : scale(x, logits_scale_);  // here, where it is small
+}
+
+template <bool Sp>
 nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                          const nn::Tokens& tokens, const ForwardOptions& options) const {
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
-  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, begin_bucket(x_BLD)), tokens.over_tp());
+  const nn::Full x = to_head<Sp>(begin_bucket(x_BLD), tokens);
   // The gradient is there with the loss: to keep it for later would cost as much memory again.
-  std::optional<WeightsNow> now(std::in_place);
-  const auto weight = use(head_ ? *head_ : embedding_->weight());
-  now.reset();
+  const auto weight = use(head_ ? *head_ : embedding_->weight(), raw::Late::never);
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
   const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
   const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
@@ -157,7 +177,7 @@ template <bool Sp>
 Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<Sp>& x_BLD,
                                                                const nn::Tokens& tokens) const {
   MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
-  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+  const nn::Full x = to_head<Sp>(x_BLD, tokens);
   const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
   const auto logits = linear(last, use(head_ ? *head_ : embedding_->weight()));
   const Pieces words{config_.vocab, current_mesh().size(tp)};
@@ -180,9 +200,13 @@ std::vector<nn::Router*> Stage::routers() {
 
 double Stage::flops_per_token(std::int64_t sequence) const {
   // An embedding that is not the head as well is looked up: no FLOP.
-  const std::int64_t looked_up =
-      has_own_embedding_ && (head_ || !norm_) ? config_.vocab * config_.dim : 0;
-  double sum = 6.0 * static_cast<double>(num_active_ - looked_up);
+  const bool is_looked_up = has_own_embedding_ && (head_ || !norm_);
+  const std::int64_t looked_up = is_looked_up ? config_.vocab * config_.dim : 0;
+  const bool is_lookup_frozen = is_looked_up && !embedding_->weight().stored().spec.trained;
+  const std::int64_t frozen = num_frozen_active_ - (is_lookup_frozen ? looked_up : 0);
+  // Two FLOPs for each weight in forward, two for the gradient of its input, and two for its own.
+  double sum =
+      6.0 * static_cast<double>(num_active_ - looked_up) - 2.0 * static_cast<double>(frozen);
   for (const auto& b : blocks_) sum += b->attention().flops(sequence);
   return sum;
 }

@@ -6,14 +6,53 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <tuple>
 #include <vector>
 
-#include "moesh/models/block.h"
+#include "moesh/fsdp/reshard.h"
+#include "moesh/models/decoder.h"
 #include "moesh/nn/linear.h"
+#include "moesh/nn/norm.h"
 #include "moesh/nn/vocabulary.h"
-#include "moesh/spmd/reshard.h"
 
 namespace moesh::models {
+
+// One block of a decoder: attention and an MLP or a mixture of experts, each behind a norm and
+// added to the residual stream.
+
+/// A block's output: the stream, its kNumAuxiliary auxiliary losses (undefined if it has none), and
+/// what its router counted (undefined without a router).
+template <bool Sp>
+using BlockOutput = std::tuple<nn::Stream<Sp>, nn::TokenSum, nn::TokenSum>;
+
+class Block {
+ public:
+  Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
+        const nn::ModuleOptions& module);
+
+  /// `moe_layer` is the number of this block among those that are mixtures.
+  template <bool Sp>
+  BlockOutput<Sp> run(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens,
+                      const MicroBatch& batch, const ForwardOptions& options,
+                      std::int64_t moe_layer);
+
+  bool is_moe() const { return moe_.has_value(); }
+  nn::Router& router() { return moe_->router(); }
+  const nn::Attention& attention() const { return *attention_; }
+  /// Every parameter, in forward order.
+  void each_param(const std::function<void(Stored&)>& f);
+  std::vector<const Stored*> stored();
+  /// Whether some of its parameters are.
+  bool is_trained();
+
+ private:
+  std::int64_t layer_;
+  double residual_scale_;
+  nn::RmsNorm attention_norm_, ffn_norm_;
+  std::unique_ptr<nn::Attention> attention_;
+  std::optional<nn::Mlp> mlp_;
+  std::optional<nn::Moe> moe_;
+};
 
 /// What the blocks of a stage give.
 template <bool Sp>
@@ -55,13 +94,13 @@ class Stage {
   void each_param(const std::function<void(Stored&)>& f);
   /// Null in a stage that has none.
   nn::Embedding* embedding() { return embedding_.get(); }
-  /// Of each MoE layer, and the number of the first one in the model.
+  /// The router of each MoE layer, and the number of the first one in the model.
   std::vector<nn::Router*> routers();
   std::int64_t first_moe_layer() const { return first_moe_layer_; }
   /// Parameters of all ranks of this stage, and those that one token meets.
   std::int64_t num_parameters() const { return num_parameters_; }
   std::int64_t num_active_parameters() const { return num_active_; }
-  /// Of forward and backward, at this sequence length.
+  /// FLOPs of forward and backward, at this sequence length.
   double flops_per_token(std::int64_t sequence) const;
 
  private:
@@ -75,14 +114,19 @@ class Stage {
                             const nn::Tokens& tokens, const ForwardOptions& options,
                             std::int64_t moe_layer);
 
+  /// To the head: normalised, all tokens of this cp rank.
+  template <bool Sp>
+  nn::Full to_head(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens) const;
+
   DecoderConfig config_;
+  double embedding_scale_, logits_scale_;
   std::int64_t first_moe_layer_ = 0;  // MoE layers of the stages before this one
   bool is_first_ = false, has_own_embedding_ = false;
   std::shared_ptr<nn::Embedding> embedding_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::optional<nn::RmsNorm> norm_;  // of the last stage, before the head
   std::optional<nn::Cut> head_;      // none, in the last stage: the embedding
-  std::int64_t num_parameters_ = 0, num_active_ = 0;
+  std::int64_t num_parameters_ = 0, num_active_ = 0, num_frozen_active_ = 0;
 };
 
 }  // namespace moesh::models

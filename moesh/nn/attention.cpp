@@ -7,7 +7,6 @@
 #include "moesh/base/error.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/fused_attention.h"
-#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -26,7 +25,7 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
   // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
-  // cannot tell: they know the keys of this rank alone.)
+  // cannot tell: they know only the keys of this rank.)
   const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
   // Positions count from the first key: chunks begin where they did.
   const kernels::AttentionConfig config{.scale = o.scale,

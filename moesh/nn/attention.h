@@ -6,11 +6,11 @@
 #include <functional>
 #include <vector>
 
+#include "moesh/fsdp/param.h"
 #include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/rope.h"
 #include "moesh/nn/tokens.h"
-#include "moesh/spmd/param.h"
 #include "moesh/spmd/reach.h"
 #include "moesh/spmd/tensor.h"
 
@@ -49,7 +49,7 @@ RopeTable rope_of(RopeTables& tables, const RopeConfig& config, const Tokens& to
 
 /// Causal attention, [B, L, h, d of v]; k and v are of seen_positions with the same options, or all
 /// that `past` holds, if there is one. h may be smaller for them (grouped queries).
-/// A query sees its own document alone.
+/// A query sees only its own document.
 Heads attend(const Heads& q, const Heads& k, const Heads& v, const Tokens& tokens,
              const AttentionOptions& options, const Past* past = nullptr);
 /// The same with a sink in each head: softmax over [scores, sink], and the last is dropped.

@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/nn/flash_attention.h"
-#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {

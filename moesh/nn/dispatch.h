@@ -1,17 +1,62 @@
 #pragma once
 // Taking tokens to their experts and the results back. T on every axis in, T on every axis out;
 // which way is taken depends on the configuration only, never on counts: a choice by counts would
-// differ between ranks and hang. One file in nn/dispatch/ for each way.
+// differ between ranks and hang. The ways themselves are in dispatchers.cpp.
+
+#include <c10/core/Device.h>
 
 #include <array>
+#include <cstdint>
 #include <memory>
+#include <string>
 
-#include "moesh/nn/dispatch_time.h"
+#include "moesh/comm/mesh.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 
 namespace moesh::nn {
+
+// How long the ways of dispatch take, from what bench_dispatchers measured on each backend: what
+// `auto` chooses by. It depends on the configuration and on how the program was started, which are
+// the same for every rank.
+
+/// What carries rows from rank to rank.
+enum class Exchange { threads_on_cpu, threads_on_gpu, mpi, nccl };
+
+/// That of ranks on this device in a program that was started as this one was.
+Exchange exchange_of(at::Device device);
+/// That of a run which is planned here and started elsewhere: GPUs without an index are those of
+/// one rank each, under a launcher.
+Exchange planned_exchange(at::Device device);
+const char* to_string(Exchange e);
+
+/// On how many of the nodes that share the experts those of a token are, on average, if every
+/// choice that the router may make is as likely as any other.
+double mean_nodes(const RouterShape& router, int num_nodes);
+
+/// Forward and backward, in milliseconds for the size that was measured: only ratios matter.
+struct DispatchRates {
+  double row;        // sorting and combining each of the K rows of a token
+  double sent_row;   // and taking it to the rank of its expert and back
+  double etp_row;    // gathering it on one more etp rank, and summing the results
+  double token;      // all_gather: a token on one more rank, and summing the results
+  double between;    // times that a row takes between nodes, of that inside one
+  bool is_measured;  // if not: every row that is sent counts the same
+};
+DispatchRates dispatch_rates(Exchange e);
+
+/// Without what all have in common (experts, router). two_hops: infinite where ep is on one node,
+/// or nodes do not share it evenly.
+struct DispatchTimes {
+  double all_to_all, all_gather, two_hops;
+};
+DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
+                             const RouterShape& router);
+
+/// Why `auto` takes what it takes, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
+/// all_to_all (threads on a GPU, measured)".
+std::string describe_choice(Exchange e, const MeshShape& shape, const RouterShape& router);
 
 /// What a configuration may ask for.
 enum class Dispatcher {
@@ -19,21 +64,24 @@ enum class Dispatcher {
   local,       // ep = etp = 1: nothing moves
   all_to_all,  // rows go to the ranks of their experts (K rows a token), and are gathered over etp
   all_gather,  // all tokens go to all ranks of ep x etp (one row a token), and outputs are summed
+  two_hops,    // once to each node that has one of a token's experts, then as all_to_all inside it
 };
 
 inline constexpr std::array kDispatchers{Dispatcher::automatic, Dispatcher::local,
-                                         Dispatcher::all_to_all, Dispatcher::all_gather};
+                                         Dispatcher::all_to_all, Dispatcher::all_gather,
+                                         Dispatcher::two_hops};
 const char* to_string(Dispatcher d);
 
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is
-/// asked for and ep x etp > 1.
-Dispatcher resolve(Dispatcher asked, const MeshShape& shape, std::int64_t top_k, Exchange exchange);
+/// asked for and ep x etp > 1, or `two_hops` where nodes do not share ep evenly.
+Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
+                   Exchange exchange);
 
 /// What a MoE layer computes with.
 struct DispatchInput {
   const Experts& experts;
-  const Mlp* shared;     // the shared experts, or null
-  const PerToken& x_ND;  // this rank's own tokens: those of the route
+  const SharedExperts* shared;  // null: there are none
+  const PerToken& x_ND;         // this rank's own tokens: those of the route
   const Route& route;
   const Tokens& tokens;
 };
@@ -49,6 +97,10 @@ class Dispatch {
 
 /// `way` is one that `resolve` gave for this mesh. Where ep x etp are the tp ranks themselves,
 /// all_gather shares its gather and its reduction with the shared experts.
-std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape);
+std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& shape,
+                                              const RouterShape& router);
+
+/// How the flat tokens [N, D] inside the layer are cut over tp.
+Along rows_over_tp(const Tokens& tokens);
 
 }  // namespace moesh::nn

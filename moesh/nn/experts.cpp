@@ -4,10 +4,10 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/nn/rows.h"
-#include "moesh/spmd/dtype.h"
 #include "moesh/spmd/ops.h"
-#include "moesh/spmd/recompute.h"
+#include "moesh/spmd/tensor.h"
 #include "moesh/spmd/transitions.h"
 #include "moesh/spmd/weights_later.h"
 
@@ -20,12 +20,18 @@ using torch::autograd::variable_list;
 using MaybeTensor = std::optional<at::Tensor>;
 
 // What backward has to know besides tensors.
-struct Call : torch::CustomClassHolder {
+struct ExpertsContext : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
   std::uint32_t saved_version = 0;
+  double scale13 = 1, scale2 = 1;  // of LoRA
   c10::intrusive_ptr<raw::WeightSink> sink;
 };
+
+std::vector<at::Tensor> listed(const kernels::ExpertsWeights& w) {
+  return {w.w1_eFD, w.w3_eFD,       w.w2_eDF,        w.b1_eF,       w.b3_eF,
+          w.b2_eD,  w.lora.a13_erD, w.lora.b13_e2Fr, w.lora.a2_erF, w.lora.b2_eDr};
+}
 
 // Forward and backward by hand: saved are the input rows, the pre-activations, the indices and the
 // scores, and the weights.
@@ -34,43 +40,57 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
                             const at::Tensor& scores_R, const at::Tensor& w1, const at::Tensor& w3,
                             const at::Tensor& w2, const MaybeTensor& b1, const MaybeTensor& b3,
-                            const MaybeTensor& b2, const at::Tensor& token_R,
-                            const at::Tensor& inverse, const c10::intrusive_ptr<Call>& call) {
-    const kernels::ExpertsWeights weights{w1,
-                                          w3,
-                                          w2,
-                                          b1.value_or(at::Tensor()),
-                                          b3.value_or(at::Tensor()),
-                                          b2.value_or(at::Tensor())};
+                            const MaybeTensor& b2, const MaybeTensor& a13, const MaybeTensor& b13,
+                            const MaybeTensor& a2_lora, const MaybeTensor& b2_lora,
+                            const at::Tensor& token_R, const at::Tensor& inverse,
+                            const c10::intrusive_ptr<ExpertsContext>& call) {
+    const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
+    const kernels::ExpertsWeights weights{
+        w1,
+        w3,
+        w2,
+        value(b1),
+        value(b3),
+        value(b2),
+        {value(a13), value(b13), value(a2_lora), value(b2_lora), call->scale13, call->scale2}};
     const auto out = run(*call, weights, {x, call->ends_e, scores_R, token_R, inverse});
     call->saved_version = out.saved.version;
     context->saved_data["call"] = c10::IValue::make_capsule(call);
-    context->save_for_backward({x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF,
-                                w1, w3, w2, weights.b1_eF, weights.b3_eF, weights.b2_eD});
+    variable_list saved{x, scores_R, token_R, inverse, out.saved.gate_RF, out.saved.up_RF};
+    for (const at::Tensor& w : listed(weights)) saved.push_back(w);
+    context->save_for_backward(saved);
     return out.y;
   }
 
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto call =
-        c10::static_intrusive_pointer_cast<Call>(context->saved_data["call"].toCapsule());
+        c10::static_intrusive_pointer_cast<ExpertsContext>(context->saved_data["call"].toCapsule());
     const auto s = context->get_saved_variables();
-    const kernels::ExpertsWeights weights{s[6], s[7], s[8], s[9], s[10], s[11]};
+    const kernels::ExpertsWeights weights{
+        s[6],
+        s[7],
+        s[8],
+        s[9],
+        s[10],
+        s[11],
+        {s[12], s[13], s[14], s[15], call->scale13, call->scale2}};
     auto g = kernels::experts_backward(
         call->config, weights,
         {{s[0], call->ends_e, s[1], s[2], s[3]}, s[4], s[5], call->saved_version},
         grads[0].contiguous());
-    if (g.weights_later)
-      raw::later([sink = call->sink, weights_of = std::move(g.weights_later)] {
-        const auto w = weights_of();
-        sink->give({w.w1_eFD, w.w3_eFD, w.w2_eDF, w.b1_eF, w.b3_eF, w.b2_eD});
+    if (!call->sink->is_empty())
+      call->sink->leave([sink = call->sink, weights_of = std::move(g.weights_later)] {
+        sink->give(listed(weights_of()));
       });
-    const auto& w = g.weights;
-    return {g.x,     g.scores_R, w.w1_eFD,     w.w3_eFD,     w.w2_eDF,    w.b1_eF,
-            w.b3_eF, w.b2_eD,    at::Tensor(), at::Tensor(), at::Tensor()};
+    variable_list all{g.x, g.scores_R};
+    for (const at::Tensor& w : listed(g.weights)) all.push_back(w);
+    all.resize(all.size() + 3);  // nothing for the indices and the call
+    return all;
   }
 
  private:
-  static kernels::ExpertsOutput run(const Call& call, const kernels::ExpertsWeights& weights,
+  static kernels::ExpertsOutput run(const ExpertsContext& call,
+                                    const kernels::ExpertsWeights& weights,
                                     const kernels::ExpertsInput& input) {
     if (auto first = raw::recall("pre-activations of experts")) {
       const at::Tensor &gate = (*first)[0], &up = (*first)[1];
@@ -90,32 +110,51 @@ void RoutedExpertsConfig::validate() const {
               num_experts, ", dim ", dim, ", ffn ", ffn, "; each takes 1 or more");
   const int ranks = current_mesh().size(ep);
   MOESH_CHECK(num_experts % ranks == 0, ErrorKind::config, "experts: num_experts = ", num_experts,
-              " do not divide by ep = ", ranks,
+              " is not divisible by ep = ", ranks,
               "; every rank of ep holds the same number of experts");
 }
 
 Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-                 at::Device device, const Init& init, const std::optional<Init>& bias_init)
+                 at::Device device, const Init& init, const std::optional<Init>& bias_init,
+                 const LoraOf& lora)
     : config_(config) {
   config.validate();
   const auto& mesh = current_mesh();
   const auto experts = config.num_experts, dim = config.dim, ffn = config.ffn;
   // FSDP shards the experts themselves, or, where there are fewer of them than ranks, what is
   // inside.
-  const std::int64_t storage_dim = mesh.size(efsdp) * mesh.size(ep) > experts ? 1 : 0;
-  const auto spec = [&](const char* part, std::vector<std::int64_t> shape,
-                        std::vector<std::pair<Axes, std::int64_t>> cuts) {
+  const bool shards_inside = mesh.size(efsdp) * mesh.size(ep) > experts;
+  const auto spec = [&](const std::string& part, std::vector<std::int64_t> shape,
+                        std::vector<std::pair<Axes, std::int64_t>> cuts, std::int64_t inside = 1) {
+    const bool is_matrix = shape.size() == 3;
     return ParamSpec{.name = name + "." + part,
                      .shape = std::move(shape),
                      .cuts = std::move(cuts),
-                     .storage_dim = storage_dim,
+                     .storage_dim = shards_inside ? inside : 0,
                      .dtype = wide_dtype(dtype),
                      .compute = dtype,
-                     .device = device};
+                     .device = device,
+                     .is_matrix = is_matrix};
   };
   w1_ = Weight(spec("w1", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
   w3_ = Weight(spec("w3", {experts, ffn, dim}, {{ep, 0}, {etp, 1}}), init);
   w2_ = Weight(spec("w2", {experts, dim, ffn}, {{ep, 0}, {etp, 2}}), init);
+  if (const auto l = lora(name + ".gate_up_proj"))
+    gate_up_lora_ = {.scale = l->scale,
+                     .a = Whole(spec("gate_up_proj" + std::string(kLoraA), {experts, l->rank, dim},
+                                     {{ep, 0}}, 2),
+                                init_of_a(dim, init)),
+                     .b = Weight(spec("gate_up_proj" + std::string(kLoraB),
+                                      {experts, 2, ffn, l->rank}, {{ep, 0}, {etp, 2}}, 2),
+                                 init_of_b(*l, init))};
+  if (const auto l = lora(name + ".down_proj"))
+    down_lora_ = {
+        .scale = l->scale,
+        .a = Weight(spec("down_proj" + std::string(kLoraA), {experts, l->rank, ffn},
+                         {{ep, 0}, {etp, 2}}, 2),
+                    init_of_a(ffn, init)),
+        .b = Whole(spec("down_proj" + std::string(kLoraB), {experts, dim, l->rank}, {{ep, 0}}),
+                   init_of_b(*l, init))};
   if (!config.biases) return;
   const Init of_biases = bias_init.value_or(init);
   b1_.emplace(spec("b1", {experts, ffn}, {{ep, 0}, {etp, 1}}), of_biases);
@@ -126,7 +165,7 @@ Experts::Experts(const RoutedExpertsConfig& config, const std::string& name, at:
 template <auto L>
 auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tensor& ends_e,
                   const at::Tensor& token_R, const at::Tensor& inverse) const {
-  auto call = c10::make_intrusive<Call>();
+  auto call = c10::make_intrusive<ExpertsContext>();
   call->config = {.activation = config_.activation, .scores = config_.scores};
   call->ends_e = ends_e;
   const auto w1 = use(w1_), w3 = use(w3_), w2 = use(w2_);
@@ -136,20 +175,39 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
     // The output is a partial sum over etp: its bias counts on one rank.
     b2 = local(once<etp>(use(*b2_)));
   }
+  MaybeTensor a13, b13, a2_lora, b2_lora;
+  if (gate_up_lora_) {
+    call->scale13 = gate_up_lora_->scale;
+    a13 = local(use(gate_up_lora_->a)), b13 = local(use(gate_up_lora_->b));
+  }
+  if (down_lora_) {
+    call->scale2 = down_lora_->scale;
+    a2_lora = local(use(down_lora_->a)), b2_lora = local(use(down_lora_->b));
+  }
   const auto value = [](const MaybeTensor& t) { return t.value_or(at::Tensor()); };
-  call->sink =
-      raw::sink_for(local(x), {local(w1), local(w3), local(w2), value(b1), value(b3), value(b2)});
+  const std::vector<at::Tensor> weights{local(w1),      local(w3),     local(w2),  value(b1),
+                                        value(b3),      value(b2),     value(a13), value(b13),
+                                        value(a2_lora), value(b2_lora)};
+  const bool needs_gradients = std::any_of(weights.begin(), weights.end(), [](const auto& w) {
+    return w.defined() && w.requires_grad();
+  });
+  call->sink = raw::sink_for(local(x), weights);
   const bool is_later = !call->sink->is_empty();
-  call->config.weights_later = is_later;
+  // Frozen weights need no gradients.
+  call->config.weights_later = is_later || !needs_gradients;
   const auto given = [is_later](const at::Tensor& w) { return is_later ? w.detach() : w; };
-  for (MaybeTensor* b : {&b1, &b3, &b2})
-    if (*b) *b = given(**b);
+  for (MaybeTensor* w : {&b1, &b3, &b2, &a13, &b13, &a2_lora, &b2_lora})
+    if (*w) *w = given(**w);
   // The kernel is a linear layer after another, column and row.
   constexpr auto hidden = mix(Op::linear, L, decltype(w1)::layout);
   constexpr auto out = mix(Op::linear, hidden, decltype(w2)::layout);
+  // What LoRA adds is what it is added to: also a partial sum over etp where the output is one.
+  constexpr auto in_part = decltype(use(w1_))::layout, in_whole = decltype(use(*b2_))::layout;
+  static_assert(mix(Op::linear, mix(Op::linear, L, in_whole), in_part) == hidden);
+  static_assert(mix(Op::linear, mix(Op::linear, hidden, in_part), in_whole) == out);
   return assume<out>(ExpertsFunction::apply(local(x), local(scores_R), given(local(w1)),
-                                            given(local(w3)), given(local(w2)), b1, b3, b2, token_R,
-                                            inverse, call));
+                                            given(local(w3)), given(local(w2)), b1, b3, b2, a13,
+                                            b13, a2_lora, b2_lora, token_R, inverse, call));
 }
 
 Tensor<Sparse{T, E, P}> Experts::apply_to_rows(const Tensor<Sparse{T, E, R}>& rows_RD,
@@ -166,8 +224,7 @@ Tensor<Sparse{T, P, P}> Experts::apply_to_tokens(const Tensor<Sparse{T, R, R}>& 
   const std::int64_t num_local = config_.num_experts / mesh.size(ep);
   const auto sorted = kernels::sort_by_expert(experts_NK, config_.num_experts,
                                               {mesh.coordinate(ep) * num_local, num_local});
-  const auto scores_R =
-      permute_rows(flatten(scores_NK, 0, 1), sorted.order_R, sorted.inverse_TK.flatten());
+  const auto scores_R = scores_of_rows(scores_NK, sorted);
   // T,E,P: the kernel has summed the rows of each token over this rank's experts.
   return as_term<ep>(run(x_ND, scores_R, sorted.ends_e, sorted.token_R, sorted.inverse_TK));
 }

@@ -6,9 +6,10 @@
 #include <optional>
 #include <string>
 
+#include "moesh/fsdp/param.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/rows.h"
-#include "moesh/spmd/param.h"
+#include "moesh/nn/lora.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
@@ -24,12 +25,13 @@ struct RoutedExpertsConfig {
 
 class Experts {
  public:
-  using Weight = Param<Sparse{Place::I, Place::E, Place::F}>;
-  using OutputBias = Param<Sparse{Place::I, Place::E, Place::I}>;
+  using Weight = Param<Sparse{Place::I, Place::E, Place::F}>;  // own features on etp
+  using Whole = Param<Sparse{Place::I, Place::E, Place::I}>;   // the same on every etp rank
 
   /// `dtype` is that of the run: float32 master weights in bfloat16 runs.
   Experts(const RoutedExpertsConfig& config, const std::string& name, at::ScalarType dtype,
-          at::Device device, const Init& init, const std::optional<Init>& bias_init = {});
+          at::Device device, const Init& init, const std::optional<Init>& bias_init = {},
+          const LoraOf& lora = no_lora);
 
   /// Rows which came to this rank's experts, in the order of arrival -> their outputs in the same
   /// order, a partial sum over etp. `order` is how they lie by expert.
@@ -46,11 +48,13 @@ class Experts {
       const at::Tensor& experts_NK) const;
 
   const RoutedExpertsConfig& config() const { return config_; }
-  /// f(param) for each parameter, in the order w1, w3, w2, b1, b3, b2.
+  /// f(param) for each parameter, in the order w1, w3, w2, b1, b3, b2, and what LoRA adds.
   template <class Fn>
   void each_param(Fn f) {
     f(w1_), f(w3_), f(w2_);
     if (b1_) f(*b1_), f(*b3_), f(*b2_);
+    if (gate_up_lora_) f(gate_up_lora_->a), f(gate_up_lora_->b);
+    if (down_lora_) f(down_lora_->a), f(down_lora_->b);
   }
 
  private:
@@ -61,7 +65,16 @@ class Experts {
   RoutedExpertsConfig config_;
   Weight w1_, w3_, w2_;
   std::optional<Weight> b1_, b3_;
-  std::optional<OutputBias> b2_;
+  std::optional<Whole> b2_;
+  template <class A, class B>
+  struct LowRank {
+    double scale;
+    A a;
+    B b;
+  };
+  // w1 and w3 are columns, w2 is a row: as the weights of linear.h.
+  std::optional<LowRank<Whole, Weight>> gate_up_lora_;  // A [E, r, D], B [E, 2, F, r]
+  std::optional<LowRank<Weight, Whole>> down_lora_;     // A [E, r, F], B [E, D, r]
 };
 
 }  // namespace moesh::nn

@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/rowwise.h"
-#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 namespace {
@@ -42,14 +42,15 @@ struct Boundaries {
 };
 
 // With documents y is [T, h, d] and lse [h, T], else [B, L, h, d] and [B, h, L].
-struct Result {
+struct FlashOutput {
   at::Tensor y, lse;
   at::Tensor seed = {}, offset = {};  // of cuDNN's dropout, of which there is none
 };
 
 at::Tensor heads_first(const at::Tensor& x) { return x.transpose(1, 2); }
 
-Result run_by_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale) {
+FlashOutput run_by_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                         double scale) {
   const auto out = at::_scaled_dot_product_cudnn_attention(
       heads_first(q), heads_first(k), heads_first(v), {}, /*compute_log_sumexp=*/true, 0.0,
       /*is_causal=*/true, /*return_debug_mask=*/false, scale);
@@ -57,8 +58,8 @@ Result run_by_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& 
           std::get<7>(out)};
 }
 
-Result run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
-           double scale, std::int64_t window) {
+FlashOutput run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Boundaries& b,
+                double scale, std::int64_t window) {
   if (q.is_meta()) {
     auto shape = q.sizes().vec();
     shape.pop_back();
@@ -87,14 +88,14 @@ bool takes_cudnn(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, 
   return kernel == at::SDPBackend::cudnn_attention;
 }
 
-Result kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& sinks, const Boundaries& b, double scale,
-                   std::int64_t window) {
+FlashOutput kept_or_run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                        const at::Tensor& sinks, const Boundaries& b, double scale,
+                        std::int64_t window) {
   constexpr const char* kWhat = "attention with a window, sinks or documents";
   if (const auto first = raw::recall(kWhat))
     return {(*first)[0], (*first)[1], (*first)[2], (*first)[3]};
-  Result r = takes_cudnn(q, k, v, b, scale, window) ? run_by_cudnn(q, k, v, scale)
-                                                    : run(q, k, v, b, scale, window);
+  FlashOutput r = takes_cudnn(q, k, v, b, scale, window) ? run_by_cudnn(q, k, v, scale)
+                                                         : run(q, k, v, b, scale, window);
   if (sinks.defined()) r.lse = kernels::add_sinks_(r.y, r.lse, sinks);
   raw::keep(kWhat, {r.y, r.lse, r.seed, r.offset});
   return r;
@@ -120,7 +121,7 @@ class FlashAttention : public torch::autograd::Function<FlashAttention> {
                             const std::optional<at::Tensor>& keys, std::int64_t most_queries,
                             std::int64_t most_keys, double scale, std::int64_t window) {
     const at::Tensor sinks = sinks_h.value_or(at::Tensor());
-    const Result r =
+    const FlashOutput r =
         kept_or_run(q, k, v, sinks, {queries, keys, most_queries, most_keys}, scale, window);
     const auto given = [](const std::optional<at::Tensor>& t) { return t.value_or(at::Tensor()); };
     context->save_for_backward(

@@ -20,9 +20,10 @@ bool takes_flash_attention(const kernels::AttentionConfig& config,
 struct DocumentBoundaries {
   at::Tensor queries, keys;
 };
-/// Of queries whose documents begin at `starts_BL`, and the keys up to the last query. Of each
-/// sequence first the keys that none of its queries sees, with no query, then the documents of its
-/// queries; entries that are left over are empty, at the end. Nothing is read by the host.
+/// The boundaries of queries whose documents begin at `starts_BL`, and of the keys up to the last
+/// query. In each sequence first the keys that none of its queries sees, with no query, then the
+/// documents of its queries; entries that are left over are empty, at the end. Nothing is read by
+/// the host.
 DocumentBoundaries document_boundaries(const kernels::AttentionConfig& config,
                                        const at::Tensor& starts_BL);
 

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/spmd/recompute.h"
+#include "moesh/fsdp/recompute.h"
 
 namespace moesh::nn {
 namespace {

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
@@ -16,15 +16,17 @@ void GroupedAttentionConfig::validate() const {
               " query heads do not divide into groups of num_kv_heads = ", num_kv_heads,
               "; choose a divisor");
   MOESH_CHECK(num_heads % ranks == 0, ErrorKind::config, "attention: num_heads = ", num_heads,
-              " do not divide by tp = ", ranks, "; choose a tp that divides the heads");
+              " is not divisible by tp = ", ranks, "; choose a tp that divides the heads");
   MOESH_CHECK(num_kv_heads % ranks == 0, ErrorKind::config,
-              "attention: num_kv_heads = ", num_kv_heads, " do not divide by tp = ", ranks,
+              "attention: num_kv_heads = ", num_kv_heads, " is not divisible by tp = ", ranks,
               ", and every tp rank holds its own; choose a tp that divides them");
-  MOESH_CHECK(!rope || rope->dim == head_dim, ErrorKind::config,
-              "attention: rope.dim = ", rope ? rope->dim : 0, " and head_dim = ", head_dim,
-              " must be equal");
+  MOESH_CHECK(!rope || rope->dim <= head_dim, ErrorKind::config,
+              "attention: rope.dim = ", rope ? rope->dim : 0,
+              " rotated features of a head of head_dim = ", head_dim);
   MOESH_CHECK(window >= 0 && chunk >= 0, ErrorKind::config, "attention: window ", window,
               ", chunk ", chunk, "; both take 0 (none) or more");
+  MOESH_CHECK(clip >= 0, ErrorKind::config, "attention: clip is ", clip,
+              "; it takes 0 (none) or more");
   MOESH_CHECK(growth_floor >= 1, ErrorKind::config, "attention: growth_floor is ", growth_floor,
               "; it takes 1 or more");
 }
@@ -32,17 +34,21 @@ void GroupedAttentionConfig::validate() const {
 GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::string& name,
                                    const ModuleOptions& o)
     : config_((c.validate(), c)),
-      options_{.scale = std::pow(static_cast<double>(c.head_dim), -0.5),
+      options_{.scale = c.scale.value_or(std::pow(static_cast<double>(c.head_dim), -0.5)),
                .window = c.window,
                .chunk = c.chunk},
       rope_tables_(o.rope_tables),
       q_(name + ".q_proj", c.num_heads * c.head_dim, c.dim, c.biases, o),
       k_(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
       v_(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
-      o_(name + ".o_proj", c.dim, c.num_heads * c.head_dim, c.biases, o) {
+      o_(name + ".o_proj", c.dim, c.num_heads * c.head_dim, c.output_bias, o) {
   if (c.qk_norm == QkNorm::weighted) {
     q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
     k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
+  }
+  if (c.qk_norm == QkNorm::across) {
+    q_across_.emplace(name + ".q_norm", c.num_heads * c.head_dim, c.norm_eps, o.dtype, o.device);
+    k_across_.emplace(name + ".k_norm", c.num_kv_heads * c.head_dim, c.norm_eps, o.dtype, o.device);
   }
   if (c.sinks) {
     ParamSpec spec = o.spec(name + ".sinks", {c.num_heads}, {{tp, 0}});
@@ -53,15 +59,28 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
 }
 
 Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
-  Heads q = split_heads(q_(x_BLD), config_.head_dim), k = split_heads(k_(x_BLD), config_.head_dim);
-  const Heads v = split_heads(v_(x_BLD), config_.head_dim);
+  auto all_q = q_(x_BLD), all_k = k_(x_BLD);
+  if (q_across_) {  // one message for both
+    const auto squares_2N = all_reduce<tp>(
+        stack(std::vector{SplitRmsNorm::squares(all_q), SplitRmsNorm::squares(all_k)}));
+    all_q = (*q_across_)(all_q, select(squares_2N, 0, 0));
+    all_k = (*k_across_)(all_k, select(squares_2N, 0, 1));
+  }
+  Heads q = split_heads(all_q, config_.head_dim), k = split_heads(all_k, config_.head_dim),
+        v = split_heads(v_(x_BLD), config_.head_dim);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
+  if (config_.clip > 0) {
+    const auto clipped = [&](const at::Tensor& t) {
+      return t.clamp_max(config_.clip).clamp_min(-config_.clip);
+    };
+    q = map_heads(clipped, q), k = map_heads(clipped, k), v = map_heads(clipped, v);
+  }
   if (config_.rope) {
     const auto table = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
-      return rotate(t, table, config_.rope->interleaved);
+      return rotate_first(t, table, config_.rope->interleaved);
     };
     q = map_heads(rotated, q), k = map_heads(rotated, k);
   }
@@ -95,6 +114,7 @@ void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {
   const auto visit = [&](auto& w) { f(w.stored()); };
   q_.each_param(visit), k_.each_param(visit), v_.each_param(visit);
   if (q_norm_) q_norm_->each_param(visit), k_norm_->each_param(visit);
+  if (q_across_) q_across_->each_param(visit), k_across_->each_param(visit);
   if (sinks_) visit(*sinks_);
   o_.each_param(visit);
 }

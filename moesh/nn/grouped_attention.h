@@ -16,15 +16,19 @@ enum class QkNorm {
   none,
   weighted,  // RMSNorm of each head with a weight, before the rotation (Qwen3)
   plain,     // the same without a weight, after the rotation (Llama 4)
+  across,    // RMSNorm of all heads together with a weight, before the rotation (OLMoE)
 };
 
 struct GroupedAttentionConfig {
   std::int64_t dim = 0, num_heads = 0, num_kv_heads = 0, head_dim = 0;
-  bool biases = false;  // of q, k, v and o
+  bool biases = false, output_bias = false;  // of q, k and v; of o
   QkNorm qk_norm = QkNorm::none;
   double norm_eps = 1e-6;
-  std::optional<RopeConfig> rope = {};  // none: no positions (NoPE)
-  std::int64_t window = 0, chunk = 0;   // as in AttentionOptions
+  // Rotation of the first features of a head, or of all; none: no positions (NoPE).
+  std::optional<RopeConfig> rope = {};
+  std::optional<double> scale = {};    // of the scores; if not given 1 / sqrt(head_dim)
+  std::int64_t window = 0, chunk = 0;  // as in AttentionOptions
+  double clip = 0;  // q, k and v, before the rotation, are cut off at +-clip; 0: they are not
   bool sinks = false;
   // Queries grow with their position: times 1 + growth * log1p(floor((position + 1) /
   // growth_floor)).
@@ -51,6 +55,7 @@ class GroupedAttention final : public Attention {
   ColumnLinear q_, k_, v_;
   RowLinear o_;
   std::optional<RmsNorm> q_norm_, k_norm_;
+  std::optional<SplitRmsNorm> q_across_, k_across_;
   std::optional<Cut> sinks_;
 };
 

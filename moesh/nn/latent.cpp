@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/kernels/rowwise.h"
-#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 
 namespace moesh::nn {

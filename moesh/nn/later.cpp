@@ -8,6 +8,7 @@
 namespace moesh::nn {
 namespace {
 
+// A rank is a thread; layers check values and know nothing of steps.
 thread_local CheckLater* current = nullptr;
 
 }  // namespace

@@ -15,8 +15,8 @@ namespace moesh::nn {
 void check_values(const at::Tensor& wrong, const at::Tensor& values,
                   const std::function<std::string(std::int64_t)>& text);
 
-/// While it lives, checks of this thread are noted and not made: who has read `found` from the
-/// device, with whatever else it reads there, calls `raise`.
+/// While it lives, checks of this thread are noted and not made: code that has read `found` from
+/// the device, with whatever else it reads there, calls `raise`.
 class CheckLater {
  public:
   CheckLater();

@@ -1,14 +1,16 @@
 #pragma once
-// Linear layers and their weights [out, in], by how tp cuts them.
+// Linear layers and their weights [out, in], by how tp cuts them, with what LoRA adds to them.
 
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "moesh/fsdp/param.h"
+#include "moesh/fsdp/recompute.h"
+#include "moesh/nn/lora.h"
 #include "moesh/nn/rope.h"
-#include "moesh/spmd/dtype.h"
-#include "moesh/spmd/linear.h"
-#include "moesh/spmd/param.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/tensor.h"
 #include "moesh/spmd/transitions.h"
 
 namespace moesh::nn {
@@ -23,6 +25,7 @@ struct ModuleOptions {
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of biases; as the others if not given
   std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
+  LoraOf lora = no_lora;
 
   ParamSpec spec(const std::string& name, std::vector<std::int64_t> shape,
                  std::vector<std::pair<Axes, std::int64_t>> cuts = {}) const {
@@ -35,18 +38,109 @@ struct ModuleOptions {
   }
 };
 
-/// Column: a rank computes its own slice of the outputs.
-inline Cut column(const std::string& name, std::int64_t out, std::int64_t in,
-                  const ModuleOptions& o) {
-  return Cut(o.spec(name + ".weight", {out, in}, {{tp, 0}}), o.init);
+using Cuts = std::vector<std::pair<Axes, std::int64_t>>;
+
+/// scale B (A x), from the layouts of A and B.
+template <auto A, auto B>
+class LowRank {
+ public:
+  LowRank(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts_of_a,
+          const Cuts& cuts_of_b, const LoraConfig& lora, const ModuleOptions& o)
+      : scale_(lora.scale),
+        a_(o.spec(name + kLoraA, {lora.rank, in}, cuts_of_a), init_of_a(in, o.init)),
+        b_(o.spec(name + kLoraB, {out, lora.rank}, cuts_of_b), init_of_b(lora, o.init)) {}
+
+  template <auto X>
+  auto operator()(const Tensor<X>& x) const {
+    const auto a = use(a_);  // in this order everywhere: each may gather
+    const auto b = use(b_);
+    return linear(scale(linear(x, a), scale_), b);
+  }
+  /// w + scale B A.
+  template <auto W>
+  auto added_to(const Tensor<W>& w) const {
+    const auto a = use(a_);
+    return plus_product(w, use(b_), a, scale_);
+  }
+  template <class Fn>
+  void each_param(Fn f) {
+    f(a_), f(b_);
+  }
+
+ private:
+  double scale_;
+  Param<A> a_;
+  Param<B> b_;
+};
+
+/// A weight [out, in], and what LoRA may add to it, which is never multiplied out: y = w x +
+/// scale B (A x).
+template <auto W, auto A, auto B>
+class Weight {
+ public:
+  Weight() = default;
+  Weight(const std::string& name, std::int64_t out, std::int64_t in, const Cuts& cuts,
+         const Cuts& cuts_of_a, const Cuts& cuts_of_b, const ModuleOptions& o)
+      : weight_(o.spec(name + ".weight", {out, in}, cuts), o.init) {
+    if (const auto lora = o.lora(name))
+      lora_.emplace(name, out, in, cuts_of_a, cuts_of_b, *lora, o);
+  }
+
+  template <auto X>
+  auto operator()(const Tensor<X>& x) const {
+    return plus_lora(linear(x, use(weight_)), x);
+  }
+  /// The same, of which a recompute that keeps keeps the product with the weight.
+  template <auto X>
+  auto kept(const Tensor<X>& x) const {
+    return plus_lora(kept_linear(x, use(weight_)), x);
+  }
+  template <auto X, auto C>
+  auto operator()(const Tensor<X>& x, const Tensor<C>& bias) const {
+    return plus_lora(linear(x, use(weight_), bias), x);
+  }
+  /// y = w x, and what LoRA adds to it.
+  template <auto Y, auto X>
+  Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x) const {
+    return lora_ ? y + (*lora_)(x) : y;
+  }
+  /// As one matrix, for what is no product with x. Without gradients of A and B where there is one.
+  auto whole() const {
+    const auto w = use(weight_);
+    return lora_ ? lora_->added_to(w) : w;
+  }
+  const Param<W>& weight() const { return weight_; }
+  Stored& stored() { return weight_.stored(); }
+  bool has_lora() const { return lora_.has_value(); }
+  template <class Fn>
+  void each_param(Fn f) {
+    f(weight_);
+    if (lora_) lora_->each_param(f);
+  }
+
+ private:
+  Param<W> weight_;
+  std::optional<LowRank<A, B>> lora_;
+};
+
+/// Column: a rank computes its own slice of the outputs, and of what B adds to them; A is whole.
+using ColumnWeight = Weight<Cut::layout, Uncut::layout, Cut::layout>;
+/// Row: a rank has its own slice of the inputs, and so of those of A: w x and A x are partial sums,
+/// and so is B (A x), of a whole B.
+using RowWeight = Weight<Cut::layout, Cut::layout, Uncut::layout>;
+using UncutWeight = Weight<Uncut::layout, Uncut::layout, Uncut::layout>;
+
+inline ColumnWeight column(const std::string& name, std::int64_t out, std::int64_t in,
+                           const ModuleOptions& o) {
+  return {name, out, in, {{tp, 0}}, {}, {{tp, 0}}, o};
 }
-/// Row: a rank has its own slice of the inputs, and a partial sum of the outputs.
-inline Cut row(const std::string& name, std::int64_t out, std::int64_t in, const ModuleOptions& o) {
-  return Cut(o.spec(name + ".weight", {out, in}, {{tp, 1}}), o.init);
+inline RowWeight row(const std::string& name, std::int64_t out, std::int64_t in,
+                     const ModuleOptions& o) {
+  return {name, out, in, {{tp, 1}}, {{tp, 1}}, {}, o};
 }
-inline Uncut uncut(const std::string& name, std::int64_t out, std::int64_t in,
-                   const ModuleOptions& o) {
-  return Uncut(o.spec(name + ".weight", {out, in}), o.init);
+inline UncutWeight uncut(const std::string& name, std::int64_t out, std::int64_t in,
+                         const ModuleOptions& o) {
+  return {name, out, in, {}, {}, {}, o};
 }
 
 /// x w^T + b, own outputs on tp.
@@ -62,17 +156,16 @@ class ColumnLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
-    const auto w = use(weight_);  // first: each may gather, in one order everywhere
-    return bias_ ? linear(x, w, use(*bias_)) : linear(x, w);
+    return bias_ ? weight_(x, use(*bias_)) : weight_(x);
   }
   template <class Fn>
   void each_param(Fn f) {
-    f(weight_);
+    weight_.each_param(f);
     if (bias_) f(*bias_);
   }
 
  private:
-  Cut weight_;
+  ColumnWeight weight_;
   std::optional<Cut> bias_;
 };
 
@@ -88,17 +181,16 @@ class RowLinear {
 
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    const auto w = use(weight_);
-    return bias_ ? linear(x, w, once<tp>(use(*bias_))) : linear(x, w);
+    return bias_ ? weight_(x, once<tp>(use(*bias_))) : weight_(x);
   }
   template <class Fn>
   void each_param(Fn f) {
-    f(weight_);
+    weight_.each_param(f);
     if (bias_) f(*bias_);
   }
 
  private:
-  Cut weight_;
+  RowWeight weight_;
   std::optional<Uncut> bias_;
 };
 

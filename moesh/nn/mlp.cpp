@@ -4,8 +4,8 @@
 #include <ATen/ops/mm.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/rowwise.h"
-#include "moesh/spmd/recompute.h"
 #include "moesh/spmd/weights_later.h"
 
 namespace moesh::nn {
@@ -17,15 +17,16 @@ using torch::autograd::variable_list;
 class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& gate, const at::Tensor& up,
-                            const at::Tensor& w, const c10::intrusive_ptr<raw::WeightSink>& sink) {
+                            const at::Tensor& w, const c10::intrusive_ptr<raw::WeightSink>& sink,
+                            bool needs_values) {
     context->save_for_backward({gate, up, w});
     context->saved_data["sink"] = c10::IValue::make_capsule(sink);
-    if (raw::recall("a dense MLP")) {
+    if (!needs_values && raw::recall("a dense MLP")) {
       auto sizes = gate.sizes().vec();
       sizes.back() = w.size(0);
       return raw::not_computed(sizes, gate.options());
     }
-    raw::keep("a dense MLP", {});
+    if (!needs_values) raw::keep("a dense MLP", {});
     return at::linear(kernels::swiglu_forward(gate, up), w);
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
@@ -39,20 +40,20 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
     const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
         context->saved_data["sink"].toCapsule());
     at::Tensor dw;
-    if (sink->is_empty())
-      dw = weight_gradient();
-    else
-      raw::later([sink, weight_gradient] { sink->give({weight_gradient()}); });
+    if (context->needs_input_grad(2)) dw = weight_gradient();
+    if (!sink->is_empty())
+      sink->leave([sink, weight_gradient] { sink->give({weight_gradient()}); });
     const auto d = kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()));
-    return {d.gate, d.up, dw, {}};
+    return {d.gate, d.up, dw, {}, {}};
   }
 };
 
 }  // namespace
 
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w) {
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
+                         bool needs_values) {
   const auto sink = raw::sink_for(gate, {w});
-  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink);
+  return SwigluLinear::apply(gate, up, sink->is_empty() ? w : w.detach(), sink, needs_values);
 }
 
 }  // namespace moesh::nn

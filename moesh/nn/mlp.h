@@ -2,24 +2,30 @@
 // The dense SwiGLU: down (silu(gate x) * up x), column and row cut over tp. Also the shared experts
 // of a MoE layer.
 
+#include <ATen/ops/sigmoid.h>
+
+#include <optional>
 #include <string>
 
+#include "moesh/fsdp/recompute.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/residual.h"
-#include "moesh/spmd/recompute.h"
 
 namespace moesh::nn {
 
 /// (silu(gate) up) w^T of plain tensors [.., F] and w [D, F]; kept for backward are these three,
-/// and not what is in the brackets.
-at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w);
+/// and not what is in the brackets. With `needs_values` the backward of what follows needs those of
+/// the result, and a recompute computes them again.
+at::Tensor swiglu_linear(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& w,
+                         bool needs_values = false);
 
 /// The same, by the features of the hidden layer that a rank has.
 template <auto L, auto W>
-auto swiglu_linear(const Tensor<L>& gate, const Tensor<L>& up, const Tensor<W>& w) {
+auto swiglu_linear(const Tensor<L>& gate, const Tensor<L>& up, const Tensor<W>& w,
+                   bool needs_values = false) {
   constexpr auto hidden = mix(Op::mul, apply(Unary::nonlinear, L), L);
   constexpr auto out = mix(Op::linear, hidden, W);
-  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local()));
+  return assume<out>(swiglu_linear(gate.local(), up.local(), w.local(), needs_values));
 }
 
 class Mlp {
@@ -29,18 +35,49 @@ class Mlp {
         up_(column(name + ".up_proj", ffn, dim, o)),
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
-  Sum operator()(const Full& x) const {
-    const auto gate = kept_linear(x, use(gate_)), up = kept_linear(x, use(up_));
-    return swiglu_linear(gate, up, use(down_));
+  Sum operator()(const Full& x, bool needs_values = false) const {
+    const auto gate = gate_.kept(x), up = up_.kept(x);
+    const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values);
+    return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up) : y;
   }
 
   template <class Fn>
   void each_param(Fn f) {
-    f(gate_), f(up_), f(down_);
+    gate_.each_param(f), up_.each_param(f), down_.each_param(f);
   }
 
  private:
-  Cut gate_, up_, down_;
+  ColumnWeight gate_, up_;
+  RowWeight down_;
+};
+
+/// The shared experts of a MoE layer: an MLP, in some models times sigmoid(x g), one number for
+/// each token.
+class SharedExperts {
+ public:
+  /// `gate_name` is empty where there is no such gate.
+  SharedExperts(const std::string& name, const std::string& gate_name, std::int64_t dim,
+                std::int64_t ffn, const ModuleOptions& o)
+      : mlp_(name, dim, ffn, o) {
+    if (!gate_name.empty()) gate_ = Uncut(o.spec(gate_name + ".weight", {1, dim}), o.init);
+  }
+
+  Sum operator()(const Full& x) const {
+    const Sum y = mlp_(x, /*needs_values=*/gate_.has_value());
+    if (!gate_) return y;
+    const auto sigmoid = [](const at::Tensor& t) { return at::sigmoid(t); };
+    return map_rows(sigmoid, linear(x, use(*gate_))) * y;
+  }
+
+  template <class Fn>
+  void each_param(Fn f) {
+    mlp_.each_param(f);
+    if (gate_) f(*gate_);
+  }
+
+ private:
+  Mlp mlp_;
+  std::optional<Uncut> gate_;
 };
 
 }  // namespace moesh::nn

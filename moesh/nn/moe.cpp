@@ -1,7 +1,7 @@
 #include "moesh/nn/moe.h"
 
 #include "moesh/base/error.h"
-#include "moesh/nn/dispatch/ways.h"
+#include "moesh/nn/dispatch.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -34,16 +34,20 @@ void MoeConfig::validate() const {
 Moe::Moe(const MoeConfig& config)
     : dispatch_((config.validate(),
                  make_dispatch(resolve(config.dispatcher, current_mesh().shape(),
-                                       config.router.top_k, exchange_of(config.device)),
-                               current_mesh().shape()))),
+                                       config.router.shape(), exchange_of(config.device)),
+                               current_mesh().shape(), config.router.shape()))),
       router_(config.router, config.name + "." + config.router_name, config.experts.dim,
               config.dtype, config.device, config.init),
       experts_(config.experts, config.name + ".experts", config.dtype, config.device, config.init,
-               config.bias_init) {
+               config.bias_init, config.lora) {
   if (config.shared_ffn > 0)
-    shared_.emplace(
-        config.name + "." + config.shared_name, config.experts.dim, config.shared_ffn,
-        ModuleOptions{.dtype = config.dtype, .device = config.device, .init = config.init});
+    shared_.emplace(config.name + "." + config.shared_name,
+                    config.shared_gate.empty() ? "" : config.name + "." + config.shared_gate,
+                    config.experts.dim, config.shared_ffn,
+                    ModuleOptions{.dtype = config.dtype,
+                                  .device = config.device,
+                                  .init = config.init,
+                                  .lora = config.lora});
 }
 
 template <bool Sp>

@@ -19,11 +19,14 @@ struct MoeConfig {
   RouterConfig router;
   RoutedExpertsConfig experts;  // num_experts is the router's
   std::int64_t shared_ffn = 0;  // width of the shared experts together; 0: none
+  std::string shared_gate =
+      "";  // name of their gate, after that of the layer; empty: they have none
   Dispatcher dispatcher = Dispatcher::automatic;
   at::ScalarType dtype = at::kFloat;
   at::Device device = at::kCPU;
   Init init{.kind = Init::Kind::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of the experts' biases; as the others if not given
+  LoraOf lora = no_lora;
 
   void validate() const;
 };
@@ -65,7 +68,7 @@ class Moe {
   std::unique_ptr<const Dispatch> dispatch_;
   Router router_;
   Experts experts_;
-  std::optional<Mlp> shared_;
+  std::optional<SharedExperts> shared_;
 };
 
 }  // namespace moesh::nn

@@ -1,5 +1,6 @@
 #include "moesh/nn/norm.h"
 
+#include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "moesh/kernels/rowwise.h"
@@ -31,6 +32,23 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps);
+}
+
+Tensor<Dense{Place::T, Place::T, Place::P}> SplitRmsNorm::squares(const Slice& x_BLF) {
+  const auto wide = wide_dtype(local(x_BLF).scalar_type());
+  return sum<Over::features>(square(cast(flatten(x_BLF, 0, 1), wide)));
+}
+
+SplitRmsNorm::Slice SplitRmsNorm::operator()(
+    const Slice& x_BLF, const Tensor<Dense{Place::T, Place::T, Place::R}>& squares_N) const {
+  const at::Tensor& x = local(x_BLF);
+  const auto r_N = map_rows(
+      [&](const at::Tensor& squares) {
+        return at::rsqrt(squares / static_cast<double>(dim_) + eps_);
+      },
+      squares_N);
+  const auto r_BL1 = unflatten(r_N, 0, {x.size(0), x.size(1), 1});
+  return cast(cast(x_BLF, wide_dtype(x.scalar_type())) * r_BL1 * use(weight_), x.scalar_type());
 }
 
 }  // namespace moesh::nn

@@ -4,13 +4,13 @@
 
 #include <string>
 
-#include "moesh/spmd/dtype.h"
-#include "moesh/spmd/map.h"
-#include "moesh/spmd/param.h"
+#include "moesh/fsdp/param.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
-/// Of the rows of a plain tensor [.., features]; an undefined weight is none.
+/// Normalises the rows of a plain tensor [.., features]; an undefined weight is none.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
 
 /// Each row with all of its features.
@@ -60,6 +60,40 @@ class RmsNorm {
  private:
   Param<Dense{Place::I, Place::I, Place::I}> weight_;
   double eps_ = 1e-6;
+};
+
+/// RMSNorm over the features of all tp ranks, each of which has a slice of them. The mean needs
+/// their sum: all_reduce<tp>(squares(x)), which may travel with that of other norms.
+class SplitRmsNorm {
+ public:
+  using Slice = Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, features of this rank]
+
+  SplitRmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype,
+               at::Device device)
+      : weight_({.name = name + ".weight",
+                 .shape = {dim},
+                 .cuts = {{tp, 0}},
+                 .dtype = wide_dtype(dtype),
+                 .device = device},
+                {.kind = Init::Kind::ones}),
+        dim_(dim),
+        eps_(eps) {}
+
+  /// [B * L]: the squares of this rank's features, added up.
+  static Tensor<Dense{Place::T, Place::T, Place::P}> squares(const Slice& x_BLF);
+  /// x, normalised, from the squares of all ranks.
+  Slice operator()(const Slice& x_BLF,
+                   const Tensor<Dense{Place::T, Place::T, Place::R}>& squares_N) const;
+
+  template <class Fn>
+  void each_param(Fn f) {
+    f(weight_);
+  }
+
+ private:
+  Param<Dense{Place::I, Place::I, Place::F}> weight_;
+  std::int64_t dim_;
+  double eps_;
 };
 
 }  // namespace moesh::nn

@@ -1,6 +1,6 @@
 #pragma once
-// What attention keeps of the tokens that it has seen, so that the next one costs one row. B batch,
-// S tokens that are kept, g key heads of this tp rank, d width of a head
+// The KV cache: what attention keeps of the tokens that it has seen, so that the next costs one
+// row. B batch, S tokens that are kept, g key heads of this tp rank, d width of a head
 
 #include <cstdint>
 #include <vector>
@@ -21,9 +21,9 @@ struct AttentionOptions {
   std::int64_t chunk = 0;
 };
 
-/// Of one layer, on every cp rank alike: keys as scores take them, rotated and normalised, and
-/// values; or, where all heads make theirs of one latent, that latent and the rotated key
-/// (DeepSeek: 576 numbers a token instead of 40,960).
+/// The KV cache of one layer, the same on every cp rank: keys as scores take them, rotated and
+/// normalised, and values; or, where all heads make theirs of one latent, that latent and the
+/// rotated key (DeepSeek: 576 numbers a token instead of 40,960).
 class Past {
  public:
   /// The positions that are kept.
@@ -46,7 +46,7 @@ class Past {
   Full latents_;
 };
 
-/// Of each layer of a model.
+/// The KV cache of every layer of a model.
 struct PastOfLayers {
   std::vector<Past> layers;
   std::int64_t num_tokens = 0;  // of each sequence, up to now

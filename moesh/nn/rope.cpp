@@ -10,8 +10,8 @@
 #include "moesh/base/error.h"
 #include "moesh/kernels/graph.h"
 #include "moesh/kernels/rowwise.h"
-#include "moesh/spmd/dtype.h"
-#include "moesh/spmd/map.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 namespace {
@@ -86,7 +86,7 @@ RopeTable rope_table(const RopeConfig& c, std::int64_t start, std::int64_t lengt
   const auto options = at::TensorOptions(device).dtype(wide_dtype(dtype));
   if (device.is_meta())
     return {.cos = at::empty({length, c.dim / 2}, options),
-            .sin = at::empty({length, c.dim / 2}, options)};  // shapes alone
+            .sin = at::empty({length, c.dim / 2}, options)};  // only shapes
   const at::Tensor positions = at::arange(start, start + length, at::kDouble);
   const at::Tensor angles = at::outer(positions, rope_frequencies(c));
   double m = 1;
@@ -123,6 +123,19 @@ at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved)
   return raw::map_linear(
       x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t); },
       [rotation](const at::Tensor& g) { return kernels::rotate_backward(rotation, g); });
+}
+
+at::Tensor rotate_first(const at::Tensor& x, const RopeTable& table, bool interleaved) {
+  const std::int64_t turning = 2 * table.cos.size(1), staying = x.size(-1) - turning;
+  if (staying == 0) return rotate(x, table, interleaved);
+  const kernels::Rotation rotation{table.cos, table.sin, table.positions_BL, interleaved};
+  const auto turned = [=](const auto& turn, const at::Tensor& t) {
+    const auto parts = t.split_with_sizes({turning, staying}, -1);
+    return at::cat({turn(rotation, parts[0]), parts[1]}, -1);
+  };
+  return raw::map_linear(
+      x, [=](const at::Tensor& t) { return turned(kernels::rotate_forward, t); },
+      [=](const at::Tensor& g) { return turned(kernels::rotate_backward, g); });
 }
 
 }  // namespace moesh::nn

@@ -73,5 +73,7 @@ class RopeTables {
 /// Rotates the last features of x [B, L, heads, ..], two for each column of the table, each token
 /// by its line of the table; those before them stay.
 at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);
+/// Rotates the first features instead; those behind them stay.
+at::Tensor rotate_first(const at::Tensor& x, const RopeTable& table, bool interleaved);
 
 }  // namespace moesh::nn

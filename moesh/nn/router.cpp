@@ -2,26 +2,52 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/routing.h"
-#include "moesh/nn/gate.h"
-#include "moesh/spmd/dtype.h"
-#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
+#include "moesh/spmd/tensor.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/spmd/whole.h"
 
 namespace moesh::nn {
+
+namespace {
+
+class GateFunction : public torch::autograd::Function<GateFunction> {
+ public:
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x_TD,
+                            const at::Tensor& gate_ED) {
+    context->save_for_backward({x_TD, gate_ED});
+    return kernels::gate_forward(x_TD, gate_ED);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    auto d = kernels::gate_backward(saved[0], saved[1], grads[0]);
+    return {std::move(d.x_TD), std::move(d.gate_ED)};
+  }
+};
+
+}  // namespace
+
+at::Tensor gate_logits(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
+  return GateFunction::apply(x_TD, gate_ED);
+}
+
 namespace {
 
 using enum Place;
 
 ParamSpec gate_spec(const std::string& name, std::vector<std::int64_t> shape, at::ScalarType run,
                     at::Device device) {
-  return {.name = name, .shape = std::move(shape), .dtype = wide_dtype(run), .device = device};
+  return {.name = name,
+          .shape = std::move(shape),
+          .dtype = wide_dtype(run),
+          .device = device,
+          .is_matrix = false};
 }
 
 // The indices of the k largest of each token.

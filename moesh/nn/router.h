@@ -6,13 +6,25 @@
 #include <optional>
 #include <string>
 
+#include "moesh/fsdp/param.h"
 #include "moesh/nn/probe.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/tokens.h"
-#include "moesh/spmd/param.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
+
+// The logits of the router with their gradient. T tokens, D model, E experts
+
+/// x gate' in the precision of the gate: a linear layer of few columns, which keeps x as it is.
+/// The cast and the product that it stands for would keep x once more, in float32.
+at::Tensor gate_logits(const at::Tensor& x_TD, const at::Tensor& gate_ED);
+
+template <auto A, auto B>
+auto gate_logits(const Tensor<A>& x_TD, const Tensor<B>& gate_ED) {
+  constexpr auto out = mix(Op::linear, A, B);
+  return assume<out>(gate_logits(local(x_TD), local(gate_ED)));
+}
 
 /// A sum over tokens, not yet taken over the ranks.
 using TokenSum = Tensor<Dense{Place::P, Place::P, Place::P}>;
@@ -25,6 +37,12 @@ enum class Scoring {
 
 /// Whose tokens a balance loss compares the load of experts over.
 enum class BalanceOver { sequence, micro_batch };
+
+/// What of a router says how many rows travel where.
+struct RouterShape {
+  std::int64_t top_k = 1, num_experts = 1, num_groups = 1, top_groups = 1;
+  bool forced_balance = false;
+};
 
 struct RouterConfig {
   std::int64_t num_experts = 0, top_k = 0;
@@ -39,6 +57,7 @@ struct RouterConfig {
   bool forced_balance = false;  // for benchmarks: a token's experts follow from its global index
 
   void validate() const;
+  RouterShape shape() const { return {top_k, num_experts, num_groups, top_groups, forced_balance}; }
 };
 
 struct RouteOptions {

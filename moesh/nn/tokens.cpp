@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/map.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 

@@ -16,7 +16,7 @@ namespace moesh::nn {
 using PerToken = Tensor<Dense{Place::T, Place::T, Place::T}>;  // every rank has its own tokens
 using OfSpan = Tensor<Dense{Place::T, Place::T, Place::R}>;    // of the tokens of a cp rank [B, L]
 
-/// Documents that share a sequence: a token sees its own alone, and its position counts from there.
+/// Documents that share a sequence: a token sees only its own, and its position counts from there.
 struct Documents {
   // int64 [batch, sequence], of this dp rank's sequences: where the document of each token begins,
   // by position in the sequence. Undefined: every sequence is one document.
@@ -82,7 +82,7 @@ class Tokens {
 
   bool has_documents() const { return local(starts_).defined(); }
   std::int64_t most_documents() const { return most_documents_; }
-  /// Of this cp rank's span: where the document of each token begins in the sequence, which may be
+  /// Where the document of each token of this cp rank's span begins in the sequence, which may be
   /// on another cp rank, and the token's position in it. Undefined without documents.
   const OfSpan& document_starts() const { return starts_; }
   const OfSpan& document_positions() const { return positions_; }

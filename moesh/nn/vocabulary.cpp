@@ -10,7 +10,7 @@
 #include "moesh/base/label.h"
 #include "moesh/kernels/loss.h"
 #include "moesh/nn/later.h"
-#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/tensor.h"
 #include "moesh/spmd/weights_later.h"
 #include "moesh/types/token.h"
 
@@ -20,8 +20,8 @@ namespace {
 using enum Place;
 
 /// This rank's words of the vocabulary.
-struct Words {
-  explicit Words(std::int64_t vocab) {
+struct VocabularyShard {
+  explicit VocabularyShard(std::int64_t vocab) {
     const auto& mesh = current_mesh();
     const Pieces cut{vocab, mesh.size(tp)};
     group = mesh.group(tp);
@@ -59,7 +59,8 @@ struct Loss {
 // The logits of a chunk become their gradient, and both products with it are taken at once: nothing
 // of size [N, V] outlives its chunk.
 Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const at::Tensor& labels_N,
-                    const Words& words, std::int64_t chunk, bool with_gradients) {
+                    const VocabularyShard& words, std::int64_t chunk, bool with_gradients,
+                    bool is_trained) {
   const at::NoGradGuard no_grad;
   const auto wide = wide_dtype(x_ND.scalar_type());
   const at::Tensor valid_N = labels_N.ne(kIgnoredLabel).to(wide);
@@ -69,7 +70,7 @@ Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const a
   Loss loss{.sum = at::zeros({}, valid_N.options())};
   if (with_gradients) {
     loss.dx = at::empty_like(x_ND);
-    loss.dw = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
+    if (is_trained) loss.dw = at::zeros(weight_VD.sizes(), weight_VD.options().dtype(wide));
   }
   for (std::int64_t begin = 0; begin < x_ND.size(0); begin += chunk) {
     const auto part = [&](const at::Tensor& t) {
@@ -87,7 +88,7 @@ Loss loss_in_chunks(const at::Tensor& x_ND, const at::Tensor& weight_VD, const a
     const at::Tensor d = kernels::logit_gradient_(logits, part(label_N), total_N, part(valid_N));
     at::Tensor dx = part(loss.dx);
     at::mm_out(dx, d, weight_VD);
-    add_product(loss.dw, d.t(), part(x_ND));
+    if (is_trained) add_product(loss.dw, d.t(), part(x_ND));
   }
   return loss;
 }
@@ -96,8 +97,8 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& /*x*/,
                             const at::Tensor& weight, const at::Tensor& sum, const at::Tensor& dx,
-                            const at::Tensor& dw) {
-    context->save_for_backward({dx, dw});
+                            const std::optional<at::Tensor>& dw) {
+    context->save_for_backward({dx, dw.value_or(at::Tensor())});
     context->saved_data["dtype"] = static_cast<std::int64_t>(weight.scalar_type());
     return sum.detach();
   }
@@ -106,8 +107,11 @@ class LossFunction : public torch::autograd::Function<LossFunction> {
     const auto saved = context->get_saved_variables();
     const auto dtype = static_cast<at::ScalarType>(context->saved_data["dtype"].toInt());
     // In one pass each: nothing of these sizes besides, at the moment when the step holds most.
-    at::Tensor dw = at::empty_like(saved[1], at::TensorOptions(dtype));
-    at::mul_out(dw, saved[1], grads[0]);
+    at::Tensor dw;
+    if (saved[1].defined()) {
+      dw = at::empty_like(saved[1], at::TensorOptions(dtype));
+      at::mul_out(dw, saved[1], grads[0]);
+    }
     return {saved[0].mul_(grads[0]), dw, {}, {}, {}};
   }
 };
@@ -126,10 +130,10 @@ class LateEmbedding : public torch::autograd::Function<LateEmbedding> {
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
-    raw::later([sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
-                    context->saved_data["sink"].toCapsule()),
-                index = context->saved_data["index"].toTensor(),
-                size = context->saved_data["size"].toInt(), dy = grads[0]] {
+    const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
+        context->saved_data["sink"].toCapsule());
+    sink->leave([sink, index = context->saved_data["index"].toTensor(),
+                 size = context->saved_data["size"].toInt(), dy = grads[0]] {
       sink->give({at::embedding_backward(dy, index, size, /*padding_idx=*/-1,
                                          /*scale_grad_by_freq=*/false, /*sparse=*/false)});
     });
@@ -153,7 +157,8 @@ Embedding::Embedding(const std::string& name, std::int64_t vocab, std::int64_t d
                .cuts = {{tp, 0}},
                .dtype = wide_dtype(dtype),
                .compute = dtype,
-               .device = device},
+               .device = device,
+               .is_matrix = false},
               init) {}
 
 Tensor<Dense{T, T, P}> Embedding::operator()(const at::Tensor& ids_BL) const {
@@ -185,7 +190,7 @@ Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
                                      const at::Tensor& labels_N, std::int64_t vocab,
                                      std::int64_t chunk) {
   const at::Tensor &x = local(x_ND), &weight = local(weight_VD);
-  const Words words(vocab);
+  const VocabularyShard words(vocab);
   MOESH_CHECK(x.dim() == 2 && weight.size(0) == words.length && labels_N.numel() == x.size(0),
               ErrorKind::internal, "cross_entropy: x ", x.sizes(), ", weight ", weight.sizes(),
               ", labels ", labels_N.sizes(), ", and this rank has ", words.length, " of ", vocab,
@@ -194,9 +199,13 @@ Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
   const bool with_gradients =
       at::GradMode::is_enabled() && (x.requires_grad() || weight.requires_grad());
   const auto loss = loss_in_chunks(x.detach(), weight.detach(), labels_N, words,
-                                   chunk > 0 ? chunk : loss_chunk(words.most), with_gradients);
+                                   chunk > 0 ? chunk : loss_chunk(words.most), with_gradients,
+                                   weight.requires_grad());
   return assume<Dense{P, P, I}>(
-      with_gradients ? LossFunction::apply(x, weight, loss.sum, loss.dx, loss.dw) : loss.sum);
+      with_gradients
+          ? LossFunction::apply(x, weight, loss.sum, loss.dx,
+                                loss.dw.defined() ? std::optional(loss.dw) : std::nullopt)
+          : loss.sum);
 }
 
 }  // namespace moesh::nn

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "moesh/spmd/param.h"
+#include "moesh/fsdp/param.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {

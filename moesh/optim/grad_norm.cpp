@@ -9,7 +9,6 @@
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/spmd/whole.h"
 
 namespace moesh::optim {
 namespace {
@@ -19,8 +18,6 @@ using enum Place;
 }  // namespace
 
 Norm grad_norm(const ParamList& params) {
-  MOESH_CHECK(params.size() > 0, ErrorKind::config,
-              "the gradient norm of an empty list of parameters; add(w) some");
   const at::NoGradGuard no_grad;
   const auto gradients = params.gradients();
   std::vector<at::Tensor> own, others;  // what this rank counts, and what another does
@@ -28,7 +25,7 @@ Norm grad_norm(const ParamList& params) {
     if (gradients[i].numel() == 0) continue;
     (is_first_holder(*params[i].stored) ? own : others).push_back(gradients[i]);
   }
-  const at::Device device = gradients[0].device();
+  const at::Device device = params.device();
   at::Tensor mine = kernels::sum_of_squares(own, device);
   // 0 times inf or NaN is NaN, which all must see.
   if (!others.empty()) mine = mine + kernels::sum_of_squares(others, device) * 0.0;

@@ -34,7 +34,8 @@ std::optional<std::size_t> Groups::find(const std::string& name,
     const auto other = std::find_if_not(in_files.begin(), in_files.end(), is_found);
     MOESH_CHECK(other == in_files.end(), ErrorKind::config, name_of(i), " is '", groups_[i].match,
                 "', which is found in ", *first, " and not in ", *other,
-                ": both are of one parameter, ", name, ", which learns in one way; match them all");
+                ": both belong to one parameter, ", name,
+                ", which has one learning rate; match them all");
     return i;
   }
   return std::nullopt;

@@ -24,8 +24,6 @@ Optimizer::Optimizer(ParamList params, RulePtr rule)
 
 Optimizer::Optimizer(ParamList params, const ChooseWay& choose)
     : params_(std::move(params)), choose_(choose) {
-  MOESH_CHECK(params_.size() > 0, ErrorKind::config,
-              "an optimizer with an empty list of parameters; add(w) some");
   for (const auto& entry : params_) {
     const Stored& w = *entry.stored;
     const Way way = choose(entry);
@@ -45,7 +43,7 @@ Optimizer::Optimizer(ParamList params, const ChooseWay& choose)
     kept_.push_back(std::move(kept));
   }
   numbers_ = at::zeros({static_cast<std::int64_t>(ways_.size()), 4},
-                       at::TensorOptions(params_[0].stored->value.device()).dtype(at::kDouble));
+                       at::TensorOptions(params_.device()).dtype(at::kDouble));
 }
 
 void Optimizer::step(double lr) {

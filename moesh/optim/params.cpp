@@ -1,7 +1,7 @@
 #include "moesh/optim/params.h"
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/tensor.h"
 
 namespace moesh::optim {
 
@@ -9,6 +9,8 @@ void ParamList::add(Stored& w, Decay decay) {
   const auto& name = w.spec.name;
   MOESH_CHECK(w.value.defined(), ErrorKind::config,
               "a parameter without a value is added to the list; construct it first");
+  device_ = w.value.device();
+  if (!w.spec.trained) return;
   MOESH_CHECK(
       w.spec.dtype == wide_dtype(w.spec.dtype), ErrorKind::config, "parameter '", name, "' has ",
       w.value.dtype().name(),
@@ -25,11 +27,16 @@ std::vector<at::Tensor> ParamList::gradients() const {
     const at::Tensor& gradient = entry.stored->value.grad();
     MOESH_CHECK(
         gradient.defined(), ErrorKind::config, "parameter '", entry.stored->spec.name,
-        "' has no gradient: no backward has reached it since the last step. Leave a parameter that is not trained out of "
-        "the list");
+        "' has no gradient: no backward has reached it since the last step. A parameter that is "
+        "not trained is frozen (training.freeze)");
     all.push_back(gradient);
   }
   return all;
+}
+
+at::Device ParamList::device() const {
+  MOESH_CHECK(device_, ErrorKind::config, "an empty list of parameters; add(w) some");
+  return *device_;
 }
 
 void ParamList::zero_grad() const {

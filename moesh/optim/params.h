@@ -3,11 +3,12 @@
 // clip and the update go through.
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 #include <unordered_set>
 #include <vector>
 
-#include "moesh/spmd/param.h"
+#include "moesh/fsdp/param.h"
 
 namespace moesh::optim {
 
@@ -23,7 +24,7 @@ class ParamList {
   };
 
   /// A second parameter of one name is an error, as are master weights that are neither float32
-  /// nor float64.
+  /// nor float64. One that is not trained is passed over.
   template <auto L>
   void add(Param<L>& w, Decay decay = Decay::on) {
     add(w.stored(), decay);
@@ -31,19 +32,22 @@ class ParamList {
   void add(Stored& w, Decay decay = Decay::on);
 
   /// This rank's shard of each gradient, in the order of the list. A parameter that no backward has
-  /// reached is an error which names it: a layer that the loss does not depend on is a mistake, and
-  /// a parameter that is frozen on purpose does not go into the list.
+  /// reached is an error which names it: a layer that the loss does not depend on is a mistake.
   std::vector<at::Tensor> gradients() const;
   /// Sets every gradient to none.
   void zero_grad() const;
 
   std::size_t size() const { return entries_.size(); }
+  /// The device of the parameters that were added. Throws Error (config) where none was; a stage of
+  /// a pipeline may have none that is trained.
+  at::Device device() const;
   const Entry& operator[](std::size_t i) const { return entries_[i]; }
   auto begin() const { return entries_.begin(); }
   auto end() const { return entries_.end(); }
 
  private:
   std::vector<Entry> entries_;
+  std::optional<at::Device> device_;
   std::unordered_set<std::string_view> names_;
 };
 

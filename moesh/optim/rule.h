@@ -4,6 +4,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/where.h>
 
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,8 +25,8 @@ enum class Sees : std::uint8_t {
 struct StateSpec {
   std::string name;  // in checkpoints it follows the name of the parameter: "exp_avg"
   std::optional<at::ScalarType> dtype = {};  // that of the master weights if not given
-  /// Of a tensor that is the same on all ranks which have the parameter, for rules that see
-  /// parameters. Not given: it has the shape of the parameter and is cut and stored like it.
+  /// The shape of a tensor that is the same on all ranks which have the parameter, for rules that
+  /// see parameters. Not given: it has the shape of the parameter and is cut and stored like it.
   std::optional<std::vector<std::int64_t>> shape = {};
 };
 
@@ -67,5 +69,25 @@ class Rule {
   /// in the same order on every rank, so that all enter the same collectives.
   virtual void update(const std::vector<Moving>& params, const RuleStep& step) const = 0;
 };
+
+// The update rules that a configuration can ask for, by name.
+
+/// The values of the keys that a rule reads, by key; of a switch 0 or 1.
+using RuleValues = std::map<std::string, double>;
+
+/// A rule is a class, and a line in the table of rules.cpp.
+struct RuleKind {
+  std::string name;               // as optimizer.name has it
+  std::vector<std::string> keys;  // of [optimizer] that it reads, besides lr
+  std::shared_ptr<const Rule> (*make)(const RuleValues& values);  // has a value for each key
+  /// Which parameters it moves, and the name of the rule that moves the others; null: all of them.
+  bool (*is_for)(const Stored& w) = nullptr;
+  std::string rule_of_others = {};
+};
+
+const std::vector<RuleKind>& rule_kinds();
+std::vector<std::string> rule_names();
+/// Throws Error (config) which names the known ones where there is none of this name.
+const RuleKind& find_rule(const std::string& name);
 
 }  // namespace moesh::optim

@@ -8,7 +8,7 @@
 namespace moesh::pipeline {
 
 /// A line for each rank, time from left to right, dots where it waits. An action is its letter and
-/// its micro-batch ("F0 "; "F4.0 " with the stage, where ranks have several), and the letter alone
+/// its micro-batch ("F0 "; "F4.0 " with the stage, where ranks have several), and only the letter
 /// where `columns` are too few for that. 0: as many as it takes.
 std::string draw_text(const Simulation& simulation, int columns = 0);
 

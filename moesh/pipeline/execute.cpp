@@ -61,7 +61,8 @@ class Executor {
     return from && s_.rank_with(*from) != rank_;
   }
 
-  // Of action i, or the first after it that takes one, and of the next.
+  // Begins to receive the message of action i, or of the first after it that takes one, and the
+  // next.
   void receive_ahead(size_t i) {
     int num_begun = 0;
     for (size_t next = i; next < list().size() && num_begun < 2; ++next) {

@@ -1,5 +1,5 @@
 #pragma once
-// Runs the actions of one rank, whoever made the list. It knows their order and who waits for whom;
+// Runs the actions of one rank, from any list. It knows their order and which rank waits for which;
 // what they compute and how messages travel is the actor's. No tensor is here.
 
 #include <limits>

@@ -225,7 +225,7 @@ void check(const Schedule& s) {
       MOESH_CHECK(a.kind != backward_weight || d.input, ErrorKind::config, where(),
                   " comes before the gradients of its inputs");
       MOESH_CHECK(a.kind == forward || s.has_backward, ErrorKind::config, where(),
-                  " is in a schedule of forwards alone");
+                  " is in a schedule that has only forwards");
       const bool is_again =
           a.kind == forward ? d.forward : (is_input && d.input) || (is_weight && d.weight);
       MOESH_CHECK(!is_again, ErrorKind::config, where(), " is done twice");

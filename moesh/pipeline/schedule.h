@@ -1,6 +1,6 @@
 #pragma once
 // A pipeline schedule is data: for each rank of pp, the actions that it goes through, in order.
-// Pure functions make them; check() and simulate() take any list, whoever made it. No tensor is
+// Pure functions make them; check() and simulate() take any list. No tensor is
 // here.
 //   p  ranks of pp        v  stages of a rank        m  micro-batches of an optimizer step
 
@@ -36,7 +36,7 @@ struct Schedule {
   int num_stages = 1, num_micro_batches = 1;
   std::vector<int> rank_of;                // of each stage
   std::vector<std::vector<Action>> ranks;  // the actions of each
-  bool has_backward = true;                // false: forwards alone
+  bool has_backward = true;                // false: only forwards
 
   int num_ranks() const { return static_cast<int>(ranks.size()); }
   /// The stage whose output an action takes, and that which takes the output of this one; none at
@@ -76,7 +76,7 @@ int stages_of_a_rank(const std::string& name);
 /// By name; throws Error (config) when there is no such schedule, or not with so many stages.
 Schedule make_schedule(const std::string& name, int p, int v, int m);
 
-/// Its forwards alone, in their order: what an evaluation runs.
+/// Only its forwards, in their order: what an evaluation runs.
 Schedule forwards_of(Schedule schedule);
 
 /// Throws Error (config) that names rank and action unless every stage does every micro-batch

@@ -14,10 +14,10 @@ using enum ActionKind;
 
 // What goes from one rank to another, in order: activations forward, gradients backward. Receivers
 // know the order, so that a message needs no name.
-struct Channel {
+struct MessageOrder {
   std::vector<Action> made_by, taken_by;  // the actions, message by message
 };
-using ChannelKey = std::tuple<int, int, bool>;  // from, to, whether it is a gradient
+using MessageOrderKey = std::tuple<int, int, bool>;  // from, to, whether it is a gradient
 
 class Simulator {
  public:
@@ -134,7 +134,7 @@ class Simulator {
     return std::max(ready, taken->start);
   }
 
-  // Who has not come to the end, and before what.
+  // The ranks that have not come to the end, and before what.
   std::string waiting() {
     std::string waiting;
     for (size_t r = 0; r < s_.ranks.size(); ++r)
@@ -170,7 +170,7 @@ class Simulator {
     return peak;
   }
 
-  int most_messages(const Channel& channel) {
+  int most_messages(const MessageOrder& channel) {
     std::vector<std::pair<double, int>> events;  // at one time, what is taken comes first
     for (size_t i = 0; i < channel.made_by.size(); ++i) {
       events.emplace_back(time_of(channel.made_by[i])->start, 1);
@@ -185,7 +185,7 @@ class Simulator {
   const Schedule& s_;
   const Costs& costs_;
   std::vector<std::optional<Timed>> times_;  // by kind, stage, micro-batch
-  std::map<ChannelKey, Channel> channels_;
+  std::map<MessageOrderKey, MessageOrder> channels_;
   std::vector<size_t> place_;  // of what an action sends in its channel, by kind as above
   Simulation out_;
 };

@@ -15,7 +15,7 @@ struct StageCosts {
   double activation = 1;  // held from forward until backward has ended, in any unit of memory
   /// How much of it is held on from the gradients of inputs to those of weights.
   double kept_for_weights = 1;
-  /// Of what goes to the next stage, and of its gradient back, where that is on another rank.
+  /// Time of what goes to the next stage, and of its gradient back, where that is on another rank.
   double transfer = 0;
 };
 

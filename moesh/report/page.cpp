@@ -57,7 +57,7 @@ JsonValue frames_of(const RunData& run, std::int64_t after) {
                      {"counts", {base64(counts.data(), counts.size() * sizeof counts[0])}}}};
 }
 
-JsonValue run_of(const RunData& run, const Known& known) {
+JsonValue run_of(const RunData& run, const PageState& known) {
   const bool goes_on = known.generation == run.generation() && known.num_records <= run.size();
   const std::size_t first = goes_on ? known.num_records : 0;
   JsonObject columns;
@@ -71,10 +71,10 @@ JsonValue run_of(const RunData& run, const Known& known) {
                      {"frames", frames_of(run, goes_on ? known.last_frame : -1)}}};
 }
 
-JsonValue runs_of(const std::vector<RunData>& runs, const std::vector<Known>& known) {
+JsonValue runs_of(const std::vector<RunData>& runs, const std::vector<PageState>& known) {
   JsonList all;
   for (std::size_t i = 0; i < runs.size(); ++i)
-    all.push_back(run_of(runs[i], i < known.size() ? known[i] : Known{}));
+    all.push_back(run_of(runs[i], i < known.size() ? known[i] : PageState{}));
   return {std::move(all)};
 }
 
@@ -100,7 +100,7 @@ std::string in_html(std::string_view text) {
 
 }  // namespace
 
-std::string runs_json(const std::vector<RunData>& runs, const std::vector<Known>& known) {
+std::string runs_json(const std::vector<RunData>& runs, const std::vector<PageState>& known) {
   return formats::to_json_line({JsonObject{{"runs", runs_of(runs, known)}}});
 }
 

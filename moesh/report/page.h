@@ -10,7 +10,7 @@
 namespace moesh::report {
 
 /// What a page has of a run already.
-struct Known {
+struct PageState {
   std::int64_t generation = -1;
   std::size_t num_records = 0;
   std::int64_t last_frame = 0;  // its step
@@ -23,14 +23,14 @@ struct VerifyResult {
 };
 
 /// The runs as JSON; of one of which something is known, what has come since.
-std::string runs_json(const std::vector<RunData>& runs, const std::vector<Known>& known = {});
+std::string runs_json(const std::vector<RunData>& runs, const std::vector<PageState>& known = {});
 
 /// The page. `live_ms` above 0: it asks the server that it came from for more, so often.
 /// Throws Error (config) where moesh was built without dygraphs.
 std::string page(const std::vector<RunData>& runs, const std::vector<VerifyResult>& verified,
                  int live_ms = 0);
 
-/// Of `moesh verify --json`, or an Error (config) that names the file.
+/// The result of `moesh verify --json`, or an Error (config) that names the file.
 VerifyResult read_verify(const std::string& path);
 
 // Texts that are compiled into the program; empty where dygraphs was not there.

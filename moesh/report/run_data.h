@@ -32,7 +32,7 @@ class RunData {
   /// of a record has a column for each of its numbers: "sections.data", "expert_entropy.3".
   std::size_t size() const { return size_; }
   const std::map<std::string, std::vector<double>>& columns() const { return columns_; }
-  /// Of all that were recorded, as many as a page can hold, evenly chosen.
+  /// As many of the recorded ones as a page can hold, evenly chosen.
   const std::vector<Frame>& frames() const { return frames_; }
   std::size_t num_layers() const { return num_layers_; }
   std::size_t num_experts() const { return num_experts_; }

@@ -57,11 +57,11 @@ bool is_for_this_machine(const std::string& request) {
 }
 
 // "1.20.20,3.7.0": generation, records and the step of the last frame, of each run.
-std::vector<Known> known_of(const std::string& text) {
-  std::vector<Known> all;
+std::vector<PageState> known_of(const std::string& text) {
+  std::vector<PageState> all;
   std::istringstream in(text);
   char between = 0;
-  for (Known k; in >> k.generation >> between >> k.num_records >> between >> k.last_frame;) {
+  for (PageState k; in >> k.generation >> between >> k.num_records >> between >> k.last_frame;) {
     all.push_back(k);
     in >> between;
   }
@@ -113,7 +113,7 @@ std::string answer(const std::string& request, std::vector<RunData>& runs,
   if (!is_for_this_machine(request))
     return message("403 Forbidden", "text/plain", "open this as http://127.0.0.1\n");
   if (!request.starts_with("GET "))
-    return message("405 Method Not Allowed", "text/plain", "GET alone\n");
+    return message("405 Method Not Allowed", "text/plain", "only GET is allowed\n");
   const std::string target = request.substr(4, request.find(' ', 4) - 4);
   const std::string data = "/data?known=";
   if (target != "/" && !target.starts_with(data))
@@ -160,12 +160,20 @@ void serve(std::vector<RunData> runs, const std::vector<VerifyResult>& verified,
       return Clock::now() - c.last_moved() > kPatience;
     });
     if (waits[0].revents == 0) continue;
-    if (open.size() == kMaxOpen)  // whoever has been still for the longest time
+    const auto close_most_silent = [&] {
       open.erase(std::min_element(open.begin(), open.end(), [](const auto& a, const auto& b) {
         return a.last_moved() < b.last_moved();
       }));
+    };
+    if (open.size() == kMaxOpen) close_most_silent();
     const int file = ::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC);
-    if (file >= 0) open.emplace_back(file);
+    if (file >= 0) {
+      open.emplace_back(file);
+    } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+      // It still waits there, and poll would return at once: make room, and wait a little.
+      if (!open.empty()) close_most_silent();
+      ::poll(nullptr, 0, 200);
+    }
   }
 }
 

@@ -19,12 +19,19 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 struct Adjoint : torch::CustomClassHolder {
-  explicit Adjoint(std::function<variable_list(const variable_list&)> f) : apply(std::move(f)) {}
+  Adjoint(std::function<variable_list(const variable_list&)> f, std::shared_ptr<WeightsLater> l)
+      : apply(std::move(f)), later(std::move(l)) {}
   std::function<variable_list(const variable_list&)> apply;
+  std::shared_ptr<WeightsLater> later;
 };
 
-thread_local std::exception_ptr
-    fault;  // the first that an adjoint threw in the backward of this thread
+// The first that an adjoint threw in the backward of this thread: between the two stands LibTorch,
+// which hands nothing on.
+thread_local std::exception_ptr fault;
+
+Adjoint& adjoint_of(AutogradContext& context) {
+  return *c10::static_intrusive_pointer_cast<Adjoint>(context.saved_data["adjoint"].toCapsule());
+}
 
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
@@ -38,11 +45,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const at::NoGradGuard no_grad;
-    const auto adjoint =
-        c10::static_intrusive_pointer_cast<Adjoint>(context->saved_data["adjoint"].toCapsule());
     try {
       interruption_point();
-      variable_list result = adjoint->apply(grads);
+      variable_list result = adjoint_of(*context).apply(grads);
       result.resize(result.size() + 2);  // nothing for the outs and the adjoint
       return result;
     } catch (...) {
@@ -73,12 +78,14 @@ std::shared_ptr<const GradientEdge> gradient_edge(const at::Tensor& x) {
 }
 
 void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Tensor& loss) {
-  torch::autograd::edge_list roots{from.edge};
-  variable_list seeds{gradient};
-  if (loss.defined()) {
+  torch::autograd::edge_list roots;
+  variable_list seeds;
+  if (from.edge.is_valid()) roots.push_back(from.edge), seeds.push_back(gradient);
+  if (loss.defined() && loss.requires_grad()) {
     roots.push_back(torch::autograd::impl::gradient_edge(loss));
     seeds.push_back(at::ones_like(loss));
   }
+  if (roots.empty()) return;
   run_backward([&] {
     torch::autograd::Engine::get_default_engine().execute(roots, seeds, /*keep_graph=*/false,
                                                           /*create_graph=*/false,
@@ -87,21 +94,33 @@ void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Te
 }
 
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
-                  std::function<at::Tensor(const at::Tensor&)> adjoint) {
-  return attach_all({x}, {out}, [adjoint = std::move(adjoint)](const variable_list& grads) {
-    return variable_list{adjoint(grads[0])};
-  })[0];
+                  std::function<at::Tensor(const at::Tensor&)> adjoint,
+                  std::shared_ptr<WeightsLater> later) {
+  return attach_all(
+      {x}, {out},
+      [adjoint = std::move(adjoint)](const variable_list& grads) {
+        return variable_list{adjoint(grads[0])};
+      },
+      std::move(later))[0];
+}
+
+std::shared_ptr<WeightsLater> later_of(const at::Tensor& weight) {
+  if (!weight.defined()) return nullptr;
+  auto* node = dynamic_cast<torch::autograd::CppNode<LinearFunction>*>(weight.grad_fn().get());
+  return node ? adjoint_of(node->ctx_).later : nullptr;
 }
 
 variable_list attach_all(const variable_list& xs, const variable_list& outs,
-                         std::function<variable_list(const variable_list&)> adjoint) {
+                         std::function<variable_list(const variable_list&)> adjoint,
+                         std::shared_ptr<WeightsLater> later) {
   if (!at::GradMode::is_enabled()) return outs;
   variable_list inputs, values;
   for (size_t i = 0; i < xs.size(); ++i)
     if (xs[i].requires_grad()) inputs.push_back(xs[i]), values.push_back(outs[i]);
   if (inputs.empty()) return outs;
-  const auto attached = LinearFunction::apply(at::TensorList(inputs), values,
-                                              c10::make_intrusive<Adjoint>(std::move(adjoint)));
+  const auto attached =
+      LinearFunction::apply(at::TensorList(inputs), values,
+                            c10::make_intrusive<Adjoint>(std::move(adjoint), std::move(later)));
   variable_list all = outs;
   size_t next = 0;
   for (size_t i = 0; i < xs.size(); ++i)

@@ -5,19 +5,28 @@
 #include <memory>
 #include <vector>
 
+namespace moesh {
+class WeightsLater;
+}
+
 namespace moesh::raw {
 
 /// Gives `out`, computed without autograd as a linear function of x, its gradient: `adjoint` takes
 /// that of out to that of x. Backward calls it once, on every rank, also when no gradient came
-/// (then with zeros): it may hold collectives.
+/// (then with zeros): it may hold collectives. `later` is for a weight whose gradient may be left
+/// on that list.
 at::Tensor attach(const at::Tensor& x, const at::Tensor& out,
-                  std::function<at::Tensor(const at::Tensor&)> adjoint);
+                  std::function<at::Tensor(const at::Tensor&)> adjoint,
+                  std::shared_ptr<WeightsLater> later = nullptr);
+/// The list of what `attach` has given; null: it has none, or is something else.
+std::shared_ptr<WeightsLater> later_of(const at::Tensor& weight);
 
 /// The same for several tensors at once: `adjoint` takes the gradients of those outs whose x needs
 /// one to the gradients of these xs, and is not called where none does.
 std::vector<at::Tensor> attach_all(
     const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& outs,
-    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint);
+    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint,
+    std::shared_ptr<WeightsLater> later = nullptr);
 
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.
@@ -25,7 +34,8 @@ void run_backward(const std::function<void()>& backward);
 /// Where the gradient of a tensor goes: that of the graph which made it, without its values.
 struct GradientEdge;
 std::shared_ptr<const GradientEdge> gradient_edge(const at::Tensor& x);
-/// One backward, from a gradient and from a scalar loss; undefined: from the gradient alone.
+/// One backward, from a gradient and from a scalar loss; undefined: only from the gradient. What
+/// depends on nothing that has a gradient is passed over.
 void backward(const GradientEdge& from, const at::Tensor& gradient, const at::Tensor& loss);
 
 }  // namespace moesh::raw

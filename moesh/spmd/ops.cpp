@@ -1,8 +1,11 @@
 #include "moesh/spmd/ops.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/silu.h>
@@ -11,15 +14,21 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <utility>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/linear.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/weights_later.h"
 
 namespace moesh::raw {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
-  return are_weights_later() ? known_linear(x, w, {}) : at::linear(x, w);
+  return later_of(w) ? known_linear(x, w, {}) : at::linear(x, w);
+}
+at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
+                        double factor) {
+  return at::addmm(w, b, a, /*beta=*/1, factor);
 }
 at::Tensor add(const at::Tensor& a, const at::Tensor& b) { return at::add(a, b); }
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b) { return at::mul(a, b); }
@@ -78,5 +87,83 @@ at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim) {
   return at::cat(parts, dim);
 }
 at::Tensor stack(const std::vector<at::Tensor>& parts) { return at::stack(parts); }
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+std::optional<at::Tensor> optional_of(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+class KnownLinear : public torch::autograd::Function<KnownLinear> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
+                            const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& y,
+                            const c10::intrusive_ptr<WeightSink>& sink) {
+    context->save_for_backward({x, w});
+    context->saved_data["has_bias"] = b.has_value();
+    context->saved_data["sink"] = c10::IValue::make_capsule(sink);
+    return y ? y->detach() : at::linear(x, w, b);
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto sink =
+        c10::static_intrusive_pointer_cast<WeightSink>(context->saved_data["sink"].toCapsule());
+    const auto saved = context->get_saved_variables();
+    const at::Tensor rows = grads[0].flatten(0, -2), x = saved[0].detach().flatten(0, -2);
+    const at::Tensor dx = rows.mm(saved[1]).view(saved[0].sizes()),
+                     db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
+    const bool has_dw = context->needs_input_grad(1);  // not of what is frozen, or left for later
+    if (sink->is_empty()) return {dx, has_dw ? rows.t().mm(x) : at::Tensor(), db, {}, {}};
+    sink->leave([sink, rows, x] { sink->give({rows.t().mm(x)}); });
+    return {dx, {}, db, {}, {}};
+  }
+};
+
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b,
+                        const at::Tensor& y) {
+  const auto sink = sink_for(x, {w});
+  return KnownLinear::apply(x, sink->is_empty() ? w : w.detach(), optional_of(b), optional_of(y),
+                            sink);
+}
+
+}  // namespace
+
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y) {
+  return known_linear(x, w, {}, y);
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
+  return later_of(w) ? known_linear(x, w, b, {}) : at::linear(x, w, b);
+}
+
+at::Tensor check_rows(const at::Tensor& x, at::Tensor y, std::int64_t num_dims, const char* what) {
+  MOESH_CHECK(x.dim() >= num_dims && y.dim() >= num_dims &&
+                  x.sizes().slice(0, static_cast<size_t>(num_dims)) ==
+                      y.sizes().slice(0, static_cast<size_t>(num_dims)),
+              what, " made ", y.sizes(), " of ", x.sizes(), ": the first ", num_dims,
+              " dimensions number the rows, and a function of rows leaves them as they are");
+  return y;
+}
+
+at::Tensor map_linear(const at::Tensor& x,
+                      const std::function<at::Tensor(const at::Tensor&)>& forward,
+                      std::function<at::Tensor(const at::Tensor&)> adjoint) {
+  return attach(x, forward(x.detach()), std::move(adjoint));
+}
+
+double number(const at::Tensor& x) {
+  MOESH_CHECK(x.numel() == 1, ErrorKind::config, "a number is read from a tensor with ", x.numel(),
+              " elements; sum it first");
+  return x.item<double>();
+}
+
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm) {
+  MOESH_CHECK(max_norm > 0, ErrorKind::config, "the gradient norm is clipped at ", max_norm,
+              "; it takes a positive number");
+  const at::NoGradGuard no_grad;
+  return norm.clamp_min(1e-300).reciprocal().mul_(max_norm).clamp_max_(1);
+}
 
 }  // namespace moesh::raw

@@ -3,14 +3,18 @@
 // (moesh/types/mixing.h); what the table refuses does not compile. The work is one line of ATen in
 // ops.cpp.
 
+#include <functional>
 #include <vector>
 
+#include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh {
 
 namespace raw {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w);
+at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
+                        double factor);
 at::Tensor add(const at::Tensor& a, const at::Tensor& b);
 at::Tensor mul(const at::Tensor& a, const at::Tensor& b);
 at::Tensor scale(const at::Tensor& x, double factor);
@@ -41,6 +45,14 @@ template <auto A, auto B>
 auto linear(const Tensor<A>& x, const Tensor<B>& w) {
   constexpr auto out = mix(Op::linear, A, B);
   return assume<out>(raw::linear(x.local(), w.local()));
+}
+
+/// w + factor b a, of matrices [out, in], [out, r] and [r, in]: w has the rows that b has, and the
+/// columns that a has.
+template <auto W, auto B, auto A>
+auto plus_product(const Tensor<W>& w, const Tensor<B>& b, const Tensor<A>& a, double factor) {
+  constexpr auto out = mix(Op::add, W, mix(Op::mul, B, A));
+  return assume<out>(raw::plus_product(w.local(), b.local(), a.local(), factor));
 }
 
 template <auto A, auto B>
@@ -170,6 +182,98 @@ Tensor<L> cat(const std::vector<Tensor<L>>& parts, std::int64_t dim) {
 template <auto L>
 Tensor<L> stack(const std::vector<Tensor<L>>& parts) {
   return assume<L>(raw::stack(locals(parts)));
+}
+
+namespace raw {
+
+/// x w^T over the last dimension, as `y`, which has its value; undefined: it is computed. Its
+/// gradients are those of at::linear, to the bit; that of w is left for later, where it may be.
+at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& y);
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b);
+
+}  // namespace raw
+
+/// x w^T + b over the last dimension, rounded once: the product is not written without the bias.
+template <auto A, auto B, auto C>
+auto linear(const Tensor<A>& x, const Tensor<B>& w, const Tensor<C>& b) {
+  constexpr auto out = mix(Op::add, mix(Op::linear, A, B), C);
+  return assume<out>(raw::linear(x.local(), w.local(), b.local()));
+}
+
+// Functions of rows, written on plain tensors: each rank calls them on the rows that it holds. The
+// mixing table gives the layout of the result, and what it refuses does not compile. That no row
+// comes or goes is checked at run time; that f looks at one row at a time is its author's promise.
+
+namespace raw {
+/// y, whose first `num_dims` dimensions are those of x.
+at::Tensor check_rows(const at::Tensor& x, at::Tensor y, std::int64_t num_dims, const char* what);
+/// forward(x), with the gradient that `adjoint` makes of the gradient of the result.
+at::Tensor map_linear(const at::Tensor& x,
+                      const std::function<at::Tensor(const at::Tensor&)>& forward,
+                      std::function<at::Tensor(const at::Tensor&)> adjoint);
+}  // namespace raw
+
+/// The layout of a function of several tensors, row by row.
+template <Layout L>
+constexpr L mapped(Unary kind, L first, Layout auto... more) {
+  L out = apply(kind, first);
+  ((out = mix(Op::mul, out, apply(kind, more))), ...);
+  return out;
+}
+
+/// f(x, more...), where dimension 0 of x and of the result numbers the rows: tokens or sequences. f
+/// sees all features of a row.
+template <class Fn, auto L, auto... Ls>
+auto map_rows(Fn f, const Tensor<L>& x, const Tensor<Ls>&... more) {
+  constexpr auto out = mapped(Unary::over_features, L, Ls...);
+  return assume<out>(raw::check_rows(x.local(), f(x.local(), more.local()...), 1, "map_rows"));
+}
+
+/// f(x, more...), where x and the result are [B, L, heads, ..] and a row is one head of one token.
+/// F on an axis cuts the heads, and f sees all features of a head.
+template <class Fn, auto L, auto... Ls>
+auto map_heads(Fn f, const Tensor<L>& x, const Tensor<Ls>&... more) {
+  constexpr auto out = mapped(Unary::nonlinear, L, Ls...);
+  return assume<out>(raw::check_rows(x.local(), f(x.local(), more.local()...), 3, "map_heads"));
+}
+
+/// A linear function of this rank's own part, such as another order of its rows; backward calls
+/// `adjoint`. Ranks on which x is R, I or P pass the same function, so that the layout stays.
+template <class Fn, class Adjoint, auto L>
+Tensor<L> map_linear(Fn f, Adjoint adjoint, const Tensor<L>& x) {
+  return assume<L>(raw::map_linear(x.local(), f, adjoint));
+}
+
+// The only readers of numbers: they accept values that every rank has whole, never a partial sum or
+// a shard.
+
+namespace raw {
+double number(const at::Tensor& x);
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm);
+}  // namespace raw
+
+/// The plain tensor of a value that every rank has whole: what `local` gives, with the promise
+/// checked.
+template <auto L>
+const at::Tensor& whole(const Tensor<L>& x) {
+  [[maybe_unused]] constexpr auto checked = check_whole(L);
+  return x.local();
+}
+
+/// The value of a scalar.
+template <auto L>
+double number(const Tensor<L>& x) {
+  [[maybe_unused]] constexpr auto checked = check_whole(L);
+  return raw::number(x.local());
+}
+
+/// min(1, max_norm / norm), where the norm is: what clips gradients. `norm` is that of all of them,
+/// on all ranks; where it is not finite, the user of the factor skips the step.
+template <auto L>
+at::Tensor clip_factor(const Tensor<L>& norm, double max_norm) {
+  [[maybe_unused]] constexpr auto checked = check_whole(L);
+  return raw::clip_factor(norm.local(), max_norm);
 }
 
 }  // namespace moesh

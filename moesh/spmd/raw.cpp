@@ -7,7 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/spmd/attach.h"
-#include "moesh/spmd/together.h"
+#include "moesh/spmd/rows.h"
 #include "moesh/types/token.h"
 
 namespace moesh::raw {

@@ -7,7 +7,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/spmd/attach.h"
-#include "moesh/spmd/dtype.h"
+#include "moesh/spmd/tensor.h"
 
 namespace moesh::raw {
 namespace {
@@ -17,7 +17,7 @@ Reach both(const Reach& a, const Reach& b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
 
-// Who sends which rows to whom; dimension 0 is the sequence.
+// Which rows each rank sends to each other; dimension 0 is the sequence.
 struct Exchange {
   std::shared_ptr<comm::Group> group;
   std::vector<Reach> pieces, reaches;  // of each rank

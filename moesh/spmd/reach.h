@@ -20,12 +20,12 @@ at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
                  const std::vector<Reach>& reaches);
 }  // namespace raw
 
-/// Of x, whose pieces side by side are the whole, rank r gets the rows reaches[r]: its own, if it
+/// Rank r gets the rows reaches[r] of x, whose pieces side by side are the whole: its own, if it
 /// has any, and those of others. Only what is asked for travels: where all ranks ask for the whole,
-/// in an all_gather, else straight to who asks. Backward: the gradients of copies go back to the
-/// owner of the row, who adds them up. The result is T, each rank does its own work with it; but
-/// rows lie on several ranks, so that it is no list of tokens: a sum over tokens would count
-/// copies.
+/// in an all_gather, else straight to the rank that asks. Backward: the gradients of copies go back
+/// to the owner of the row, which adds them up. The result is T, each rank does its own work with
+/// it; but rows lie on several ranks, so that it is no list of tokens: a sum over tokens would
+/// count copies.
 template <Axes A, auto L>
 Tensor<L> with_reach(const Tensor<L>& x, const Along& along, const std::vector<Reach>& reaches) {
   constexpr auto checked = [] {

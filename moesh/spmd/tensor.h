@@ -2,6 +2,7 @@
 // Tensor<Dense{T, T, R}>: a LibTorch tensor whose placement on every axis is part of its type.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 
 #include "moesh/types/tensor.h"
 
@@ -33,6 +34,12 @@ auto constant(const at::Tensor& x) {
 template <auto Out, class Fn, auto... Ls>
 Tensor<Out> declare(Fn fn, const Tensor<Ls>&... xs) {
   return Tensor<Out>::assume(fn(xs.local()...));
+}
+
+/// float64 in float64 runs, float32 in all others: of master weights and the reduction of their
+/// gradients, the router, tables of angles, norms and losses.
+constexpr at::ScalarType wide_dtype(at::ScalarType run) {
+  return run == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 }  // namespace moesh

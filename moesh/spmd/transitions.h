@@ -1,6 +1,6 @@
 #pragma once
 // The transitions of moesh/types/transition.h, one function each: S stands for T, F and E. Rows of
-// tokens go to experts and back by all_to_all.h, a tensor goes to the other view by cross.h.
+// tokens go to experts and back by rows.h; a tensor goes to the other view by `sparse`, `dense`.
 //
 //   name             on the axes A        backward
 //   all_gather       S -> R, I            reduce_scatter (P -> S), keep own slice (I -> S)
@@ -12,6 +12,8 @@
 //   once             R, I -> P            once (R -> P), identity (R -> I)
 //   as_term          S -> P               identity (R -> S)
 
+#include "moesh/base/error.h"
+#include "moesh/comm/mesh.h"
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
 
@@ -89,6 +91,33 @@ auto as_term(const Tensor<L>& x) {
 template <auto L>
 Tensor<L> sum_over_stages(const Tensor<L>& x) {
   return assume<L>(current_mesh().group(pp)->all_reduce(x.local().detach()));
+}
+
+/// Where dp and cp carry one letter and tp another, the two views agree only if ep x etp is exactly
+/// tp.
+inline void check_crossing(bool same_letter_everywhere) {
+  if (same_letter_everywhere) return;
+  const auto& s = current_mesh().shape();
+  MOESH_CHECK(
+      s.ep * s.etp == s.tp, ErrorKind::config,
+      "a tensor with one letter on dp and cp and another on tp crosses the views only where ep * etp is tp; ep = ",
+      s.ep, ", etp = ", s.etp, ", tp = ", s.tp, ". Bring it to the same letter on all axes first.");
+}
+
+/// Dense -> Sparse: the same tensor in the other view.
+template <auto L>
+auto sparse(const Tensor<L>& x) {
+  constexpr Sparse to = cross(L);
+  check_crossing(all_equal(L));
+  return assume<to>(x.local());
+}
+
+/// Sparse -> Dense.
+template <auto L>
+auto dense(const Tensor<L>& x) {
+  constexpr Dense to = cross(L);
+  check_crossing(all_equal(L));
+  return assume<to>(x.local());
 }
 
 }  // namespace moesh

@@ -1,6 +1,7 @@
 #include "moesh/spmd/weights_later.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -12,13 +13,15 @@
 namespace moesh {
 namespace {
 
-thread_local std::vector<std::function<void()>>* current_work = nullptr;
+bool has_gradient(const at::Tensor& weight) { return weight.defined() && weight.requires_grad(); }
 
 }  // namespace
 
 void WeightHalf::run() {
-  const WeightsNow here;
+  if (work_.empty()) return;
   const at::NoGradGuard no_grad;
+  *is_running_ = true;
+  const auto end = c10::make_scope_exit([this] { *is_running_ = false; });
   // What each keeps is freed as soon as it is done.
   raw::run_backward([&] {
     for (auto& work : work_) {
@@ -29,50 +32,40 @@ void WeightHalf::run() {
   work_.clear();
 }
 
-WeightsLater::WeightsLater(bool on) : outer_(current_work) {
-  if (on) work_ = std::make_unique<Work>();
-  current_work = work_.get();
+void WeightsLater::add(std::function<void()> f) {
+  if (is_open())
+    work_.push_back(std::move(f));
+  else
+    f();
 }
-WeightsLater::~WeightsLater() { current_work = outer_; }
 
 WeightHalf WeightsLater::take() {
   WeightHalf half;
-  half.num_left_ = num_left_;
-  if (work_) half.work_ = std::exchange(*work_, {});
+  half.is_running_ = is_running_, half.num_left_ = num_left_;
+  half.work_ = std::exchange(work_, {});
   *num_left_ += static_cast<std::int64_t>(half.work_.size());
   return half;
 }
 
 void WeightsLater::finish() {
-  const std::int64_t never_taken = work_ ? static_cast<std::int64_t>(work_->size()) : 0;
+  const auto never_taken = static_cast<std::int64_t>(work_.size());
   MOESH_CHECK(*num_left_ == 0 && never_taken == 0, ErrorKind::internal, "the step has ended, and ",
               *num_left_ + never_taken,
               " gradients of weights were left for later and never computed; every backward of "
               "inputs needs its backward of weights");
 }
 
-WeightsNow::WeightsNow() : outer_(std::exchange(current_work, nullptr)) {}
-WeightsNow::~WeightsNow() { current_work = outer_; }
-
 namespace raw {
-
-bool are_weights_later() { return current_work != nullptr; }
-
-void later(std::function<void()> f) {
-  if (current_work)
-    current_work->push_back(std::move(f));
-  else
-    f();
-}
 
 struct WeightSink::Edges {
   std::vector<torch::autograd::Edge> all;  // an invalid one for no weight
 };
 
-WeightSink::WeightSink(const std::vector<at::Tensor>& weights) : edges_(std::make_unique<Edges>()) {
+WeightSink::WeightSink(const std::vector<at::Tensor>& weights, std::shared_ptr<WeightsLater> later)
+    : edges_(std::make_unique<Edges>()), later_(std::move(later)) {
   for (const auto& w : weights)
-    edges_->all.push_back(w.defined() ? torch::autograd::impl::gradient_edge(w)
-                                      : torch::autograd::Edge());
+    edges_->all.push_back(has_gradient(w) ? torch::autograd::impl::gradient_edge(w)
+                                          : torch::autograd::Edge());
 }
 WeightSink::~WeightSink() = default;
 
@@ -91,11 +84,21 @@ void WeightSink::give(const std::vector<at::Tensor>& gradients) const {
                                                         /*accumulate_grad=*/true);
 }
 
+void WeightSink::leave(std::function<void()> f) const {
+  if (later_)
+    later_->add(std::move(f));
+  else
+    f();
+}
+
 c10::intrusive_ptr<WeightSink> sink_for(const at::Tensor& x,
                                         const std::vector<at::Tensor>& weights) {
-  bool is_later = are_weights_later() && at::GradMode::is_enabled() && x.requires_grad();
-  for (const auto& w : weights) is_later = is_later && (!w.defined() || w.requires_grad());
-  return c10::make_intrusive<WeightSink>(is_later ? weights : std::vector<at::Tensor>());
+  std::shared_ptr<WeightsLater> later;
+  if (at::GradMode::is_enabled() && x.requires_grad())
+    for (const auto& w : weights)
+      if (!later) later = later_of(w);
+  return later ? c10::make_intrusive<WeightSink>(weights, later)
+               : c10::make_intrusive<WeightSink>();
 }
 
 }  // namespace raw

@@ -1,7 +1,7 @@
 #pragma once
 // Backward in two halves. Another stage of a pipeline waits for the gradients of inputs; nobody
-// waits for those of weights, which can fill a time in which there is nothing else to do. While a
-// WeightsLater is there, backward of this thread gives the gradients of inputs, and leaves a list
+// waits for those of weights, which can fill a time in which there is nothing else to do. Of a
+// weight that has a WeightsLater, backward gives the gradients of inputs, and leaves a list
 // of what is to be done for the weights: their gradient, where it is a product of its own (linear
 // layers, experts, the embedding), and the adjoint of each `use`, which sums over the ranks.
 //
@@ -34,67 +34,53 @@ class [[nodiscard]] WeightHalf {
  private:
   friend class WeightsLater;
   std::vector<std::function<void()>> work_;
+  std::shared_ptr<bool> is_running_;
   std::shared_ptr<std::int64_t> num_left_;
 };
 
+/// The list of a step.
 class WeightsLater {
  public:
-  /// Off: backward does everything.
-  explicit WeightsLater(bool on);
-  ~WeightsLater();
-  WeightsLater(const WeightsLater&) = delete;
-  WeightsLater& operator=(const WeightsLater&) = delete;
-
+  /// Puts f on the list; while a half is being done, f runs now.
+  void add(std::function<void()> f);
+  /// Whether `add` puts on the list.
+  bool is_open() const { return !*is_running_; }
   /// What backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish();
 
  private:
-  using Work = std::vector<std::function<void()>>;
-  std::unique_ptr<Work> work_;  // null: off
-  Work* outer_;
+  std::vector<std::function<void()>> work_;
+  std::shared_ptr<bool> is_running_ = std::make_shared<bool>(false);
   std::shared_ptr<std::int64_t> num_left_ = std::make_shared<std::int64_t>(0);
 };
 
-/// While it lives, there is no WeightsLater on this thread: backward of what is used here does
-/// everything.
-class WeightsNow {
- public:
-  WeightsNow();
-  ~WeightsNow();
-  WeightsNow(const WeightsNow&) = delete;
-  WeightsNow& operator=(const WeightsNow&) = delete;
-
- private:
-  std::vector<std::function<void()>>* outer_;
-};
-
 namespace raw {
-
-/// Whether backward of what is computed now leaves its weights for later.
-bool are_weights_later();
-/// Puts f on the list; without one, f runs now.
-void later(std::function<void()> f);
 
 /// Where the gradients of weights go, without the weights themselves: each to the adjoint of its
 /// `use`. A capsule for custom functions of autograd.
 class WeightSink : public torch::CustomClassHolder {
  public:
-  /// An undefined weight is none. No weights: there is nothing to put off.
-  explicit WeightSink(const std::vector<at::Tensor>& weights = {});
+  /// A weight that is undefined or has no gradient is none. No weights: there is nothing to put
+  /// off.
+  explicit WeightSink(const std::vector<at::Tensor>& weights = {},
+                      std::shared_ptr<WeightsLater> later = nullptr);
   ~WeightSink() override;
   bool is_empty() const;
   /// One gradient for each weight; undefined for none.
   void give(const std::vector<at::Tensor>& gradients) const;
+  /// Puts f on the list of the weights, or runs it now.
+  void leave(std::function<void()> f) const;
 
  private:
   struct Edges;
   std::unique_ptr<Edges> edges_;
+  std::shared_ptr<WeightsLater> later_;
 };
 
-/// The sink of these weights, where they are to be left for later and x has a gradient which leads
-/// backward there; else an empty one.
+/// The sink of these weights, where they are to be left for later, some of them have a gradient,
+/// and x has one, which leads backward there; else an empty one.
 c10::intrusive_ptr<WeightSink> sink_for(const at::Tensor& x,
                                         const std::vector<at::Tensor>& weights);
 

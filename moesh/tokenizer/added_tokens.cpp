@@ -35,10 +35,10 @@ void Trie::add(std::string_view text, std::int32_t value) {
   nodes_[node].value = value;
 }
 
-std::optional<Trie::Found> Trie::find(std::string_view text, std::size_t from) const {
+std::optional<Trie::TrieMatch> Trie::find(std::string_view text, std::size_t from) const {
   for (std::size_t begin = from; begin < text.size(); ++begin) {
     if (!starts_[static_cast<unsigned char>(text[begin])]) continue;
-    std::optional<Found> longest;
+    std::optional<TrieMatch> longest;
     std::size_t node = 0;
     for (std::size_t i = begin; i < text.size(); ++i) {
       const auto next = nodes_[node].next.find(text[i]);
@@ -51,7 +51,7 @@ std::optional<Trie::Found> Trie::find(std::string_view text, std::size_t from) c
   return std::nullopt;
 }
 
-AddedToken AddedTokens::read(const Section& section) {
+AddedToken AddedTokens::read(const JsonSection& section) {
   section.allow({"id", "content", "single_word", "lstrip", "rstrip", "normalized", "special"});
   const auto flag = [&](const char* key) { return section.at(key).as_bool(section.name_of(key)); };
   const std::int64_t id = section.at("id").as_int(section.name_of("id"));
@@ -66,13 +66,13 @@ AddedToken AddedTokens::read(const Section& section) {
           .special = flag("special")};
 }
 
-AddedTokens::AddedTokens(const std::vector<Section>& list, const Bpe& model,
+AddedTokens::AddedTokens(const std::vector<JsonSection>& list, const Bpe& model,
                          const Normalizer& normalizer) {
   // A token that is not in the vocabulary gets the next id behind it, whatever the file says.
   std::unordered_map<std::string, std::size_t> known;
   auto next_id = static_cast<TokenId>(model.vocabulary().size());
   std::string buffers[2];
-  for (const Section& section : list) {
+  for (const JsonSection& section : list) {
     AddedToken token = read(section);
     MOESH_CHECK(!token.content.empty(), ErrorKind::data, section.name(), ".content is empty");
     MOESH_CHECK(known.try_emplace(token.content, all_.size()).second, ErrorKind::data,
@@ -108,7 +108,7 @@ void AddedTokens::split(std::string_view text, bool normalized,
   const auto add_text = [&](std::size_t end) {
     if (end > done) pieces.push_back({text.substr(done, end - done)});
   };
-  for (std::optional<Trie::Found> found;
+  for (std::optional<Trie::TrieMatch> found;
        !trie.empty() && (found = trie.find(text, found ? found->end : 0));) {
     const AddedToken& token = all_[static_cast<std::size_t>(found->value)];
     std::size_t begin = found->begin, end = found->end, before;

@@ -38,11 +38,11 @@ class Trie {
  public:
   void add(std::string_view text, std::int32_t value);
   /// The first place from `from` on where one of them is, the longest of those.
-  struct Found {
+  struct TrieMatch {
     std::size_t begin, end;
     std::int32_t value;
   };
-  std::optional<Found> find(std::string_view text, std::size_t from) const;
+  std::optional<TrieMatch> find(std::string_view text, std::size_t from) const;
   bool empty() const { return nodes_.size() == 1; }
 
  private:
@@ -58,14 +58,14 @@ class AddedTokens {
  public:
   AddedTokens() = default;
   /// The list "added_tokens" of a file; ids must be those that the package gives them.
-  AddedTokens(const std::vector<Section>& list, const Bpe& model, const Normalizer& normalizer);
+  AddedTokens(const std::vector<JsonSection>& list, const Bpe& model, const Normalizer& normalizer);
 
   const std::vector<AddedToken>& all() const { return all_; }
   /// Appends the pieces of a text, those with normalized tokens or those without.
   void split(std::string_view text, bool normalized, std::vector<TextPiece>& pieces) const;
 
  private:
-  static AddedToken read(const Section& section);
+  static AddedToken read(const JsonSection& section);
 
   std::vector<AddedToken> all_;
   Trie plain_, normalized_;  // values are places in all_

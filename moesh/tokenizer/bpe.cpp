@@ -45,7 +45,7 @@ std::string byte_token(unsigned byte) {
 
 }  // namespace
 
-Bpe::Bpe(const Section& section, bool byte_level) : byte_level_(byte_level) {
+Bpe::Bpe(const JsonSection& section, bool byte_level) : byte_level_(byte_level) {
   if (section.find("type") && section.type() != "BPE") section.refuse_type("BPE");
   section.allow({"dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix",
                  "fuse_unk", "byte_fallback", "ignore_merges", "vocab", "merges"});
@@ -74,7 +74,7 @@ Bpe::Bpe(const Section& section, bool byte_level) : byte_level_(byte_level) {
   find_word_starts();
 }
 
-void Bpe::read_vocabulary(const Section& section) {
+void Bpe::read_vocabulary(const JsonSection& section) {
   const std::string name = section.name_of("vocab");
   const auto& entries = section.at("vocab").as_object(name);
   vocabulary_.reserve(entries.size());
@@ -110,7 +110,7 @@ void Bpe::read_vocabulary(const Section& section) {
   }
 }
 
-void Bpe::read_merges(const Section& section) {
+void Bpe::read_merges(const JsonSection& section) {
   const std::string name = section.name_of("merges");
   const auto& list = section.at("merges").as_list(name);
   merges_.resize(std::bit_ceil(list.size() * 2 + 1));
@@ -141,15 +141,15 @@ void Bpe::add_merge(const std::string& left, const std::string& right, std::uint
                 " is not in the vocabulary");
     return found->second;
   };
-  const Merge merge{std::uint64_t(id_of(left)) << 32 | static_cast<std::uint64_t>(id_of(right)),
-                    rank, id_of(left + right)};
+  const BpeMerge merge{std::uint64_t(id_of(left)) << 32 | static_cast<std::uint64_t>(id_of(right)),
+                       rank, id_of(left + right)};
   std::size_t slot = mixed(merge.pair) & (merges_.size() - 1);
   while (merges_[slot].pair != kNoPair && merges_[slot].pair != merge.pair)
     slot = (slot + 1) & (merges_.size() - 1);
   merges_[slot] = merge;  // of two equal ones the later counts, as in the package
 }
 
-const Bpe::Merge* Bpe::find_merge(TokenId left, TokenId right) const {
+const Bpe::BpeMerge* Bpe::find_merge(TokenId left, TokenId right) const {
   const std::uint64_t pair =
       static_cast<std::uint64_t>(left) << 32 | static_cast<std::uint32_t>(right);
   std::size_t slot = mixed(pair) & (merges_.size() - 1);
@@ -175,93 +175,108 @@ void Bpe::find_word_starts() {
   }
 }
 
-void Bpe::encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const {
-  if (!starts_words_) return encode_part(word, cache, ids);
+void Bpe::encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+                 Widths* widths) const {
+  if (!starts_words_) return widths ? merge_word(word, ids, widths) : encode_part(word, cache, ids);
   while (!word.empty()) {
     std::size_t end = 0;
     while (word.substr(end).starts_with(kMetaspaceText)) end += kMetaspaceText.size();
     end = std::min(word.find(kMetaspaceText, end), word.size());
-    encode_part(word.substr(0, end), cache, ids);
+    if (widths)
+      merge_word(word.substr(0, end), ids, widths);
+    else
+      encode_part(word.substr(0, end), cache, ids);
     word.remove_prefix(end);
   }
 }
 
 void Bpe::encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const {
-  using Entry = WordCache::Entry;
-  if (word.size() > Entry::kMaxBytes) return merge_word(word, ids);
-  Entry& entry = cache.of(hash_of(word));
+  using CachedWord = WordCache::CachedWord;
+  if (word.size() > CachedWord::kMaxBytes) return merge_word(word, ids, nullptr);
+  CachedWord& entry = cache.of(hash_of(word));
   if (entry.num_bytes == word.size() && std::memcmp(entry.bytes, word.data(), word.size()) == 0) {
     ids.insert(ids.end(), entry.ids, entry.ids + entry.num_ids);
     return;
   }
   const std::size_t before = ids.size();
-  merge_word(word, ids);
+  merge_word(word, ids, nullptr);
   const std::size_t num_ids = ids.size() - before;
-  if (num_ids > Entry::kMaxIds) return;
+  if (num_ids > CachedWord::kMaxIds) return;
   entry.num_bytes = static_cast<std::uint8_t>(word.size());
   entry.num_ids = static_cast<std::uint8_t>(num_ids);
   std::memcpy(entry.bytes, word.data(), word.size());
   std::copy(ids.begin() + static_cast<std::ptrdiff_t>(before), ids.end(), entry.ids);
 }
 
-void Bpe::merge_word(std::string_view word, std::vector<TokenId>& ids) const {
+void Bpe::merge_word(std::string_view word, std::vector<TokenId>& ids, Widths* widths) const {
   if (ignore_merges_)
-    if (const auto found = words_.find(word); found != words_.end())
+    if (const auto found = words_.find(word); found != words_.end()) {
+      if (widths) widths->push_back(word.size());
       return ids.push_back(found->second);
-  thread_local std::vector<TokenId> symbols;
+    }
+  thread_local std::vector<TokenId> symbols;  // its memory is used again from word to word
   symbols.clear();
-  symbols_of(word, symbols);
+  Widths of_word;
+  Widths* const kept = widths ? &of_word : nullptr;
+  symbols_of(word, symbols, kept);
   if (symbols.size() <= kFewSymbols)
-    merge_few(symbols);
+    merge_few(symbols, kept);
   else
-    merge_many(symbols);
+    merge_many(symbols, kept);
   ids.insert(ids.end(), symbols.begin(), symbols.end());
+  if (widths) widths->insert(widths->end(), of_word.begin(), of_word.end());
 }
 
-void Bpe::symbols_of(std::string_view word, std::vector<TokenId>& symbols) const {
-  TokenId open = kNoToken;  // an unknown token that others may join
-  const auto add = [&](TokenId id) {
-    if (open != kNoToken) symbols.push_back(std::exchange(open, kNoToken));
+// Bytes of a fallback go before an unknown token that is still open: so the package does it.
+void Bpe::symbols_of(std::string_view word, std::vector<TokenId>& symbols, Widths* widths) const {
+  const auto put = [&](TokenId id, std::size_t width) {
     symbols.push_back(id);
+    if (widths) widths->push_back(width);
+  };
+  std::size_t open = 0;  // bytes of an unknown token that others may join
+  const auto close = [&] {
+    if (open > 0) put(unknown_, std::exchange(open, 0));
+  };
+  const auto add_unknown = [&](std::string_view character) {
+    if (byte_fallback_ && !byte_level_) {
+      const auto id_of = [&](char byte) { return bytes_[static_cast<unsigned char>(byte)]; };
+      if (std::none_of(character.begin(), character.end(),
+                       [&](char byte) { return id_of(byte) == kNoToken; })) {
+        for (const char byte : character) put(id_of(byte), 1);
+        return;
+      }
+    }
+    if (!has_unknown_) return;  // dropped
+    if (!fuse_unknown_) close();
+    open += character.size();
   };
   if (byte_level_) {
     for (const char byte : word) {
       const TokenId id = bytes_[static_cast<unsigned char>(byte)];
-      if (id != kNoToken)
-        add(id);
-      else
-        add_unknown({&byte, 1}, open, symbols);
+      if (id == kNoToken) {
+        add_unknown({&byte, 1});
+        continue;
+      }
+      close();
+      put(id, 1);
     }
   } else {
     for (const char *at = word.data(), *end = at + word.size(); at < end;) {
       const char* const begin = at;
-      if (const auto found = characters_.find(next_code_point(at)); found != characters_.end())
-        add(found->second);
-      else
-        add_unknown({begin, at}, open, symbols);
+      const auto found = characters_.find(next_code_point(at));
+      if (found == characters_.end()) {
+        add_unknown({begin, at});
+        continue;
+      }
+      close();
+      put(found->second, static_cast<std::size_t>(at - begin));
     }
   }
-  if (open != kNoToken) symbols.push_back(open);
+  close();
 }
 
-// Bytes go before an unknown token that is still open: so the package does it.
-void Bpe::add_unknown(std::string_view character, TokenId& open,
-                      std::vector<TokenId>& symbols) const {
-  if (byte_fallback_ && !byte_level_) {
-    const auto id_of = [&](char byte) { return bytes_[static_cast<unsigned char>(byte)]; };
-    if (std::none_of(character.begin(), character.end(),
-                     [&](char byte) { return id_of(byte) == kNoToken; })) {
-      for (const char byte : character) symbols.push_back(id_of(byte));
-      return;
-    }
-  }
-  if (!has_unknown_) return;  // dropped
-  if (open != kNoToken && !fuse_unknown_) symbols.push_back(open);
-  open = unknown_;
-}
-
-void Bpe::merge_few(std::vector<TokenId>& symbols) const {
-  const Merge* merges[kFewSymbols];
+void Bpe::merge_few(std::vector<TokenId>& symbols, Widths* widths) const {
+  const BpeMerge* merges[kFewSymbols];
   std::size_t n = symbols.size();
   for (std::size_t i = 0; i + 1 < n; ++i) merges[i] = find_merge(symbols[i], symbols[i + 1]);
   while (n > 1) {
@@ -271,6 +286,10 @@ void Bpe::merge_few(std::vector<TokenId>& symbols) const {
       if (merges[i] && merges[i]->rank < rank) best = i, rank = merges[i]->rank;
     if (best == n) break;
     symbols[best] = merges[best]->merged;
+    if (widths) {
+      (*widths)[best] += (*widths)[best + 1];
+      widths->erase(widths->begin() + static_cast<std::ptrdiff_t>(best) + 1);
+    }
     for (std::size_t i = best + 1; i + 1 < n; ++i) symbols[i] = symbols[i + 1];
     for (std::size_t i = best + 1; i + 2 < n; ++i) merges[i] = merges[i + 1];
     --n;
@@ -287,7 +306,7 @@ struct Bpe::Symbol {
 };
 
 // With a queue of pairs: a word may be a whole document.
-void Bpe::merge_many(std::vector<TokenId>& symbols) const {
+void Bpe::merge_many(std::vector<TokenId>& symbols, Widths* widths) const {
   using Candidate = std::tuple<std::uint32_t, std::int32_t, TokenId>;  // rank, place, merged
   std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue;
   MOESH_CHECK(symbols.size() < std::numeric_limits<std::int32_t>::max(), ErrorKind::data,
@@ -299,7 +318,7 @@ void Bpe::merge_many(std::vector<TokenId>& symbols) const {
     chain.push_back({symbols[static_cast<std::size_t>(i)], i - 1, i + 1 < num ? i + 1 : -1});
   const auto propose = [&](std::int32_t left) {
     if (left < 0 || at(left).next < 0) return;
-    if (const Merge* merge = find_merge(at(left).id, at(at(left).next).id))
+    if (const BpeMerge* merge = find_merge(at(left).id, at(at(left).next).id))
       queue.push({merge->rank, left, merge->merged});
   };
   for (std::int32_t i = 0; i < num; ++i) propose(i);
@@ -309,15 +328,19 @@ void Bpe::merge_many(std::vector<TokenId>& symbols) const {
     Symbol& left = at(place);
     if (left.is_gone || left.next < 0) continue;
     Symbol& right = at(left.next);
-    const Merge* merge = find_merge(left.id, right.id);
+    const BpeMerge* merge = find_merge(left.id, right.id);
     if (!merge || merge->merged != merged) continue;  // the pair is not there any more
     left.id = merged;
+    if (widths)
+      (*widths)[static_cast<std::size_t>(place)] +=
+          std::exchange((*widths)[static_cast<std::size_t>(left.next)], 0);
     left.next = right.next;
     right.is_gone = true;
     if (right.next >= 0) at(right.next).previous = place;
     propose(left.previous);
     propose(place);
   }
+  if (widths) std::erase(*widths, 0);
   symbols.clear();
   for (const Symbol& symbol : chain)
     if (!symbol.is_gone) symbols.push_back(symbol.id);

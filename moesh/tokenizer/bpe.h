@@ -22,32 +22,36 @@ class WordCache {
   /// With room for two to the power of `bits` words.
   explicit WordCache(int bits = 16) : bits_(bits), entries_(std::size_t{1} << bits) {}
 
-  struct Entry {  // 64 bytes
+  struct CachedWord {  // 64 bytes
     static constexpr std::size_t kMaxBytes = 30, kMaxIds = 8;
     std::uint8_t num_bytes = 0, num_ids = 0;
     char bytes[kMaxBytes];
     TokenId ids[kMaxIds];
   };
-  Entry& of(std::uint64_t hash) { return entries_[hash >> (64 - bits_)]; }
+  CachedWord& of(std::uint64_t hash) { return entries_[hash >> (64 - bits_)]; }
 
  private:
   int bits_;
-  std::vector<Entry> entries_;
+  std::vector<CachedWord> entries_;
 };
 
 class Bpe {
  public:
   /// `byte_level`: the tokens write bytes as letters (see bytes.h), and words are given as bytes.
-  Bpe(const Section& section, bool byte_level);
+  Bpe(const JsonSection& section, bool byte_level);
 
-  /// Appends the ids of a word.
-  void encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const;
+  /// Bytes of the word that each token stands for, in their order.
+  using Widths = std::vector<std::size_t>;
+
+  /// Appends the ids of a word, and their widths where they are asked for.
+  void encode(std::string_view word, WordCache& cache, std::vector<TokenId>& ids,
+              Widths* widths = nullptr) const;
 
   /// As the file has them.
   const std::unordered_map<std::string, TokenId>& vocabulary() const { return vocabulary_; }
 
  private:
-  struct Merge {
+  struct BpeMerge {
     std::uint64_t pair = kNoPair;  // left id << 32 | right id
     std::uint32_t rank = 0;
     TokenId merged = kNoToken;
@@ -55,18 +59,17 @@ class Bpe {
   static constexpr std::uint64_t kNoPair = ~std::uint64_t{0};
   struct Symbol;
 
-  void read_vocabulary(const Section& section);
-  void read_merges(const Section& section);
+  void read_vocabulary(const JsonSection& section);
+  void read_merges(const JsonSection& section);
   void add_merge(const std::string& left, const std::string& right, std::uint32_t rank,
                  const std::string& where);
   void find_word_starts();
-  const Merge* find_merge(TokenId left, TokenId right) const;
+  const BpeMerge* find_merge(TokenId left, TokenId right) const;
   void encode_part(std::string_view word, WordCache& cache, std::vector<TokenId>& ids) const;
-  void merge_word(std::string_view word, std::vector<TokenId>& ids) const;
-  void symbols_of(std::string_view word, std::vector<TokenId>& symbols) const;
-  void add_unknown(std::string_view character, TokenId& open, std::vector<TokenId>& symbols) const;
-  void merge_few(std::vector<TokenId>& symbols) const;
-  void merge_many(std::vector<TokenId>& symbols) const;
+  void merge_word(std::string_view word, std::vector<TokenId>& ids, Widths* widths) const;
+  void symbols_of(std::string_view word, std::vector<TokenId>& symbols, Widths* widths) const;
+  void merge_few(std::vector<TokenId>& symbols, Widths* widths) const;
+  void merge_many(std::vector<TokenId>& symbols, Widths* widths) const;
 
   bool byte_level_;
   std::unordered_map<std::string, TokenId> vocabulary_;
@@ -74,7 +77,7 @@ class Bpe {
   std::vector<std::string> word_texts_;                  // what the keys of words_ point to
   std::unordered_map<char32_t, TokenId> characters_;     // tokens of one character
   TokenId bytes_[256];                                   // of a byte level, or of a fallback
-  std::vector<Merge> merges_;                            // by hash; a power of two
+  std::vector<BpeMerge> merges_;                         // by hash; a power of two
   TokenId unknown_ = kNoToken;
   bool has_unknown_ = false, fuse_unknown_ = false, byte_fallback_ = false, ignore_merges_ = false;
   bool starts_words_ = false;  // see find_word_starts

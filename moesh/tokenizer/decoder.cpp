@@ -10,7 +10,7 @@
 namespace moesh::tokenizer {
 namespace {
 
-char32_t read_character(const Section& section, const char* key) {
+char32_t read_character(const JsonSection& section, const char* key) {
   const std::u32string text = code_points(section.text(key));
   MOESH_CHECK(text.size() == 1, ErrorKind::data, section.name_of(key), " is ",
               formats::shown(section.text(key)), "; it is one character");
@@ -44,16 +44,16 @@ int byte_of(const std::string& token) {
 
 }  // namespace
 
-TokenDecoder::TokenDecoder(const Section& section) : is_given_(true) { add(section); }
+TokenDecoder::TokenDecoder(const JsonSection& section) : is_given_(true) { add(section); }
 
-void TokenDecoder::add(const Section& section) {
+void TokenDecoder::add(const JsonSection& section) {
   const std::string& type = section.type();
   const auto count = [&](const char* key) {
     return static_cast<std::size_t>(section.at(key).as_size(section.name_of(key)));
   };
   if (type == "Sequence") {
     section.allow({"decoders"});
-    for (const Section& one : section.list("decoders")) add(one);
+    for (const JsonSection& one : section.list("decoders")) add(one);
   } else if (type == "ByteLevel") {
     section.allow({"add_prefix_space", "trim_offsets", "use_regex"});
     steps_.push_back(ByteLevel{});

@@ -13,7 +13,7 @@ namespace moesh::tokenizer {
 class TokenDecoder {
  public:
   TokenDecoder() = default;  // tokens with spaces between them
-  explicit TokenDecoder(const Section& section);
+  explicit TokenDecoder(const JsonSection& section);
   std::string decode(std::vector<std::string> tokens) const;
 
  private:
@@ -31,7 +31,7 @@ class TokenDecoder {
   using Tokens = std::vector<std::string>;
   using Step = std::variant<ByteLevel, ByteFallback, Fuse, Strip, Metaspace, Replacement>;
 
-  void add(const Section& section);
+  void add(const JsonSection& section);
   static Tokens run(const ByteLevel& step, const Tokens& tokens);
   static Tokens run(const ByteFallback& step, const Tokens& tokens);
   static Tokens run(const Fuse& step, const Tokens& tokens);

@@ -130,7 +130,8 @@ class Normalization {
   CodePointMasks unsafe_;
 };
 
-std::string_view normalized(std::string_view text, bool compose, std::string& buffer) {
+std::string_view normalized(std::string_view text, bool compose, std::string& buffer,
+                            Origins* origins) {
   static const Normalization normalization;
   const char *at = text.data(), *const end = at + text.size();
   // A safe code point never changes with what is before it. So a piece begins at one, and goes on
@@ -138,6 +139,7 @@ std::string_view normalized(std::string_view text, bool compose, std::string& bu
   const char* copied = at;  // up to here the buffer has it
   const char* begin = at;   // of the piece
   bool changed = false;
+  const auto place = [&](const char* of) { return static_cast<std::size_t>(of - text.data()); };
   while (at < end) {
     const char* next = at;
     if (const char32_t c = next_code_point(next); normalization.is_safe(c, compose)) {
@@ -153,21 +155,28 @@ std::string_view normalized(std::string_view text, bool compose, std::string& bu
     if (!changed) buffer.clear();
     changed = true;
     buffer.append(copied, begin);
+    keep(origins, place(copied), place(begin));
+    const std::size_t before = buffer.size();
     normalization.add(code_points({begin, next}), compose, buffer);
+    if (std::string_view(buffer).substr(before) == std::string_view(begin, next))
+      keep(origins, place(begin), place(next));
+    else
+      replace(origins, place(begin), place(next), buffer.size() - before);
     copied = begin = at = next;
   }
   if (!changed) return text;
   buffer.append(copied, end);
+  keep(origins, place(copied), place(end));
   return buffer;
 }
 
 }  // namespace
 
-std::string_view to_nfc(std::string_view text, std::string& buffer) {
-  return normalized(text, true, buffer);
+std::string_view to_nfc(std::string_view text, std::string& buffer, Origins* origins) {
+  return normalized(text, true, buffer, origins);
 }
-std::string_view to_nfd(std::string_view text, std::string& buffer) {
-  return normalized(text, false, buffer);
+std::string_view to_nfd(std::string_view text, std::string& buffer, Origins* origins) {
+  return normalized(text, false, buffer, origins);
 }
 
 }  // namespace moesh::tokenizer

@@ -2,21 +2,22 @@
 
 #include "moesh/base/error.h"
 #include "moesh/tokenizer/nfc.h"
+#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 
-std::variant<std::string, Pattern> read_what_to_find(const Section& section) {
-  const Section what(section.at("pattern"), section.name_of("pattern"));
+std::variant<std::string, SplitPattern> read_what_to_find(const JsonSection& section) {
+  const JsonSection what(section.at("pattern"), section.name_of("pattern"));
   what.allow({"String", "Regex"});
-  if (what.find("Regex")) return Pattern(what.text("Regex"), what.name());
+  if (what.find("Regex")) return SplitPattern(what.text("Regex"), what.name());
   const std::string& text = what.text("String");
   MOESH_CHECK(!text.empty(), ErrorKind::data, what.name(), ".String is empty");
   return text;
 }
 
-Occurrences::Occurrences(const std::variant<std::string, Pattern>& what, std::string_view text)
+Occurrences::Occurrences(const std::variant<std::string, SplitPattern>& what, std::string_view text)
     : literal_(std::get_if<std::string>(&what)), text_(text) {
-  if (!literal_) matches_.emplace(std::get<Pattern>(what), text);
+  if (!literal_) matches_.emplace(std::get<SplitPattern>(what), text);
 }
 
 std::optional<Match> Occurrences::next(std::size_t from) {
@@ -26,12 +27,13 @@ std::optional<Match> Occurrences::next(std::size_t from) {
   return Match{at, at + literal_->size()};
 }
 
-Replacement::Replacement(const Section& section)
+Replacement::Replacement(const JsonSection& section)
     : what_(read_what_to_find(section)), content_(section.text("content")) {
   section.allow({"pattern", "content"});
 }
 
-std::string_view Replacement::apply(std::string_view text, std::string& buffer) const {
+std::string_view Replacement::apply(std::string_view text, std::string& buffer,
+                                    Origins* origins) const {
   Occurrences all(what_, text);
   auto match = all.next(0);
   if (!match) return text;
@@ -39,20 +41,23 @@ std::string_view Replacement::apply(std::string_view text, std::string& buffer) 
   std::size_t copied = 0;
   for (; match; match = all.next(copied)) {
     buffer += text.substr(copied, match->begin - copied);
+    keep(origins, copied, match->begin);
     buffer += content_;
+    replace(origins, match->begin, match->end, content_.size());
     copied = match->end;
   }
   buffer += text.substr(copied);
+  keep(origins, copied, text.size());
   return buffer;
 }
 
-Normalizer::Normalizer(const Section& section) { add(section); }
+Normalizer::Normalizer(const JsonSection& section) { add(section); }
 
-void Normalizer::add(const Section& section) {
+void Normalizer::add(const JsonSection& section) {
   const std::string& type = section.type();
   if (type == "Sequence") {
     section.allow({"normalizers"});
-    for (const Section& one : section.list("normalizers")) add(one);
+    for (const JsonSection& one : section.list("normalizers")) add(one);
   } else if (type == "NFC" || type == "NFD") {
     section.allow({});
     if (type == "NFC")
@@ -69,22 +74,31 @@ void Normalizer::add(const Section& section) {
   }
 }
 
-std::string_view Normalizer::run(const Step& step, std::string_view text, std::string& buffer) {
-  if (std::holds_alternative<Nfc>(step)) return to_nfc(text, buffer);
-  if (std::holds_alternative<Nfd>(step)) return to_nfd(text, buffer);
+std::string_view Normalizer::run(const Step& step, std::string_view text, std::string& buffer,
+                                 Origins* origins) {
+  if (std::holds_alternative<Nfc>(step)) return to_nfc(text, buffer, origins);
+  if (std::holds_alternative<Nfd>(step)) return to_nfd(text, buffer, origins);
   if (const auto* replacement = std::get_if<Replacement>(&step))
-    return replacement->apply(text, buffer);
+    return replacement->apply(text, buffer, origins);
   if (text.empty()) return text;
   buffer = std::get<Prepend>(step).text;
+  replace(origins, 0, first_character(text), buffer.size());
+  keep(origins, 0, text.size());
   buffer += text;
   return buffer;
 }
 
-std::string_view Normalizer::apply(std::string_view text, std::string (&buffers)[2]) const {
+std::string_view Normalizer::apply(std::string_view text, std::string (&buffers)[2],
+                                   Origins* origins) const {
   int free = 0;
+  if (origins) origins->clear();
   for (const Step& step : steps_) {
-    const std::string_view result = run(step, text, buffers[free]);
-    if (result.data() == buffers[free].data()) free = 1 - free;
+    Origins of_step;
+    const std::string_view result = run(step, text, buffers[free], origins ? &of_step : nullptr);
+    if (result.data() == buffers[free].data()) {
+      free = 1 - free;
+      if (origins) *origins = after(*origins, std::move(of_step));
+    }
     text = result;
   }
   return text;

@@ -7,6 +7,7 @@
 #include <variant>
 #include <vector>
 
+#include "moesh/tokenizer/origins.h"
 #include "moesh/tokenizer/pattern.h"
 #include "moesh/tokenizer/sections.h"
 
@@ -15,21 +16,22 @@ namespace moesh::tokenizer {
 /// Every occurrence of a text, or of what a pattern matches, becomes `content`. Also a decoder.
 class Replacement {
  public:
-  explicit Replacement(const Section& section);
-  std::string_view apply(std::string_view text, std::string& buffer) const;
+  explicit Replacement(const JsonSection& section);
+  std::string_view apply(std::string_view text, std::string& buffer,
+                         Origins* origins = nullptr) const;
 
  private:
-  std::variant<std::string, Pattern> what_;
+  std::variant<std::string, SplitPattern> what_;
   std::string content_;
 };
 
 /// A text or a pattern, as Split and Replace have them: {"String": "x"} or {"Regex": "x"}.
-std::variant<std::string, Pattern> read_what_to_find(const Section& section);
+std::variant<std::string, SplitPattern> read_what_to_find(const JsonSection& section);
 
 /// Where a text or a pattern occurs in one text.
 class Occurrences {
  public:
-  Occurrences(const std::variant<std::string, Pattern>& what, std::string_view text);
+  Occurrences(const std::variant<std::string, SplitPattern>& what, std::string_view text);
   /// The first one at `from` or behind it; `from` does not go back.
   std::optional<Match> next(std::size_t from);
 
@@ -42,10 +44,12 @@ class Occurrences {
 class Normalizer {
  public:
   Normalizer() = default;  // changes nothing
-  explicit Normalizer(const Section& section);
+  explicit Normalizer(const JsonSection& section);
 
-  /// The result is `text` itself, or lies in one of the buffers.
-  std::string_view apply(std::string_view text, std::string (&buffers)[2]) const;
+  /// The result is `text` itself, or lies in one of the buffers. `origins` becomes that of all
+  /// steps.
+  std::string_view apply(std::string_view text, std::string (&buffers)[2],
+                         Origins* origins = nullptr) const;
 
  private:
   struct Nfc {};
@@ -54,8 +58,9 @@ class Normalizer {
     std::string text;
   };
   using Step = std::variant<Nfc, Nfd, Prepend, Replacement>;
-  void add(const Section& section);
-  static std::string_view run(const Step& step, std::string_view text, std::string& buffer);
+  void add(const JsonSection& section);
+  static std::string_view run(const Step& step, std::string_view text, std::string& buffer,
+                              Origins* origins);
 
   std::vector<Step> steps_;
 };

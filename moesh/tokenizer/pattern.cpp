@@ -13,7 +13,7 @@ namespace {
 
 using Kind = PatternNode::Kind;
 using Greed = PatternNode::Greed;
-using Op = Pattern::Op;
+using Opcode = SplitPattern::Opcode;
 
 constexpr std::size_t kMaxInstructions = 20'000;
 // How many steps a text may take: far more than any split pattern needs, and linear in its length.
@@ -25,29 +25,30 @@ constexpr std::int64_t kUsualSteps = 1000, kUsualStepsPerByte = 50;
 // Instructions of one tree.
 class Compiler {
  public:
-  Compiler(std::vector<Pattern::Instruction>& program, const std::string& what)
+  Compiler(std::vector<SplitPattern::Instruction>& program, const std::string& what)
       : program_(program), what_(what) {}
 
   void add(const PatternNode& node) {
     switch (node.kind) {
-      case Kind::set: return put({.op = Op::possessive, .set = bit(node.set), .min = 1, .max = 1});
+      case Kind::set:
+        return put({.op = Opcode::possessive, .set = bit(node.set), .min = 1, .max = 1});
       case Kind::sequence:
         for (const PatternNode& part : node.parts) add(part);
         return;
       case Kind::alternation: return add_alternation(node);
       case Kind::repeat: return add_repeat(node);
       case Kind::look: return add_look(node);
-      case Kind::line_start: return put({.op = Op::line_start});
-      case Kind::line_end: return put({.op = Op::line_end});
+      case Kind::line_start: return put({.op = Opcode::line_start});
+      case Kind::line_end: return put({.op = Opcode::line_end});
     }
   }
-  void accept() { put({.op = Op::accept}); }
+  void accept() { put({.op = Opcode::accept}); }
 
   const std::vector<CodePointSet>& sets() const { return sets_; }
 
  private:
   std::uint32_t here() const { return static_cast<std::uint32_t>(program_.size()); }
-  void put(const Pattern::Instruction& instruction) {
+  void put(const SplitPattern::Instruction& instruction) {
     MOESH_CHECK(program_.size() < kMaxInstructions, ErrorKind::data, what_,
                 ": the pattern is too long with its repetitions written out");
     program_.push_back(instruction);
@@ -69,11 +70,11 @@ class Compiler {
     for (std::size_t i = 0; i < node.parts.size(); ++i) {
       const bool is_last = i + 1 == node.parts.size();
       const std::uint32_t split = here();
-      if (!is_last) put({.op = Op::split, .to = split + 1});
+      if (!is_last) put({.op = Opcode::split, .to = split + 1});
       add(node.parts[i]);
       if (is_last) break;
       jumps.push_back(here());
-      put({.op = Op::jump});
+      put({.op = Opcode::jump});
       program_[split].other = here();
     }
     for (const std::uint32_t jump : jumps) program_[jump].to = here();
@@ -82,7 +83,7 @@ class Compiler {
   void add_repeat(const PatternNode& node) {
     const PatternNode& part = node.parts[0];
     if (part.kind == Kind::set && node.greed != Greed::lazy)
-      return put({.op = node.greed == Greed::greedy ? Op::repeat : Op::possessive,
+      return put({.op = node.greed == Greed::greedy ? Opcode::repeat : Opcode::possessive,
                   .set = bit(part.set),
                   .min = node.min,
                   .max = node.max});
@@ -95,15 +96,15 @@ class Compiler {
     };
     if (node.max == PatternNode::kNoLimit) {
       const std::uint32_t split = here();
-      put({.op = Op::split});
+      put({.op = Opcode::split});
       add(part);
-      put({.op = Op::jump, .to = split});
+      put({.op = Opcode::jump, .to = split});
       return branch(split, here());
     }
     std::vector<std::uint32_t> splits;
     for (std::uint32_t i = node.min; i < node.max; ++i) {
       splits.push_back(here());
-      put({.op = Op::split});
+      put({.op = Opcode::split});
       add(part);
     }
     for (const std::uint32_t split : splits) branch(split, here());
@@ -111,13 +112,13 @@ class Compiler {
 
   void add_look(const PatternNode& node) {
     const std::uint32_t look = here();
-    put({.op = Op::look, .negative = node.negative});
+    put({.op = Opcode::look, .negative = node.negative});
     add(node.parts[0]);
     accept();
     program_[look].to = here();
   }
 
-  std::vector<Pattern::Instruction>& program_;
+  std::vector<SplitPattern::Instruction>& program_;
   const std::string& what_;
   std::vector<CodePointSet> sets_;
 };
@@ -136,7 +137,8 @@ const char* previous(const char* at) {
 
 }  // namespace
 
-Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what), regex_(regex) {
+SplitPattern::SplitPattern(std::string_view regex, const std::string& what)
+    : what_(what), regex_(regex) {
   const PatternNode root = parse_pattern(regex, what);
   MOESH_CHECK(!root.can_be_empty(), ErrorKind::data, what, ": the pattern '", regex,
               "' may match nothing at all, which moesh does not know");
@@ -154,13 +156,13 @@ Pattern::Pattern(std::string_view regex, const std::string& what) : what_(what),
               " alternatives; moesh knows up to 32");
   // Nothing is left to fail behind the last repetition: it keeps what it has.
   for (std::size_t i = 0; i + 1 < program_.size(); ++i)
-    if (program_[i].op == Op::repeat && program_[i + 1].op == Op::accept)
-      program_[i].op = Op::possessive;
+    if (program_[i].op == Opcode::repeat && program_[i + 1].op == Opcode::accept)
+      program_[i].op = Opcode::possessive;
   sets_ = CodePointMasks(compiler.sets());
   firsts_ = CodePointMasks(firsts);
 }
 
-Matches::Matches(const Pattern& pattern, std::string_view text)
+Matches::Matches(const SplitPattern& pattern, std::string_view text)
     : pattern_(pattern), begin_(text.data()), end_(text.data() + text.size()) {
   const auto num_bytes = static_cast<std::int64_t>(text.size());
   const auto num_instructions = static_cast<std::int64_t>(pattern.program_.size());
@@ -216,8 +218,8 @@ const char* Matches::run(std::uint32_t pc, const char* at) {
     const Instruction& i = pattern_.program_[pc];
     bool works = true;
     switch (i.op) {
-      case Op::repeat:
-      case Op::possessive: {
+      case Opcode::repeat:
+      case Opcode::possessive: {
         const auto take = [&](std::uint32_t most) {
           std::uint32_t count = 0;
           for (const char* next = at; count < most && at < end_; ++count, at = next)
@@ -231,33 +233,33 @@ const char* Matches::run(std::uint32_t pc, const char* at) {
           take(i.max - i.min);
         else
           at = end_of_run(pc, at);
-        if (i.op == Op::repeat && !long_runs_.empty() && at == long_runs_[pc].end &&
+        if (i.op == Opcode::repeat && !long_runs_.empty() && at == long_runs_[pc].end &&
             long_runs_[pc].failed <= at) {
           works = low < long_runs_[pc].failed;
           if (works) at = previous(long_runs_[pc].failed);
         }
         ++pc;
-        if (works && i.op == Op::repeat && at > low) untried.push_back({pc, at, low});
+        if (works && i.op == Opcode::repeat && at > low) untried.push_back({pc, at, low});
         break;
       }
-      case Op::split:
+      case Opcode::split:
         untried.push_back({i.other, at, nullptr});
         pc = i.to;
         break;
-      case Op::jump: pc = i.to; break;
-      case Op::look:
+      case Opcode::jump: pc = i.to; break;
+      case Opcode::look:
         works = (run(pc + 1, at) != nullptr) != i.negative;
         pc = i.to;
         break;
-      case Op::line_start:
+      case Opcode::line_start:
         works = at == begin_ || (at[-1] == '\n' && at < end_);
         ++pc;
         break;
-      case Op::line_end:
+      case Opcode::line_end:
         works = at == end_ || *at == '\n';
         ++pc;
         break;
-      case Op::accept: untried.resize(base); return at;
+      case Opcode::accept: untried.resize(base); return at;
     }
     if (works) continue;
     if (untried.size() == base) return nullptr;

@@ -13,19 +13,19 @@
 
 namespace moesh::tokenizer {
 
-/// Of bytes of a text; not empty.
+/// A range of bytes of a text; not empty.
 struct Match {
   std::size_t begin, end;
 };
 
-class Pattern {
+class SplitPattern {
  public:
   /// `what` names the pattern in errors (data).
-  Pattern(std::string_view regex, const std::string& what);
+  SplitPattern(std::string_view regex, const std::string& what);
 
   // How a pattern is run: instruction by instruction, with a stack of the places where another way
   // can be tried.
-  enum class Op : std::uint8_t {
+  enum class Opcode : std::uint8_t {
     repeat,      // code points of a set, from min to max: as many as there are, then fewer
     possessive,  // the same, and never fewer
     split,       // go on at `to`; if that fails, at `other`
@@ -36,7 +36,7 @@ class Pattern {
     accept,
   };
   struct Instruction {
-    Op op;
+    Opcode op;
     bool negative = false;
     std::uint32_t set = 0;  // a bit
     std::uint32_t min = 0, max = 0;
@@ -59,13 +59,13 @@ class Pattern {
 /// (?:a|a)+b, Error (data) comes after a number of steps that is linear in the length of the text.
 class Matches {
  public:
-  Matches(const Pattern& pattern, std::string_view text);
+  Matches(const SplitPattern& pattern, std::string_view text);
 
   /// The first one at `from` or behind it; `from` does not go back.
   std::optional<Match> next(std::size_t from);
 
  private:
-  using Instruction = Pattern::Instruction;
+  using Instruction = SplitPattern::Instruction;
   // The code points of a repetition's set, as far as they go, and the first place among them from
   // which on what follows the repetition has failed.
   struct LongRun {
@@ -74,7 +74,7 @@ class Matches {
   const char* run(std::uint32_t pc, const char* at);
   const char* end_of_run(std::uint32_t pc, const char* at);
 
-  const Pattern& pattern_;
+  const SplitPattern& pattern_;
   const char *const begin_, *const end_;
   std::int64_t steps_left_ = 0;
   std::int64_t unusual_ = 0;        // with fewer steps left, short runs are remembered, too

@@ -91,7 +91,7 @@ class Parser {
       if (num == 1 && !(repeat.min == 1 && repeat.max == PatternNode::kNoLimit && was_interval_))
         refuse("a repetition of a repetition");
       was_interval_ = is_interval;
-      if (peek() == '?' && is_interval && repeat.min == repeat.max) refuse("'?' behind '{n}'");
+      if (peek() == '?' && is_interval && repeat.min == repeat.max) refuse("'?' after '{n}'");
       if (take('?'))
         repeat.greed = Greed::lazy;
       else if (!is_interval && take('+'))
@@ -120,7 +120,7 @@ class Parser {
     const auto low = number();
     const bool comma = take(',');
     const auto high = comma ? number() : low;
-    if ((!low && !high) || !take('}')) refuse("'{' that is no number of repetitions");
+    if ((!low && !high) || !take('}')) refuse("'{' without a number of repetitions");
     repeat.min = low.value_or(0);
     repeat.max = high.value_or(PatternNode::kNoLimit);
     if (repeat.min > repeat.max || repeat.max == 0) refuse("an interval that holds nothing");
@@ -301,7 +301,7 @@ class Parser {
     const auto [others, single] = escape();
     if (single) return single;
     if (ignore_case_) refuse("a class of characters in (?i:");
-    if (peek() == '-' && peek(1) != ']') refuse("'-' behind a class of characters");
+    if (peek() == '-' && peek(1) != ']') refuse("'-' after a class of characters");
     set.add(*others);
     return std::nullopt;
   }

@@ -10,7 +10,7 @@
 namespace moesh::tokenizer {
 namespace {
 
-// Of GPT-2: what ByteLevel splits by where no pattern is given.
+// The pattern of GPT-2, by which ByteLevel splits by where no pattern is given.
 constexpr const char* kGpt2Pattern =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
@@ -21,15 +21,15 @@ CodePointMasks masks(std::span<const CodePointRange> ranges) {
 
 }  // namespace
 
-PreTokenizer::PreTokenizer(const Section& section) { add(section); }
+PreTokenizer::PreTokenizer(const JsonSection& section) { add(section); }
 
-void PreTokenizer::add(const Section& section) {
+void PreTokenizer::add(const JsonSection& section) {
   const std::string& type = section.type();
   MOESH_CHECK(!is_byte_level_, ErrorKind::data, section.name(), ": ", formats::shown(type),
-              " behind ByteLevel, which moesh does not know; ByteLevel comes last");
+              " after ByteLevel, which moesh does not know; ByteLevel must come last");
   if (type == "Sequence") {
     section.allow({"pretokenizers"});
-    for (const Section& one : section.list("pretokenizers")) add(one);
+    for (const JsonSection& one : section.list("pretokenizers")) add(one);
   } else if (type == "Split") {
     section.allow({"pattern", "behavior", "invert"});
     steps_.push_back(Split{read_what_to_find(section), read_behavior(section, ""),
@@ -62,15 +62,16 @@ void PreTokenizer::add(const Section& section) {
   }
 }
 
-void PreTokenizer::add_byte_level(const Section& section) {
+void PreTokenizer::add_byte_level(const JsonSection& section) {
   section.allow({"add_prefix_space", "trim_offsets", "use_regex"});
   if (section.flag("add_prefix_space", true)) steps_.push_back(PrefixSpace{});
   if (section.flag("use_regex", true))
-    steps_.push_back(Split{Pattern(kGpt2Pattern, section.name()), Behavior::isolated});
+    steps_.push_back(Split{SplitPattern(kGpt2Pattern, section.name()), Behavior::isolated});
   is_byte_level_ = true;
 }
 
-PreTokenizer::Behavior PreTokenizer::read_behavior(const Section& section, const char* otherwise) {
+PreTokenizer::Behavior PreTokenizer::read_behavior(const JsonSection& section,
+                                                   const char* otherwise) {
   const std::string name =
       *otherwise && !section.find("behavior") ? std::string(otherwise) : section.text("behavior");
   if (name == "Removed") return Behavior::removed;
@@ -85,7 +86,7 @@ PreTokenizer::Behavior PreTokenizer::read_behavior(const Section& section, const
                      "MergedWithNext"));
 }
 
-PreTokenizer::Metaspace PreTokenizer::read_metaspace(const Section& section) {
+PreTokenizer::Metaspace PreTokenizer::read_metaspace(const JsonSection& section) {
   section.allow({"replacement", "prepend_scheme", "split", "add_prefix_space", "str_rep"});
   Metaspace step{.replacement = section.text("replacement"), .split = section.flag("split", true)};
   MOESH_CHECK(code_points(step.replacement).size() == 1, ErrorKind::data, section.name(),
@@ -112,6 +113,7 @@ PreTokenizer::Metaspace PreTokenizer::read_metaspace(const Section& section) {
 void PreTokenizer::split(std::string_view text, bool at_start, WordBuffers& buffers) const {
   buffers.words.clear();
   buffers.changed.clear();
+  buffers.text = text;
   if (text.empty()) return;
   buffers.words.push_back({text, at_start});
   for (const Step& step : steps_) {
@@ -131,7 +133,7 @@ void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word
     const auto add = [&](std::size_t begin, std::size_t end) {
       if (end > begin)
         buffers.words.push_back(
-            {word.text.substr(begin, end - begin), word.at_start && begin == 0});
+            {word.text.substr(begin, end - begin), word.at_start && begin == 0, word.changed});
     };
     std::size_t done = 0;
     while (const auto match = all.next(done)) {
@@ -141,7 +143,7 @@ void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word
     }
     return add(done, word.text.size());
   }
-  std::vector<Part> parts;
+  std::vector<MatchedText> parts;
   std::size_t done = 0;
   while (const auto match = all.next(done)) {
     if (match->begin > done) parts.push_back({done, match->begin, step.invert});
@@ -153,7 +155,7 @@ void PreTokenizer::run(const Split& step, WordBuffers& buffers, const Word& word
 }
 
 void PreTokenizer::run(const SetSplit& step, WordBuffers& buffers, const Word& word) {
-  std::vector<Part> parts;
+  std::vector<MatchedText> parts;
   const char* const data = word.text.data();
   const char* const end = data + word.text.size();
   std::size_t done = 0;
@@ -170,11 +172,11 @@ void PreTokenizer::run(const SetSplit& step, WordBuffers& buffers, const Word& w
 
 // Adds to `parts` in the order that it is given them. The rules for several matches in a row are
 // those of the package: only the first of them is merged.
-void PreTokenizer::add_parts(const std::vector<Part>& parts, Behavior behavior, const Word& word,
-                             std::vector<Word>& to) {
-  std::vector<Part> result;
+void PreTokenizer::add_parts(const std::vector<MatchedText>& parts, Behavior behavior,
+                             const Word& word, std::vector<Word>& to) {
+  std::vector<MatchedText> result;
   bool previous = false;
-  const auto merge_unless = [&](const Part& part, bool is_new) {
+  const auto merge_unless = [&](const MatchedText& part, bool is_new) {
     if (is_new || result.empty()) {
       result.push_back(part);
     } else {
@@ -187,13 +189,13 @@ void PreTokenizer::add_parts(const std::vector<Part>& parts, Behavior behavior, 
     case Behavior::isolated: result = parts; break;
     case Behavior::removed:
       std::copy_if(parts.begin(), parts.end(), std::back_inserter(result),
-                   [](const Part& part) { return !part.is_match; });
+                   [](const MatchedText& part) { return !part.is_match; });
       break;
     case Behavior::contiguous:
-      for (const Part& part : parts) merge_unless(part, part.is_match != previous);
+      for (const MatchedText& part : parts) merge_unless(part, part.is_match != previous);
       break;
     case Behavior::merged_with_previous:
-      for (const Part& part : parts) merge_unless(part, !part.is_match || previous);
+      for (const MatchedText& part : parts) merge_unless(part, !part.is_match || previous);
       break;
     case Behavior::merged_with_next:
       for (auto part = parts.rbegin(); part != parts.rend(); ++part)
@@ -201,9 +203,9 @@ void PreTokenizer::add_parts(const std::vector<Part>& parts, Behavior behavior, 
       std::reverse(result.begin(), result.end());
       break;
   }
-  for (const Part& part : result)
-    to.push_back(
-        {word.text.substr(part.begin, part.end - part.begin), word.at_start && part.begin == 0});
+  for (const MatchedText& part : result)
+    to.push_back({word.text.substr(part.begin, part.end - part.begin),
+                  word.at_start && part.begin == 0, word.changed});
 }
 
 void PreTokenizer::run(const WordsAndOthers& step, WordBuffers& buffers, const Word& word) {
@@ -215,28 +217,52 @@ void PreTokenizer::run(const WordsAndOthers& step, WordBuffers& buffers, const W
     const std::uint32_t kind = step.sets[next_code_point(at)];
     for (const char* next = at; next < end; at = next)
       if (step.sets[next_code_point(next)] != kind) break;
-    if (kind != kSpace) buffers.words.push_back({{begin, at}, word.at_start && begin == data});
+    if (kind != kSpace)
+      buffers.words.push_back({{begin, at}, word.at_start && begin == data, word.changed});
   }
+}
+
+ByteRange WordBuffers::origin(const Word& word, ByteRange of) const {
+  const std::string_view whole = word.changed ? word.changed->text : text;
+  const auto before = static_cast<std::size_t>(word.text.data() - whole.data());
+  of = {before + of.begin, before + of.end};
+  return word.changed ? origin_of(word.changed->origins, of) : of;
+}
+
+// A prefix stands for the first character of the word.
+ChangedText& PreTokenizer::change(const Word& word, WordBuffers& buffers, std::string_view prefix,
+                                  std::string_view for_space) {
+  ChangedText& changed = buffers.changed.emplace_back();
+  const auto replace = [&](ByteRange of, std::string_view text) {
+    changed.text += text;
+    if (buffers.keeps_origins)
+      changed.origins.insert(changed.origins.end(), text.size(), buffers.origin(word, of));
+  };
+  replace({0, first_character(word.text)}, prefix);
+  for (std::size_t done = 0; done <= word.text.size();) {
+    const std::size_t space = std::min(word.text.find(' ', done), word.text.size());
+    changed.text += word.text.substr(done, space - done);
+    for (std::size_t i = done; buffers.keeps_origins && i < space; ++i)
+      changed.origins.push_back(buffers.origin(word, {i, i + 1}));
+    if (space < word.text.size()) replace({space, space + 1}, for_space);
+    done = space + 1;
+  }
+  return changed;
 }
 
 void PreTokenizer::run(const PrefixSpace&, WordBuffers& buffers, const Word& word) {
   if (word.text.starts_with(' ')) return buffers.words.push_back(word);
-  const std::string& text = buffers.changed.emplace_back(" " + std::string(word.text));
-  buffers.words.push_back({text, word.at_start});
+  const ChangedText& changed = change(word, buffers, " ");
+  buffers.words.push_back({changed.text, word.at_start, &changed});
 }
 
 void PreTokenizer::run(const Metaspace& step, WordBuffers& buffers, const Word& word) {
-  std::string& text = buffers.changed.emplace_back();
-  for (std::size_t done = 0; done <= word.text.size();) {
-    const std::size_t space = std::min(word.text.find(' ', done), word.text.size());
-    text += word.text.substr(done, space - done);
-    if (space < word.text.size()) text += step.replacement;
-    done = space + 1;
-  }
   const bool wanted = step.prepend == Metaspace::Prepend::always ||
                       (step.prepend == Metaspace::Prepend::first && word.at_start);
-  if (wanted && !text.starts_with(step.replacement)) text.insert(0, step.replacement);
-  const Word whole{text, word.at_start};
+  const bool is_there = word.text.starts_with(' ') || word.text.starts_with(step.replacement);
+  const ChangedText& changed =
+      change(word, buffers, wanted && !is_there ? step.replacement : "", step.replacement);
+  const Word whole{changed.text, word.at_start, &changed};
   if (!step.split) return buffers.words.push_back(whole);
   run(Split{step.replacement, Behavior::merged_with_next}, buffers, whole);
 }

@@ -7,51 +7,53 @@
 
 namespace moesh::tokenizer {
 
-Section::Section(const formats::JsonValue& value, std::string name)
+JsonSection::JsonSection(const formats::JsonValue& value, std::string name)
     : value_(value), name_(std::move(name)) {
   value_.as_object(name_);
 }
 
-const std::string& Section::type() const { return text("type"); }
+const std::string& JsonSection::type() const { return text("type"); }
 
-void Section::refuse_type(const char* known) const {
+void JsonSection::refuse_type(const char* known) const {
   throw Error(ErrorKind::data, detail::concat(name_, ": moesh does not know the type ",
                                               formats::shown(type()), "; it knows ", known));
 }
 
-void Section::allow(std::initializer_list<std::string_view> keys) const {
+void JsonSection::allow(std::initializer_list<std::string_view> keys) const {
   for (const auto& [key, value] : value_.as_object(name_))
     MOESH_CHECK(key == "type" || std::find(keys.begin(), keys.end(), key) != keys.end(),
                 ErrorKind::data, name_, ": moesh does not know the key ", formats::shown(key));
 }
 
-const formats::JsonValue* Section::find(std::string_view key) const {
+const formats::JsonValue* JsonSection::find(std::string_view key) const {
   const auto* value = value_.find(key);
   return value && !value->is_null() ? value : nullptr;
 }
 
-const formats::JsonValue& Section::at(std::string_view key) const { return value_.at(key, name_); }
+const formats::JsonValue& JsonSection::at(std::string_view key) const {
+  return value_.at(key, name_);
+}
 
-std::string Section::name_of(std::string_view key) const {
+std::string JsonSection::name_of(std::string_view key) const {
   return name_ + (name_.ends_with(": ") ? "" : ".") + std::string(key);
 }
 
-const std::string& Section::text(std::string_view key) const {
+const std::string& JsonSection::text(std::string_view key) const {
   return at(key).as_text(name_of(key));
 }
 
-std::string Section::text_or(std::string_view key, std::string_view otherwise) const {
+std::string JsonSection::text_or(std::string_view key, std::string_view otherwise) const {
   const auto* value = find(key);
   return value ? value->as_text(name_of(key)) : std::string(otherwise);
 }
 
-bool Section::flag(std::string_view key, bool otherwise) const {
+bool JsonSection::flag(std::string_view key, bool otherwise) const {
   const auto* value = find(key);
   return value ? value->as_bool(name_of(key)) : otherwise;
 }
 
-std::vector<Section> Section::list(std::string_view key) const {
-  std::vector<Section> sections;
+std::vector<JsonSection> JsonSection::list(std::string_view key) const {
+  std::vector<JsonSection> sections;
   const auto& values = at(key).as_list(name_of(key));
   for (std::size_t i = 0; i < values.size(); ++i)
     sections.emplace_back(values[i], detail::concat(name_of(key), "[", i, "]"));

@@ -11,10 +11,10 @@
 
 namespace moesh::tokenizer {
 
-class Section {
+class JsonSection {
  public:
   /// `name` is the file and the path of keys: "tokenizer.json: pre_tokenizer".
-  Section(const formats::JsonValue& value, std::string name);
+  JsonSection(const formats::JsonValue& value, std::string name);
 
   const std::string& name() const { return name_; }
   const std::string& type() const;
@@ -31,7 +31,7 @@ class Section {
   std::string text_or(std::string_view key, std::string_view otherwise) const;
   bool flag(std::string_view key, bool otherwise) const;
   /// The members of a list, each a section.
-  std::vector<Section> list(std::string_view key) const;
+  std::vector<JsonSection> list(std::string_view key) const;
 
  private:
   const formats::JsonValue& value_;

@@ -16,12 +16,12 @@ constexpr std::uint64_t kMaxFileBytes = 200'000'000;
 constexpr TokenId kMaxTokens = 10'000'000;
 
 template <class T>
-T read_part(const Section& file, const char* key) {
+T read_part(const JsonSection& file, const char* key) {
   const auto* value = file.find(key);
-  return value ? T(Section(*value, file.name_of(key))) : T();
+  return value ? T(JsonSection(*value, file.name_of(key))) : T();
 }
 
-AddedTokens read_added(const Section& file, const Bpe& model, const Normalizer& normalizer) {
+AddedTokens read_added(const JsonSection& file, const Bpe& model, const Normalizer& normalizer) {
   if (!file.find("added_tokens")) return {};
   return AddedTokens(file.list("added_tokens"), model, normalizer);
 }
@@ -32,12 +32,12 @@ Tokenizer::Tokenizer(std::string_view json, const std::string& name)
     : Tokenizer(formats::parse_json(json, name, {.max_bytes = kMaxFileBytes}), name) {}
 
 Tokenizer::Tokenizer(const formats::JsonValue& root, const std::string& name)
-    : Tokenizer(Section(root, name + ": ")) {}
+    : Tokenizer(JsonSection(root, name + ": ")) {}
 
-Tokenizer::Tokenizer(const Section& file)
+Tokenizer::Tokenizer(const JsonSection& file)
     : normalizer_(read_part<Normalizer>(file, "normalizer")),
       pre_tokenizer_(read_part<PreTokenizer>(file, "pre_tokenizer")),
-      model_(Section(file.at("model"), file.name_of("model")), pre_tokenizer_.is_byte_level()),
+      model_(JsonSection(file.at("model"), file.name_of("model")), pre_tokenizer_.is_byte_level()),
       added_(read_added(file, model_, normalizer_)),
       decoder_(read_part<TokenDecoder>(file, "decoder")) {
   file.allow({"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
@@ -49,10 +49,10 @@ Tokenizer::Tokenizer(const Section& file)
                 " is set, and would change documents; set it to null");
   read_tokens(file);
   if (const auto* value = file.find("post_processor"))
-    read_template(Section(*value, file.name_of("post_processor")));
+    read_template(JsonSection(*value, file.name_of("post_processor")));
 }
 
-void Tokenizer::read_tokens(const Section& file) {
+void Tokenizer::read_tokens(const JsonSection& file) {
   TokenId last = -1;
   for (const auto& [token, id] : model_.vocabulary()) last = std::max(last, id);
   for (const AddedToken& token : added_.all()) last = std::max(last, token.id);
@@ -82,15 +82,15 @@ Tokenizer Tokenizer::read(const std::filesystem::path& file_or_folder) {
   return Tokenizer(json, path.string());
 }
 
-void Tokenizer::read_template(const Section& section) {
+void Tokenizer::read_template(const JsonSection& section) {
   const std::string& type = section.type();
   if (type == "ByteLevel") {
-    section.allow({"add_prefix_space", "trim_offsets", "use_regex"});  // offsets alone
+    section.allow({"add_prefix_space", "trim_offsets", "use_regex"});  // only offsets
     return;
   }
   if (type == "Sequence") {
     section.allow({"processors"});
-    for (const Section& one : section.list("processors")) read_template(one);
+    for (const JsonSection& one : section.list("processors")) read_template(one);
     return;
   }
   if (type != "TemplateProcessing")
@@ -98,21 +98,21 @@ void Tokenizer::read_template(const Section& section) {
   section.allow({"single", "pair", "special_tokens"});
   std::vector<TokenId> before, behind;
   bool has_text = false;
-  const Section specials(section.at("special_tokens"), section.name_of("special_tokens"));
-  for (const Section& item : section.list("single")) {
+  const JsonSection specials(section.at("special_tokens"), section.name_of("special_tokens"));
+  for (const JsonSection& item : section.list("single")) {
     item.allow({"Sequence", "SpecialToken"});
     if (item.find("Sequence")) {
-      const Section sequence(item.at("Sequence"), item.name_of("Sequence"));
+      const JsonSection sequence(item.at("Sequence"), item.name_of("Sequence"));
       sequence.allow({"id", "type_id"});
       MOESH_CHECK(sequence.text("id") == "A" && !has_text, ErrorKind::data, sequence.name(),
                   " is not the only text of the template");
       has_text = true;
       continue;
     }
-    const Section special(item.at("SpecialToken"), item.name_of("SpecialToken"));
+    const JsonSection special(item.at("SpecialToken"), item.name_of("SpecialToken"));
     special.allow({"id", "type_id"});
     const std::string& id = special.text("id");
-    const Section entry(specials.at(id), specials.name_of(id));
+    const JsonSection entry(specials.at(id), specials.name_of(id));
     for (const auto& value : entry.at("ids").as_list(entry.name_of("ids"))) {
       const std::int64_t token = value.as_int(entry.name_of("ids"));
       MOESH_CHECK(token >= 0 && token < vocab_size() && is_token_[static_cast<std::size_t>(token)],
@@ -127,36 +127,70 @@ void Tokenizer::read_template(const Section& section) {
 }
 
 void Tokenizer::encode(std::string_view text, bool with_template, EncodeBuffers& buffers,
-                       std::vector<TokenId>& ids) const {
+                       std::vector<TokenId>& ids, std::vector<ByteRange>* spans) const {
   const std::size_t bad = find_bad_utf8(text);
   MOESH_CHECK(bad == std::string_view::npos, ErrorKind::data, "byte ", bad,
               " of the text is not UTF-8");
-  if (with_template) ids.insert(ids.end(), before_.begin(), before_.end());
+  const auto add_template = [&](const std::vector<TokenId>& tokens, std::size_t place) {
+    if (!with_template) return;
+    ids.insert(ids.end(), tokens.begin(), tokens.end());
+    if (spans) spans->insert(spans->end(), tokens.size(), {place, place});
+  };
+  add_template(before_, 0);
   buffers.pieces.clear();
   added_.split(text, /*normalized=*/false, buffers.pieces);
   for (const TextPiece& piece : buffers.pieces) {
-    if (piece.id != kNoToken)
+    const std::size_t first = spans ? spans->size() : 0;
+    if (piece.id != kNoToken) {
       ids.push_back(piece.id);
-    else
-      encode_text(piece.text, piece.text.data() == text.data(), buffers, ids);
+      if (spans) spans->push_back({0, piece.text.size()});
+    } else {
+      encode_text(piece.text, piece.text.data() == text.data(), buffers, ids, spans);
+    }
+    if (!spans) continue;
+    const auto place = static_cast<std::size_t>(piece.text.data() - text.data());
+    for (std::size_t i = first; i < spans->size(); ++i) {
+      auto& [begin, end] = (*spans)[i];
+      begin += place, end += place;
+      while (begin > 0 && is_continuation(text[begin])) --begin;
+      while (end < text.size() && is_continuation(text[end])) ++end;
+    }
   }
-  if (with_template) ids.insert(ids.end(), behind_.begin(), behind_.end());
+  add_template(behind_, text.size());
 }
 
-// A text without added tokens, but for those that are found in normalised text.
+// A text without added tokens, but for those that are found in normalised text. Spans are of it.
 void Tokenizer::encode_text(std::string_view text, bool at_start, EncodeBuffers& buffers,
-                            std::vector<TokenId>& ids) const {
-  const std::string_view normalized = normalizer_.apply(text, buffers.normalized);
+                            std::vector<TokenId>& ids, std::vector<ByteRange>* spans) const {
+  const std::string_view normalized =
+      normalizer_.apply(text, buffers.normalized, spans ? &buffers.origins : nullptr);
+  buffers.words.keeps_origins = spans != nullptr;
   buffers.normalized_pieces.clear();
   added_.split(normalized, /*normalized=*/true, buffers.normalized_pieces);
   for (const TextPiece& piece : buffers.normalized_pieces) {
+    const auto place = static_cast<std::size_t>(piece.text.data() - normalized.data());
+    const auto add_span = [&](ByteRange of_piece) {
+      spans->push_back(origin_of(buffers.origins, {place + of_piece.begin, place + of_piece.end}));
+    };
     if (piece.id != kNoToken) {
       ids.push_back(piece.id);
+      if (spans) add_span({0, piece.text.size()});
       continue;
     }
-    pre_tokenizer_.split(piece.text, at_start && piece.text.data() == normalized.data(),
-                         buffers.words);
-    for (const Word& word : buffers.words.words) model_.encode(word.text, buffers.cache, ids);
+    pre_tokenizer_.split(piece.text, at_start && place == 0, buffers.words);
+    for (const Word& word : buffers.words.words) {
+      if (!spans) {
+        model_.encode(word.text, buffers.cache, ids);
+        continue;
+      }
+      buffers.widths.clear();
+      model_.encode(word.text, buffers.cache, ids, &buffers.widths);
+      std::size_t done = 0;
+      for (const std::size_t width : buffers.widths) {
+        add_span(buffers.words.origin(word, {done, done + width}));
+        done += width;
+      }
+    }
   }
 }
 

@@ -23,6 +23,8 @@ struct EncodeBuffers {
   WordBuffers words;
   std::string normalized[2];
   std::vector<TextPiece> pieces, normalized_pieces;
+  Origins origins;     // of the normalised text
+  Bpe::Widths widths;  // of the tokens of a word
 };
 
 /// Threads may encode with one at the same time.
@@ -34,9 +36,10 @@ class Tokenizer {
   static Tokenizer read(const std::filesystem::path& file_or_folder);
 
   /// Appends the ids of a text, which must be UTF-8 (Error, data). `with_template`: also the tokens
-  /// that the post-processor puts around a text.
+  /// that the post-processor puts around a text. `spans`: also the bytes of the text that each
+  /// token stands for, whole characters; none for a token of the template.
   void encode(std::string_view text, bool with_template, EncodeBuffers& buffers,
-              std::vector<TokenId>& ids) const;
+              std::vector<TokenId>& ids, std::vector<ByteRange>* spans = nullptr) const;
   std::vector<TokenId> encode(std::string_view text, bool with_template = true) const;
   /// Ids that no token has are left out.
   std::string decode(std::span<const TokenId> ids, bool skip_special = false) const;
@@ -44,16 +47,18 @@ class Tokenizer {
   /// One more than the largest id.
   std::int64_t vocab_size() const { return static_cast<std::int64_t>(tokens_.size()); }
   std::optional<TokenId> find(const std::string& token) const;
+  /// Whether an id is of a token that marks something, as the end of a turn, and is no text.
+  bool is_special(TokenId id) const { return is_special_.at(static_cast<std::size_t>(id)); }
   /// What is decoded for an id; empty where there is none.
   const std::string& token(TokenId id) const { return tokens_.at(static_cast<std::size_t>(id)); }
 
  private:
   Tokenizer(const formats::JsonValue& root, const std::string& name);
-  explicit Tokenizer(const Section& file);
-  void read_tokens(const Section& file);
-  void read_template(const Section& section);
+  explicit Tokenizer(const JsonSection& file);
+  void read_tokens(const JsonSection& file);
+  void read_template(const JsonSection& section);
   void encode_text(std::string_view text, bool at_start, EncodeBuffers& buffers,
-                   std::vector<TokenId>& ids) const;
+                   std::vector<TokenId>& ids, std::vector<ByteRange>* spans) const;
 
   Normalizer normalizer_;
   PreTokenizer pre_tokenizer_;

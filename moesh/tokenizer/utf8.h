@@ -34,6 +34,13 @@ inline char32_t next_code_point(const char*& at) {
   return at += 4, c;
 }
 
+/// Bytes of the first character of a text that is not empty.
+inline std::size_t first_character(std::string_view text) {
+  const char* at = text.data();
+  next_code_point(at);
+  return static_cast<std::size_t>(at - text.data());
+}
+
 inline void append_utf8(std::string& to, char32_t c) {
   const auto put = [&](char32_t byte) { to.push_back(static_cast<char>(byte)); };
   if (c < 0x80) return put(c);

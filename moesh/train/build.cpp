@@ -1,20 +1,27 @@
 #include "moesh/train/build.h"
 
+#include <c10/util/accumulate.h>
+#include <fnmatch.h>
+
 #include <algorithm>
+#include <cctype>
 #include <functional>
 #include <map>
 #include <numeric>
+#include <sstream>
 
+#include "moesh/base/error.h"
 #include "moesh/config/options.h"
+#include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
-#include "moesh/optim/registry.h"
+#include "moesh/optim/rule.h"
 #include "moesh/optim/schedule.h"
-#include "moesh/spmd/one_rank.h"
 
 namespace moesh::train {
 namespace {
 
 models::Recompute recompute(const Config& config) {
+  config::check_option(config, "activation_checkpoint.mode");
   const std::string& mode = config.activation_checkpoint.mode;
   return mode == "full"        ? models::Recompute::full
          : mode == "selective" ? models::Recompute::selective
@@ -23,6 +30,7 @@ models::Recompute recompute(const Config& config) {
 
 optim::Schedule schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
+  config::check_option(config, "lr_scheduler.kind");
   const auto& s = config.lr_scheduler;
   const Kind kind = s.kind == "cosine"   ? Kind::cosine
                     : s.kind == "linear" ? Kind::linear
@@ -51,15 +59,151 @@ std::vector<models::LayerRange> stages_of(const Config& config, int rank) {
 
 }  // namespace
 
-std::int64_t top_k(const Config& config) {
-  return std::visit([](const auto& m) { return m.top_k; }, config.model.architecture);
+nn::RouterShape router_shape(const Config& config) {
+  nn::RouterConfig router = std::visit(
+      [](const auto& m) {
+        nn::RouterConfig r = m.plan().moe.router;
+        r.num_experts = m.num_experts, r.top_k = m.top_k;
+        return r;
+      },
+      config.model.architecture);
+  router.forced_balance = config.moe.force_load_balance;
+  return router.shape();
+}
+
+namespace {
+
+// By the name of a parameter, those that its values have in a checkpoint: layers.0.mlp.experts.w1
+// is ..experts.0.gate_proj.weight and so on there.
+using NamesInFiles = std::map<std::string, std::vector<std::string>>;
+NamesInFiles names_in_files(const Config& config) {
+  NamesInFiles names;
+  for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
+    for (const auto& source : t.sources)
+      if (t.name != source.param) names[source.param].push_back(t.name);
+  return names;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+// The names between the commas of training.freeze.
+std::vector<std::string> globs_of(const Config& config) {
+  std::vector<std::string> globs = split(config.training.freeze, ',');
+  for (std::string& glob : globs) {
+    glob.erase(0, glob.find_first_not_of(' '));
+    glob.erase(glob.find_last_not_of(' ') + 1);
+    MOESH_CHECK(!glob.empty(), ErrorKind::config, describe_option(config, "training.freeze"),
+                ": a name between its commas is empty; write names of parameters, as in "
+                "*.gate.weight");
+  }
+  return globs;
+}
+
+// The three kinds of names which have most in common with the one that matches nothing: letters
+// with which their parts begin. All layers, and all experts, are one kind.
+std::string close_names(const std::string& glob, const std::set<std::string>& names) {
+  const auto in_common = [](const std::string& a, const std::string& b) {
+    return std::ranges::mismatch(a, b).in1 - a.begin();
+  };
+  std::set<std::pair<std::int64_t, std::string>> kinds;  // the nearest first
+  for (const std::string& name : names) {
+    const auto parts = split(name, '.');
+    std::int64_t score = 0;
+    for (const std::string& wanted : split(glob, '.')) {
+      std::int64_t most = 0;
+      for (const auto& part : parts) most = std::max<std::int64_t>(most, in_common(wanted, part));
+      score += most;
+    }
+    std::string kind;
+    for (const auto& part : parts) {
+      const bool is_number =
+          std::ranges::all_of(part, [](unsigned char c) { return std::isdigit(c); });
+      kind += (kind.empty() ? "" : ".") + (is_number ? "*" : part);
+    }
+    kinds.insert({-score, kind});
+  }
+  std::string text;
+  int num = 0;
+  for (const auto& [score, kind] : kinds)
+    if (num++ < 3) text += (text.empty() ? "" : ", ") + kind;
+  return text;
+}
+
+}  // namespace
+
+std::function<bool(const std::string&)> Frozen::is_frozen() const {
+  if (names.empty()) return {};
+  return [all = names](const std::string& name) { return all.contains(name); };
+}
+
+Frozen frozen(const Config& config) {
+  Frozen found;
+  const auto globs = globs_of(config);
+  if (has_lora(config)) {
+    MOESH_CHECK(globs.empty(), ErrorKind::config, describe_option(config, "training.freeze"),
+                ", and with LoRA all of the model is frozen; leave out training.freeze");
+    const OneRankScope scope;
+    const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
+    model->each_param([&](Stored& w, bool) {
+      found.names.insert(w.spec.name);
+      found.num_parameters += c10::multiply_integers(w.spec.shape);
+    });
+    return found;
+  }
+  if (globs.empty()) return found;
+  const NamesInFiles in_files = names_in_files(config);
+  const OneRankScope scope;  // what a name matches may be on another stage
+  const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
+  std::set<std::string> names;
+  std::size_t num_tensors = 0;
+  std::vector<bool> is_used(globs.size());
+  model->each_param([&](Stored& w, bool) {
+    const std::string& name = w.spec.name;
+    const auto other_names = in_files.find(name);
+    names.insert(name), ++num_tensors;
+    if (other_names != in_files.end())
+      names.insert(other_names->second.begin(), other_names->second.end());
+    for (std::size_t i = 0; i < globs.size(); ++i) {
+      const auto matches = [&](const std::string& n) {
+        return fnmatch(globs[i].c_str(), n.c_str(), 0) == 0;
+      };
+      bool is_matched = matches(name);
+      if (!is_matched && other_names != in_files.end()) {
+        const auto& all = other_names->second;
+        const auto some = std::ranges::find_if(all, matches),
+                   other = std::ranges::find_if_not(all, matches);
+        MOESH_CHECK(some == all.end() || other == all.end(), ErrorKind::config,
+                    describe_option(config, "training.freeze"), ": ", globs[i], " matches ", *some,
+                    " and not ", *other, ": both are of one parameter, ", name,
+                    ", which is trained or not; match them all");
+        is_matched = some != all.end();
+      }
+      if (!is_matched) continue;
+      is_used[i] = true;
+      if (!found.names.insert(name).second) continue;
+      found.num_parameters += c10::multiply_integers(w.spec.shape);
+    }
+  });
+  for (std::size_t i = 0; i < globs.size(); ++i)
+    MOESH_CHECK(is_used[i], ErrorKind::config, describe_option(config, "training.freeze"), ": ",
+                globs[i], " matches no parameter; the nearest names are ",
+                close_names(globs[i], names));
+  MOESH_CHECK(found.names.size() < num_tensors, ErrorKind::config,
+              describe_option(config, "training.freeze"), ": all ", num_tensors,
+              " parameters are frozen, and nothing is left to train; name fewer");
+  return found;
 }
 
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
   // By the device of the run, which an estimate counts for on another.
   const at::Device of_run(config.training.device);
   const nn::Dispatcher way =
-      nn::resolve(dispatcher(config), mesh_shape(config), top_k(config),
+      nn::resolve(dispatcher(config), current_mesh().shape(), router_shape(config),
                   device.is_meta() ? nn::planned_exchange(of_run) : nn::exchange_of(of_run));
   auto model = models::make_model(config.model.architecture,
                                   {.dtype = scalar_type(config),
@@ -70,6 +214,8 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                                    .score_before_experts = score_before_experts(config),
                                    .gpu_kernels = gpu_kernels(config),
                                    .weight_copies = config.kernels.weight_copies,
+                                   .lora = lora(config).of(),
+                                   .is_frozen = frozen(config).is_frozen(),
                                    .stages = stages_of(config, current_mesh().coordinate(pp))});
   open_channels(*model, pipeline_options(config));
   return model;
@@ -81,15 +227,11 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
 
 namespace {
 
-// What [[optimizer.group]] says of each parameter, by its own name or by those that its values have
-// in a checkpoint: layers.0.mlp.experts.w1 is ..experts.0.gate_proj.weight and so on there.
+// What [[optimizer.group]] says of each parameter, by its own name or by those in files.
 class GroupOfParam {
  public:
   explicit GroupOfParam(const Config& config) : groups_(param_groups(config)) {
-    if (groups_.size() == 0) return;
-    for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
-      for (const auto& source : t.sources)
-        if (t.name != source.param) in_files_[source.param].push_back(t.name);
+    if (groups_.size() > 0) in_files_ = names_in_files(config);
   }
 
   const optim::Groups& groups() const { return groups_; }
@@ -104,14 +246,15 @@ class GroupOfParam {
 
  private:
   optim::Groups groups_;
-  std::map<std::string, std::vector<std::string>> in_files_;  // by parameter
+  NamesInFiles in_files_;
 };
 
-// Of the whole model: what a group matches may be on another stage.
+// Matches in the whole model: what a group matches may be on another stage.
 std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOfParam& groups) {
   if (groups.groups().size() == 0) return {};
   const OneRankScope scope;
-  const auto model = models::make_model(config.model.architecture, {.device = at::kMeta});
+  const auto model = models::make_model(config.model.architecture,
+                                        {.device = at::kMeta, .lora = lora(config).of()});
   std::vector<optim::GroupMatch> matches(groups.groups().size());
   std::vector<std::string> names;
   model->each_param([&](Stored& w, bool) {
@@ -126,6 +269,24 @@ std::vector<optim::GroupMatch> group_matches(const Config& config, const GroupOf
   });
   optim::check_matches(groups.groups(), matches, names);
   return matches;
+}
+
+// How a rule moves parameters of no group, then of each group.
+using Ways = std::vector<optim::Optimizer::Way>;
+Ways ways_of(const optim::RuleKind& kind, const Config& config, const optim::Groups& groups) {
+  optim::RuleValues values;
+  for (const auto& key : kind.keys) {
+    const config::Value value = config::find_option("optimizer." + key)->get(config);
+    const auto* is_on = std::get_if<bool>(&value);
+    values[key] = is_on ? (*is_on ? 1 : 0) : std::get<double>(value);
+  }
+  Ways ways{{kind.make(values)}};
+  for (std::size_t i = 0; i < groups.size(); ++i) {
+    optim::RuleValues own = values;
+    if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
+    ways.push_back({groups[i].weight_decay ? kind.make(own) : ways[0].rule, groups[i].lr_scale});
+  }
+  return ways;
 }
 
 }  // namespace
@@ -145,20 +306,13 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
     params.add(w, decays || is_asked ? optim::Decay::on : optim::Decay::off);
   });
   const optim::RuleKind& kind = optim::find_rule(config.optimizer.name);
-  optim::RuleValues values;
-  for (const auto& key : kind.keys)
-    values[key] = std::get<double>(config::find_option("optimizer." + key)->get(config));
-  const optim::Optimizer::Way of_others{kind.make(values)};
-  std::vector<optim::Optimizer::Way> ways;
-  for (std::size_t i = 0; i < groups.size(); ++i) {
-    optim::RuleValues own = values;
-    if (groups[i].weight_decay) own["weight_decay"] = *groups[i].weight_decay;
-    ways.push_back({groups[i].weight_decay ? kind.make(own) : of_others.rule, groups[i].lr_scale});
-  }
+  const Ways ways = ways_of(kind, config, groups);
+  const Ways of_others =
+      kind.is_for ? ways_of(optim::find_rule(kind.rule_of_others), config, groups) : ways;
   return std::make_unique<optim::Optimizer>(
-      params, [group_of, ways, of_others](const optim::ParamList::Entry& entry) {
+      params, [group_of, is_for = kind.is_for, ways, of_others](const auto& entry) {
         const auto found = group_of.find(entry.stored->spec.name);
-        return found ? ways[*found] : of_others;
+        return (is_for && !is_for(*entry.stored) ? of_others : ways)[found ? *found + 1 : 0];
       });
 }
 
@@ -169,8 +323,10 @@ PipelineOptions pipeline_options(const Config& config) {
 }
 
 StepOptions step_options(const Config& config) {
+  config::check_option(config, "moe.balance_over");
   StepOptions options{.max_norm = config.training.max_norm,
-                      .bias_coeff = config.moe.load_balance_coeff,
+                      // The expert bias is the model's, which LoRA freezes.
+                      .bias_coeff = has_lora(config) ? 0 : config.moe.load_balance_coeff,
                       .overlap = config.parallelism.overlap_reductions,
                       .pipeline = pipeline_options(config)};
   options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
@@ -185,6 +341,7 @@ StepOptions step_options(const Config& config) {
 }
 
 UseGraph use_graph(const Config& config) {
+  config::check_option(config, "kernels.graph");
   return config.kernels.graph == "on"    ? UseGraph::on
          : config.kernels.graph == "off" ? UseGraph::off
                                          : UseGraph::automatic;

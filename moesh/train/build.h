@@ -2,7 +2,10 @@
 // The one path from a configuration to a step: model, optimizer, data, batches, options, learning
 // rate. Whatever trains, verifies, estimates or checks a golden file takes them from here.
 
+#include <functional>
 #include <memory>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "moesh/config/config.h"
@@ -15,15 +18,26 @@ namespace moesh::train {
 
 using config::Config;
 
-/// How many experts a token goes to.
-std::int64_t top_k(const Config& config);
+/// How the routers of the model choose.
+nn::RouterShape router_shape(const Config& config);
+
+/// What training.freeze names, of the whole model: by moesh's own names of parameters, or by those
+/// that files have for them. Throws Error (config) where a name of it matches none, or some experts
+/// of a layer and not all, or where nothing is left to train.
+struct Frozen {
+  std::set<std::string> names;  // of parameters
+  std::int64_t num_parameters = 0;
+  /// For ModelOptions.
+  std::function<bool(const std::string& name)> is_frozen() const;
+};
+Frozen frozen(const Config& config);
 
 /// On the current mesh; with its initial weights, before checkpoint.initial_load.
 std::unique_ptr<models::Model> make_model(const Config& config);
-/// On another device than that of the configuration: meta has shapes alone.
+/// On another device than that of the configuration: meta has only shapes.
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device);
 
-/// Of each [[optimizer.group]]: what it matches of the model. One that matches nothing throws Error
+/// What each [[optimizer.group]] matches in the model. One that matches nothing throws Error
 /// (config).
 std::vector<optim::GroupMatch> group_matches(const Config& config);
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config);
@@ -32,7 +46,7 @@ PipelineOptions pipeline_options(const Config& config);
 StepOptions step_options(const Config& config);
 UseGraph use_graph(const Config& config);
 
-/// Of an optimizer step; steps count from 0.
+/// The learning rate of an optimizer step; steps count from 0.
 double learning_rate(const Config& config, std::int64_t step);
 
 std::unique_ptr<data::Dataset> open_dataset(const Config& config);

@@ -17,7 +17,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/agree.h"
-#include "moesh/checkpoint/companions.h"
 #include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
@@ -26,10 +25,11 @@
 #include "moesh/config/options.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
+#include "moesh/fsdp/param.h"
+#include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
-#include "moesh/spmd/one_rank.h"
+#include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/spmd/whole.h"
 
 namespace moesh::train {
 
@@ -40,7 +40,7 @@ using config::Option;
 using config::options;
 namespace {
 
-using checkpoint::Breath;
+using checkpoint::Heartbeat;
 using checkpoint::Part;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
@@ -132,6 +132,9 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
                            "training.global_batch_size", "training.gradient_accumulation_steps",
                            "moe.balance_loss_weight", "moe.balance_over", "moe.z_loss_weight"})
     add(name, false);
+  if (has_lora(config))
+    for (const char* name : {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern"})
+      add(name, false);
   return all;
 }
 
@@ -156,6 +159,15 @@ std::vector<Part> weight_parts(models::Model& model) {
   for (auto* router : model.routers())
     parts.push_back(
         part_of_stage(models::expert_bias_name(router->gate().name()), router->expert_bias()));
+  return parts;
+}
+
+// What a checkpoint has of them: with LoRA only its matrices, else all.
+std::vector<Part> saved_weights(models::Model& model) {
+  std::vector<Part> parts = weight_parts(model);
+  const auto is_added = [](const Part& p) { return models::is_of_lora(p.name); };
+  if (std::any_of(parts.begin(), parts.end(), is_added))
+    std::erase_if(parts, [&](const Part& p) { return !is_added(p); });
   return parts;
 }
 
@@ -236,7 +248,7 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
 
 // What a checkpoint holds besides the weights; nothing where others wrote the folder.
 std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
-  // Whoever wants the weights alone may have deleted the rest.
+  // The rest may have been deleted, to keep only the weights.
   if (!formats::exists(folder / formats::kManifestFile) ||
       !formats::exists((folder / kStatePrefix).parent_path()))
     return std::nullopt;
@@ -273,7 +285,7 @@ void naming_the_folder(const F& f) {
 }
 
 void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  const Breath& breath) {
+                  const Heartbeat& heartbeat) {
   check_model(folder, config);
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto names = on_disk(config);
@@ -284,8 +296,16 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::vector<Part> parts;
   for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts, breath, /*must_be_finite=*/true);
+  checkpoint::Loader(source, table).load(parts, heartbeat, /*must_be_finite=*/true);
   load_biases_apart(folder, model, known);
+}
+
+void load_adapter(const std::filesystem::path& folder, const Config& config, models::Model& model,
+                  const Heartbeat& heartbeat) {
+  const auto source = checkpoint::TensorFolder::adapter(folder);
+  const auto table = models::adapter_table(config.model.architecture, lora(config));
+  checkpoint::check_names(source, table);
+  checkpoint::Loader(source, table).load(saved_weights(model), heartbeat, /*must_be_finite=*/true);
 }
 
 }  // namespace
@@ -296,19 +316,22 @@ struct CheckpointParts {
 
   CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
                   const std::vector<at::Tensor>& counts_E)
-      : weights(weight_parts(model)) {
+      : weights(saved_weights(model)) {
     for (const auto& s : of_run.state()) optimizer.push_back(state_part(s));
     const auto routers = model.routers();
     for (std::size_t i = 0; i < routers.size(); ++i)
       counts.push_back(part_of_stage(counts_name(*routers[i]), counts_E[i]));
   }
 
-  // Of one rank with the whole model: names, shapes and types in the order of the model, without
-  // values. A checkpoint is the same whatever stages a rank has.
+  // The parts of one rank with the whole model: names, shapes and types in the order of the model,
+  // without values. A checkpoint is the same whatever stages a rank has.
   static CheckpointParts of_whole_model(const Config& config, const optim::Optimizer& of_stages) {
     const OneRankScope scope;
-    const auto model = models::make_model(config.model.architecture,
-                                          {.dtype = scalar_type(config), .device = at::kMeta});
+    const auto model =
+        models::make_model(config.model.architecture, {.dtype = scalar_type(config),
+                                                       .device = at::kMeta,
+                                                       .lora = lora(config).of(),
+                                                       .is_frozen = frozen(config).is_frozen()});
     optim::ParamList params;
     model->each_param([&](Stored& w, bool) { params.add(w); });
     const optim::Optimizer of_run(params, of_stages.choose());
@@ -379,7 +402,13 @@ void Checkpointer::check_owned(const std::vector<Part>& mine, const std::vector<
 }
 
 checkpoint::TensorSet Checkpointer::weights(const CheckpointParts& mine) {
-  checkpoint::TensorSet set{.prefix = "model", .tensors = on_disk(config_).table(kLayout).tensors};
+  checkpoint::TensorSet set{.prefix = "model"};
+  if (has_lora(config_)) {
+    set.prefix = formats::kAdapterFile;
+    set.tensors = models::adapter_table(config_.model.architecture, lora(config_)).tensors;
+  } else {
+    set.tensors = on_disk(config_).table(kLayout).tensors;
+  }
   set.parts = mine.weights;
   check_owned(set.parts, whole_->weights);
   const auto& wanted = config_.checkpoint.export_dtype;
@@ -421,10 +450,17 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   s.sets.push_back(weights(mine));
   s.sets.push_back(state(mine, s.sets[0]));
   s.texts = companions_;
-  std::string& config_json = s.texts["config.json"];
-  config_json = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
-  if (!config_of_folder_.empty())
-    config_json = checkpoint::with_token_ids(config_json, config_of_folder_);
+  if (has_lora(config_)) {
+    const std::string& base = config_.checkpoint.initial_load;
+    s.texts[formats::kAdapterConfigFile] =
+        models::adapter_config_json(config_.model.architecture, lora(config_),
+                                    base.empty() ? "" : std::filesystem::absolute(base).string());
+  } else {
+    std::string& config_json = s.texts["config.json"];
+    config_json = on_disk(config_).config_json(s.sets[0].tensors.front().dtype.value());
+    if (!config_of_folder_.empty())
+      config_json = checkpoint::with_token_ids(config_json, config_of_folder_);
+  }
   s.texts["run.toml"] = print_config(config_);
   s.manifest = {.step = position.step,
                 .model = config_.model.name,
@@ -491,7 +527,7 @@ void Checkpointer::wait() {
   if (background_.joinable()) background_.join();
   if (background_seconds_) save_seconds_ = std::exchange(background_seconds_, std::nullopt);
   if (fault_.empty()) return;
-  if (world_.rank() == 0) log_warn(fault_, "; training goes on");
+  if (world_.rank() == 0) log_warn(fault_, "; training continues");
   fault_.clear();
   last_saved_.reset();
 }
@@ -552,7 +588,7 @@ Position Checkpointer::load_newest() {
   if (c.enable) {
     hold_folder();
     const auto steps = find_steps();
-    // Later steps of another run would be the newest for whoever goes on from here.
+    // Later steps of another run would be the newest for a run that resumes from here.
     MOESH_CHECK(c.resume || steps.empty(), ErrorKind::config,
                 "checkpoint.resume is false, and checkpoint.folder '", options_.folder.string(),
                 "' holds checkpoints of another run; choose another folder, or move them away");
@@ -576,11 +612,11 @@ Position Checkpointer::load_newest() {
                 "); to begin anew, move them away or choose another checkpoint.folder");
   }
   find_companions({});
-  if (!c.initial_load.empty()) {
-    checkpoint::together(
-        world_, [&](const Breath& breath) { load_initial_weights(config_, model_, breath); });
-    if (is_first) log_info("beginning with the weights of ", c.initial_load);
-  }
+  checkpoint::together(world_, [&](const Heartbeat& heartbeat) {
+    load_initial_weights(config_, model_, heartbeat);
+  });
+  for (const std::string& folder : {c.initial_load, config_.lora.adapter})
+    if (is_first && !folder.empty()) log_info("beginning with the weights of ", folder);
   return {};
 }
 
@@ -603,8 +639,9 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
                                                           std::string& damage) {
   for (const bool is_second : {false, true}) try {
       Position position;
-      checkpoint::together(
-          world_, [&](const Breath& breath) { position = load_checkpoint(folder, breath); });
+      checkpoint::together(world_, [&](const Heartbeat& heartbeat) {
+        position = load_checkpoint(folder, heartbeat);
+      });
       return position;
     } catch (const Error& e) {
       // What cannot be read may be whole, and what is whole may not be what the run needs: only
@@ -620,9 +657,11 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
 }
 
 void load_initial_weights(const Config& config, models::Model& model,
-                          const checkpoint::Breath& breath) {
+                          const checkpoint::Heartbeat& heartbeat) {
   if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
-    load_weights(folder, config, model, breath);
+    load_weights(folder, config, model, heartbeat);
+  if (const auto& folder = config.lora.adapter; !folder.empty())
+    load_adapter(folder, config, model, heartbeat);
 }
 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,
@@ -637,14 +676,15 @@ void Checkpointer::notice_changes(const std::filesystem::path& folder,
   }
   MOESH_CHECK(fatal.empty() || config_.checkpoint.accept_changes, ErrorKind::config, "'",
               folder.string(), "' was saved by a run on other data: ", fatal,
-              ". Its position there means nothing here; set them back, or go on all the same with "
+              ". Its position there means nothing here; set them back, or resume anyway with "
               "--checkpoint.accept_changes");
   if (!changes.empty() && world_.rank() == 0)
-    log_warn("the run goes on with other values than ", folder.string(),
+    log_warn("the run resumes with other values than ", folder.string(),
              " was saved with: ", changes);
 }
 
-Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, const Breath& breath) {
+Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
+                                       const Heartbeat& heartbeat) {
   const at::NoGradGuard no_grad;
   const formats::Manifest manifest = checkpoint::read_intact_manifest(folder);
   MOESH_CHECK(folder.filename() == checkpoint::step_name(manifest.step), ErrorKind::data, "'",
@@ -659,7 +699,18 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, cons
       ", or begin anew with these weights in another checkpoint.folder: checkpoint.initial_load=",
       folder.string());
   notice_changes(folder, manifest);
-  load_weights(folder, config_, model_, breath);
+  const bool is_adapter = formats::exists(folder / formats::kAdapterConfigFile);
+  MOESH_CHECK(is_adapter == has_lora(config_), ErrorKind::config, "'", folder.string(),
+              is_adapter
+                  ? "' was saved by a run with LoRA, and this one has none; set lora.rank as it was"
+                  : "' was saved by a run without LoRA, and this one has it; leave out [lora]",
+              ", or choose another checkpoint.folder");
+  if (is_adapter) {
+    load_initial_weights(config_, model_, heartbeat);  // of what is frozen nothing is saved
+    load_adapter(folder, config_, model_, heartbeat);
+  } else {
+    load_weights(folder, config_, model_, heartbeat);
+  }
 
   const auto source = checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
   std::vector<at::Tensor> counts;
@@ -671,7 +722,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder, cons
   const auto table = own_names(whole_->state(is_kept));
   checkpoint::check_names(source, table);
   checkpoint::Loader(source, table)
-      .load(CheckpointParts(model_, optimizer_, counts).state(is_kept), breath);
+      .load(CheckpointParts(model_, optimizer_, counts).state(is_kept), heartbeat);
 
   const auto routers = model_.routers();
   for (std::size_t i = 0; i < routers.size(); ++i)

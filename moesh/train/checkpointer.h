@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "moesh/checkpoint/agree.h"
-#include "moesh/checkpoint/lock.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/save.h"
 #include "moesh/config/config.h"
 #include "moesh/models/model.h"
@@ -28,14 +28,14 @@ struct Position {
 };
 
 /// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
-/// a folder that moesh or others wrote; nothing where that is empty. Throws Error (config) when the
-/// folder holds another model.
+/// a folder that moesh or others wrote, and what LoRA adds from lora.adapter; nothing where these
+/// are empty. Throws Error (config) when the folder holds another model.
 void load_initial_weights(const Config& config, models::Model& model,
-                          const checkpoint::Breath& breath = {});
+                          const checkpoint::Heartbeat& heartbeat = {});
 
 /// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
-/// weights, because the files of its model have no place for them: whoever reads the weights alone
-/// chooses other experts.
+/// weights, because the files of its model have no place for them: a program that reads only the
+/// weights chooses other experts.
 bool keeps_bias_apart(const std::filesystem::path& folder);
 
 struct CheckpointParts;
@@ -83,7 +83,8 @@ class Checkpointer {
   /// Warns of what is another than in the run that saved, and throws Error (config) where the
   /// position in the data would mean nothing, unless checkpoint.accept_changes.
   void notice_changes(const std::filesystem::path& folder, const formats::Manifest& manifest) const;
-  Position load_checkpoint(const std::filesystem::path& folder, const checkpoint::Breath& breath);
+  Position load_checkpoint(const std::filesystem::path& folder,
+                           const checkpoint::Heartbeat& heartbeat);
   /// Nothing, and what is wrong, where the checkpoint is damaged.
   std::optional<Position> load_unless_damaged(const std::filesystem::path& folder,
                                               std::string& damage);
@@ -103,7 +104,7 @@ class Checkpointer {
   std::optional<checkpoint::FolderLock> lock_;  // of rank 0
   std::string data_fingerprint_;                // as the run began: what it has trained on
   std::optional<std::int64_t> last_saved_;
-  // Of rank 0, which writes them.
+  // Only on rank 0, which writes them.
   std::map<std::string, std::string> companions_;  // by name
   std::string config_of_folder_;                   // config.json that they came with; may be empty
   // One save at a time is under way. Its collectives have a group of their own, on the host: they

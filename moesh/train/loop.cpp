@@ -16,16 +16,13 @@
 #include "moesh/base/sections.h"
 #include "moesh/checkpoint/agree.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/sent.h"
+#include "moesh/comm/observers.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/pipeline/simulate.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
-#include "moesh/train/last_words.h"
 #include "moesh/train/memory.h"
-#include "moesh/train/metrics/collapse.h"
-#include "moesh/train/metrics/console.h"
+#include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
-#include "moesh/train/peak.h"
 #include "moesh/train/prefetch.h"
 #include "moesh/train/step.h"
 #include "moesh/train/stop.h"
@@ -56,7 +53,7 @@ void warn_of_bias_kept_apart(const Config& config) {
   log_warn(
       describe_option(config, "moe.load_balance_coeff"), ", and the files of a ", config.model.name,
       " have no place for an expert bias: checkpoints keep it beside the optimizer's state, and "
-      "whoever reads their weights alone chooses experts without it");
+      "programs that read only their weights choose experts without it");
 }
 
 void warn_of_few_micro_batches(const Config& config) {
@@ -119,8 +116,8 @@ bool has_diverged(const Config& config, const Position& position) {
                 "skipped (training.max_skipped_steps); the largest weight is ",
                 largest, ", in '", name, "'. ",
                 healthy.empty()
-                    ? std::string("Lower optimizer.lr and begin anew")
-                    : detail::concat("Lower optimizer.lr and go on from '", healthy.string(),
+                    ? std::string("Lower optimizer.lr and start again")
+                    : detail::concat("Lower optimizer.lr and resume from '", healthy.string(),
                                      "', after which gradients were still finite: move the later "
                                      "checkpoints away"));
   });
@@ -170,6 +167,7 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .auxiliary = g.auxiliary,
           .grad_norm = u.grad_norm,
           .num_tokens = g.num_tokens,
+          .num_read = sample_order(config).num_per_step() * config.data.sequence_length,
           .num_tokens_all = position.num_tokens,
           .flops_per_token = facts.flops_per_token,
           .peak_tflops = facts.peak_tflops,
@@ -192,7 +190,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   Position position = checkpointer.start();
   const std::int64_t first_step = position.step;
   const bool is_first = world.rank() == 0;
-  // Rank 0 alone measures.
+  // Only rank 0 measures.
   std::optional<SectionClock> clock;
   std::optional<comm::SentBytes> sent;
   MetricSinks sinks;
@@ -201,6 +199,9 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   if (is_first) {
     warn_of_bias_kept_apart(config);
     warn_of_few_micro_batches(config);
+    if (const double dropout = lora(config).dropout; dropout > 0)
+      log_warn(config.lora.adapter, " was trained with lora_dropout = ", dropout,
+               "; moesh trains adapters without dropout, and goes on without it");
     sinks = open_sinks(config, facts);
     clock.emplace(start), sent.emplace();
     summary.first_step = first_step;
@@ -209,8 +210,8 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
       std::fputs(run_header(config, facts, dataset.describe()).c_str(), stdout);
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
-      log_info("dispatcher auto: ",
-               nn::describe_choice(nn::exchange_of(device(config)), mesh.shape(), top_k(config)));
+      log_info("dispatcher auto: ", nn::describe_choice(nn::exchange_of(device(config)),
+                                                        mesh.shape(), router_shape(config)));
   }
   StepTrace trace(config, world, first_step);
   Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
@@ -243,7 +244,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
     const double took = sections.of_step();
     std::vector<ValidationLoss> validation;
-    // Who is told to stop has little time left, and saves.
+    // A run that is told to stop has little time left, and saves.
     if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
       const InSection section(Section::validation);
       auto losses = of_step(step + 1, [&] {

@@ -1,4 +1,5 @@
 #pragma once
+
 #include <string>
 
 namespace moesh::train {
@@ -8,5 +9,15 @@ namespace moesh::train {
 double peak_memory_gib(const std::string& device);
 /// "So far" begins anew, on cuda.
 void reset_peak_memory(const std::string& device);
+
+// What a device is, and how fast it could be.
+
+/// "NVIDIA H200", as the driver calls the GPUs of this machine where they are all the same; ""
+/// where they are not, or nobody knows. "cpu": the name of the processor.
+std::string device_name(const std::string& device);
+
+/// The peak of bfloat16 products without sparsity on one such GPU, in TFLOP/s, as its maker gives
+/// it; 0 where moesh does not know it.
+double peak_tflops(const std::string& device_name);
 
 }  // namespace moesh::train

@@ -15,9 +15,6 @@
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
-#include "moesh/spmd/kept_gathers.h"
-#include "moesh/spmd/stages.h"
-#include "moesh/spmd/weights_later.h"
 
 namespace moesh::train {
 namespace {
@@ -31,16 +28,16 @@ class StageActor final : public pipeline::Actor {
  public:
   StageActor(models::Model& model, const std::vector<models::MicroBatch>& batches,
              const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-             ReduceLater* reductions, const OnForward& on_forward)
+             StepState* state, const OnForward& on_forward)
       : model_(model),
         batches_(batches),
         options_(options),
         schedule_(schedule),
         rank_(current_mesh().coordinate(pp)),
-        reductions_(reductions),
-        later_(reductions && has_weight_halves(schedule, rank_)),
+        state_(state),
         on_forward_(on_forward) {
-    options_.head_apart = reductions != nullptr;
+    options_.head_apart = state != nullptr;
+    if (state && has_weight_halves(schedule, rank_)) state->leave_weights();
     for (int stage = 0; stage < schedule.num_stages; ++stage)
       if (schedule.rank_with(stage) == rank_) index_.emplace(stage, index_.size());
   }
@@ -79,7 +76,9 @@ class StageActor final : public pipeline::Actor {
   }
 
   // After the last action.
-  void finish() { later_.finish(); }
+  void finish() {
+    if (state_) state_->finish_weights();
+  }
 
  private:
   using Stream = nn::Stream<Sp>;
@@ -148,7 +147,7 @@ class StageActor final : public pipeline::Actor {
       else
         made_stream_ = stream;
     }
-    if (!reductions_) return;
+    if (!state_) return;
     live.out = OutputEdge(std::get<Stream>(result.stream));
     if (local(result.auxiliary).defined()) live.own_losses = sum_all(result.auxiliary);
     if (!taker_of(a)) live.of_head = backward_of_head(result);
@@ -160,7 +159,7 @@ class StageActor final : public pipeline::Actor {
   Gradient backward_of_head(const models::ForwardResult& result) {
     const InSection section(Section::backward);
     moesh::backward(result.cross_entropy);
-    reductions_->start();  // what the norm has left for later goes with the blocks'
+    state_->start_sums();  // what the norm has left for later goes with the blocks'
     return grad(std::get<Stream>(result.head_input));
   }
 
@@ -172,12 +171,12 @@ class StageActor final : public pipeline::Actor {
     const Gradient gradient = of_head ? *of_head : take(gradients_, handed_gradients_, key_of(a));
     const InSection section(Section::backward);
     moesh::backward(out, gradient, own_losses);
-    WeightHalf half = later_.take();
+    WeightHalf half = state_->take_weights();
     if (a.kind == ActionKind::backward_input)
       halves_.emplace(key_of(a), std::move(half));
     else
       half.run();
-    reductions_->start();
+    state_->start_sums();
     const auto taker = taker_of(a);
     if (!taker) return;
     if (stays_here(a))
@@ -191,7 +190,7 @@ class StageActor final : public pipeline::Actor {
     MOESH_CHECK(half, "the weights of stage ", a.stage, " without their inputs");
     const InSection section(Section::backward);
     half.mapped().run();
-    reductions_->start();
+    state_->start_sums();
   }
 
   models::Model& model_;
@@ -199,18 +198,17 @@ class StageActor final : public pipeline::Actor {
   models::ForwardOptions options_;
   const pipeline::Schedule& schedule_;
   int rank_;
-  ReduceLater* reductions_;
-  WeightsLater later_;
+  StepState* state_;
   const OnForward& on_forward_;
   std::map<int, std::size_t> index_;  // of a stage among this rank's
   std::map<Key, Live> live_;
   std::map<Key, WeightHalf> halves_;
-  // By who takes it: from another rank, and from a stage of this one.
+  // By the action that takes it: from another rank, and from a stage of this one.
   std::map<Key, ArrivingStream> streams_;
   std::map<Key, ArrivingGradient> gradients_;
   std::map<Key, Stream> handed_streams_;
   std::map<Key, Gradient> handed_gradients_;
-  // Of the last action, until it is sent; then by who made it.
+  // What the last action made, until it is sent; then by the action that made it.
   Stream made_stream_;
   Gradient made_gradient_;
   std::map<SentKey, comm::Handle> sent_;
@@ -219,10 +217,10 @@ class StageActor final : public pipeline::Actor {
 template <bool Sp>
 void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
          const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-         ReduceLater* reductions, const OnForward& on_forward) {
+         StepState* state, const OnForward& on_forward) {
   // Without pp one micro-batch is under way, and backward frees its parameters as it goes.
-  const KeptGathers kept(reductions && !options.reshard && schedule.num_ranks() > 1);
-  StageActor<Sp> actor(model, batches, options, schedule, reductions, on_forward);
+  if (state && !options.reshard && schedule.num_ranks() > 1) state->keep_gathers();
+  StageActor<Sp> actor(model, batches, options, schedule, state, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
                     {.num_buffers = enough_buffers(schedule)});
   actor.finish();
@@ -255,16 +253,16 @@ void open_channels(const models::Model& model, const PipelineOptions& options) {
 
 void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
                   const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-                  ReduceLater* reductions, const OnForward& on_forward) {
+                  StepState* state, const OnForward& on_forward) {
   if (options.sequence_parallel)
-    run<true>(model, batches, options, schedule, reductions, on_forward);
+    run<true>(model, batches, options, schedule, state, on_forward);
   else
-    run<false>(model, batches, options, schedule, reductions, on_forward);
+    run<false>(model, batches, options, schedule, state, on_forward);
 }
 
 void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule) {
   Stored* w = model.tied_to_other_end();
-  if (!w) return;
+  if (!w || !w->spec.trained) return;
   const int rank = current_mesh().coordinate(pp), first = rank_of_end(schedule, false),
             other = rank == first ? rank_of_end(schedule, true) : first;
   const auto& group = current_mesh().group(pp);

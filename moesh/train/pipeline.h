@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "moesh/fsdp/step_state.h"
 #include "moesh/models/model.h"
 #include "moesh/pipeline/schedule.h"
-#include "moesh/spmd/reduce.h"
 
 namespace moesh::train {
 
@@ -19,7 +19,7 @@ struct PipelineOptions {
   int stages_of_a_rank = 1;
 };
 
-/// Of the current mesh, for so many micro-batches.
+/// The schedule of the current mesh, for this many micro-batches.
 pipeline::Schedule schedule_of(const PipelineOptions& options, std::size_t num_micro_batches);
 
 /// Makes the ways for messages between the stages. Every rank of the current mesh calls it, before
@@ -29,11 +29,11 @@ void open_channels(const models::Model& model, const PipelineOptions& options);
 /// What the forward of a stage has given for a micro-batch.
 using OnForward = std::function<void(const pipeline::Action&, const models::ForwardResult&)>;
 
-/// The actions of this rank. `reductions` are of the gradients; null: there is no backward in the
-/// schedule. Throws Error which names the action, where there are several ranks.
+/// The actions of this rank. `state` is the current one of this thread; null: there is no backward
+/// in the schedule. Throws Error which names the action, where there are several ranks.
 void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
                   const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-                  ReduceLater* reductions, const OnForward& on_forward);
+                  StepState* state, const OnForward& on_forward);
 
 /// Where the embedding is the head as well and both ends are on ranks of their own: each adds the
 /// other's gradient to its own.

@@ -7,11 +7,9 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
-#include "moesh/spmd/forget_prefetched.h"
+#include "moesh/fsdp/step_state.h"
 #include "moesh/spmd/ops.h"
-#include "moesh/spmd/reduce.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/spmd/whole.h"
 
 namespace moesh::train {
 namespace {
@@ -105,10 +103,9 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
                        const StepOptions& options) {
   MOESH_CHECK(!batches.empty(), ErrorKind::config,
               "a step of no micro-batch; gradient_accumulation_steps is 1 or more");
-  const ForgetPrefetched on_a_fault;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const nn::CheckLater later;
-  ReduceLater reductions(options.overlap);
+  StepState state(options.overlap);
   const at::Tensor num_tokens = count_valid(batches);
   for (auto& batch : batches) {
     batch.num_step_tokens = num_tokens.clamp_min(1);
@@ -117,11 +114,11 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
   const auto schedule = schedule_of(options.pipeline, batches.size());
   StepSums sums(model, options);
   run_pipeline(
-      model, batches, options.forward, schedule, &reductions,
+      model, batches, options.forward, schedule, &state,
       [&](const pipeline::Action&, const models::ForwardResult& result) { sums.add(result); });
   {
     const InSection section(Section::reduce);
-    reductions.finish();
+    state.finish_sums();
     add_tied_gradients(model, schedule);
   }
   Unread step{.checks = later.checks()};
@@ -205,7 +202,7 @@ StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread
     optimizer.end_step(result.update.skipped);
     return result;
   } catch (...) {
-    optimizer.zero_grad();  // whoever goes on with another batch begins from nothing
+    optimizer.zero_grad();  // another batch begins from nothing
     throw;
   }
 }

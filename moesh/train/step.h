@@ -45,7 +45,7 @@ struct Gradients {
   Unread on_device;
 };
 
-/// Of the experts of a layer.
+/// The range of the expert bias of a layer.
 struct BiasRange {
   double least = 0, largest = 0;
 };
@@ -90,7 +90,7 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
 StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
                        const StepOptions& options);
 
-/// The same in two parts, for who looks at the gradients in between; each waits.
+/// The same in two parts, to look at the gradients in between; each waits.
 Gradients accumulate_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
                                const StepOptions& options);
 Update apply_gradients(models::Model& model, optim::Optimizer& optimizer,

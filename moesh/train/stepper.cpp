@@ -90,7 +90,7 @@ Stepper::Recorded* Stepper::recorded(const Batches& batches) {
     if (std::exchange(had_no_memory_, true))
       reason = e.what_without_backtrace();
     else
-      log_info("the graphs of steps are given back, as there is no memory for one more");
+      log_info("the CUDA graphs of steps are freed, as there is not enough memory for another");
   } catch (const c10::Error& e) {
     reason = e.what_without_backtrace();
   } catch (const Error& e) {
@@ -98,6 +98,10 @@ Stepper::Recorded* Stepper::recorded(const Batches& batches) {
     reason = e.what();
   }
   optimizer_.zero_grad();
+  // What was recorded has not run: a copy that it would have written is as old as before.
+  model_.each_param([](Stored& w, bool) {
+    if (w.copy) w.copy->version = -1;
+  });
   if (reason.empty())
     release();
   else

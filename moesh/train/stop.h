@@ -1,7 +1,16 @@
 #pragma once
 // Signals that end runs: SIGINT, SIGTERM, and SIGHUP of a terminal that is closed.
 
+#include <condition_variable>
+#include <exception>
 #include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "moesh/comm/flight.h"
+#include "moesh/train/build.h"
 
 namespace moesh::train {
 
@@ -27,5 +36,38 @@ class SignalScope {
 
 /// The signal that has come since the first of the scopes that live; 0: none.
 int stop_signal();
+
+// What a run leaves when a rank was lost: what each of the others was at, in words and in the
+// run's folder, where the files of all ranks show which one was behind, and in what.
+
+/// Watches the ranks of this process. A launcher that has lost a process sends the others a signal
+/// to stop, and kills them a second or two later, long before a deadline: while it lives, a rank
+/// which is told to stop and is still in one wait after a moment says so.
+class LastWords {
+ public:
+  /// Within a SignalScope.
+  explicit LastWords(const Config& config);
+  ~LastWords();
+  LastWords(const LastWords&) = delete;
+  LastWords& operator=(const LastWords&) = delete;
+
+  /// Called on the thread of a rank, before anything else.
+  void add(int rank);
+  /// The function of a rank has thrown.
+  void threw(int rank, const std::exception_ptr& fault);
+
+ private:
+  void watch();
+  void say_what_waits(int signal);
+  void write(int rank, comm::flight::Recorder& recorder, const std::string& why);
+
+  const Config& config_;
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::map<int, std::shared_ptr<comm::flight::Recorder>> recorders_;  // that have said nothing yet
+  bool is_ending_ = false;
+  std::mutex writing_;
+  std::thread thread_;  // where a launcher has started several processes
+};
 
 }  // namespace moesh::train

@@ -3,10 +3,9 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 
-#include "moesh/spmd/forget_prefetched.h"
+#include "moesh/fsdp/step_state.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
-#include "moesh/spmd/whole.h"
 
 namespace moesh::train {
 namespace {
@@ -14,7 +13,7 @@ namespace {
 using enum Place;
 
 // What ranks with the last stage add up; the others have nothing to add.
-struct Sum {
+struct ValidationSum {
   nn::TokenSum loss;
   std::int64_t num_tokens = 0;  // of this dp rank
 
@@ -25,7 +24,7 @@ struct Sum {
   }
 };
 
-double mean_of(const Sum& sum) {
+double mean_of(const ValidationSum& sum) {
   const at::Tensor total = whole(sum_over_stages(all_reduce<kTokenAxes>(sum.loss)));
   const auto tokens = assume<Dense{P, I, I}>(
       at::full({}, sum.num_tokens, total.options().dtype(at::kLong)));  // cp and tp have the same
@@ -53,7 +52,7 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
                                                           const Config& config, const Mesh& mesh,
                                                           const std::vector<ValidationSet>& sets,
                                                           const std::function<bool()>& stops) {
-  const ForgetPrefetched on_a_fault;
+  const StepState state;  // of what is gathered ahead
   const at::NoGradGuard no_grad;
   const kernels::UseGpuKernels chosen(model.gpu_kernels());
   const StepOptions of_step = step_options(config);
@@ -62,7 +61,7 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
   options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
-    Sum sum{no_term({}, at::TensorOptions(device(config)))};
+    ValidationSum sum{no_term({}, at::TensorOptions(device(config)))};
     const data::Once once(*set.dataset);
     const std::int64_t per_step = sample_order(config).num_per_step(), size = *once.size();
     for (std::int64_t step = 0; step < config.validation.steps && step * per_step < size; ++step) {

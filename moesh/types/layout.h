@@ -29,19 +29,20 @@ constexpr char letter(Place p) { return "RIPTFE"[static_cast<int>(p)]; }
 
 // clang-format off
 /// A set of mesh axes, one bit each. dp and edp are compute axes made of two storage axes.
-enum class Axes : std::uint8_t {
+enum class Axes : std::uint16_t {
   none = 0,
   pp = 1, dp_replicate = 2, dp_shard = 4, cp = 8, tp = 16,  // dense view
   efsdp = 32, ep = 64, etp = 128,                           // sparse view: pp, dp_replicate, these
+  ep_nodes = 256, ep_inside = 512,  // ep again: the nodes that it spans, its ranks on each of them
   dp = dp_replicate | dp_shard, edp = dp_replicate | efsdp,
   fsdp = dp_shard | cp,  // the ranks that store a dense parameter in shards
 };
 // clang-format on
 using enum Axes;
 
-constexpr Axes operator|(Axes a, Axes b) { return Axes(std::uint8_t(a) | std::uint8_t(b)); }
-constexpr Axes operator&(Axes a, Axes b) { return Axes(std::uint8_t(a) & std::uint8_t(b)); }
-constexpr Axes without(Axes a, Axes b) { return Axes(std::uint8_t(a) & ~std::uint8_t(b)); }
+constexpr Axes operator|(Axes a, Axes b) { return Axes(std::uint16_t(a) | std::uint16_t(b)); }
+constexpr Axes operator&(Axes a, Axes b) { return Axes(std::uint16_t(a) & std::uint16_t(b)); }
+constexpr Axes without(Axes a, Axes b) { return Axes(std::uint16_t(a) & ~std::uint16_t(b)); }
 constexpr bool contains(Axes set, Axes subset) { return (set & subset) == subset; }
 constexpr Axes kTokenAxes = dp | cp | tp;  // ranks that hold different tokens
 constexpr Axes kSequenceAxes = cp | tp;    // ... of the same sequences

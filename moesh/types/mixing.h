@@ -69,7 +69,7 @@ constexpr auto sum(Over o, Layout auto a) {
   return each(a, [o](Place p) { return sum(o, p); });
 }
 
-/// backward() seeds 1 on every rank, which is right for P and I alone.
+/// backward() seeds 1 on every rank, which is right only for P and I.
 constexpr auto check_loss(Layout auto a) {
   return each(a, [](Place p) {
     if (p == Place::R)

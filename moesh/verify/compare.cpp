@@ -66,7 +66,7 @@ double tolerance_of(Dtype dtype) {
 // The elements of a tensor from `first` on, in float64 on the host.
 using Read = std::function<at::Tensor(std::int64_t first, std::int64_t count)>;
 
-struct Entry {
+struct TensorEntry {
   std::string name;
   Dtype dtype;
   std::vector<std::int64_t> shape;
@@ -93,8 +93,8 @@ Read reader_of(const at::Tensor& tensor) {
 // One side of the comparison: of all files of a folder, in the order of their names.
 struct Tensors {
   std::vector<std::unique_ptr<formats::SafetensorsFile>> files;
-  std::vector<Entry> order;
-  std::map<std::string, const Entry*> by_name;
+  std::vector<TensorEntry> order;
+  std::map<std::string, const TensorEntry*> by_name;
 
   explicit Tensors(const Compared& from) {
     if (const auto* path = std::get_if<std::string>(&from))
@@ -104,12 +104,12 @@ struct Tensors {
         order.push_back({name, checkpoint::disk_dtype(tensor.scalar_type()), tensor.sizes().vec(),
                          nullptr, [&tensor] { return reader_of(tensor); }});
     if (is_alphabetical())
-      std::stable_sort(order.begin(), order.end(), [](const Entry& x, const Entry& y) {
+      std::stable_sort(order.begin(), order.end(), [](const TensorEntry& x, const TensorEntry& y) {
         return in_natural_order(x.name, y.name);
       });
     const std::string what =
         std::holds_alternative<std::string>(from) ? std::get<std::string>(from) : "a list";
-    for (const Entry& e : order)
+    for (const TensorEntry& e : order)
       MOESH_CHECK(by_name.emplace(e.name, &e).second, ErrorKind::data, what, " holds ", e.name,
                   " twice; keep one of them");
   }
@@ -138,7 +138,7 @@ struct Tensors {
   // each dtype. A dump of moesh has them in the order in which they were computed.
   bool is_alphabetical() const {
     std::map<std::pair<const void*, Dtype>, std::string> last;
-    return std::all_of(order.begin(), order.end(), [&](const Entry& e) {
+    return std::all_of(order.begin(), order.end(), [&](const TensorEntry& e) {
       std::string& before = last[{e.file, e.dtype}];
       const bool is_next = before < e.name || before.empty();
       before = e.name;
@@ -153,7 +153,7 @@ std::vector<std::int64_t> index_of(std::int64_t element, const std::vector<std::
   return index;
 }
 
-void compare_values(ComparedTensor& c, const Entry& a, const Entry& b) {
+void compare_values(ComparedTensor& c, const TensorEntry& a, const TensorEntry& b) {
   const Read read_a = a.open(), read_b = b.open();
   std::int64_t size = 1;
   for (auto n : c.shape) size *= n;

@@ -10,9 +10,10 @@
 #include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/data/dataset.h"
+#include "moesh/fsdp/fsdp.h"
+#include "moesh/fsdp/param.h"
+#include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
-#include "moesh/spmd/one_rank.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 
 namespace moesh::verify {
@@ -95,7 +96,7 @@ void check_model_settings(const config::Settings& settings, const config::GivenM
   }
 }
 
-// The file has one micro-batch, and its loss is cross-entropy alone.
+// The file has one micro-batch, and its loss is only cross-entropy.
 Config golden_config(config::Settings settings, const config::GivenModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
   check_model_settings(settings, model);
@@ -122,13 +123,18 @@ Config golden_config(config::Settings settings, const config::GivenModel& model,
 
 using NamedList = std::vector<std::pair<std::string, at::Tensor>>;
 
+// Gradients of the weights; with LoRA, of what it adds.
 void read_gradients(const checkpoint::TensorFolder& source, const std::filesystem::path& folder,
-                    const models::AnyConfig& model, NamedList& to) {
+                    const Config& config, at::ScalarType dtype, NamedList& to) {
   const std::set<std::string> others{"input_ids", "labels", "document_starts", "logits", "loss"};
   // The gradients lie as the weights do; an expert bias has none.
+  const models::AnyConfig& model = config.model.architecture;
   const auto names = models::on_disk(model);
+  const models::Lora added = lora(config);
   auto table =
-      names.table(checkpoint::find_layout(checkpoint::TensorFolder::weights(folder), names));
+      added.any()
+          ? models::adapter_table(model, added)
+          : names.table(checkpoint::find_layout(checkpoint::TensorFolder::weights(folder), names));
   std::erase_if(table.tensors,
                 [](const auto& t) { return t.name.ends_with(".e_score_correction_bias"); });
   for (auto& t : table.tensors) t.name = "grad." + t.name;
@@ -136,13 +142,15 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
   checkpoint::check_names(source, table);
   std::vector<checkpoint::Part> parts;
   const OneRankScope scope;
-  models::make_model(model, {.device = at::kMeta})->each_param([&](Stored& w, bool) {
+  const auto shapes = models::make_model(model, {.device = at::kMeta, .lora = added.of()});
+  shapes->each_param([&](Stored& w, bool) {
+    if (added.any() && !models::is_of_lora(w.spec.name)) return;
     const auto& shape = w.spec.shape;
     parts.push_back({.name = w.spec.name,
                      .shape = shape,
                      .region = {std::vector<std::int64_t>(shape.size(), 0), shape},
                      .owned = false,
-                     .value = at::empty(shape, at::kFloat)});
+                     .value = at::empty(shape, dtype)});
   });
   checkpoint::Loader(source, table).load(parts);
   for (const auto& p : parts) to.emplace_back("d(" + p.name + ")", p.value);
@@ -152,13 +160,15 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
 // this rank has of each tensor.
 void run_golden(const Golden& golden, const Config& config, comm::Group& world,
                 RoutingRecords* record, RoutingRecords* replay,
-                const std::function<void(const RankTensor&)>& report) {
+                const std::function<void(const RankTensor&)>& report,
+                const Nearby* nearby = nullptr) {
   const std::int64_t batch = config.data.batch_size,
                      vocab = models::facts(config.model.architecture).vocab_size;
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   load_initial_weights(config, *model);
+  if (nearby) nearby->move_weights(*model);
   if (record)
     for (auto* router : model->routers())
       record->push_back(
@@ -188,6 +198,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
             },
             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
   model->each_param([&](Stored& w, bool) {
+    if (!w.spec.trained) return;
     report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
@@ -209,10 +220,15 @@ struct Rounding {
     const auto keep = [](NamedTensors& to) {
       return [&to](const RankTensor& t) { to.tensors.emplace_back(t.name, t.value.clone()); };
     };
-    NamedTensors other;
-    run_golden(golden, wide, *world, &routing, nullptr, keep(other));
+    NamedTensors in_float32;
+    run_golden(golden, wide, *world, &routing, nullptr, keep(in_float32));
     run_golden(golden, narrow, *world, nullptr, &routing, keep(run));
-    set_noise(run, scalar_type(narrow), other, scalar_type(wide));
+    std::vector<NamedTensors> all(kNumNearby);
+    for (std::uint64_t i = 0; i < kNumNearby; ++i) {
+      const Nearby nearby(run, scalar_type(narrow), i);
+      run_golden(golden, narrow, *world, nullptr, &routing, keep(all[i]), &nearby);
+    }
+    set_noise(run, scalar_type(narrow), all);
     for (const auto& r : routing) r->num_flipped = 0, r->largest_margin = 0;
   }
 };
@@ -264,7 +280,10 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& gi
   golden.config = golden_config(settings, {model, described}, file, golden.input_ids_BL);
   golden.tensors = {{"loss", read_tensor(source, "loss").to(at::kDouble)},
                     {"logits", read_tensor(source, "logits")}};
-  read_gradients(source, folder, model, golden.tensors);
+  const auto dtype = golden.tensors.back().second.scalar_type();
+  golden.tolerance =
+      dtype == at::kDouble && golden.config.training.dtype == "float64" ? 1e-9 : 1e-4;
+  read_gradients(source, folder, golden.config, dtype, golden.tensors);
   return golden;
 }
 
@@ -278,8 +297,7 @@ VerifyReport verify_golden(const Golden& golden) {
     rounding.emplace(golden);
     expected.noise = rounding->run.noise;
   }
-  constexpr double kTolerance = 1e-4;
-  Findings findings(shape.num_ranks(), expected, kTolerance);
+  Findings findings(shape.num_ranks(), expected, golden.tolerance);
   launch_for(report, config, [&](comm::Group& world) {
     run_golden(golden, config, world, nullptr, rounding ? &rounding->routing : nullptr,
                [&](const RankTensor& t) { findings.compare(t, world.rank()); });

@@ -11,24 +11,25 @@
 namespace moesh::verify {
 
 /// Tokens and results: loss, logits, and the gradient of every parameter by the name which it has
-/// in moesh.
+/// in moesh; with lora.adapter of those that LoRA adds.
 struct Golden : NamedTensors {
   at::Tensor input_ids_BL, labels_BL;
   at::Tensor document_starts_BL;  // undefined: every sequence is one document
   /// The run that must give the same: the model of the checkpoint, the sizes of the file, and for
   /// the rest what was asked for.
   Config config;
+  double tolerance = 1e-4;  // of a file in float32; 1e-9 where file and run have float64
   /// In a dtype that is narrower than the file's near ties would flip.
   bool replays() const { return config.training.dtype == "bfloat16"; }
 };
 
 /// `settings` name the checkpoint for which `file` was recorded, checkpoint.initial_load: gradients
 /// have its names. What they say of the model, or of what the file fixes (its sizes, a loss that is
-/// cross-entropy alone), must be so: another value throws Error (config).
+/// only cross-entropy), must be so: another value throws Error (config).
 Golden read_golden(const std::filesystem::path& file, const config::Settings& settings);
 
-/// Loads the checkpoint on the mesh of the configuration, runs one forward and backward, and
-/// compares, to 1e-4: the file is float32. In bfloat16 also what its rounding does is allowed, as
+/// Loads the checkpoint, and the adapter where there is one, on the mesh of the configuration, runs
+/// one forward and backward, and compares. In bfloat16 also what its rounding does is allowed, as
 /// one rank has it beside float32; all take the routing of one rank in float32. Every dp rank takes
 /// as many sequences.
 VerifyReport verify_golden(const Golden& golden);

@@ -5,7 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/launch.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/checkpointer.h"
 
 namespace moesh::verify {
@@ -15,18 +15,18 @@ namespace {
 
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
-struct Run {
+struct GraphRun {
   Named values;
   std::int64_t num_replayed = 0;
 };
 
-Run run_of(const Config& config, const data::Dataset& data, const Mesh& mesh,
-           std::int64_t num_steps, UseGraph use, const kernels::Graphs& graphs) {
+GraphRun run_of(const Config& config, const data::Dataset& data, const Mesh& mesh,
+                std::int64_t num_steps, UseGraph use, const kernels::Graphs& graphs) {
   const auto model = make_model(config);
   load_initial_weights(config, *model);
   const auto optimizer = make_optimizer(*model, config);
   Stepper stepper(*model, *optimizer, step_options(config), use, graphs);
-  Run run;
+  GraphRun run;
   const auto add = [&](std::string name, const at::Tensor& value) {
     run.values.emplace_back(std::move(name), value.detach().cpu());
   };
@@ -84,7 +84,7 @@ std::string graph_mismatch(const VerifyCase& c, const kernels::Graphs& graphs) {
         const auto run = [&](UseGraph use) {
           return run_of(config, *data, mesh, num_steps, use, graphs);
         };
-        const Run with = run(use_graph(config)), without = run(UseGraph::off);
+        const GraphRun with = run(use_graph(config)), without = run(UseGraph::off);
         found = first_difference(with.values, without.values);
         if (with.num_replayed > 0 && found.empty())
           log_info("as a CUDA graph the step has the same bits (", with.num_replayed,

@@ -9,7 +9,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 
 namespace moesh::verify {
 namespace {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -12,67 +11,12 @@
 namespace moesh::verify {
 namespace {
 
-constexpr double kFewElements = 16;
-
-double size_of(const at::Tensor& x) {
-  return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>();
-}
 double inner_product(const at::Tensor& a, const at::Tensor& b) {
   return (a.to(at::kDouble) * b.to(at::kDouble)).sum().item<double>();
 }
 
-bool is_gradient(const std::string& name) { return name.starts_with("d("); }
-bool is_gradient_norm(const std::string& name) { return name.ends_with(" gradient norm"); }
-
-// What a gradient has in the mean.
-double typical_gradient(const NamedTensors& reference) {
-  double squares = 0;
-  int count = 0;
-  for (const auto& [name, value] : reference.tensors)
-    if (is_gradient(name)) squares += std::pow(size_of(value), 2), ++count;
-  return std::sqrt(squares / std::max(1, count));
-}
-
-// By how much a dtype rounds 1 at most.
-double roundoff(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kDouble: return 0x1p-53;
-    case at::kFloat: return 0x1p-24;
-    case at::kHalf: return 0x1p-11;
-    default: return 0x1p-8;
-  }
-}
-
 double root_mean_square(const at::Tensor& x) {
   return size_of(x) / std::sqrt(std::max<double>(1, static_cast<double>(x.numel())));
-}
-
-// For each row (index of dim 0), or for a whole vector.
-at::Tensor root_mean_square_of_rows(const at::Tensor& x) {
-  if (x.numel() == 0) return x;
-  std::vector<std::int64_t> dims(static_cast<size_t>(x.dim()));
-  std::iota(dims.begin(), dims.end(), 0);
-  if (x.dim() >= 2) dims.erase(dims.begin());
-  return x.square().mean(dims, /*keepdim=*/true).sqrt();
-}
-
-// Where every element of its row is zero: of a single element zero may be rounding.
-at::Tensor is_empty_row(const at::Tensor& t) {
-  if (t.dim() < 2 || t.numel() == 0) return t.eq(0).all();
-  std::vector<std::int64_t> rows(static_cast<size_t>(t.dim()), 1);
-  rows[0] = t.size(0);
-  return t.eq(0).flatten(1).all(1).reshape(rows);
-}
-
-// The median over the gradients of how much of each is noise.
-double typical_noise(const NamedTensors& run) {
-  std::vector<double> all;
-  for (const auto& [name, noise] : run.noise)
-    if (const double size = size_of(run[name]); is_gradient(name) && size > 0)
-      all.push_back(size_of(noise) / size);
-  if (all.empty()) return 0;
-  std::ranges::nth_element(all, all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2));
-  return all[all.size() / 2];
 }
 
 // The mean of the factors over the ranks of each axis, where it is the same for every line of ranks
@@ -113,53 +57,25 @@ const at::Tensor& NamedTensors::operator[](const std::string& name) const {
   throw Error(ErrorKind::internal, "the reference has no tensor '" + name + "'");
 }
 
-void set_noise(NamedTensors& run, at::ScalarType dtype, const NamedTensors& other,
-               at::ScalarType other_dtype) {
-  const double scale = std::min(1.0, roundoff(dtype) / roundoff(other_dtype));
-  const auto distance = [&](const at::Tensor& a, const at::Tensor& b) {
-    return (a.to(at::kDouble) - b.to(at::kDouble)).abs_() * scale;
-  };
-  for (const auto& [name, value] : run.tensors) run.noise[name] = distance(value, other[name]);
-  const double typical = typical_noise(run), gradient = typical_gradient(run);
-  // One rank may find a zero that a mesh, which sums in another order, misses by some roundings.
-  constexpr double kRoundings = 4;
-  const auto at_least = [&](const at::Tensor& noise, const at::Tensor& value) {
-    const double of_zero =
-        kRoundings * roundoff(dtype) * gradient / std::sqrt(std::max<double>(1, noise.numel()));
-    return at::maximum(noise, typical * value.to(at::kDouble).abs()).clamp_min(of_zero);
-  };
-  for (const auto& [name, value] : run.tensors) {
-    at::Tensor& noise = run.noise[name];
-    noise = is_gradient(name) || is_gradient_norm(name)
-                ? at_least(noise, value)
-                : at::maximum(noise, 2 * roundoff(dtype) * value.to(at::kDouble).abs());
-  }
-  for (const auto& [name, gradients] : run.gradients) {
-    const std::string param = name.substr(name.rfind(' ') + 1);
-    const at::Tensor stored = run[param].to(at::kDouble).abs() * roundoff(run[param].scalar_type()),
-                     moved = run[name].to(at::kDouble);
-    // A step goes by the sign of its gradient, or by a quotient of two: the smallest counts.
-    at::Tensor g = at::full_like(moved, INFINITY), measured = at::zeros_like(moved);
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      const at::Tensor size = gradients[i].to(at::kDouble).abs();
-      g = at::where(is_empty_row(size), g, at::minimum(g, size));
-      measured = at::hypot(measured, distance(gradients[i], other.gradients.at(name)[i]));
-    }
-    g = at::where(g.isinf(), 0, g);
-    const at::Tensor noise = at_least(at::maximum(measured, root_mean_square_of_rows(measured)), g);
-    // Where the whole gradient is noise, a zero of it is noise as well.
-    const bool is_known = size_of(g) > kNoiseAllowed * size_of(noise);
-    const at::Tensor has_none =
-        is_known ? is_empty_row(g + measured) : at::zeros_like(g, at::kBool);
-    // An element may have moved little because its steps cancel.
-    const at::Tensor movement = at::hypot(moved, at::full_like(moved, root_mean_square(moved)));
-    const double as_it_is = gradient > 0 ? gradient : 1;
-    run.weight[name] = at::where(has_none, as_it_is, g);
-    run.noise[name] =
-        at::where(has_none, as_it_is * stored, at::hypot(movement * noise, g * stored));
-    run.noise[param] =
-        at::where(has_none, stored, at::hypot(movement * (noise / g).clamp_max(1), stored));
-  }
+std::string gradient_name(const std::string& of, std::int64_t step) {
+  return (step > 0 ? "step " + std::to_string(step) + " d(" : "d(") + of + ")";
+}
+
+bool is_gradient(const std::string& name) {
+  return name.starts_with("d(") ||
+         (name.starts_with("step ") && name.find(" d(") != std::string::npos);
+}
+
+double size_of(const at::Tensor& x) {
+  return x.numel() == 0 ? 0 : x.to(at::kDouble).norm().item<double>();
+}
+
+double typical_gradient(const NamedTensors& run) {
+  double squares = 0;
+  int count = 0;
+  for (const auto& [name, value] : run.tensors)
+    if (is_gradient(name)) squares += std::pow(size_of(value), 2), ++count;
+  return std::sqrt(squares / std::max(1, count));
 }
 
 std::string Mismatch::describe(const MeshShape& mesh) const {

@@ -12,37 +12,33 @@
 #include <vector>
 
 #include "moesh/comm/mesh.h"
-#include "moesh/spmd/param.h"
+#include "moesh/fsdp/param.h"
 
 namespace moesh::verify {
 
-/// Whole tensors by name, in forward order. Names of gradients begin with "d(".
+/// Whole tensors by name, in forward order. Names of gradients are those of gradient_name.
 struct NamedTensors {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
-  /// By "movement of NAME": the gradients of that parameter, of each step.
-  std::map<std::string, std::vector<at::Tensor>> gradients = {};
   /// What rounding does to each element, and what its error is multiplied with before they are
-  /// compared (see set_noise); none: not known, and one.
+  /// compared (see noise.h); none: not known, and one.
   std::map<std::string, at::Tensor> noise = {}, weight = {};
   const at::Tensor& operator[](const std::string& name) const;
 };
 
-/// The noise of a run from the same run in another dtype. Their distance is what rounding does in
-/// the narrower one; where `run` is the wider, it is scaled down by what the dtypes round 1 by. It
-/// is one sample, and may be small by chance: a gradient has at least the median of what all
-/// gradients have, relative to its size, and any tensor what storing it costs.
-///
-/// Parameters and movements: AdamW moves an element by about lr * sign(g), however small g is, so
-/// one whose gradient is noise goes either way. |g| (the smallest of the steps) times the error of
-/// a movement is about the movement times the error of g, and these are compared: |g| is the weight
-/// of a movement. Rows without a gradient (of an expert without tokens) only decay, and count as
-/// they are.
-void set_noise(NamedTensors& run, at::ScalarType dtype, const NamedTensors& other,
-               at::ScalarType other_dtype);
+/// "d(NAME)" in the first step, "step N d(NAME)" in later ones.
+std::string gradient_name(const std::string& of, std::int64_t step = 0);
+bool is_gradient(const std::string& name);
+
+double size_of(const at::Tensor& x);
+
+/// What a gradient has in the mean: the root of the mean square of their norms.
+double typical_gradient(const NamedTensors& run);
 
 /// How many times its noise a tensor may be off: a mesh rounds at other places than one rank, and
 /// more often.
 constexpr double kNoiseAllowed = 5;
+/// The noise of so few elements may be small by chance.
+constexpr double kFewElements = 16;
 
 /// Where the first token of a rank's [.., B, L, D] is in the whole; after each B sequences
 /// `skipped` of other ranks follow there.
@@ -54,8 +50,7 @@ struct TokenOrigin {
 /// rank's elements, or for each of its experts, so that one shard or one expert that stays cannot
 /// hide behind the others.
 struct Movement {
-  std::vector<at::Tensor> gradients = {};  // of each step, where one rank has it all
-  bool by_expert = false;                  // each index of dim 0 is judged by itself
+  bool by_expert = false;  // each index of dim 0 is judged by itself
 };
 
 /// What a rank has of one tensor, and where it belongs in the whole.
@@ -79,7 +74,7 @@ struct Mismatch {
   double error = 0, allowed = 0;  // |delta|, and what the tolerance allows
   /// <g, g_ref> / <g_ref, g_ref> on what each rank has; 1 is right. NaN: this rank has none of it.
   std::vector<double> factors;
-  /// Of the factors over the ranks of an axis, where it is the same all along that axis.
+  /// Means of the factors over the ranks of an axis, where each is the same all along that axis.
   std::map<std::string, double> means;
   int worst_rank = 0;
   std::int64_t worst_batch = -1, worst_position = -1;  // of tensors that hold tokens
@@ -114,7 +109,7 @@ class Findings {
     double ratio() const;
   };
   Finding judge(const RankTensor& tensor, int rank) const;
-  /// Of some of the elements that a rank has.
+  /// Judges some of the elements that a rank has.
   Finding judge_unit(const RankTensor& tensor, const std::function<at::Tensor(at::Tensor)>& unit,
                      const at::Tensor& value) const;
   /// By name, in forward order.

@@ -30,7 +30,7 @@ class VerifyProbe final : public nn::Probe {
  public:
   RoutingRecords* record = nullptr;  // gets the choices
   RoutingRecords* replay = nullptr;  // gives them
-  /// Of each micro-batch since begin_step: the stream that entered the first block, which has its
+  /// For each micro-batch since begin_step: the stream that entered the first block, which has its
   /// gradient after backward, and the logits.
   std::vector<at::Tensor> inputs, logits_BLV;
 

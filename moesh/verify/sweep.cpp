@@ -41,7 +41,7 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
   const auto& schedules = pipeline::schedule_names();
   std::vector<SweepMesh> all;
   size_t turn = static_cast<size_t>(num_ranks);
-  size_t num_pipelines = static_cast<size_t>(num_ranks);
+  size_t num_pipelines = static_cast<size_t>(num_ranks), num_shapes = 0;
   const auto add = [&](const MeshShape& shape, const std::string& schedule) {
     all.push_back({shape, schedule, ++num_pipelines % kEveryTied == 0});
   };
@@ -49,6 +49,7 @@ std::vector<SweepMesh> all_meshes(int num_ranks) {
     if (num_ranks % stages != 0) continue;
     for (MeshShape shape : all_mesh_shapes(num_ranks / stages)) {
       shape.pp = stages;
+      if (shape.ep > 1) shape = on_nodes_in_turn(shape, num_shapes++);
       if (stages == 1)
         all.push_back({shape});
       else if (num_ranks <= kEverySchedule)

@@ -23,7 +23,7 @@ struct SweepShard {
 };
 
 /// A mesh, the schedule of its pipeline where it has one, and whether the embedding is the head as
-/// well: then both ends of the pipeline have it.
+/// well: then both ends of the pipeline have it. Where nodes share ep, tokens take two hops.
 struct SweepMesh {
   MeshShape shape;
   std::string schedule = "1f1b";
@@ -34,7 +34,7 @@ struct SweepMesh {
 
 /// Meshes of up to so many ranks go through every schedule; of larger ones each has one, in turn.
 constexpr int kEverySchedule = 4;
-/// Of the pipelines, one of so many is tied: of every schedule some, since there are five of those.
+/// One in this many pipelines is tied: some of every schedule, since there are five schedules.
 constexpr int kEveryTied = 3;
 
 struct Sweep {

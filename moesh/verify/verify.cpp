@@ -12,8 +12,8 @@
 #include "moesh/base/random.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/pipeline/schedule.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/train/checkpointer.h"
 
 namespace moesh::verify {
@@ -67,57 +67,60 @@ Routing make_records(const VerifyCase& c, models::Model& model) {
   return routing;
 }
 
-// How far the steps move each parameter. Its gradients are kept where one rank has all of it, as
-// what others are compared with.
+// How far the steps move each parameter.
 class Movements {
  public:
-  Movements(models::Model& model, bool keeps_gradients)
-      : model_(model), keeps_gradients_(keeps_gradients) {
+  explicit Movements(models::Model& model) : model_(model) {
     model_.each_param([&](Stored& w, bool) { initial_.push_back(w.value.detach().clone()); });
-    gradients_.resize(initial_.size());
-  }
-  /// With the gradients of a step, before they are applied.
-  void observe() {
-    if (!keeps_gradients_) return;
-    size_t i = 0;
-    model_.each_param([&](Stored& w, bool) {
-      const at::Tensor& gradient = w.value.grad();
-      gradients_[i++].push_back(gradient.defined() ? gradient.detach().clone()
-                                                   : at::zeros_like(w.value));
-    });
   }
   void report(const std::function<void(const RankTensor&)>& report) {
     size_t i = 0;
     model_.each_param([&](Stored& w, bool) {
-      RankTensor moved{"movement of " + w.spec.name,
-                       w.value.detach().to(at::kDouble) - initial_[i].to(at::kDouble),
+      const at::Tensor before = initial_[i++];
+      if (!w.spec.trained) {
+        MOESH_CHECK(!w.value.grad().defined() && w.value.equal(before), ErrorKind::internal,
+                    "parameter '", w.spec.name,
+                    "' is frozen (training.freeze), and it has moved or "
+                    "has a gradient");
+        return;
+      }
+      RankTensor moved{movement_name(w.spec.name),
+                       w.value.detach().to(at::kDouble) - before.to(at::kDouble),
                        [region = w.shard](const at::Tensor& t) { return slice(t, region); }};
-      moved.movement = {.gradients = gradients_[i], .by_expert = contains(w.cutting, ep)};
+      moved.movement = {.by_expert = contains(w.cutting, ep)};
       report(moved);
-      ++i;
     });
   }
 
  private:
   models::Model& model_;
-  bool keeps_gradients_;
   std::vector<at::Tensor> initial_;
-  std::vector<std::vector<at::Tensor>> gradients_;
 };
 
 at::Tensor whole_tensor(const at::Tensor& t) { return t; }
 at::Tensor scalar(double x) { return at::full({}, x, at::kDouble); }
 
-// What a step has besides parameters: counts and losses; and of the first one logits and gradients.
-void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& model,
-                      const Gradients& g, const VerifyProbe& probe, std::int64_t step,
-                      const std::function<void(const RankTensor&)>& report) {
+void report_sums(const Gradients& g, std::int64_t step,
+                 const std::function<void(const RankTensor&)>& report) {
   const std::string at = "step " + std::to_string(step) + " ";
   for (size_t i = 0; i < g.counts_E.size(); ++i)
     report({at + "counts of MoE layer " + std::to_string(i), g.counts_E[i], whole_tensor, true});
   report({at + "loss", scalar(g.loss), whole_tensor});
   report({at + "total loss", scalar(g.total_loss), whole_tensor});
-  if (step > 0) return;
+}
+
+void report_gradients(models::Model& model, std::int64_t step,
+                      const std::function<void(const RankTensor&)>& report) {
+  model.each_param([&](Stored& w, bool) {
+    if (!w.spec.trained) return;
+    report({gradient_name(w.spec.name, step), raw::gather(w, w.value.grad()),
+            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
+  });
+}
+
+// The ends of the model, which are on the first and on the last stage.
+void report_ends(const VerifyCase& c, const Mesh& mesh, const VerifyProbe& probe,
+                 const std::function<void(const RankTensor&)>& report) {
   const data::SampleOrder order = sample_order(c.config);
   // [micro-batch, B, ..] of the step's sequences [S, ..].
   const auto of_dp = [&](const at::Tensor& t) {
@@ -131,7 +134,6 @@ void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& mode
   const nn::Tokens tokens(mesh, order.batch, c.config.data.sequence_length,
                           c.config.parallelism.sequence_parallel);
   const Pieces vocab{models::facts(c.config.model.architecture).vocab_size, mesh.size(tp)};
-  // The ends of the model are on the first and on the last stage.
   if (!probe.logits_BLV.empty())
     report({"logits", at::stack(probe.logits_BLV),
             [&](const at::Tensor& t) {
@@ -139,17 +141,14 @@ void report_gradients(const VerifyCase& c, const Mesh& mesh, models::Model& mode
                                                     vocab.length(mesh.coordinate(tp))));
             },
             false, origin(tokens.span_start())});
-  if (!probe.inputs.empty()) {
+  // A frozen embedding has no gradient, and needs none of what it gives.
+  if (!probe.inputs.empty() && probe.inputs[0].requires_grad()) {
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& x : probe.inputs) gradients.push_back(x.grad());
-    report({"d(input)", at::stack(gradients),
+    report({gradient_name("input"), at::stack(gradients),
             [&](const at::Tensor& t) { return of_dp(tokens.mine(t)); }, false,
             origin(tokens.mine_start())});
   }
-  model.each_param([&](Stored& w, bool) {
-    report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()),
-            [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
-  });
 }
 
 }  // namespace
@@ -206,16 +205,18 @@ std::unique_ptr<data::Dataset> open_data(const VerifyCase& c) {
 }
 
 void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
-               Routing* replay, const std::function<void(const RankTensor&)>& report) {
+               Routing* replay, const std::function<void(const RankTensor&)>& report,
+               const Nearby* nearby) {
   const Config& config = c.config;
   const Mesh mesh(world, mesh_shape(config));
   const MeshScope scope(mesh);
   const auto model = make_model(config);
   load_initial_weights(config, *model);
+  if (nearby) nearby->move_weights(*model);
   if (record) *record = make_records(c, *model);
   const auto optimizer = make_optimizer(*model, config);
   StepOptions options = step_options(config);
-  Movements movements(*model, world.size() == 1);
+  Movements movements(*model);
   VerifyProbe probe;
   options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
@@ -225,12 +226,15 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     const Gradients g = accumulate_gradients(
         *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
         options);
-    report_gradients(c, mesh, *model, g, probe, step, report);
-    movements.observe();
+    report_sums(g, step, report);
+    if (step == 0) report_ends(c, mesh, probe, report);
+    report_gradients(*model, step, report);
+    if (nearby) nearby->move_gradients(*model, step);
     const Update update =
         apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
-    report({"step " + std::to_string(step) + " gradient norm", scalar(update.grad_norm),
-            whole_tensor});
+    const std::string at = "step " + std::to_string(step) + " ";
+    report({at + "gradient norm", scalar(update.grad_norm), whole_tensor});
+    report({at + "skipped", scalar(update.skipped ? 1 : 0), whole_tensor, true});
   }
   const auto routers = model->routers();
   const auto numbers = model->router_numbers();
@@ -267,25 +271,62 @@ void VerifyReport::add_flips(const RoutingRecords& routing) {
   }
 }
 
+namespace {
+
+// Runs on one rank, with the routing of the first of them.
+class OneRank {
+ public:
+  explicit OneRank(const VerifyCase& c)
+      : case_{one_rank(c.config), c.steps, c.ignored}, data_(open_data(case_)) {}
+
+  Routing routing;
+
+  // A run and those nearby, with the noise of the first.
+  std::vector<NamedTensors> run(const std::string& dtype, std::int64_t steps) {
+    VerifyCase c = case_;
+    c.steps = steps;
+    c.config = changed(c.config, {{"training.dtype", dtype, {"one rank"}}});
+    NamedTensors result = run(c, nullptr);
+    std::vector<NamedTensors> all;
+    for (std::uint64_t i = 0; i < kNumNearby; ++i) {
+      const Nearby nearby(result, scalar_type(c.config), i);
+      all.push_back(run(c, &nearby));
+    }
+    set_noise(result, scalar_type(c.config), all);
+    all.insert(all.begin(), std::move(result));
+    return all;
+  }
+
+ private:
+  NamedTensors run(const VerifyCase& c, const Nearby* nearby) {
+    NamedTensors result;
+    const bool is_first = routing.empty();
+    run_steps(
+        c, *data_, *world_, is_first ? &routing : nullptr, is_first ? nullptr : &routing,
+        [&](const RankTensor& t) {
+          const at::Tensor value = t.value.detach();
+          result.tensors.emplace_back(t.name, (t.tokens ? value.flatten(0, 1) : value).clone());
+        },
+        nearby);
+    return result;
+  }
+
+  VerifyCase case_;
+  std::unique_ptr<data::Dataset> data_;
+  std::shared_ptr<comm::Group> world_ = comm::solo_group();
+};
+
+}  // namespace
+
 VerifyReference run_reference(const VerifyCase& c) {
-  VerifyCase whole{one_rank(c.config), c.steps, c.ignored};
-  VerifyReference result;
-  NamedTensors other;
-  const auto world = comm::solo_group();
-  const auto data = open_data(whole);
-  const auto keep = [](NamedTensors& run) {
-    return [&run](const RankTensor& t) {
-      const at::Tensor value = t.value.detach();
-      run.tensors.emplace_back(t.name, (t.tokens ? value.flatten(0, 1) : value).clone());
-      if (t.movement) run.gradients[t.name] = t.movement->gradients;
-    };
-  };
-  run_steps(whole, *data, *world, &result.routing, nullptr, keep(result));
-  const auto dtype = scalar_type(whole.config);
-  const std::string neighbour = dtype == at::kFloat ? "float64" : "float32";
-  whole.config = changed(whole.config, {{"training.dtype", neighbour, {"one rank"}}});
-  run_steps(whole, *data, *world, nullptr, &result.routing, keep(other));
-  set_noise(result, dtype, other, scalar_type(whole.config));
+  OneRank one(c);
+  const std::string wide = "float64", &dtype = c.config.training.dtype;
+  const auto runs = one.run(dtype, c.steps);
+  VerifyReference result{runs.front()};
+  set_movement_noise(result, one_rank(c.config), c.steps);
+  if (dtype != wide)
+    result.unexplained = unexplained(runs, scalar_type(c.config), one.run(wide, 1).front());
+  result.routing = std::move(one.routing);
   return result;
 }
 
@@ -314,7 +355,10 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
     });
     findings.exchange(world, device(c.config));
   });
-  if (report.error.empty()) report.mismatches = findings.mismatches(shape);
+  if (report.error.empty()) {
+    report.mismatches = reference.unexplained;
+    std::ranges::move(findings.mismatches(shape), std::back_inserter(report.mismatches));
+  }
   const auto [ratio, tensor] = findings.worst();
   report.worst_ratio = ratio, report.worst_tensor = tensor;
   if (c.replays())
@@ -386,6 +430,8 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
   auto settings = config::mesh_settings(shape, origin.text);
   if (shape.pp > 1)
     settings.push_back({"parallelism.pipeline_parallel_schedule", schedule, origin});
+  if (shape.num_nodes_of_ep() > 1 && config.origin("parallelism.moe_dispatcher").is_default)
+    settings.push_back({"parallelism.moe_dispatcher", std::string("two_hops"), origin});
   if (const auto global = config.training.global_batch_size; global > 0)
     settings.push_back({"training.global_batch_size",
                         fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),

@@ -9,6 +9,7 @@
 
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"
+#include "moesh/verify/noise.h"
 #include "moesh/verify/parity.h"
 #include "moesh/verify/probe.h"
 
@@ -50,8 +51,9 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
 using Routing = std::vector<RoutingRecords>;
 
 struct VerifyReference : NamedTensors {
-  Routing routing;
-  std::string graph_mismatch = {};  // of graph_parity.h
+  Routing routing = {};
+  std::vector<Mismatch> unexplained = {};  // of noise.h: no mesh holds then
+  std::string graph_mismatch = {};         // of graph_parity.h
 };
 
 struct VerifyReport {
@@ -79,11 +81,12 @@ void launch_for(VerifyReport& report, const Config& config,
 std::unique_ptr<data::Dataset> open_data(const VerifyCase& c);
 
 /// What each rank does, on the mesh of the configuration: `report` gets what it has of each tensor.
-/// One rank may record its routing.
+/// One rank may record its routing, and do a run nearby instead.
 void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& world, Routing* record,
-               Routing* replay, const std::function<void(const RankTensor&)>& report);
+               Routing* replay, const std::function<void(const RankTensor&)>& report,
+               const Nearby* nearby = nullptr);
 
-/// The case on one_rank(c.config).
+/// The case on one_rank(c.config), with what rounding does to it.
 VerifyReference run_reference(const VerifyCase& c);
 
 /// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be

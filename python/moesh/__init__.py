@@ -41,9 +41,11 @@ _import_torch()
 _import_engine()
 
 from ._functions import (  # noqa: E402
-    Comparison, Error, RunSummary, compare, estimate, load_metrics, print_config, train, verify)
+    Comparison, Error, RunSummary, compare, estimate, load_metrics, print_config, tokenize, train,
+    verify)
+from . import _chats  # noqa: E402, F401
 from ._moesh import version as __version__  # noqa: E402
 from .tensor_dump import dump, tensors_of  # noqa: E402
 
 __all__ = ["Comparison", "Error", "RunSummary", "compare", "dump", "estimate", "load_metrics",
-           "print_config", "tensors_of", "train", "verify"]
+           "print_config", "tensors_of", "tokenize", "train", "verify"]

@@ -16,15 +16,15 @@ def train(config=None, *, dataset=None, on_step=None, **options):
 
     config     a dict (dotted keys or nested), a dataclass, or the path of a TOML file; `options`
                override it, such as steps=100, mesh="tp=2,ep=2", training={"seed": 1}
-    dataset    your own: dataset[index] is data.sequence_length + 1 token ids, as an array, a tensor
-               or a list, or a pair of them and the numbers of their documents. With len(dataset) it
-               begins again after so many. Optional: vocab_size, and describe(), by which a run that
-               is resumed tells other data. Threads ask in any order, one at a time.
-    on_step    called with the record of each step, a dict as in metrics.jsonl; what it raises ends
-               the run
+    dataset    your own data: dataset[index] is data.sequence_length + 1 token ids, as an array, a
+               tensor or a list, or a pair of them and the numbers of their documents. If it has a
+               len(), it starts again at its end. Optional: vocab_size, and describe(), a text by
+               which a resumed run recognises the data. Threads call it in any order, one at a time.
+    on_step    called with the record of each step, a dict as in metrics.jsonl; an exception in it
+               ends the run
 
-    The GIL is released but for these calls. Ctrl-C ends the run after the step, which is saved
-    where checkpoints are, and then raises KeyboardInterrupt; a second Ctrl-C ends the process.
+    The GIL is released except for these calls. Ctrl-C ends the run after the step, which is saved
+    if checkpoints are enabled, and then raises KeyboardInterrupt; a second Ctrl-C ends the process.
     """
     values = values_of(config, options)
     sys.stdout.flush()  # moesh prints by itself
@@ -35,17 +35,17 @@ def verify(config=None, *, num_steps=2, sweep=None, **options):
     """Compares the mesh with one rank, as `moesh verify` does: {"holds": ..., "meshes": [...]}.
 
     num_steps  optimizer steps to compare
-    sweep      8 or "5-8": every mesh of so many ranks, instead of the configured one
+    sweep      8 or "5-8": every mesh of up to 8, or of 5 to 8 ranks, instead of the configured one
     """
     meshes = None if sweep is None else str(sweep)
     return _moesh.verify(values_of(config, options), num_steps, meshes)
 
 
 def estimate(config=None, *, search=None, memory=None, most=10, cluster=None, **options):
-    """Parameters, bytes of a rank and bytes that it sends in a step, without running it: a dict.
+    """A dict of parameters, memory of a rank and bytes that it sends in a step, without a run.
 
-    cluster="h100x8:256", or the path of a TOML file: seconds of a step instead of bytes, as
-    `moesh estimate --cluster` has them.
+    cluster="h100x8:256", or the path of a TOML file: seconds of a step instead of bytes, as in
+    `moesh estimate --cluster`.
 
     search=True with a cluster, or search=64 for that many H100: a list of such dicts, of the fastest
     meshes, schedules, recompute modes and micro-batches that fit into a GPU, or into `memory`
@@ -53,7 +53,7 @@ def estimate(config=None, *, search=None, memory=None, most=10, cluster=None, **
     """
     values = values_of(config, options)
     named = None if cluster is None else os.fspath(cluster)
-    if not search:
+    if search is None or search is False:
         return _moesh.estimate(values) if named is None else _moesh.estimate_in_time(values, named)
     if named is not None and not isinstance(search, bool):
         raise error("config", f"search is {search} (Python), and all GPUs of a cluster are "
@@ -67,6 +67,35 @@ def estimate(config=None, *, search=None, memory=None, most=10, cluster=None, **
 def print_config(config=None, **options):
     """The effective value of every option, and where it came from, as TOML."""
     return _moesh.print_config(values_of(config, options))
+
+
+def tokenize(inputs, *, tokenizer, out, **options):
+    """Texts or chats as a file of tokens, as `moesh tokenize` makes them: a dict of counts.
+
+    inputs     a path or a list of them
+    tokenizer  the folder of a model, whose chat template is used, or its tokenizer.json
+    out        the beginning of the names of the files: out.bin, out.idx, and out.mask of chats
+    options    those of the command: append_eod=True, chats="sharegpt", roles=["assistant", "tool"],
+               chat_template="file", chat_fields={"messages": "turns"},
+               template_variable={"enable_thinking": False}, no_end_of_turn=True, on_error="skip"
+    """
+    if isinstance(inputs, (str, os.PathLike)):
+        inputs = [inputs]
+    args = ["tokenize", "--tokenizer", os.fspath(tokenizer), "--out", os.fspath(out)]
+    for key, value in options.items():
+        name = "--" + key.replace("_", "-")
+        if isinstance(value, bool):
+            args += [name] if value else []
+        elif key == "template_variable":
+            for variable, its in value.items():
+                args.append(f"{name}={variable}={json.dumps(its)}")
+        elif isinstance(value, dict):
+            args.append(name + "=" + ",".join(f"{a}={b}" for a, b in value.items()))
+        elif isinstance(value, (list, tuple)):
+            args.append(name + "=" + ",".join(map(str, value)))
+        elif value is not None:
+            args.append(f"{name}={value}")
+    return _moesh.tokenize(args + [os.fspath(path) for path in inputs])
 
 
 def compare(a, b, *, tolerance=None, rename=None):

@@ -1,6 +1,6 @@
 """Parameters and gradients of any PyTorch model as a safetensors file, for `moesh compare`.
 
-This file needs torch alone, of any version: copy it beside the code that is to be debugged.
+This file needs only torch, of any version: copy it next to the code that is to be debugged.
 
     loss.backward()
     dump(model, "two_ranks.safetensors", loss=loss, logits=logits)
@@ -54,7 +54,7 @@ def dump(model, path, *, per_rank=False, **tensors):
         warnings.warn(
             f"ranks hold different values of {', '.join(disagreement)}, which none of them holds a "
             f"shard of; {path} has those of rank 0. Gradients of what all ranks hold must be "
-            "reduced. (Shards that are no DTensor: per_rank=True.)", stacklevel=2)
+            "reduced. (For shards that are not DTensors: per_rank=True.)", stacklevel=2)
     return path
 
 

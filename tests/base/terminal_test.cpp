@@ -12,7 +12,7 @@ TEST(Printable, NothingControlsTheTerminal) {
   EXPECT_EQ(for_terminal("a\tb\n\x1b"), "a\tb\n\\x1b");
 }
 
-// A terminal takes U+009B, or the byte alone, for the beginning of a sequence.
+// A terminal takes U+009B, or the single byte, for the beginning of a sequence.
 TEST(Printable, ControlCharactersOfC1) {
   for (unsigned code = 0x80; code < 0xa0; ++code) {
     const std::string letter{'\xc2', static_cast<char>(code)};

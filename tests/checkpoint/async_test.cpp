@@ -1,6 +1,6 @@
 // Saving in the background while training goes on: on threads, and over the loopback table of NCCL,
 // where a rank has one stream.
-#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/train/step.h"
 #include "tests/checkpoint/support.h"
 #include "tests/comm/nccl_loopback.h"

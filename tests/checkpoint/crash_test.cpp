@@ -64,7 +64,7 @@ void save_generation(const path& folder, std::int64_t step, int generation, int 
   });
 }
 
-// Of a process that saves on a disk with these faults, and ends.
+// The exit status of a process that saves on a disk with these faults, and ends.
 int status_of_save(const path& folder, int step, int generation, int keep,
                    const std::string& rules) {
   const pid_t child = fork();

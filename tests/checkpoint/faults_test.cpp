@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "moesh/base/log.h"
+#include "moesh/checkpoint/folder.h"
 #include "moesh/checkpoint/inspect.h"
-#include "moesh/checkpoint/lock.h"
 #include "moesh/train/metrics/sink.h"
 #include "tests/checkpoint/support.h"
 #include "tests/faulty_file_system.h"
@@ -531,7 +531,7 @@ TEST(Diverged, ARunStopsAndKeepsTheLastHealthyCheckpoint) {
                   "--training.max_skipped_steps=5"};
   expect_parts(error_of([&] { run(runs, "tp=2", wild); }, ErrorKind::diverged),
                {"the run has diverged: 5 steps in a row, 4 to 8", "the largest weight is",
-                "optimizer.lr", "go on from", "step-00000002"});
+                "optimizer.lr", "resume from", "step-00000002"});
   // Step 3 was taken, and made the weights with which nothing can be computed.
   const auto steps = checkpoint::saved_steps(runs);
   EXPECT_EQ(steps, (Steps{2, 7}));

@@ -8,8 +8,8 @@
 
 #include "moesh/checkpoint/load.h"
 #include "moesh/checkpoint/plan.h"
+#include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
-#include "moesh/spmd/one_rank.h"
 #include "tests/checkpoint/support.h"
 
 namespace moesh::checkpoint {
@@ -208,7 +208,29 @@ TEST(ConfigJson, OfEveryModelComesInTwoVersions) {
           "beta_slow":1.0,"truncate":false,"original_max_position_embeddings":4096},"swiglu_limit":7.0,"sliding_window":128,
           "layer_types":["sliding_attention","full_attention"])",
        R"("num_local_experts":8,"head_dim":8,"rope_parameters":{"rope_theta":150000.0,"rope_type":"yarn","factor":32.0,"truncate":false,
-          "original_max_position_embeddings":4096},"swiglu_limit":7,"swiglu_alpha":1.702)"}};
+          "original_max_position_embeddings":4096},"swiglu_limit":7,"swiglu_alpha":1.702)"},
+      {"qwen2_moe",
+       R"("num_experts":8,"moe_intermediate_size":24,"shared_expert_intermediate_size":40,"rope_theta":1e6,"sliding_window":32768,
+          "use_sliding_window":false,"max_window_layers":21)",
+       R"("num_local_experts":8,"moe_intermediate_size":24,"shared_expert_intermediate_size":40,"qkv_bias":true,"sliding_window":0,
+          "rope_parameters":{"rope_type":"default","rope_theta":1000000},"layer_types":["full_attention","full_attention"])"},
+      {"olmoe",
+       R"("num_experts":8,"clip_qkv":null,"rope_theta":10000.0,"rope_scaling":null,"norm_topk_prob":false)",
+       R"("num_local_experts":8,"rope_parameters":{"rope_type":"default","rope_theta":10000.0},"router_aux_loss_coef":0.01)"},
+      {"glm4_moe",
+       R"("n_routed_experts":8,"moe_intermediate_size":24,"first_k_dense_replace":1,"n_shared_experts":1,"head_dim":8,"rope_theta":1e6,
+          "partial_rotary_factor":0.5,"rope_scaling":null,"n_group":1,"topk_group":1,"routed_scaling_factor":1.0)",
+       R"("num_local_experts":8,"moe_intermediate_size":24,"first_k_dense_replace":1,"n_shared_experts":1,"head_dim":8,
+          "rope_parameters":{"rope_type":"default","rope_theta":1e6,"partial_rotary_factor":0.5},"norm_topk_prob":true)"},
+      {"minimax_m2",
+       R"("num_local_experts":8,"head_dim":8,"rotary_dim":4,"rope_theta":5000000,"scoring_func":"sigmoid","use_qk_norm":true,
+          "qk_norm_type":"per_layer","use_routing_bias":true,"shared_intermediate_size":0,"attn_type_list":[1,1])",
+       R"("num_experts":8,"head_dim":8,"rope_parameters":{"rope_type":"default","rope_theta":5e6,"partial_rotary_factor":0.5})"},
+      {"granitemoe",
+       R"("num_local_experts":8,"rope_theta":10000,"rope_scaling":null,"embedding_multiplier":12,"logits_scaling":6,
+          "attention_multiplier":0.015625,"residual_multiplier":0.22)",
+       R"("num_local_experts":8,"rope_parameters":{"rope_type":"default","rope_theta":10000.0},"embedding_multiplier":12.0,
+          "logits_scaling":6.0,"attention_multiplier":0.015625,"residual_multiplier":0.22)"}};
   for (const auto& c : cases) {
     const auto normal = [&](const std::string& more) {
       const std::string text = "{\"model_type\":\"" + c.type + "\"," + sizes + more + "}";

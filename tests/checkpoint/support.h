@@ -13,7 +13,7 @@
 #include "moesh/checkpoint/folder.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
-#include "moesh/optim/adamw.h"
+#include "moesh/optim/rules.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/loop.h"
 

@@ -9,16 +9,16 @@
 namespace moesh {
 namespace {
 
-using checkpoint::Breath;
 using checkpoint::damage_in;
+using checkpoint::Heartbeat;
 using checkpoint::together;
 using std::chrono::milliseconds;
 using std::filesystem::path;
 
-void work(int num_pieces, const Breath& breath) {
+void work(int num_pieces, const Heartbeat& heartbeat) {
   for (int i = 0; i < num_pieces; ++i) {
     std::this_thread::sleep_for(milliseconds(20));
-    checkpoint::take(breath);
+    checkpoint::beat(heartbeat);
   }
 }
 
@@ -28,10 +28,10 @@ TEST(Together, LongWorkWithBreathsIsNotTakenForALostRank) {
   comm::launch(
       3,
       [&](comm::Group& world) {
-        together(world, [&](const Breath& breath) {
+        together(world, [&](const Heartbeat& heartbeat) {
           if (world.rank() != 1) return;
-          std::thread helper([&] { work(200, breath); });  // whose breaths do not count
-          work(200, breath);
+          std::thread helper([&] { work(200, heartbeat); });  // whose heartbeats do not count
+          work(200, heartbeat);
           helper.join();
           ++num_done;
         });
@@ -46,7 +46,7 @@ TEST(Together, WhoTakesNoBreathIsALostRank) {
     comm::launch(
         3,
         [](comm::Group& world) {
-          together(world, [&](const Breath&) {
+          together(world, [&](const Heartbeat&) {
             if (world.rank() == 1) work(75, {});
           });
         },
@@ -60,9 +60,9 @@ TEST(Together, OneThatFailsStopsTheOthers) {
   const auto failing = [&] {
     comm::launch(3, [&](comm::Group& world) {
       try {
-        together(world, [&](const Breath& breath) {
+        together(world, [&](const Heartbeat& heartbeat) {
           MOESH_CHECK(world.rank() != 1, ErrorKind::storage, "the disk is gone");
-          work(1'000'000, breath);
+          work(1'000'000, heartbeat);
         });
       } catch (const Error& e) {
         EXPECT_EQ(std::string(e.what()), "the disk is gone (rank 1)");
@@ -177,7 +177,7 @@ TEST(DamageByAllRanks, ADamagedCheckpointThatTakesLongToReadIsNoLostRank) {
   const path newest = runs / checkpoint::step_name(4);
   const auto files = formats::read_manifest(newest.string()).files;
   ASSERT_GT(files.size(), 80u);
-  flip(newest / "config.json", 8);  // which loading reads first, and whoever looks for damage last
+  flip(newest / "config.json", 8);  // which loading reads first, and a check for damage last
   const WithFaults faults("read step-00000004 1 1000000 sleep50");
   EXPECT_EQ(go("2").first_step, 2);
   EXPECT_GT(faults.files.num_hit(), 80);

@@ -1,7 +1,7 @@
 // Several threads of a rank that write and hash: each piece once, the same files, and no fault
 // lost.
 
-#include "moesh/checkpoint/workers.h"
+#include "moesh/checkpoint/file.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

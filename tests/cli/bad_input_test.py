@@ -105,7 +105,7 @@ ROWS = [
     ("empty documents among others", train("holes.bin"), 0, "done after 2 steps"),
     ("a FIFO as tokens", train("pipe.jsonl"), 2, "a pipe"),
     ("a folder as tokens", train("folder.bin"), 2, "folder.bin"),
-    ("an unknown kind of file", train("tokenizer.json"), 2, "it is not known how to read"),
+    ("an unknown kind of file", train("tokenizer.json"), 2, "unknown file type"),
 ]
 
 

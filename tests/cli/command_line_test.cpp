@@ -66,7 +66,7 @@ TEST(CommandLine, ValuesMayBeOptionalRepeatedAndOddTexts) {
   EXPECT_EQ(read({"run", "--search", "--steps=2"}).given.text("--search"), "");
   EXPECT_EQ(read({"run", "--search", "5"}).given.text("--search"), "5");
   EXPECT_EQ(read({"run", "--search=5"}).given.text("--search"), "5");
-  const Given given =
+  const Arguments given =
       read({"compare", "--rename", "a=b", "x", "--rename=c=d e,[f]", "run", "--all"}).given;
   EXPECT_EQ(given.texts("--rename"), (Args{"a=b", "c=d e,[f]"}));
   EXPECT_EQ(given.rest(), (Args{"x", "run"}));

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How the command ends: every exit code of the table in moesh/base/exit_code.h, and its message.
+"""How the command ends: every exit code of the table in moesh/base/error.h, and its message.
 
 exit_codes_test.py CASE MOESH
 """
@@ -11,6 +11,7 @@ import pty
 import re
 import resource
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -175,8 +176,8 @@ def not_finite(tmp, moesh):
     """NaN and inf in the weights, and keys of config.json that no model can have, are named."""
     folder, config = saved_model(tmp, moesh)
     model, begin = f"--model=hf:{folder}", ["--metrics.folder=", "--steps=1"]
-    for key, value in (("rms_norm_eps", -1), ("rope_theta", 0), ("initializer_range", -0.5),
-                       ("router_aux_loss_coef", -1)):
+    for key, value in (("rms_norm_eps", -1), ("rms_norm_eps", 0), ("rope_theta", 0),
+                       ("initializer_range", -0.5), ("router_aux_loss_coef", -1)):
         (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": None,
                                                         key: value}))
         said = run(moesh, "train", model, *begin, code=2)
@@ -214,6 +215,42 @@ def a_limit_on_memory(tmp, moesh):
         sentence = re.match(r"moesh: \w+ error: .*(ulimit|memory)|.*failed to map segment", last)
         assert done.returncode in (2, 3, 127) and sentence, f"{mib} MiB: {done}"
     assert codes[-1] == 0 and codes.count(0) < len(codes) - 2, codes
+
+
+def served(tmp, moesh, **more):
+    """moesh report --serve of a run, and its port."""
+    run(moesh, *RUN, "--steps=1", f"--metrics.folder={tmp}/served", code=0)
+    server = subprocess.Popen([moesh, "report", f"{tmp}/served", "--serve", "0"], text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    return server, int(re.match(r"http://127\.0\.0\.1:(\d+)", server.stdout.readline()).group(1))
+
+
+def a_fault_under_a_limit_on_memory(tmp, moesh):
+    """A SIGSEGV is not told as lack of memory where there is plenty."""
+    limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
+    server, _ = served(tmp, moesh, preexec_fn=limit)
+    server.send_signal(signal.SIGSEGV)
+    _, said = server.communicate(timeout=30)
+    assert server.returncode == -signal.SIGSEGV and "memory" not in said, (server.returncode, said)
+
+
+def a_server_without_descriptors(tmp, moesh):
+    """It waits until it may open one more, and does not spin meanwhile."""
+    server, port = served(tmp, moesh)
+    used = len(os.listdir(f"/proc/{server.pid}/fd"))
+    hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)[1]
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (used, hard))
+    seconds = lambda: sum(map(int, pathlib.Path(f"/proc/{server.pid}/stat").read_text()
+                              .rsplit(")")[1].split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as browser:
+        before = seconds()
+        time.sleep(2)
+        assert seconds() - before < 0.5, seconds() - before
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (hard, hard))
+        browser.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        assert browser.recv(12) == b"HTTP/1.1 200"
+    server.terminate()
+    assert server.wait(20) == 0
 
 
 def closed_streams(tmp, moesh):

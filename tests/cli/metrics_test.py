@@ -204,7 +204,7 @@ def help_of_one_command(tmp, moesh):
 
 def a_loss_that_is_not_finite_is_said_once(tmp, moesh):
     """The first of several such steps warns, with its number; those before and after are quiet."""
-    # The head alone overflows: a NaN that comes to a router ends the run at once.
+    # Only the head overflows: a NaN that comes to a router ends the run at once.
     head = ["--optimizer.group.0.match=lm_head.weight", "--optimizer.group.0.lr_scale=3e44"]
     run = subprocess.run(
         [moesh, "train", "--model=deepseek_v3:tiny", "--steps=100", "--optimizer.lr=1e-6", *head]

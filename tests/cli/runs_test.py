@@ -40,6 +40,8 @@ def mpi_gives_the_bits_of_threads(tmp, moesh, *mpirun):
     for name, ranks, mesh, more in (
             ("four", 4, "dp_shard=2,tp=2,ep=2", []),
             ("eight", 8, "dp_shard=2,cp=2,tp=2,ep=2,etp=2", []),
+            ("nodes", 8, "dp_shard=4,tp=2,ep=4,etp=2",
+             ["--parallelism.ranks_per_node=4", "--parallelism.moe_dispatcher=two_hops"]),
             ("pipeline", 4, "pp=2,tp=2",
              [*pipeline, "--parallelism.pipeline_parallel_schedule=zbv"]),
             ("long_pipeline", 4, "pp=4",

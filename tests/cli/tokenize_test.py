@@ -227,7 +227,7 @@ def resume(case):
     assert len(reached) >= 2 and reached[0] > 0, f"killed with {reached} documents written"
     if not (case.folder / "killed.idx").exists():
         case.run("--threads", "1", "--save-interval", "0", *names, out="killed")
-        assert "went on behind document" in case.text, case.text
+        assert "continued after document" in case.text, case.text
     case.expect(documents, out="killed")
     for ending in (".bin", ".idx"):
         one, two = ((case.folder / f"{n}{ending}").read_bytes() for n in ("whole", "killed"))
@@ -257,7 +257,7 @@ def stopped_early(case, names):
     # Lines that would have stopped a run may be skipped from now on: none was until here.
     stop_when_written(case, [*command[:5], case.folder / "z", *command[6:], *names])
     case.run("--on-error=skip", *names, out="z")
-    assert "went on behind document" in case.text, case.text
+    assert "continued after document" in case.text, case.text
     with open(case.folder / "x.lengths", "r+b") as file:
         file.write(b"\x01")
     text = case.run("--threads", "1", "--save-interval", "0", *names, code=2, out="x")
@@ -293,7 +293,7 @@ def stopped_input(case, documents):
         stop_when_written(case, command, stdin)
     given = case.jsonl(documents[:40_000])
     text = case.run("--format=jsonl", "-", stdin=given, code=2, out="y")
-    assert "standard input is the same once more is not known" in text, text
+    assert "cannot tell whether standard input is the same again" in text, text
     for name in case.folder.glob("y.*"):
         name.unlink()
     case.run("--format=jsonl", "-", stdin=given, out="y")
@@ -344,7 +344,7 @@ def train(case):
     assert npy == losses("flat.bin", "--data.kind=uint16", "--data.batch_size=4") and npy != one
     text = losses("out.bin", vocab_size=size - 5, code=2)
     assert "out.bin: token" in text and f"has {size - 5}" in text, text
-    assert "data.kind = uint16 or uint32" in losses("flat.bin", code=2)
+    assert "set data.kind to uint16 or uint32" in losses("flat.bin", code=2)
 
 
 def parquet(case):

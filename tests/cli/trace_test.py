@@ -88,7 +88,7 @@ def check_collectives(rank, num_ranks, track, in_progress):
 
 
 def sent_bytes(event):
-    """What a rank sends of a message, by the least way: moesh/comm/sent.h."""
+    """What a rank sends of a message, by the least way: moesh/comm/observers.h."""
     n, given = event["args"]["ranks"], event["args"]["bytes"]
     return {"all_reduce": 2 * given * (n - 1) // n, "all_gather": given * (n - 1)}[
         event["name"].split()[0]

@@ -522,7 +522,7 @@ void splits(Group& g, const Setup& s) {
   require((rest == nullptr) == (me == 0),
           "a rank of negative color is in a group, or another one is in none");
   if (rest) check_group(*rest, s, where([](int r) { return r > 0; }), "rest");
-  // Everyone alone.
+  // Every rank by itself.
   const auto alone = g.split(me, 0, "alone");
   check_group(*alone, s, {me}, "alone");
   // Groups of groups, while the outer ones stay in use; odd ranks have made more splits than even
@@ -629,7 +629,7 @@ void bad_arguments_are_refused(Group& g, const Setup& s) {
   expect_error([&] { g.broadcast(x, -1); }, {"broadcast", name, "from rank -1"});
   if (n > 1)
     expect_error([&] { g.reduce_scatter(x.narrow(0, 1, x.size(0) - 1)); },
-                 {"rows do not divide by", "pass the rows of each rank"});
+                 {"rows are not divisible by", "pass the rows of each rank"});
   check_all_reduce(g, s, at::kFloat, ReduceOp::sum, {5}, 1);
 }
 

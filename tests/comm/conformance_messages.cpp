@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "conformance_values.h"
-#include "moesh/comm/sent.h"
+#include "moesh/comm/observers.h"
 
 namespace moesh::comm::conformance {
 namespace {

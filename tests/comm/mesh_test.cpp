@@ -47,6 +47,68 @@ TEST(MeshShape, NamesSizesThatDoNotMultiplyUp) {
   EXPECT_EQ(error_of([] { current_mesh(); }).substr(0, 23), "this thread has no mesh");
 }
 
+// ep = ep_nodes x ep_inside, by the node of each rank: rank / ranks_per_node.
+TEST(MeshShape, NodesShareExpertRanksEvenlyOrNotAtAll) {
+  const auto nodes = [](MeshShape s, int ranks_per_node) {
+    s.ranks_per_node = ranks_per_node;
+    return s.validated().num_nodes_of_ep();
+  };
+  const MeshShape eight{.dp_shard = 8, .ep = 8}, slices{.dp_shard = 8, .ep = 4, .etp = 2};
+  for (const auto& [ranks, of_eight, of_slices] :
+       {std::tuple{0, 1, 1}, {1, 8, 4}, {2, 4, 4}, {3, 0, 0}, {4, 2, 2}, {8, 1, 1}, {16, 1, 1}}) {
+    EXPECT_EQ(nodes(eight, ranks), of_eight) << ranks;
+    EXPECT_EQ(nodes(slices, ranks), of_slices) << ranks;
+  }
+  EXPECT_EQ(nodes({.dp_shard = 8, .ep = 2}, 4), 1) << "both groups of a node are its own";
+  EXPECT_EQ(nodes({.dp_shard = 12, .ep = 3, .etp = 4}, 6), 0) << "etp lies across";
+  EXPECT_EQ(error_of([] { MeshShape{.ranks_per_node = -1}.validated(); }),
+            "mesh: ranks_per_node is -1; use 0 (all ranks on one node) or a number of ranks");
+  for (const MeshShape& shape : all_mesh_shapes(8))
+    for (const int ranks : {1, 2, 4}) {
+      MeshShape s = shape;
+      s.ranks_per_node = ranks;
+      if (s.num_nodes_of_ep() == 0) continue;
+      EXPECT_EQ(s.size(ep_nodes) * s.size(ep_inside), s.ep);
+      for (int r = 0; r < 8; ++r) {
+        EXPECT_EQ(s.coordinate(r, ep_nodes) * s.size(ep_inside) + s.coordinate(r, ep_inside),
+                  s.coordinate(r, ep));
+        for (int other = 0; other < 8; ++other) {
+          if (s.group_number(r, ep) != s.group_number(other, ep)) continue;
+          // Ranks of one ep group are on the same of its nodes exactly where they share a node.
+          if (ranks % s.etp == 0)
+            EXPECT_EQ(s.coordinate(r, ep_nodes) == s.coordinate(other, ep_nodes),
+                      s.size(ep_nodes) == 1 || r / ranks == other / ranks)
+                << s.describe();
+          EXPECT_EQ(s.group_number(r, ep_inside) == s.group_number(other, ep_inside),
+                    s.coordinate(r, ep_nodes) == s.coordinate(other, ep_nodes));
+          EXPECT_EQ(s.group_number(r, ep_nodes) == s.group_number(other, ep_nodes),
+                    s.coordinate(r, ep_inside) == s.coordinate(other, ep_inside));
+        }
+      }
+    }
+}
+
+TEST(Mesh, HalvesOfEpAreGroupsOfTheirOwnOnlyWhereBothAreLargerThanOne) {
+  comm::launch(8, [](comm::Group& world) {
+    const Mesh mesh(world, {.dp_shard = 8, .ep = 4, .etp = 2, .ranks_per_node = 4});
+    const int r = world.rank();
+    EXPECT_EQ(mesh.group(ep_nodes)->members(), (std::vector<int>{r % 4, r % 4 + 4}));
+    EXPECT_EQ(mesh.group(ep_inside)->members(),
+              (std::vector<int>{r / 4 * 4 + r % 2, r / 4 * 4 + r % 2 + 2}));
+    EXPECT_EQ(mesh.group(ep_inside | etp)->size(), 4);
+    EXPECT_EQ(mesh.group(ep_inside | etp)->rank(), r % 4);
+    EXPECT_EQ(mesh.coordinate(ep_inside | etp), r % 4);
+    EXPECT_EQ(mesh.group(ep_inside | etp)->name(), "ep_inside|etp");
+    const Mesh one_node(world, {.dp_shard = 8, .ep = 4, .etp = 2});
+    EXPECT_EQ(one_node.group(ep_inside), one_node.group(ep));
+    EXPECT_EQ(one_node.group(ep_inside | etp), one_node.group(ep | etp));
+    EXPECT_EQ(one_node.group(ep_nodes)->size(), 1);
+    const Mesh apart(world, {.dp_shard = 8, .ep = 8, .ranks_per_node = 1});
+    EXPECT_EQ(apart.group(ep_nodes), apart.group(ep));
+    EXPECT_EQ(apart.group(ep_inside)->size(), 1);
+  });
+}
+
 TEST(MeshShape, NamesEveryAxisThatIsEmpty) {
   const std::pair<const char*, int MeshShape::*> axes[] = {
       {"pp", &MeshShape::pp},

@@ -14,10 +14,9 @@
 
 #include "conformance.h"
 #include "moesh/base/error.h"
-#include "moesh/comm/checker.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/nccl/nccl_launch.h"
 #include "moesh/comm/nccl/world.h"
+#include "moesh/comm/observers.h"
 #include "nccl_loopback.h"
 
 namespace moesh::comm {
@@ -428,7 +427,7 @@ TEST_P(NcclFault, StopWakesARankThatWaits) {
   EXPECT_EQ(nccl.count->aborted, 2);
 }
 
-// A world that is left by an exception does not wait for its peers, who may never end theirs.
+// A world that is left by an exception does not wait for its peers, which may never end theirs.
 TEST_P(NcclFault, ExceptionAborts) {
   const auto nccl = loopback::make(at::kCPU, GetParam());
   const auto text = error_of(

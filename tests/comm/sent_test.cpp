@@ -1,4 +1,4 @@
-#include "moesh/comm/sent.h"
+#include "moesh/comm/observers.h"
 
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>

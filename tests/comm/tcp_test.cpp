@@ -1,4 +1,4 @@
-// Processes that meet without MPI: who has launched them, how they prove who they are, and the
+// Processes that meet without MPI: what launched them, how they prove their rank, and the
 // conformance suite over their connections. Here each rank is a thread with a connection of its
 // own; torchrun_test.py has processes.
 
@@ -12,8 +12,8 @@
 
 #include "conformance.h"
 #include "moesh/base/error.h"
-#include "moesh/comm/launcher.h"
-#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/comm/launch.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/tcp/tcp_world.h"
 #include "nccl_loopback.h"
 #include "tests/support.h"
@@ -74,7 +74,15 @@ TEST(Launchers, AreRecognisedByWhatTheySet) {
   EXPECT_EQ(mpi.kind, Kind::mpi);
   EXPECT_EQ(mpi.num_processes, 4);
   EXPECT_EQ(mpi.place, 3);
+  EXPECT_EQ(mpi.num_on_machine, 4) << "nobody says that there is another";
   EXPECT_EQ(under({{"PMIX_RANK", "0"}, {"SLURM_NTASKS", "8"}}).num_processes, 8);
+  EXPECT_EQ(
+      under({{"OMPI_COMM_WORLD_SIZE", "8"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"}}).num_on_machine,
+      4);
+  EXPECT_EQ(under({{"PMI_SIZE", "8"}, {"MPI_LOCALNRANKS", "2"}}).num_on_machine, 2);
+  EXPECT_EQ(under({{"PMIX_RANK", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_STEP_NUM_NODES", "2"}})
+                .num_on_machine,
+            4);
 
   const auto torchrun = under({{"RANK", "5"},
                                {"WORLD_SIZE", "8"},
@@ -182,16 +190,21 @@ class Links {
   std::vector<std::string> run(const std::function<void(Group&)>& f,
                                const LaunchOptions& options = {.timeout = 20s}) {
     std::vector<std::string> faults(static_cast<std::size_t>(size_));
+    kinds_.assign(faults.size(), std::nullopt);
     ++number_;
     each([&](int rank) {
       try {
         launch_on(*links_[static_cast<std::size_t>(rank)], number_, f, options);
       } catch (const std::exception& e) {
         faults[static_cast<std::size_t>(rank)] = e.what();
+        if (const auto* ours = dynamic_cast<const Error*>(&e))
+          kinds_[static_cast<std::size_t>(rank)] = ours->kind();
       }
     });
     return faults;
   }
+  // What each rank threw in the last run.
+  const std::vector<std::optional<ErrorKind>>& kinds() const { return kinds_; }
 
  private:
   void each(const std::function<void(int)>& f) const {
@@ -202,6 +215,7 @@ class Links {
 
   const int size_;
   std::int64_t number_ = 0;
+  std::vector<std::optional<ErrorKind>> kinds_;
   std::vector<std::unique_ptr<TcpLink>> links_;
 };
 
@@ -257,7 +271,7 @@ TEST(Tcp, AStrangerIsTurnedAwayAndDisturbsNobody) {
   expect_parts(refused(1, "another secret of many letters"), {"does not know MOESH_SECRET"});
   expect_parts(refused(1, kSecret), {"rank 1", "there is a rank 1 already"});
   expect_parts(refused(1, kSecret, 5), {"rank 1 of 5", "rank 0 is of 2"});
-  // Somebody who speaks another language, says too much, or nothing at all.
+  // A stranger that speaks another language, says too much, or nothing at all.
   for (const std::string& said :
        {std::string("GET / HTTP/1.1\r\n\r\n"), std::string(5000, '\xff'),
         std::string(bytes_of(Hello())) + std::string(9000, 'x'), std::string()}) {
@@ -286,7 +300,7 @@ TEST(Tcp, IdleConnectionsKeepNoRankOut) {
   }
 }
 
-// Who does not know the secret cannot pass for rank 0 either.
+// A process that does not know the secret cannot pass for rank 0 either.
 TEST(Tcp, AFalseHubIsNoticed) {
   const Hub hub(
       {.address = "127.0.0.1", .rank = 0, .size = 2, .secret = "another secret of many letters"});
@@ -327,6 +341,7 @@ TEST(Tcp, TheFaultOfOneRankEndsTheOthers) {
   EXPECT_EQ(faults[1], "no such file");
   for (const int other : {0, 2})
     expect_parts(faults[static_cast<std::size_t>(other)], {"rank 1 failed: no such file"});
+  for (const auto& kind : links.kinds()) EXPECT_EQ(kind, ErrorKind::data) << "the exit code";
   expect_no_faults(links.run([](Group& world) { world.barrier(); }));  // the next world is sound
 }
 

@@ -1,6 +1,7 @@
-// Mistakes with what the router gives that must not compile; see spmd.cpp.
+// Mistakes with what the router gives, and with LoRA, that must not compile; see spmd.cpp.
+#include "moesh/fsdp/fsdp.h"
+#include "moesh/nn/linear.h"
 #include "moesh/nn/router.h"
-#include "moesh/spmd/spmd.h"
 
 namespace moesh::nn {
 
@@ -52,6 +53,37 @@ void mark(Route& route, const Tensor<Dense{T, T, R}>& valid) { route.valid_N1 = 
 #else
 void mark(Route& route, const Tensor<Dense{T, T, R}>& valid) {
   route.valid_N1 = keep<tp>(valid, {.dim = 0});
+}
+#endif
+
+// LoRA of a weight that is cut by rows: A is cut as it is, and B is whole.
+
+using Hidden = Tensor<Dense{T, T, F}>;
+
+#if defined(FAIL_lora_b_cut_behind_a_partial_sum)
+// expect: a partial sum (P) times a shard
+auto add(const Hidden& h, const Cut& a, const Cut& b) { return linear(linear(h, use(a)), use(b)); }
+#else
+auto add(const Hidden& h, const Cut& a, const Uncut& b) {
+  return linear(linear(h, use(a)), use(b));
+}
+#endif
+
+#if defined(FAIL_lora_a_whole_before_a_slice)
+// expect: x has a slice of the features, the weight has all
+auto narrowed(const Hidden& h, const Uncut& a) { return linear(h, use(a)); }
+#else
+auto narrowed(const Hidden& h, const Cut& a) { return linear(h, use(a)); }
+#endif
+
+#if defined(FAIL_lora_added_to_a_whole_output)
+// expect: a partial sum (P) plus a whole value
+auto added(const Tensor<Dense{T, T, R}>& y, const Hidden& h, const Cut& a, const Uncut& b) {
+  return y + linear(linear(h, use(a)), use(b));
+}
+#else
+auto added(const Tensor<Dense{T, T, P}>& y, const Hidden& h, const Cut& a, const Uncut& b) {
+  return y + linear(linear(h, use(a)), use(b));
 }
 #endif
 

@@ -1,6 +1,6 @@
 // Mistakes of parallel programs that must not compile, each with the sentence that the compiler
 // then shows. The #else branch is the cure which the sentence names: the control compiles them all.
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 
 #include "moesh/nn/norm.h"
 
@@ -201,6 +201,22 @@ auto expert(const Rows& rows, const ExpertWeight& w, const Splits&, const Splits
 #else
 auto expert(const Rows& rows, const ExpertWeight& w, const Splits& send, const Splits& recv) {
   return linear(all_gather<etp>(to_experts<ep>(rows, send, recv), {.dim = 0}), use(w));
+}
+#endif
+
+#if defined(FAIL_forgotten_second_hop)
+// expect: AtNode<Sparse
+auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
+                    const Splits& recv) {
+  const auto [at_node] = start_to_nodes(send, recv, rows).wait();
+  return linear(all_gather<etp>(at_node, {.dim = 0}), use(w));
+}
+#else
+auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
+                    const Splits& recv) {
+  const auto [at_node] = start_to_nodes(send, recv, rows).wait();
+  const auto [at_expert] = to_experts(send, recv, at_node);
+  return linear(all_gather<etp>(at_expert, {.dim = 0}), use(w));
 }
 #endif
 

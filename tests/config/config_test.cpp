@@ -9,7 +9,7 @@
 #include "moesh/config/tables.h"
 #include "moesh/models/disk.h"
 #include "moesh/models/registry.h"
-#include "moesh/optim/registry.h"
+#include "moesh/optim/rule.h"
 #include "tests/config/other_value.h"
 #include "tests/support.h"
 
@@ -121,7 +121,8 @@ TEST(Config, TheStepOfTheExpertBiasIsTheModelsOwnUntilItIsSet) {
   const std::string name = "moe.load_balance_coeff";
   for (const auto& model : models::model_names()) {
     const Config config = load_config({"--model=" + model + ":debug"});
-    EXPECT_EQ(config.moe.load_balance_coeff, model == "deepseek_v3" ? 1e-3 : 0) << model;
+    const bool has_bias = models::facts(config.model.architecture).stores_expert_bias;
+    EXPECT_EQ(config.moe.load_balance_coeff, has_bias ? 1e-3 : 0) << model;
     EXPECT_EQ(config.origin(name).text, model + ":debug");
     EXPECT_TRUE(config.origin(name).is_default);
     const Config asked = load_config({"--model=" + model, "--" + name + "=0.25"});
@@ -389,13 +390,15 @@ TEST(Config, ShortForms) {
   EXPECT_EQ(config.training.dtype, "bfloat16");
   EXPECT_EQ(config.training.steps, 5);
   EXPECT_EQ(load_config({"--model=deepseek_v3"}).model.size, "tiny");
-  expect_parts(error_of([] { load_config({"--model=deepseek_v3:huge"}); }, ErrorKind::config),
-               {"model.size is \"huge\" (command line)", "tiny, debug, 16b or 671b"});
+  expect_parts(
+      error_of([] { load_config({"--model=deepseek_v3:huge"}); }, ErrorKind::config),
+      {"model.size is \"huge\" (command line)", "tiny, debug, 16b, 671b, moonlight or kimi-k2"});
   expect_parts(error_of([] { load_config({"--model=gpt_oss:16b"}); }, ErrorKind::config),
                {"model.size is \"16b\" (command line)", "tiny, debug, 20b or 120b"});
   expect_parts(error_of([] { load_config({"--model=gpt:20b"}); }, ErrorKind::config),
                {"model.name is \"gpt\" (command line)",
-                "deepseek_v3, qwen3_moe, mixtral, llama4 or gpt_oss"});
+                "deepseek_v3, qwen3_moe, mixtral, llama4, gpt_oss, qwen2_moe, olmoe, glm4_moe, "
+                "glm4_moe_lite, minimax_m2 or granitemoe"});
 }
 
 TEST(Config, MeshIsShortForAllDegrees) {
@@ -498,7 +501,7 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
       {"tp", "2", "--mesh tp=2"},
       {"fsdp", "8", "--mesh dp_shard=8"},
       {"dp", "true", "--mesh dp_shard=2"},
-      {"lora.r", "8", "moesh trains all parameters and has no LoRA"},
+      {"lora.r", "8", "--lora.rank"},
       {"lr", "1e-4", "--optimizer.lr"},
       {"learning-rate", "1e-4", "--optimizer.lr"},
       {"batch-size", "4", "--data.batch_size"},
@@ -511,9 +514,9 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
       {"num-layers", "4", "--model.num_layers"},
       {"hidden-size", "4", "--model.dim"},
       {"seed", "4", "--training.seed"},
-      {"gpus", "8", "the mesh has as many ranks"},
-      {"nproc", "8", "the mesh has as many ranks"},
-      {"nproc_per_node", "8", "the mesh has as many ranks"},
+      {"gpus", "8", "the number of ranks is the product"},
+      {"nproc", "8", "the number of ranks is the product"},
+      {"nproc_per_node", "8", "the number of ranks is the product"},
       {"output-dir", "x", "--checkpoint.folder for checkpoints, --metrics.folder"},
       {"resume", "true", "--checkpoint.enable"},
       {"gradient_checkpointing", "true", "--activation_checkpoint.mode=full"},
@@ -527,7 +530,7 @@ TEST(Config, NamesOfOtherFrameworksAndGuessesLeadToOurs) {
   };
   expect_parts(error({"--tp", "2"}),
                {"unknown option --tp (command line); here it is --mesh tp=2"});
-  expect_parts(error({"--lora.r=8"}), {"unknown option --lora.r", "; moesh trains all parameters"});
+  expect_parts(error({"--lora.r=8"}), {"unknown option --lora.r", "here it is --lora.rank"});
   expect_parts(error({"--bf16"}), {"here it is --training.dtype=bfloat16"});
 
   // Every option that an answer names exists, or is a key that some model has; no name is there
@@ -598,7 +601,7 @@ TEST(Config, WhatIsPrintedReadsBackTheSame) {
   }
   EXPECT_EQ(model_values(copy), model_values(config));
   EXPECT_EQ(model_value(copy, "model.dim"), Value{std::int64_t{7}});
-  // Again printed it differs in the comments alone.
+  // Printed again it differs only in the comments.
   const auto without_comments = [](const std::string& text) {
     std::string out;
     for (const auto& entry : formats::parse_toml(text, "printed"))
@@ -654,7 +657,8 @@ TEST(Config, HelpNamesEveryOption) {
   }
 }
 
-// Every key of a rule is a number in [optimizer], and every other number there is read by a rule.
+// Every key of a rule is a number or a switch in [optimizer], and every other one there is read by
+// a rule.
 TEST(Config, OptimizerHasTheKeysOfTheRules) {
   std::set<std::string> keys{"name", "lr"};
   for (const auto& kind : optim::rule_kinds())
@@ -662,7 +666,9 @@ TEST(Config, OptimizerHasTheKeysOfTheRules) {
       keys.insert(key);
       const Option* o = find_option("optimizer." + key);
       ASSERT_NE(o, nullptr) << kind.name << " reads " << key;
-      EXPECT_TRUE(std::holds_alternative<double>(o->initial())) << key;
+      const Value initial = o->initial();
+      EXPECT_TRUE(std::holds_alternative<double>(initial) || std::holds_alternative<bool>(initial))
+          << key;
     }
   for (const Option& o : options())
     if (o.section() == "optimizer") EXPECT_TRUE(keys.contains(o.key())) << o.name;

@@ -13,7 +13,7 @@ namespace moesh::config {
 /// Files that options name. A test that only reads configurations need not have them.
 struct OtherFiles {
   std::string text = "corpus.txt", jsonl = "corpus.jsonl", weights = "weights",
-              tokenizer = "tokenizer.json", token_folder = "tokens";
+              tokenizer = "tokenizer.json", token_folder = "tokens", adapter = "adapter";
 };
 
 struct OtherValue {
@@ -25,13 +25,15 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
   const std::string bytes = "--model.vocab_size=257", tp = "--parallelism.tensor_parallel_degree=2",
                     pp = "--parallelism.pipeline_parallel_degree=2",
                     layers = "--model.num_layers=4", steps = "--training.steps=4",
-                    wsd = "--lr_scheduler.kind=wsd";
+                    wsd = "--lr_scheduler.kind=wsd", muon = "--optimizer.name=muon",
+                    lora = "--lora.rank=2";
   const std::map<std::string, OtherValue> chosen{
       {"model.size",
        {"debug", {"--model.dim=32", "--model.num_layers=2", "--model.vocab_size=96"}}},
       {"training.steps", {"4"}},
       {"training.global_batch_size", {"6"}},
       {"training.max_norm", {"0.001"}},
+      {"training.freeze", {"*.gate.weight"}},
       {"data.path", {files.text, {bytes}}},
       {"data.kind", {"text", {bytes, "--data.path=" + files.jsonl}}},
       {"data.document_mask", {"false"}},
@@ -50,9 +52,22 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.pipeline_parallel_layers_per_stage",
        {"3,1", {layers, pp, "--parallelism.data_parallel_shard_degree=2"}}},
       {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
+      {"parallelism.ranks_per_node",
+       {"2", {"--mesh=dp_shard=4,ep=4", "--parallelism.moe_dispatcher=two_hops"}}},
+      {"lora.alpha", {"3", {lora}}},
+      {"lora.targets", {"o_proj", {lora}}},
+      {"lora.use_rslora", {"true", {lora}}},
+      {"lora.rank_pattern", {"o_proj=3", {lora}}},
+      {"lora.alpha_pattern", {"o_proj=3", {lora}}},
+      {"lora.init_lora_weights", {"false", {"--lora.rank=2"}}},
+      {"lora.adapter", {files.adapter}},
       {"activation_checkpoint.mode", {"full", {tp}}},
       {"optimizer.eps", {"0.1"}},
       {"optimizer.momentum", {"0.5", {"--optimizer.name=sgd"}}},
+      {"optimizer.muon_momentum", {"0.5", {muon}}},
+      {"optimizer.nesterov", {"false", {muon}}},
+      {"optimizer.muon_float32", {"true", {muon, "--dtype=float32"}}},
+      {"optimizer.muon_by_head", {"true", {muon}}},
       {"lr_scheduler.kind", {"linear", {steps}}},
       {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
       {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},

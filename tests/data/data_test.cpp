@@ -33,7 +33,7 @@ TEST(SyntheticLanguage, EntropyIsThatOfWhatItSays) {
                  deviation = std::sqrt(std::max(0.0, squares / n - mean * mean) / n);
     const double entropy = language.entropy().value();
     EXPECT_NEAR(mean, entropy, 5 * deviation + 1e-12) << successors;
-    // The same from counts alone, as a model that knows nothing of the language would see it.
+    // The same only from counts, as a model that knows nothing of the language would see it.
     // Counting is biased downwards by about (pairs - tokens) / 2n.
     double counted = 0;
     for (const auto& [pair, count] : pairs)

@@ -1,9 +1,11 @@
-// The check that mistakes in loss masks must not pass: of documents whose every second token is to
-// be predicted, those tokens are the labels.
+// The checks that mistakes in loss masks must not pass: of documents whose every second token is to
+// be predicted, those tokens are the labels; and of a chat, the tokens of its answers have a mask.
 
 #include "moesh/base/error.h"
 #include "moesh/data/best_fit.h"
+#include "moesh/data/chats.h"
 #include "moesh/data/packed.h"
+#include "tests/data/small_tokenizer.h"
 #include "tests/mutants/check.h"
 
 namespace moesh::data {
@@ -55,6 +57,25 @@ const mutants::Provide masks("masks", [](Settings&) -> Check {
       if (!wrong.empty()) return wrong;
       const std::string other = wrong_label(BestFitDataset(store, length, 0, true));
       if (!other.empty()) return other;
+    }
+    return "";
+  };
+});
+
+const mutants::Provide chat_masks("chat_masks", [](Settings&) -> Check {
+  return []() -> std::string {
+    const tokenizer::Tokenizer tokenizer(small_tokenizer_json(), "test");
+    const RenderedChat chat{.text = "ask:yes;ask:no;", .trained = {{4, 8}, {12, 15}}};
+    tokenizer::EncodeBuffers buffers;
+    std::vector<tokenizer::TokenId> ids;
+    std::vector<tokenizer::ByteRange> spans;
+    tokenizer.encode(chat.text, false, buffers, ids, &spans);
+    std::vector<std::uint8_t> mask;
+    add_mask(chat, tokenizer, ids, spans, /*end_of_turn=*/true, mask);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto at = spans[i].begin;
+      const bool is_answer = (at >= 4 && at < 8) || at >= 12;
+      if (mask[i] != is_answer) return detail::concat("mask of token ", i, " is ", int{mask[i]});
     }
     return "";
   };

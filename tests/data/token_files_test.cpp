@@ -77,7 +77,7 @@ TEST(TokenFiles, AreTheSameTokensInEveryKind) {
   }
   // Without an index and without a kind nothing says how large an id is.
   expect_parts(error_of([&] { open_dataset(options(flat.path())); }, ErrorKind::config),
-               {flat.path(), "data.kind = uint16 or uint32"});
+               {flat.path(), "set data.kind to uint16 or uint32"});
 }
 
 TEST(TokenFiles, NameFileAndPositionOfAnIdBeyondTheVocabulary) {

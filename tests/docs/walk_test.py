@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The walk of docs/data.md, command by command as it is written, with fewer steps.
+"""The example of docs/data.md, command by command as it is written, with fewer steps.
 
 walk_test.py ROOT MOESH
 """
@@ -18,7 +18,7 @@ SHORTER = {"steps = 300": "steps = 6", "interval = 100": "interval = 3", "--step
 
 def commands(page):
     """All blocks of commands of the section."""
-    section = page.split("## A walk", 1)[1].split("\n## ", 1)[0]
+    section = page.split("## Example", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"^```sh\n(.*?)^```", section, re.M | re.S)
 
 
@@ -28,12 +28,12 @@ def main(root, moesh):
     assert len(blocks) >= 6, blocks
     text = "\n".join(blocks)
     for old, new in SHORTER.items():
-        assert old in text, f"the walk has no '{old}' any more"
+        assert old in text, f"the example has no '{old}' any more"
         text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         for entry in root.iterdir():
-            # Not what someone has who did the walk here.
+            # Not what is left of the example in this tree.
             if entry.name not in ("build", "walk") and not entry.name.startswith("."):
                 (folder / entry.name).symlink_to(entry)
         (folder / "build" / "bin").mkdir(parents=True)

@@ -93,7 +93,7 @@ TEST(Cluster, CountsSeconds) {
   EXPECT_EQ(seconds(c, {.size = 4, .in_node = 1}, Collective::all_gather, 300, 1), 30);
   // 2 nodes of 4: 800 bytes are gathered, 400 of them enter each node, over 4 cards.
   EXPECT_EQ(seconds(c, {.size = 8, .in_node = 4}, Collective::reduce_scatter, 700, 1), 10);
-  // Of 7 other ranks 4 are elsewhere.
+  // 4 of the 7 other ranks are on other nodes.
   EXPECT_EQ(seconds(c, {.size = 8, .in_node = 4}, Collective::all_to_all, 700, 1), 40);
   EXPECT_EQ(seconds(c, {.size = 1, .in_node = 1}, Collective::all_reduce, 700, 1), 0);
   c.latency = 1;

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 
 #include "moesh/comm/launch.h"
+#include "moesh/comm/observers.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
 #include "tests/counting_allocator.h"
@@ -424,12 +425,46 @@ TEST(Estimate, ChoosesTheDispatcherOfTheRunThatItPlans) {
   };
   const Config c = load({"--model=deepseek_v3:tiny", "--mesh=dp_shard=2,ep=2"});
   const auto choice = [&](nn::Exchange exchange) {
-    return to_string(nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), top_k(c), exchange));
+    return to_string(
+        nn::resolve(nn::Dispatcher::automatic, mesh_shape(c), train::router_shape(c), exchange));
   };
   ASSERT_NE(choice(nn::Exchange::nccl), choice(nn::Exchange::threads_on_gpu));
   ASSERT_NE(sent("cuda", "all_to_all"), sent("cuda", "all_gather"));
   EXPECT_EQ(sent("cuda", "auto"), sent("cuda", choice(nn::Exchange::nccl)));
   EXPECT_EQ(sent("cpu", "auto"), sent("cpu", choice(nn::Exchange::threads_on_cpu)));
+}
+
+// In turn over the experts every rank sends the same: what the dry run of one says, all ranks
+// count.
+TEST(Estimate, SendsTheBytesThatRanksCountWithEveryDispatcher) {
+  for (const char* dispatcher : {"all_to_all", "all_gather", "two_hops"})
+    for (const char* mesh : {"dp_shard=8,ep=8", "dp_shard=8,ep=4,etp=2"}) {
+      const Config c =
+          load({"--model=deepseek_v3:tiny", std::string("--mesh=") + mesh,
+                "--parallelism.ranks_per_node=4", "--model.num_experts=16", "--model.num_groups=1",
+                "--model.top_groups=1", "--moe.force_load_balance", "--data.batch_size=1",
+                "--data.sequence_length=64", "--training.steps=1",
+                std::string("--parallelism.moe_dispatcher=") + dispatcher});
+      std::map<std::string, std::int64_t> expected;
+      for (const auto& [key, entry] : estimate(c).traffic) expected[key.first] += entry.num_bytes;
+      std::mutex mutex;
+      std::map<std::string, std::int64_t> sums;
+      const auto data = train::open_dataset(c);
+      comm::launch(8, [&](comm::Group& world) {
+        const Mesh m(world, mesh_shape(c));
+        const MeshScope scope(m);
+        const auto model = train::make_model(c);
+        const auto optimizer = train::make_optimizer(*model, c);
+        auto batches = train::step_batches(c, *data, m, 0);
+        comm::SentBytes sent;
+        train::take_step(*model, *optimizer, std::move(batches), 1e-3, train::step_options(c));
+        const std::lock_guard lock(mutex);
+        for (const auto& [group, bytes] : sent.take()) sums[group] += bytes;
+      });
+      for (const char* group : {"ep", "etp", "ep|etp", "ep_nodes", "ep_inside", "ep_inside|etp"})
+        EXPECT_EQ(sums[group], 8 * expected[group]) << dispatcher << " " << mesh << " " << group;
+      EXPECT_EQ(sums["ep_nodes"] > 0, dispatcher == std::string("two_hops")) << mesh;
+    }
 }
 
 }  // namespace

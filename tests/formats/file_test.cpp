@@ -8,7 +8,6 @@
 #include <fstream>
 #include <thread>
 
-#include "moesh/formats/output_file.h"
 #include "tests/faulty_file_system.h"
 #include "tests/support.h"
 

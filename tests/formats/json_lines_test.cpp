@@ -1,4 +1,4 @@
-#include "moesh/formats/json_lines.h"
+#include "moesh/formats/json.h"
 
 #include <sstream>
 

@@ -27,7 +27,7 @@ Manifest example() {
 
 Manifest parsed(const std::string& text) { return parse_manifest(text, "moesh.json"); }
 
-// A text with the first line that makes it whole, as one would write who forges a manifest.
+// A text with the first line that makes it whole, as a forger of a manifest would write it.
 std::string sealed(const std::string& rest) {
   return "{\"checksum\": \"" + checksum_text(hash_block(rest)) + "\",\n" + rest;
 }
@@ -72,7 +72,7 @@ TEST(Manifest, WhatIsWrittenReadsBackTheSame) {
   ASSERT_NE(example().find("empty"), nullptr);
   EXPECT_EQ(example().find("model"), nullptr);
   EXPECT_EQ(parsed(forged("12", "13")).step, 13)
-      << "forging must work, or the tests below see the checksum alone";
+      << "forging must work, or the tests below see only the checksum";
 }
 
 TEST(Manifest, EveryFlippedBitAndEveryTruncationIsFound) {

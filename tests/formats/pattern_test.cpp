@@ -33,7 +33,9 @@ TEST(Pattern, RefusesWhatIsNone) {
 }
 
 TEST(Pattern, RefusesAGroupThatIsNotThere) {
-  EXPECT_EQ(replaced("(a)", "ab", "$12\\1 $x$"), "a2\\1 $x$b");
+  EXPECT_EQ(replaced("(a)", "ab", "${1}2\\1 $x${x}$"), "a2\\1 $x${x}$b");
+  expect_parts(error_of([] { replaced("(a)", "ab", "x$10"); }, ErrorKind::config),
+               {"\"x$10\"", "groups have one digit", "${1}0"});
   expect_parts(error_of([] { replaced("(a)", "ab", "$2"); }, ErrorKind::config),
                {"\"$2\"", "names a group that is not there"});
 }

@@ -1,4 +1,4 @@
-#include "moesh/formats/safetensors_index.h"
+#include "moesh/formats/safetensors.h"
 
 #include "tests/support.h"
 

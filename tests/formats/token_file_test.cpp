@@ -66,7 +66,7 @@ TEST(TokenIndex, RefusesOneThatLies) {
   refuse("", "not an index");
   refuse("MMIDIDY" + index().substr(7), "not an index");
   refuse(index().substr(0, index().size() - 1), "cut off");
-  refuse(index() + "\1", "behind what its header says");
+  refuse(index() + "\1", "more than its header says");
   refuse(index(), "the .bin has 14", 14);
   refuse(index({2, -1, 3}), "sequence 1 has -1");
   refuse(index({2, 1, 3}, {0, 2, 6}), "sequence 1");

@@ -29,6 +29,12 @@ TEST(Toml, IsAFlatListInTheOrderOfItsLines) {
   EXPECT_TRUE(parse_toml("", "empty.toml").empty());
 }
 
+TEST(Toml, AListOfTextsIsOneWithCommas) {
+  const std::vector<TomlEntry> expected{
+      {"names", std::string("a.*,b"), 1}, {"one", std::string("c"), 2}, {"none", std::string(), 3}};
+  EXPECT_EQ(parse_toml("names = ['a.*', \"b\"]\none = ['c']\nnone = []\n", "run.toml"), expected);
+}
+
 TEST(Toml, ReadsFiles) {
   const TemporaryFile file("run.toml", "[a]\r\nb = true\r\n");
   EXPECT_EQ(read_toml(file.path()), (std::vector<TomlEntry>{{"a.b", true, 2}}));
@@ -45,6 +51,8 @@ TEST(Toml, ErrorsNameFileAndLine) {
   expect_parts(error("a = 1\nb = 99999999999999999999\n"), {"run.toml:2: "});
   expect_parts(error("a = \"\xff\"\n"), {"run.toml:1: "});  // not UTF-8
   expect_parts(error("x = 1\n[m]\nsizes = [1, 2]\n"), {"run.toml:3: ", "m.sizes is a list"});
+  expect_parts(error("names = [\"a\", \"b,c\"]\n"), {"run.toml:1: ", "names is a list"});
+  expect_parts(error("names = [\"a\", 1]\n"), {"run.toml:1: ", "names is a list"});
   expect_parts(error("day = 1979-05-27\n"), {"run.toml:1: ", "day is a date"});
   const std::string missing = testing::TempDir() + "missing.toml";
   expect_parts(error_of([&] { read_toml(missing); }, ErrorKind::config), {missing});
@@ -87,7 +95,7 @@ TEST(Toml, WhatIsNoTextIsAnErrorAndNotTheEndOfTheProgram) {
   for (const std::string& text : {std::string("a = 1\n\0", 7), std::string("[a\x01]"),
                                   std::string("[\1\0\0\t[a]]\nb  = {d = 1}}\n", 24)})
     expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
-                 {"file:", "controls a terminal"});
+                 {"file:", "control character"});
 }
 
 TEST(Toml, AKeyHasAName) {
@@ -103,10 +111,10 @@ TEST(Toml, OtherLettersAreInTextsAndComments) {
     EXPECT_EQ(parse_toml(text, "file").size(), 1u) << text;
   for (const char* text : {"a =\u0412", "gr\u00f6\u00dfe = 1", "a = 'x' \u0412", "a = \"\"\u0412"})
     expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
-                 {"file:1:", "outside of a text", "\\x"});
+                 {"file:1:", "outside of quotes", "\\x"});
   for (const char* text : {"a = \"\\\u00e9\"", "a = \"\"\"b \\\n \ufefd\"\"\""})
     expect_parts(error_of([&] { parse_toml(text, "file"); }, ErrorKind::config),
-                 {"file:1:", "behind a backslash"});
+                 {"file:1:", "follow a backslash"});
 }
 
 TEST(Toml, KeysOfManyPartsAreRefusedBeforeTheyAreParsed) {

@@ -1,6 +1,6 @@
 // The text of a model.safetensors.index.json.
 
-#include "moesh/formats/safetensors_index.h"
+#include "moesh/formats/safetensors.h"
 #include "tests/fuzz/fuzz.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

@@ -2,7 +2,7 @@
 
 #include <sstream>
 
-#include "moesh/formats/json_lines.h"
+#include "moesh/formats/json.h"
 #include "tests/fuzz/fuzz.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {

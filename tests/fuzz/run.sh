@@ -11,7 +11,7 @@ seeds=("$folder/corpus/$(basename "$program" _fuzz)"/*)
 # until one is wrong.
 export ASAN_OPTIONS="quarantine_size_mb=8:malloc_context_size=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 # What is found on the way stays in memory: a folder would get thousands of files. The timeout is by
-# the clock, and a busy machine may leave a run alone for a minute.
+# the clock, and a busy machine may not run it for a minute.
 "$program" -runs="$runs" -seed=1 -max_len=512 -timeout=300 -dict="$folder/json.dict" \
   -artifact_prefix="$program-" -print_final_stats=1 \
   "$@" -seed_inputs="$(IFS=,; echo "${seeds[*]}")"

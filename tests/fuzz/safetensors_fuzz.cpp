@@ -49,7 +49,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     for (std::size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(length >> (8 * i) & 0xff);
     file_size = bytes.size() + data_size;
   }
-  if (bytes.size() < 8) return 0;  // who calls the parser has read as many
+  if (bytes.size() < 8) return 0;  // the caller of the parser has read as many
   if (const auto header =
           unless_refused([&] { return moesh::formats::parse_safetensors(bytes, file_size); }))
     check(*header, file_size);

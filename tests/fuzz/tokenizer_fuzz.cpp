@@ -29,7 +29,7 @@ void check(const Tokenizer& tokenizer) {
   }
 }
 
-void check(const Pattern& pattern, std::string_view text) {
+void check(const SplitPattern& pattern, std::string_view text) {
   Matches matches(pattern, text);
   std::size_t from = 0;
   while (const auto match = matches.next(from)) {
@@ -57,7 +57,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   if (zero == std::string_view::npos) return 0;
   const std::string_view text = input.rest.substr(zero + 1, 16);
   if (find_bad_utf8(text) != std::string_view::npos) return 0;
-  if (const auto pattern = unless_refused([&] { return Pattern(input.rest.substr(0, zero), "p"); }))
+  if (const auto pattern =
+          unless_refused([&] { return SplitPattern(input.rest.substr(0, zero), "p"); }))
     unless_refused([&] { return check(*pattern, text), true; });
   return 0;
 }

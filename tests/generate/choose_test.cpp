@@ -1,4 +1,4 @@
-#include "moesh/generate/choose.h"
+#include "moesh/generate/generate.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -10,14 +10,16 @@
 #include <atomic>
 
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "tests/support.h"
 
 namespace moesh::generate {
 namespace {
 
 constexpr std::int64_t kLength = 11, kPrompt = 4;
-const char* const kModels[] = {"deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss"};
+const char* const kModels[] = {"deepseek_v3",   "qwen3_moe",  "mixtral",   "llama4",
+                               "gpt_oss",       "qwen2_moe",  "olmoe",     "glm4_moe",
+                               "glm4_moe_lite", "minimax_m2", "granitemoe"};
 
 Config config_of(const std::string& model, const MeshShape& shape = {}, bool sp = true) {
   const config::Origin origin{"test"};
@@ -47,7 +49,7 @@ void on_mesh(const MeshShape& shape, const F& f) {
   });
 }
 
-// Of every position, on one rank, from one pass without anything kept.
+// The logits of every position, on one rank, from one pass without anything kept.
 at::Tensor whole_logits(const std::string& name) {
   const Config config = config_of(name);
   at::Tensor all_LV;
@@ -207,7 +209,7 @@ TEST(Generate, NamesWhatItCannotDo) {
   const auto error = [](const GenerateOptions& options) {
     return error_of([&] { ids_on("qwen3_moe", {}, options); }, ErrorKind::config);
   };
-  expect_parts(error({.prompt = {}}), {"the prompt has no token"});
+  expect_parts(error({.prompt = {}}), {"the prompt is empty"});
   expect_parts(error({.prompt = {1, 96}}), {"token 96", "vocabulary of 96"});
   expect_parts(error({.prompt = {1, 2, 3}, .max_new_tokens = 4096}),
                {"3 tokens and 4096", "4096 positions", "4094"});

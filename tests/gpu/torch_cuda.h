@@ -1,6 +1,6 @@
 #pragma once
 // What tests and benchmarks want of LibTorch's CUDA side. Its headers need the CUDA toolkit and are
-// in torch_cuda.cpp alone; a LibTorch without CUDA has none, and no_torch_cuda.cpp says so.
+// only in torch_cuda.cpp; a LibTorch without CUDA has none, and no_torch_cuda.cpp says so.
 
 #include <functional>
 

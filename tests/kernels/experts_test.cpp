@@ -484,7 +484,7 @@ TEST(Experts, WrongEndsAreRefusedOnTheCpu) {  // a device is not asked: the host
   EXPECT_EQ(message({-1, 3}), "ends_e[0] is -1 after 0; the rows of experts follow one another");
 }
 
-// Kernels may write over what forward saved: whoever comes second must not read it.
+// Kernels may write over what forward saved: the second backward must not read it.
 TEST(Experts, ASecondBackwardIsRefused) {
   const Problem p({8, 6, 4, 3, 2, with(ScoreSide::after)}, at::kFloat);
   const Sorted s = sort_by_expert(p.experts_TK, 3);
@@ -521,6 +521,107 @@ TEST(Experts, RowsOutOfOrderAreRefusedOnTheCpu) {
   EXPECT_THROW(rows({1, 0}), Error);
   EXPECT_THROW(rows({0, 2}), Error);
   EXPECT_THROW(rows({-1, 0}), Error);
+}
+
+// With LoRA: what the weights w + scale b a give, and of a and b the gradients that follow from
+// theirs.
+void check_lora(const Case& c, bool on_gate_up, bool on_down, std::int64_t r) {
+  SCOPED_TRACE(c.name() + (on_gate_up ? " gate_up" : "") + (on_down ? " down" : ""));
+  const Problem p(c, at::kDouble);
+  const Sorted s = sort_by_expert(p.experts_TK, c.E);
+  ExpertsInput in{.x = c.indexed ? p.values[0] : gather_rows(p.values[0], s.token_R),
+                  .ends_e = s.ends_e};
+  if (p.values[1].defined()) in.scores_R = gather_rows(p.values[1].flatten(), s.order_R);
+  if (c.indexed) in.token_R = s.token_R, in.inverse_TK = s.inverse_TK;
+  const at::Tensor dy = c.indexed ? p.dy_TD : gather_rows(p.dy_TD, s.token_R);
+
+  ExpertsWeights with = Problem::weights(p.values), merged = with;
+  ExpertsLora& l = with.lora;
+  l.scale13 = 0.7, l.scale2 = 1.3;
+  if (on_gate_up) {
+    l.a13_erD = normal({c.E, r, c.D}, "a13"), l.b13_e2Fr = normal({c.E, 2, c.F, r}, "b13");
+    merged.w1_eFD = merged.w1_eFD + l.scale13 * l.b13_e2Fr.select(1, 0).bmm(l.a13_erD);
+    merged.w3_eFD = merged.w3_eFD + l.scale13 * l.b13_e2Fr.select(1, 1).bmm(l.a13_erD);
+  }
+  if (on_down) {
+    l.a2_erF = normal({c.E, r, c.F}, "a2"), l.b2_eDr = normal({c.E, c.D, r}, "b2");
+    merged.w2_eDF = merged.w2_eDF + l.scale2 * l.b2_eDr.bmm(l.a2_erF);
+  }
+  const Poison poison;
+  const auto want = experts_forward(c.config, merged, in),
+             got = experts_forward(c.config, with, in);
+  expect_close(got.y, want.y, 1e-10, "y");
+  const auto d = experts_backward(c.config, merged, want.saved, dy);
+  auto g = experts_backward(c.config, with, got.saved, dy);
+  EXPECT_EQ(g.weights_later != nullptr, c.config.weights_later);
+  const ExpertsWeights w = d.weights_later ? d.weights_later() : d.weights;
+  if (g.weights_later) g.weights = g.weights_later();
+  expect_close(g.x, d.x, 1e-10, "d(x)");
+  if (in.scores_R.defined()) expect_close(g.scores_R, d.scores_R, 1e-10, "d(scores)");
+  EXPECT_FALSE(g.weights.w1_eFD.defined() || g.weights.w2_eDF.defined());  // they are frozen
+  const ExpertsLora& found = g.weights.lora;
+  EXPECT_EQ(found.a13_erD.defined(), on_gate_up);
+  EXPECT_EQ(found.a2_erF.defined(), on_down);
+  if (on_gate_up) {
+    const at::Tensor dw = at::stack({w.w1_eFD, w.w3_eFD}, 1).flatten(1, 2) * l.scale13;
+    expect_close(found.b13_e2Fr.flatten(1, 2), dw.bmm(l.a13_erD.transpose(1, 2)), 1e-10, "d(b13)");
+    expect_close(found.a13_erD, l.b13_e2Fr.flatten(1, 2).transpose(1, 2).bmm(dw), 1e-10, "d(a13)");
+  }
+  if (on_down) {
+    const at::Tensor dw = w.w2_eDF * l.scale2;
+    expect_close(found.b2_eDr, dw.bmm(l.a2_erF.transpose(1, 2)), 1e-10, "d(b2)");
+    expect_close(found.a2_erF, l.b2_eDr.transpose(1, 2).bmm(dw), 1e-10, "d(a2)");
+  }
+}
+
+TEST(ExpertsWithLora, GiveWhatMergedWeightsGive) {
+  for (auto activation : {Activation::swiglu, Activation::clamped_swiglu})
+    for (auto side : {ScoreSide::none, ScoreSide::before, ScoreSide::after})
+      for (bool indexed : {false, true})
+        for (bool later : {false, true})
+          check_lora({11, 10, 6, 5, 2, {activation, side, later}, side != ScoreSide::none, indexed},
+                     true, true, 3);
+  for (bool on_down : {false, true})
+    check_lora({9, 6, 5, 8, 2, with(ScoreSide::after), false, true, Load::even}, !on_down, on_down,
+               1);
+  check_lora({0, 4, 4, 3, 2, with(ScoreSide::after)}, true, true, 2);
+}
+
+// In bfloat16 by grouped GEMMs where the ranks allow them, and one by one where they do not.
+TEST(ExpertsWithLora, HoldInBfloat16) {
+  for (const std::int64_t r : {3, 8}) {
+    const Case c{40, 16, 8, 4, 2, with(ScoreSide::after)};
+    const Problem p(c, at::kBFloat16);
+    const Sorted s = sort_by_expert(p.experts_TK, c.E);
+    const ExpertsInput in{p.values[0], s.ends_e, gather_rows(p.values[1].flatten(), s.order_R),
+                          s.token_R, s.inverse_TK};
+    ExpertsWeights narrow = Problem::weights(p.values);
+    narrow.lora = {normal({4, r, 16}, "a13", at::kBFloat16, 0.2),
+                   normal({4, 2, 8, r}, "b13", at::kBFloat16, 0.2),
+                   normal({4, r, 8}, "a2", at::kBFloat16, 0.2),
+                   normal({4, 16, r}, "b2", at::kBFloat16, 0.2),
+                   0.5,
+                   0.5};
+    const auto wide = [](const at::Tensor& t) { return t.defined() ? t.to(at::kFloat) : t; };
+    const ExpertsLora& l = narrow.lora;
+    const ExpertsWeights in_float{
+        wide(narrow.w1_eFD),
+        wide(narrow.w3_eFD),
+        wide(narrow.w2_eDF),
+        {},
+        {},
+        {},
+        {wide(l.a13_erD), wide(l.b13_e2Fr), wide(l.a2_erF), wide(l.b2_eDr), 0.5, 0.5}};
+    ExpertsInput input = in;
+    input.x = wide(in.x);
+    const auto got = experts_forward(c.config, narrow, in),
+               want = experts_forward(c.config, in_float, input);
+    expect_close(got.y.to(at::kFloat), want.y, 2e-2, "y");
+    const auto g = experts_backward(c.config, narrow, got.saved, p.dy_TD),
+               d = experts_backward(c.config, in_float, want.saved, wide(p.dy_TD));
+    expect_close(wide(g.weights.lora.b13_e2Fr), d.weights.lora.b13_e2Fr, 3e-2, "d(b13)");
+    expect_close(wide(g.weights.lora.a2_erF), d.weights.lora.a2_erF, 3e-2, "d(a2)");
+  }
 }
 
 }  // namespace

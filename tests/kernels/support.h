@@ -17,7 +17,7 @@ inline at::Device test_device() {
   return at::Device(name ? name : "cpu");
 }
 
-/// Normal numbers that depend on the name alone.
+/// Normal numbers that depend only on the name.
 inline at::Tensor normal(at::IntArrayRef sizes, const std::string& name,
                          at::ScalarType dtype = at::kDouble, double scale = 1) {
   at::Tensor out = at::empty(sizes, at::kDouble);

@@ -4,10 +4,10 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/label.h"
+#include "moesh/fsdp/fsdp.h"
+#include "moesh/fsdp/reduce.h"
+#include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
-#include "moesh/spmd/reduce.h"
-#include "moesh/spmd/reshard.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/spmd/weights_later.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
@@ -64,26 +64,26 @@ std::vector<at::Tensor> gradients_of(const std::string& name, at::ScalarType dty
                                        .recompute = way.recompute,
                                        .auxiliary = {.balance_weight = 0.1, .z_weight = 0.01},
                                        .reshard = way.reshard};
-  ReduceLater reductions(way.overlap);
-  WeightsLater later(in_halves);
+  StepState step(way.overlap);
+  if (in_halves) step.leave_weights();
   std::vector<WeightHalf> halves;
   for (const auto& batch : batches_of(mesh)) {
     backward(model->forward(batch, options).loss);
-    halves.push_back(later.take());
-    if (!in_halves) reductions.start();
+    halves.push_back(step.take_weights());
+    if (!in_halves) step.start_sums();
   }
   if (in_halves && way.mesh == MeshShape{})
     model->each_param([&](Stored& w, bool) {
       EXPECT_TRUE(is_head(w) || !w.value.grad().defined()) << w.spec.name << " was not left";
     });
-  EXPECT_EQ(gather_bytes().now, 0) << "gathered parameters are kept for their gradients";
+  EXPECT_EQ(step.bytes().now, 0) << "gathered parameters are kept for their gradients";
   for (auto& half : halves) {
     EXPECT_EQ(half.size() > 0, in_halves);
     half.run();
-    reductions.start();
+    step.start_sums();
   }
-  later.finish();
-  reductions.finish();
+  step.finish_weights();
+  step.finish_sums();
   std::vector<at::Tensor> gradients;
   model->each_param([&](Stored& w, bool) { gradients.push_back(w.value.grad().clone()); });
   return gradients;
@@ -124,7 +124,8 @@ TEST(WeightsLater, ThatWereNeverDoneAreAnError) {
   const auto model = models::make_model(models::built_in("mixtral", "tiny"),
                                         {.dtype = at::kDouble, .device = test_device()});
   const at::Tensor ids = at::arange(8).reshape({1, 8}).to(test_device());
-  WeightsLater later(true);
+  StepState step;
+  step.leave_weights();
   backward(model->forward({.input_ids_BL = ids, .labels_BL = ids}, {}).loss);
   const auto text = [&](std::size_t n) {
     return detail::concat("the step has ended, and ", n,
@@ -132,17 +133,17 @@ TEST(WeightsLater, ThatWereNeverDoneAreAnError) {
   };
   std::size_t num = 0;
   {
-    WeightHalf half = later.take();
+    WeightHalf half = step.take_weights();
     num = half.size();
     EXPECT_GT(num, 10u);
-    expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(num)});
+    expect_parts(error_of([&] { step.finish_weights(); }, ErrorKind::internal), {text(num)});
     backward(model->forward({.input_ids_BL = ids, .labels_BL = ids}, {}).loss);
-    expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(2 * num)});
+    expect_parts(error_of([&] { step.finish_weights(); }, ErrorKind::internal), {text(2 * num)});
     half.run();
   }
-  expect_parts(error_of([&] { later.finish(); }, ErrorKind::internal), {text(num)});
-  later.take().run();
-  EXPECT_NO_THROW(later.finish());
+  expect_parts(error_of([&] { step.finish_weights(); }, ErrorKind::internal), {text(num)});
+  step.take_weights().run();
+  EXPECT_NO_THROW(step.finish_weights());
 }
 
 }  // namespace

@@ -8,8 +8,8 @@
 #include <array>
 #include <map>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/models/registry.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/train/build.h"
 #include "moesh/verify/verify.h"
 #include "tests/support.h"
@@ -19,9 +19,15 @@ namespace moesh {
 namespace {
 
 using models::AnyConfig;
+using models::Glm4MoeConfig;
+using models::Glm4MoeLiteConfig;
 using models::GptOssConfig;
+using models::GraniteMoeConfig;
 using models::Llama4Config;
+using models::MinimaxM2Config;
 using models::MixtralConfig;
+using models::OlmoeConfig;
+using models::Qwen2MoeConfig;
 using models::Qwen3MoeConfig;
 
 struct Variant {
@@ -55,6 +61,26 @@ const std::vector<Variant>& variants() {
       {"gpt_oss", GptOssConfig::named("tiny")},
       {"gpt_oss_plain_rope", changed<GptOssConfig>([](auto& c) {
          c.rope.factor = 1, c.window = 1, c.top_k = 3, c.num_layers = 2;
+       })},
+      {"qwen2_moe", Qwen2MoeConfig::named("tiny")},
+      {"qwen2_moe_tied_sparse_step", changed<Qwen2MoeConfig>([](auto& c) {
+         c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true,
+         c.normalize = true, c.attention_bias = false;
+       })},
+      {"olmoe", OlmoeConfig::named("tiny")},
+      {"olmoe_unclipped_bias", changed<OlmoeConfig>([](auto& c) {
+         c.clip = 0, c.attention_bias = true, c.num_kv_heads = 8, c.normalize = true;
+       })},
+      {"glm4_moe", Glm4MoeConfig::named("tiny")},
+      {"glm4_moe_groups_no_norm", changed<Glm4MoeConfig>([](auto& c) {
+         c.num_groups = 4, c.top_groups = 2, c.qk_norm = false, c.attention_bias = false,
+         c.num_shared = 2, c.rotary_dim = 2, c.num_layers = 2, c.tie_embeddings = true;
+       })},
+      {"glm4_moe_lite", Glm4MoeLiteConfig::named("tiny")},
+      {"minimax_m2", MinimaxM2Config::named("tiny")},
+      {"granitemoe", GraniteMoeConfig::named("tiny")},
+      {"granitemoe_tied_bias", changed<GraniteMoeConfig>([](auto& c) {
+         c.tie_embeddings = true, c.attention_bias = true, c.top_k = 3;
        })},
   };
   return all;

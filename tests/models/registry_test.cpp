@@ -11,7 +11,7 @@
 namespace moesh {
 namespace {
 
-// With shapes alone: nothing is allocated.
+// With only shapes: nothing is allocated.
 template <class Fn>
 void with_model(const std::string& name, const std::string& size, Fn f) {
   const auto world = comm::solo_group();
@@ -28,21 +28,26 @@ struct Published {
 };
 
 class PublishedSizes : public testing::TestWithParam<Published> {};
-INSTANTIATE_TEST_SUITE_P(All, PublishedSizes,
-                         testing::Values(Published{"deepseek_v3", "671b", 671, 37.5},
-                                         Published{"qwen3_moe", "30b-a3b", 30.5, 3.3},
-                                         Published{"qwen3_moe", "235b-a22b", 235, 22},
-                                         Published{"mixtral", "8x7b", 46.7, 12.9},
-                                         Published{"mixtral", "8x22b", 141, 39},
-                                         Published{"llama4", "scout", 109, 17},
-                                         Published{"llama4", "maverick", 400, 17},
-                                         Published{"gpt_oss", "20b", 20.9, 3.6},
-                                         Published{"gpt_oss", "120b", 116.8, 5.1}),
-                         [](const auto& info) {
-                           std::string text = info.param.name + "_" + info.param.size;
-                           std::replace(text.begin(), text.end(), '-', '_');
-                           return text;
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    All, PublishedSizes,
+    testing::Values(
+        Published{"deepseek_v3", "671b", 671, 37.5}, Published{"qwen3_moe", "30b-a3b", 30.5, 3.3},
+        Published{"qwen3_moe", "235b-a22b", 235, 22}, Published{"mixtral", "8x7b", 46.7, 12.9},
+        Published{"mixtral", "8x22b", 141, 39}, Published{"llama4", "scout", 109, 17},
+        Published{"llama4", "maverick", 400, 17}, Published{"gpt_oss", "20b", 20.9, 3.6},
+        Published{"gpt_oss", "120b", 116.8, 5.1}, Published{"qwen2_moe", "a2.7b", 14.3, 2.7},
+        Published{"qwen2_moe", "57b-a14b", 57.4, 14.2}, Published{"olmoe", "1b-7b", 6.92, 1.28},
+        Published{"deepseek_v3", "moonlight", 15.96, 2.9},
+        Published{"deepseek_v3", "kimi-k2", 1026, 32}, Published{"glm4_moe", "106b-a12b", 107, 12},
+        Published{"glm4_moe", "355b-a32b", 353, 32}, Published{"glm4_moe_lite", "30b-a3b", 30, 3.5},
+        Published{"minimax_m2", "230b-a10b", 229, 10},
+        Published{"granitemoe", "1b-a400m", 1.33, 0.4},
+        Published{"granitemoe", "3b-a800m", 3.3, 0.8}),
+    [](const auto& info) {
+      std::string text = info.param.name + "_" + info.param.size;
+      std::replace_if(text.begin(), text.end(), [](char c) { return c == '-' || c == '.'; }, '_');
+      return text;
+    });
 
 TEST_P(PublishedSizes, HaveTheirNumberOfParameters) {
   const auto& p = GetParam();
@@ -52,6 +57,24 @@ TEST_P(PublishedSizes, HaveTheirNumberOfParameters) {
     EXPECT_NEAR(static_cast<double>(model.num_active_parameters()) / 1e9, p.active,
                 0.18 * p.active);
   });
+}
+
+// As transformers counts them for the same sizes.
+TEST(Registry, CountsParametersAsTransformersDoes) {
+  struct Exact {
+    std::string name, size;
+    std::int64_t num_parameters;
+  };
+  for (const auto& [name, size, num_parameters] :
+       {Exact{"qwen2_moe", "a2.7b", 14'315'784'192}, Exact{"olmoe", "1b-7b", 6'919'161'856},
+        Exact{"glm4_moe", "106b-a12b", 106'852'245'504},
+        Exact{"glm4_moe", "355b-a32b", 352'797'814'784},
+        Exact{"glm4_moe_lite", "30b-a3b", 29'943'390'976},
+        Exact{"minimax_m2", "230b-a10b", 228'689'748'992},
+        Exact{"granitemoe", "1b-a400m", 1'334'628'352}})
+    with_model(name, size, [&, n = num_parameters](models::Model& model) {
+      EXPECT_EQ(model.num_parameters(), n) << name << " " << size;
+    });
 }
 
 TEST(Registry, KnowsEveryModelAndSize) {

@@ -9,10 +9,10 @@
 #include <set>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/models/deepseek_v3.h"
 #include "moesh/models/gpt_oss.h"
 #include "moesh/models/mixtral.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/counting_allocator.h"
 #include "tests/spmd/device.h"
 
@@ -214,6 +214,7 @@ TEST(Stages, LeaveNoGatheredParametersBehind) {
       [&](comm::Group& world) {
         const Mesh mesh(world, {.dp_shard = 2, .ep = 2});
         const MeshScope scope(mesh);
+        const StepState step;
         Stage stage(MixtralConfig::named("tiny").plan(), in_fp64(), {0, 3});
         for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
           const MicroBatch batch = batch_of(2, 7);
@@ -221,9 +222,9 @@ TEST(Stages, LeaveNoGatheredParametersBehind) {
           const nn::Tokens tokens = stage.tokens_of(batch, options);
           const auto out = stage.run_blocks<true>(stage.embed<true>(batch, tokens, options), batch,
                                                   tokens, options);
-          EXPECT_EQ(gather_bytes().now, 0) << "after forward";
+          EXPECT_EQ(step.bytes().now, 0) << "after forward";
           backward(sum_all(flatten(out.x_BLD, 0, 2)));
-          EXPECT_EQ(gather_bytes().now, 0) << "after backward";
+          EXPECT_EQ(step.bytes().now, 0) << "after backward";
         }
       },
       test_options());

@@ -119,7 +119,8 @@ MeshShape Settings::take_mesh() {
           .cp = size("cp"),
           .tp = size("tp"),
           .ep = size("ep"),
-          .etp = size("etp")};
+          .etp = size("etp"),
+          .ranks_per_node = static_cast<int>(take("ranks_per_node"))};
 }
 
 std::string Settings::rest() const {

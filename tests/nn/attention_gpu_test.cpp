@@ -5,9 +5,9 @@
 #include <gtest/gtest.h>
 
 #include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/flash_attention.h"
-#include "moesh/spmd/recompute.h"
 #include "tests/nn/documents.h"
 
 namespace moesh {

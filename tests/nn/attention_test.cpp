@@ -5,11 +5,11 @@
 
 #include <cmath>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/flash_attention.h"
 #include "moesh/nn/grouped_attention.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/nn/documents.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"
@@ -430,7 +430,7 @@ TEST(Attention, OfDocumentsReachesAsFarAsAChunk) {
   });
 }
 
-// Scores depend on distances alone, and would not show that all positions are off by one.
+// Scores depend only on distances, and would not show that all positions are off by one.
 TEST(Attention, TheFirstTokenOfADocumentIsNotRotated) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});

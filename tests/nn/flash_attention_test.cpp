@@ -66,7 +66,7 @@ TEST(FlashAttention, TakesDocuments) {
   EXPECT_FALSE(of_documents([](Case& c) { c.config.chunk = kKeys; }));
 }
 
-// Each for one reason alone.
+// Each for only one reason.
 TEST(FlashAttention, LeavesTheRestToOtherKernels) {
   EXPECT_FALSE(taken([](Case& c) { c.config.window = 0; })) << "plain attention";
   EXPECT_FALSE(taken([](Case& c) { c.config.window = kKeys; })) << "a window that hides nothing";

@@ -9,8 +9,8 @@
 #include <cmath>
 #include <map>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/mlp.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {
@@ -40,17 +40,25 @@ std::vector<NamedConfig> all_configs() {
   interleaved.interleaved = true;
   const std::vector<std::string> plain{"q_proj.weight", "k_proj.weight", "v_proj.weight",
                                        "o_proj.weight"};
+  const std::vector<std::string> with_norms{"q_proj.weight", "k_proj.weight", "v_proj.weight",
+                                            "q_norm.weight", "k_norm.weight", "o_proj.weight"};
+  nn::RopeConfig half = rope;
+  half.dim = kHeadDim / 2;
   return {
       {"Mixtral", config_of({.rope = rope}), plain},
-      {"Qwen3",
-       config_of({.qk_norm = QkNorm::weighted, .rope = rope}),
-       {"q_proj.weight", "k_proj.weight", "v_proj.weight", "q_norm.weight", "k_norm.weight",
-        "o_proj.weight"}},
+      {"OLMoE", config_of({.qk_norm = QkNorm::across, .rope = rope, .clip = 0.7}), with_norms},
+      {"MiniMax-M2", config_of({.qk_norm = QkNorm::across, .rope = half}), with_norms},
+      {"GLM-4.5",
+       config_of({.biases = true, .qk_norm = QkNorm::weighted, .rope = half}),
+       {"q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight",
+        "v_proj.bias", "q_norm.weight", "k_norm.weight", "o_proj.weight"}},
+      {"Granite", config_of({.rope = rope, .scale = 0.3}), plain},
+      {"Qwen3", config_of({.qk_norm = QkNorm::weighted, .rope = rope}), with_norms},
       {"Llama 4", config_of({.qk_norm = QkNorm::plain, .rope = interleaved, .chunk = 3}), plain},
       {"Llama 4 without positions", config_of({.growth = 0.1, .growth_floor = 2}), plain},
       {"queries that grow by 1", config_of({.rope = rope, .growth = 1, .growth_floor = 3}), plain},
       {"GPT-OSS",
-       config_of({.biases = true, .rope = rope, .window = 3, .sinks = true}),
+       config_of({.biases = true, .output_bias = true, .rope = rope, .window = 3, .sinks = true}),
        {"q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "v_proj.weight",
         "v_proj.bias", "sinks", "o_proj.weight", "o_proj.bias"}},
   };
@@ -64,7 +72,7 @@ GroupedAttention make(const GroupedAttentionConfig& c) {
   const at::NoGradGuard no_grad;
   attention.each_param([](Stored& w) {  // norms begin with ones, which show little
     if (w.spec.name.find("_norm") != std::string::npos)
-      w.value.copy_((at::arange(kHeadDim, at::kDouble) * 0.3 + 0.5)
+      w.value.copy_((at::arange(w.spec.shape[0], at::kDouble) * 0.3 + 0.5)
                         .narrow(0, w.shard.start[0], w.shard.length[0]));
   });
   return attention;
@@ -74,15 +82,17 @@ using Weights = std::map<std::string, at::Tensor>;
 
 at::Tensor turned(const at::Tensor& x_BLhd, const nn::RopeConfig& rope) {
   const auto half = rope.dim / 2;
-  const at::Tensor pairs = rope.interleaved ? x_BLhd.unflatten(-1, {half, 2})
-                                            : x_BLhd.unflatten(-1, {2, half}).transpose(-1, -2);
+  const at::Tensor first = x_BLhd.narrow(-1, 0, rope.dim),
+                   rest = x_BLhd.narrow(-1, rope.dim, x_BLhd.size(-1) - rope.dim);
+  const at::Tensor pairs = rope.interleaved ? first.unflatten(-1, {half, 2})
+                                            : first.unflatten(-1, {2, half}).transpose(-1, -2);
   const at::Tensor angles =
       at::outer(at::arange(kLength, at::kDouble),
                 at::pow(rope.theta, at::arange(half, at::kDouble) * (-2.0 / rope.dim)))
           .unsqueeze(1);
   const at::Tensor y = at::view_as_real(at::view_as_complex(pairs.contiguous()) *
                                         at::polar(at::ones_like(angles), angles));
-  return at::cat({y.select(-1, 0), y.select(-1, 1)}, -1);
+  return at::cat({y.select(-1, 0), y.select(-1, 1), rest}, -1);
 }
 
 at::Tensor formula(const GroupedAttentionConfig& c, const Weights& w, const at::Tensor& x_BLD) {
@@ -94,7 +104,10 @@ at::Tensor formula(const GroupedAttentionConfig& c, const Weights& w, const at::
     return t / (t.square().mean(-1, true) + c.norm_eps).sqrt();
   };
   const auto heads = [&](const std::string& name) {
-    at::Tensor t = product(x_BLD, name + "_proj").unflatten(-1, {-1, c.head_dim});
+    at::Tensor t = product(x_BLD, name + "_proj");
+    if (c.qk_norm == QkNorm::across && name != "v") t = normal(t) * w.at(name + "_norm.weight");
+    if (c.clip > 0) t = t.clamp(-c.clip, c.clip);
+    t = t.unflatten(-1, {-1, c.head_dim});
     if (c.qk_norm == QkNorm::weighted && name != "v") t = normal(t) * w.at(name + "_norm.weight");
     if (c.rope && name != "v") t = turned(t, *c.rope);
     if (c.qk_norm == QkNorm::plain && name != "v") t = normal(t);
@@ -106,8 +119,8 @@ at::Tensor formula(const GroupedAttentionConfig& c, const Weights& w, const at::
   const auto per_group = c.num_heads / c.num_kv_heads;
   const at::Tensor k = heads("k").repeat_interleave(per_group, 2),
                    v = heads("v").repeat_interleave(per_group, 2);
-  at::Tensor scores =
-      at::einsum("bihd,bjhd->bhij", {q, k}) / std::sqrt(static_cast<double>(c.head_dim));
+  at::Tensor scores = at::einsum("bihd,bjhd->bhij", {q, k}) *
+                      c.scale.value_or(1 / std::sqrt(static_cast<double>(c.head_dim)));
   const at::Tensor i = position.unsqueeze(1), j = position;
   at::Tensor hidden = j > i;
   if (c.window > 0) hidden = hidden.logical_or(i - j >= c.window);
@@ -240,6 +253,53 @@ TEST(Mlp, IsTheFormulaWithItsGradients) {
   mlp.each_param([&](auto& w) {
     EXPECT_TRUE(close(w.stored().value.grad(), leaf[next++].grad())) << w.name();
   });
+}
+
+// On two ranks of tp as well, which have half of the hidden features each, and all of the gate.
+TEST(SharedExperts, AreTheirMlpTimesTheGateWithItsGradients) {
+  const std::vector<std::string> names{"m.gate_proj.weight", "m.up_proj.weight",
+                                       "m.down_proj.weight", "g.weight"};
+  std::vector<at::Tensor> leaf;
+  const at::Tensor x_leaf = input().requires_grad_(true);
+  const at::Tensor weights = at::arange(x_leaf.numel(), at::kDouble).reshape(x_leaf.sizes()).sin();
+  at::Tensor expected;
+  for (const int num_ranks : {1, 2})
+    comm::launch(
+        num_ranks,
+        [&](comm::Group& world) {
+          const Mesh mesh(world, {.tp = num_ranks});
+          const MeshScope scope(mesh);
+          nn::SharedExperts shared("m", "g", kDim, 6,
+                                   {.dtype = at::kDouble,
+                                    .device = test_device(),
+                                    .init = {.kind = Init::Kind::normal, .scale = 0.5, .seed = 3}});
+          if (num_ranks == 1) {
+            size_t next = 0;
+            shared.each_param([&](auto& w) {
+              EXPECT_EQ(w.name(), names.at(next++));
+              leaf.push_back(w.stored().value.detach().cpu().clone().requires_grad_(true));
+            });
+            const at::Tensor gate = x_leaf.matmul(leaf.at(0).t()), up = x_leaf.matmul(leaf[1].t());
+            expected = (gate * gate.sigmoid() * up).matmul(leaf[2].t()) *
+                       x_leaf.matmul(leaf.at(3).t()).sigmoid();
+            (expected * weights).sum().backward();
+          }
+          const auto x = as_leaf(assume<Dense{T, T, I}>(input().to(test_device())));
+          const auto y = all_reduce<tp, I>(shared(enter<tp>(x)));
+          EXPECT_TRUE(close(local(y).detach(), expected.detach()));
+          (local(y) * weights.to(test_device())).sum().backward();
+          EXPECT_TRUE(close(local(x).grad(), x_leaf.grad()));
+          size_t next = 0;
+          shared.each_param([&](auto& w) {
+            const Stored& s = w.stored();
+            at::Tensor whole = leaf[next++].grad();
+            for (std::int64_t d = 0; d < whole.dim(); ++d)
+              whole = whole.narrow(d, s.shard.start[static_cast<size_t>(d)],
+                                   s.shard.length[static_cast<size_t>(d)]);
+            EXPECT_TRUE(close(s.value.grad(), whole)) << w.name();
+          });
+        },
+        test_options());
 }
 
 }  // namespace

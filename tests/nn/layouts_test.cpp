@@ -8,12 +8,11 @@
 
 #include <functional>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
-#include "moesh/nn/gate.h"
 #include "moesh/nn/mlp.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/vocabulary.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
 #include "tests/support.h"
@@ -109,7 +108,7 @@ TEST(Layouts, ALossOfTheVocabularyIsTheSameOnTp) {
   }
 }
 
-// Of every token its number, which is where it must be; and the marks of those that count.
+// The number of every token, which is where it must be, and the marks of those that count.
 TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
   constexpr std::int64_t B = 2, L = 5;
   for (const auto& shape : kMeshes)

@@ -1,6 +1,6 @@
 #pragma once
 // Every loss term as its formula says it, on all tokens at once, and over the tokens that count
-// alone: the others are taken out, not multiplied by zero. What a mesh and one rank both get wrong
+// only: the others are taken out, not multiplied by zero. What a mesh and one rank both get wrong
 // differs from this. T tokens, S sequences, L their length, E experts, K top-k, V vocabulary
 
 #include <ATen/ATen.h>

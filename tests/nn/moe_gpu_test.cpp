@@ -6,8 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/moe.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/gpu/torch_cuda.h"
 #include "tests/spmd/device.h"
 

@@ -52,8 +52,8 @@ int main(int argc, char** argv) try {
         ++mesh_number;
         continue;
       }
-      sweep::run_mesh(shape, all ? every : sweep::select(mesh_number, per_mesh), dtype, options,
-                      totals);
+      sweep::run_mesh(on_nodes_in_turn(shape, static_cast<size_t>(mesh_number)),
+                      all ? every : sweep::select(mesh_number, per_mesh), dtype, options, totals);
       ++mesh_number;
       if (all && mesh_number % 20 == 0)
         std::printf("%d meshes, %d cases, %d failed, %.0f s\n", mesh_number, totals.num_cases,

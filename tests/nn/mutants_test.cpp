@@ -15,6 +15,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/mutants/check.h"
 #include "tests/train/device.h"
+#include "tests/train/lora_check.h"
 #include "tests/train/loss_check.h"
 
 namespace moesh {
@@ -47,6 +48,7 @@ const mutants::Provide layer("layer", [](Settings& settings) -> Check {
   c.sequence = static_cast<std::int64_t>(settings.take("sequence", 7));
   c.sequence_parallel = settings.take("sequence_parallel", 1) != 0;
   c.equal_scores = settings.take("equal_scores") != 0;
+  if (settings.take("two_hops") != 0) c.layer.dispatcher = nn::Dispatcher::two_hops;
   c.z_weight = settings.take("z_weight");
   c.layer.router.forced_balance = settings.take("forced_balance") != 0;
   if (settings.take("biases") != 0) {
@@ -75,6 +77,7 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   config::Settings more{{"training.max_norm", 0.01, {"test"}}};
   for (const std::string dtype : {"float32", "bfloat16"})
     if (settings.take(dtype) != 0) more.push_back({"training.dtype", dtype, {"test"}});
+  if (settings.take("olmoe") != 0) more.push_back({"model.name", std::string("olmoe"), {"test"}});
   if (settings.take("group") != 0) {
     more.push_back({"optimizer.group.0.match", std::string("embed_tokens"), {"test"}});
     more.push_back({"optimizer.group.0.lr_scale", 0.25, {"test"}});
@@ -82,13 +85,13 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   const bool has_copies = settings.take("weight_copies") != 0;
   if (has_copies) {
     more.push_back({"kernels.weight_copies", true, {"test"}});
-    more.push_back({"optimizer.lr", 1.0, {"test"}});  // an old copy must show
+    more.push_back({"optimizer.lr", 0.003, {"test"}});  // an old copy shows in the loss
   }
   if (settings.take("selective") != 0)
     more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
   if (settings.take("one_document") != 0)
     more.push_back({"data.document_mask", std::string("false"), {"test"}});
-  // Of a pipeline; a model of three layers has no more than three stages.
+  // The schedule of a pipeline; a model of three layers has no more than three stages.
   for (const std::string schedule : {"gpipe", "interleaved_1f1b", "zero_bubble", "zbv"})
     if (settings.take(schedule) != 0)
       more.push_back({"parallelism.pipeline_parallel_schedule", schedule, {"test"}});
@@ -96,6 +99,12 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"model.num_layers", static_cast<std::int64_t>(layers), {"test"}});
   const bool keeps_gathers = settings.take("kept") != 0;
   if (keeps_gathers) more.push_back({"parallelism.fsdp_reshard_after_forward", false, {"test"}});
+  if (settings.take("freeze") != 0)
+    more.push_back({"training.freeze", std::string("*.self_attn.*,model.norm.weight"), {"test"}});
+  if (settings.take("lora") != 0) {
+    more.push_back({"lora.rank", std::int64_t{3}, {"test"}});
+    more.push_back({"lora.init_lora_weights", false, {"test"}});  // of a zero B, A has no gradient
+  }
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(
@@ -109,6 +118,16 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     } catch (const Error& e) {
       return std::string("it throws: ") + e.what();
     }
+  };
+});
+
+// One rank and a mesh would make the same mistake: what LoRA adds, and where it lies in a folder,
+// by their formulas.
+const mutants::Provide lora("lora", [](Settings& settings) -> Check {
+  const bool is_order = settings.take("order") != 0;
+  const std::string model = settings.take("gpt_oss") != 0 ? "gpt_oss" : "qwen3_moe";
+  return [=] {
+    return is_order ? lora_check::order_complaint(model) : lora_check::sum_complaint(model);
   };
 });
 
@@ -151,8 +170,8 @@ const mutants::Provide losses_of_a_step("losses", [](Settings& settings) -> Chec
   return [=] { return losses::step_complaint(mesh, mask, sequence_parallel); };
 });
 
-// Someone who has two files of gradients, of ep=4 and ep=2, and no verify: compare finds the tensor
-// and the factor, and the tensors that differ are those of experts alone.
+// Two files of gradients, of ep=4 and ep=2, without verify: compare finds the tensor
+// and the factor, and only the tensors of experts differ.
 // One rank and a mesh would make the same mistake: two runs are compared instead.
 const mutants::Provide score_sides("score_sides", [](Settings&) -> Check {
   return []() -> std::string {

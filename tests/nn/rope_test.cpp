@@ -86,7 +86,7 @@ TEST(Rope, YarnGrowsCosineAndSine) {
   const auto second = nn::rope_table(c, 1, 1, at::kDouble, at::kCPU);  // angle 1
   EXPECT_NEAR(second.cos[0][0].item<double>(), std::cos(1) * grown(0.7) / grown(0.5), 1e-12);
   EXPECT_NEAR(second.sin[0][0].item<double>(), std::sin(1) * grown(0.7) / grown(0.5), 1e-12);
-  c.mscale_all_dim = 0;  // one of the two alone says nothing
+  c.mscale_all_dim = 0;  // one of the two says nothing without the other
   EXPECT_NEAR(first(), grown(1), 1e-12);
   c.scaling = RopeScaling::linear, c.mscale_all_dim = 1;
   EXPECT_EQ(c.attention_factor(), 1);

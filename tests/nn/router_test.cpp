@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "tests/nn/loss_reference.h"
 #include "tests/spmd/device.h"
 
@@ -483,7 +483,7 @@ TEST(Balance, CountsAreSummedOverEveryRankThatSawOtherTokens) {
           const Mesh mesh(world, shape);
           const MeshScope scope(mesh);
           Router router = identity_router({.num_experts = 8, .top_k = 1});
-          // Rank r has r + 1 tokens, all for expert r: no rank alone knows the balance.
+          // Rank r has r + 1 tokens, all for expert r: no single rank knows the balance.
           const std::int64_t n = world.rank() + 1;
           at::Tensor logits =
               at::zeros({n, 8}, at::TensorOptions(at::kDouble).device(test_device()));

@@ -5,14 +5,14 @@
 
 #include <functional>
 
+#include "moesh/fsdp/fsdp.h"
+#include "moesh/fsdp/recompute.h"
 #include "moesh/kernels/attention.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/composed_attention.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/fused_attention.h"
 #include "moesh/nn/mlp.h"
-#include "moesh/spmd/recompute.h"
-#include "moesh/spmd/spmd.h"
 
 namespace moesh::nn {
 namespace {

@@ -10,7 +10,7 @@ using verify::LayerResult;
 
 constexpr int kNumOptions = static_cast<int>(std::size(Choice::kLevels));
 
-constexpr int kAutomatic = 2;  // of Choice::dispatcher
+constexpr int kAutomatic = 3;  // of Choice::dispatcher
 
 Choice from_levels(const std::vector<int>& v) { return {v[0], v[1], v[2], v[3], v[4], v[5], v[6]}; }
 
@@ -82,7 +82,7 @@ LayerCase make_case(const Choice& o, const MeshShape& shape, at::ScalarType dtyp
                      .ffn = 2 * shape.etp,
                      .scores = o.side ? ScoreSide::before : ScoreSide::after};
   constexpr nn::Dispatcher kWays[] = {nn::Dispatcher::all_to_all, nn::Dispatcher::all_gather,
-                                      nn::Dispatcher::automatic};
+                                      nn::Dispatcher::two_hops, nn::Dispatcher::automatic};
   c.layer.dispatcher = kWays[o.dispatcher];
   c.layer.shared_ffn = o.shared ? 2 * shape.tp + 1 : 0;
   c.layer.dtype = dtype;

@@ -15,7 +15,7 @@ namespace moesh::sweep {
 /// One choice for each option of the sweep.
 struct Choice {
   int sequence_parallel, side, dispatcher, shared, batch, length, variant;
-  static constexpr int kLevels[] = {2, 2, 3, 2, 2, 3, 4};
+  static constexpr int kLevels[] = {2, 2, 4, 2, 2, 3, 4};
   std::vector<int> levels() const {
     return {sequence_parallel, side, dispatcher, shared, batch, length, variant};
   }

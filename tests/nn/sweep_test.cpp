@@ -18,7 +18,7 @@ TEST(MoeSweep, RunsEveryCombination) {
         pairs.insert({a, v[static_cast<size_t>(a)], b, v[static_cast<size_t>(b)]});
   }
   // sequence_parallel, side, dispatcher without auto, shared, batch, length, variant
-  EXPECT_EQ(combinations.size(), 2u * 2 * 2 * 2 * 2 * 3 * 4);
+  EXPECT_EQ(combinations.size(), 2u * 2 * 3 * 2 * 2 * 3 * 4);
   EXPECT_EQ(every_choice().size(), combinations.size());
   EXPECT_EQ(pairs.size(), num_pairs() - 15);  // auto with each of the 15 other values
 }

@@ -5,8 +5,8 @@
 
 #include <mutex>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/kernels/meta/dry_run.h"
-#include "moesh/spmd/spmd.h"
 #include "moesh/types/token.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"

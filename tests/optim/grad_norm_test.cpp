@@ -5,10 +5,9 @@
 #include <cmath>
 #include <limits>
 
-#include "moesh/optim/adamw.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
-#include "moesh/spmd/whole.h"
+#include "moesh/optim/rules.h"
+#include "moesh/spmd/ops.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {

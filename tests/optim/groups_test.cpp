@@ -3,9 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "moesh/optim/adamw.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 #include "tests/support.h"
 

@@ -5,8 +5,8 @@
 
 #include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
-#include "moesh/spmd/whole.h"
+#include "moesh/optim/rules.h"
+#include "moesh/spmd/ops.h"
 #include "tests/mutants/check.h"
 #include "tests/optim/support.h"
 

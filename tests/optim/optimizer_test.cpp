@@ -10,8 +10,7 @@
 #include <memory>
 
 #include "moesh/base/error.h"
-#include "moesh/optim/adamw.h"
-#include "moesh/optim/sgd.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {

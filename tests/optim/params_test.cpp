@@ -5,7 +5,7 @@
 #include "moesh/base/error.h"
 #include "moesh/optim/grad_norm.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 
 namespace moesh::optim {
@@ -65,17 +65,17 @@ TEST(ParamList, RefusesWhatCannotBeUpdated) {
                     }),
             "a parameter without a value is added to the list; construct it first");
   EXPECT_EQ(message({}, [](const Mesh&) { grad_norm(ParamList{}); }),
-            "the gradient norm of an empty list of parameters; add(w) some");
+            "an empty list of parameters; add(w) some");
   EXPECT_EQ(message({}, [](const Mesh&) { Optimizer(ParamList{}, std::make_shared<Sgd>()); }),
-            "an optimizer with an empty list of parameters; add(w) some");
+            "an empty list of parameters; add(w) some");
 }
 
 // A gradient that is missing is an error, never a zero: on one rank, and also if only one rank of
 // several misses it.
 TEST(ParamList, NamesAParameterWithoutAGradient) {
   const std::string expected =
-      "parameter 'bias' has no gradient: no backward has reached it since the last step. Leave a parameter that is not trained out "
-      "of the list";
+      "parameter 'bias' has no gradient: no backward has reached it since the last step. A parameter "
+      "that is not trained is frozen (training.freeze)";
   const auto forget = [](const Mesh& mesh, auto use_list) {
     Model model;
     model.set_gradients();

@@ -1,10 +1,9 @@
-#include "moesh/optim/registry.h"
+#include "moesh/optim/rule.h"
 
 #include <gtest/gtest.h>
 
-#include "moesh/optim/adamw.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 #include "tests/support.h"
 
@@ -37,7 +36,7 @@ TEST(RuleKinds, MakeWhatTheirValuesSay) {
 }
 
 TEST(RuleKinds, NeedTheirKeysAndNoOthers) {
-  EXPECT_EQ(rule_names(), (std::vector<std::string>{"adamw", "sgd"}));
+  EXPECT_EQ(rule_names(), (std::vector<std::string>{"adamw", "sgd", "muon"}));
   for (const auto& kind : rule_kinds()) {
     RuleValues values;
     for (const auto& key : kind.keys) values[key] = 0.5;
@@ -47,7 +46,7 @@ TEST(RuleKinds, NeedTheirKeysAndNoOthers) {
 
 TEST(RuleKinds, SayWhichThereAre) {
   EXPECT_EQ(error_of([] { find_rule("adam"); }, ErrorKind::config),
-            "no update rule is called 'adam'; use adamw or sgd");
+            "no update rule is called 'adam'; use adamw, sgd or muon");
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 #include <ATen/ops/matmul.h>
 #include <gtest/gtest.h>
 
+#include "moesh/fsdp/param.h"
 #include "moesh/optim/optimizer.h"
-#include "moesh/optim/sgd.h"
-#include "moesh/spmd/full_param.h"
+#include "moesh/optim/rules.h"
 #include "tests/optim/support.h"
 #include "tests/support.h"
 

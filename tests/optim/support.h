@@ -1,6 +1,6 @@
 #pragma once
 // Parameters of every layout kind, in sizes that nothing divides, with gradients that depend on the
-// global index alone.
+// global index only.
 
 #include <ATen/ops/empty.h>
 
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "moesh/base/random.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/optim/params.h"
-#include "moesh/spmd/spmd.h"
 #include "tests/spmd/device.h"
 
 namespace moesh::optim {

@@ -73,7 +73,7 @@ TEST(Simulate, ForwardsAloneNeedLittle) {
   });
   Schedule both = forwards_of(one_f_one_b(2, 2));
   both.ranks[1].push_back({backward, 1, 0});
-  expect_error([&] { simulate(both); }, {"rank 1: B1.0 is in a schedule of forwards alone"});
+  expect_error([&] { simulate(both); }, {"rank 1: B1.0 is in a schedule that has only forwards"});
 }
 
 // Whatever actions take: nothing begins before its input is there, or before the rank is free.

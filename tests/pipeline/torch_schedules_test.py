@@ -33,7 +33,7 @@ def of_torch(name, p, v, m):
 
 
 def comparable(name, actions):
-    """The list that torch shows of 1F1B numbers forwards from the rank on: kinds alone there."""
+    """torch numbers the forwards of 1F1B from the rank on: only kinds are compared there."""
     return [a[0] for a in actions] if name == "1f1b" else actions
 
 

@@ -275,6 +275,8 @@ class OthersTest(Temporary):
         command("estimate", "--search=4", f"--json={file}")
         self.assertEqual(moesh.estimate(search=4), json.loads(file.read_text())["estimates"])
         self.error("config", ["no cluster", "search=64"], moesh.estimate, search=True)
+        self.error("config", ["search is 0"], moesh.estimate, search=0)
+        self.assertEqual(moesh.estimate(search=False), moesh.estimate())
 
     def test_estimate_in_time(self):
         file = self.folder / "t.json"
@@ -310,7 +312,7 @@ class OthersTest(Temporary):
 
         sys.setprofile(profile)
         try:
-            for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss"):
+            for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss", "qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "granitemoe"):
                 for dtype in ("float32", "bfloat16"):
                     moesh.estimate(model=f"{model}:tiny", dtype=dtype, mesh="dp_shard=2,tp=2,ep=2")
         finally:

@@ -68,9 +68,9 @@ class Mpirun(Launched):
 
 
 class Torchrun(Launched):
-    CURE = ("torchrun has started 2 processes, and training.device is cpu: without MPI processes "
-            "form a world of GPUs alone (--device=cuda). On CPUs start moesh without torchrun, and "
-            "its ranks are threads, or with mpirun -n 2")
+    CURE = ("torchrun has started 2 processes, and training.device is cpu: without MPI, processes "
+            "need a GPU each (--device=cuda). On CPUs start moesh without torchrun, and its ranks "
+            "are threads, or with mpirun -n 2")
 
     def torchrun(self, num, *command):
         LAUNCHER[:] = [os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone",

@@ -100,6 +100,10 @@ def shows_what_was_recorded(tmp, moesh, chromium):
             drawn(browser, "sent", "dp_shard|cp")[7], 8192
         )
         assert near(drawn(browser, "bias", names[0])[200], 0.4)
+        # Only the run that reads much without training on it has this curve.
+        assert near(drawn(browser, "trained", names[0])[100], 0.35)
+        assert browser.run(f"{CHART.format('trained')}.graph.getLabels()") == ["x", names[0]]
+        assert "55.0 % of those in the last step" in summary, summary
 
         # Hovering says what is there.
         browser.mouse("mouseMoved", *middle_of(browser, "#chart-loss .plot", 0.6))

@@ -146,7 +146,7 @@ TEST(Page, SendsWhatIsNotKnownYet) {
   std::vector<RunData> runs;
   runs.emplace_back(folder.path());
   const auto generation = runs[0].generation();
-  const auto sent = [&](const Known& known) {
+  const auto sent = [&](const PageState& known) {
     const auto all = formats::parse_json(runs_json(runs, {known}), "answer");
     return all.at("runs", "").as_list("")[0];
   };

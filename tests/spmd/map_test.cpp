@@ -1,4 +1,4 @@
-#include "moesh/spmd/map.h"
+#include "moesh/spmd/ops.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

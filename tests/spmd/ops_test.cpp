@@ -58,7 +58,8 @@ TEST(Ops, SumsArePartialWhereTheSummedThingVaries) {
   EXPECT_TRUE(at::equal(local(count(choices, 4)).cpu(), at::tensor({1, 1, 2, 0}, at::kLong)));
 }
 
-// A tensor of three dimensions may be [B, L, D] or [N, groups, members]: who sums says which.
+// A tensor of three dimensions may be [B, L, D] or [N, groups, members]: the caller of a sum says
+// which.
 TEST(Ops, SumsGoOverTheDimensionOfTheirKind) {
   const auto x = random({2, 3, 4});
   const auto rows = flatten(assume<Dense{T, T, F}>(x), 0, 1);

@@ -14,7 +14,7 @@ namespace {
 using enum Place;
 
 // What each of the ranks asks for, of pieces that are uneven and may be empty: the whole, itself
-// and some before and after, nothing of others; and one rank alone the whole.
+// and some before and after, nothing of others; and a single rank the whole.
 std::vector<std::vector<Reach>> reaches_of(const std::vector<Reach>& pieces) {
   const std::int64_t all = pieces.back().end;
   std::vector<std::vector<Reach>> ways(5);

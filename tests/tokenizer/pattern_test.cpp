@@ -12,7 +12,7 @@ using Texts = std::vector<std::string>;
 
 // Every match, one after the other.
 Texts matches(const std::string& regex, const std::string& text) {
-  const Pattern pattern(regex, "test");
+  const SplitPattern pattern(regex, "test");
   Matches found(pattern, text);
   Texts all;
   std::size_t from = 0;
@@ -23,7 +23,7 @@ Texts matches(const std::string& regex, const std::string& text) {
   return all;
 }
 
-TEST(Pattern, TakesAlternativesInOrderAndGoesBack) {
+TEST(SplitPattern, TakesAlternativesInOrderAndGoesBack) {
   EXPECT_EQ(matches("a|ab", "ab"), (Texts{"a"}));
   EXPECT_EQ(matches("ab|a", "abac"), (Texts{"ab", "a"}));
   EXPECT_EQ(matches("a*ab", "aaab b"), (Texts{"aaab"}));
@@ -37,12 +37,12 @@ TEST(Pattern, TakesAlternativesInOrderAndGoesBack) {
   EXPECT_EQ(matches("^a|b$", "aa\nab\nb"), (Texts{"a", "a", "b", "b"}));
 }
 
-TEST(Pattern, KeepsWhatAPossessiveOneHas) {
+TEST(SplitPattern, KeepsWhatAPossessiveOneHas) {
   EXPECT_EQ(matches("a++a|b", "aab"), (Texts{"b"}));
   EXPECT_EQ(matches("[ab]?+a|c", "ac"), (Texts{"c"}));
 }
 
-TEST(Pattern, ReadsRubysSyntax) {
+TEST(SplitPattern, ReadsRubysSyntax) {
   // {1,3}+ is a repetition of a repetition there, and possessive elsewhere.
   EXPECT_EQ(matches("\\d{1,3}+", "12345"), (Texts{"12345"}));
   EXPECT_EQ(matches("\\d{1,3}+5", "12345"), (Texts{"12345"}));
@@ -55,18 +55,18 @@ TEST(Pattern, ReadsRubysSyntax) {
   EXPECT_EQ(matches("[+-]", "a+-"), (Texts{"+", "-"}));
 }
 
-TEST(Pattern, FindsTheOtherCaseOnlyWhereItIsAskedFor) {
+TEST(SplitPattern, FindsTheOtherCaseOnlyWhereItIsAskedFor) {
   EXPECT_EQ(matches("(?i:'s|'re)|s", "'S 'rE s S"), (Texts{"'S", "'rE", "s"}));
   EXPECT_EQ(matches("(?i:'s)", "'\xC5\xBF"), (Texts{"'\xC5\xBF"}));  // the long s
   EXPECT_EQ(matches("(?i:[sdmt])x", "Dx \xE2\x84\xAAx"), (Texts{"Dx"}));
 }
 
-TEST(Pattern, LooksAheadWithinTheText) {
+TEST(SplitPattern, LooksAheadWithinTheText) {
   EXPECT_EQ(matches("\\s+(?!\\S)|\\s+", "a   b  "), (Texts{"  ", " ", "  "}));
   EXPECT_EQ(matches("a(?=bc)", "ab abc"), (Texts{"a"}));
 }
 
-TEST(Pattern, NamesWhatItDoesNotKnow) {
+TEST(SplitPattern, NamesWhatItDoesNotKnow) {
   for (const auto& [regex, reason] :
        std::vector<std::pair<std::string, std::string>>{{"(?<=a)b", "'(?<'"},
                                                         {"(?>a)", "'(?>'"},
@@ -77,7 +77,7 @@ TEST(Pattern, NamesWhatItDoesNotKnow) {
                                                         {"[a[b]]", "'['"},
                                                         {"[b-a]", "a range without order"},
                                                         {"a**", "a repetition of a repetition"},
-                                                        {"a{2}?", "'?' behind '{n}'"},
+                                                        {"a{2}?", "'?' after '{n}'"},
                                                         {"(a*)+b", "may be empty"},
                                                         {"(?:ab)++", "a possessive repetition"},
                                                         {"a{x}", "'{'"},
@@ -91,7 +91,7 @@ TEST(Pattern, NamesWhatItDoesNotKnow) {
                                                         {"a{5,2}", "an interval"},
                                                         {std::string(60, '('), "nested deeper"}})
     try {
-      const Pattern pattern(regex, "tokenizer.json");
+      const SplitPattern pattern(regex, "tokenizer.json");
       ADD_FAILURE() << regex << " was accepted";
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::data);
@@ -102,7 +102,7 @@ TEST(Pattern, NamesWhatItDoesNotKnow) {
 
 // Each of these took minutes or was refused; backtracking that starts anew at every place takes a
 // hundred billion steps.
-TEST(Pattern, TakesLinearTimeForRepetitionsThatFail) {
+TEST(SplitPattern, TakesLinearTimeForRepetitionsThatFail) {
   const std::string many(300'000, 'a');
   for (const char* regex : {"a+b|c", "a++b|c", "a*ab|c", "a+a+b|c", "[ab]+a+c|d", "a(?=a+b)|c",
                             "a{2,}b|c", "(?:a+b)+c|d", "(?:a+)+b|c"})
@@ -113,7 +113,7 @@ TEST(Pattern, TakesLinearTimeForRepetitionsThatFail) {
 }
 
 // Runs that are remembered give the matches that shorter texts have, where nothing is.
-TEST(Pattern, FindsTheSameInLongRunsAsInShortOnes) {
+TEST(SplitPattern, FindsTheSameInLongRunsAsInShortOnes) {
   for (const char* regex : {"a+b|c", "a+ab|a", "[ab]+a+c|b", "(?:a+b|ab+)c|b", "a+(?!c)|c",
                             "a*b|aa", "\\s*[b\n]+|\\s+(?!\\S)|\\s+", "(?:b+|ab)+c|ab"}) {
     for (const char* ending : {"", "b", "c", "bc", "\n", "ba", "bac", " b", "\xC3\xA9"})
@@ -137,7 +137,7 @@ TEST(Pattern, FindsTheSameInLongRunsAsInShortOnes) {
   }
 }
 
-TEST(Pattern, TakesTwelveMillionSpacesBeforeALetter) {
+TEST(SplitPattern, TakesTwelveMillionSpacesBeforeALetter) {
   const std::string spaces(12'000'000, ' ');
   const auto found = matches("\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+| ?\\p{L}+", spaces + "a");
   ASSERT_EQ(found.size(), 3u);
@@ -146,7 +146,7 @@ TEST(Pattern, TakesTwelveMillionSpacesBeforeALetter) {
   EXPECT_EQ(found[2], "a");
 }
 
-TEST(Pattern, GivesUpInsteadOfRunningForHours) {
+TEST(SplitPattern, GivesUpInsteadOfRunningForHours) {
   for (const auto& [regex, length] :
        std::vector<std::pair<std::string, std::size_t>>{{"(?:a|a)+b", 64}, {"(?:aa)+b|c", 100'000}})
     try {

@@ -1,7 +1,8 @@
-// tokenizer_peer TOKENIZER encode|plain|decode|skip INPUT OUTPUT: what tokenizer_peer.py compares
-// with the package. Texts and lists of ids are written one behind the other, each with its length
-// as 32 bits before it. `plain` encodes without the template, `skip` decodes without special
-// tokens. Prints the seconds that the work itself took.
+// tokenizer_peer TOKENIZER encode|plain|spans|decode|skip INPUT OUTPUT: what tokenizer_peer.py
+// compares with the package. Texts and lists of ids are written one behind the other, each with its
+// length as 32 bits before it. `plain` encodes without the template, `spans` gives id, first and
+// last byte of each token, `skip` decodes without special tokens. Prints the seconds that the work
+// itself took.
 
 #include <chrono>
 #include <cstring>
@@ -55,6 +56,19 @@ int main(int argc, char** argv) try {
     std::cout << time.count() << "\n";
     for (std::size_t i = 0, begin = 0; i < ends.size(); begin = ends[i++])
       put(all.data() + begin, ends[i] - begin, sizeof(TokenId));
+  } else if (what == "spans") {
+    EncodeBuffers buffers;
+    for (const std::string_view text : records(bytes, 1)) {
+      std::vector<TokenId> ids;
+      std::vector<ByteRange> spans;
+      tokenizer.encode(text, false, buffers, ids, &spans);
+      if (ids.size() != spans.size()) return 3;
+      std::vector<std::uint32_t> numbers;
+      for (std::size_t i = 0; i < ids.size(); ++i)
+        for (const auto number : {static_cast<std::size_t>(ids[i]), spans[i].begin, spans[i].end})
+          numbers.push_back(static_cast<std::uint32_t>(number));
+      put(numbers.data(), numbers.size(), sizeof(std::uint32_t));
+    }
   } else {
     for (const std::string_view record : records(bytes, sizeof(TokenId))) {
       std::vector<TokenId> ids(record.size() / sizeof(TokenId));

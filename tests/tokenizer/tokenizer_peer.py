@@ -4,6 +4,7 @@
     tokenizer_peer.py PROGRAM families    settings of five model families (a part of `all`)
     tokenizer_peer.py PROGRAM steps       every other step that moesh knows, one tokenizer for each
     tokenizer_peer.py PROGRAM decoding    ids back to text
+    tokenizer_peer.py PROGRAM spans       which characters each token stands for
     tokenizer_peer.py PROGRAM all         families: 100 MB, a million strings, every code point
     tokenizer_peer.py PROGRAM speed       MB/s of both on one thread
 
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 
 import numpy as np
 
@@ -575,6 +577,38 @@ def compare_decoding(peer, all_tokenizers):
         print(f"{name}: {len(lists)} lists of ids decode to equal texts", flush=True)
 
 
+def compare_spans(peer, all_tokenizers):
+    """The offsets of the package. To a character that was put together from several, by NFC or by
+    the replacement of a pattern, it gives one of them, and moesh all."""
+    all_tokenizers = list(all_tokenizers)
+    texts = list(Text(9).documents(30_000)) + random_strings(3000, 10, special(all_tokenizers))
+    for name, tokenizer in all_tokenizers:
+        tokenizer.no_padding()
+        found, _ = peer.run(tokenizer, "spans", records(texts), 4)
+        num_exact = num_tokens = 0
+        forms = [form for form in ("NFC", "NFD") if form in tokenizer.to_str()]
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        for text, numbers, expected in zip(texts, found, encodings):
+            ids, begins, ends = np.frombuffer(numbers, np.uint32).reshape(-1, 3).T.tolist()
+            assert ids == expected.ids, (name, text)
+            place = {len(text[:i].encode()): i for i in range(len(text) + 1)}
+            spans = [(place[b], place[e]) for b, e in zip(begins, ends)]
+            num_tokens += len(spans)
+            if name != "replace" and all(unicodedata.is_normalized(f, text) for f in forms):
+                num_exact += len(spans)
+                if spans != expected.offsets:
+                    sys.exit(f"{name}: spans of {text[:200]!r} ...: moesh gives {spans[:40]}, the "
+                             f"package {expected.offsets[:40]}")
+                continue
+            wrong = [(ours, theirs) for ours, theirs in zip(spans, expected.offsets)
+                     if theirs[0] < theirs[1] and not ours[0] <= theirs[0] < theirs[1] <= ours[1]]
+            if wrong:
+                sys.exit(f"{name}: spans of {text!r}: moesh has {wrong[0][0]}, the package "
+                         f"{wrong[0][1]}")
+        print(f"{name}: spans of {num_tokens} tokens, {num_exact} equal to the package's",
+              flush=True)
+
+
 def speed(peer):
     documents = list(Text(8).documents(20_000_000))
     megabytes = sum(len(d.encode()) for d in documents) / 1e6
@@ -613,6 +647,8 @@ def main():
             compare_all(peer, steps(), 30_000, 2_000, 211)
         elif what == "decoding":
             compare_decoding(peer, [*families(100_000), *steps()])
+        elif what == "spans":
+            compare_spans(peer, [*families(100_000), *steps()])
         elif what == "all":
             compare_all(peer, families(), 100_000_000, 1_000_000, 1)
         elif what == "speed":

@@ -159,7 +159,7 @@ TEST(Tokenizer, NamesWhatItDoesNotKnow) {
        "the behavior \"Kept\""},
       {R"({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [)" + kByteLevel + "," +
            kByteLevel + R"(]}, "model": )" + kModel + "}",
-       "ByteLevel comes last"},
+       "ByteLevel must come last"},
   };
   for (const Bad& bad : all) try {
       const Tokenizer tokenizer(bad.json, "tokenizer.json");

@@ -18,6 +18,10 @@ class GraphsOnCpu {
                 [this](const std::function<void()>& f, const kernels::Graph* beside) {
                   TORCH_CHECK_WITH(OutOfMemoryError, num_alive < most_alive,
                                    "no memory for a graph");
+                  if (fails_late) {
+                    note_all_copies_written();
+                    TORCH_CHECK(false, "the capture has failed");
+                  }
                   beside_others.push_back(beside != nullptr);
                   return std::make_unique<Again>(*this, f);
                 }};
@@ -25,12 +29,18 @@ class GraphsOnCpu {
 
   models::Model* model = nullptr;  // whose versions stay
   int most_alive = 1000;           // of more, recording fails
+  bool fails_late = false;         // after the host has gone through all of the step
   int num_alive = 0, largest_alive = 0;
   std::vector<bool> beside_others;  // of each that was recorded
   int num_replays = 0;
   bool does_it_twice = false;  // a mistake to be found
 
  private:
+  // As the host does in a step that the device does not run.
+  void note_all_copies_written() const {
+    model->each_param([](Stored& w, bool) { raw::note_copy_written(w); });
+  }
+
   struct Again : kernels::Graph {
     Again(GraphsOnCpu& all, std::function<void()> f) : all_(all), f_(std::move(f)) {
       all_.largest_alive = std::max(all_.largest_alive, ++all_.num_alive);

@@ -1,5 +1,5 @@
-// Checks that mistakes in what a run reads must not pass: documents against each of them alone, the
-// samples of a step and of a resumed run, and what validation leaves behind.
+// Checks that mistakes in what a run reads must not pass: documents against each of them by itself,
+// the samples of a step and of a resumed run, and what validation leaves behind.
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -11,7 +11,7 @@
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
 #include "moesh/data/mixture.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/validation.h"
 #include "tests/checkpoint/support.h"
 #include "tests/mutants/check.h"
@@ -61,7 +61,7 @@ const mutants::Provide balance("balance", [](Settings& settings) -> Check {
   };
 });
 
-// A sequence of two documents, of which only one has labels, against that one alone on one rank.
+// A sequence of two documents, of which only one has labels, against only that one on one rank.
 const mutants::Provide documents("documents", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
   const std::string model = settings.take("llama4") != 0 ? "llama4" : "qwen3_moe";

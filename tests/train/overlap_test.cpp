@@ -9,9 +9,9 @@
 #include <thread>
 
 #include "moesh/comm/launch.h"
-#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "tests/comm/nccl_loopback.h"
 #include "tests/spmd/device.h"
@@ -50,7 +50,7 @@ Result gradients_on(comm::Group& world, const Config& config, nn::Probe* probe =
 
 enum class World { threads, nccl };
 
-// Of each rank.
+// The result of each rank.
 std::vector<Result> results(const Config& config, World kind, nn::Probe* probe = nullptr,
                             std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   std::vector<Result> all(static_cast<std::size_t>(mesh_shape(config).num_ranks()));

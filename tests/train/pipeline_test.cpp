@@ -14,7 +14,7 @@
 
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "moesh/train/loop.h"
 #include "tests/counting_allocator.h"
@@ -141,10 +141,9 @@ Gradients run_step(const Config& config, bool has_backward, const OnForward& loo
         if (!has_backward) list = forwards_of(list);
         if (change) change(list);
         const at::AutoGradMode grad(has_backward);
-        ReduceLater reductions(true);
-        run_pipeline(*model, batches, step.forward, list, has_backward ? &reductions : nullptr,
-                     look);
-        reductions.finish();
+        StepState state(true);
+        run_pipeline(*model, batches, step.forward, list, has_backward ? &state : nullptr, look);
+        state.finish_sums();
         const std::lock_guard lock(mutex);
         all.merge(gradients_of(*model));
       },
@@ -234,7 +233,7 @@ TEST(Pipelines, MayMixWholeBackwardsWithHalves) {
               run_step(halves_config(), true, look_at_nothing, mix));
 }
 
-// One stage, and the loss in one piece: cross-entropy and auxiliary losses, by autograd alone.
+// One stage, and the loss in one piece: cross-entropy and auxiliary losses, by autograd only.
 TEST(Pipelines, HaveTheGradientsOfTheWholeLoss) {
   const Config config =
       config_on("tp=1", {"--training.gradient_accumulation_steps=2",

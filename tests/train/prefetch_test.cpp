@@ -13,7 +13,7 @@
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
 #include "moesh/data/dataset.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 #include "tests/support.h"

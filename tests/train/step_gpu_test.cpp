@@ -10,7 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/build.h"
 #include "tests/gpu/torch_cuda.h"
 

@@ -9,10 +9,10 @@
 #include <limits>
 
 #include "moesh/base/random.h"
+#include "moesh/fsdp/fsdp.h"
+#include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
-#include "moesh/optim/adamw.h"
-#include "moesh/spmd/reshard.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/optim/rules.h"
 #include "moesh/train/build.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
@@ -66,6 +66,23 @@ struct Trainer {
 
 // The guard of prefetched weights is their version, which kernels that write through pointers
 // raise.
+TEST(OptionsOfTexts, ATextThatAnOptionDoesNotTakeIsNoDefaultOfIt) {
+  Config schedule, recompute, balance, graph;
+  schedule.lr_scheduler.kind = "sqrt";
+  recompute.activation_checkpoint.mode = "half";
+  balance.moe.balance_over = "run";
+  graph.kernels.graph = "maybe";
+  const auto config = ErrorKind::config;
+  expect_parts(error_of([&] { learning_rate(schedule, 0); }, config),
+               {"lr_scheduler.kind is \"sqrt\"", "; it takes "});
+  expect_parts(error_of([&] { step_options(recompute); }, config),
+               {"activation_checkpoint.mode is \"half\"", "; it takes "});
+  expect_parts(error_of([&] { step_options(balance); }, config),
+               {"moe.balance_over is \"run\"", "; it takes "});
+  expect_parts(error_of([&] { use_graph(graph); }, config),
+               {"kernels.graph is \"maybe\"", "; it takes "});
+}
+
 TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
   comm::launch(
       2,
@@ -84,6 +101,7 @@ TEST(StepAndPrefetch, AnUpdateByAdamWMakesAPrefetchOld) {
           params.add(w);
           optim::Optimizer adamw(std::move(params),
                                  std::make_shared<optim::AdamW>(optim::AdamWConfig{}));
+          const StepState step;
           prefetch({&w.stored()});
           w.stored().value.mutable_grad() = at::ones_like(w.stored().value.detach());
           adamw.step(0.5);
@@ -115,7 +133,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Steps,
                                          MeshShape{.tp = 4, .ep = 2, .etp = 2}),
                          [](const auto& info) { return "mesh" + std::to_string(info.index); });
 
-// A single infinite number, on the last rank alone.
+// A single infinite number, only on the last rank.
 TEST_P(Steps, AGradientThatIsNotFiniteStopsAllRanks) {
   on_each_rank([](Trainer& t, comm::Group& world) {
     ASSERT_FALSE(
@@ -165,7 +183,7 @@ TEST_P(Steps, CountsTheValidTokensOfAllRanksOnce) {
 }
 
 // What the model carries is what the kernels are chosen by in forward, and when it is computed
-// again in backward; on the thread of the rank alone, and no longer than that.
+// again in backward; only on the thread of the rank, and no longer than that.
 TEST_P(Steps, RunUnderTheKernelsOfTheirModel) {
   struct Watch : nn::Probe {
     std::vector<kernels::GpuKernels> seen;
@@ -262,7 +280,6 @@ std::vector<at::Tensor> trained(const Mesh& mesh, bool weight_copies, bool resha
   t.options.forward.reshard = reshard;
   for (int step = 0; step < 3; ++step) {
     const Gradients g = t.gradients();
-    EXPECT_EQ(gather_bytes().now, 0);
     t.apply(g);
     const at::NoGradGuard no_grad;
     if (step == 1) t.model->each_param([](Stored& w, bool) { w.value.mul_(1.5); });

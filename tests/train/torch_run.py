@@ -1,7 +1,8 @@
 """What `moesh train` computes, in PyTorch: models of transformers, torch.optim, its schedulers.
 
 Written from what the options say, not from what moesh does. Settings are options of moesh by their
-names; texts are read as bytes, with the token 256 after each document.
+names; texts are read as bytes, with the token 256 after each document. A token is a pair: its id,
+and whether it is to be predicted, which a .mask beside a .bin says.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import json
 import math
 import re
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 from transformers import AutoModelForCausalLM
@@ -61,10 +63,17 @@ def shuffled(place, size, seed, epoch):
 
 
 def documents_of(path):
+    if path.suffix == ".bin":
+        index = path.with_suffix(".idx").read_bytes()
+        lengths = np.frombuffer(index, np.int32, int.from_bytes(index[18:26], "little"), 34)
+        tokens = list(zip(np.fromfile(path, np.uint16).tolist(),
+                          np.fromfile(path.with_suffix(".mask"), np.uint8).tolist()))
+        ends = np.cumsum(lengths)
+        return [tokens[end - length:end] for end, length in zip(ends, lengths)]
     text = path.read_text(encoding="utf-8")
     texts = [json.loads(line)["text"] for line in text.splitlines()] if path.suffix == ".jsonl" \
         else [text]
-    return [[*t.encode(), END] for t in texts]
+    return [[(token, 1) for token in (*t.encode(), END)] for t in texts]
 
 
 def cut(documents, length):
@@ -91,7 +100,7 @@ def best_fit(documents, length):
         else:
             bins.append([piece])
     filled = [[(t, d) for d, piece in enumerate(b) for t in piece] for b in whole + bins]
-    return [s + [(0, PADDING)] * (length + 1 - len(s)) for s in filled]
+    return [s + [((0, 0), PADDING)] * (length + 1 - len(s)) for s in filled]
 
 
 def of_mixture(weights, index, period=10000):
@@ -126,7 +135,8 @@ class Data:
 
 
 class MicroBatch:
-    """Sequences of all ranks; a label counts where its token is of the same document."""
+    """Sequences of all ranks; a label counts where its token is of the same document, and is to be
+    predicted."""
 
     def __init__(self, sequences, masks):
         self.pieces, self.labels, self.sequence = [], [], []
@@ -135,9 +145,10 @@ class MicroBatch:
             for t in range(len(s) - 1):
                 if t == 0 or masks and documents[t] != documents[t - 1]:
                     self.pieces.append([])
-                self.pieces[-1].append(s[t][0])
+                self.pieces[-1].append(s[t][0][0])
+                next_id, is_trained = s[t + 1][0]
                 goes_on = documents[t] == documents[t + 1] != PADDING
-                self.labels.append(s[t + 1][0] if goes_on else -100)
+                self.labels.append(next_id if goes_on and is_trained else -100)
                 self.sequence.append(number)
         self.labels, self.sequence = torch.tensor(self.labels), torch.tensor(self.sequence)
         self.valid = self.labels != -100
@@ -276,6 +287,50 @@ def groups_of(settings):
     return groups
 
 
+class MuonAndAdamW:
+    """torch.optim.Muon in float64 for every matrix, each expert's own too; AdamW for the rest."""
+
+    def __init__(self, model, groups, settings):
+        others, matrices, self.slices = [], [], []
+        names = {p: name for name, p in model.named_parameters()}
+        for group in groups:
+            p = group["params"][0]
+            name = names[p]
+            is_table = re.search(r"embed_tokens|lm_head|\.(gate|router)\.weight$", name)
+            if p.dim() < 2 or is_table:
+                others.append(group)
+                continue
+            halves = 2 if "gate_up" in name else 1
+            parts = [(lambda t: t)] if p.dim() == 2 else [
+                (lambda t, e=e, halves=halves, half=half: t[e].chunk(halves)[half])
+                for e in range(len(p)) for half in range(halves)]
+            for part in parts:
+                matrix = torch.nn.Parameter(part(p.data))  # the same memory
+                self.slices.append((matrix, p, part))
+                matrices.append({**group, "params": [matrix]})
+        self.muon = torch.optim.Muon(
+            matrices, momentum=settings["optimizer.muon_momentum"],
+            nesterov=settings["optimizer.nesterov"], adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(others, eps=settings["optimizer.eps"], betas=(
+            settings["optimizer.beta1"], settings["optimizer.beta2"]))
+        self.param_groups = self.muon.param_groups + self.adamw.param_groups
+        self.params = [g["params"][0] for g in groups]
+
+    def step(self):
+        for matrix, p, part in self.slices:
+            matrix.grad = part(p.grad)
+        rounded, torch.Tensor.bfloat16 = torch.Tensor.bfloat16, lambda t: t.clone()
+        try:
+            self.muon.step()
+        finally:
+            torch.Tensor.bfloat16 = rounded
+        self.adamw.step()
+
+    def zero_grad(self):
+        for p in self.params:
+            p.grad = None
+
+
 def make_optimizer(model, settings):
     """The first group whose pattern is in a name counts. Matrices decay, each expert's own too."""
     groups = []
@@ -287,6 +342,8 @@ def make_optimizer(model, settings):
             decay = settings["optimizer.weight_decay"] if is_matrix else 0
         scale = found.get("lr_scale")
         groups.append(dict(params=[p], scale=1 if scale is None else scale, weight_decay=decay))
+    if settings["optimizer.name"] == "muon":
+        return MuonAndAdamW(model, groups, settings)
     if settings["optimizer.name"] == "sgd":
         return torch.optim.SGD(groups, momentum=settings["optimizer.momentum"])
     return torch.optim.AdamW(groups, eps=settings["optimizer.eps"], betas=(
@@ -339,7 +396,8 @@ def run(folder, files, settings):
     optimizer = make_optimizer(model.model, settings)
     data = Data([f for f, _ in files["train"]], [w for _, w in files["train"]], settings)
     masks = {"true": True, "false": False}.get(
-        settings["data.document_mask"], any(f.suffix == ".jsonl" for f, _ in files["train"]))
+        settings["data.document_mask"],
+        any(f.suffix in (".jsonl", ".bin") for f, _ in files["train"]))
     pack = best_fit if settings["data.packing"] == "best_fit" else cut
     held_out = {name: pack(documents_of(f), settings["data.sequence_length"])
                 for name, f in files["validation"].items()}

@@ -16,10 +16,12 @@ import random
 import re
 import shutil
 import sys
+import struct
 import tempfile
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "models"))
 import golden_test  # noqa: E402
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch_run  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -48,6 +50,7 @@ BASE = {
     "data.packing": "cut", "data.document_mask": "auto", "optimizer.name": "adamw",
     "optimizer.lr": 3e-3, "optimizer.beta1": 0.8, "optimizer.beta2": 0.9, "optimizer.eps": 1e-4,
     "optimizer.weight_decay": 0.2, "optimizer.momentum": 0.7, "lr_scheduler.kind": "cosine",
+    "optimizer.muon_momentum": 0.9, "optimizer.nesterov": False,
     "lr_scheduler.warmup_steps": 2, "lr_scheduler.min_lr_factor": 0.15,
     "lr_scheduler.decay_ratio": 0.5, "moe.load_balance_coeff": 0.03,
     "moe.balance_loss_weight": 0.05, "moe.balance_over": "sequence", "moe.z_loss_weight": 0.003,
@@ -68,6 +71,11 @@ SETTINGS = {  # what is set besides, and the files to train on
     "skipped": ({"data.sequence_length": 1, "training.global_batch_size": 1, "micro_batches": 1,
                  "data.shuffle": False, "validation.steps": 40, "training.max_skipped_steps": 2},
                 [("letters.jsonl", 1.0)]),
+    "muon": ({**GROUPS, "optimizer.name": "muon", "lr_scheduler.kind": "linear"},
+             [("a.jsonl", 1.0)]),
+    # Conversations: of some tokens it is known that they are only read.
+    "masked": ({"data.packing": "best_fit", "data.sequence_length": 17},
+               [("chats.bin", 3.0), ("more.bin", 1.0)]),
 }
 
 
@@ -85,6 +93,28 @@ def write_texts(folder, seed):
                  words(1, 24) for _ in range(30)), "held_out.txt": words(90, 90)}
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def write_chats(prefix, count, seed):
+    """Documents of questions, which are only read, and answers; files as moesh tokenize has them.
+    Some have no answer, some nothing else."""
+    draw = random.Random(seed)
+    ids, mask, lengths = [], [], []
+    for _ in range(count):
+        begin = len(ids)
+        for turn in range(draw.randint(1, 5)):
+            length = draw.randint(1, 9)
+            ids += [draw.randrange(256) for _ in range(length)]
+            mask += [turn % 2] * length
+        lengths.append(len(ids) - begin)
+    mask[sum(lengths[:2]):sum(lengths[:3])] = [1] * lengths[2]
+    starts = [0, *np.cumsum(lengths)[:-1].tolist()]
+    prefix.with_suffix(".bin").write_bytes(np.array(ids, np.uint16).tobytes())
+    prefix.with_suffix(".mask").write_bytes(bytes(mask))
+    prefix.with_suffix(".idx").write_bytes(
+        b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+        + np.array(lengths, np.int32).tobytes() + (2 * np.array(starts, np.int64)).tobytes()
+        + np.arange(count + 1, dtype=np.int64).tobytes())
 
 
 def tensors(folder):
@@ -163,9 +193,13 @@ def prepare(folder, setting, seed):
     folder.mkdir()
     write_texts(folder, seed)
     changed, trained_on = SETTINGS[setting]
-    return {**BASE, **changed}, {
-        "train": [(folder / f, w) for f, w in trained_on],
-        "validation": {"held": folder / "held_out.jsonl", "plain": folder / "held_out.txt"}}
+    held_out = {"held": folder / "held_out.jsonl", "plain": folder / "held_out.txt"}
+    if setting == "masked":
+        for i, name in enumerate(("chats", "more", "held_out")):
+            write_chats(folder / name, 40, seed + i)
+        held_out = {"held": folder / "held_out.bin"}
+    return {**BASE, **changed}, {"train": [(folder / f, w) for f, w in trained_on],
+                                 "validation": held_out}
 
 
 def compare(tmp, model, config, setting, meshes, seed):
@@ -206,7 +240,7 @@ def numbers_of(record):
 def record(tmp, path):
     """Runs from weights of moesh's own, which a step of nearly no length leaves as they are."""
     runs = {}
-    for model, setting in zip(MODELS, SETTINGS):
+    for model, setting in zip(MODELS, SETTINGS):  # all of texts
         folder = tmp / setting
         settings, files = prepare(folder, setting, seed=1)
         begin = {**settings, "training.steps": 1, "optimizer.lr": 1e-300,
@@ -260,7 +294,11 @@ def main():
                 meshes = MESHES if arguments.all else [MESHES[i % 3]]
                 if setting == "skipped":  # one sequence, which no two ranks can divide
                     meshes = MESHES[:1]
-                if arguments.all or i == j:
+                if setting == "muon" and model not in ("deepseek_v3", "qwen3_moe", "mixtral"):
+                    continue  # the others store the matrices of an expert in another order
+                if setting == "masked":
+                    meshes = MESHES
+                if arguments.all or i == j or (setting in ("muon", "masked") and i == 0):
                     compare(tmp, model, config, setting, meshes, arguments.seed + 10 * i + j)
         for model, config in TIED.items() if arguments.all else ():
             compare(tmp, f"{model} tied", config, "cosine", MESHES, arguments.seed)

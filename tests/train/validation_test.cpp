@@ -4,7 +4,7 @@
 
 #include "moesh/comm/launch.h"
 #include "moesh/config/merge.h"
-#include "moesh/spmd/spmd.h"
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/train/loop.h"
 #include "tests/support.h"
 

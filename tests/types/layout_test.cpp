@@ -75,7 +75,7 @@ constexpr bool accessors_agree() {
 static_assert(accessors_agree<Dense>() && accessors_agree<Sparse>());
 
 // What the compiler has checked above, of the same functions at run time: optimizer, checkpoint and
-// verify call them there, and `make mutate` changes them there alone.
+// verify call them there, and `make mutate` changes them only there.
 constexpr bool functions_of_one_letter_hold() {
   const std::string_view letters = "RIPTFE", gradients = "PIRTFE", whole = "RI", varying = "TFE";
   for (std::size_t i = 0; i < kPlaces.size(); ++i) {

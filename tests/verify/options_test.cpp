@@ -32,11 +32,13 @@ const config::OtherFiles& files() {
       jsonl << "{\"text\": \"sentence " << i * i << "\"}\n";
     }
     run(at / "run", "tp=1", {"--steps=1", "--training.seed=9"});
+    run(at / "lora", "tp=1", {"--steps=1", "--lora.rank=2"});
     return config::OtherFiles{.text = at / "corpus.txt",
                               .jsonl = at / "corpus.jsonl",
                               .weights = at / "run" / checkpoint::step_name(1),
                               .tokenizer = at / "tokenizer.json",
-                              .token_folder = at / "tokens"};
+                              .token_folder = at / "tokens",
+                              .adapter = at / "lora" / checkpoint::step_name(1)};
   }();
   return all;
 }
@@ -80,7 +82,7 @@ std::vector<std::string> messages(const VerifyCase& c) {
   return all;
 }
 
-// Of what changes speed, what no message of a step shows.
+// Options that change speed, and show in no message of a step.
 const std::map<std::string, std::string> kUnseen{
     {"training.device", "the tests run on one device at a time"},
     {"kernels.gpu", "the CPU has one set of kernels; see KernelsOfTheGpu"},
@@ -88,7 +90,8 @@ const std::map<std::string, std::string> kUnseen{
     {"kernels.weight_copies", "what is cast is not sent; see Copies in step_test"},
     {"checkpoint.async", "verify saves nothing"},
     {"debug.checked", "what it sends is not the program's doing, and is not traced"},
-    {"debug.timeout_seconds", "nobody waits that long"}};
+    {"debug.timeout_seconds", "nobody waits that long"},
+    {"debug.links", "messages take longer, and are the same; see Paced in comm"}};
 
 std::vector<std::string> names_with(Effect effect) {
   std::vector<std::string> names;

@@ -3,8 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/router.h"
-#include "moesh/spmd/spmd.h"
 
 namespace moesh::verify {
 namespace {
@@ -76,7 +76,7 @@ TEST(Capture, KeepsTheInputWithItsGradientAndTheLogits) {
   EXPECT_TRUE(probe.inputs.empty() && probe.logits_BLV.empty());
 }
 
-// Of a balance loss near ties flip as well: what it counts is replayed, and is not the routing.
+// Near ties flip in a balance loss as well: what it counts is replayed, and is not the routing.
 TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});

@@ -48,6 +48,31 @@ TEST(MeshSweep, small_pipelines_have_every_schedule_and_all_schedules_have_large
   EXPECT_EQ(large, std::set<std::string>(all.begin(), all.end()));
 }
 
+TEST(MeshSweep, some_meshes_have_nodes_of_two_and_of_four_ranks_over_which_tokens_take_two_hops) {
+  std::map<int, std::size_t> num;
+  std::set<std::string> axes;
+  std::size_t num_spread = 0;
+  const config::Config config = config::load_config({"--model=deepseek_v3:tiny"});
+  for (const SweepMesh& mesh : parse_sweep("8").meshes()) {
+    const MeshShape& s = mesh.shape;
+    EXPECT_TRUE(s.ep > 1 || s.ranks_per_node == 0);
+    num_spread += s.ep > 1;
+    if (s.ranks_per_node == 0) continue;
+    EXPECT_GT(s.num_nodes_of_ep(), 1) << s.describe();
+    ++num[s.ranks_per_node];
+    if (s.size(ep_inside) > 1) axes.insert("inside");
+    if (s.etp > 1) axes.insert("etp");
+    if (s.pp > 1) axes.insert("pp");
+    EXPECT_EQ(fitted(config, s, mesh.schedule).parallelism.moe_dispatcher, "two_hops");
+    EXPECT_EQ(mesh_shape(fitted(config, s, mesh.schedule)).ranks_per_node, s.ranks_per_node);
+  }
+  EXPECT_EQ(num.size(), 2u);
+  EXPECT_GE(num[2], 20u);
+  EXPECT_GE(num[4], 5u);
+  EXPECT_LT(num[2] + num[4], num_spread);  // the others go as `auto` says
+  EXPECT_EQ(axes.size(), 3u);
+}
+
 TEST(MeshSweep, some_pipelines_of_every_kind_are_tied) {
   std::set<std::string> schedules, axes;
   std::size_t num_tied = 0, num_pipelines = 0;

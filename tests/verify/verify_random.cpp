@@ -21,7 +21,7 @@ namespace {
 
 using Args = std::vector<std::string>;
 
-// Of one case, one number after the other.
+// The random numbers of one case, one after the other.
 class Draw {
  public:
   Draw(std::uint64_t seed, std::uint64_t number)
@@ -147,27 +147,18 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
   add({"--data.sequence_length=" + std::to_string(1 + draw.below(10)),
        "--data.batch_size=" + std::to_string(1 + draw.below(3))});
   for (const auto& o : config::options())
-    if (is_drawn(o) && draw.one_in(6)) {
-      // With a beta2 of 0 a step is a quotient of two gradients: it has no bound, nor has its
-      // noise.
-      const bool is_beta2 = o.name == "optimizer.beta2";
-      add_value(o.name, is_beta2 ? Args{"0.5", "0.9", "0.999"}
-                                 : other_values(o.default_in(found.c.config), o.rule.choices));
-    }
+    if (is_drawn(o) && draw.one_in(6))
+      add_value(o.name, other_values(o.default_in(found.c.config), o.rule.choices));
   for (const auto& [name, value] : model_values(found.c.config))
-    if (name != "model.vocab_size" && draw.one_in(is_debug ? 20 : 8)) {
-      auto values = other_values(value);
-      // A norm over one element is a sign: no gradient is left but noise.
-      if (name == "model.dim") std::erase(values, "1");
-      add_value(name, values);
-    }
+    if (name != "model.vocab_size" && draw.one_in(is_debug ? 20 : 8))
+      add_value(name, other_values(value));
   if (draw.one_in(6))
     add({"--optimizer.group.0.match=" + draw.one_of(Args{"norm", "experts", "o_proj", "embed"}),
          "--optimizer.group.0.lr_scale=0.5", "--optimizer.group.0.weight_decay=0.3"});
   return found;
 }
 
-// Of the cases of a dtype and a size.
+// The cases of a dtype and a size.
 struct Row {
   int num_cases = 0, num_held = 0;
   double worst = 0;

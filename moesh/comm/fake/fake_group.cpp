@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/sent.h"
+#include "moesh/comm/observers.h"
 
 namespace moesh::comm {
 namespace {

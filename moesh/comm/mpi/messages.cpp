@@ -1,4 +1,4 @@
-#include "moesh/comm/mpi/messages.h"
+#include "moesh/comm/mpi/world.h"
 
 #include <ATen/ops/empty.h>
 

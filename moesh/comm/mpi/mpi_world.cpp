@@ -10,7 +10,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/host_memory.h"
-#include "moesh/comm/mpi/messages.h"
 #include "moesh/comm/mpi/world.h"
 
 namespace moesh::comm {

@@ -24,7 +24,7 @@ inline void check_mpi(int code, const char* what) {
               detail::concat(what, " failed: ", std::string(text, static_cast<size_t>(length))));
 }
 
-// Between two looks: the core goes to whoever wants it, and after some of them the thread sleeps,
+// Between two looks: the core goes to other threads, and after some of them the thread sleeps,
 // longer and longer.
 class Backoff {
  public:

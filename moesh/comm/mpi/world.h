@@ -1,9 +1,12 @@
 #pragma once
-// A world of MPI processes as one of them sees it: who has left, how messages are told apart, and
-// waits that end at a deadline.
+// A world of MPI processes as one of them sees it: which ranks have left, how messages are told
+// apart, and waits that end at a deadline.
+
+#include <mpi.h>
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -11,11 +14,34 @@
 #include <vector>
 
 #include "moesh/comm/host_group.h"
-#include "moesh/comm/mpi/process.h"
 #include "moesh/comm/mpi/requests.h"
 #include "moesh/comm/roll.h"
 
 namespace moesh::comm::mpi {
+
+// MPI in this process: started by the first launch. It is ended at exit if the last world ended
+// well: MPI_Finalize waits for all processes, and one that exits without it makes the launcher end
+// the job.
+class Process {
+ public:
+  static Process& instance(std::chrono::milliseconds timeout);
+
+  MPI_Comm comm() const { return comm_; }
+  int index() const { return index_; }
+  int size() const { return size_; }
+  int num_on_machine() const { return num_on_machine_; }
+  int tag_limit() const { return tag_limit_; }
+
+  std::mutex running;  // held by the launch in progress
+  std::int64_t num_launches = 0;
+  bool unusable = false;                       // a world's start was given up half-way
+  static inline std::atomic<bool> ended_well;  // the last world
+ private:
+  explicit Process(std::chrono::milliseconds timeout);
+
+  MPI_Comm comm_ = MPI_COMM_NULL;
+  int index_ = 0, size_ = 1, num_on_machine_ = 1, tag_limit_ = 0;
+};
 
 constexpr int kWorldContext = 1;
 
@@ -164,5 +190,17 @@ void for_pieces(void* data, std::int64_t bytes, const F& f) {
   for (std::int64_t start = 0; start < bytes; start += kPieceBytes)
     f(static_cast<char*>(data) + start, static_cast<int>(std::min(kPieceBytes, bytes - start)));
 }
+
+// Messages between two ranks of an MPI group: a header, and then what it describes.
+
+/// x to rank `peer` of the group, as `call` says.
+std::unique_ptr<Work> send_message(std::shared_ptr<MpiWorld> world,
+                                   std::shared_ptr<const GroupInfo> group, int peer,
+                                   const Call& call, const at::Tensor& x);
+
+/// The next message of rank `peer`, which must be what `call` says, into `out`.
+std::unique_ptr<Work> receive_message(std::shared_ptr<MpiWorld> world,
+                                      std::shared_ptr<const GroupInfo> group, int peer,
+                                      const Call& call, const at::Tensor& out);
 
 }  // namespace moesh::comm::mpi

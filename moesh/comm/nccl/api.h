@@ -35,7 +35,7 @@ enum class NcclType : int {
 };
 enum class NcclReduce : int { sum = 0, max = 2, min = 3 };
 
-/// Made by one rank, passed to all: who holds the same one meets in the same communicator.
+/// Made by one rank, passed to all: ranks that hold the same one meet in the same communicator.
 struct NcclUniqueId {
   char bytes[128];
 };

@@ -95,7 +95,7 @@ void NcclChannel::work() {
     try {
       run(job);
     } catch (const std::exception& e) {
-      world_.stop(e.what());  // who waits for the ticket throws it
+      world_.stop(e.what());  // thrown where the ticket is waited for
     }
     lock.lock();
   }

@@ -4,7 +4,7 @@
 //   - A channel has a communicator and a stream of its own at both ends. On a stream that it shared
 //     with collectives, or with messages of another channel, a receive which was started early would
 //     hold up what its sender waits for. On its own stream, message k waits for message k - 1 of
-//     the same channel alone, and for what was queued before it was started.
+//     only the same channel, and for what was queued before it was started.
 //   - Calls are made by a thread of the channel. NCCL connects two ranks in the first call of each,
 //     and a communicator takes no second call before: a rank that sends first would be held up
 //     until its peer receives, which perhaps sends first as well.

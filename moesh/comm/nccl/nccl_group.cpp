@@ -105,7 +105,7 @@ NcclUniqueId id_of(const at::Tensor& words) {
 
 class NcclGroup final : public Group {
  public:
-  /// `host` is the same ranks on the host, of the world group alone.
+  /// `host` is the same ranks on the host, only in the world group.
   NcclGroup(std::shared_ptr<NcclWorld> world, NcclComm comm,
             std::shared_ptr<const NcclGroupInfo> info, int rank, std::shared_ptr<Group> host = {})
       : Group(info->name, rank, info->members),

@@ -5,10 +5,12 @@
 // threads and mpi, and where a maximum or minimum meets NaN, NCCL decides.
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "moesh/comm/group.h"
+#include "moesh/comm/launch.h"
 #include "moesh/comm/nccl/api.h"
 
 namespace moesh::comm {
@@ -39,5 +41,17 @@ void close_nccl(Group& group);
 /// Ends the world of an NCCL group on this rank: what is in progress is aborted, and every later
 /// call throws `reason`. Any thread may call it.
 void stop_nccl(Group& group, const std::string& reason);
+
+// Turns the world of a launch (threads or processes) into an NCCL world before the program sees it.
+
+/// Whether a launch should try: backend nccl, or automatic under mpirun or srun with a CUDA device,
+/// one rank a process and NCCL at hand.
+bool should_try_nccl(int num_ranks, const LaunchOptions& options);
+
+/// What each rank of the host world runs: it takes its GPU, and calls `f` with the NCCL world over
+/// all ranks. With backend automatic, and several ranks on one GPU, `f` gets the host world. A rank
+/// that throws stops those of its own process. An empty `api` is the installed library.
+std::function<void(Group& host)> on_nccl(std::function<void(Group& world)> f, LaunchOptions options,
+                                         std::shared_ptr<const NcclApi> api = {});
 
 }  // namespace moesh::comm

@@ -1,4 +1,4 @@
-#include "moesh/comm/nccl/nccl_launch.h"
+#include "moesh/comm/nccl/nccl_group.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/checker.h"
-#include "moesh/comm/nccl/nccl_group.h"
+#include "moesh/comm/observers.h"
 #include "moesh/comm/roll.h"
 
 namespace moesh::comm {

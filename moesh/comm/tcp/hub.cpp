@@ -100,7 +100,7 @@ void Hub::serve() {
   }
 }
 
-// Makes room for one more stranger, where nobody who may be a rank has to go.
+// Makes room for one more stranger, without dropping one that may be a rank.
 bool Hub::has_room() {
   std::size_t num_strangers = 0;
   Peer *silent = nullptr, *slow = nullptr;
@@ -152,7 +152,7 @@ void Hub::write_to(Peer& peer) {
 }
 
 void Hub::understand(Peer& peer) {
-  const int socket = peer.socket.get();  // who is dropped is gone
+  const int socket = peer.socket.get();  // a peer that is dropped is gone
   if (peer.state == State::greeting && peer.in.size() >= sizeof(Hello)) greet(peer);
   if (!peers_.contains(socket)) return;
   if (peer.state == State::proving && peer.in.size() >= sizeof(Digest)) judge(peer);
@@ -188,7 +188,7 @@ void Hub::greet(Peer& peer) {
 void Hub::judge(Peer& peer) {
   const auto shown = taken<Digest>(peer.in);
   if (!are_same(shown, proof(meeting_.secret, Side::rank, peer.hello, peer.nonce))) {
-    log_warn("somebody who does not know MOESH_SECRET wanted to join as rank ", peer.hello.rank,
+    log_warn("a process that does not know MOESH_SECRET tried to join as rank ", peer.hello.rank,
              ", and was turned away");
     return drop(peer);
   }
@@ -237,7 +237,8 @@ void Hub::lose(int rank) {
   sockets_[r] = -1;
   if (is_gone_[r]) return;
   is_gone_[r] = true;
-  const std::string text = "its process, or the connection to it, is gone";
+  const std::string text = static_cast<char>(ErrorKind::comm) +
+                           std::string("its process, or the connection to it, is gone");
   const FrameHeader header{.from = rank,
                            .to = kEverybody,
                            .kind = FrameHeader::failed,

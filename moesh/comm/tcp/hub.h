@@ -1,8 +1,8 @@
 #pragma once
 // The meeting point of processes that no MPI has started: it lives in the process of rank 0, lets
-// in who proves that it knows the secret, and passes frames from rank to rank. It carries what
-// starts a world of GPUs, and little more: the ids of NCCL, agreements over files, news of who has
-// failed.
+// in those that prove that they know the secret, and passes frames from rank to rank. It carries
+// what starts a world of GPUs, and little more: the ids of NCCL, agreements over files, news of
+// ranks that have failed.
 
 #include <map>
 #include <memory>

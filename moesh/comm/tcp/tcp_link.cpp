@@ -181,13 +181,16 @@ void TcpLink::file(const FrameHeader& header, std::string key, std::vector<char>
     came_.notify_all();
     return;
   }
-  const std::string text(bytes.begin(), bytes.end());
+  const auto kind = bytes.empty() ? ErrorKind::comm : static_cast<ErrorKind>(bytes.front());
+  const std::string text(bytes.begin() + (bytes.empty() ? 0 : 1), bytes.end());
   if (key.empty()) return fail_all(header.from, text);
   const auto of_world = roll(std::atoll(key.c_str()));
   if (header.kind == FrameHeader::returned)
     of_world->returned(header.from);
   else
-    of_world->failed(header.from, text);
+    of_world->failed(
+        header.from, text,
+        kind >= ErrorKind::config && kind <= ErrorKind::internal ? kind : ErrorKind::comm);
   came_.notify_all();
 }
 

@@ -15,7 +15,7 @@ namespace {
 using Clock = TcpLink::Clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kLook{20};    // between two looks at who has left
+constexpr milliseconds kLook{20};    // between two looks at which ranks have left
 constexpr milliseconds kGrace{100};  // what was sent before bad news may still be on its way
 constexpr milliseconds kLinger{2000};
 constexpr std::size_t kLeastSecret = 16;  // characters
@@ -29,7 +29,7 @@ struct World {
 };
 
 // A group as its exchanges know it.
-struct GroupInfo {
+struct TcpGroupInfo {
   std::string key;  // the same on every member, and of no other group
   std::string name;
   std::vector<int> members;  // world ranks
@@ -45,8 +45,8 @@ struct SpanHeader {
 };
 
 // The next frame of a world rank under a key, which begins with a header.
-std::vector<char> frame_of(World& world, const GroupInfo& group, int from, const std::string& key,
-                           const Call& call, Clock::time_point deadline) {
+std::vector<char> frame_of(World& world, const TcpGroupInfo& group, int from,
+                           const std::string& key, const Call& call, Clock::time_point deadline) {
   auto bad_news = Clock::time_point::max();
   for (;;) {
     const auto now = Clock::now();
@@ -68,7 +68,7 @@ std::vector<char> frame_of(World& world, const GroupInfo& group, int from, const
   }
 }
 
-void check_usable(const World& world, const GroupInfo& group, const Call& call,
+void check_usable(const World& world, const TcpGroupInfo& group, const Call& call,
                   const at::Device& device) {
   MOESH_CHECK(device.is_cpu(), ErrorKind::comm, call.describe(), " on group '", group.name,
               "': only tensors on the host go over TCP");
@@ -78,7 +78,7 @@ void check_usable(const World& world, const GroupInfo& group, const Call& call,
 
 class TcpExchange final : public Exchange {
  public:
-  TcpExchange(std::shared_ptr<World> world, std::shared_ptr<const GroupInfo> group, Post post)
+  TcpExchange(std::shared_ptr<World> world, std::shared_ptr<const TcpGroupInfo> group, Post post)
       : world_(std::move(world)), group_(std::move(group)), post_(std::move(post)) {
     check_usable(*world_, *group_, post_.call, post_.options.device());
     for (std::size_t j = 0; j < post_.send.size(); ++j) {
@@ -133,7 +133,7 @@ class TcpExchange final : public Exchange {
   }
 
   std::shared_ptr<World> world_;
-  std::shared_ptr<const GroupInfo> group_;
+  std::shared_ptr<const TcpGroupInfo> group_;
   Post post_;
   std::vector<std::vector<char>> frames_;  // by rank
 };
@@ -141,7 +141,7 @@ class TcpExchange final : public Exchange {
 // A message that comes; one that goes is on its way when it is started.
 class TcpRecv final : public Work {
  public:
-  TcpRecv(std::shared_ptr<World> world, std::shared_ptr<const GroupInfo> group, std::string key,
+  TcpRecv(std::shared_ptr<World> world, std::shared_ptr<const TcpGroupInfo> group, std::string key,
           const Call& call, at::Tensor out)
       : world_(std::move(world)),
         group_(std::move(group)),
@@ -164,7 +164,7 @@ class TcpRecv final : public Work {
 
  private:
   std::shared_ptr<World> world_;
-  std::shared_ptr<const GroupInfo> group_;
+  std::shared_ptr<const TcpGroupInfo> group_;
   std::string key_;
   Call call_;
   at::Tensor out_;
@@ -181,10 +181,10 @@ class Sent final : public Work {
 
 class TcpGroup final : public HostGroup {
  public:
-  TcpGroup(std::shared_ptr<World> world, GroupInfo info)
+  TcpGroup(std::shared_ptr<World> world, TcpGroupInfo info)
       : HostGroup(info.name, info.rank, info.members),
         world_(std::move(world)),
-        info_(std::make_shared<GroupInfo>(std::move(info))) {}
+        info_(std::make_shared<TcpGroupInfo>(std::move(info))) {}
 
  private:
   std::unique_ptr<Exchange> post(Post post) override {
@@ -214,14 +214,14 @@ class TcpGroup final : public HostGroup {
                                   const std::string& name) override {
     if (members.size() <= 1) return nullptr;
     return std::make_shared<TcpGroup>(
-        world_, GroupInfo{.key = detail::concat(info_->key, "/", last_sequence(), ".", index),
-                          .name = name,
-                          .members = world_ranks(members),
-                          .rank = rank});
+        world_, TcpGroupInfo{.key = detail::concat(info_->key, "/", last_sequence(), ".", index),
+                             .name = name,
+                             .members = world_ranks(members),
+                             .rank = rank});
   }
 
   std::shared_ptr<World> world_;
-  std::shared_ptr<const GroupInfo> info_;
+  std::shared_ptr<const TcpGroupInfo> info_;
 };
 
 // Returns when every rank has returned; else throws.
@@ -237,9 +237,7 @@ void finish(const World& world) {
                 " has returned, and ", name_ranks(present), " did not within ",
                 std::chrono::duration<double>(world.timeout).count(), " s");
   }
-  if (const auto fault = world.roll->first_exception()) std::rethrow_exception(fault);
-  const std::string failure = world.roll->first_failure();
-  MOESH_CHECK(failure.empty(), ErrorKind::comm, failure);
+  world.roll->rethrow_first();
 }
 
 std::string own_secret(const Launcher& launcher) {
@@ -274,10 +272,10 @@ void launch_on(TcpLink& link, std::int64_t number, const std::function<void(Grou
                const LaunchOptions& options, int num_on_machine) {
   const auto world =
       std::make_shared<World>(World{link, number, options.timeout, link.roll(number)});
-  GroupInfo info{.key = std::to_string(number),
-                 .name = "world",
-                 .members = std::vector<int>(static_cast<std::size_t>(link.size())),
-                 .rank = link.rank()};
+  TcpGroupInfo info{.key = std::to_string(number),
+                    .name = "world",
+                    .members = std::vector<int>(static_cast<std::size_t>(link.size())),
+                    .rank = link.rank()};
   std::iota(info.members.begin(), info.members.end(), 0);
   const auto leave = [&](int rank, const std::exception_ptr& fault) {
     if (fault)
@@ -285,8 +283,10 @@ void launch_on(TcpLink& link, std::int64_t number, const std::function<void(Grou
     else
       world->roll->returned(rank);
     try {
+      const std::string text =
+          fault ? static_cast<char>(kind_of(fault)) + text_of(fault) : std::string();
       link.send(kEverybody, fault ? FrameHeader::failed : FrameHeader::returned,
-                std::to_string(number), fault ? text_of(fault) : "");
+                std::to_string(number), text);
     } catch (const Error&) {
       // The connection is lost: the others know that by themselves.
     }

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "moesh/comm/launch.h"
-#include "moesh/comm/launcher.h"
 #include "moesh/comm/roll.h"
 #include "moesh/comm/tcp/hub.h"
 
@@ -42,7 +41,7 @@ class TcpLink {
             std::string_view b = {});
   /// The next frame of rank `from` under `key`, or nothing where it has not come by `until`.
   std::optional<std::vector<char>> take(int from, const std::string& key, Clock::time_point until);
-  /// Who has left world number `number`.
+  /// Which ranks have left world number `number`.
   std::shared_ptr<Roll> roll(std::int64_t number);
 
  private:
@@ -65,7 +64,7 @@ class TcpLink {
 };
 
 /// Runs f on this rank, in world number `number` of the link; the same call is made by every
-/// process. Throws what f throws, or Error (comm) where another rank has failed.
+/// process. Throws what f throws, or an Error of its kind where another rank has failed.
 void launch_on(TcpLink& link, std::int64_t number, const std::function<void(Group& world)>& f,
                const LaunchOptions& options, int num_on_machine = 1);
 

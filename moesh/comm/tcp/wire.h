@@ -16,9 +16,18 @@
 #include <string>
 #include <string_view>
 
-#include "moesh/comm/tcp/sha256.h"
-
 namespace moesh::comm {
+
+// SHA-256 and HMAC (FIPS 180-4, RFC 2104): how processes that start together prove to each other
+// that they hold the same secret, without sending it.
+
+using Digest = std::array<std::uint8_t, 32>;
+
+Digest sha256(std::string_view bytes);
+Digest hmac_sha256(std::string_view key, std::string_view bytes);
+
+/// In a time that does not tell where they differ.
+bool are_same(const Digest& a, const Digest& b);
 
 struct Meeting {
   std::string address;  // of the machine of rank 0: a name or a number
@@ -45,7 +54,7 @@ struct FrameHeader {
   enum Kind : std::uint32_t {
     data,
     returned,  // the function of rank `from` has returned in the world of the key
-    failed,    // ... has thrown: the text says what
+    failed,    // ... has thrown: the ErrorKind in one byte, and the text that says what
     goodbye,   // the process ends in good order
   };
   std::int32_t from = 0, to = 0;  // to kEverybody: all others
@@ -65,7 +74,7 @@ std::string_view bytes_of(const T& x) {
 /// From the operating system; throws Error (comm) where it has none.
 Nonce random_nonce();
 enum class Side { hub, rank };
-/// What shows that a side knows the secret, in this meeting alone.
+/// What shows that a side knows the secret, only in this meeting.
 Digest proof(const std::string& secret, Side side, const Hello& hello, const Nonce& of_hub);
 
 /// A socket, or another descriptor, that is closed with it.

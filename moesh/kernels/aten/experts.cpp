@@ -7,6 +7,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -15,7 +16,6 @@
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/zeros.h>
 
-#include "moesh/kernels/aten/wide.h"
 #include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
 
@@ -28,9 +28,13 @@ class RowsByExpert {
   RowsByExpert(const ExpertsWeights& w, const ExpertsInput& in)
       : ends_e_(in.ends_e), num_rows_(in.token_R.defined() ? in.token_R.size(0) : in.x.size(0)) {
     const at::Tensor& w1 = w.w1_eFD;
+    const auto rank_of = [](const at::Tensor& a_erX) {
+      return a_erX.defined() ? a_erX.size(1) : 0;
+    };
     // The grouped GEMM wants rows of a multiple of 16 bytes.
     grouped_ = w1.scalar_type() == at::kBFloat16 && w1.size(1) > 0 && w1.size(1) % 8 == 0 &&
-               w1.size(2) % 8 == 0;
+               w1.size(2) % 8 == 0 && rank_of(w.lora.a13_erD) % 8 == 0 &&
+               rank_of(w.lora.a2_erF) % 8 == 0;
     // One GEMM for each expert takes its number of rows from the host: a wait for the device.
     if (!grouped_) first_ = first_rows(ends_e_.cpu(), num_rows_);
   }
@@ -133,16 +137,33 @@ at::Tensor combined(const ExpertsInput& in, const at::Tensor& rows) {
   return in.token_R.defined() ? aten_kernels().combine_rows(rows, in.inverse_TK) : rows;
 }
 
+// Gate rows, then up rows: what one product with b13 gives.
+at::Tensor joined(const at::Tensor& b13_e2Fr) { return b13_e2Fr.flatten(1, 2); }
+
+// scale (a x) of each row.
+at::Tensor low_rank(const RowsByExpert& groups, const at::Tensor& rows_RX, const at::Tensor& a_erX,
+                    double scale) {
+  return groups.rows_times(rows_RX, a_erX.transpose(1, 2)).mul_(scale);
+}
+
 }  // namespace
 
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
   const RowsByExpert groups(weights, input);
+  const ExpertsLora& lora = weights.lora;
   ExpertsOutput out{{}, {input, {}, {}}};
   {
     const at::Tensor rows_RD = gathered(input, input.x);
     out.saved.gate_RF = groups.rows_times(rows_RD, weights.w1_eFD.transpose(1, 2));
     out.saved.up_RF = groups.rows_times(rows_RD, weights.w3_eFD.transpose(1, 2));
+    if (lora.a13_erD.defined()) {
+      const auto added = groups
+                             .rows_times(low_rank(groups, rows_RD, lora.a13_erD, lora.scale13),
+                                         joined(lora.b13_e2Fr).transpose(1, 2))
+                             .chunk(2, 1);
+      out.saved.gate_RF.add_(added[0]), out.saved.up_RF.add_(added[1]);
+    }
   }
   at::Tensor h =
       hidden(config.activation,
@@ -151,7 +172,11 @@ ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights&
              false)
           .h;
   if (config.scores == ScoreSide::after) h.mul_(input.scores_R.unsqueeze(1));
-  at::Tensor y_RD = groups.rows_times(h.to(input.x.scalar_type()), weights.w2_eDF.transpose(1, 2));
+  h = h.to(input.x.scalar_type());
+  at::Tensor y_RD = groups.rows_times(h, weights.w2_eDF.transpose(1, 2));
+  if (lora.a2_erF.defined())
+    y_RD.add_(groups.rows_times(low_rank(groups, h, lora.a2_erF, lora.scale2),
+                                lora.b2_eDr.transpose(1, 2)));
   if (weights.b2_eD.defined()) {
     at::Tensor bias_RD = groups.per_row(weights.b2_eD, wide(y_RD));
     if (config.scores == ScoreSide::after) bias_RD.mul_(input.scores_R.unsqueeze(1));
@@ -165,6 +190,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
                                   ExpertsSaved saved, const at::Tensor& dy) {
   const ExpertsInput& in = saved.input;
   const RowsByExpert groups(weights, in);
+  const ExpertsLora& lora = weights.lora;
   const auto dtype = in.x.scalar_type();
   const bool before = config.scores == ScoreSide::before, after = config.scores == ScoreSide::after;
   const at::Tensor scores_R1 = in.scores_R.defined() ? in.scores_R.unsqueeze(1) : at::Tensor();
@@ -172,6 +198,11 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
 
   const at::Tensor dy_RD = gathered(in, dy);
   at::Tensor dh = groups.rows_times(dy_RD, weights.w2_eDF).to(wide(dy));
+  at::Tensor d_low2_Rr, d_low13_Rr;  // of what a2 and a13 give, before their scale
+  if (lora.a2_erF.defined()) {
+    d_low2_Rr = groups.rows_times(dy_RD, lora.b2_eDr).mul_(lora.scale2);
+    dh.add_(groups.rows_times(d_low2_Rr, lora.a2_erF));
+  }
   Hidden v =
       hidden(config.activation,
              with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
@@ -195,11 +226,35 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     dg.mul_(scores_R1), du.mul_(scores_R1);
   }
   dg = dg.to(dtype), du = du.to(dtype);
-  const auto weight_half = [groups, in, d_biases, dg, du,
-                            h = v.h.to(dtype)](const at::Tensor& d_rows_RD) {
+  out.x = groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD));
+  if (lora.a13_erD.defined()) {
+    d_low13_Rr = groups.rows_times(at::cat({dg, du}, 1), joined(lora.b13_e2Fr)).mul_(lora.scale13);
+    out.x.add_(groups.rows_times(d_low13_Rr, lora.a13_erD));
+  }
+  out.x = combined(in, out.x);
+  const at::Tensor h = v.h.to(dtype);
+  // What a and b give is small, and they need not be there any more when the weights come later.
+  at::Tensor low2_Rr, low13_Rr;
+  if (lora.a2_erF.defined()) low2_Rr = low_rank(groups, h, lora.a2_erF, lora.scale2);
+  if (lora.a13_erD.defined())
+    low13_Rr = low_rank(groups, gathered(in, in.x), lora.a13_erD, lora.scale13);
+  const auto weight_half = [=](const at::Tensor& d_rows_RD) {
+    const at::Tensor rows_RD = gathered(in, in.x);
+    if (low2_Rr.defined() || low13_Rr.defined()) {
+      ExpertsWeights d;
+      if (low2_Rr.defined()) {
+        d.lora.a2_erF = groups.outer(d_low2_Rr, h);
+        d.lora.b2_eDr = groups.outer(d_rows_RD, low2_Rr);
+      }
+      if (low13_Rr.defined()) {
+        d.lora.a13_erD = groups.outer(d_low13_Rr, rows_RD);
+        d.lora.b13_e2Fr =
+            groups.outer(at::cat({dg, du}, 1), low13_Rr).unflatten(1, {2, dg.size(1)});
+      }
+      return d;
+    }
     ExpertsWeights d = d_biases;
     d.w2_eDF = groups.outer(d_rows_RD, h);
-    const at::Tensor rows_RD = gathered(in, in.x);
     d.w1_eFD = groups.outer(dg, rows_RD);
     d.w3_eFD = groups.outer(du, rows_RD);
     return d;
@@ -209,8 +264,6 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     out.weights_later = [weight_half, in, dy] { return weight_half(gathered(in, dy)); };
   else
     out.weights = weight_half(dy_RD);
-  out.x = combined(
-      in, groups.rows_times(dg, weights.w1_eFD).add_(groups.rows_times(du, weights.w3_eFD)));
   return out;
 }
 

@@ -1,4 +1,4 @@
-#include "moesh/kernels/cpu/gemm.h"
+#include "moesh/kernels/cpu/operands.h"
 
 #include <ATen/Context.h>
 #include <ATen/native/CPUBlas.h>

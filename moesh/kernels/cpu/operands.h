@@ -1,14 +1,73 @@
 #pragma once
 // The operands of the experts' GEMMs: rows on the left, panels of weights on the right.
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "moesh/kernels/cpu/arena.h"
-#include "moesh/kernels/cpu/gemm.h"
+#include "moesh/base/error.h"
 #include "moesh/kernels/cpu/simd.h"
 
 namespace moesh::kernels::cpu {
+
+// Scratch memory of the workers of one call.
+
+/// Bytes that Arena::take<T>(count) uses: whole cache lines.
+template <class T>
+std::int64_t space(std::int64_t count) {
+  return (count * static_cast<std::int64_t>(sizeof(T)) + 63) / 64 * 64;
+}
+
+/// Memory of one worker during one task, handed out from the front.
+class Arena {
+ public:
+  Arena(char* begin, std::int64_t bytes) : begin_(begin), left_(bytes) {}
+  template <class T>
+  T* take(std::int64_t count) {
+    const std::int64_t bytes = space<T>(count);
+    MOESH_CHECK(bytes <= left_, "scratch memory of a kernel is short by ", bytes - left_, " bytes");
+    char* p = begin_;
+    begin_ += bytes, left_ -= bytes;
+    return reinterpret_cast<T*>(p);
+  }
+
+ private:
+  char* begin_;
+  std::int64_t left_;
+};
+
+/// `bytes` for each of so many workers.
+class Scratch {
+ public:
+  Scratch(std::int64_t workers, std::int64_t bytes)
+      : bytes_(space<char>(bytes)), memory_(at::empty({workers * bytes_}, at::kByte)) {}
+  Arena arena(std::int64_t worker) const {
+    return {static_cast<char*>(memory_.data_ptr()) + worker * bytes_, bytes_};
+  }
+
+ private:
+  std::int64_t bytes_;
+  at::Tensor memory_;
+};
+
+// Small GEMMs on one thread, for blocks that are already packed: oneDNN's microkernels, which ATen
+// exports.
+
+/// Whether B operands of bfloat16 interleave their rows in pairs here. If so, k must be even (pad a
+/// and b with zeros).
+bool gemm_wants_pairs();
+
+/// c [m, n] = a [m, k] b [k, n], or += if `add`; b as SimdOps::pack leaves it. Row-major, strides
+/// lda, ldb, ldc. The library makes machine code for each new size, once per thread: m may be
+/// anything (it is divided into pieces of few sizes), n and k should come from a small set.
+template <class T>
+void gemm(std::int64_t m, std::int64_t n, std::int64_t k, const T* a, std::int64_t lda, const T* b,
+          std::int64_t ldb, Accumulate<T>* c, std::int64_t ldc, bool add);
+
+/// Gives the matrix unit back, if the library holds one for this thread.
+void gemm_done();
 
 using std::int64_t;
 

@@ -62,7 +62,7 @@ inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
 }
 
 // What a loop reads is copied to locals first: the compiler cannot know that its stores leave the
-// argument struct alone.
+// argument struct only.
 template <bool kClamped, class T>
 void activate_rows(const Activate<T>& a) {
   using A = Accumulate<T>;

@@ -22,8 +22,8 @@ inline std::int64_t num_workers(std::int64_t num_tasks) {
 void on_workers(std::int64_t num_workers, c10::function_ref<void(std::int64_t)> f);
 
 /// Calls f(task, worker) for every task, on `workers` workers at most; a worker takes the next task
-/// when it is done with one. Tasks write disjoint memory, so results do not depend on who runs
-/// what.
+/// when it is done with one. Tasks write disjoint memory, so results do not depend on which thread
+/// runs what.
 template <class F>
 void run_tasks(std::int64_t num_tasks, std::int64_t workers, const F& f) {
   std::atomic<std::int64_t> next{0};

@@ -77,8 +77,8 @@ class WeightGradients {
   }
 
  private:
-  // Of a transposed operand: whole lines, and not a power of two, which would put all its rows into
-  // a few sets of the cache.
+  // Stride of a transposed operand: whole lines, and not a power of two, which would put all its
+  // rows into a few sets of the cache.
   static int64_t stride(int64_t n) {
     constexpr int64_t line = 64 / static_cast<int64_t>(sizeof(T));
     return (divide_up(rounded_depth<T>(n), line) | 1) * line;

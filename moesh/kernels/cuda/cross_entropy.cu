@@ -16,7 +16,7 @@ struct Sums {
 };
 __device__ __forceinline__ Sums joined(Sums a, Sums b) {
   const float max = fmaxf(a.max, b.max);
-  // Of no number: its sum is 0, and -inf less -inf would be NaN.
+  // -inf is the maximum of no number: its sum is 0, and -inf less -inf would be NaN.
   const float left = a.max == max ? a.sum : a.sum * __expf(a.max - max);
   const float right = b.max == max ? b.sum : b.sum * __expf(b.max - max);
   return {max, left + right};

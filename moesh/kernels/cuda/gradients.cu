@@ -63,10 +63,10 @@ struct ColumnParams {
 };
 
 /// Runs of up to kRunRows rows of one expert, numbered expert after expert.
-struct Run {
+struct RowRun {
   int expert, first, last;  // rows [first, last); expert -1: there are fewer runs
 };
-__device__ Run run_of(const int* ends_E, int num_experts, int number) {
+__device__ RowRun run_of(const int* ends_E, int num_experts, int number) {
   int first = 0;
   for (int expert = 0; expert < num_experts; ++expert) {
     const int last = ends_E[expert], count = (last - first + kRunRows - 1) / kRunRows;
@@ -83,7 +83,7 @@ __device__ Run run_of(const int* ends_E, int num_experts, int number) {
 /// are. A block has 256 columns: 32 lanes of 8 columns, 8 warps which take every eighth row.
 __global__ void __launch_bounds__(kThreads) sum_columns(const ColumnParams p) {
   __shared__ float sums[8][256];
-  __shared__ Run run;
+  __shared__ RowRun run;
   if (threadIdx.x == 0) run = run_of(p.ends_E, p.num_experts, blockIdx.y);
   __syncthreads();
   if (run.expert < 0) return;

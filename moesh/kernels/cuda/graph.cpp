@@ -10,7 +10,7 @@
 namespace moesh::kernels {
 
 std::string refuses_graphs(c10::Device device) {
-  return device.is_cuda() ? "" : "there are CUDA graphs on CUDA devices alone";
+  return device.is_cuda() ? "" : "only CUDA devices have CUDA graphs";
 }
 
 namespace {
@@ -22,6 +22,7 @@ struct CudaGraph : Graph {
   void replay() override { graph.replay(); }
 };
 
+// Tensors of the rank whose step is being recorded: a rank is a thread.
 thread_local std::vector<at::Tensor>* kept_by_recording = nullptr;
 
 // Graphs have pools of pinned memory in some versions of LibTorch only.

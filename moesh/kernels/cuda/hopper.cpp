@@ -19,10 +19,10 @@ namespace hopper {
 namespace {
 
 /// The experts of one call. Rows at their experts share one buffer: x, then y; dy, then dx, then x.
-class Call {
+class ExpertsCall {
  public:
-  Call(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& input,
-       std::int64_t num_rows)
+  ExpertsCall(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& input,
+              std::int64_t num_rows)
       : run_(input.x),
         input_{aligned(input.x), input.ends_e, input.scores_R, input.token_R, input.inverse_TK},
         weights_{aligned(w.w1_eFD), aligned(w.w3_eFD), aligned(w.w2_eDF),
@@ -153,19 +153,19 @@ std::int64_t num_rows(const ExpertsInput& input) {
 
 ExpertsOutput experts_forward(const ExpertsConfig& config, const ExpertsWeights& weights,
                               const ExpertsInput& input) {
-  return Call(config, weights, input, num_rows(input)).forward(input);
+  return ExpertsCall(config, weights, input, num_rows(input)).forward(input);
 }
 
 ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeights& weights,
                                   ExpertsSaved saved, const at::Tensor& dy) {
   at::Tensor hidden_RF;
   ExpertsGradients d =
-      Call(config, weights, saved.input, num_rows(saved.input))
+      ExpertsCall(config, weights, saved.input, num_rows(saved.input))
           .backward(saved.gate_RF, saved.up_RF, dy, config.weights_later ? &hidden_RF : nullptr);
   if (!config.weights_later) return d;
   d.weights_later = [config, saved, dy, hidden_RF, biases = std::exchange(d.weights, {}),
                      shapes = shapes_of(weights)] {
-    ExpertsWeights w = Call(config, shapes, saved.input, num_rows(saved.input))
+    ExpertsWeights w = ExpertsCall(config, shapes, saved.input, num_rows(saved.input))
                            .weight_half(saved.gate_RF, saved.up_RF, hidden_RF, dy);
     w.b1_eF = biases.b1_eF, w.b3_eF = biases.b3_eF, w.b2_eD = biases.b2_eD;
     return w;

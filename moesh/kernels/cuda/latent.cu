@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 
 /// Where the features of a head lie.
-struct Place {
+struct HeadAddress {
   bf16* data;
   int64_t strides[3];  // of a sequence, a position, a head
   __device__ bf16* operator()(int64_t sequence, int64_t position, int64_t head) const {
@@ -18,7 +18,7 @@ struct Place {
   }
 };
 struct LatentParams {
-  Place kv, key, k, v;
+  HeadAddress kv, key, k, v;
   int64_t size;  // pieces, or of the sum: pieces of the shared key
   int length, num_heads, num_own, num_shared, num_value;
 };
@@ -72,7 +72,7 @@ unsigned num_blocks(int64_t size) {
   return static_cast<unsigned>((size + kThreads - 1) / kThreads);
 }
 
-Place place(const HeadsAt& h) {
+HeadAddress place(const HeadsAt& h) {
   return {static_cast<bf16*>(h.data), {h.strides[0], h.strides[1], h.strides[2]}};
 }
 

@@ -55,7 +55,7 @@ constexpr std::int64_t num_score_terms(std::int64_t ffn) { return (ffn + 255) / 
 /// is written lacks the score until bias_gradients, which comes next.
 Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* act_RF,
          float* d_score_terms, Stream);
-/// dx of each row; d_up null: of W1 alone.
+/// dx of each row; d_up null: only of W1.
 Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
 /// Zeros for experts without rows.
 Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,

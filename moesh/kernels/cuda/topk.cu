@@ -19,7 +19,7 @@ __device__ __forceinline__ float value_of(unsigned key) {
 }
 /// A warp has one token; lane i has experts i, i + 32, ...
 template <int kPer>
-struct Choice {
+struct TopKeys {
   unsigned keys[kPer];
 
   /// The expert with the largest key, the lowest of equals; it is taken out.
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(256)
                  int64_t* experts_TK) {
   const int token = (blockIdx.x * 256 + threadIdx.x) / 32, lane = threadIdx.x % 32;
   if (token >= num_tokens) return;
-  Choice<kPer> choice;
+  TopKeys<kPer> choice;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int e = j * 32 + lane;

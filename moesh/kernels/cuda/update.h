@@ -28,7 +28,7 @@ struct SquaresTensor {
 };
 /// The number of float64 that sum_of_squares needs besides its result.
 std::int64_t squares_workspace(std::int64_t num_tensors);
-/// In float64, in an order that depends on the sizes alone.
+/// In float64, in an order that depends only on the sizes.
 Error sum_of_squares(const SquaresTensor* tensors, std::int64_t num_tensors, double* workspace,
                      double* sum, Stream);
 

@@ -22,8 +22,8 @@ class DryRun {
 
   /// How often the host has read from the device so far, and would have waited for it.
   std::int64_t num_reads() const;
-  /// Of the one that lives, or of the last: the bytes of tensors that live now, and the most that
-  /// lived at once.
+  /// In the dry run that lives, or the last one: the bytes of tensors that live now, and the most
+  /// that lived at once.
   static std::int64_t live();
   static std::int64_t peak();
   /// The peak counts from now on.

@@ -1,4 +1,4 @@
-// The device meta: shapes alone. Routed rows spread evenly over the experts.
+// The device meta: only shapes. Routed rows spread evenly over the experts.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 

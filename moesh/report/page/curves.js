@@ -25,7 +25,7 @@ function lowerBound(xs, x) {
   return low;
 }
 
-// Of the points [begin, end) those that a screen of so many columns can show: the least and the
+// Those of the points [begin, end) that a screen of so many columns can show: the least and the
 // largest of each bucket, so that no peak is lost.
 function thinned(ys, begin, end, buckets) {
   const kept = [], size = (end - begin) / buckets;
@@ -230,6 +230,13 @@ const CHARTS = [
     series: () => ofRuns({name: 'grad_norm'})
   },
   {id: 'lr', title: 'Learning rate', unit: '', series: () => ofRuns({name: 'lr', sharp: true})},
+  {
+    id: 'trained',
+    title: 'Tokens trained on',
+    unit: 'share of those that are read',
+    series: () => ofRuns({name: 'trained_share'}).filter((s) => Math.min(...s.ys) < 0.9),
+    zero: true
+  },
   {
     id: 'tps',
     title: 'Throughput',

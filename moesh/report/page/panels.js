@@ -57,6 +57,12 @@ function showSummary() {
             meshText(s.mesh, SPARSE)}`),
     line('steps', (r, s) => `${number(last(r.columns.step))} of ${s.steps.toLocaleString('en')}`),
     line('tokens', (r) => number(last(r.columns.tokens_total))),
+    line(
+        'tokens trained on',
+        (r) => {
+          const share = 100 * last(r.columns.trained_share);
+          return Number.isNaN(share) ? '' : `${share.toFixed(1)} % of those in the last step`;
+        }),
     line('loss', (r) => number(last(r.columns.loss))),
     line(
         'validation',
@@ -250,7 +256,7 @@ function pointAtRank(event) {
                               .filter(([n]) => mesh[n] > 1)
                               .map(([n, v]) => `${n} ${v}`)
                               .join(', ') ||
-      'alone';
+      'the only rank';
   byId('mesh-info').textContent =
       `Rank ${rank}: ${text(DENSE)}; for routed experts ${text(SPARSE)}`;
 }

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/console.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <sys/ioctl.h>
 #include <unistd.h>
@@ -17,9 +17,12 @@
 namespace moesh::train {
 namespace {
 
+// A line says how many tokens are trained on where they are fewer: nearly all are, but with a loss
+// mask or much padding.
+constexpr double kFewTrained = 0.9;
 constexpr const char* kClearLine = "\r\033[K";
 
-// Where a progress line stands, which whoever writes next on the terminal clears.
+// Where a progress line stands, which the next line on the terminal clears.
 std::FILE* progress_on = nullptr;
 
 void clear_progress() {
@@ -114,6 +117,8 @@ std::string ConsoleSink::line_of(const StepRecord& r) const {
       {r.peak_tflops > 0 ? format("tflops: %.1f (%.1f %%)", r.tflops(), 100 * r.peak_fraction())
                          : format("tflops: %.3f", r.tflops()),
        36, 6}};
+  if (r.trained_share() < kFewTrained)
+    fields.push_back({format("trained: %.0f %%", 100 * r.trained_share()), 32, 4});
   if (!r.experts.entropy.empty()) {
     fields.push_back({format("load: %.2f", r.experts.max_over_mean), 35, 4});
     if (r.experts.num_idle > 0)
@@ -198,7 +203,7 @@ std::string run_header(const config::Config& config, const RunFacts& facts,
       detail::concat("\ndata: ", printable(data), "\na step of ", order.num_per_step(),
                      " sequences: ", order.num_micro, " micro-batch", s(order.num_micro, "es"),
                      " of ", order.batch, " on each of ", order.num_dp, " dp rank", s(order.num_dp),
-                     "\n      of ", with_commas(config.data.sequence_length), " tokens, ",
+                     "\n      ", with_commas(config.data.sequence_length), " tokens each, ",
                      with_commas(order.num_per_step() * config.data.sequence_length), " in all\n");
   if (facts.estimated_memory)
     text += detail::concat(

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/csv.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -28,13 +28,13 @@ void put_bytes(std::string& out, T value) {
 }
 
 // The encoding of protocol buffers: a key is the number of the field and the kind of its value.
-enum Kind : std::uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+enum WireType : std::uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 void put_varint(std::string& out, std::uint64_t value) {
   for (; value >= 0x80; value >>= 7) out += static_cast<char>(value | 0x80);
   out += static_cast<char>(value);
 }
-void put_key(std::string& out, std::uint32_t field, Kind kind) {
+void put_key(std::string& out, std::uint32_t field, WireType kind) {
   put_varint(out, field << 3 | kind);
 }
 void put_text(std::string& out, std::uint32_t field, std::string_view text) {

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "moesh/train/metrics/scalars.h"
+#include "moesh/train/metrics/record.h"
 
 namespace moesh::train::event_file {
 

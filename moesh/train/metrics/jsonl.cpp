@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/jsonl.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <charconv>
 #include <cmath>
@@ -82,6 +82,7 @@ JsonObject to_json(const StepRecord& r) {
       {"experts_idle", {r.experts.num_idle}},
       {"tokens", {r.num_tokens}},
       {"tokens_total", {r.num_tokens_all}},
+      {"trained_share", rounded(r.trained_share(), 6)},
       {"skipped", {r.skipped}},
   };
   for (std::size_t i = 0; i < r.auxiliary.size(); ++i)

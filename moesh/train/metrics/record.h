@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moesh/base/sections.h"
@@ -22,7 +23,7 @@ struct ExpertLoad {
 };
 ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
 
-/// Of one file that is not trained on.
+/// The loss on one file that is not trained on.
 struct ValidationLoss {
   std::string name;
   double loss;  // cross-entropy per valid token
@@ -40,7 +41,8 @@ struct StepRecord {
   std::array<double, models::kNumAuxiliary> auxiliary = {};  // each with its weight in it
   double grad_norm = 0;                                      // before it was clipped
   double lr = 0;
-  std::int64_t num_tokens = 0;      // valid ones
+  std::int64_t num_tokens = 0;      // that were to be predicted
+  std::int64_t num_read = 0;        // of all sequences, with those that were not
   std::int64_t num_tokens_all = 0;  // of all steps so far
   double flops_per_token = 0;
   double peak_tflops = 0;  // of all devices together; 0: nobody knows
@@ -54,13 +56,45 @@ struct StepRecord {
   bool skipped = false;  // nothing has moved
   std::vector<ValidationLoss> validation = {};  // after the step, where one was due
 
+  /// The share of what was read: below 1 with a loss mask, at the ends of documents, and with
+  /// padding.
+  double trained_share() const {
+    return num_read > 0 ? static_cast<double>(num_tokens) / static_cast<double>(num_read) : 1;
+  }
   double tokens_per_second() const { return static_cast<double>(num_tokens) / seconds; }
   double tflops() const { return tokens_per_second() * flops_per_token / 1e12; }
-  /// Of the devices' peak: 0.4 is 40 %; 0 where that is not known.
+  /// The fraction of the devices' peak: 0.4 is 40 %; 0 where that is not known.
   double peak_fraction() const { return peak_tflops > 0 ? tflops() / peak_tflops : 0; }
 };
 
 /// What the parts of the auxiliary losses are called.
 constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss"};
+
+// A record as named numbers, for sinks that know nothing else.
+
+using Scalars = std::vector<std::pair<std::string, double>>;
+
+/// Under the tags of torchtitan's event files where it has them, and in their manner for the rest.
+Scalars scalars_of(const StepRecord& record);
+
+// Whether the router has given up experts: a loss that falls does not show it.
+
+/// Looks at the tokens of every expert, step by step.
+class CollapseWatch {
+ public:
+  static constexpr std::int64_t kPatience = 20;  // steps
+
+  /// With the counts of a step, layer by layer: a warning for each layer in which a quarter of the
+  /// experts or more have had no token for kPatience steps in a row. A layer is told of again only
+  /// after it has recovered.
+  std::vector<std::string> observe(const std::vector<at::Tensor>& counts_E);
+
+ private:
+  struct Layer {
+    std::vector<std::int64_t> steps_idle;  // of each expert, in a row
+    bool is_told = false;
+  };
+  std::vector<Layer> layers_;
+};
 
 }  // namespace moesh::train

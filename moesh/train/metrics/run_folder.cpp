@@ -14,8 +14,7 @@
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/formats/json.h"
-#include "moesh/train/metrics/kept_lines.h"
-#include "moesh/train/peak.h"
+#include "moesh/train/memory.h"
 
 namespace moesh::train {
 namespace {
@@ -115,10 +114,11 @@ AppendFile open_run_folder(const path& folder, std::int64_t first_step) {
       set_aside(folder);
       return open_alone(file, folder);
     }
-    const std::string kept = kept_lines(before, file.string(), first_step);
+    const std::string kept = formats::kept_lines(before, file.string(), first_step);
     if (kept == before) return opened;
     AppendFile(folder / "replaced.jsonl").write(replaced_lines(before, kept), first_step);
-    // Beside, and under its name only when it is on the disk: who is killed loses no line.
+    // Beside, and under its name only when it is on the disk: a process that is killed loses no
+    // line.
     const path beside = path(file).concat(".new");
     if (formats::exists(beside) && formats::file_system().remove(beside) != 0)
       formats::fail_at(beside, "remove", errno);

@@ -4,10 +4,6 @@
 #include <unistd.h>
 
 #include "moesh/comm/launch.h"
-#include "moesh/train/metrics/console.h"
-#include "moesh/train/metrics/csv.h"
-#include "moesh/train/metrics/jsonl.h"
-#include "moesh/train/metrics/tensorboard.h"
 
 namespace moesh::train {
 namespace {

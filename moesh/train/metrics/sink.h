@@ -1,16 +1,21 @@
 #pragma once
 // Where the records of a run go. A sink is a class, and a line in open_sinks.
 
+#include <cstdio>
+#include <filesystem>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "moesh/config/config.h"
+#include "moesh/formats/json.h"
+#include "moesh/train/metrics/append_file.h"
 #include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/run_folder.h"
 
 namespace moesh::train {
 
-/// Rank 0 alone has sinks.
+/// Only rank 0 has sinks.
 class MetricSink {
  public:
   MetricSink() = default;
@@ -28,5 +33,98 @@ using MetricSinks = std::vector<std::unique_ptr<MetricSink>>;
 
 /// The sinks that a configuration asks for.
 MetricSinks open_sinks(const config::Config& config, const RunFacts& facts);
+
+// Lines that people read while a run goes on.
+
+struct ConsoleOptions {
+  std::int64_t num_steps = 0;   // of the run
+  std::int64_t first_step = 0;  // taken before this start
+  std::int64_t log_freq = 1;    // steps from one line to the next
+  bool is_terminal = false;     // between the lines a progress line, which the next one overwrites
+  bool has_colors = false;
+  int columns = 100;  // a line has as many fields as fit
+};
+/// For standard output, as it is: a terminal of some width (NO_COLOR: without colours), or not.
+ConsoleOptions console_options(const config::Config& config, std::int64_t first_step);
+
+/// A line for the first step, every log_freq-th, the last, and each that was skipped.
+class ConsoleSink final : public MetricSink {
+ public:
+  explicit ConsoleSink(const ConsoleOptions& options, std::FILE* out = stdout);
+  ~ConsoleSink() override;
+
+  void write(const StepRecord& record) override;
+  void finish() override;
+
+ private:
+  std::string line_of(const StepRecord& record) const;
+  std::string progress_of(const StepRecord& record);
+
+  ConsoleOptions options_;
+  std::FILE* out_;
+  double mean_seconds_ = 0;  // of a step, with all that is between steps; the last ones count most
+  double last_time_ = 0;     // when the step before ended
+};
+
+/// What is about to happen: model, mesh in both views, data, batch, memory.
+std::string run_header(const config::Config& config, const RunFacts& facts,
+                       const std::string& data);
+
+// metrics.csv: a row a step, for spreadsheets.
+
+class CsvSink final : public MetricSink {
+ public:
+  /// Writes folder/metrics.csv, with a column for each of the validation sets. A run that goes on
+  /// from a checkpoint keeps the rows of the first `first_step` steps, unless the columns are
+  /// others: then the old file stays as metrics-until-step-N.csv.
+  CsvSink(const std::filesystem::path& folder, std::int64_t first_step,
+          std::vector<std::string> validation_names);
+
+  void write(const StepRecord& record) override;
+  void finish() override { file_.finish(); }
+
+ private:
+  std::vector<std::string> validation_names_;
+  AppendFile file_;
+};
+
+// metrics.jsonl: one JSON object a step, for programs.
+
+/// The record as a line of the file has it.
+formats::JsonObject to_json(const StepRecord& record);
+
+class JsonlSink final : public MetricSink {
+ public:
+  /// Writes folder/metrics.jsonl: see open_run_folder for what becomes of one that is there.
+  JsonlSink(const std::filesystem::path& folder, std::int64_t first_step);
+
+  /// Each line is in the file before the next step begins, for programs that follow the run. A line
+  /// that cannot be written is reported at once, and the run goes on.
+  void write(const StepRecord& record) override;
+  void finish() override { file_.finish(); }
+
+ private:
+  AppendFile file_;
+};
+
+// tensorboard/events.out.tfevents.*: what TensorBoard reads.
+
+class TensorBoardSink final : public MetricSink {
+ public:
+  /// Writes a new file in folder/tensorboard. Of a run that goes on from a checkpoint TensorBoard
+  /// drops what older files have of the steps after `first_step`.
+  TensorBoardSink(const std::filesystem::path& folder, std::int64_t first_step);
+
+  void write(const StepRecord& record) override;
+  void finish() override { file_.finish(); }
+
+ private:
+  void begin(double time, std::int64_t first_step);
+
+  std::filesystem::path folder_;
+  AppendFile file_;
+  int num_files_ = 0;
+  bool is_broken_ = false;  // the last record is not whole, and readers would stop at it
+};
 
 }  // namespace moesh::train

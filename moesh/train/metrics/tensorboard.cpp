@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/tensorboard.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <unistd.h>
 
@@ -9,7 +9,7 @@
 #include "moesh/base/log.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/train/metrics/event_file.h"
-#include "moesh/train/metrics/scalars.h"
+#include "moesh/train/metrics/record.h"
 
 namespace moesh::train {
 

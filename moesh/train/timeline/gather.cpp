@@ -15,7 +15,7 @@
 namespace moesh::train {
 namespace {
 
-class Writer {
+class WordWriter {
  public:
   std::vector<std::int64_t> words;
 
@@ -33,9 +33,9 @@ class Writer {
   }
 };
 
-class Reader {
+class WordReader {
  public:
-  explicit Reader(const std::vector<std::int64_t>& words) : words_(words) {}
+  explicit WordReader(const std::vector<std::int64_t>& words) : words_(words) {}
 
   std::int64_t number() {
     need(1);
@@ -97,7 +97,7 @@ RankRecord here_and_now() {
 }
 
 std::vector<std::int64_t> to_words(const RankRecord& r) {
-  Writer w;
+  WordWriter w;
   w.number(r.begin), w.number(r.machine), w.number(r.process);
   w.list(r.timeline.names, [&](const std::string& name) { w.text(name); });
   w.list(r.timeline.groups, [&](const TimelineGroup& g) {
@@ -120,7 +120,7 @@ std::vector<std::int64_t> to_words(const RankRecord& r) {
 }
 
 RankRecord from_words(const std::vector<std::int64_t>& words) {
-  Reader from(words);
+  WordReader from(words);
   RankRecord r;
   r.begin = from.number(), r.machine = from.number(), r.process = from.number();
   from.list(r.timeline.names, [&] { return from.text(); });

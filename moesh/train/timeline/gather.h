@@ -20,14 +20,14 @@ struct RankRecord {
   std::vector<KernelSpan> kernels;  // of the process, in the record of one of its ranks
 };
 
-/// Who calls it, and when.
+/// The rank that calls it, and when.
 RankRecord here_and_now();
 
 /// As whole numbers, which every backend sends; and back, or an Error (internal).
 std::vector<std::int64_t> to_words(const RankRecord& record);
 RankRecord from_words(const std::vector<std::int64_t>& words);
 
-/// The records by rank; on rank 0 alone, and nothing on the others. Kernels are with the rank for
+/// The records by rank, only on rank 0; nothing on the others. Kernels are with the rank for
 /// which they were launched, and with that which recorded them where nobody knows.
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine);
 

@@ -6,11 +6,15 @@
 #include <atomic>
 #include <chrono>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <utility>
 
+#include "moesh/base/timeline.h"
+
 namespace moesh::train {
+
 namespace {
 
 namespace kineto = torch::autograd::profiler;
@@ -118,5 +122,56 @@ RecordKernels::~RecordKernels() {
   kineto::disableProfiler();
   is_taken = false;
 }
+
+void RecordCollectives::called(const comm::Operation& o) {
+  numbers_[o.number] =
+      timeline_.call(to_string(o.op), o.group.name(), o.ranks, o.group.meets_on_host(), o.bytes);
+}
+
+void RecordCollectives::started(std::int64_t number) {
+  if (const auto found = numbers_.find(number); found != numbers_.end())
+    timeline_.started(found->second);
+}
+
+void RecordCollectives::waits(std::int64_t number) {
+  if (const auto found = numbers_.find(number); found != numbers_.end())
+    timeline_.wait(found->second);
+}
+
+void RecordCollectives::ended(std::int64_t number) {
+  const auto found = numbers_.find(number);
+  if (found == numbers_.end()) return;
+  timeline_.ended(found->second);
+  numbers_.erase(found);
+}
+
+namespace {
+
+struct Observed final : at::ObserverContext {
+  Observed(Timeline* t, std::int64_t s) : timeline(t), slice(s) {}
+  Timeline* timeline;
+  std::int64_t slice;
+};
+
+std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& f) {
+  Timeline* timeline = Timeline::current();
+  if (!timeline) return nullptr;  // a thread that helps a rank
+  const bool is_scope = f.scope() == at::RecordScope::USER_SCOPE;
+  return std::make_unique<Observed>(
+      timeline, timeline->open(is_scope ? SliceKind::scope : SliceKind::op, f.name()));
+}
+
+void end(const at::RecordFunction&, at::ObserverContext* context) {
+  const auto* observed = static_cast<Observed*>(context);
+  if (observed && observed->timeline == Timeline::current())
+    observed->timeline->close(observed->slice);
+}
+
+}  // namespace
+
+RecordOperators::RecordOperators()
+    : handle_(at::addThreadLocalCallback(at::RecordFunctionCallback(begin, end))) {}
+
+RecordOperators::~RecordOperators() { at::removeCallback(handle_); }
 
 }  // namespace moesh::train

@@ -1,12 +1,17 @@
 #pragma once
 // What the GPU did, as LibTorch's profiler (Kineto) saw it.
 
+#include <ATen/record_function.h>
+
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "moesh/base/rank_threads.h"
+#include "moesh/base/timeline.h"
+#include "moesh/comm/group.h"
 
 namespace moesh::train {
 
@@ -59,6 +64,40 @@ class RecordKernels {
  private:
   KeepRankThreads threads_;
   bool is_recording_;
+};
+
+// The collectives of a rank, in its Timeline.
+
+/// While it lives, every collective that this thread starts is in the timeline.
+class RecordCollectives final : public comm::ThreadObserver {
+ public:
+  explicit RecordCollectives(Timeline& timeline) : timeline_(timeline) {}
+
+  void called(const comm::Operation& operation) override;
+  void started(std::int64_t number) override;
+  void waits(std::int64_t number) override;
+  void ended(std::int64_t number) override;
+
+ private:
+  Timeline& timeline_;
+  std::map<std::int64_t, std::int64_t> numbers_;  // in the timeline, of what has not ended
+};
+
+// The operators of LibTorch, in the Timeline of a rank.
+
+/// While it lives, every operator of this thread is a slice of its Timeline: backward is, too,
+/// since it runs in the very thread of the rank. LibTorch's own profiler knows of threads, and not
+/// of ranks; here nothing is to be told apart afterwards, and the clock is that of all other
+/// slices.
+class RecordOperators {
+ public:
+  RecordOperators();
+  ~RecordOperators();
+  RecordOperators(const RecordOperators&) = delete;
+  RecordOperators& operator=(const RecordOperators&) = delete;
+
+ private:
+  at::CallbackHandle handle_;
 };
 
 }  // namespace moesh::train

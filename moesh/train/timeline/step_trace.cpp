@@ -9,12 +9,10 @@
 #include "moesh/base/timeline.h"
 #include "moesh/base/version.h"
 #include "moesh/checkpoint/file.h"
-#include "moesh/train/timeline/collectives.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
-#include "moesh/train/timeline/operators.h"
+#include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/trace_file.h"
-#include "moesh/train/timeline/waits.h"
 
 namespace moesh::train {
 
@@ -34,7 +32,7 @@ StepTrace::StepTrace(const config::Config& config, comm::Group& world, std::int6
     : config_(config), world_(world), steps_(config::profile_steps(config)) {
   if (!steps_ || first_step < steps_->last) return;
   if (world.rank() == 0)
-    log_warn(describe_option(config, "profile.steps"), ", and the run goes on after step ",
+    log_warn(describe_option(config, "profile.steps"), ", and the run resumes after step ",
              first_step, ": there will be no trace");
   steps_.reset();
 }

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
-#include "moesh/train/timeline/waits.h"
 
 namespace moesh::train {
 

@@ -540,7 +540,7 @@ void check_same_bits() {
   }
 }
 
-/// The first tokens of a batch alone, and with others behind them.
+/// The first tokens of a batch by themselves, and with others behind them.
 void check_batch() {
   Report report{"a token's rows do not depend on the batch", {}};
   LayerConfig c{.tokens = 900, .model = 264, .ffn = 200, .experts = 8, .top_k = 2};

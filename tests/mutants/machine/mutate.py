@@ -6,7 +6,7 @@
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
-are taken out. Three programs hold the tests: mutate_checks (types, comm, spmd, nn, pipeline) and,
+are taken out. Three programs hold the tests: mutate_checks (types, comm, spmd, fsdp, nn, pipeline) and,
 for what survives it, mutate_runs (models, optimizers, data, configuration, whole runs) and
 mutate_sweep (pipelines, a sweep over meshes). Which mistakes each test reaches is recorded once,
 and every mistake is then given to the tests that reach it, the quickest first, until one fails.
@@ -44,9 +44,8 @@ from report import Fault, by_folder, match_reasons, put_counts, read_reasons, su
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE = pathlib.Path(__file__).resolve().parent
-MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/nn/*.h",
-            "moesh/nn/*.cpp", "moesh/nn/dispatch/*.h", "moesh/nn/dispatch/*.cpp",
-            "moesh/comm/mesh.h", "moesh/comm/mesh.cpp",
+MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp/*.h", "moesh/fsdp/*.cpp",
+            "moesh/nn/*.h", "moesh/nn/*.cpp", "moesh/comm/mesh.h", "moesh/comm/mesh.cpp",
             "moesh/pipeline/execute.cpp", "moesh/pipeline/schedule.[hc]*",
             "moesh/pipeline/simulate.[hc]*", "moesh/pipeline/stage_plan.cpp",
             "moesh/base/random.cpp", "moesh/models/*.h", "moesh/models/*.cpp",
@@ -334,10 +333,10 @@ def check_syntax(tree, jobs):
     if code:
         raise Fault(output)
     commands = commands_of(folder)
-    # The tests of spmd use all that its headers offer.
+    # The tests of spmd and fsdp use all that their headers offer.
     has_headers = any(n.endswith(".h") for n in tree.mistaken)
     todo = [n for n in commands if n in tree.mistaken or has_headers and (
-        n in tree.texts or n.startswith("tests/spmd/"))]
+        n in tree.texts or n.startswith(("tests/spmd/", "tests/fsdp/")))]
     checked = folder.known.setdefault("checked", {})
     for round_number in range(1, 30):
         inputs = digest(*(t for n, t in sorted(
@@ -720,7 +719,7 @@ def main():
     parser.add_argument("--programs", nargs="*", metavar="NAME",
                         help=f"tests of these programs only: {', '.join(PROGRAMS)}")
     parser.add_argument("--page", action="store_true",
-                        help="put the counts of the folders of the last run into docs/mutants.md, "
+                        help="put the counts of the last run into bench/results/mutants.md, "
                         "and end")
     parser.add_argument("--list", action="store_true", help="print the sites, and end")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
@@ -738,7 +737,7 @@ def main():
         return 0
     folder = Folder(arguments.folder)
     if arguments.page:
-        put_counts(ROOT / "docs" / "mutants.md", folder.counts.read_text(encoding="utf-8"))
+        put_counts(ROOT / "bench" / "results" / "mutants.md", folder.counts.read_text(encoding="utf-8"))
         return 0
     if arguments.fresh:
         folder.known = {}

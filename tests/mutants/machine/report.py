@@ -1,5 +1,5 @@
 """What became of the mistakes: reasons of those that change nothing, and tables for
-docs/mutants.md."""
+bench/results/mutants.md."""
 
 import collections
 import dataclasses
@@ -62,7 +62,7 @@ def match_reasons(mistakes, reasons):
 
 
 COLUMNS = ("made", "refused", "killed", "equivalent", "survived", "not run")
-FOLDERS = ("base", "types", "comm/mesh", "spmd", "nn", "models", "pipeline", "optim", "data",
+FOLDERS = ("base", "types", "comm/mesh", "spmd", "fsdp", "nn", "models", "pipeline", "optim", "data",
            "config", "train")
 
 
@@ -86,7 +86,7 @@ def table(rows, title, order):
 
 
 def folder_of(m):
-    """moesh/nn/dispatch/local.cpp is of nn; moesh/comm/mesh.cpp of comm/mesh."""
+    """moesh/nn/dispatchers.cpp is of nn; moesh/comm/mesh.cpp of comm/mesh."""
     return m.file.split("/")[1].replace("comm", "comm/mesh")
 
 

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/collapse.h"
+#include "moesh/train/metrics/record.h"
 
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/console.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <gtest/gtest.h>
 
@@ -52,6 +52,15 @@ TEST(Console, HasTheFirstTheLastAndEveryFewSteps) {
   records.erase(records.begin(), records.begin() + 3);
   EXPECT_EQ(printed({.num_steps = 8, .first_step = 3, .log_freq = 100}, records), line(4) + line(8))
       << "the first step of a run that goes on is its first, too";
+}
+
+TEST(Console, SaysHowFewTokensAreTrainedOn) {
+  StepRecord few = console_record(1), many = console_record(1);
+  few.num_read = 4 * few.num_tokens;
+  many.num_read = many.num_tokens + 10;
+  const std::string with_few = printed({.num_steps = 1}, {few});
+  EXPECT_NE(with_few.find("  trained: 25 %  "), std::string::npos) << with_few;
+  EXPECT_EQ(printed({.num_steps = 1}, {many}), line(1));
 }
 
 TEST(Console, HasEverySkippedStep) {
@@ -129,7 +138,7 @@ TEST(Console, TheHeaderSaysWhatIsAboutToHappen) {
         "  dense:  dp_shard=2 cp=2 tp=2\n", "  sparse: efsdp=2 ep=2 etp=2\n",
         "data: a synthetic language\n",
         "a step of 4 sequences: 1 micro-batch of 2 on each of 2 dp ranks\n",
-        "of 64 tokens, 256 in all\n", "memory of a rank: 3.00 MiB, as estimated\n",
+        "64 tokens each, 256 in all\n", "memory of a rank: 3.00 MiB, as estimated\n",
         "steps 1 to 300, metrics in out\n"})
     EXPECT_NE(header.find(part), std::string::npos) << part << "is not in\n" << header;
   std::istringstream lines(header);

@@ -1,4 +1,4 @@
-#include "moesh/train/metrics/jsonl.h"
+#include "moesh/train/metrics/sink.h"
 
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
@@ -57,6 +57,7 @@ StepRecord jsonl_record(std::int64_t step) {
           .grad_norm = 0.1,
           .lr = 8e-4 / 3,
           .num_tokens = 128,
+          .num_read = 512,
           .num_tokens_all = 128 * step,
           .flops_per_token = 123456.789,
           .peak_tflops = 0.00256,
@@ -73,8 +74,8 @@ StepRecord jsonl_record(std::int64_t step) {
 
 // What a line says, by hand.
 const char* const kExpected[] = {
-    R"({"step":1,"time":1700000000.125,"loss":4.564348191467837,"total_loss":4.5999999999999996,"grad_norm":0.10000000000000001,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":128,"skipped":false,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]],"expert_counts":[[7,0],[3,4]]})",
-    R"({"step":3,"time":1700000000.125,"loss":null,"total_loss":4.5999999999999996,"grad_norm":null,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":384,"skipped":true,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]]})"};
+    R"({"step":1,"time":1700000000.125,"loss":4.564348191467837,"total_loss":4.5999999999999996,"grad_norm":0.10000000000000001,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":128,"trained_share":0.25,"skipped":false,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]],"expert_counts":[[7,0],[3,4]]})",
+    R"({"step":3,"time":1700000000.125,"loss":null,"total_loss":4.5999999999999996,"grad_norm":null,"lr":0.000266666667,"seconds":0.0123457,"tps":10368,"tflops":0.00128,"memory_gib":0.2346,"expert_max_over_mean":1.96875,"experts_idle":2,"tokens":128,"tokens_total":384,"trained_share":0.25,"skipped":true,"balance_loss":0.03,"z_loss":0.005,"peak_fraction":0.5,"sections":{"data":0.001,"forward":0.004,"backward":0.005,"reduce":0,"update":0.002,"waiting":0,"other":0.0003,"saving":0.5},"sent":{"dp_shard|cp":1280,"tp":640},"expert_entropy":[0.5,0.25],"expert_bias":[[-0.001,0.002],[0,0]]})"};
 
 TEST(Jsonl, HasEveryPartOfARecord) {
   const Folder folder("");

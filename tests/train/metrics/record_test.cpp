@@ -3,7 +3,7 @@
 #include <ATen/ops/tensor.h>
 #include <gtest/gtest.h>
 
-#include "moesh/train/peak.h"
+#include "moesh/train/memory.h"
 
 namespace moesh::train {
 namespace {

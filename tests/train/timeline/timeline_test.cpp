@@ -15,12 +15,10 @@
 #include "moesh/base/rank_threads.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/launch.h"
-#include "moesh/train/timeline/collectives.h"
 #include "moesh/train/timeline/costs.h"
 #include "moesh/train/timeline/gather.h"
-#include "moesh/train/timeline/operators.h"
+#include "moesh/train/timeline/kernels.h"
 #include "moesh/train/timeline/trace_file.h"
-#include "moesh/train/timeline/waits.h"
 #include "tests/support.h"
 
 namespace moesh::train {

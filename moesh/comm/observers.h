@@ -1,0 +1,45 @@
+#pragma once
+// How many bytes a rank sends: by group, and to other nodes.
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "moesh/comm/group.h"
+
+namespace moesh::comm {
+
+/// What a rank sends in a collective or a message, on the way that moves the least: a ring, or rows
+/// straight to their rank. `bytes` is what the rank puts in, `own` the part of it that stays with
+/// the rank (reduce_scatter, all_to_all).
+std::int64_t sent_bytes(Collective op, std::int64_t bytes, std::int64_t own, int num_ranks);
+
+/// The bytes that a rank sends in an operation, as above, by where they go.
+struct SentParts {
+  std::int64_t inside = 0, between = 0;  // to ranks of its own node, to other nodes
+};
+/// Ranks of the world are numbered node by node (0: all are on one). Rows go straight to their
+/// rank; what all ranks of a node need enters it once, and sums are taken on a node before they
+/// leave it.
+SentParts sent_parts(const Operation& operation, int ranks_per_node);
+
+/// While it lives, sums up what this thread sends, by the name of the group: "tp", "dp_shard|cp".
+class SentBytes final : public ThreadObserver {
+ public:
+  void called(const Operation& operation) override;
+  /// Since the last call.
+  std::map<std::string, std::int64_t> take();
+
+ private:
+  std::map<std::string, std::int64_t> bytes_;
+};
+
+// Ranks that trust no one: before each collective of a group they compare what they are about to
+// do, and values that are promised to be the same on every rank (R and I) are compared by hash. So
+// starting an operation waits for the other ranks.
+
+/// From now on the ranks of the group compare; every rank calls it. Groups that come from this one
+/// are checked, too.
+void check_ranks(Group& group);
+
+}  // namespace moesh::comm

@@ -1,0 +1,295 @@
+#include "moesh/fsdp/param.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <functional>
+#include <span>
+#include <thread>
+
+#include "moesh/base/error.h"
+#include "moesh/base/random.h"
+#include "moesh/fsdp/device_random.h"
+#include "moesh/fsdp/reduce.h"
+#include "moesh/fsdp/reshard.h"
+#include "moesh/fsdp/step_state.h"
+#include "moesh/kernels/update.h"
+#include "moesh/spmd/attach.h"
+#include "moesh/types/token.h"
+
+namespace moesh {
+
+bool is_first_holder(const Stored& w) {
+  return !w.is_of_other_stage && current_mesh().coordinate(w.replicas) == 0;
+}
+
+namespace raw {
+namespace {
+
+// Cuts one dimension of a region; sizes of all parts are returned.
+std::vector<std::int64_t> cut(Region& region, std::int64_t dim, int parts, int part) {
+  const auto d = static_cast<size_t>(dim);
+  const Pieces pieces{region.length[d], parts};
+  region.start[d] += pieces.start(part);
+  region.length[d] = pieces.length(part);
+  return pieces.lengths();
+}
+
+// The values at consecutive indices of the whole tensor.
+void fill(const Init& init, const Random& random, std::uint64_t first, std::span<double> out) {
+  switch (init.kind) {
+    case Init::Kind::zeros: std::fill(out.begin(), out.end(), 0.0); return;
+    case Init::Kind::ones: std::fill(out.begin(), out.end(), init.scale); return;
+    case Init::Kind::normal:
+      random.normals(first, out);
+      for (double& x : out) x *= init.scale;
+      return;
+    case Init::Kind::uniform:
+      for (double& x : out) x = init.scale * (2 * random.uniform(first++) - 1);
+      return;
+  }
+}
+
+// Element i of the region gets the value of its index in the whole tensor. A device makes its own,
+// within a rounding of what the host would send: a model of 1 B parameters is there in less than a
+// second.
+at::Tensor make_values(const ParamSpec& spec, const Region& region, const Init& init) {
+  const auto options = at::TensorOptions(spec.device).dtype(spec.dtype);
+  if (spec.device.is_meta()) return at::empty(region.length, options);  // only shapes
+  if (!spec.device.is_cpu()) {
+    at::Tensor out = at::empty(region.length, options);
+    fill_on_device(out, spec.shape, region.start, init, Random(init.seed, spec.name));
+    return out;
+  }
+  at::Tensor out = at::empty(region.length, at::TensorOptions(at::kDouble));
+  auto* data = out.data_ptr<double>();
+  const Random random(init.seed, spec.name);
+  const auto dims = spec.shape.size();
+  const std::int64_t width =
+      region.length[dims - 1];  // the innermost dimension is consecutive in the whole, too
+  in_parallel(out.numel(), [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end;) {
+      std::int64_t rest = i / width, index = region.start[dims - 1] + i % width,
+                   stride = spec.shape[dims - 1];
+      for (size_t d = dims - 1; d-- > 0;) {
+        index += (region.start[d] + rest % region.length[d]) * stride;
+        rest /= region.length[d];
+        stride *= spec.shape[d];
+      }
+      const std::int64_t row_end = std::min(end, i - i % width + width);
+      fill(init, random, static_cast<std::uint64_t>(index),
+           {data + i, static_cast<size_t>(row_end - i)});
+      i = row_end;
+    }
+  });
+  return out.to(options);
+}
+
+}  // namespace
+
+void in_parallel(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& f) {
+  const Pieces pieces{n, n < 65536 ? 1 : at::get_num_threads()};
+  std::vector<std::thread> threads;
+  for (std::int64_t t = 1; t < pieces.parts; ++t)
+    threads.emplace_back(f, pieces.start(t), pieces.start(t) + pieces.length(t));
+  f(0, pieces.length(0));
+  for (auto& t : threads) t.join();
+}
+
+Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes replicas,
+                   const Init& init) {
+  const auto& mesh = current_mesh();
+  const auto num_dims = static_cast<std::int64_t>(spec.shape.size());
+  MOESH_CHECK(!spec.name.empty(), ErrorKind::config,
+              "a parameter has no name; its name is the stream of its random numbers");
+  MOESH_CHECK(num_dims >= 1, ErrorKind::config, "parameter '", spec.name,
+              "' has no dimension; give a scalar the shape {1}");
+  MOESH_CHECK(spec.storage_dim >= 0 && spec.storage_dim < num_dims, ErrorKind::config,
+              "parameter '", spec.name, "': storage_dim ", spec.storage_dim, " of a tensor with ",
+              num_dims, " dimensions");
+  Stored w{.spec = spec, .cutting = cutting, .storage = storage, .replicas = replicas};
+  w.compute = {std::vector<std::int64_t>(spec.shape.size(), 0), spec.shape};
+  Axes seen = none;
+  for (const auto& [axis, dim] : spec.cuts) {
+    MOESH_CHECK(contains(cutting, axis) && dim >= 0 && dim < num_dims, ErrorKind::config,
+                "parameter '", spec.name, "' is cut on ", to_string(axis), " along dimension ", dim,
+                ": its layout is cut on ", to_string(cutting), " and it has ", num_dims,
+                " dimensions");
+    cut(w.compute, dim, mesh.size(axis), mesh.coordinate(axis));
+    seen = seen | axis;
+  }
+  MOESH_CHECK(seen == cutting, ErrorKind::config, "parameter '", spec.name,
+              "': its layout is cut on ", to_string(cutting), " and .cuts names ", to_string(seen),
+              "; name the dimension of each, as in .cuts = {{tp, 0}}");
+  w.shard = w.compute;
+  w.storage_sizes = cut(w.shard, spec.storage_dim, mesh.size(storage), mesh.coordinate(storage));
+  w.value = make_values(spec, w.shard, init).requires_grad_(true);
+  if (!spec.trained) freeze(w);
+  return w;
+}
+
+void freeze(Stored& w) {
+  w.spec.trained = false;
+  w.value = w.value.detach().to(w.spec.at_rest());
+  w.copy = nullptr;
+}
+
+void keep_copy(Stored& w) {
+  if (w.spec.of_work() == w.spec.at_rest()) return;
+  w.copy = std::make_shared<ComputeCopy>();
+  w.copy->value = at::empty(w.shard.length, w.value.detach().options().dtype(w.spec.of_work()));
+  w.copy->version = -1;
+}
+
+at::Tensor current_copy(const Stored& w) {
+  if (!w.copy) return {};
+  const auto version = static_cast<std::int64_t>(w.value._version());
+  if (w.copy->version != version) {
+    const at::NoGradGuard no_grad;
+    // Through an alias with a version of its own: autograd may hold it from a forward before.
+    kernels::cast_into(w.copy->value.variable_data(), w.value.detach());
+    w.copy->version = version;
+  }
+  return w.copy->value;
+}
+
+void note_copy_written(const Stored& w) {
+  if (w.copy) w.copy->version = static_cast<std::int64_t>(w.value._version());
+}
+
+at::Tensor use(const Stored& w, Axes replicas, Late late) {
+  const auto& mesh = current_mesh();
+  const auto storage_group = mesh.group(w.storage);
+  const auto replica_group = mesh.group(replicas);
+  // Also where ranks that have it do the same work with it, and need no sum of their gradients.
+  mesh.group(w.replicas)->expect_same(w.value.detach(), w.spec.name);
+  const auto same_work = mesh.group(without(w.replicas, replicas));
+  const at::Tensor out =
+      storage_group->size() > 1 ? gather_shards(w, storage_group) : cast_value(w);
+  const StepState* step = StepState::current();
+  const auto later = step && late == Late::may_be ? step->weights_later : nullptr;
+  return attach(
+      w.value, out,
+      [term = GradientTerm{.leaf = w.value,
+                           .grad = {},
+                           .dtype = w.spec.dtype,
+                           .storage = storage_group,
+                           .replicas = replica_group,
+                           .same_work = same_work,
+                           .dim = w.spec.storage_dim,
+                           .sizes = w.storage_sizes,
+                           .name = w.spec.name},
+       later, reductions = step ? step->reductions : nullptr](const at::Tensor& grad) {
+        GradientTerm mine = term;
+        mine.grad = grad;
+        if (!later || !later->is_open()) return reduce(mine, reductions);
+        later->add([mine, reductions] { reduce_to_leaf(mine, reductions); });
+        return at::Tensor();
+      },
+      later);
+}
+
+at::Tensor gather(const Stored& w, const at::Tensor& shard) {
+  MOESH_CHECK(shard.defined(), ErrorKind::config, "parameter '", w.spec.name,
+              "' has no gradient: no backward has reached it");
+  const at::NoGradGuard no_grad;
+  const auto group = current_mesh().group(w.storage);
+  return group->size() == 1
+             ? shard
+             : run(Step::all_gather, shard, *group, w.spec.storage_dim, w.storage_sizes);
+}
+
+}  // namespace raw
+namespace {
+
+struct Join {
+  Axes axis;
+  std::int64_t dim;
+  std::vector<std::int64_t> sizes;  // of each rank's piece along dim
+};
+
+// The box that is left when the axes `cuts` do not cut, and how to join them, the innermost first.
+struct Joined {
+  Region box;
+  std::vector<Join> joins;
+};
+
+Joined joined(const Stored& w, Axes cuts) {
+  MOESH_CHECK(contains(w.cutting, cuts), ErrorKind::config, "parameter '", w.spec.name,
+              "' is joined over ", to_string(cuts), ", and it is cut on ", to_string(w.cutting));
+  const auto& mesh = current_mesh();
+  const std::vector<std::int64_t> zeros(w.spec.shape.size(), 0);
+  Joined result{.box = {zeros, w.spec.shape}};
+  Region cut = result.box;  // by all axes so far
+  std::vector<bool> is_joined(w.spec.shape.size());
+  for (const auto& [axis, dim] : w.spec.cuts) {
+    const auto d = static_cast<std::size_t>(dim);
+    const Pieces pieces{cut.length[d], mesh.size(axis)};
+    const auto apply = [&, part = mesh.coordinate(axis)](Region& region) {
+      region.start[d] += pieces.start(part);
+      region.length[d] = pieces.length(part);
+    };
+    apply(cut);
+    if (contains(cuts, axis)) {
+      result.joins.insert(result.joins.begin(), {axis, dim, pieces.lengths()});
+      is_joined[d] = true;
+      continue;
+    }
+    MOESH_CHECK(!is_joined[d], ErrorKind::config, "parameter '", w.spec.name, "': dimension ", dim,
+                " is cut on ", to_string(axis),
+                " last, so the outer cut cannot be joined without it; join both");
+    apply(result.box);
+  }
+  return result;
+}
+
+}  // namespace
+
+Region shard_on(const Stored& w, int rank) {
+  const auto& mesh = current_mesh();
+  Region region{std::vector<std::int64_t>(w.spec.shape.size(), 0), w.spec.shape};
+  const auto cut = [&](Axes axes, std::int64_t dim) {
+    const auto d = static_cast<std::size_t>(dim);
+    const Pieces pieces{region.length[d], mesh.size(axes)};
+    const int part = mesh.coordinate(rank, axes);
+    region.start[d] += pieces.start(part);
+    region.length[d] = pieces.length(part);
+  };
+  for (const auto& [axis, dim] : w.spec.cuts) cut(axis, dim);
+  cut(w.storage, w.spec.storage_dim);
+  return region;
+}
+
+at::Tensor gather_full(const Stored& w, const at::Tensor& shard, Axes cuts) {
+  const at::NoGradGuard no_grad;
+  const auto& mesh = current_mesh();
+  at::Tensor out = raw::gather(w, shard);
+  for (const auto& [axis, dim, sizes] : joined(w, cuts).joins)
+    if (const auto& group = mesh.group(axis); group->size() > 1)
+      out = raw::run(Step::all_gather, out, *group, dim, sizes);
+  return out;
+}
+
+at::Tensor gather_full(const Stored& w, const at::Tensor& shard) {
+  return gather_full(w, shard, w.cutting);
+}
+
+at::Tensor shard_of(const Stored& w, const at::Tensor& full, Axes cuts) {
+  const Region box = joined(w, cuts).box;
+  MOESH_CHECK(full.sizes().vec() == box.length, ErrorKind::config, "parameter '", w.spec.name,
+              "': the shard of a tensor of ", full.sizes(), "; joined over ", to_string(cuts),
+              " it has ", at::IntArrayRef(box.length));
+  at::Tensor out = full;
+  for (std::size_t d = 0; d < box.start.size(); ++d)
+    out = out.narrow(static_cast<std::int64_t>(d), w.shard.start[d] - box.start[d],
+                     w.shard.length[d]);
+  return out;
+}
+
+at::Tensor shard_of(const Stored& w, const at::Tensor& full) {
+  return shard_of(w, full, w.cutting);
+}
+
+}  // namespace moesh

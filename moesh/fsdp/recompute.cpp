@@ -1,0 +1,149 @@
+#include "moesh/fsdp/recompute.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <deque>
+#include <limits>
+#include <memory>
+#include <string>
+
+#include "moesh/base/error.h"
+#include "moesh/fsdp/step_state.h"
+#include "moesh/spmd/ops.h"
+
+namespace moesh::raw {
+
+// What the parts of f kept, in the order in which f came to them.
+struct Results {
+  struct Kept {
+    std::string what;
+    std::vector<at::Tensor> tensors;
+  };
+  std::deque<Kept> all;
+  bool is_second_run = false;
+};
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Parts of f keep and recall here, in the step or, outside of one, in a state of its own. Null:
+// nothing is kept, also where a recompute around does.
+class ResultsScope {
+ public:
+  explicit ResultsScope(Results* results) {
+    if (!StepState::current()) own_.emplace();
+    outer_ = std::exchange(StepState::current()->results, results);
+  }
+  ~ResultsScope() { StepState::current()->results = outer_; }
+  ResultsScope(const ResultsScope&) = delete;
+  ResultsScope& operator=(const ResultsScope&) = delete;
+
+ private:
+  std::optional<StepState> own_;
+  Results* outer_;
+};
+
+// The results of the current run; null: nothing is kept.
+Results* current_results() {
+  const StepState* step = StepState::current();
+  return step ? step->results : nullptr;
+}
+
+struct Body : torch::CustomClassHolder {
+  std::function<std::vector<at::Tensor>(const at::Tensor&, bool)> f;
+  std::unique_ptr<Results> kept;  // null: nothing is
+  std::vector<bool> defined;
+};
+
+class RecomputeFunction : public torch::autograd::Function<RecomputeFunction> {
+ public:
+  // `anchor` requires a gradient even where x does not, since the parameters inside do.
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const at::Tensor& /*anchor*/, const c10::intrusive_ptr<Body>& body) {
+    context->save_for_backward({x});
+    context->saved_data["body"] = c10::IValue::make_capsule(body);
+    variable_list out;
+    const ResultsScope scope(body->kept.get());
+    for (const auto& t : body->f(x.detach(), false)) {
+      body->defined.push_back(t.defined());
+      if (t.defined()) out.push_back(t);
+    }
+    return out;
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto body =
+        c10::static_intrusive_pointer_cast<Body>(context->saved_data["body"].toCapsule());
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_(true);
+    variable_list outputs, gradients;
+    {
+      const at::AutoGradMode enable(true);
+      const ResultsScope scope(body->kept.get());
+      if (body->kept) body->kept->is_second_run = true;
+      size_t next = 0;
+      for (const auto& t : body->f(x, true)) {
+        if (!t.defined()) continue;
+        const auto& g = grads[next++];
+        if (t.requires_grad()) outputs.push_back(t), gradients.push_back(g);
+      }
+    }
+    MOESH_CHECK(!body->kept || body->kept->all.empty(), ErrorKind::internal,
+                "the second run of a recompute has not asked for ", body->kept->all.front().what,
+                ", which the first one kept; f must do the same in both");
+    torch::autograd::backward(outputs, gradients);
+    return {x.grad(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+std::optional<std::vector<at::Tensor>> recall(std::string_view what) {
+  Results* const results = current_results();
+  if (!results || !results->is_second_run) return std::nullopt;
+  MOESH_CHECK(!results->all.empty() && results->all.front().what == what, ErrorKind::internal,
+              "the second run of a recompute asks for ", what, ", and the first one kept ",
+              results->all.empty() ? "nothing more" : results->all.front().what,
+              " here; f must do the same in both, and backward runs once");
+  auto tensors = std::move(results->all.front().tensors);
+  results->all.pop_front();
+  return tensors;
+}
+
+void keep(std::string_view what, const std::vector<at::Tensor>& tensors) {
+  Results* const results = current_results();
+  if (!results || results->is_second_run) return;
+  auto& kept = results->all.emplace_back();
+  kept.what = what;
+  for (const auto& t : tensors) kept.tensors.push_back(t.defined() ? t.detach() : t);
+}
+
+at::Tensor not_computed(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  return at::full({}, std::numeric_limits<double>::quiet_NaN(), options).expand(sizes);
+}
+
+at::Tensor kept_linear(const at::Tensor& x, const at::Tensor& w) {
+  if (const auto first = recall("a linear layer")) return known_linear(x, w, (*first)[0]);
+  const at::Tensor y = raw::linear(x, w);
+  keep("a linear layer", {y});
+  return y;
+}
+
+std::vector<at::Tensor> recompute(
+    std::function<std::vector<at::Tensor>(const at::Tensor& x, bool again)> f, const at::Tensor& x,
+    Keep keep) {
+  if (!at::GradMode::is_enabled()) return f(x, false);
+  auto body = c10::make_intrusive<Body>();
+  body->f = std::move(f);
+  if (keep == Keep::expensive) body->kept = std::make_unique<Results>();
+  const at::Tensor anchor = at::zeros({0}, x.options()).requires_grad_(true);
+  const variable_list out = RecomputeFunction::apply(x, anchor, body);
+  std::vector<at::Tensor> results;
+  size_t next = 0;
+  for (bool is_defined : body->defined) results.push_back(is_defined ? out[next++] : at::Tensor());
+  return results;
+}
+
+}  // namespace moesh::raw

@@ -1,0 +1,35 @@
+#include "moesh/fsdp/step_state.h"
+
+#include "moesh/fsdp/reduce.h"
+#include "moesh/fsdp/reshard.h"
+
+namespace moesh {
+namespace {
+
+// A rank is a thread, and layers call use(w): they know nothing of steps.
+thread_local StepState* innermost = nullptr;
+
+}  // namespace
+
+StepState::StepState(bool overlap)
+    : gathering(raw::make_gathering()),
+      reductions(overlap ? raw::make_reductions() : nullptr),
+      outer_(innermost) {
+  innermost = this;
+}
+StepState::~StepState() {
+  innermost = outer_;
+  raw::forget(*gathering);
+}
+
+StepState* StepState::current() { return innermost; }
+
+void StepState::leave_weights() { weights_later = std::make_shared<WeightsLater>(); }
+WeightHalf StepState::take_weights() {
+  return weights_later ? weights_later->take() : WeightHalf();
+}
+void StepState::finish_weights() {
+  if (weights_later) weights_later->finish();
+}
+
+}  // namespace moesh

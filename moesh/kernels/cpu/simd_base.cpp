@@ -1,2 +1,0 @@
-#define MOESH_SIMD simd_base
-#include "moesh/kernels/cpu/simd_impl.h"

@@ -1,0 +1,45 @@
+#pragma once
+// LoRA adapters as PEFT has them: which weights of a model their names mean, and how A and B lie in
+// adapter_model.safetensors.
+
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moesh/formats/adapter_config.h"
+#include "moesh/formats/disk.h"
+#include "moesh/models/lora.h"
+#include "moesh/models/registry.h"
+
+namespace moesh::models {
+
+/// Every weight that LoRA can add to, in the order of the model.
+std::vector<std::string> lora_names(const AnyConfig& config);
+
+/// All weights that LoRA can add to: linear layers of attention, MLPs and shared experts, and the
+/// routed experts.
+inline constexpr const char* kAllLinear = "all-linear";
+
+/// Those that `targets` means, with ranks and alphas of `values`. Names are separated by commas;
+/// each is the whole name of a weight or its end, from a dot on, or a regular expression that the
+/// whole name matches. Throws Error (config) where one matches nothing.
+Lora find_targets(const AnyConfig& config, const std::string& targets,
+                  const formats::AdapterConfig& values);
+
+/// What the adapter of a folder adds. Throws Error (data) where it is of another model.
+Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder);
+
+/// A and B by the names that PEFT gives them.
+formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora);
+/// What is added to a parameter of the model: scale times its b times its a, which are parameters.
+struct AddedTo {
+  std::string param, a, b;
+  double scale = 1;
+  std::optional<std::int64_t> half = {};  // w1 is 0 and w3 is 1 of a b [E, 2, F, r]
+};
+std::vector<AddedTo> added_to(const AnyConfig& config, const Lora& lora);
+/// adapter_config.json, with which PEFT finds the same weights. `base` is the model's folder.
+std::string adapter_config_json(const AnyConfig& config, const Lora& lora, const std::string& base);
+
+}  // namespace moesh::models

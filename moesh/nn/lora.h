@@ -1,0 +1,35 @@
+#pragma once
+// What LoRA adds to a weight: a product of two small matrices, and only these are trained.
+
+#include <cmath>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "moesh/fsdp/param.h"
+
+namespace moesh::nn {
+
+/// What LoRA adds to a weight [out, in]: scale B (A x), with A [rank, in] and B [out, rank].
+struct LoraConfig {
+  std::int64_t rank = 0;
+  double scale = 1;    // alpha / rank
+  bool zero_b = true;  // B begins with zeros: nothing is added. Else it is random, for comparisons.
+};
+/// What is added to the weight of this name, if anything: "model.layers.0.self_attn.q_proj", and of
+/// experts "model.layers.0.mlp.experts.gate_up_proj" (w1 and w3) and "..experts.down_proj" (w2).
+using LoraOf = std::function<std::optional<LoraConfig>(const std::string& name)>;
+inline std::optional<LoraConfig> no_lora(const std::string& /*name*/) { return std::nullopt; }
+
+inline constexpr const char *kLoraA = ".lora_A.weight", *kLoraB = ".lora_B.weight";
+/// Values of A and B before training: as PEFT draws them.
+inline Init init_of_a(std::int64_t in, const Init& of_module) {
+  return {.kind = Init::Kind::uniform,
+          .scale = 1 / std::sqrt(static_cast<double>(in)),
+          .seed = of_module.seed};
+}
+inline Init init_of_b(const LoraConfig& lora, const Init& of_module) {
+  return lora.zero_b ? Init{} : init_of_a(lora.rank, of_module);
+}
+
+}  // namespace moesh::nn

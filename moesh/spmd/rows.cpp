@@ -1,0 +1,87 @@
+#include "moesh/spmd/rows.h"
+
+#include <ATen/ops/cat.h>
+
+#include <numeric>
+
+#include "moesh/base/error.h"
+#include "moesh/spmd/attach.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh::raw {
+namespace {
+
+std::int64_t row_bytes(const at::Tensor& x) {
+  std::int64_t n = x.element_size();
+  for (auto size : x.sizes().slice(1)) n *= size;
+  return n;
+}
+
+// The widest words of which each part has a whole number a row: copies move words, and groups know
+// these dtypes.
+at::ScalarType word_type(const std::vector<at::Tensor>& parts) {
+  std::int64_t bytes = 8;
+  for (const auto& p : parts) bytes = std::gcd(bytes, row_bytes(p));
+  MOESH_CHECK(bytes >= 2, "rows of ", parts.size(), " tensors in one message: one of them has ",
+              bytes, " byte in a row, and words have 2, 4 or 8");
+  return bytes == 8 ? at::kLong : bytes == 4 ? at::kInt : at::kBFloat16;
+}
+
+}  // namespace
+
+at::Tensor pack_rows(const std::vector<at::Tensor>& parts) {
+  if (parts.size() == 1) return parts[0];
+  const auto word = word_type(parts);
+  const auto width = static_cast<std::int64_t>(c10::elementSize(word));
+  std::vector<at::Tensor> columns;
+  for (const auto& p : parts) {
+    const std::int64_t n = row_bytes(p) / p.element_size();
+    // Words want the strides of rows that lie side by side, and contiguous() leaves those of a
+    // single row or column as they are.
+    const at::Tensor rows = p.contiguous().as_strided({p.size(0), n}, {n, 1});
+    const bool is_aligned = rows.storage_offset() * rows.element_size() % width == 0;
+    columns.push_back((is_aligned ? rows : rows.clone()).view(word));
+  }
+  return at::cat(columns, 1);
+}
+
+std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<at::Tensor>& like) {
+  if (like.size() == 1) return {packed};
+  std::vector<at::Tensor> parts;
+  std::int64_t first = 0;
+  for (const auto& l : like) {
+    const std::int64_t width = row_bytes(l) / packed.element_size();
+    auto shape = l.sizes().vec();
+    shape[0] = packed.size(0);
+    parts.push_back(packed.narrow(1, first, width)
+                        .clone(at::MemoryFormat::Contiguous)
+                        .view(l.scalar_type())
+                        .view(shape));
+    first += width;
+  }
+  return parts;
+}
+
+std::vector<at::Tensor> gather_together(const std::vector<at::Tensor>& xs, Axes axes,
+                                        const std::vector<std::int64_t>& rows) {
+  const auto group = current_mesh().group(axes);
+  if (group->size() == 1) return xs;
+  std::vector<at::Tensor> values;
+  for (const auto& x : xs) values.push_back(x.detach());
+  const auto outs = unpack_rows(group->all_gather(pack_rows(values), rows), values);
+  return attach_all(xs, outs, [group, rows](const std::vector<at::Tensor>& grads) {
+    const std::int64_t mine = rows[static_cast<size_t>(group->rank())], n = group->size();
+    const auto terms = unpack_rows(
+        group->all_to_all(pack_rows(grads), rows, std::vector<std::int64_t>(rows.size(), mine)),
+        grads);
+    std::vector<at::Tensor> sums;
+    for (const auto& t : terms) {
+      at::Tensor sum = t.narrow(0, 0, mine).to(wide_dtype(t.scalar_type()), false, /*copy=*/true);
+      for (std::int64_t r = 1; r < n; ++r) sum += t.narrow(0, r * mine, mine);
+      sums.push_back(sum.to(t.scalar_type()));
+    }
+    return sums;
+  });
+}
+
+}  // namespace moesh::raw

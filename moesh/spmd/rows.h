@@ -1,0 +1,148 @@
+#pragma once
+// Several tensors with the same rows in one message: rows, their scores, their experts. A row of
+// the message is the bytes of its parts side by side, so that each keeps its dtype and its bits.
+// Gradients travel the same way. Where they are terms of a sum, the receiver adds them, in the
+// order of the ranks and in float32 or wider, and rounds once: what a reduction does.
+
+#include <functional>
+#include <tuple>
+#include <vector>
+
+#include "moesh/spmd/ops.h"
+#include "moesh/spmd/raw.h"
+#include "moesh/spmd/tensor.h"
+
+namespace moesh {
+
+namespace raw {
+/// [N, ..] each -> [N, words], and back: `like` has the dtypes and the sizes of a row.
+at::Tensor pack_rows(const std::vector<at::Tensor>& parts);
+std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<at::Tensor>& like);
+
+std::vector<at::Tensor> gather_together(const std::vector<at::Tensor>& xs, Axes axes,
+                                        const std::vector<std::int64_t>& rows);
+}  // namespace raw
+
+/// The plain results of one message, as the typed tensors Out...
+template <class... Out>
+std::tuple<Out...> typed_parts(const std::vector<at::Tensor>& plain) {
+  return [&]<size_t... i>(std::index_sequence<i...>) {
+    return std::tuple<Out...>{Out::assume(plain[i])...};
+  }(std::index_sequence_for<Out...>());
+}
+
+/// S -> R of several tensors [rows[r], ..] in one message; backward: one message, P -> S.
+template <Axes A, auto... Ls>
+auto all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
+  return typed_parts<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
+      raw::gather_together({xs.local()...}, A, rows));
+}
+
+/// Rows that are on their way: other work goes on until `wait`.
+template <class... Out>
+class [[nodiscard]] Moving {
+ public:
+  explicit Moving(raw::RowExchange exchange) : exchange_(std::move(exchange)) {}
+  std::tuple<Out...> wait() { return typed_parts<Out...>(exchange_.wait()); }
+
+ private:
+  raw::RowExchange exchange_;
+};
+
+/// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it; those of all
+/// tensors in one message. Backward: to_owners.
+template <Axes A, auto... Ls>
+auto start_to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
+                      const Tensor<Ls>&... rows) {
+  constexpr auto checked = [] {
+    if (((on(Ls, A) != Place::T) || ...))
+      throw "to_experts takes token rows (T) to the ranks that hold their experts";
+    return true;
+  }();
+  static_assert(checked);
+  return Moving<Tensor<with(Ls, A, Place::E)>...>(
+      raw::RowExchange({rows.local()...}, A, send, recv));
+}
+template <Axes A, auto L>
+auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+                const std::vector<std::int64_t>& recv) {
+  return std::get<0>(start_to_experts<A>(send, recv, rows).wait());
+}
+
+/// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward:
+/// to_experts.
+template <Axes A, auto L>
+auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+               const std::vector<std::int64_t>& recv) {
+  constexpr auto checked = [] {
+    if (on(L, A) != Place::E) throw "to_owners brings rows (E) home from their experts";
+    return true;
+  }();
+  static_assert(checked);
+  return assume<with(L, A, Place::T)>(raw::RowExchange({rows.local()}, A, send, recv).wait()[0]);
+}
+
+/// Between T and E on ep: rows on a node of their experts, on any rank of it. They are moved, put
+/// in order and summed there; to compute with them is to have forgotten one of the two hops. L is
+/// their layout at home.
+template <auto L>
+class AtNode {
+ public:
+  static AtNode assume(at::Tensor rows) { return AtNode(std::move(rows)); }
+  const at::Tensor& local() const { return rows_; }
+
+ private:
+  explicit AtNode(at::Tensor rows) : rows_(std::move(rows)) {}
+  at::Tensor rows_;
+};
+template <auto L>
+const at::Tensor& local(const AtNode<L>& rows) {
+  return rows.local();
+}
+template <class Fn, class Adjoint, auto L>
+AtNode<L> map_linear(Fn f, Adjoint adjoint, const AtNode<L>& rows) {
+  return AtNode<L>::assume(raw::map_linear(rows.local(), f, adjoint));
+}
+
+/// T -> at the node: send[n] rows go to node n of ep, to the rank in the same place there.
+/// Backward: to_owners.
+template <auto... Ls>
+auto start_to_nodes(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
+                    const Tensor<Ls>&... rows) {
+  constexpr auto checked = [] {
+    if (((on(Ls, ep) != Place::T) || ...))
+      throw "to_nodes takes token rows (T) to the nodes that have their experts";
+    return true;
+  }();
+  static_assert(checked);
+  return Moving<AtNode<Ls>...>(raw::RowExchange({rows.local()...}, ep_nodes, send, recv));
+}
+/// At the node -> E: send[r] rows go to rank r of ep on this node. Backward: to_node.
+template <auto... Ls>
+auto to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
+                const AtNode<Ls>&... rows) {
+  return Moving<Tensor<with(Ls, ep, Place::E)>...>(
+             raw::RowExchange({rows.local()...}, ep_inside, send, recv))
+      .wait();
+}
+/// E -> at the node: the way back to the rank of the node from which the rows came. Backward:
+/// to_experts.
+template <auto L>
+auto to_node(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+             const std::vector<std::int64_t>& recv) {
+  constexpr auto checked = [] {
+    if (on(L, ep) != Place::E) throw "to_node brings rows (E) back from the experts of a node";
+    return true;
+  }();
+  static_assert(checked);
+  return AtNode<with(L, ep, Place::T)>::assume(
+      raw::RowExchange({rows.local()}, ep_inside, send, recv).wait()[0]);
+}
+/// At the node -> T: the way home. Backward: to_nodes.
+template <auto L>
+Tensor<L> to_owners(const AtNode<L>& rows, const std::vector<std::int64_t>& send,
+                    const std::vector<std::int64_t>& recv) {
+  return assume<L>(raw::RowExchange({rows.local()}, ep_nodes, send, recv).wait()[0]);
+}
+
+}  // namespace moesh

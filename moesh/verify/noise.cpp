@@ -1,0 +1,262 @@
+#include "moesh/verify/noise.h"
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "moesh/base/random.h"
+#include "moesh/fsdp/param.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/train/build.h"
+#include "moesh/train/checkpointer.h"
+
+namespace moesh::verify {
+namespace {
+
+// By how much a dtype rounds 1 at most.
+double roundoff(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kDouble: return 0x1p-53;
+    case at::kFloat: return 0x1p-24;
+    case at::kHalf: return 0x1p-11;
+    default: return 0x1p-8;
+  }
+}
+
+at::Tensor distance(const at::Tensor& a, const at::Tensor& b) {
+  return (a.to(at::kDouble) - b.to(at::kDouble)).abs_();
+}
+
+// For each row (index of dim 0), or for a whole vector.
+at::Tensor root_mean_square_of_rows(const at::Tensor& x) {
+  if (x.numel() == 0) return x;
+  std::vector<std::int64_t> dims(static_cast<size_t>(x.dim()));
+  std::iota(dims.begin(), dims.end(), 0);
+  if (x.dim() >= 2) dims.erase(dims.begin());
+  return x.square().mean(dims, /*keepdim=*/true).sqrt();
+}
+
+// At least what its row has in the mean: a single element may be near by chance.
+at::Tensor at_least_as_its_row(const at::Tensor& noise) {
+  return at::maximum(noise, root_mean_square_of_rows(noise));
+}
+
+// For each row, or for a whole vector.
+at::Tensor median_of_rows(const at::Tensor& x) {
+  if (x.numel() == 0) return x;
+  if (x.dim() < 2) return x.median();
+  std::vector<std::int64_t> rows(static_cast<size_t>(x.dim()), 1);
+  rows[0] = x.size(0);
+  return std::get<0>(x.flatten(1).median(1)).reshape(rows);
+}
+
+// Where every element of its row is zero: of a single element zero may be rounding.
+at::Tensor is_empty_row(const at::Tensor& t) {
+  if (t.dim() < 2 || t.numel() == 0) return t.eq(0).all();
+  std::vector<std::int64_t> rows(static_cast<size_t>(t.dim()), 1);
+  rows[0] = t.size(0);
+  return t.eq(0).flatten(1).all(1).reshape(rows);
+}
+
+// How much of each gradient is noise, from the least on.
+std::vector<double> noise_of_gradients(const NamedTensors& run) {
+  std::vector<double> all;
+  for (const auto& [name, noise] : run.noise)
+    if (const double size = size_of(run[name]); is_gradient(name) && size > 0)
+      all.push_back(size_of(noise) / size);
+  std::ranges::sort(all);
+  return all;
+}
+double quantile(const std::vector<double>& sorted, double fraction) {
+  if (sorted.empty()) return 0;
+  return sorted[static_cast<size_t>(fraction * static_cast<double>(sorted.size() - 1))];
+}
+
+// One rank may find a zero that a mesh, which sums in another order, misses by some roundings.
+double noise_of_zero(double typical, at::ScalarType dtype, const at::Tensor& gradient) {
+  constexpr double kRoundings = 4;
+  return kRoundings * roundoff(dtype) * typical /
+         std::sqrt(std::max(1., static_cast<double>(gradient.numel())));
+}
+
+// A row of these has no gradient at all where no token comes to it. In others a row of zeros is a
+// sum that cancels, and may be noise on a mesh.
+bool has_rows_of_tokens(const Stored& w) {
+  return contains(w.cutting, ep) || w.spec.name.find("embed_tokens") != std::string::npos;
+}
+
+std::string name_of(std::int64_t step, const std::string& what) {
+  return "step " + std::to_string(step) + " " + what;
+}
+
+}  // namespace
+
+std::string movement_name(const std::string& param) { return "movement of " + param; }
+
+at::Tensor Nearby::draw(const Stored& w, std::int64_t step) const {
+  const Random random(seed_, w.spec.name + " " + std::to_string(step));
+  return at::rand(w.value.sizes(), at::detail::createCPUGenerator(random.bits(0)), at::kDouble)
+      .mul_(2)
+      .sub_(1)
+      .to(w.value.device());
+}
+
+void Nearby::move_weights(models::Model& model) const {
+  model.each_param([&](Stored& w, bool) {
+    const double unit = roundoff(w.spec.compute.value_or(w.spec.dtype));
+    const at::Tensor value = w.value.detach(), wide = value.to(at::kDouble);
+    value.copy_(wide.add(wide.mul(draw(w, -1)), unit));
+  });
+}
+
+void Nearby::move_gradients(models::Model& model, std::int64_t step) const {
+  model.each_param([&](Stored& w, bool) {
+    if (!w.spec.trained) return;
+    at::Tensor gradient = w.value.grad();
+    const at::Tensor& right = run_[gradient_name(w.spec.name, step)];
+    at::Tensor noise = at_least_as_its_row(distance(gradient, right));
+    if (!has_rows_of_tokens(w)) noise.clamp_min_(noise_of_zero(typical_, dtype_, right));
+    gradient.copy_(right.to(at::kDouble).add(noise.mul(draw(w, step).sign_()), kNoiseAllowed));
+  });
+}
+
+at::Tensor Nearby::signs(const Stored& w) const { return draw(w, 0).sign_(); }
+
+void set_noise(NamedTensors& run, at::ScalarType dtype, const std::vector<NamedTensors>& nearby) {
+  for (const auto& [name, value] : run.tensors) {
+    at::Tensor& noise = run.noise[name];
+    noise = at::zeros(value.sizes(), value.options().dtype(at::kDouble));
+    for (const NamedTensors& other : nearby)
+      noise = at::maximum(noise, distance(value, other[name]));
+  }
+  const auto relative = noise_of_gradients(run);
+  const double typical = typical_gradient(run);
+  const double of_many = quantile(relative, 0.5), of_few = quantile(relative, 0.9);
+  std::map<std::string, double> squares;  // of the noise of the gradients of each step
+  for (const auto& [name, value] : run.tensors) {
+    at::Tensor& noise = run.noise[name];
+    const auto count = static_cast<double>(value.numel());
+    const at::Tensor size = value.to(at::kDouble).abs();
+    if (!is_gradient(name)) {
+      noise = at::maximum(noise, 2 * roundoff(dtype) * size);
+      continue;
+    }
+    noise = at::maximum(noise, (count < kFewElements ? of_few : of_many) * size)
+                .clamp_min(noise_of_zero(typical, dtype, value));
+    const std::string step =
+        name.starts_with("step ") ? name.substr(0, name.find(" d(")) : "step 0";
+    squares[step + " gradient norm"] += std::pow(size_of(noise), 2);
+  }
+  for (const auto& [norm, square] : squares)
+    if (const auto found = run.noise.find(norm); found != run.noise.end())
+      found->second = at::maximum(found->second, at::full_like(found->second, std::sqrt(square)));
+}
+
+void set_movement_noise(NamedTensors& run, const config::Config& config, std::int64_t steps) {
+  const OneRankScope scope;
+  const at::NoGradGuard no_grad;
+  const auto model = train::make_model(config);
+  train::load_initial_weights(config, *model);
+  const double max_norm = train::step_options(config).max_norm;
+  // How far a gradient may be off, with the norm by which it is clipped.
+  const auto allowed_of = [&](const Stored& w, std::int64_t step) {
+    const std::string name = gradient_name(w.spec.name, step);
+    const at::Tensor g = run[name].to(at::kDouble);
+    at::Tensor noise = at_least_as_its_row(run.noise.at(name));
+    if (max_norm > 0) {
+      const std::string norm = name_of(step, "gradient norm");
+      noise = at::hypot(noise, g * (run.noise.at(norm) / run[norm]).nan_to_num_());
+    }
+    if (has_rows_of_tokens(w)) noise = noise.masked_fill(is_empty_row(g), 0);
+    return noise.mul_(kNoiseAllowed);
+  };
+  std::map<std::string, at::Tensor> initial, farthest, is_known;
+  model->each_param([&](Stored& w, bool) {
+    const std::string& name = w.spec.name;
+    if (!w.spec.trained) {
+      run.noise[name].zero_();
+      return;
+    }
+    initial[name] = w.value.detach().clone();
+    farthest[name] = at::zeros_like(initial[name], at::kDouble);
+    is_known[name] = at::ones_like(initial[name], at::kBool);
+    for (std::int64_t step = 0; step < steps; ++step) {
+      const at::Tensor allowed = allowed_of(w, step);
+      is_known[name].logical_and_(run[gradient_name(name, step)]
+                                      .to(at::kDouble)
+                                      .abs()
+                                      .gt(allowed)
+                                      .logical_or_(allowed.eq(0)));
+    }
+  });
+  // All signs of the noise, one for each step, or the same again after four; a rule may look at the
+  // whole parameter, so elements have signs of their own besides.
+  const Nearby signs_of_elements(run, config::scalar_type(config), 0);
+  const std::int64_t num_signs = std::min<std::int64_t>(steps, 4);
+  for (std::int64_t signs = 0; signs < std::int64_t{1} << num_signs; ++signs) {
+    const auto each_trained = [&](const std::function<void(Stored&)>& f) {
+      model->each_param([&](Stored& w, bool) {
+        if (w.spec.trained) f(w);
+      });
+    };
+    each_trained([&](Stored& w) { w.value.detach().copy_(initial[w.spec.name]); });
+    const auto optimizer = train::make_optimizer(*model, config);
+    for (std::int64_t step = 0; step < steps; ++step) {
+      const double sign = (signs >> (step % num_signs) & 1) != 0 ? 1 : -1;
+      const at::Tensor &norm = run[name_of(step, "gradient norm")],
+                       &skipped = run[name_of(step, "skipped")];
+      each_trained([&](Stored& w) {
+        const at::Tensor g = run[gradient_name(w.spec.name, step)].to(at::kDouble);
+        w.value.mutable_grad() =
+            (g + sign * signs_of_elements.signs(w) * allowed_of(w, step)).to(w.value.scalar_type());
+      });
+      optimizer->begin_step(train::learning_rate(config, step));
+      optimizer->update(max_norm > 0 ? raw::clip_factor(norm, max_norm) : at::ones_like(norm),
+                        skipped);
+      optimizer->end_step(skipped.item<double>() != 0);
+    }
+    each_trained([&](Stored& w) {
+      const std::string& name = w.spec.name;
+      const at::Tensor moved = w.value.detach().to(at::kDouble) - initial[name].to(at::kDouble);
+      farthest[name] = at::maximum(farthest[name], distance(moved, run[movement_name(name)]));
+    });
+  }
+  for (const auto& [name, far] : farthest) {
+    const std::string moved = movement_name(name);
+    const double unit = roundoff(run[name].scalar_type());
+    const at::Tensor known = is_known[name].to(at::kDouble),
+                     stored = run[name].to(at::kDouble).abs() + run[moved].abs(),
+                     // One that comes near by chance has at least half of what its row has.
+        most = at::maximum(far, median_of_rows(far) / 2),
+                     allowed = (most + kNoiseAllowed * unit * stored).clamp_min(unit * unit);
+    run.noise[name] = known * allowed / kNoiseAllowed;
+    run.weight[name] = known;
+    run.noise[moved] = known / kNoiseAllowed;
+    run.weight[moved] = known / allowed;
+  }
+}
+
+std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
+                                  const NamedTensors& in_float64) {
+  std::vector<Mismatch> found;
+  const double scale = roundoff(dtype) / roundoff(at::kDouble);
+  for (const auto& [name, value] : in_float64.tensors) {
+    if (!is_gradient(name) && name != "logits") continue;
+    const at::Tensor right = value.to(at::kDouble);
+    Mismatch m{.tensor = name + " of one rank in " + c10::toString(dtype) + ", against float64",
+               .allowed = kMostRoundings * scale * size_of(in_float64.noise.at(name))};
+    for (const NamedTensors& run : runs) {
+      const double off = size_of(distance(run[name], right));
+      m.error = std::isfinite(off) ? std::max(m.error, off) : INFINITY;
+      m.factors = {(run[name].to(at::kDouble) * right).sum().item<double>() /
+                   right.square().sum().item<double>()};
+    }
+    if (m.error > m.allowed) found.push_back(std::move(m));
+  }
+  return found;
+}
+
+}  // namespace moesh::verify

@@ -1,0 +1,155 @@
+#include "moesh/spmd/rows.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "moesh/spmd/spmd.h"
+#include "tests/spmd/device.h"
+#include "tests/spmd/on_mesh.h"
+
+namespace moesh {
+namespace {
+
+using enum Place;
+
+at::Tensor random(at::IntArrayRef shape, at::ScalarType dtype) {
+  return at::randn(shape, at::kDouble).to(test_device(), dtype);
+}
+
+// Every bit of every part, also of NaN and -0, at row sizes that do and do not fill a word.
+TEST(Together, PartsKeepTheirBits) {
+  for (std::int64_t n : {0, 1, 5})
+    for (std::int64_t d : {1, 2, 3, 4, 8})
+      for (auto dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
+        at::Tensor scores = random({n, 2}, at::kFloat);
+        if (n > 0) scores[0][0] = NAN, scores[0][1] = -0.0;
+        const std::vector<at::Tensor> parts{
+            random({n, d}, dtype), scores.select(1, 1), scores,
+            at::arange(n * 3).reshape({n, 3}).to(test_device(), at::kInt),
+            random({n + 1, 1, d}, dtype).narrow(0, n > 0 ? 1 : 0, n)};
+        const at::Tensor packed = raw::pack_rows(parts);
+        EXPECT_EQ(packed.size(0), n);
+        const auto back = raw::unpack_rows(packed, parts);
+        for (size_t i = 0; i < parts.size(); ++i) {
+          EXPECT_EQ(back[i].sizes(), parts[i].sizes());
+          EXPECT_EQ(back[i].scalar_type(), parts[i].scalar_type());
+          EXPECT_TRUE(at::equal(back[i].clone(at::MemoryFormat::Contiguous).view(at::kByte),
+                                parts[i].clone(at::MemoryFormat::Contiguous).view(at::kByte)))
+              << n << " rows of " << d << ", part " << i;
+        }
+      }
+}
+
+// Copies move the widest words that fit every part, wherever in memory a part begins.
+TEST(Together, WordsAreAsWideAsTheyCanBe) {
+  const auto word = [](std::int64_t d, at::ScalarType dtype) {
+    return raw::pack_rows({random({3, d}, dtype), random({3, 2}, at::kDouble)}).scalar_type();
+  };
+  EXPECT_EQ(word(2, at::kFloat), at::kLong);
+  EXPECT_EQ(word(3, at::kFloat), at::kInt);
+  EXPECT_EQ(word(3, at::kBFloat16), at::kBFloat16);
+  const at::Tensor all = random({9}, at::kFloat), other = random({4, 1}, at::kDouble);
+  const at::Tensor off = all.narrow(0, 1, 8).view({4, 2});  // begins within a word
+  const auto back = raw::unpack_rows(raw::pack_rows({off, other}), {off, other});
+  EXPECT_TRUE(at::equal(back[0], off) && at::equal(back[1], other));
+}
+
+// <f(x), y> == <x, f'(y)> over all ranks, for two tensors of different dtypes in one message.
+TEST(Together, AGatherAndItsAdjoint) {
+  for (int ranks : {1, 2, 3, 4})
+    on_mesh({.tp = ranks}, [&](comm::Group& world) {
+      std::vector<std::int64_t> rows;
+      for (int r = 0; r < ranks; ++r) rows.push_back((r * 3 + 1) % 4);
+      const auto mine = rows[static_cast<size_t>(world.rank())];
+      at::manual_seed(world.rank());
+      const auto x = as_leaf(assume<Dense{T, T, T}>(random({mine, 3}, at::kDouble))),
+                 s = as_leaf(assume<Dense{T, T, T}>(random({mine}, at::kFloat)));
+      const auto number = assume<Dense{T, T, T}>(
+          at::full({mine, 1}, world.rank(), at::TensorOptions(at::kInt).device(test_device())));
+      const comm::Trace forward;
+      const auto [all_x, all_s, all_n] = all_gather_together<tp>(rows, x, s, number);
+      EXPECT_EQ(forward.entries().size(), ranks == 1 ? 0u : 1u);
+      static_assert(std::remove_cvref_t<decltype(all_x)>::layout == Dense{T, T, R});
+      EXPECT_TRUE(
+          at::equal(local(all_x), local(all_gather<tp>(detach(x), {.dim = 0, .sizes = rows}))));
+      EXPECT_TRUE(
+          at::equal(local(all_s), local(all_gather<tp>(detach(s), {.dim = 0, .sizes = rows}))));
+      std::vector<int> owners;
+      for (int r = 0; r < ranks; ++r) owners.insert(owners.end(), rows[static_cast<size_t>(r)], r);
+      EXPECT_TRUE(at::equal(local(all_n).flatten().cpu(), at::tensor(owners, at::kInt)));
+
+      at::manual_seed(100 + world.rank());  // R in the gradient's adjoint is P:
+                                            // other terms on each
+      const at::Tensor yx = random(local(all_x).sizes(), at::kDouble),
+                       ys = random(local(all_s).sizes(), at::kFloat);
+      const comm::Trace backward_trace;
+      ((local(all_x) * yx).sum() + (local(all_s) * ys).sum().to(at::kDouble)).backward();
+      EXPECT_EQ(backward_trace.entries().size(), ranks == 1 ? 0u : 1u);
+      const auto total = [&](const at::Tensor& t) { return world.all_reduce(t.to(at::kDouble)); };
+      const double left =
+          total((local(all_x).detach() * yx).sum() + (local(all_s).detach() * ys).sum())
+              .item<double>();
+      const double right = total((local(x).detach() * local(x).grad()).sum() +
+                                 (local(s).detach() * local(s).grad()).sum())
+                               .item<double>();
+      EXPECT_NEAR(left, right, 1e-5 * std::max(1.0, std::abs(left)));
+      // What the host's reduction gives, to the bit.
+      EXPECT_TRUE(at::equal(local(x).grad(), world.reduce_scatter(yx, rows)));
+      EXPECT_TRUE(at::equal(local(s).grad(), world.reduce_scatter(ys, rows)));
+    });
+}
+
+// bfloat16 terms are added in float32 and rounded once.
+TEST(Together, TermsAreRoundedOnce) {
+  on_mesh({.tp = 4}, [](comm::Group& world) {
+    const auto x = as_leaf(assume<Dense{T, T, T}>(random({2, 2}, at::kBFloat16))),
+               s = as_leaf(assume<Dense{T, T, T}>(random({2}, at::kFloat)));
+    const auto [all_x, all_s] = all_gather_together<tp>({2, 2, 2, 2}, x, s);
+    // 1 and three terms that vanish beside it one by one, and not together.
+    const double term = world.rank() == 0 ? 1.0 : 0.0026;
+    (local(all_x) * term).sum().backward();
+    EXPECT_TRUE(at::equal(local(x).grad(), at::full_like(local(x).grad(), 1.0078125)));
+    EXPECT_TRUE(at::equal(local(s).grad(), at::zeros_like(local(s).grad())));
+  });
+}
+
+TEST(Together, RowsGoToExpertsAndTheirGradientsComeBack) {
+  on_mesh({.tp = 2, .ep = 2}, [](comm::Group& world) {
+    const std::vector<std::int64_t> send = world.rank() == 0 ? std::vector<std::int64_t>{1, 2}
+                                                             : std::vector<std::int64_t>{0, 3},
+                                    recv = world.rank() == 0 ? std::vector<std::int64_t>{1, 0}
+                                                             : std::vector<std::int64_t>{2, 3};
+    const auto x = as_leaf(assume<Sparse{T, T, T}>(random({3, 4}, at::kBFloat16))),
+               s = as_leaf(assume<Sparse{T, T, T}>(random({3}, at::kFloat)));
+    const comm::Trace forward;
+    const auto [rows, scores] = start_to_experts<ep>(send, recv, x, s).wait();
+    EXPECT_EQ(forward.entries().size(), 1u);
+    static_assert(std::remove_cvref_t<decltype(scores)>::layout == Sparse{T, E, T});
+    EXPECT_TRUE(at::equal(local(rows), world.all_to_all(local(x).detach(), send, recv)));
+    EXPECT_TRUE(at::equal(local(scores), world.all_to_all(local(s).detach(), send, recv)));
+    const at::Tensor yr = random(local(rows).sizes(), at::kBFloat16),
+                     ys = random(local(scores).sizes(), at::kFloat);
+    const comm::Trace backward_trace;
+    ((local(rows) * yr).sum().to(at::kFloat) + (local(scores) * ys).sum()).backward();
+    EXPECT_EQ(backward_trace.entries().size(), 1u);
+    EXPECT_TRUE(at::equal(local(x).grad(), world.all_to_all(yr, recv, send)));
+    EXPECT_TRUE(at::equal(local(s).grad(), world.all_to_all(ys, recv, send)));
+  });
+}
+
+// One rank has all experts: its rows are where they belong, each tensor as it was.
+TEST(Together, RowsOfOneRankStay) {
+  on_mesh({}, [](comm::Group&) {
+    const auto x = as_leaf(assume<Sparse{T, T, T}>(random({3, 4}, at::kBFloat16))),
+               s = as_leaf(assume<Sparse{T, T, T}>(random({3}, at::kFloat)));
+    const auto [rows, scores] = start_to_experts<ep>({3}, {3}, x, s).wait();
+    EXPECT_TRUE(at::equal(local(rows), local(x)));
+    EXPECT_TRUE(at::equal(local(scores), local(s)));
+    ((local(rows) * 2).sum().to(at::kFloat) + (local(scores) * 3).sum()).backward();
+    EXPECT_TRUE(at::equal(local(x).grad(), at::full_like(local(x), 2)));
+    EXPECT_TRUE(at::equal(local(s).grad(), at::full_like(local(s), 3)));
+  });
+}
+
+}  // namespace
+}  // namespace moesh

@@ -1,0 +1,183 @@
+// LoRA on whole models: meshes compute what one rank does, what is added is w + alpha / r B A, only
+// that is trained and saved, and what makes no sense is refused. tests/models/peft_test.py compares
+// with PEFT.
+
+#include <gtest/gtest.h>
+
+#include <fstream>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/models/adapter.h"
+#include "moesh/verify/verify_all.h"
+#include "tests/checkpoint/support.h"
+#include "tests/expect_error.h"
+#include "tests/train/lora_check.h"
+
+namespace moesh::verify {
+namespace {
+
+struct LoraCase {
+  std::string model, mesh;
+  Args more = {};
+};
+
+class LoraOnMeshes : public testing::TestWithParam<LoraCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    All, LoraOnMeshes,
+    testing::Values(
+        LoraCase{"deepseek_v3", "dp_shard=2,tp=2,ep=2", {"--activation_checkpoint.mode=selective"}},
+        LoraCase{"qwen3_moe",
+                 "pp=2,tp=2",
+                 {"--parallelism.pipeline_parallel_schedule=zero_bubble",
+                  "--training.gradient_accumulation_steps=3"}},
+        LoraCase{"mixtral", "tp=2,etp=2", {"--activation_checkpoint.mode=full"}},
+        // The first stage has nothing to train, and more ranks store an expert than there are.
+        LoraCase{"llama4",
+                 "pp=2,dp_shard=2",
+                 {"--model.num_layers=2", "--lora.targets=model.layers.1.*",
+                  "--model.num_experts=1", "--model.top_k=1", "--lora.use_rslora=true"}},
+        LoraCase{"gpt_oss",
+                 "dp_replicate=2,cp=2",
+                 {"--lora.rank_pattern=o_proj=5", "--lora.alpha_pattern=gate_up_proj=3"}}),
+    [](const auto& info) { return info.param.model; });
+
+TEST_P(LoraOnMeshes, ComputeWhatOneRankDoes) {
+  const auto& [model, mesh, more] = GetParam();
+  Args args{"--model",
+            model + ":tiny",
+            "--mesh",
+            mesh,
+            "--dtype",
+            "float64",
+            "--lora.rank",
+            "3",
+            "--lora.init_lora_weights=false"};
+  args.insert(args.end(), more.begin(), more.end());
+  const VerifyCase c{config::load_config(args, verify_defaults(2))};
+  const auto report = verify(c, run_reference(c));
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+}
+
+class LoraOf : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(All, LoraOf, testing::ValuesIn(models::model_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(LoraOf, AddsAlphaOverRankTimesBA) { EXPECT_EQ(lora_check::sum_complaint(GetParam()), ""); }
+TEST_P(LoraOf, LiesInFoldersAsPeftHasIt) { EXPECT_EQ(lora_check::order_complaint(GetParam()), ""); }
+
+Args lora_args(const char* steps) {
+  return {"--model", "deepseek_v3:tiny", "--lora.rank=2", "--lr_scheduler.kind=constant", steps};
+}
+
+TEST(LoraRun, SavesTheAdapterAloneAndGoesOn) {
+  const TemporaryFolder folder;
+  const auto at_once = folder.path() / "at_once", in_parts = folder.path() / "in_parts";
+  run(at_once, "dp_shard=2", lora_args("--steps=4"));
+  run(in_parts, "dp_shard=2", lora_args("--steps=2"));
+  run(in_parts, "dp_shard=2", lora_args("--steps=4"));
+  const auto last = checkpoint::step_name(4);
+  const auto resumed = contents(in_parts / last);
+  EXPECT_EQ(resumed.size(), 3u);  // adapter, its configuration, optimizer
+  for (const auto& [name, bytes] : contents(at_once / last)) {
+    ASSERT_TRUE(resumed.contains(name)) << name;
+    EXPECT_TRUE(bytes == resumed.at(name)) << name << " of a resumed run differs";
+    EXPECT_FALSE(name.starts_with("model")) << name;
+    EXPECT_NE(name, "config.json");
+    EXPECT_EQ(bytes.find("lm_head"), std::string::npos) << name;
+  }
+  // Another run begins with it, and no other model does.
+  const auto adapter = "--lora.adapter=" + (at_once / last).string();
+  run(folder.path() / "from_it", "dp_shard=2",
+      {"--model", "deepseek_v3:tiny", "--steps=1", adapter});
+  const auto error = [&](const Args& args, ErrorKind kind) {
+    return error_of([&] { config::lora(config::load_config(args)); }, kind);
+  };
+  expect_parts(
+      error({"--model", "mixtral:tiny", "--model.num_layers=1", adapter}, ErrorKind::data),
+      {"tensors that are for no weight of the model", "it is the adapter of another model"});
+  expect_parts(error({"--model", "deepseek_v3:tiny", adapter, "--lora.rank=4"}, ErrorKind::config),
+               {"lora.rank is 4", "leave out lora.rank"});
+  expect_parts(error({"--model", "deepseek_v3:tiny", "--lora.adapter=" + folder.path().string()},
+                     ErrorKind::data),
+               {"adapter_config.json", "is not a folder of a LoRA adapter"});
+  // A run without LoRA does not go on from it.
+  expect_parts(error_of([&] { run(at_once, "dp_shard=2", {"--model", "deepseek_v3:tiny"}); },
+                        ErrorKind::config),
+               {"was saved by a run with LoRA", "set lora.rank"});
+}
+
+TEST(LoraRun, RefusesWhatMakesNoSense) {
+  const auto error = [](const Args& more) {
+    Args args{"--model", "qwen3_moe:tiny"};
+    args.insert(args.end(), more.begin(), more.end());
+    return error_of([&] { config::load_config(args); }, ErrorKind::config);
+  };
+  expect_parts(error({"--lora.rank=0", "--lora.alpha=32"}),
+               {"lora.alpha is 32", "lora.rank is 0", "set lora.rank to 1 or more"});
+  expect_parts(error({"--lora.rank=-1"}), {"lora.rank is -1", "0 or more"});
+  expect_parts(error({"--lora.rank=4", "--lora.targets=q_prj"}),
+               {"'q_prj'", "no weight", "q_proj", "experts.gate_up_proj", "all-linear"});
+  expect_parts(error({"--lora.rank=4", "--lora.targets=lm_head"}), {"'lm_head'", "no weight"});
+  expect_parts(error({"--lora.rank=4", "--lora.targets="}), {"lora.targets is empty"});
+  expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj"}),
+               {"lora.rank_pattern is \"q_proj\"", "down_proj=4"});
+  expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj=0"}), {"rank of 1 or more"});
+  expect_parts(error({"--lora.rank=4", "--lora.alpha=0"}), {"lora.alpha is 0", "above 0"});
+}
+
+std::string logged;
+
+TEST(LoraRun, WithoutTheDropoutOfItsAdapterSaysSo) {
+  const TemporaryFolder folder;
+  run(folder.path() / "run", "tp=1", lora_args("--steps=1"));
+  const auto saved = folder.path() / "run" / checkpoint::step_name(1);
+  std::string text = bytes_of(saved / "adapter_config.json");
+  const std::string key = "\"lora_dropout\": ";
+  const auto at = text.find(key);
+  ASSERT_NE(at, std::string::npos) << text;
+  std::ofstream(saved / "adapter_config.json")
+      << text.replace(at, text.find(',', at) - at, key + "0.25");
+  logged.clear();
+  set_log_sink([](LogLevel, const std::string& line) { logged += line; });
+  run(folder.path() / "other", "tp=1",
+      {"--model", "deepseek_v3:tiny", "--steps=1", "--lora.adapter=" + saved.string()});
+  set_log_sink(nullptr);
+  EXPECT_NE(logged.find("lora_dropout = 0.25; moesh trains adapters without dropout"),
+            std::string::npos)
+      << logged;
+}
+
+TEST(LoraRun, AnAdapterThatIsNotWholeIsRefused) {
+  const TemporaryFolder folder;
+  run(folder.path() / "run", "tp=1", lora_args("--steps=1"));
+  const auto saved = folder.path() / "run" / checkpoint::step_name(1);
+  const auto config_text = bytes_of(saved / "adapter_config.json");
+  const auto error = [&](const std::string& from, const std::string& to) {
+    const auto copy = folder.path() / "copy";
+    std::filesystem::create_directories(copy);
+    std::filesystem::copy_file(saved / "adapter_model.safetensors",
+                               copy / "adapter_model.safetensors",
+                               std::filesystem::copy_options::overwrite_existing);
+    std::string text = config_text;
+    const auto found = text.find(from);
+    EXPECT_NE(found, std::string::npos) << from << " in " << text;
+    std::ofstream(copy / "adapter_config.json") << text.replace(found, from.size(), to);
+    return error_of(
+        [&] {
+          run(folder.path() / "other", "tp=1",
+              {"--model", "deepseek_v3:tiny", "--steps=1", "--lora.adapter=" + copy.string()});
+        },
+        ErrorKind::data);
+  };
+  expect_parts(error("\"LORA\"", "\"IA3\""), {"peft_type is 'IA3'", "LORA"});
+  expect_parts(error("\"use_dora\": false", "\"use_dora\": true"),
+               {"use_dora is true", "plain LoRA"});
+  expect_parts(error("\"modules_to_save\": null", "\"modules_to_save\": [\"lm_head\"]"),
+               {"modules_to_save", "plain LoRA"});
+  expect_parts(error("\"r\": 2", "\"r\": 0"), {"r is 0", "1 or more"});
+  expect_parts(error("\"r\": 2", "\"r\": 3"), {"of another shape", "lora_A"});
+}
+
+}  // namespace
+}  // namespace moesh::verify
