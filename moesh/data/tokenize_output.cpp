@@ -24,6 +24,7 @@ constexpr const char* kMask = ".mask";
 constexpr const char* kManifest = ".moesh.json";
 constexpr const char* kProgress = ".progress";
 constexpr const char* kLengths = ".lengths";
+constexpr const char* kWriter = ".writer";
 constexpr const char* kPartialBin = ".bin.partial";
 constexpr const char* kPartialIdx = ".idx.partial";
 constexpr const char* kPartialMask = ".mask.partial";
@@ -83,10 +84,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_, ": '",
               folder.string(), "' is not a folder; make it first");
-  // Before anything is looked at or removed: a run that has begun holds the lock of this file. It
-  // stays locked while another one takes its name, so that a third finds the one or the other.
-  const auto left_over =
-      formats::exists(path(kPartialBin)) ? locked_ids(OutputFile::Mode::open) : nullptr;
+  turn_ = std::make_unique<Turn>(prefix_);
   const bool goes_on = read_state(skips_errors);
   if (goes_on && state_.is_complete) {
     publish();
@@ -99,7 +97,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
     remove_if_there(path(kPartialMask));
   }
   const auto mode = goes_on ? OutputFile::Mode::open : OutputFile::Mode::create;
-  ids_ = goes_on && left_over ? left_over : locked_ids(mode);
+  ids_ = std::make_unique<OutputFile>(path(kPartialBin), mode, kCure);
   lengths_ = std::make_unique<OutputFile>(path(kLengths), mode, kCure);
   if (has_mask_) mask_ = std::make_unique<OutputFile>(path(kPartialMask), mode, kCure);
   if (goes_on) {
@@ -111,14 +109,16 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   }
 }
 
-std::shared_ptr<OutputFile> TokenOutput::locked_ids(OutputFile::Mode mode) const {
-  auto ids = std::make_shared<OutputFile>(path(kPartialBin), mode, kCure);
-  // One that has lost its name was locked too late: somebody else begins in its place.
-  MOESH_CHECK(ids->lock() && ids->has_its_name(), ErrorKind::config,
-              "another moesh tokenize writes to ", prefix_,
+TokenOutput::Turn::Turn(const std::string& prefix)
+    : path_(prefix + kWriter), file_(path_, OutputFile::Mode::open_or_create, kCure) {
+  // A file that has lost its name was removed by its holder between our two calls: whoever comes
+  // now makes another one.
+  MOESH_CHECK(file_.lock() && file_.has_its_name(), ErrorKind::config,
+              "another moesh tokenize writes to ", prefix,
               "; wait for it, or choose another --out");
-  return ids;
 }
+
+TokenOutput::Turn::~Turn() { formats::file_system().remove(path_); }
 
 void TokenOutput::refuse_to_overwrite() const {
   for (const char* ending : {kBin, kIdx, kMask, kManifest})

@@ -4,6 +4,7 @@
 //   PREFIX.bin.partial   the ids so far         PREFIX.lengths    tokens of each document (i32)
 //   PREFIX.mask.partial  their loss mask, of chats
 //   PREFIX.progress      how far all are known to be on the disk, and for which inputs
+//   PREFIX.writer        locked by the process that writes; goes with it
 //
 // and at the end PREFIX.mask, PREFIX.bin, PREFIX.idx and PREFIX.moesh.json, each renamed when it is
 // whole.
@@ -50,8 +51,6 @@ class TokenOutput {
 
  private:
   std::string path(const char* ending) const { return prefix_ + ending; }
-  /// PREFIX.bin.partial, which is nobody else's; throws Error (config) where it is.
-  std::shared_ptr<formats::OutputFile> locked_ids(formats::OutputFile::Mode mode) const;
   void refuse_to_overwrite() const;
   bool read_state(bool skips_errors);
   /// f(lengths of some documents), in their order, of all that are written.
@@ -61,12 +60,26 @@ class TokenOutput {
   formats::BlockSums write_index();
   void publish();
 
+  /// PREFIX.writer, locked before anything else is looked at, and removed by its holder only.
+  class Turn {
+   public:
+    explicit Turn(const std::string& prefix);  // throws Error (config) where another has it
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+
+   private:
+    std::string path_;
+    formats::OutputFile file_;
+  };
+
   std::string prefix_;
+  std::unique_ptr<Turn> turn_;
   formats::IdType type_;
   std::string work_;
   State state_;
   bool has_mask_;
-  std::shared_ptr<formats::OutputFile> ids_, lengths_, mask_;
+  std::unique_ptr<formats::OutputFile> ids_, lengths_, mask_;
 };
 
 }  // namespace moesh::data

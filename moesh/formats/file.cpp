@@ -197,9 +197,11 @@ void fail_to(const char* what, const std::filesystem::path& path, int code,
 
 OutputFile::OutputFile(const std::filesystem::path& path, Mode mode, std::string cure)
     : path_(path), cure_(std::move(cure)) {
-  const int flags = mode == Mode::create ? O_WRONLY | O_CREAT | O_EXCL : O_WRONLY;
+  const int flags = mode == Mode::create           ? O_WRONLY | O_CREAT | O_EXCL
+                    : mode == Mode::open_or_create ? O_WRONLY | O_CREAT
+                                                   : O_WRONLY;
   descriptor_ = file_system().open(path, flags);
-  if (descriptor_ < 0) fail_to(mode == Mode::create ? "create" : "open", path_, errno, cure_);
+  if (descriptor_ < 0) fail_to(mode == Mode::open ? "open" : "create", path_, errno, cure_);
 }
 
 OutputFile::~OutputFile() { file_system().close(descriptor_); }

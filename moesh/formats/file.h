@@ -73,7 +73,7 @@ class InputFile {
 
 class OutputFile {
  public:
-  enum class Mode { create, open };
+  enum class Mode { create, open, open_or_create };
   /// `cure` is what errors (storage) advise.
   OutputFile(const std::filesystem::path& path, Mode mode, std::string cure);
   ~OutputFile();
