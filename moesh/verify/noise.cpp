@@ -9,6 +9,7 @@
 
 #include "moesh/base/random.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/optim/muon.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/train/build.h"
 #include "moesh/train/checkpointer.h"
@@ -80,6 +81,20 @@ double noise_of_zero(double typical, at::ScalarType dtype, const at::Tensor& gra
   constexpr double kRoundings = 4;
   return kRoundings * roundoff(dtype) * typical /
          std::sqrt(std::max(1., static_cast<double>(gradient.numel())));
+}
+
+// How a rule that sees all of a parameter (Muon) rounds what it is given: a gradient that is off by
+// less may flip such a rounding. 0: the rule sees elements only.
+double rounding_of_rule(const Stored& w, const config::Config& config) {
+  if (config.optimizer.name != "muon" || !optim::is_for_muon(w)) return 0;
+  if (w.spec.dtype == at::kDouble) return roundoff(at::kDouble);
+  return roundoff(config.optimizer.muon_float32 ? at::kFloat : at::kBFloat16);
+}
+
+// The matrices of a parameter that such a rule takes one by one: [matrices, n, m].
+at::Tensor as_matrices(const at::Tensor& t, const Stored& w, const config::Config& config) {
+  if (t.dim() == 3) return t;
+  return t.unflatten(0, {config.optimizer.muon_by_head ? w.spec.num_heads : 1, -1});
 }
 
 // A row of these has no gradient at all where no token comes to it. In others a row of zeros is a
@@ -171,7 +186,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
       noise = at::hypot(noise, g * (run.noise.at(norm) / run[norm]).nan_to_num_());
     }
     if (has_rows_of_tokens(w)) noise = noise.masked_fill(is_empty_row(g), 0);
-    return noise.mul_(kNoiseAllowed);
+    return at::maximum(noise.mul_(kNoiseAllowed), rounding_of_rule(w, config) * g.abs());
   };
   std::map<std::string, at::Tensor> initial, farthest, is_known;
   model->each_param([&](Stored& w, bool) {
@@ -224,6 +239,20 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
       farthest[name] = at::maximum(farthest[name], distance(moved, run[movement_name(name)]));
     });
   }
+  // A rule that sees matrices spreads the noise of an element over all of its matrix, and makes a
+  // direction that has no gradient as long as the others: of the 2 that it may turn by, samples
+  // have about the root of 2 and less. Where that is as far as the matrix moves, nobody knows where
+  // it goes.
+  model->each_param([&](Stored& w, bool) {
+    const std::string& name = w.spec.name;
+    if (!w.spec.trained || rounding_of_rule(w, config) == 0) return;
+    const at::Tensor spread = 2 * root_mean_square_of_rows(as_matrices(farthest[name], w, config));
+    const at::Tensor far = at::maximum(as_matrices(farthest[name], w, config), spread),
+                     moves = root_mean_square_of_rows(
+                         as_matrices(run[movement_name(name)].to(at::kDouble), w, config));
+    farthest[name] = far.reshape(farthest[name].sizes());
+    is_known[name].logical_and_(spread.lt(moves).expand_as(far).reshape(farthest[name].sizes()));
+  });
   for (const auto& [name, far] : farthest) {
     const std::string moved = movement_name(name);
     const double unit = roundoff(run[name].scalar_type());
