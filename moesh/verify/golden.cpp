@@ -228,7 +228,7 @@ struct Rounding {
       const Nearby nearby(run, scalar_type(narrow), i);
       run_golden(golden, narrow, *world, nullptr, &routing, keep(all[i]), &nearby);
     }
-    set_noise(run, scalar_type(narrow), all);
+    set_noise(run, all, scalar_type(narrow));
     for (const auto& r : routing) r->num_flipped = 0, r->largest_margin = 0;
   }
 };

@@ -77,9 +77,9 @@ double quantile(const std::vector<double>& sorted, double fraction) {
 }
 
 // One rank may find a zero that a mesh, which sums in another order, misses by some roundings.
-double noise_of_zero(double typical, at::ScalarType dtype, const at::Tensor& gradient) {
+double noise_of_zero(double typical, double unit, const at::Tensor& gradient) {
   constexpr double kRoundings = 4;
-  return kRoundings * roundoff(dtype) * typical /
+  return kRoundings * unit * typical /
          std::sqrt(std::max(1., static_cast<double>(gradient.numel())));
 }
 
@@ -121,7 +121,7 @@ at::Tensor Nearby::draw(const Stored& w, std::int64_t step) const {
 
 void Nearby::move_weights(models::Model& model) const {
   model.each_param([&](Stored& w, bool) {
-    const double unit = roundoff(w.spec.compute.value_or(w.spec.dtype));
+    const double unit = roundings_ * roundoff(w.spec.compute.value_or(w.spec.dtype));
     const at::Tensor value = w.value.detach(), wide = value.to(at::kDouble);
     value.copy_(wide.add(wide.mul(draw(w, -1)), unit));
   });
@@ -133,14 +133,17 @@ void Nearby::move_gradients(models::Model& model, std::int64_t step) const {
     at::Tensor gradient = w.value.grad();
     const at::Tensor& right = run_[gradient_name(w.spec.name, step)];
     at::Tensor noise = at_least_as_its_row(distance(gradient, right));
-    if (!has_rows_of_tokens(w)) noise.clamp_min_(noise_of_zero(typical_, dtype_, right));
+    if (!has_rows_of_tokens(w))
+      noise.clamp_min_(noise_of_zero(typical_, roundings_ * roundoff(dtype_), right));
     gradient.copy_(right.to(at::kDouble).add(noise.mul(draw(w, step).sign_()), kNoiseAllowed));
   });
 }
 
 at::Tensor Nearby::signs(const Stored& w) const { return draw(w, 0).sign_(); }
 
-void set_noise(NamedTensors& run, at::ScalarType dtype, const std::vector<NamedTensors>& nearby) {
+void set_noise(NamedTensors& run, const std::vector<NamedTensors>& nearby, at::ScalarType dtype,
+               double roundings) {
+  const double unit = roundings * roundoff(dtype);
   for (const auto& [name, value] : run.tensors) {
     at::Tensor& noise = run.noise[name];
     noise = at::zeros(value.sizes(), value.options().dtype(at::kDouble));
@@ -156,11 +159,11 @@ void set_noise(NamedTensors& run, at::ScalarType dtype, const std::vector<NamedT
     const auto count = static_cast<double>(value.numel());
     const at::Tensor size = value.to(at::kDouble).abs();
     if (!is_gradient(name)) {
-      noise = at::maximum(noise, 2 * roundoff(dtype) * size);
+      noise = at::maximum(noise, 2 * unit * size);
       continue;
     }
     noise = at::maximum(noise, (count < kFewElements ? of_few : of_many) * size)
-                .clamp_min(noise_of_zero(typical, dtype, value));
+                .clamp_min(noise_of_zero(typical, unit, value));
     const std::string step =
         name.starts_with("step ") ? name.substr(0, name.find(" d(")) : "step 0";
     squares[step + " gradient norm"] += std::pow(size_of(noise), 2);
@@ -268,22 +271,26 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
   }
 }
 
+double roundings_in_float64(at::ScalarType dtype) {
+  return kMostRoundings * roundoff(dtype) / roundoff(at::kDouble);
+}
+
 std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                   const NamedTensors& in_float64) {
   std::vector<Mismatch> found;
-  const double scale = roundoff(dtype) / roundoff(at::kDouble);
   for (const auto& [name, value] : in_float64.tensors) {
     if (!is_gradient(name) && name != "logits") continue;
     const at::Tensor right = value.to(at::kDouble);
     Mismatch m{.tensor = name + " of one rank in " + c10::toString(dtype) + ", against float64",
-               .allowed = kMostRoundings * scale * size_of(in_float64.noise.at(name))};
+               .allowed = size_of(in_float64.noise.at(name))};
     for (const NamedTensors& run : runs) {
       const double off = size_of(distance(run[name], right));
       m.error = std::isfinite(off) ? std::max(m.error, off) : INFINITY;
       m.factors = {(run[name].to(at::kDouble) * right).sum().item<double>() /
                    right.square().sum().item<double>()};
     }
-    if (m.error > m.allowed) found.push_back(std::move(m));
+    const bool may_be_anything = m.allowed > size_of(right) / 2 && std::isfinite(m.error);
+    if (m.error > m.allowed && !may_be_anything) found.push_back(std::move(m));
   }
   return found;
 }

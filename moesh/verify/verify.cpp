@@ -282,17 +282,18 @@ class OneRank {
   Routing routing;
 
   // A run and those nearby, with the noise of the first.
-  std::vector<NamedTensors> run(const std::string& dtype, std::int64_t steps) {
+  std::vector<NamedTensors> run(const std::string& dtype, std::int64_t steps,
+                                double roundings = 1) {
     VerifyCase c = case_;
     c.steps = steps;
     c.config = changed(c.config, {{"training.dtype", dtype, {"one rank"}}});
     NamedTensors result = run(c, nullptr);
     std::vector<NamedTensors> all;
     for (std::uint64_t i = 0; i < kNumNearby; ++i) {
-      const Nearby nearby(result, scalar_type(c.config), i);
+      const Nearby nearby(result, scalar_type(c.config), i, roundings);
       all.push_back(run(c, &nearby));
     }
-    set_noise(result, scalar_type(c.config), all);
+    set_noise(result, all, scalar_type(c.config), roundings);
     all.insert(all.begin(), std::move(result));
     return all;
   }
@@ -325,7 +326,9 @@ VerifyReference run_reference(const VerifyCase& c) {
   VerifyReference result{runs.front()};
   set_movement_noise(result, one_rank(c.config), c.steps);
   if (dtype != wide)
-    result.unexplained = unexplained(runs, scalar_type(c.config), one.run(wide, 1).front());
+    result.unexplained =
+        unexplained(runs, scalar_type(c.config),
+                    one.run(wide, 1, roundings_in_float64(scalar_type(c.config))).front());
   result.routing = std::move(one.routing);
   return result;
 }

@@ -15,11 +15,13 @@ struct TwoSteps {
   VerifyCase c;
   VerifyReference reference;
 
-  TwoSteps(const std::string& model, const std::string& dtype) {
+  TwoSteps(const std::string& model, const std::string& dtype,
+           const std::string& optimizer = "adamw") {
     config::Settings settings = verify_defaults(2);
     for (const auto& s : test_settings()) settings.push_back(s);
     settings.push_back({"model.name", model, {"test"}});
     settings.push_back({"training.dtype", dtype, {"test"}});
+    settings.push_back({"optimizer.name", optimizer, {"test"}});
     c.config = config::merged(settings);
     reference = run_reference(c);
   }
@@ -61,7 +63,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, MovementTest, testing::Values("float64", "float
                          [](const auto& info) { return std::string(info.param); });
 
 // Tensors of each kind: outputs, losses, gradients, norms, counts, bias, parameters, movements.
-void see_ten_times_the_noise(TwoSteps r) {
+void see_ten_times_the_noise(TwoSteps r, double most_unknown = 0.1) {
   int num_tensors = 0, num_unknown = 0;
   r.each_tensor([&](const RankTensor& right) {
     const auto weight = r.reference.weight.find(right.name);
@@ -87,18 +89,25 @@ void see_ten_times_the_noise(TwoSteps r) {
     ++num_tensors;
   });
   EXPECT_GT(num_tensors, 100);
-  EXPECT_LT(num_unknown, num_tensors / 10);
+  EXPECT_LT(num_unknown, most_unknown * num_tensors);
 }
 TEST_P(MovementTest, SeesTenTimesTheNoiseInAnyTensor) {
   for (const char* model : {"deepseek_v3", "gpt_oss"}) see_ten_times_the_noise({model, GetParam()});
 }
+// A rule that looks at whole matrices, in which the noise of one element moves all others: in
+// bfloat16 nobody knows where a third of these small ones move.
+TEST_P(MovementTest, SeesTenTimesTheNoiseUnderMuon) {
+  see_ten_times_the_noise({"deepseek_v3", GetParam(), "muon"}, 0.5);
+}
 
-// A run and one nearby, in which the first of two gradients is off by so much.
-std::vector<Mismatch> unexplained_of(double factor, at::ScalarType dtype) {
+// A run and one nearby, in which the first of two gradients is off by so much. Roundings change
+// `noise` of it, or as much as they should.
+std::vector<Mismatch> unexplained_of(double factor, at::ScalarType dtype, double noise = 0) {
   const at::Tensor g = at::linspace(1, 2, 100, at::kDouble);
   NamedTensors wide{.tensors = {{"d(a)", g}, {"d(b)", g}}};
   const double unit = dtype == at::kBFloat16 ? 0x1p-8 : 0x1p-24;
-  for (const char* name : {"d(a)", "d(b)"}) wide.noise[name] = 0x1p-53 * g;
+  for (const char* name : {"d(a)", "d(b)"})
+    wide.noise[name] = std::max(noise, kMostRoundings * unit) * g;
   NamedTensors run{.tensors = {{"d(a)", factor * g}, {"d(b)", g * (1 + unit)}}};
   return unexplained({run, run}, dtype, wide);
 }
@@ -111,6 +120,8 @@ TEST(Noise, IsNoMoreThanRoundingExplains) {
     EXPECT_TRUE(found[0].tensor.starts_with("d(a) of one rank")) << found[0].tensor;
     EXPECT_NEAR(found[0].factors[0], 1.1, 1e-6);
     EXPECT_EQ(unexplained_of(NAN, dtype).size(), 1u);
+    EXPECT_EQ(unexplained_of(1.1, dtype, 1).size(), 0u);
+    EXPECT_EQ(unexplained_of(NAN, dtype, 1).size(), 1u);
   }
 }
 
@@ -120,7 +131,7 @@ TEST(Noise, IsNotWidenedByAFaultOfTheDtype) {
   const auto noise = [&](double fault) {
     NamedTensors run{.tensors = {{"d(a)", fault * g}}};
     const NamedTensors nearby{.tensors = {{"d(a)", fault * g + wobble}}};
-    set_noise(run, at::kFloat, std::vector{nearby});
+    set_noise(run, {nearby}, at::kFloat);
     return size_of(run.noise["d(a)"]) / fault;
   };
   EXPECT_LT(noise(3), noise(1));
