@@ -22,6 +22,7 @@ struct TwoSteps {
     settings.push_back({"model.name", model, {"test"}});
     settings.push_back({"training.dtype", dtype, {"test"}});
     settings.push_back({"optimizer.name", optimizer, {"test"}});
+    settings.push_back({"model.size", std::string("tiny"), {"test"}});
     c.config = config::merged(settings);
     reference = run_reference(c);
   }
