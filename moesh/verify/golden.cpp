@@ -223,12 +223,13 @@ struct Rounding {
     NamedTensors in_float32;
     run_golden(golden, wide, *world, &routing, nullptr, keep(in_float32));
     run_golden(golden, narrow, *world, nullptr, &routing, keep(run));
-    std::vector<NamedTensors> all(kNumNearby);
     for (std::uint64_t i = 0; i < kNumNearby; ++i) {
       const Nearby nearby(run, scalar_type(narrow), i);
-      run_golden(golden, narrow, *world, nullptr, &routing, keep(all[i]), &nearby);
+      NamedTensors other;
+      run_golden(golden, narrow, *world, nullptr, &routing, keep(other), &nearby);
+      note_nearby(run, other);
     }
-    set_noise(run, all, scalar_type(narrow));
+    set_noise(run, scalar_type(narrow));
     for (const auto& r : routing) r->num_flipped = 0, r->largest_margin = 0;
   }
 };

@@ -141,15 +141,16 @@ void Nearby::move_gradients(models::Model& model, std::int64_t step) const {
 
 at::Tensor Nearby::signs(const Stored& w) const { return draw(w, 0).sign_(); }
 
-void set_noise(NamedTensors& run, const std::vector<NamedTensors>& nearby, at::ScalarType dtype,
-               double roundings) {
-  const double unit = roundings * roundoff(dtype);
+void note_nearby(NamedTensors& run, const NamedTensors& nearby) {
   for (const auto& [name, value] : run.tensors) {
+    const at::Tensor far = distance(value, nearby[name]);
     at::Tensor& noise = run.noise[name];
-    noise = at::zeros(value.sizes(), value.options().dtype(at::kDouble));
-    for (const NamedTensors& other : nearby)
-      noise = at::maximum(noise, distance(value, other[name]));
+    noise = noise.defined() ? at::maximum(noise, far) : far;
   }
+}
+
+void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings) {
+  const double unit = roundings * roundoff(dtype);
   const auto relative = noise_of_gradients(run);
   const double typical = typical_gradient(run);
   const double of_many = quantile(relative, 0.5), of_few = quantile(relative, 0.9);
@@ -275,11 +276,13 @@ double roundings_in_float64(at::ScalarType dtype) {
   return kMostRoundings * roundoff(dtype) / roundoff(at::kDouble);
 }
 
+bool is_bounded(const std::string& name) { return name.starts_with("d(") || name == "logits"; }
+
 std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                   const NamedTensors& in_float64) {
   std::vector<Mismatch> found;
   for (const auto& [name, value] : in_float64.tensors) {
-    if (!is_gradient(name) && name != "logits") continue;
+    if (!is_bounded(name)) continue;
     const at::Tensor right = value.to(at::kDouble);
     Mismatch m{.tensor = name + " of one rank in " + c10::toString(dtype) + ", against float64",
                .allowed = size_of(in_float64.noise.at(name))};

@@ -41,12 +41,12 @@ class Nearby {
 /// How many runs nearby tell the noise.
 constexpr std::uint64_t kNumNearby = 3;
 
-/// The noise of each tensor is the largest distance of the runs nearby, element by element. They
-/// are few samples, and may be near by chance: a gradient has at least the median of what all
-/// gradients have, relative to its size, and any tensor what storing it costs. The noise of a
-/// gradient norm is that of all its gradients together.
-void set_noise(NamedTensors& run, const std::vector<NamedTensors>& nearby, at::ScalarType dtype,
-               double roundings = 1);
+/// The noise of each tensor is the largest distance of the runs nearby, element by element.
+void note_nearby(NamedTensors& run, const NamedTensors& nearby);
+/// After the last of them. They are few samples, and may be near by chance: a gradient has at least
+/// the median of what all gradients have, relative to its size, and any tensor what storing it
+/// costs. The noise of a gradient norm is that of all its gradients together.
+void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings = 1);
 
 /// The noise of parameters and of their movements follows from that of the gradients: it is what
 /// the update rule makes of gradients that are as far off as they may be, for all signs of the
@@ -62,6 +62,8 @@ void set_movement_noise(NamedTensors& run, const config::Config& one_rank, std::
 /// change half may be anything that is finite.
 std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                   const NamedTensors& in_float64);
+/// The tensors of a run of which that is asked.
+bool is_bounded(const std::string& name);
 /// On the way from the weights to a tensor there are so many more roundings. 0.1 to 0.4 of them was
 /// the most that random runs have, and 0.7 where q, k and v are clamped.
 constexpr double kMostRoundings = 8;

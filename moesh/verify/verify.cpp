@@ -281,20 +281,21 @@ class OneRank {
 
   Routing routing;
 
-  // A run and those nearby, with the noise of the first.
+  // A run with its noise, and what is bounded of those nearby: whole ones take much memory.
   std::vector<NamedTensors> run(const std::string& dtype, std::int64_t steps,
                                 double roundings = 1) {
     VerifyCase c = case_;
     c.steps = steps;
     c.config = changed(c.config, {{"training.dtype", dtype, {"one rank"}}});
-    NamedTensors result = run(c, nullptr);
-    std::vector<NamedTensors> all;
+    std::vector<NamedTensors> all{run(c, nullptr)};
     for (std::uint64_t i = 0; i < kNumNearby; ++i) {
-      const Nearby nearby(result, scalar_type(c.config), i, roundings);
-      all.push_back(run(c, &nearby));
+      const Nearby nearby(all.front(), scalar_type(c.config), i, roundings);
+      NamedTensors other = run(c, &nearby);
+      note_nearby(all.front(), other);
+      std::erase_if(other.tensors, [](const auto& t) { return !is_bounded(t.first); });
+      all.push_back(std::move(other));
     }
-    set_noise(result, all, scalar_type(c.config), roundings);
-    all.insert(all.begin(), std::move(result));
+    set_noise(all.front(), scalar_type(c.config), roundings);
     return all;
   }
 

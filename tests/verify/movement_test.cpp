@@ -132,7 +132,8 @@ TEST(Noise, IsNotWidenedByAFaultOfTheDtype) {
   const auto noise = [&](double fault) {
     NamedTensors run{.tensors = {{"d(a)", fault * g}}};
     const NamedTensors nearby{.tensors = {{"d(a)", fault * g + wobble}}};
-    set_noise(run, {nearby}, at::kFloat);
+    note_nearby(run, nearby);
+    set_noise(run, at::kFloat);
     return size_of(run.noise["d(a)"]) / fault;
   };
   EXPECT_LT(noise(3), noise(1));
