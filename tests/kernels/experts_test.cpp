@@ -6,9 +6,9 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/kernels/ref/moe.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/table.h"
+#include "tests/kernels/ref_moe.h"
 #include "tests/kernels/support.h"
 
 namespace moesh::kernels {

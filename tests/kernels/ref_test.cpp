@@ -1,4 +1,4 @@
-#include "moesh/kernels/ref/moe.h"
+#include "tests/kernels/ref_moe.h"
 
 #include "moesh/base/error.h"
 #include "tests/kernels/support.h"

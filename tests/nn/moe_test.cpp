@@ -10,8 +10,8 @@
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/kernels/ref/moe.h"
-#include "moesh/verify/layer_parity.h"
+#include "tests/kernels/ref_moe.h"
+#include "tests/nn/layer_parity.h"
 #include "tests/spmd/device.h"
 
 namespace moesh {

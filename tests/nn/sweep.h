@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/verify/layer_parity.h"
+#include "tests/nn/layer_parity.h"
 
 namespace moesh::sweep {
 

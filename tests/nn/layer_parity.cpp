@@ -1,4 +1,4 @@
-#include "moesh/verify/layer_parity.h"
+#include "tests/nn/layer_parity.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
