@@ -3,30 +3,10 @@
 #include <cstdint>
 #include <cstdio>
 
+#include "moesh/base/utf8.h"
+
 namespace moesh {
 namespace {
-
-struct Letter {
-  std::uint32_t code = 0;
-  std::size_t size = 0;  // bytes; 0: the first of them begins no letter of UTF-8
-};
-
-Letter first_letter(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  const unsigned char first = byte(0);
-  if (first < 0x80) return {first, 1};
-  const std::size_t size = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : first >= 0xc0 ? 2 : 0;
-  if (size == 0 || first > 0xf4 || text.size() < size) return {};
-  std::uint32_t code = first & (0xffu >> (size + 1));
-  for (std::size_t i = 1; i < size; ++i) {
-    if ((byte(i) & 0xc0) != 0x80) return {};
-    code = code << 6 | (byte(i) & 0x3f);
-  }
-  constexpr std::uint32_t kLeast[] = {0x80, 0x800, 0x10000};
-  const bool is_surrogate = code >= 0xd800 && code <= 0xdfff;
-  if (code < kLeast[size - 2] || code > 0x10ffff || is_surrogate) return {};
-  return {code, size};
-}
 
 bool is_harmless(std::uint32_t code) {
   const auto is_in = [&](std::uint32_t first, std::uint32_t last) {
@@ -39,17 +19,15 @@ bool is_harmless(std::uint32_t code) {
 std::string escaped(std::string_view text, std::string_view kept) {
   std::string safe;
   while (!text.empty()) {
-    const Letter letter = first_letter(text);
-    const std::size_t size = letter.size == 0 ? 1 : letter.size;
-    if (letter.size > 0 &&
-        (is_harmless(letter.code) || kept.find(text[0]) != std::string_view::npos)) {
+    const auto [length, valid] = first_utf8(text);
+    const std::size_t size = valid ? length : 1;
+    const char* at = text.data();
+    const std::uint32_t letter = valid ? next_code_point(at) : static_cast<unsigned char>(text[0]);
+    if (valid && (is_harmless(letter) || kept.find(text[0]) != std::string_view::npos)) {
       safe += text.substr(0, size);
     } else {
-      char code[8];
-      const bool is_byte = size == 1;
-      std::snprintf(code, sizeof code, is_byte ? "\\x%02x" : "\\u%04x",
-                    is_byte ? static_cast<unsigned>(static_cast<unsigned char>(text[0]))
-                            : static_cast<unsigned>(letter.code));
+      char code[16];
+      std::snprintf(code, sizeof code, size == 1 ? "\\x%02x" : "\\u%04x", letter);
       safe += code;
     }
     text.remove_prefix(size);

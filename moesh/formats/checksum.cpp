@@ -1,5 +1,8 @@
 #include "moesh/formats/checksum.h"
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -54,6 +57,10 @@ std::uint64_t sum_of(const char* bytes, std::size_t first, std::size_t count) {
 bool is_hex_digit(char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); }
 
 }  // namespace
+
+std::uint64_t hash_block(std::span<const std::byte> block) {
+  return XXH3_64bits(block.data(), block.size());
+}
 
 void BlockSums::add(std::uint64_t offset, std::string_view bytes) {
   if (bytes.empty()) return;

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -98,27 +99,30 @@ void fail_at(const std::filesystem::path& path, const char* what, int code) {
       detail::concat("cannot ", what, " '", path.string(), "': ", std::strerror(code), cure));
 }
 
-bool exists(const std::filesystem::path& path) {
+namespace {
+
+using Status = int (FileSystem::*)(const FileSystem::Path&, struct stat&);
+
+// Nothing where the file system says that there is nothing.
+std::optional<mode_t> mode_of(const std::filesystem::path& path, Status look) {
   struct stat status;
-  if (retried([&] { return file_system().status(path, status); }) == 0) return true;
+  if (retried([&] { return (file_system().*look)(path, status); }) == 0) return status.st_mode;
   if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
-  return false;
+  return std::nullopt;
+}
+
+}  // namespace
+
+bool exists(const std::filesystem::path& path) {
+  return mode_of(path, &FileSystem::status).has_value();
 }
 
 bool is_folder(const std::filesystem::path& path) {
-  struct stat status;
-  if (retried([&] { return file_system().status(path, status); }) == 0)
-    return S_ISDIR(status.st_mode);
-  if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
-  return false;
+  return S_ISDIR(mode_of(path, &FileSystem::status).value_or(0));
 }
 
 bool is_own_folder(const std::filesystem::path& path) {
-  struct stat status;
-  if (retried([&] { return file_system().link_status(path, status); }) == 0)
-    return S_ISDIR(status.st_mode);
-  if (errno != ENOENT && errno != ENOTDIR) fail_at(path, "look at", errno);
-  return false;
+  return S_ISDIR(mode_of(path, &FileSystem::link_status).value_or(0));
 }
 
 std::vector<std::string> names_in(const std::filesystem::path& folder) {

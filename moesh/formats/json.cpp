@@ -10,6 +10,7 @@
 #include <string>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/name.h"
 
@@ -109,53 +110,39 @@ class Builder : public nlohmann::json_sax<nlohmann::json> {
   std::size_t num_values_ = 0;
 };
 
-// `indent` is what lines begin with; null: no lines.
-void write(const JsonValue& value, const std::string* indent, std::string& out);
+nlohmann::ordered_json checked(std::string_view text) {
+  MOESH_CHECK(find_bad_utf8(text) == std::string_view::npos, ErrorKind::data, "cannot write ",
+              shown(text), " as JSON: it is not UTF-8");
+  return text;
+}
 
-struct JsonWriter {
-  const std::string* indent;
-  std::string& out;
+// As the library has it, which writes the shortest number that reads back the same, and 1.0 with
+// its point.
+struct ForLibrary {
+  using Library = nlohmann::ordered_json;
 
-  void operator()(std::nullptr_t) const { out += "null"; }
-  void operator()(bool value) const { out += value ? "true" : "false"; }
-  void operator()(std::int64_t value) const { out += std::to_string(value); }
-  void operator()(std::uint64_t value) const { out += std::to_string(value); }
-  void operator()(double value) const {
-    MOESH_CHECK(std::isfinite(value), ErrorKind::data, "JSON has no ", value,
-                "; write a text, or nothing");
-    out += nlohmann::json(value)
-               .dump();  // the shortest that reads back the same, and 1.0 with its point
-  }
-  void operator()(const std::string& value) const { out += json_quoted(value); }
-  void operator()(const JsonList& list) const {
-    items(list, '[', ']',
-          [this](const JsonValue& item, const std::string* deeper) { write(item, deeper, out); });
-  }
-  void operator()(const JsonObject& object) const {
-    items(object, '{', '}', [this](const auto& item, const std::string* deeper) {
-      out += json_quoted(item.first) + (indent ? ": " : ":");
-      write(item.second, deeper, out);
-    });
-  }
+  static Library of(const JsonValue& value) { return std::visit(ForLibrary(), value.value); }
 
- private:
-  template <class Items, class F>
-  void items(const Items& all, char first, char last, F write_one) const {
-    out += first;
-    const std::string deeper = indent ? *indent + "  " : "";
-    for (bool comma = false; const auto& item : all) {
-      if (std::exchange(comma, true)) out += ',';
-      if (indent) out += '\n' + deeper;
-      write_one(item, indent ? &deeper : nullptr);
-    }
-    if (indent && !all.empty()) out += '\n' + *indent;
-    out += last;
+  Library operator()(const auto& plain) const { return plain; }
+  Library operator()(double x) const {
+    MOESH_CHECK(std::isfinite(x), ErrorKind::data, "JSON has no ", x, "; write a text, or nothing");
+    return x;
+  }
+  Library operator()(const std::string& text) const { return checked(text); }
+  Library operator()(const JsonList& list) const {
+    Library::array_t all;
+    all.reserve(list.size());
+    for (const JsonValue& item : list) all.push_back(of(item));
+    return all;
+  }
+  Library operator()(const JsonObject& object) const {
+    Library::object_t all;
+    all.reserve(object.size());
+    for (const auto& [key, item] : object)  // every key is there once: none is looked for
+      all.emplace_back(checked(key).get<std::string>(), of(item));
+    return all;
   }
 };
-
-void write(const JsonValue& value, const std::string* indent, std::string& out) {
-  std::visit(JsonWriter{indent, out}, value.value);
-}
 
 }  // namespace
 
@@ -170,28 +157,11 @@ JsonValue parse_json(std::string_view text, const std::string& name, const JsonL
   return builder.take();
 }
 
-std::string to_json(const JsonValue& value) {
-  std::string text;
-  const std::string no_indent;
-  write(value, &no_indent, text);
-  return text + '\n';
-}
+std::string to_json(const JsonValue& value) { return ForLibrary::of(value).dump(2) + '\n'; }
 
-std::string to_json_line(const JsonValue& value) {
-  std::string text;
-  write(value, nullptr, text);
-  return text + '\n';
-}
+std::string to_json_line(const JsonValue& value) { return ForLibrary::of(value).dump() + '\n'; }
 
-std::string json_quoted(std::string_view text) {
-  try {
-    return nlohmann::json(text).dump();
-  } catch (const nlohmann::json::exception& e) {
-    throw Error(ErrorKind::data,
-                detail::concat("cannot write ", shown(text), " as JSON: it is not UTF-8 (",
-                               json_reason(e), ")"));
-  }
-}
+std::string json_quoted(std::string_view text) { return checked(text).dump(); }
 
 namespace {
 

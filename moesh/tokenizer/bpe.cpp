@@ -8,9 +8,9 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/name.h"
 #include "moesh/tokenizer/bytes.h"
-#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

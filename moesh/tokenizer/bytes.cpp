@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "moesh/tokenizer/utf8.h"
+#include "moesh/base/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

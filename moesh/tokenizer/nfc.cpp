@@ -1,11 +1,10 @@
-#include "moesh/tokenizer/nfc.h"
-
 #include <algorithm>
 #include <unordered_map>
 #include <vector>
 
+#include "moesh/base/utf8.h"
 #include "moesh/tokenizer/code_points.h"
-#include "moesh/tokenizer/utf8.h"
+#include "moesh/tokenizer/normalizer.h"
 
 namespace moesh::tokenizer {
 namespace {

@@ -1,8 +1,7 @@
 #include "moesh/tokenizer/normalizer.h"
 
 #include "moesh/base/error.h"
-#include "moesh/tokenizer/nfc.h"
-#include "moesh/tokenizer/utf8.h"
+#include "moesh/base/utf8.h"
 
 namespace moesh::tokenizer {
 

@@ -41,6 +41,14 @@ class Occurrences {
   std::optional<Matches> matches_;  // of a pattern
 };
 
+// Canonical normalisation of Unicode (nfc.cpp).
+
+/// Composed. The result is `text` itself where nothing changes, or lies in `buffer`; then its
+/// origins are appended.
+std::string_view to_nfc(std::string_view text, std::string& buffer, Origins* origins = nullptr);
+/// Decomposed.
+std::string_view to_nfd(std::string_view text, std::string& buffer, Origins* origins = nullptr);
+
 class Normalizer {
  public:
   Normalizer() = default;  // changes nothing

@@ -4,9 +4,9 @@
 #include <bit>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/name.h"
 #include "moesh/tokenizer/pattern_parser.h"
-#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/name.h"
-#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

@@ -3,9 +3,9 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/name.h"
 #include "moesh/tokenizer/normalizer.h"
-#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

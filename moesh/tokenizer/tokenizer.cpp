@@ -3,10 +3,10 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
+#include "moesh/base/utf8.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/json.h"
 #include "moesh/formats/name.h"
-#include "moesh/tokenizer/utf8.h"
 
 namespace moesh::tokenizer {
 namespace {

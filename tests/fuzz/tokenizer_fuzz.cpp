@@ -2,8 +2,8 @@
 
 #include <string>
 
+#include "moesh/base/utf8.h"
 #include "moesh/tokenizer/tokenizer.h"
-#include "moesh/tokenizer/utf8.h"
 #include "tests/fuzz/fuzz.h"
 
 namespace moesh::fuzz {

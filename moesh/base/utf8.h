@@ -1,11 +1,18 @@
 #pragma once
-// Code points of UTF-8 texts. All functions but `find_bad_utf8` want texts that are valid.
+// Code points of UTF-8 texts. Functions want texts that are valid, unless they say otherwise.
 
 #include <cstddef>
 #include <string>
 #include <string_view>
 
-namespace moesh::tokenizer {
+namespace moesh {
+
+struct Utf8Sequence {
+  std::size_t size;  // of the bytes that begin a character, all of it if valid
+  bool valid;
+};
+/// The character at the front of any bytes, of which there is one at least.
+Utf8Sequence first_utf8(std::string_view bytes);
 
 /// The first byte that cannot be part of UTF-8 (no surrogates, nothing longer than needed), or
 /// npos.
@@ -57,4 +64,4 @@ inline std::u32string code_points(std::string_view text) {
   return all;
 }
 
-}  // namespace moesh::tokenizer
+}  // namespace moesh

@@ -1,20 +1,15 @@
-#include "moesh/tokenizer/utf8.h"
+#include "moesh/base/utf8.h"
 
 #include <cstdint>
 #include <cstring>
 
-namespace moesh::tokenizer {
-namespace {
+namespace moesh {
 
-struct Sequence {
-  std::size_t size;  // of the bytes that begin a character, all of it if valid
-  bool valid;
-};
-
-// The character at the front of bytes that are not ASCII (table 3-7 of the Unicode standard).
-Sequence front(std::string_view bytes) {
+// Table 3-7 of the Unicode standard.
+Utf8Sequence first_utf8(std::string_view bytes) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
   const unsigned first = byte(0);
+  if (first < 0x80) return {1, true};
   if (first < 0xC2 || first > 0xF4) return {1, false};
   const std::size_t size = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
   const unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
@@ -26,8 +21,6 @@ Sequence front(std::string_view bytes) {
   return {size, true};
 }
 
-}  // namespace
-
 std::size_t find_bad_utf8(std::string_view text) {
   std::size_t i = 0;
   while (i < text.size()) {
@@ -38,11 +31,7 @@ std::size_t find_bad_utf8(std::string_view text) {
         continue;
       }
     }
-    if (static_cast<unsigned char>(text[i]) < 0x80) {
-      ++i;
-      continue;
-    }
-    const Sequence sequence = front(text.substr(i));
+    const Utf8Sequence sequence = first_utf8(text.substr(i));
     if (!sequence.valid) return i;
     i += sequence.size;
   }
@@ -52,8 +41,7 @@ std::size_t find_bad_utf8(std::string_view text) {
 std::string with_replacements(std::string_view bytes) {
   std::string text;
   while (!bytes.empty()) {
-    const Sequence sequence =
-        static_cast<unsigned char>(bytes[0]) < 0x80 ? Sequence{1, true} : front(bytes);
+    const Utf8Sequence sequence = first_utf8(bytes);
     if (sequence.valid)
       text += bytes.substr(0, sequence.size);
     else
@@ -63,4 +51,4 @@ std::string with_replacements(std::string_view bytes) {
   return text;
 }
 
-}  // namespace moesh::tokenizer
+}  // namespace moesh
