@@ -91,14 +91,10 @@ std::string host_name() {
 }
 
 JsonValue mesh_of(const MeshShape& shape) {
-  return {JsonObject{{"pp", {std::int64_t{shape.pp}}},
-                     {"dp_replicate", {std::int64_t{shape.dp_replicate}}},
-                     {"dp_shard", {std::int64_t{shape.dp_shard}}},
-                     {"cp", {std::int64_t{shape.cp}}},
-                     {"tp", {std::int64_t{shape.tp}}},
-                     {"efsdp", {std::int64_t{shape.efsdp}}},
-                     {"ep", {std::int64_t{shape.ep}}},
-                     {"etp", {std::int64_t{shape.etp}}}}};
+  JsonObject sizes;
+  for (const Axes axis : {pp, dp_replicate, dp_shard, cp, tp, efsdp, ep, etp})
+    sizes.emplace_back(to_string(axis), JsonValue{std::int64_t{shape.size(axis)}});
+  return {std::move(sizes)};
 }
 
 }  // namespace

@@ -15,56 +15,72 @@
 namespace moesh::train {
 namespace {
 
-class WordWriter {
- public:
+struct WordWriter {
   std::vector<std::int64_t> words;
 
-  void number(std::int64_t n) { words.push_back(n); }
+  void number(const auto& n) { words.push_back(static_cast<std::int64_t>(n)); }
   void text(const std::string& s) {
-    number(static_cast<std::int64_t>(s.size()));
+    number(s.size());
     const std::size_t at = words.size();
     words.resize(at + (s.size() + 7) / 8);
     std::memcpy(words.data() + at, s.data(), s.size());
   }
-  template <class T, class F>
-  void list(const std::vector<T>& items, F write) {
-    number(static_cast<std::int64_t>(items.size()));
-    for (const T& item : items) write(item);
+  void list(const auto& items, const auto& each) {
+    number(items.size());
+    for (const auto& item : items) each(item);
   }
 };
 
-class WordReader {
- public:
-  explicit WordReader(const std::vector<std::int64_t>& words) : words_(words) {}
+struct WordReader {
+  const std::vector<std::int64_t>& words;
+  std::size_t at = 0;
 
-  std::int64_t number() {
+  template <class T>
+  void number(T& n) {
     need(1);
-    return words_[at_++];
+    n = static_cast<T>(words[at++]);
   }
-  std::string text() {
-    const auto size = static_cast<std::size_t>(number()), num_words = (size + 7) / 8;
-    need(num_words);
-    std::string s(size, '\0');
-    std::memcpy(s.data(), words_.data() + at_, size);
-    at_ += num_words;
-    return s;
+  void text(std::string& s) {
+    std::size_t size = 0;
+    number(size);
+    need(size / 8 + (size % 8 != 0));
+    s.assign(reinterpret_cast<const char*>(words.data() + at), size);
+    at += (size + 7) / 8;
   }
-  template <class T, class F>
-  void list(std::vector<T>& items, F read) {
-    const auto size = static_cast<std::size_t>(number());
+  void list(auto& items, const auto& each) {
+    std::size_t size = 0;
+    number(size);
     need(size);  // a word at least for each
-    for (std::size_t i = 0; i < size; ++i) items.push_back(read());
+    items.resize(size);
+    for (auto& item : items) each(item);
   }
-  bool is_at_end() const { return at_ == words_.size(); }
-
- private:
   void need(std::size_t count) const {
-    MOESH_CHECK(count <= words_.size() - at_, "the record of a rank ends after ", words_.size(),
+    MOESH_CHECK(count <= words.size() - at, "the record of a rank ends after ", words.size(),
                 " words, in the middle of something");
   }
-  const std::vector<std::int64_t>& words_;
-  std::size_t at_ = 0;
 };
+
+// What a record is as words, for both of them.
+void go_through(auto& w, auto& r) {
+  w.number(r.begin), w.number(r.machine), w.number(r.process);
+  w.list(r.timeline.names, [&](auto& name) { w.text(name); });
+  w.list(r.timeline.groups, [&](auto& g) {
+    w.text(g.name), w.number(g.meets_on_host);
+    w.list(g.members, [&](auto& rank) { w.number(rank); });
+  });
+  w.list(r.timeline.slices, [&](auto& s) {
+    w.number(s.kind), w.number(s.name), w.number(s.begin), w.number(s.end);
+    w.number(s.collective);
+  });
+  w.list(r.timeline.collectives, [&](auto& c) {
+    w.number(c.op), w.number(c.group), w.number(c.bytes), w.number(c.begin);
+    w.number(c.wait_begin), w.number(c.end), w.number(c.scope);
+  });
+  w.list(r.kernels, [&](auto& k) {
+    w.text(k.name), w.number(k.device), w.number(k.stream), w.number(k.rank), w.number(k.begin);
+    w.number(k.end);
+  });
+}
 
 // The kernel that runs here, which is whose clock this is; no two have the same id.
 std::int64_t machine_number() {
@@ -96,55 +112,19 @@ RankRecord here_and_now() {
           .process = ::getpid()};
 }
 
-std::vector<std::int64_t> to_words(const RankRecord& r) {
-  WordWriter w;
-  w.number(r.begin), w.number(r.machine), w.number(r.process);
-  w.list(r.timeline.names, [&](const std::string& name) { w.text(name); });
-  w.list(r.timeline.groups, [&](const TimelineGroup& g) {
-    w.text(g.name), w.number(g.meets_on_host);
-    w.list(g.members, [&](int rank) { w.number(rank); });
-  });
-  w.list(r.timeline.slices, [&](const Slice& s) {
-    w.number(static_cast<std::int64_t>(s.kind)), w.number(s.name), w.number(s.begin);
-    w.number(s.end), w.number(s.collective);
-  });
-  w.list(r.timeline.collectives, [&](const CollectiveSpan& c) {
-    w.number(c.op), w.number(c.group), w.number(c.bytes), w.number(c.begin);
-    w.number(c.wait_begin), w.number(c.end), w.number(c.scope);
-  });
-  w.list(r.kernels, [&](const KernelSpan& k) {
-    w.text(k.name), w.number(k.device), w.number(k.stream), w.number(k.rank), w.number(k.begin);
-    w.number(k.end);
-  });
-  return std::move(w.words);
+std::vector<std::int64_t> to_words(const RankRecord& record) {
+  WordWriter to;
+  go_through(to, record);
+  return std::move(to.words);
 }
 
 RankRecord from_words(const std::vector<std::int64_t>& words) {
-  WordReader from(words);
-  RankRecord r;
-  r.begin = from.number(), r.machine = from.number(), r.process = from.number();
-  from.list(r.timeline.names, [&] { return from.text(); });
-  from.list(r.timeline.groups, [&] {
-    TimelineGroup g{.name = from.text(), .members = {}, .meets_on_host = from.number() != 0};
-    from.list(g.members, [&] { return static_cast<int>(from.number()); });
-    return g;
-  });
-  // Braces are evaluated from the left to the right.
-  from.list(r.timeline.slices, [&] {
-    return Slice{static_cast<SliceKind>(from.number()), from.number(), from.number(), from.number(),
-                 from.number()};
-  });
-  from.list(r.timeline.collectives, [&] {
-    return CollectiveSpan{from.number(), from.number(), from.number(), from.number(),
-                          from.number(), from.number(), from.number()};
-  });
-  from.list(r.kernels, [&] {
-    return KernelSpan{from.text(),   from.number(), from.number(),
-                      from.number(), from.number(), from.number()};
-  });
-  MOESH_CHECK(from.is_at_end(), "the record of a rank has ", words.size(),
+  WordReader from{words};
+  RankRecord record;
+  go_through(from, record);
+  MOESH_CHECK(from.at == words.size(), "the record of a rank has ", words.size(),
               " words, and more than it says");
-  return r;
+  return record;
 }
 
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine) {
