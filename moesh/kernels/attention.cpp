@@ -1,6 +1,7 @@
 #include "moesh/kernels/attention.h"
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels {
@@ -36,12 +37,11 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
                 " of ", in.starts_BL.scalar_type(), " for queries ", q.sizes(),
                 "; they are contiguous Long, one for each query of a sequence");
   if (!in.sinks_h.defined()) return;
-  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   MOESH_CHECK(in.sinks_h.numel() == q.size(2) && in.sinks_h.is_contiguous() &&
-                  in.sinks_h.scalar_type() == wide,
+                  in.sinks_h.scalar_type() == wide(q),
               ErrorKind::internal, "attention: sinks ", in.sinks_h.sizes(), " of ",
               in.sinks_h.scalar_type(), " for ", q.size(2),
-              " heads; they are contiguous, one for each head, of type ", wide);
+              " heads; they are contiguous, one for each head, of type ", wide(q));
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ void check_norm(const at::Tensor& x, const at::Tensor& weight_D) {
   MOESH_CHECK(x.defined() && x.dim() >= 1 && is_kernel_dtype(x.scalar_type()), ErrorKind::data,
               "x is ", describe(x), "; a norm takes float64, float32 or bfloat16 [.., features]");
   if (!weight_D.defined()) return;
-  check_tensor("weight_D", weight_D, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, 1);
+  check_tensor("weight_D", weight_D, wide(x), 1);
   check_same_device("weight_D", weight_D, "x", x);
   MOESH_CHECK(weight_D.size(0) == x.size(-1), ErrorKind::data, "weight_D is ", describe(weight_D),
               "; a norm of ", x.size(-1), " features has one weight for each");
@@ -26,9 +26,8 @@ void check_rotation(const Rotation& r, const at::Tensor& x) {
   MOESH_CHECK(x.defined() && x.dim() == 4 && is_kernel_dtype(x.scalar_type()), ErrorKind::data,
               "x is ", describe(x),
               "; heads are float64, float32 or bfloat16 [batch, positions, heads, features]");
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  check_tensor("cos_Pf", r.cos_Pf, wide, 2);
-  check_tensor("sin_Pf", r.sin_Pf, wide, 2);
+  check_tensor("cos_Pf", r.cos_Pf, wide(x), 2);
+  check_tensor("sin_Pf", r.sin_Pf, wide(x), 2);
   check_same_device("cos_Pf", r.cos_Pf, "x", x);
   if (r.positions_BL.defined()) {
     check_tensor("positions_BL", r.positions_BL, at::kLong, 2);
@@ -55,7 +54,6 @@ void check_like(const char* name, const at::Tensor& t, const at::Tensor& gate) {
 }
 
 void check_sinks(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {
-  const auto wide = [&] { return y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; };
   const auto fits = [&] {
     auto sizes = y.sizes().vec();  // [.., L, h]
     sizes.pop_back();
@@ -65,7 +63,7 @@ void check_sinks(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& s
   };
   MOESH_CHECK(
       y.defined() && y.dim() >= 3 && is_kernel_dtype(y.scalar_type()) && lse.defined() &&
-          sinks_h.defined() && lse.scalar_type() == wide() && sinks_h.scalar_type() == wide() &&
+          sinks_h.defined() && lse.scalar_type() == wide(y) && sinks_h.scalar_type() == wide(y) &&
           fits(),
       ErrorKind::data, "sinks are ", describe(sinks_h), " and lse ", describe(lse),
       " beside attention's result ", describe(y),
@@ -163,6 +161,43 @@ at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::T
   const at::NoGradGuard no_grad;
   return kernels_for(y.device())
       .sink_gradient(y.contiguous(), lse.contiguous(), sinks_h.contiguous(), dy.contiguous());
+}
+
+namespace {
+
+at::ScalarType check_logits(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  MOESH_CHECK(logits_NV.defined() && logits_NV.dim() == 2 && logits_NV.is_contiguous() &&
+                  is_kernel_dtype(logits_NV.scalar_type()),
+              ErrorKind::data, "logits_NV is ", describe(logits_NV),
+              "; pass contiguous float64, float32 or bfloat16 [tokens, words]");
+  check_tensor("label_N", label_N, at::kLong, 1);
+  check_same_device("label_N", label_N, "logits_NV", logits_NV);
+  MOESH_CHECK(label_N.size(0) == logits_NV.size(0), ErrorKind::data, "label_N is ",
+              describe(label_N), " for logits ", describe(logits_NV),
+              "; there is a label for each token");
+  return wide(logits_NV);
+}
+
+}  // namespace
+
+LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& label_N) {
+  check_logits(logits_NV, label_N);
+  const at::NoGradGuard no_grad;
+  return kernels_for(logits_NV.device()).logit_sums(logits_NV, label_N.contiguous());
+}
+
+at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_N,
+                           const at::Tensor& total_N, const at::Tensor& weight_N) {
+  const auto dtype = check_logits(logits_NV, label_N);
+  check_tensor("total_N", total_N, dtype, 1);
+  check_tensor("weight_N", weight_N, dtype, 1);
+  MOESH_CHECK(total_N.size(0) == label_N.size(0) && weight_N.size(0) == label_N.size(0),
+              ErrorKind::data, "total_N is ", describe(total_N), " and weight_N ",
+              describe(weight_N), " for ", label_N.size(0), " tokens");
+  const at::NoGradGuard no_grad;
+  return kernels_for(logits_NV.device())
+      .logit_gradient_(logits_NV, label_N.contiguous(), total_N.contiguous(),
+                       weight_N.contiguous());
 }
 
 }  // namespace moesh::kernels

@@ -4,6 +4,16 @@
 #include "moesh/kernels/gpu_kernels.h"
 
 namespace moesh::kernels {
+namespace aten {
+
+// Each is in the file of its name.
+void add_experts(KernelTable&);
+void add_routing(KernelTable&);
+void add_rowwise(KernelTable&);
+void add_update(KernelTable&);
+
+}  // namespace aten
+
 namespace {
 
 // A rank is a thread, and models of several ranks may have other kernels.
@@ -27,6 +37,16 @@ const char* to_string(GpuKernels kernels) {
 GpuKernels gpu_kernels() { return chosen; }
 UseGpuKernels::UseGpuKernels(GpuKernels kernels) : before_(chosen) { chosen = kernels; }
 UseGpuKernels::~UseGpuKernels() { chosen = before_; }
+
+const KernelTable& aten_kernels() {
+  static const KernelTable table = [] {
+    KernelTable t{.name = "aten"};
+    for (auto* add : {aten::add_experts, aten::add_routing, aten::add_rowwise, aten::add_update})
+      add(t);
+    return t;
+  }();
+  return table;
+}
 
 const KernelTable& first_that_takes(std::span<const KernelTable* const> tables, at::Device device) {
   if (chosen == GpuKernels::library) return aten_kernels();

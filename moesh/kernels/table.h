@@ -8,7 +8,6 @@
 
 #include "moesh/kernels/attention.h"
 #include "moesh/kernels/experts.h"
-#include "moesh/kernels/loss.h"
 #include "moesh/kernels/routing.h"
 #include "moesh/kernels/rows.h"
 #include "moesh/kernels/rowwise.h"

@@ -8,7 +8,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/label.h"
-#include "moesh/kernels/loss.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/nn/later.h"
 #include "moesh/spmd/tensor.h"
 #include "moesh/spmd/weights_later.h"

@@ -1,4 +1,4 @@
-#include "moesh/kernels/loss.h"
+#include "moesh/kernels/rowwise.h"
 
 #include "moesh/base/error.h"
 #include "tests/kernels/support.h"

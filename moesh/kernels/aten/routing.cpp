@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "moesh/base/error.h"
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/table.h"
 
 namespace moesh::kernels::aten {
@@ -120,8 +121,7 @@ at::Tensor combine_rows(const at::Tensor& rows_RD, const at::Tensor& inverse_TK)
     y = std::get<0>(at::_embedding_bag_forward_only(
         rows, inverse_TK.flatten(), at::arange(0, num_tokens * k, k, inverse_TK.options())));
   } else {
-    const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    y = at::zeros({num_tokens, rows.size(1)}, rows.options().dtype(wide));
+    y = at::zeros({num_tokens, rows.size(1)}, rows.options().dtype(wide(rows)));
     for (std::int64_t i = 0; i < k; ++i) y.add_(gather_rows(rows, inverse_TK.select(1, i)));
     y = y.to(rows.scalar_type());
   }

@@ -100,9 +100,8 @@ LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,
 
 LatentGradients latent_heads_backward(const at::Tensor& dk, const at::Tensor& dv,
                                       std::int64_t num_own) {
-  const auto wide = dk.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::cat({dk.narrow(3, 0, num_own), dv}, 3),
-          at::sum(dk.narrow(3, num_own, dk.size(3) - num_own), {2}, /*keepdim=*/false, wide)
+          at::sum(dk.narrow(3, num_own, dk.size(3) - num_own), {2}, /*keepdim=*/false, wide(dk))
               .to(dk.scalar_type())};
 }
 
@@ -132,28 +131,15 @@ at::Tensor sink_gradient(const at::Tensor& y, const at::Tensor& lse, const at::T
   return share.mul_(dot).movedim(-2, 0).flatten(1).sum(1).neg_();
 }
 
-void add_rowwise(KernelTable& t) {
-  t.norm_forward = norm_forward;
-  t.norm_backward = norm_backward;
-  t.rotate_forward = rotate_forward;
-  t.rotate_backward = rotate_backward;
-  t.latent_heads_forward = latent_heads_forward;
-  t.latent_heads_backward = latent_heads_backward;
-  t.swiglu_forward = swiglu_forward;
-  t.swiglu_backward = swiglu_backward;
-  t.add_sinks_ = add_sinks_;
-  t.sink_gradient = sink_gradient;
-}
-
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& label_N) {
-  const auto wide = logits_NV.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto options = logits_NV.options().dtype(wide);
+  const at::ScalarType dtype = wide(logits_NV);
+  const auto options = logits_NV.options().dtype(dtype);
   const std::int64_t N = logits_NV.size(0);
   if (logits_NV.size(1) == 0)
     return {at::full({N}, -INFINITY, options), at::zeros({N}, options), at::zeros({N}, options)};
-  const at::Tensor x = logits_NV.to(wide), max_N = x.amax(1);
+  const at::Tensor x = logits_NV.to(dtype), max_N = x.amax(1);
   return {max_N, (x - max_N.unsqueeze(1)).exp_().sum(1),
-          x.gather(1, label_N.clamp_min(0).unsqueeze(1)).squeeze(1) * label_N.ge(0).to(wide)};
+          x.gather(1, label_N.clamp_min(0).unsqueeze(1)).squeeze(1) * label_N.ge(0).to(dtype)};
 }
 
 at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_N,
@@ -167,7 +153,17 @@ at::Tensor logit_gradient_(const at::Tensor& logits_NV, const at::Tensor& label_
   return d.is_same(logits_NV) ? logits_NV : logits_NV.copy_(d);
 }
 
-void add_loss(KernelTable& t) {
+void add_rowwise(KernelTable& t) {
+  t.norm_forward = norm_forward;
+  t.norm_backward = norm_backward;
+  t.rotate_forward = rotate_forward;
+  t.rotate_backward = rotate_backward;
+  t.latent_heads_forward = latent_heads_forward;
+  t.latent_heads_backward = latent_heads_backward;
+  t.swiglu_forward = swiglu_forward;
+  t.swiglu_backward = swiglu_backward;
+  t.add_sinks_ = add_sinks_;
+  t.sink_gradient = sink_gradient;
   t.logit_sums = logit_sums;
   t.logit_gradient_ = logit_gradient_;
 }

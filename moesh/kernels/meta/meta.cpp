@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "moesh/kernels/check.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/kernels/table.h"
@@ -141,9 +142,9 @@ GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor
 
 // The kernels of an accelerator: results, and no temporaries.
 NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/) {
-  const auto wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return {at::empty(x.sizes(), x.options()),
-          at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide))};
+  return {
+      at::empty(x.sizes(), x.options()),
+      at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide(x)))};
 }
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
                             const at::Tensor& /*r*/, const at::Tensor& /*dy*/) {
@@ -154,9 +155,8 @@ at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
 }
 
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
-  const auto wide = logits_NV.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto fresh = [&] {
-    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(wide));
+    return at::empty({logits_NV.size(0)}, logits_NV.options().dtype(wide(logits_NV)));
   };
   return {fresh(), fresh(), fresh()};
 }
@@ -189,9 +189,8 @@ at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
 
 AttentionOutput attention_forward(const AttentionConfig& /*config*/, const AttentionInput& in) {
   const auto &q = in.q_BLhd, &v = in.v_BSgv;
-  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   return {at::empty({q.size(0), q.size(1), q.size(2), v.size(3)}, q.options()),
-          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(wide))};
+          at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(wide(q)))};
 }
 
 AttentionGradients attention_backward(const AttentionConfig& /*config*/, const AttentionInput& in,
