@@ -22,29 +22,6 @@ constexpr std::int64_t kSmallBytes = 16 * 1024;
 
 bool is_small(const at::Tensor& x) { return static_cast<std::int64_t>(x.nbytes()) <= kSmallBytes; }
 
-std::int64_t row_numel(const at::Tensor& x) {
-  std::int64_t n = 1;
-  for (std::int64_t d = 1; d < x.dim(); ++d) n *= x.size(d);
-  return n;
-}
-
-Span part(const at::Tensor& x, std::int64_t start, std::int64_t numel) {
-  auto* base = static_cast<std::byte*>(x.data_ptr());
-  return {base ? base + start * static_cast<std::int64_t>(x.element_size()) : nullptr, numel};
-}
-
-// Consecutive parts of x, one a rank.
-std::vector<Span> parts(const at::Tensor& x, const Rows& rows, std::int64_t inner) {
-  std::vector<Span> spans;
-  spans.reserve(rows.size());
-  std::int64_t start = 0;
-  for (auto r : rows) {
-    spans.push_back(part(x, start, r * inner));
-    start += r * inner;
-  }
-  return spans;
-}
-
 std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
   std::vector<std::int64_t> n;
   n.reserve(spans.size());
@@ -52,17 +29,11 @@ std::vector<std::int64_t> sizes(const std::vector<Span>& spans) {
   return n;
 }
 
-at::Tensor empty_rows(const at::Tensor& like, std::int64_t rows) {
-  auto shape = like.sizes().vec();
-  shape[0] = rows;
-  return empty_result(shape, like.options());
-}
-
 // What the peers read: x, or a copy of it that nobody will write.
 at::Tensor for_peers(const at::Tensor& x) {
   if (!is_small(x)) return x;
   const at::Tensor own = at::empty(x.sizes(), x.options());
-  copy(part(own, 0, own.numel()), part(x, 0, x.numel()), x.options());
+  copy(whole(own), whole(x), x.options());
   return own;
 }
 
@@ -100,7 +71,7 @@ class FoldWork final : public Work {
       : exchange_(std::move(exchange)), out_(std::move(out)), op_(op) {}
   at::Tensor wait() override {
     const InSection reducing(Section::reduce);
-    fold(op_, exchange_->receive(), part(out_, 0, out_.numel()), out_.options());
+    fold(op_, exchange_->receive(), whole(out_), out_.options());
     exchange_->close();
     return out_;
   }
@@ -112,6 +83,29 @@ class FoldWork final : public Work {
 };
 
 }  // namespace
+
+std::vector<Span> parts(const at::Tensor& x, const Rows& rows) {
+  std::int64_t inner = 1;
+  for (std::int64_t d = 1; d < x.dim(); ++d) inner *= x.size(d);
+  auto* next = static_cast<std::byte*>(x.data_ptr());
+  std::vector<Span> spans;
+  spans.reserve(rows.size());
+  for (const auto r : rows) {
+    spans.push_back({next, r * inner});
+    if (next) next += r * inner * static_cast<std::int64_t>(x.element_size());
+  }
+  return spans;
+}
+
+std::int64_t total(const Rows& rows) {
+  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
+}
+
+std::vector<std::int64_t> sizes_with(const at::Tensor& x, std::int64_t rows) {
+  auto sizes = x.sizes().vec();
+  sizes[0] = rows;
+  return sizes;
+}
 
 void synchronize(const at::Device& device) {
   if (device.is_cpu()) return;
@@ -125,8 +119,8 @@ class AllReduceWork final : public Work {
   AllReduceWork(HostGroup& group, Call call, const at::Tensor& x, ReduceOp op)
       : group_(group), call_(call), out_(empty_result(x.sizes(), x.options())), op_(op) {
     const Pieces cut{x.numel(), group.size()};
-    into_ = parts(out_, cut.lengths(), 1);
-    auto send = parts(x, cut.lengths(), 1);
+    into_ = parts(out_.flatten(), cut.lengths());
+    auto send = parts(x.detach().flatten(), cut.lengths());
     const std::vector<std::int64_t> recv(send.size(), cut.length(group.rank()));
     // Nobody posts the second phase before having read the first: its end is not waited for.
     exchange_ = group.post({.call = call,
@@ -280,7 +274,7 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   const auto n = static_cast<size_t>(size());
   const at::Tensor mine = for_peers(x);
   auto exchange = post({.call = call,
-                        .send = std::vector<Span>(n, part(mine, 0, x.numel())),
+                        .send = std::vector<Span>(n, whole(mine)),
                         .recv = std::vector<std::int64_t>(n, x.numel()),
                         .into = {},
                         .keep = {mine},
@@ -291,11 +285,11 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
 
 std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
   const Call call = Call::of(Collective::all_gather, next_sequence(), x).with(rows);
-  const at::Tensor out = empty_rows(x, std::accumulate(rows.begin(), rows.end(), std::int64_t{0}));
+  const at::Tensor out = empty_result(sizes_with(x, total(rows)), x.options());
   const at::Tensor mine = for_peers(x);
-  auto into = parts(out, rows, row_numel(x));
+  auto into = parts(out, rows);
   auto exchange = post({.call = call,
-                        .send = std::vector<Span>(rows.size(), part(mine, 0, x.numel())),
+                        .send = std::vector<Span>(rows.size(), whole(mine)),
                         .recv = sizes(into),
                         .into = into,
                         .keep = {mine, out},
@@ -307,10 +301,11 @@ std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& 
 std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                                    ReduceOp op) {
   const Call call = Call::of(Collective::reduce_scatter, next_sequence(), x, op).with(rows);
-  const at::Tensor out = empty_rows(x, rows[static_cast<size_t>(rank())]);
+  const at::Tensor out =
+      empty_result(sizes_with(x, rows[static_cast<size_t>(rank())]), x.options());
   const at::Tensor mine = for_peers(x);
   auto exchange = post({.call = call,
-                        .send = parts(mine, rows, row_numel(x)),
+                        .send = parts(mine, rows),
                         .recv = std::vector<std::int64_t>(rows.size(), out.numel()),
                         .into = {},
                         .keep = {mine},
@@ -322,11 +317,11 @@ std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Ro
 std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
                                                const Rows& recv) {
   const Call call = Call::of(Collective::all_to_all, next_sequence(), x);
-  const at::Tensor out = empty_rows(x, std::accumulate(recv.begin(), recv.end(), std::int64_t{0}));
+  const at::Tensor out = empty_result(sizes_with(x, total(recv)), x.options());
   const at::Tensor mine = for_peers(x);
-  auto into = parts(out, recv, row_numel(x));
+  auto into = parts(out, recv);
   auto exchange = post({.call = call,
-                        .send = parts(mine, send, row_numel(x)),
+                        .send = parts(mine, send),
                         .recv = sizes(into),
                         .into = into,
                         .keep = {mine, out},
@@ -342,15 +337,14 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const at::Tensor out = empty_result(x.sizes(), x.options());
   const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
   std::vector<Span> into(n);
-  into[static_cast<size_t>(root)] = part(out, 0, out.numel());
-  auto exchange =
-      post({.call = call,
-            .send = is_root ? std::vector<Span>(n, part(mine, 0, x.numel())) : std::vector<Span>(n),
-            .recv = sizes(into),
-            .into = into,
-            .keep = {mine, out},
-            .options = x.options(),
-            .wait_for_readers = is_root && !is_small(x)});
+  into[static_cast<size_t>(root)] = whole(out);
+  auto exchange = post({.call = call,
+                        .send = is_root ? std::vector<Span>(n, whole(mine)) : std::vector<Span>(n),
+                        .recv = sizes(into),
+                        .into = into,
+                        .keep = {mine, out},
+                        .options = x.options(),
+                        .wait_for_readers = is_root && !is_small(x)});
   return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
 }
 

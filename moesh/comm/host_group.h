@@ -56,6 +56,11 @@ struct Span {
   std::int64_t numel = 0;
 };
 inline Span whole(const at::Tensor& x) { return {x.data_ptr(), x.numel()}; }
+/// Consecutive parts of x, one a rank: its rows.
+std::vector<Span> parts(const at::Tensor& x, const Rows& rows);
+std::int64_t total(const Rows& rows);
+/// The sizes of x with other rows.
+std::vector<std::int64_t> sizes_with(const at::Tensor& x, std::int64_t rows);
 
 /// What one rank contributes to an exchange. send[j] goes to rank j, recv[j] elements come from it.
 /// If `into` is not empty, a backend that receives messages puts them there; one that reads peers'

@@ -4,9 +4,9 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/comm/host_group.h"
 #include "moesh/comm/observers.h"
 
 namespace moesh::comm {
@@ -25,10 +25,6 @@ class Ready final : public Work {
   at::Tensor x_, value_;
 };
 
-std::int64_t sum(const Rows& rows) {
-  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-}
-
 class FakeGroup final : public Group {
  public:
   FakeGroup(std::string name, int rank, std::vector<int> members, Ledger& ledger)
@@ -41,7 +37,7 @@ class FakeGroup final : public Group {
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
     send(Collective::all_gather, x);
-    if (x.is_meta()) return with_rows(x, sum(rows));
+    if (x.is_meta()) return with_rows(x, total(rows));
     MOESH_CHECK(std::all_of(rows.begin(), rows.end(), [&](auto n) { return n == x.size(0); }),
                 "a fake gather of host values with uneven rows ", rows);
     std::vector<std::int64_t> repeats(static_cast<size_t>(x.dim()), 1);
@@ -57,7 +53,7 @@ class FakeGroup final : public Group {
   std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& to,
                                       const Rows& from) override {
     send(Collective::all_to_all, x, to[static_cast<size_t>(rank())]);
-    return with_rows(x, sum(from));
+    return with_rows(x, total(from));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int /*root*/) override {
     send(Collective::broadcast, x);
@@ -85,9 +81,7 @@ class FakeGroup final : public Group {
     ++entry.num_calls, entry.num_bytes += sent_bytes(op, bytes, own, size());
   }
   static std::unique_ptr<Work> with_rows(const at::Tensor& like, std::int64_t rows) {
-    auto shape = like.sizes().vec();
-    shape[0] = rows;
-    return std::make_unique<Ready>(like, at::zeros(shape, like.options()));
+    return std::make_unique<Ready>(like, at::zeros(sizes_with(like, rows), like.options()));
   }
 
   Ledger& ledger_;

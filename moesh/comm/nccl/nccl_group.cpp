@@ -12,7 +12,6 @@
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <numeric>
 #include <sstream>
 
 #include "moesh/base/error.h"
@@ -42,31 +41,8 @@ NcclReduce reduce_of(ReduceOp op) {
                                : NcclReduce::min;
 }
 
-std::int64_t total(const Rows& rows) {
-  return std::accumulate(rows.begin(), rows.end(), std::int64_t{0});
-}
-
 bool is_even(const Rows& rows) {
   return std::all_of(rows.begin(), rows.end(), [&](auto r) { return r == rows[0]; });
-}
-
-// Consecutive parts of x, one a rank.
-std::vector<Span> parts(const at::Tensor& x, const Rows& rows) {
-  std::int64_t inner = 1;
-  for (std::int64_t d = 1; d < x.dim(); ++d) inner *= x.size(d);
-  auto* next = static_cast<std::byte*>(x.data_ptr());
-  std::vector<Span> spans;
-  for (auto r : rows) {
-    spans.push_back({next, r * inner});
-    if (next) next += r * inner * static_cast<std::int64_t>(x.element_size());
-  }
-  return spans;
-}
-
-at::Tensor new_rows(const at::Tensor& like, std::int64_t rows) {
-  auto shape = like.sizes().vec();
-  shape[0] = rows;
-  return at::empty(shape, like.options());
 }
 
 // send[j] goes to rank j and recv[j] comes from it, all at once. Empty parts are left out on both
@@ -202,7 +178,7 @@ std::unique_ptr<Work> NcclGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
 
 std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
   const Call c = call(Collective::all_gather, x);
-  const at::Tensor out = new_rows(x, total(rows));
+  const at::Tensor out = at::empty(sizes_with(x, total(rows)), x.options());
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     if (out.numel() == 0) return NcclResult::success;
     if (is_even(rows))
@@ -216,7 +192,7 @@ std::unique_ptr<Work> NcclGroup::do_all_gather(const at::Tensor& x, const Rows& 
 std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                                    ReduceOp op) {
   const Call c = call(Collective::reduce_scatter, x, op);
-  const at::Tensor out = new_rows(x, rows[static_cast<size_t>(rank())]);
+  const at::Tensor out = at::empty(sizes_with(x, rows[static_cast<size_t>(rank())]), x.options());
   if (is_even(rows)) {
     return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
       if (out.numel() == 0) return NcclResult::success;
@@ -240,7 +216,7 @@ std::unique_ptr<Work> NcclGroup::do_reduce_scatter(const at::Tensor& x, const Ro
 std::unique_ptr<Work> NcclGroup::do_all_to_all(const at::Tensor& x, const Rows& send,
                                                const Rows& recv) {
   const Call c = call(Collective::all_to_all, x);
-  const at::Tensor out = new_rows(x, total(recv));
+  const at::Tensor out = at::empty(sizes_with(x, total(recv)), x.options());
   return start(c, x, out, [&](const NcclApi& api, NcclComm comm, void* stream) {
     return exchange(api, comm, stream, type_of(x), parts(x, send), parts(out, recv));
   });
