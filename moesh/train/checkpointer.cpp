@@ -3,9 +3,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/stack.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <charconv>
@@ -25,19 +22,18 @@
 #include "moesh/config/options.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
-#include "moesh/fsdp/param.h"
 #include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
+#include "moesh/train/checkpoint_parts.h"
+#include "moesh/train/remembered.h"
 
 namespace moesh::train {
 
 using config::Degree;
 using config::degrees;
 using config::find_option;
-using config::Option;
-using config::options;
 namespace {
 
 using checkpoint::Heartbeat;
@@ -45,14 +41,9 @@ using checkpoint::Part;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kStatePrefix = "optimizer/state";
 constexpr const char* kOptimizer = "optimizer";  // what the manifest calls them
-constexpr const char* kOptimizerSteps = "optimizer_steps";
 constexpr const char* kTokensKey = "tokens";
 constexpr auto kLayout = formats::ExpertLayout::per_expert;  // as Hugging Face has them
-
-std::string master_name(const std::string& param) { return param + ".master"; }
-std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -64,80 +55,6 @@ std::int64_t whole_number(const std::string& text) {
   return number;
 }
 
-// A file by its size and its two ends: enough to notice that it is another one, and quick.
-std::string fingerprint(const std::string& path) {
-  if (path.empty() || !formats::exists(path)) return "none";
-  const formats::InputFile file(path);
-  std::string text = std::to_string(file.size());
-  std::vector<std::byte> block(std::min(file.size(), formats::kBlockBytes));
-  for (const std::uint64_t begin : {std::uint64_t{0}, file.size() - block.size()}) {
-    file.read(begin, block);
-    text += "-" + formats::checksum_text(formats::hash_block(block));
-  }
-  return text;
-}
-
-// Token ids with an index are two files, named by either or by their prefix, and perhaps a mask.
-std::string fingerprint_of_file(const std::string& path, const std::string& kind) {
-  if (path.empty() || data::resolved_kind(kind, path) != "indexed") return fingerprint(path);
-  const bool names_one = path.ends_with(".bin") || path.ends_with(".idx");
-  const std::string prefix = names_one ? path.substr(0, path.size() - 4) : path;
-  std::string text = fingerprint(prefix + ".bin") + "+" + fingerprint(prefix + ".idx");
-  if (formats::exists(prefix + ".mask")) text += "+" + fingerprint(prefix + ".mask");
-  return text;
-}
-
-std::string fingerprint_of_tokenizer(const std::string& path) {
-  return fingerprint(formats::is_folder(path) ? path + "/tokenizer.json" : path);
-}
-
-std::string fingerprint_of_data(const Config& config) {
-  if (config.data.source.empty()) return fingerprint_of_file(config.data.path, config.data.kind);
-  std::string text;
-  for (const auto& source : config.data.source)
-    text += (text.empty() ? "" : " ") + fingerprint_of_file(source.path, source.kind);
-  return text;
-}
-
-std::string value_text(const config::Value& value) {
-  const auto* text = std::get_if<std::string>(&value);
-  return text ? *text : formats::to_toml(value);
-}
-
-// What a run that goes on must have in common with the one before. Without the first kind, the
-// position in the data would be one in other data.
-struct Remembered {
-  std::string key, value;
-  bool gives_position_its_meaning;
-};
-std::vector<Remembered> remembered(const Config& config, const std::string& data_fingerprint) {
-  std::vector<Remembered> all{{"data.fingerprint", data_fingerprint, true}};
-  const auto add = [&](const char* name, bool gives_meaning) {
-    all.push_back({name, value_text(find_option(name)->get(config)), gives_meaning});
-  };
-  for (const char* name :
-       {"data.kind", "data.sequence_length", "data.seed", "data.shuffle", "data.packing"})
-    add(name, true);
-  all.push_back({"data.tokenizer", fingerprint_of_tokenizer(config.data.tokenizer), true});
-  all.push_back({"data.document_mask", document_mask(config) ? "true" : "false", false});
-  if (config.data.path.empty() && config.data.source.empty())
-    add("data.synthetic_successors", true);
-  for (std::size_t i = 0; i < config.data.source.size(); ++i) {
-    const auto& source = config.data.source[i];
-    const std::string entry = detail::concat("data.source.", i, ".");
-    all.push_back({entry + "weight", formats::to_toml(source.weight), true});
-    all.push_back({entry + "kind", data::resolved_kind(source.kind, source.path), true});
-  }
-  for (const char* name : {"data.path", "data.batch_size", "training.seed",
-                           "training.global_batch_size", "training.gradient_accumulation_steps",
-                           "moe.balance_loss_weight", "moe.balance_over", "moe.z_loss_weight"})
-    add(name, false);
-  if (has_lora(config))
-    for (const char* name : {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern"})
-      add(name, false);
-  return all;
-}
-
 // As --mesh takes it.
 std::string mesh_text(const Config& config) {
   std::string text;
@@ -145,132 +62,6 @@ std::string mesh_text(const Config& config) {
     if (const auto size = std::get<std::int64_t>(find_option(d.option)->get(config)); size != 1)
       text += detail::concat(text.empty() ? "" : ",", d.axis, "=", size);
   return text.empty() ? "one rank" : text;
-}
-
-// What every rank of a stage has whole: the first of them writes it.
-Part part_of_stage(const std::string& name, const at::Tensor& value) {
-  return checkpoint::replicated_part(name, value, current_mesh().coordinate(kTokenAxes));
-}
-
-// What the weights, and their expert biases, are to this rank.
-std::vector<Part> weight_parts(models::Model& model) {
-  std::vector<Part> parts;
-  model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
-  for (auto* router : model.routers())
-    parts.push_back(
-        part_of_stage(models::expert_bias_name(router->gate().name()), router->expert_bias()));
-  return parts;
-}
-
-// What a checkpoint has of them: with LoRA only its matrices, else all.
-std::vector<Part> saved_weights(models::Model& model) {
-  std::vector<Part> parts = weight_parts(model);
-  const auto is_added = [](const Part& p) { return models::is_of_lora(p.name); };
-  if (std::any_of(parts.begin(), parts.end(), is_added))
-    std::erase_if(parts, [&](const Part& p) { return !is_added(p); });
-  return parts;
-}
-
-// A tensor of the optimizer's state to this rank: cut like its parameter, or whole on each rank
-// that has the parameter, the first of which writes it.
-Part state_part(const optim::Optimizer::State& s) {
-  if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
-  const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
-  const bool is_first = !s.param->is_of_other_stage && current_mesh().coordinate(all) == 0;
-  return checkpoint::replicated_part(s.name, s.value, is_first ? 0 : 1);
-}
-
-formats::DiskTensor as_it_is(const Part& part) {
-  auto tensor = formats::whole_tensor(part.name, part.name, part.shape);
-  tensor.dtype = checkpoint::disk_dtype(part.value.scalar_type());
-  return tensor;
-}
-
-// A table of tensors each of which is one part under its own name.
-formats::DiskTable own_names(const std::vector<Part>& parts) {
-  formats::DiskTable table;
-  for (const auto& p : parts) table.tensors.push_back(as_it_is(p));
-  return table;
-}
-
-// `"key": value` of one config.json where the other has another value or none, of keys that change
-// what is computed.
-std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b) {
-  std::string text;
-  for (const auto& [key, value] : a.as_object("config.json")) {
-    const auto* other = b.find(key);
-    if (key == "initializer_range" || key == "max_position_embeddings" ||
-        key == "initializer_bias_range" || key == "router_aux_loss_coef" ||
-        (other && *other == value))
-      continue;
-    std::string line = formats::to_json(value);
-    std::erase(line, '\n');
-    text += detail::concat(text.empty() ? "" : ", ", '"', key, "\": ", line);
-  }
-  return text;
-}
-
-// The keys of [model] that the folder has with other values, as one would set them.
-std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
-  if (models::name(theirs) != config.model.name) return "model.name = " + models::name(theirs);
-  Config other = config;
-  other.model.architecture = theirs;
-  std::string text;
-  for (const auto& [key, value] : config::model_values(other)) {
-    const auto ours = config::model_value(config, key);
-    if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.balance_loss" ||
-        key == "model.max_sequence" || ours == value)
-      continue;
-    text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
-  }
-  return text;
-}
-
-// The folder must hold the model that the run has.
-void check_model(const std::filesystem::path& folder, const Config& config) {
-  const auto theirs =
-      models::config_of(checkpoint::read_config(folder), (folder / "config.json").string());
-  const auto json = [](const models::AnyConfig& model) {
-    return formats::parse_json(models::on_disk(model).config_json(Dtype::f32), "config.json");
-  };
-  const std::string others = other_keys(config, theirs);
-  MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
-              "' holds another model than the run asks for; set ", others,
-              " as it has it, leave out all of [model] (and --model) to take the model of the "
-              "folder, or choose another folder");
-  // What no key of [model] says: a variant of attention, a list of layers.
-  const auto a = json(theirs), b = json(config.model.architecture);
-  const std::string there = own_values(a, b), here = own_values(b, a);
-  MOESH_CHECK(there.empty() && here.empty(), ErrorKind::config, "'", folder.string(),
-              "' holds another model than the run asks for: its config.json has ", there,
-              ", and that of the run ", here, "; choose another folder, or another model.size");
-}
-
-// What a checkpoint holds besides the weights; nothing where others wrote the folder.
-std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
-  // The rest may have been deleted, to keep only the weights.
-  if (!formats::exists(folder / formats::kManifestFile) ||
-      !formats::exists((folder / kStatePrefix).parent_path()))
-    return std::nullopt;
-  const auto manifest = formats::read_manifest(folder.string());
-  if (!manifest.extra.contains(kOptimizerSteps)) return std::nullopt;  // converted weights
-  return checkpoint::TensorFolder::of_checkpoint(folder, manifest, kStatePrefix);
-}
-
-// The expert biases of a checkpoint whose weights have no place for them.
-void load_biases_apart(const std::filesystem::path& folder, models::Model& model,
-                       const std::set<std::string>& among_weights) {
-  const auto source = state_of(folder);
-  if (!source) return;
-  std::vector<Part> parts;
-  for (const Part& part : weight_parts(model)) {
-    const auto kept = master_name(part.name);
-    if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
-    parts.push_back(part);
-    parts.back().name = kept;
-  }
-  const auto table = own_names(parts);
-  checkpoint::Loader(*source, table).load(parts);
 }
 
 // What a disk refuses is told with the option that chooses the disk.
@@ -284,92 +75,7 @@ void naming_the_folder(const F& f) {
   }
 }
 
-void load_weights(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  const Heartbeat& heartbeat) {
-  check_model(folder, config);
-  const auto source = checkpoint::TensorFolder::weights(folder);
-  const auto names = on_disk(config);
-  const auto table = names.table(checkpoint::find_layout(source, names));
-  std::set<std::string> known;
-  for (const auto& t : table.tensors)
-    for (const auto& s : t.sources) known.insert(s.param);
-  std::vector<Part> parts;
-  for (const auto& part : weight_parts(model))
-    if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts, heartbeat, /*must_be_finite=*/true);
-  load_biases_apart(folder, model, known);
-}
-
-void load_adapter(const std::filesystem::path& folder, const Config& config, models::Model& model,
-                  const Heartbeat& heartbeat) {
-  const auto source = checkpoint::TensorFolder::adapter(folder);
-  const auto table = models::adapter_table(config.model.architecture, lora(config));
-  checkpoint::check_names(source, table);
-  checkpoint::Loader(source, table).load(saved_weights(model), heartbeat, /*must_be_finite=*/true);
-}
-
 }  // namespace
-
-// What a checkpoint is made of, by name.
-struct CheckpointParts {
-  std::vector<Part> weights, optimizer, counts;  // `counts` are those of the routers
-
-  CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
-                  const std::vector<at::Tensor>& counts_E)
-      : weights(saved_weights(model)) {
-    for (const auto& s : of_run.state()) optimizer.push_back(state_part(s));
-    const auto routers = model.routers();
-    for (std::size_t i = 0; i < routers.size(); ++i)
-      counts.push_back(part_of_stage(counts_name(*routers[i]), counts_E[i]));
-  }
-
-  // The parts of one rank with the whole model: names, shapes and types in the order of the model,
-  // without values. A checkpoint is the same whatever stages a rank has.
-  static CheckpointParts of_whole_model(const Config& config, const optim::Optimizer& of_stages) {
-    const OneRankScope scope;
-    const auto model =
-        models::make_model(config.model.architecture, {.dtype = scalar_type(config),
-                                                       .device = at::kMeta,
-                                                       .lora = lora(config).of(),
-                                                       .is_frozen = frozen(config).is_frozen()});
-    optim::ParamList params;
-    model->each_param([&](Stored& w, bool) { params.add(w); });
-    const optim::Optimizer of_run(params, of_stages.choose());
-    std::vector<at::Tensor> none;
-    for (auto* router : model->routers()) none.push_back(local(router->pending_counts()));
-    return {*model, of_run, none};
-  }
-
-  // All that is not saved as weights: also those of them which `keeps_master` says, under another
-  // name.
-  std::vector<Part> state(const std::function<bool(const Part&)>& keeps_master) const {
-    std::vector<Part> all = optimizer;
-    for (Part part : weights) {
-      if (!keeps_master(part)) continue;
-      part.name = master_name(part.name);
-      all.push_back(part);
-    }
-    all.insert(all.end(), counts.begin(), counts.end());
-    return all;
-  }
-};
-
-bool keeps_bias_apart(const std::filesystem::path& folder) {
-  const auto source = state_of(folder);
-  const auto described = (folder / "config.json").string();
-  if (!source || models::facts(models::config_of(checkpoint::read_config(folder), described))
-                     .stores_expert_bias)
-    return false;
-  std::vector<Part> biases;
-  for (const auto& [name, found] : source->tensors())
-    if (name.ends_with(master_name(".expert_bias")))
-      biases.push_back(
-          checkpoint::replicated_part(name, at::zeros(found.info->shape, at::kDouble), /*rank=*/0));
-  const auto table = own_names(biases);
-  checkpoint::Loader(*source, table).load(biases);
-  return std::any_of(biases.begin(), biases.end(),
-                     [](const Part& p) { return p.value.any().item<bool>(); });
-}
 
 Checkpointer::Checkpointer(const Config& config, comm::Group& world, models::Model& model,
                            optim::Optimizer& optimizer, std::string own_data)
@@ -654,14 +360,6 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
         log_warn(e.what(), "; every file is as it was written, so it is read once more");
     }
   return std::nullopt;
-}
-
-void load_initial_weights(const Config& config, models::Model& model,
-                          const checkpoint::Heartbeat& heartbeat) {
-  if (const auto& folder = config.checkpoint.initial_load; !folder.empty())
-    load_weights(folder, config, model, heartbeat);
-  if (const auto& folder = config.lora.adapter; !folder.empty())
-    load_adapter(folder, config, model, heartbeat);
 }
 
 void Checkpointer::notice_changes(const std::filesystem::path& folder,

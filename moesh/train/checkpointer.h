@@ -16,6 +16,7 @@
 #include "moesh/models/model.h"
 #include "moesh/optim/optimizer.h"
 #include "moesh/train/build.h"
+#include "moesh/train/initial_weights.h"
 
 namespace moesh::train {
 
@@ -26,17 +27,6 @@ struct Position {
   std::int64_t num_skipped = 0;    // steps in a row, up to this one, in which nothing moved
   std::int64_t num_tokens = 0;     // valid ones, of all steps
 };
-
-/// Fills what this rank has of the parameters, and the expert biases, from checkpoint.initial_load,
-/// a folder that moesh or others wrote, and what LoRA adds from lora.adapter; nothing where these
-/// are empty. Throws Error (config) when the folder holds another model.
-void load_initial_weights(const Config& config, models::Model& model,
-                          const checkpoint::Heartbeat& heartbeat = {});
-
-/// Whether a folder is a checkpoint whose expert biases are not all zero and are not among its
-/// weights, because the files of its model have no place for them: a program that reads only the
-/// weights chooses other experts.
-bool keeps_bias_apart(const std::filesystem::path& folder);
 
 struct CheckpointParts;
 

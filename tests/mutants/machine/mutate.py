@@ -51,7 +51,8 @@ MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp
             "moesh/base/random.cpp", "moesh/models/*.h", "moesh/models/*.cpp",
             "moesh/optim/*.h", "moesh/optim/*.cpp", "moesh/data/[!t]*.h", "moesh/data/[!t]*.cpp",
             "moesh/config/config.cpp", "moesh/config/merge.cpp", "moesh/config/tables.[hc]*",
-            "moesh/train/build.cpp", "moesh/train/checkpointer.cpp", "moesh/train/loop.cpp",
+            "moesh/train/build.cpp", "moesh/train/checkpoint_parts.cpp",
+            "moesh/train/checkpointer.cpp", "moesh/train/initial_weights.cpp", "moesh/train/loop.cpp",
             "moesh/train/pipeline.cpp", "moesh/train/prefetch.h", "moesh/train/step.cpp",
             "moesh/train/stepper.cpp", "moesh/train/validation.cpp",
             "moesh/train/metrics/record.[hc]*")

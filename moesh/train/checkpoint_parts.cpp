@@ -1,0 +1,101 @@
+#include "moesh/train/checkpoint_parts.h"
+
+#include <algorithm>
+
+#include "moesh/models/adapter.h"
+#include "moesh/models/disk.h"
+#include "moesh/spmd/ops.h"
+#include "moesh/train/build.h"
+
+namespace moesh::train {
+
+using checkpoint::Part;
+namespace {
+
+std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
+
+// What every rank of a stage has whole: the first of them writes it.
+Part part_of_stage(const std::string& name, const at::Tensor& value) {
+  return checkpoint::replicated_part(name, value, current_mesh().coordinate(kTokenAxes));
+}
+
+// A tensor of the optimizer's state to this rank: cut like its parameter, or whole on each rank
+// that has the parameter, the first of which writes it.
+Part state_part(const optim::Optimizer::State& s) {
+  if (s.is_sharded) return checkpoint::part_of(*s.param, s.name, s.value);
+  const Axes all = s.param->cutting | s.param->storage | s.param->replicas;
+  const bool is_first = !s.param->is_of_other_stage && current_mesh().coordinate(all) == 0;
+  return checkpoint::replicated_part(s.name, s.value, is_first ? 0 : 1);
+}
+
+formats::DiskTensor as_it_is(const Part& part) {
+  auto tensor = formats::whole_tensor(part.name, part.name, part.shape);
+  tensor.dtype = checkpoint::disk_dtype(part.value.scalar_type());
+  return tensor;
+}
+
+}  // namespace
+
+std::string master_name(const std::string& param) { return param + ".master"; }
+
+std::vector<Part> weight_parts(models::Model& model) {
+  std::vector<Part> parts;
+  model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
+  for (auto* router : model.routers())
+    parts.push_back(
+        part_of_stage(models::expert_bias_name(router->gate().name()), router->expert_bias()));
+  return parts;
+}
+
+std::vector<Part> saved_weights(models::Model& model) {
+  std::vector<Part> parts = weight_parts(model);
+  const auto is_added = [](const Part& p) { return models::is_of_lora(p.name); };
+  if (std::any_of(parts.begin(), parts.end(), is_added))
+    std::erase_if(parts, [&](const Part& p) { return !is_added(p); });
+  return parts;
+}
+
+formats::DiskTable own_names(const std::vector<Part>& parts) {
+  formats::DiskTable table;
+  for (const auto& p : parts) table.tensors.push_back(as_it_is(p));
+  return table;
+}
+
+CheckpointParts::CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
+                                 const std::vector<at::Tensor>& counts_E)
+    : weights(saved_weights(model)) {
+  for (const auto& s : of_run.state()) optimizer.push_back(state_part(s));
+  const auto routers = model.routers();
+  for (std::size_t i = 0; i < routers.size(); ++i)
+    counts.push_back(part_of_stage(counts_name(*routers[i]), counts_E[i]));
+}
+
+CheckpointParts CheckpointParts::of_whole_model(const Config& config,
+                                                const optim::Optimizer& of_stages) {
+  const OneRankScope scope;
+  const auto model =
+      models::make_model(config.model.architecture, {.dtype = scalar_type(config),
+                                                     .device = at::kMeta,
+                                                     .lora = lora(config).of(),
+                                                     .is_frozen = frozen(config).is_frozen()});
+  optim::ParamList params;
+  model->each_param([&](Stored& w, bool) { params.add(w); });
+  const optim::Optimizer of_run(params, of_stages.choose());
+  std::vector<at::Tensor> none;
+  for (auto* router : model->routers()) none.push_back(local(router->pending_counts()));
+  return {*model, of_run, none};
+}
+
+std::vector<Part> CheckpointParts::state(
+    const std::function<bool(const Part&)>& keeps_master) const {
+  std::vector<Part> all = optimizer;
+  for (Part part : weights) {
+    if (!keeps_master(part)) continue;
+    part.name = master_name(part.name);
+    all.push_back(part);
+  }
+  all.insert(all.end(), counts.begin(), counts.end());
+  return all;
+}
+
+}  // namespace moesh::train

@@ -1,0 +1,43 @@
+#pragma once
+// What a checkpoint is made of, by name, and what of it this rank has.
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "moesh/checkpoint/part.h"
+#include "moesh/config/config.h"
+#include "moesh/models/model.h"
+#include "moesh/optim/optimizer.h"
+
+namespace moesh::train {
+
+/// A weight that is kept beside the files of the model: they have no place for it, or not for all
+/// of its bits.
+std::string master_name(const std::string& param);
+
+/// What the weights, and their expert biases, are to this rank.
+std::vector<checkpoint::Part> weight_parts(models::Model& model);
+/// What a checkpoint has of them: with LoRA only its matrices, else all.
+std::vector<checkpoint::Part> saved_weights(models::Model& model);
+
+/// A table of tensors each of which is one part under its own name.
+formats::DiskTable own_names(const std::vector<checkpoint::Part>& parts);
+
+struct CheckpointParts {
+  std::vector<checkpoint::Part> weights, optimizer, counts;  // `counts` are those of the routers
+
+  CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
+                  const std::vector<at::Tensor>& counts_E);
+  /// The parts of one rank with the whole model: names, shapes and types in the order of the model,
+  /// without values. A checkpoint is the same whatever stages a rank has.
+  static CheckpointParts of_whole_model(const config::Config& config,
+                                        const optim::Optimizer& of_stages);
+
+  /// All that is not saved as weights: also those of them which `keeps_master` says, under another
+  /// name.
+  std::vector<checkpoint::Part> state(
+      const std::function<bool(const checkpoint::Part&)>& keeps_master) const;
+};
+
+}  // namespace moesh::train

@@ -1,0 +1,24 @@
+#pragma once
+// What a run that goes on from a checkpoint must have in common with the one that saved it.
+
+#include <string>
+#include <vector>
+
+#include "moesh/config/config.h"
+
+namespace moesh::train {
+
+/// A line of the manifest of a checkpoint.
+struct Remembered {
+  std::string key, value;
+  bool gives_position_its_meaning;  // else the position in the data would be one in other data
+};
+
+/// `data_fingerprint` is that of the data as the run began.
+std::vector<Remembered> remembered(const config::Config& config,
+                                   const std::string& data_fingerprint);
+
+/// The files of the data by their sizes and ends: enough to notice that they are others, and quick.
+std::string fingerprint_of_data(const config::Config& config);
+
+}  // namespace moesh::train
