@@ -4,7 +4,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/text.h"
 #include "moesh/cli/commands.h"
-#include "moesh/cli/estimate_in_time.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"

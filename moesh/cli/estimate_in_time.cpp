@@ -1,5 +1,3 @@
-#include "moesh/cli/estimate_in_time.h"
-
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +7,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
+#include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
 #include "moesh/cli/named_output.h"
 #include "moesh/cli/sizes.h"
@@ -90,13 +89,13 @@ std::string between_nodes(const Cluster& cluster, const MeshShape& mesh) {
   return text.empty() ? "none" : text;
 }
 
-void print(const StepTime& t, const Cluster& cluster, const estimate::PipelineOptions& options) {
+void print(const StepTime& t, const Cluster& cluster) {
   std::printf("%s\n", t.mesh.describe().c_str());
   std::printf("%s tokens a step, in %lld micro-batches\n", with_commas(t.num_tokens).c_str(),
               static_cast<long long>(t.num_micro_batches));
   std::printf("axes between nodes: %s\n", between_nodes(cluster, t.mesh).c_str());
   if (t.mesh.pp > 1)
-    std::printf("schedule %s, layers of the stages: %s\n", options.schedule.c_str(),
+    std::printf("schedule %s, layers of the stages: %s\n", t.schedule.c_str(),
                 pipeline::plan_text(t.layers).c_str());
   std::printf("\ntime of a step%s\n",
               t.mesh.pp > 1 ? ", on the rank of pp that works longest" : "");
@@ -251,10 +250,10 @@ Config on_nodes_of(const Cluster& cluster, const Config& config) {
       {{"parallelism.ranks_per_node", std::int64_t{cluster.gpus_per_node}, {"the cluster", true}}});
 }
 
-void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& pipe,
-          const MeshShape& mesh, const StepTime& time) {
+void draw(Profiler& profiler, const Asked& a, const StepTime& time) {
+  const MeshShape& mesh = time.mesh;
   const int most = 2 * mesh.pp + 1;  // enough to see how it begins, goes on and ends
-  const auto s = simulated(profiler, a.cluster, mesh, pipe, most);
+  const auto s = simulated(profiler, a.cluster, mesh, time.schedule, most);
   const auto drawn = std::min<std::int64_t>(time.num_micro_batches, most);
   if (a.picture.empty()) {
     std::printf("\n%lld of %lld micro-batches (--schedule FILE.svg draws every action)\n%s",
@@ -269,7 +268,7 @@ void draw(Profiler& profiler, const Asked& a, const estimate::PipelineOptions& p
                 size_text(*std::max_element(s.peak.begin(), s.peak.end())).c_str());
   NamedOutput("--schedule", a.picture)
       .write(pipeline::draw_svg(s,
-                                detail::concat(pipe.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
+                                detail::concat(time.schedule, ", pp ", mesh.pp, ", ", drawn, " of ",
                                                time.num_micro_batches, " micro-batches"),
                                 note));
   std::printf("schedule: %s\n", printable(a.picture).c_str());
@@ -298,7 +297,7 @@ int run_estimate_in_time(const Arguments& given) {
       if (r.best.empty()) return;
       if (a.draws) {
         Profiler profiler(with_found(config, r.best[0]));
-        draw(profiler, a, estimate::pipeline_options(profiler.config()), r.best[0].mesh, r.best[0]);
+        draw(profiler, a, r.best[0]);
       }
       std::printf("\nto run the first on %s, one process each (docs/multinode.md):\n  %s\n",
                   counted(a.cluster.num_gpus(), "GPU").c_str(),
@@ -306,15 +305,15 @@ int run_estimate_in_time(const Arguments& given) {
       return;
     }
     const MeshShape mesh = mesh_shape(config);
-    const estimate::PipelineOptions pipe = estimate::pipeline_options(config);
     Profiler profiler(config);
     check_fills(mesh, a.cluster);
-    const StepTime t = step_time(profiler, a.cluster, mesh, pipe);
-    print(t, a.cluster, pipe);
+    const StepTime t =
+        step_time(profiler, a.cluster, mesh, config.parallelism.pipeline_parallel_schedule);
+    print(t, a.cluster);
     std::printf("%s %s\n", t.peak <= limit ? "fits into" : "does not fit into",
                 size_text(limit).c_str());
     if (a.json) write_json(*a.json, {t});
-    if (a.draws) draw(profiler, a, pipe, mesh, t);
+    if (a.draws) draw(profiler, a, t);
     code = t.peak <= limit ? 0 : 1;
   });
   return code;

@@ -98,9 +98,7 @@ bool fits_plan(const Config& config, const std::string& schedule, int num_ranks_
   const auto num_layers = static_cast<int>(models::facts(config.model.architecture).num_layers);
   const int wanted = pipeline::stages_of_a_rank(schedule);
   const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
-  if (given.empty())
-    return num_ranks_of_pp * (wanted == 0 ? PipelineOptions().stages_of_a_rank : wanted) <=
-           num_layers;
+  if (given.empty()) return num_ranks_of_pp * (wanted == 0 ? kStagesOfARank : wanted) <= num_layers;
   const auto num = static_cast<int>(pipeline::given_plan(given, num_layers).size());
   const int each = num / num_ranks_of_pp;
   return num % num_ranks_of_pp == 0 && (wanted == 0 ? each >= 2 : each == wanted);
@@ -296,15 +294,13 @@ TimeSearch search_time(const Config& config, const Cluster& cluster, double limi
   // The weakest recompute with which a step fits; larger micro-batches while gathers show.
   const auto try_mesh = [&](const MeshShape& mesh, const std::string& schedule) {
     const auto num_dp = std::int64_t{mesh.dp_replicate} * mesh.dp_shard;
-    PipelineOptions options = pipeline_options(config);
-    options.schedule = schedule;
     for (const std::int64_t batch : choices.batches) {
       if (config.training.global_batch_size % (num_dp * batch) != 0) return;
       std::optional<StepTime> time;
       for (const std::string& mode : choices.modes) {
         if (is_hopeless(bound(mesh, mode))) return;
         ++result.num_timed;
-        time = step_time_above(profilers.of(mode, batch), cluster, mesh, options, groups.least(),
+        time = step_time_above(profilers.of(mode, batch), cluster, mesh, schedule, groups.least(),
                                limit);
         if (!time || time->peak <= limit) break;
       }

@@ -105,26 +105,27 @@ std::int64_t micro_batches(const Config& config, const MeshShape& mesh) {
   return global / (dp_size * config.data.batch_size);
 }
 
-int num_stages_of_a_rank(const MeshShape& mesh, const PipelineOptions& options, int num_layers) {
+int num_stages_of_a_rank(const MeshShape& mesh, const std::string& given,
+                         const std::string& schedule, int num_layers) {
   if (mesh.pp == 1) return 1;
-  if (!options.layers_per_stage.empty()) {
-    const auto plan = pipeline::given_plan(options.layers_per_stage, num_layers);
+  if (!given.empty()) {
+    const auto plan = pipeline::given_plan(given, num_layers);
     MOESH_CHECK(plan.size() % static_cast<size_t>(mesh.pp) == 0, ErrorKind::config,
-                "parallelism.pipeline_parallel_layers_per_stage is '", options.layers_per_stage,
-                "', which makes ", plan.size(), " stages of ", num_layers, " layers, and pp is ",
-                mesh.pp, "; it takes a multiple of pp stages");
+                "parallelism.pipeline_parallel_layers_per_stage is '", given, "', which makes ",
+                plan.size(), " stages of ", num_layers, " layers, and pp is ", mesh.pp,
+                "; it takes a multiple of pp stages");
     return static_cast<int>(plan.size()) / mesh.pp;
   }
-  const int fixed = pipeline::stages_of_a_rank(options.schedule);
-  return fixed == 0 ? options.stages_of_a_rank : fixed;
+  const int fixed = pipeline::stages_of_a_rank(schedule);
+  return fixed == 0 ? kStagesOfARank : fixed;
 }
 
-Stages stages_of(const MeshShape& mesh, const PipelineOptions& options) {
-  const bool in_halves = options.schedule == "zero_bubble" || options.schedule == "zbv";
-  return mesh.pp == 1                  ? Stages::one
-         : in_halves                   ? Stages::in_halves
-         : options.schedule == "gpipe" ? Stages::after_all
-                                       : Stages::soon;
+Stages stages_of(const MeshShape& mesh, const std::string& schedule) {
+  const bool in_halves = schedule == "zero_bubble" || schedule == "zbv";
+  return mesh.pp == 1          ? Stages::one
+         : in_halves           ? Stages::in_halves
+         : schedule == "gpipe" ? Stages::after_all
+                               : Stages::soon;
 }
 
 // A step on a mesh, before any schedule is gone through.
@@ -147,10 +148,10 @@ void add(StateMemory& to, const StateMemory& s, double factor = 1) {
   to.optimizer += times(s.optimizer);
 }
 
-pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh,
-                               const PipelineOptions& options, std::int64_t num_micro) {
-  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : options.schedule, mesh.pp,
-                                 pipe.stages_of_a_rank, static_cast<int>(num_micro));
+pipeline::Schedule schedule_of(const Pipe& pipe, const MeshShape& mesh, const std::string& schedule,
+                               std::int64_t num_micro) {
+  return pipeline::make_schedule(mesh.pp == 1 ? "1f1b" : schedule, mesh.pp, pipe.stages_of_a_rank,
+                                 static_cast<int>(num_micro));
 }
 
 // Whether any rank sends to its place in another stage over the network: pp is the slowest axis.
@@ -163,11 +164,12 @@ bool crosses_nodes(const Cluster& cluster, const MeshShape& mesh, int from, int 
 }
 
 Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-               const PipelineOptions& options, Stages stages) {
+               const std::string& schedule, Stages stages) {
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
   const int num_layers = static_cast<int>(model.is_moe.size());
-  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, options, num_layers),
+  const std::string& given = config.parallelism.pipeline_parallel_layers_per_stage;
+  Pipe pipe{.stages_of_a_rank = num_stages_of_a_rank(mesh, given, schedule, num_layers),
             .num_micro = micro_batches(config, mesh)};
   const int num_stages = mesh.pp * pipe.stages_of_a_rank;
   const double tokens = static_cast<double>(config.data.batch_size * config.data.sequence_length) /
@@ -176,10 +178,10 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
   layer_mesh.pp = 1;
   const Profile profile = profiler.on(layer_mesh, stages);
   pipe.plan =
-      options.layers_per_stage.empty() || mesh.pp == 1
+      given.empty() || mesh.pp == 1
           ? pipeline::balanced_plan(
                 {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
-          : pipeline::given_plan(options.layers_per_stage, num_layers);
+          : pipeline::given_plan(given, num_layers);
   const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro);
   std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
   const auto layer_parts = [&](size_t i) {
@@ -230,7 +232,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                                                                       : 4;
   const double held = config.parallelism.sequence_parallel ? tokens : tokens * mesh.tp;
   const double num_bytes = held * static_cast<double>(model.dim) * bytes_of_number;
-  const auto rank_of = schedule_of(pipe, mesh, options, 1).rank_of;
+  const auto rank_of = schedule_of(pipe, mesh, schedule, 1).rank_of;
   for (size_t s = 0; s + 1 < rank_of.size(); ++s)
     pipe.costs.stages[s].transfer =
         num_bytes / (crosses_nodes(cluster, mesh, rank_of[s], rank_of[s + 1])
@@ -269,11 +271,6 @@ double fewest_seconds(const Pipe& pipe, const std::vector<Parts>& work,
 
 }  // namespace
 
-PipelineOptions pipeline_options(const Config& config) {
-  return {.schedule = config.parallelism.pipeline_parallel_schedule,
-          .layers_per_stage = config.parallelism.pipeline_parallel_layers_per_stage};
-}
-
 void check_fills(const MeshShape& mesh, const Cluster& cluster) {
   MOESH_CHECK(mesh.num_ranks() == cluster.num_gpus(), ErrorKind::config, "the mesh has ",
               mesh.num_ranks(), " ranks (", mesh.describe(), "), and the cluster ",
@@ -308,19 +305,19 @@ namespace {
 
 // Nothing where no schedule, and no size of a micro-batch, gives more than `least` tokens a second.
 std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                              const PipelineOptions& options, Stages stages, double least) {
+                              const std::string& schedule, Stages stages, double least) {
   const MeshShape mesh = shape.validated();
   const Config& config = profiler.config();
   const ModelShape& model = profiler.model();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, options, stages);
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, schedule, stages);
   const std::int64_t simulated_micro = enough_micro(pipe, mesh);
-  const auto schedule = schedule_of(pipe, mesh, options, simulated_micro);
+  const auto order = schedule_of(pipe, mesh, schedule, simulated_micro);
 
   std::vector<Parts> work(static_cast<size_t>(mesh.pp));
   std::vector<StateMemory> state(work.size());
   std::vector<double> always(work.size()), gathered(work.size());
   for (size_t s = 0; s < pipe.stages.size(); ++s) {
-    const auto rank = static_cast<size_t>(schedule.rank_of[s]);
+    const auto rank = static_cast<size_t>(order.rank_of[s]);
     work[rank].add(pipe.stages[s]);
     add(state[rank], pipe.state[s]);
     always[rank] = std::max(always[rank], pipe.always[s]);
@@ -330,7 +327,7 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
       work.begin(), work.end(), [](const Parts& a, const Parts& b) { return a.all() < b.all(); });
   const auto num_micro = static_cast<double>(pipe.num_micro);
   StepTime out{.mesh = mesh,
-               .schedule = options.schedule,
+               .schedule = schedule,
                .recompute = config.activation_checkpoint.mode,
                .batch_size = config.data.batch_size,
                .num_tokens = static_cast<std::int64_t>(mesh.dp_replicate) * mesh.dp_shard *
@@ -341,14 +338,13 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
                .tensor = num_micro * longest.tensor,
                .experts = num_micro * longest.experts,
                .storage = num_micro * longest.storage};
-  const double fastest = fewest_seconds(pipe, work, schedule.rank_of, options.schedule);
+  const double fastest = fewest_seconds(pipe, work, order.rank_of, schedule);
   if (static_cast<double>(out.num_tokens) <= least * fastest) return std::nullopt;
-  const auto simulation = pipeline::simulate(schedule, pipe.costs);
+  const auto simulation = pipeline::simulate(order, pipe.costs);
   for (size_t r = 0; r < work.size(); ++r) {
     // GPipe holds all micro-batches; the others no more than were simulated.
-    const double alive = options.schedule == "gpipe" && mesh.pp > 1
-                             ? num_micro / static_cast<double>(simulated_micro)
-                             : 1;
+    const double alive =
+        schedule == "gpipe" && mesh.pp > 1 ? num_micro / static_cast<double>(simulated_micro) : 1;
     out.peak = std::max(out.peak, static_cast<double>(state[r].total()) +
                                       alive * simulation.peak[r] + always[r] + gathered[r]);
     // Weights and moments are read and written, gradients read.
@@ -373,27 +369,27 @@ std::optional<StepTime> timed(Profiler& profiler, const Cluster& cluster, const 
 }  // namespace
 
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-                   const PipelineOptions& options) {
-  return *timed(profiler, cluster, mesh, options, stages_of(mesh, options), 0);
+                   const std::string& schedule) {
+  return *timed(profiler, cluster, mesh, schedule, stages_of(mesh, schedule), 0);
 }
 
 // What only stages have takes further dry runs, and changes the memory but not the time.
 std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
-                                        const MeshShape& mesh, const PipelineOptions& options,
+                                        const MeshShape& mesh, const std::string& schedule,
                                         double least, double limit) {
-  auto time = timed(profiler, cluster, mesh, options, Stages::one, least);
+  auto time = timed(profiler, cluster, mesh, schedule, Stages::one, least);
   if (!time || mesh.pp == 1 || time->tokens_per_second() <= least) return time;
   const bool is_least = profiler.config().parallelism.fsdp_reshard_after_forward;
   if (is_least && time->peak > limit) return time;
-  return timed(profiler, cluster, mesh, options, stages_of(mesh, options), least);
+  return timed(profiler, cluster, mesh, schedule, stages_of(mesh, schedule), least);
 }
 
 pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& shape,
-                               const PipelineOptions& options, int most) {
+                               const std::string& schedule, int most) {
   const MeshShape mesh = shape.validated();
-  const Pipe pipe = make_pipe(profiler, cluster, mesh, options, stages_of(mesh, options));
+  const Pipe pipe = make_pipe(profiler, cluster, mesh, schedule, stages_of(mesh, schedule));
   return pipeline::simulate(
-      schedule_of(pipe, mesh, options, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
+      schedule_of(pipe, mesh, schedule, std::min<std::int64_t>(pipe.num_micro, most)), pipe.costs);
 }
 
 double fastest_tokens_per_second(Profiler& profiler, const Cluster& cluster,

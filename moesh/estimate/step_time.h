@@ -13,14 +13,8 @@
 
 namespace moesh::estimate {
 
-/// How a model is cut into stages, and in which order they work.
-struct PipelineOptions {
-  std::string schedule = "1f1b";
-  /// Stages of a rank where the schedule takes any number.
-  int stages_of_a_rank = 2;
-  /// "4,5,5,4" or "5"; empty: balanced by FLOPs.
-  std::string layers_per_stage = "";
-};
+/// Stages of a rank where a schedule takes any number, and the configuration has no plan.
+constexpr int kStagesOfARank = 2;
 
 struct StepTime {
   MeshShape mesh;
@@ -43,29 +37,27 @@ struct StepTime {
   double flops_of_a_rank() const { return flops / total / mesh.num_ranks(); }
 };
 
-/// As a configuration has them.
-PipelineOptions pipeline_options(const Config& config);
-
 /// As --json has it.
 formats::JsonValue to_json(const StepTime& t);
 
 /// Throws Error (config) unless the mesh has all GPUs of the cluster.
 void check_fills(const MeshShape& mesh, const Cluster& cluster);
 
-/// The mesh may have pp.
+/// With a schedule by its name, where the mesh has pp; the plan of the stages is that of the
+/// configuration.
 StepTime step_time(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-                   const PipelineOptions& options);
+                   const std::string& schedule);
 
 /// For a search: nothing where it would not have more than `least` tokens a second even if
 /// parameters and gradients moved in no time. The peak is that of the whole step only where it is
 /// within `limit` and the step faster than `least`: else less is measured.
 std::optional<StepTime> step_time_above(Profiler& profiler, const Cluster& cluster,
-                                        const MeshShape& mesh, const PipelineOptions& options,
+                                        const MeshShape& mesh, const std::string& schedule,
                                         double least, double limit);
 
 /// The simulated schedule of such a step, in seconds, with no more than `most` micro-batches.
 pipeline::Simulation simulated(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh,
-                               const PipelineOptions& options, int most);
+                               const std::string& schedule, int most);
 
 /// Tokens a second that no mesh which splits layers like this one exceeds, whatever its pp and dp:
 /// without a bubble, and with parameters and gradients moved in no time.

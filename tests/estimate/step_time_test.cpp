@@ -115,7 +115,7 @@ TEST(StepTime, OneStageHasNoBubble) {
   const Config c =
       load_args(with(kModel, {"--mesh=dp_shard=4,tp=2,ep=8", "--training.global_batch_size=64"}));
   Profiler profiler(c);
-  const StepTime t = step_time(profiler, cluster, mesh_shape(c), {});
+  const StepTime t = step_time(profiler, cluster, mesh_shape(c), "1f1b");
   EXPECT_EQ(t.num_micro_batches, 8);
   EXPECT_EQ(t.num_tokens, 64 * 256);
   EXPECT_NEAR(t.bubble, 0, 1e-9 * t.total);
@@ -136,15 +136,15 @@ TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Profiler profiler(c);
   for (const int p : {2, 4, 8}) {
     const MeshShape mesh{.pp = p, .dp_shard = 8 / p};
-    const StepTime t = step_time(profiler, cluster, mesh, {});
+    const StepTime t = step_time(profiler, cluster, mesh, "1f1b");
     const double m = static_cast<double>(t.num_micro_batches);
     const double whole = t.total - t.update;
     EXPECT_NEAR(t.bubble / whole, (p - 1) / (m + p - 1), 0.02) << p;
     // The simulated schedule of all micro-batches takes as long as that of the first ones and the
     // rest at the pace of the slowest rank.
-    EXPECT_NEAR(simulated(profiler, cluster, mesh, {}, 1 << 20).time, whole, 1e-6 * whole) << p;
+    EXPECT_NEAR(simulated(profiler, cluster, mesh, "1f1b", 1 << 20).time, whole, 1e-6 * whole) << p;
     for (const char* name : {"interleaved_1f1b", "zero_bubble", "zbv", "gpipe"}) {
-      const StepTime other = step_time(profiler, cluster, mesh, {.schedule = name});
+      const StepTime other = step_time(profiler, cluster, mesh, name);
       if (std::string(name) == "gpipe") {
         EXPECT_NEAR(other.total, t.total, 1e-3 * t.total);
         EXPECT_GT(other.peak, t.peak);
@@ -159,19 +159,21 @@ TEST(StepTime, AStageHoldsItsOwnLayers) {
   const Cluster cluster = parse_cluster("h100x8:1");
   const Config c = load_args(with(kModel, {"--training.global_batch_size=64"}));
   Profiler profiler(c);
-  const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, {}),
-                 four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, {});
+  const StepTime one = step_time(profiler, cluster, {.dp_shard = 8, .ep = 8}, "1f1b"),
+                 four = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2}, "1f1b");
   EXPECT_EQ(one.layers, pipeline::StagePlan{8});
   EXPECT_EQ(four.layers.size(), 4u);
   EXPECT_EQ(one.num_tokens, four.num_tokens);
   EXPECT_LT(four.layers.back(), 8);
-  const StepTime given = step_time(profiler, cluster, {.pp = 4, .dp_shard = 2, .ep = 2},
-                                   {.layers_per_stage = "1,1,1,5"});
+  const Config planned =
+      load_args(with(kModel, {"--training.global_batch_size=64", "--mesh=pp=4,dp_shard=2,ep=2",
+                              "--parallelism.pipeline_parallel_layers_per_stage=1,1,1,5"}));
+  Profiler of_plan(planned);
+  const StepTime given = step_time(of_plan, cluster, mesh_shape(planned), "1f1b");
   EXPECT_GT(given.total, four.total);
   EXPECT_EQ(given.layers, (pipeline::StagePlan{1, 1, 1, 5}));
-  EXPECT_THROW(step_time(profiler, cluster, {.pp = 4, .dp_shard = 2}, {.layers_per_stage = "3"}),
-               Error);
-  EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, {}), Error);
+  EXPECT_THROW(step_time(of_plan, cluster, {.pp = 8}, "1f1b"), Error);
+  EXPECT_THROW(step_time(profiler, cluster, {.pp = 16}, "1f1b"), Error);
 }
 
 // The memory by which a mesh fits is near that of a dry run of its stages, with each schedule.
@@ -186,7 +188,7 @@ TEST(StepTime, HoldsWhatADryRunOfTheStagesHolds) {
            std::string("--parallelism.pipeline_parallel_schedule=") + schedule});
       SCOPED_TRACE(std::string(schedule) + ", recompute " + mode);
       Profiler profiler(c);
-      const double peak = step_time(profiler, cluster, mesh_shape(c), {.schedule = schedule}).peak,
+      const double peak = step_time(profiler, cluster, mesh_shape(c), schedule).peak,
                    of_dry_run = static_cast<double>(estimate(c).peak);
       EXPECT_GT(peak, 0.98 * of_dry_run) << peak / of_dry_run;
       EXPECT_LT(peak, 1.06 * of_dry_run) << peak / of_dry_run;
@@ -203,14 +205,14 @@ TEST(StepTime, HoldsGatheredParametersOnce) {
          "--parallelism.fsdp_reshard_after_forward=false"});
     Profiler profiler(c);
     Cluster cluster = parse_cluster("h100x8:2");
-    const double peak = step_time(profiler, cluster, mesh_shape(c), {}).peak,
+    const double peak = step_time(profiler, cluster, mesh_shape(c), "1f1b").peak,
                  of_dry_run = static_cast<double>(estimate(c).peak);
     EXPECT_GT(peak, 0.95 * of_dry_run) << mode << " " << peak / of_dry_run;
     EXPECT_LT(peak, 1.1 * of_dry_run) << mode << " " << peak / of_dry_run;
     cluster.node_bandwidth = cluster.network_bandwidth = 1e9;  // nothing hides them
     Profiler resharding(changed(c, {{"parallelism.fsdp_reshard_after_forward", true, {"test"}}}));
-    EXPECT_LT(step_time(profiler, cluster, mesh_shape(c), {}).storage,
-              0.8 * step_time(resharding, cluster, mesh_shape(c), {}).storage);
+    EXPECT_LT(step_time(profiler, cluster, mesh_shape(c), "1f1b").storage,
+              0.8 * step_time(resharding, cluster, mesh_shape(c), "1f1b").storage);
   }
 }
 
@@ -222,7 +224,7 @@ TEST(StepTime, SendsOverTheNetworkWhereAStageIsOnAnotherNode) {
   const auto total = [&](const char* text, double bandwidth) {
     Cluster cluster = parse_cluster(text);
     cluster.network_bandwidth = bandwidth;
-    return step_time(profiler, cluster, mesh_shape(c), {}).total;
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b").total;
   };
   EXPECT_EQ(total("h100x16:1", 1e6), total("h100x16:1", 1e9));
   const double slow = total("h100x8:2", 1e6), slower = total("h100x8:2", 0.5e6);
@@ -244,12 +246,12 @@ TEST(StepTime, ComputesTheHeadOnceAndInForward) {
   const auto compute = [&](const char* mode) {
     const Config c = with_mode(mode);
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), {}).compute;
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b").compute;
   };
   EXPECT_NEAR(compute("full"), compute("none"), 0.01 * compute("none"));
   const Config c = with_mode("none");
   Profiler profiler(c);
-  const auto s = simulated(profiler, cluster, mesh_shape(c), {.schedule = "zero_bubble"}, 4);
+  const auto s = simulated(profiler, cluster, mesh_shape(c), "zero_bubble", 4);
   double forward = 0, all = 0;
   for (const auto& [action, start, end] : s.ranks[1]) {
     all += end - start;
@@ -312,7 +314,7 @@ TEST(SearchTime, FindsTheFastestOfAllChoices) {
       const auto add = [&](MeshShape mesh, const char* schedule) {
         mesh.efsdp = 0;
         if (8 % (mesh.dp_replicate * mesh.dp_shard * batch) == 0)
-          by_hand.push_back(step_time(profiler, cluster, mesh, {.schedule = schedule}));
+          by_hand.push_back(step_time(profiler, cluster, mesh, schedule));
       };
       for (const MeshShape& mesh : all_mesh_shapes(2))
         if (mesh.cp == 1) add(mesh, "1f1b");  // sequences are too short for cp
