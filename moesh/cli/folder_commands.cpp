@@ -1,4 +1,5 @@
-// The commands that work on folders of models: convert and inspect, which also shows tokens.
+// The commands that work on files and folders of tensors: convert, compare, and inspect, which also
+// shows tokens.
 
 #include <unistd.h>
 
@@ -19,6 +20,7 @@
 #include "moesh/models/adapter.h"
 #include "moesh/models/disk.h"
 #include "moesh/train/checkpointer.h"
+#include "moesh/verify/compare.h"
 
 namespace moesh::cli {
 
@@ -115,6 +117,23 @@ int run_inspect(const Arguments& given) {
   }
   std::printf("%s", checkpoint::inspect(args[0]).c_str());
   return 0;
+}
+
+int run_compare(const Arguments& given) {
+  verify::CompareOptions options;
+  if (const double tolerance = given.real("--tolerance", -1); tolerance >= 0)
+    options.tolerance = tolerance;
+  for (const std::string& rename : given.texts("--rename")) {
+    const auto at = rename.find('=');
+    MOESH_CHECK(at != std::string::npos && at > 0, ErrorKind::config, "--rename is '", rename,
+                "'; it takes PATTERN=REPLACEMENT, as in --rename '^module\\.=model.'");
+    options.renames.emplace_back(rename.substr(0, at), rename.substr(at + 1));
+  }
+  const bool all = given.has("--all");
+  given.expect_words(2);
+  const verify::Comparison c = verify::compare(given.rest()[0], given.rest()[1], options);
+  std::printf("%s\n", c.describe(all).c_str());
+  return c.same() ? 0 : 1;
 }
 
 }  // namespace moesh::cli
