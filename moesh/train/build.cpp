@@ -20,22 +20,30 @@
 namespace moesh::train {
 namespace {
 
+// What a value of an option stands for: one that the table of options has, and this has not, is an
+// error, and no other value.
+template <class T>
+T named(const std::string& name, std::initializer_list<std::pair<const char*, T>> all) {
+  for (const auto& [known, value] : all)
+    if (name == known) return value;
+  throw Error(ErrorKind::internal, detail::concat("nothing is built for the value '", name, "'"));
+}
+
 models::Recompute recompute(const Config& config) {
+  using enum models::Recompute;
   config::check_option(config, "activation_checkpoint.mode");
-  const std::string& mode = config.activation_checkpoint.mode;
-  return mode == "full"        ? models::Recompute::full
-         : mode == "selective" ? models::Recompute::selective
-                               : models::Recompute::none;
+  return named(config.activation_checkpoint.mode,
+               {std::pair{"full", full}, {"selective", selective}, {"none", none}});
 }
 
 optim::Schedule schedule(const Config& config) {
   using Kind = optim::ScheduleConfig::Kind;
   config::check_option(config, "lr_scheduler.kind");
   const auto& s = config.lr_scheduler;
-  const Kind kind = s.kind == "cosine"   ? Kind::cosine
-                    : s.kind == "linear" ? Kind::linear
-                    : s.kind == "wsd"    ? Kind::wsd
-                                         : Kind::constant;
+  const auto kind = named(s.kind, {std::pair{"cosine", Kind::cosine},
+                                   {"linear", Kind::linear},
+                                   {"wsd", Kind::wsd},
+                                   {"constant", Kind::constant}});
   return optim::Schedule({.kind = kind,
                           .num_steps = config.training.steps,
                           .warmup_steps = s.warmup_steps,
