@@ -283,19 +283,24 @@ std::unique_ptr<Work> HostGroup::do_all_reduce(const at::Tensor& x, ReduceOp op)
   return std::make_unique<FoldWork>(std::move(exchange), at::empty(x.sizes(), x.options()), op);
 }
 
+std::unique_ptr<Work> HostGroup::start_copy(const Call& call, std::vector<Span> send,
+                                            std::vector<Span> into, const at::Tensor& mine,
+                                            const at::Tensor& out) {
+  auto exchange = post({.call = call,
+                        .send = std::move(send),
+                        .recv = sizes(into),
+                        .into = into,
+                        .keep = {mine, out},
+                        .options = out.options(),
+                        .wait_for_readers = mine.defined() && !is_small(mine)});
+  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
+}
+
 std::unique_ptr<Work> HostGroup::do_all_gather(const at::Tensor& x, const Rows& rows) {
   const Call call = Call::of(Collective::all_gather, next_sequence(), x).with(rows);
   const at::Tensor out = empty_result(sizes_with(x, total(rows)), x.options());
   const at::Tensor mine = for_peers(x);
-  auto into = parts(out, rows);
-  auto exchange = post({.call = call,
-                        .send = std::vector<Span>(rows.size(), whole(mine)),
-                        .recv = sizes(into),
-                        .into = into,
-                        .keep = {mine, out},
-                        .options = x.options(),
-                        .wait_for_readers = !is_small(x)});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
+  return start_copy(call, std::vector<Span>(rows.size(), whole(mine)), parts(out, rows), mine, out);
 }
 
 std::unique_ptr<Work> HostGroup::do_reduce_scatter(const at::Tensor& x, const Rows& rows,
@@ -319,15 +324,7 @@ std::unique_ptr<Work> HostGroup::do_all_to_all(const at::Tensor& x, const Rows& 
   const Call call = Call::of(Collective::all_to_all, next_sequence(), x);
   const at::Tensor out = empty_result(sizes_with(x, total(recv)), x.options());
   const at::Tensor mine = for_peers(x);
-  auto into = parts(out, recv);
-  auto exchange = post({.call = call,
-                        .send = parts(mine, send),
-                        .recv = sizes(into),
-                        .into = into,
-                        .keep = {mine, out},
-                        .options = x.options(),
-                        .wait_for_readers = !is_small(x)});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
+  return start_copy(call, parts(mine, send), parts(out, recv), mine, out);
 }
 
 std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
@@ -338,14 +335,8 @@ std::unique_ptr<Work> HostGroup::do_broadcast(const at::Tensor& x, int root) {
   const at::Tensor mine = is_root ? for_peers(x) : at::Tensor();
   std::vector<Span> into(n);
   into[static_cast<size_t>(root)] = whole(out);
-  auto exchange = post({.call = call,
-                        .send = is_root ? std::vector<Span>(n, whole(mine)) : std::vector<Span>(n),
-                        .recv = sizes(into),
-                        .into = into,
-                        .keep = {mine, out},
-                        .options = x.options(),
-                        .wait_for_readers = is_root && !is_small(x)});
-  return std::make_unique<CopyWork>(std::move(exchange), out, std::move(into), rank());
+  return start_copy(call, std::vector<Span>(n, is_root ? whole(mine) : Span()), std::move(into),
+                    mine, out);
 }
 
 void HostGroup::do_barrier() {

@@ -9,7 +9,8 @@ void Roll::returned(int rank) {
   left_[static_cast<size_t>(rank)] = true;
 }
 
-void Roll::threw(int rank, std::exception_ptr fault) {
+void Roll::ended(int rank, const std::exception_ptr& fault) {
+  if (!fault) return returned(rank);
   std::lock_guard lock(mutex_);
   if (!exception_) exception_ = fault;
   fail(rank, text_of(fault), kind_of(fault));

@@ -17,14 +17,15 @@ class Roll {
  public:
   explicit Roll(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
 
-  /// The function of a rank returned.
+  /// The function of a rank of this process ended, with what it threw or null; the first exception
+  /// is kept.
+  void ended(int rank, const std::exception_ptr& fault);
+  /// A rank elsewhere returned.
   void returned(int rank);
-  /// The function of a rank threw; the first exception is kept.
-  void threw(int rank, std::exception_ptr fault);
   /// A rank failed elsewhere, with an error of this text and kind.
   void failed(int rank, const std::string& text, ErrorKind kind = ErrorKind::comm);
 
-  /// The first exception that `threw` was told, or null.
+  /// The first exception that `ended` was told, or null.
   std::exception_ptr first_exception() const;
   /// "rank 2 failed: ..." of the first rank that failed anywhere; empty if none did.
   std::string first_failure() const;

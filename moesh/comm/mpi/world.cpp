@@ -76,10 +76,8 @@ void MpiWorld::leave(int rank, std::exception_ptr fault) {
     news->failed = 1;
     news->kind = kind_of(fault);
     std::memcpy(news->text, text.data(), std::min(text.size(), sizeof(news->text) - 1));
-    roll_.threw(rank, fault);
-  } else {
-    roll_.returned(rank);
   }
+  roll_.ended(rank, fault);
   std::lock_guard lock(sending_);
   for (int p = 0; p < process_.size(); ++p) {
     if (p == process_.index()) continue;

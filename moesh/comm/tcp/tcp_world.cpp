@@ -278,10 +278,7 @@ void launch_on(TcpLink& link, std::int64_t number, const std::function<void(Grou
                     .rank = link.rank()};
   std::iota(info.members.begin(), info.members.end(), 0);
   const auto leave = [&](int rank, const std::exception_ptr& fault) {
-    if (fault)
-      world->roll->threw(rank, fault);
-    else
-      world->roll->returned(rank);
+    world->roll->ended(rank, fault);
     try {
       const std::string text =
           fault ? static_cast<char>(kind_of(fault)) + text_of(fault) : std::string();

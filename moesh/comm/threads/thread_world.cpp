@@ -421,11 +421,7 @@ std::shared_ptr<ThreadGroupState> ThreadWorld::state(const std::string& key,
 }
 
 void ThreadWorld::leave(int rank, std::exception_ptr fault) {
-  if (fault) {
-    roll_.threw(rank, fault);
-  } else {
-    roll_.returned(rank);
-  }
+  roll_.ended(rank, fault);
   std::lock_guard lock(mutex_);
   for (const auto& [key, state] : states_) state->wake_all();
 }
