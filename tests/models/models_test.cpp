@@ -121,7 +121,7 @@ TEST_P(Models, ComputeTheSameOnEveryMesh) {
 
 // Memory for time, and not a bit of the result; in every dtype and with every kind of kernel that a
 // model has on this device.
-TEST(Recompute, GivesTheSameBitsInEveryModel) {
+TEST(RecomputeOfModels, GivesTheSameBits) {
   for (const auto& name : models::model_names())
     for (const std::string dtype : {"float32", "bfloat16"}) {
       const auto result = [&](const std::string& mode) {

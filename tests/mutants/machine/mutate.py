@@ -6,16 +6,15 @@
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
 the tree under build-mutate/ is configured and compiled with them; those that the compiler refuses
-are taken out. Three programs hold the tests: mutate_checks (types, comm, spmd, fsdp, nn, pipeline) and,
-for what survives it, mutate_runs (models, optimizers, data, configuration, whole runs) and
-mutate_sweep (pipelines, a sweep over meshes). Which mistakes each test reaches is recorded once,
-and every mistake is then given to the tests that reach it, the quickest first, until one fails.
-What is left has survived: it wants a test, or a reason in equivalent.txt. On a machine with a GPU a
-fourth program, mutate_gpu, judges what is left of the code that only a GPU runs; without one, that
-code's survivors count as not run.
+are taken out. Two programs hold the tests: mutate_checks (those of the test programs that compute
+something) and, for what survives it, mutate_sweep (a sweep over meshes, and what takes long). Which
+mistakes each test reaches is recorded once, and every mistake is then given to the tests that reach
+it, the quickest first, until one fails. What is left has survived: it wants a test, or a reason in
+equivalent.txt. On a machine with a GPU a third program, mutate_gpu, judges what is left of the code
+that only a GPU runs; without one, that code's survivors count as not run.
 
-Where --files names sources only, everything else is compiled as `make build` does it, so that
-ccache has it.
+Everything else is compiled as `make build` does it: where --files names sources only, ccache has
+it.
 
 Results are kept in build-mutate/ by the text of the mistaken file: a run that is stopped goes on
 where it was, and a change runs again what it touches. --fresh forgets them.
@@ -36,6 +35,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -44,8 +44,9 @@ from report import Fault, by_folder, match_reasons, put_counts, read_reasons, su
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 HERE = pathlib.Path(__file__).resolve().parent
-MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp/*.h", "moesh/fsdp/*.cpp",
-            "moesh/nn/*.h", "moesh/nn/*.cpp", "moesh/comm/mesh.h", "moesh/comm/mesh.cpp",
+MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp/*.h",
+            "moesh/fsdp/*.cpp", "moesh/nn/*.h", "moesh/nn/*.cpp", "moesh/comm/mesh.h",
+            "moesh/comm/mesh.cpp",
             "moesh/pipeline/execute.cpp", "moesh/pipeline/schedule.[hc]*",
             "moesh/pipeline/simulate.[hc]*", "moesh/pipeline/stage_plan.cpp",
             "moesh/base/random.cpp", "moesh/models/*.h", "moesh/models/*.cpp",
@@ -56,18 +57,20 @@ MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp
             "moesh/train/pipeline.cpp", "moesh/train/prefetch.h", "moesh/train/step.cpp",
             "moesh/train/stepper.cpp", "moesh/train/validation.cpp",
             "moesh/train/metrics/record.[hc]*")
+SHOWS_ONLY = ("moesh/data/show_document.cpp",)  # to people, and no number of a run
 TABLES = ("moesh/types/layout.h", "moesh/types/mixing.h", "moesh/types/transition.h")
 COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "python", "tests")
 INCLUDE = '#include "tests/mutants/machine/chosen.h"\n'
 PER_FILE = 1000  # numbers of a file's mistakes begin at a multiple of this
-# An index out of range ends the program, where the library knows the range.
-FLAGS = "-O0 -w -D_GLIBCXX_ASSERTIONS"
+# Where all is compiled anew: an index out of range ends the program, where the library knows it.
+FLAGS = "-w -D_GLIBCXX_ASSERTIONS"
+TRACED_TOGETHER = 20
 QUICK_MS = 700  # tests that are tried first, together
 BY_THE_CLOCK = "ThatSleep"  # in the names of tests that a busy machine fails
 
 
 FROM_OUTSIDE = ("signal 9", "signal 15")
-PROGRAMS = ("mutate_checks", "mutate_runs", "mutate_sweep")
+PROGRAMS = ("mutate_checks", "mutate_sweep")
 ON_A_GPU = "mutate_gpu"  # where there is one
 NEEDS_A_GPU = ("moesh/nn/composed_attention.cpp", "moesh/nn/flash_attention.cpp")
 GPU_JOBS = 6  # processes that share it
@@ -111,7 +114,7 @@ class Folder:
 
     def __init__(self, path, root=ROOT):
         self.root = root
-        self.path, self.tree, self.build = path, path / "tree", path / "tree" / "build-all"
+        self.path, self.tree, self.build = path, path / "tree", path / "tree" / "build"
         self.results, self.counts = path / "results.json", path / "counts.md"
         self.known = {}
         if self.results.exists():
@@ -145,6 +148,8 @@ def mistaken_files(root):
 def all_mistakes(root):
     mistakes = []
     for base, name in enumerate(mistaken_files(root), 1):
+        if name in SHOWS_ONLY:
+            continue
         text = (root / name).read_text(encoding="utf-8")
         found = sites.sites_of(text, name in TABLES)
         if len(found) >= PER_FILE:
@@ -271,20 +276,30 @@ def errors_in(output):
     return found
 
 
-def commands_of(folder):
-    """The compiler's call for each source of the copy, without its launcher."""
+def compiled(folder):
+    """(source, object, the compiler's call without its launcher) of each source of the copy; what
+    is compiled in a batch has the batch for a source."""
     text = (folder.build / "compile_commands.json").read_text(encoding="utf-8")
-    found = {}
     for entry in json.loads(text):
         words = shlex.split(entry["command"])
         first = next(i for i, w in enumerate(words) if re.search(r"(\+\+|cc|clang)[-\d.]*$", w))
         words = words[first:]
-        out = words.index("-o")
-        del words[out:out + 2]
+        at = words.index("-o")
+        target = words[at + 1]
+        del words[at:at + 2]
         name = pathlib.Path(entry["file"])
         if name.is_relative_to(folder.tree):
-            found[name.relative_to(folder.tree).as_posix()] = words
-    return found
+            yield name.relative_to(folder.tree).as_posix(), target, words
+
+
+def commands_of(folder):
+    return {name: words for name, _, words in compiled(folder)}
+
+
+def folder_of(folder, name):
+    """moesh/nn/, of a source and of its batch, which is in the build folder."""
+    build = folder.build.relative_to(folder.tree).as_posix()
+    return name.removeprefix(build + "/").replace("/batches/", "/").rsplit("/", 1)[0] + "/"
 
 
 def run(words, cwd):
@@ -293,26 +308,19 @@ def run(words, cwd):
     return done.returncode, done.stdout
 
 
-def configure(tree, flags):
-    folder, options = tree.folder, []
-    is_like_release = all(name.endswith(".cpp") for name in tree.mistaken)
-    if is_like_release:
-        folder.build = folder.tree / "build"
-        options = [f"-DMOESH_MISTAKEN={';'.join(str(folder.tree / n) for n in tree.mistaken)}"]
-    else:
-        options = ["-DCMAKE_BUILD_TYPE=Mutate", f"-DCMAKE_CXX_FLAGS_MUTATE={flags}",
-                   "-DMOESH_USE_MPI=OFF"]
+def configure(tree):
+    folder = tree.folder
+    options = [f"-DMOESH_MISTAKEN={';'.join(str(folder.tree / n) for n in tree.mistaken)}"]
+    if has_headers(tree):
+        folder.build = folder.tree / "build-all"
+        options.append(f"-DCMAKE_CXX_FLAGS={FLAGS}")
     cache = folder.root / "build" / "CMakeCache.txt"
     known = dict(re.findall(r"^(\w+):\w+=(.*)$", cache.read_text(), re.MULTILINE)) \
         if cache.exists() else {}
     torch = os.environ.get("MOESH_TORCH_DIR") or known.get("MOESH_TORCH_DIR")
     venv = folder.root / ".venv"
-    if is_like_release and not torch and venv.exists():  # a path within the tree, as ccache has it
-        if not (folder.tree / ".venv").exists():
-            (folder.tree / ".venv").symlink_to(venv.resolve())
-    elif not torch:
-        torch = next((str(p) for p in folder.root.glob(".venv/lib/python3*/site-packages/torch")),
-                     "")
+    if not torch and venv.exists() and not (folder.tree / ".venv").exists():
+        (folder.tree / ".venv").symlink_to(venv.resolve())  # within the tree, as ccache has it
     for name, value in (("MOESH_TORCH_DIR", torch), (
             "MOESH_THIRD_PARTY", os.environ.get("MOESH_THIRD_PARTY")
             or known.get("MOESH_THIRD_PARTY"))):
@@ -320,11 +328,14 @@ def configure(tree, flags):
             options.append(f"-D{name}={value}")
     code, output = run(
         ["cmake", "-G", "Ninja", "-S", str(folder.tree), "-B", str(folder.build), *options,
-         "-DMOESH_TESTS=mutate", "-DMOESH_BATCHES=OFF", "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF",
-         "-DMOESH_CUDA=OFF"],
+         "-DMOESH_TESTS=mutate", "-DMOESH_BENCH=OFF", "-DMOESH_EXAMPLES=OFF", "-DMOESH_CUDA=OFF"],
         folder.root)
     if code:
         raise Fault(f"cmake cannot configure the copy of the tree:\n{output}")
+
+
+def has_headers(tree):
+    return any(n.endswith(".h") for n in tree.mistaken)
 
 
 def check_syntax(tree, jobs):
@@ -335,9 +346,8 @@ def check_syntax(tree, jobs):
         raise Fault(output)
     commands = commands_of(folder)
     # The tests of spmd and fsdp use all that their headers offer.
-    has_headers = any(n.endswith(".h") for n in tree.mistaken)
-    todo = [n for n in commands if n in tree.mistaken or has_headers and (
-        n in tree.texts or n.startswith(("tests/spmd/", "tests/fsdp/")))]
+    todo = [n for n in commands if n in tree.mistaken or has_headers(tree) and
+            folder_of(folder, n).startswith(("moesh/", "tests/spmd/", "tests/fsdp/"))]
     checked = folder.known.setdefault("checked", {})
     for round_number in range(1, 30):
         inputs = digest(*(t for n, t in sorted(
@@ -403,9 +413,11 @@ class Server:
 
     def __init__(self, folder, number, program):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        scratch = folder.path / "tmp" / str(number)
-        scratch.mkdir(parents=True, exist_ok=True)
+        memory = pathlib.Path("/dev/shm")  # tests save hundreds of checkpoints
+        scratch = pathlib.Path(tempfile.mkdtemp(prefix=f"mutate.{number}.",
+                                                dir=memory if memory.exists() else None))
         environment["TEST_TMPDIR"] = str(scratch)
+        self.scratch = scratch
         self.process = subprocess.Popen(
             [str(folder.build / "bin" / program)], cwd=scratch, env=environment,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -434,6 +446,7 @@ class Server:
     def close(self):
         self.process.stdin.close()
         self.process.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 @dataclasses.dataclass
@@ -447,8 +460,9 @@ class Check:
         return self.ms * len(self.reaches)
 
 
-def list_tests(folder, program):
-    _, output = run([str(folder.build / "bin" / program), "--gtest_list_tests"], folder.path)
+def list_tests(folder, program, tests):
+    _, output = run([str(folder.build / "bin" / program), "--gtest_list_tests",
+                     f"--gtest_filter={tests}"], folder.path)
     names, suite = [], ""
     for line in output.splitlines():
         line = line.split("#")[0].rstrip()
@@ -486,35 +500,38 @@ def in_parallel(folder, program, jobs, items, work):
         raise faults[0]
 
 
-def trace(folder, program, jobs):
-    """Runs every test without a mistake: its time, and the mistakes that it reaches."""
+def trace(folder, program, jobs, tests):
+    """Runs every test without a mistake: its time, and the mistakes that it reaches. What is known
+    of the same program is kept."""
     bits = hashlib.sha256((folder.build / "bin" / program).read_bytes()).hexdigest()
-    kept = folder.path / f"{program}.json"
+    kept, checks, failures = folder.path / f"{program}.json", {}, []
     if kept.exists():
         saved = json.loads(kept.read_text(encoding="utf-8"))
         if saved["program"] == bits:
-            return [Check(n, ms, set(r)) for n, ms, r in saved["checks"]]
-    checks, failures = [], []
+            checks = {n: Check(n, ms, set(r)) for n, ms, r in saved["checks"]}
 
-    def work(server, tests):
-        for line in server.trace(tests):
+    def work(server, part):
+        for line in server.trace(part):
             if line[0] == "failed":
-                failures.append(f"{line[1]}: {line[2]}")
+                failures.append(line[1])
+                print(f"    {line[1]} fails without a mistake: {line[2]}", flush=True)
             elif line[0] == "traced":
-                checks.append(Check(line[1], float(line[2]), set(map(int, line[3].split()))))
+                checks[line[1]] = Check(line[1], float(line[2]), set(map(int, line[3].split())))
+        with folder.lock:
+            kept.write_text(json.dumps({"program": bits, "checks": [
+                (c.name, c.ms, sorted(c.reaches)) for c in checks.values()
+                if c.name not in failures]}), encoding="utf-8")
 
-    names = list_tests(folder, program)
-    print(f"  {len(names)} tests without a mistake, and what they reach", flush=True)
-    parts = [names[i::8 * jobs] for i in range(8 * jobs)]
-    in_parallel(folder, program, jobs, [p for p in parts if p], work)
+    names = list_tests(folder, program, tests)
+    unknown = [n for n in names if n not in checks]
+    print(f"  {len(unknown)} tests without a mistake, and what they reach", flush=True)
+    parts = [unknown[i:i + TRACED_TOGETHER] for i in range(0, len(unknown), TRACED_TOGETHER)]
+    in_parallel(folder, program, jobs, parts, work)
     if failures:
-        raise Fault("tests fail without a mistake:\n" + "\n".join(failures))
-    if len(checks) != len(names):
-        raise Fault(f"{len(names) - len(checks)} tests did not end: " + " ".join(
-            sorted(set(names) - {c.name for c in checks})[:9]))
-    kept.write_text(json.dumps({"program": bits, "checks": [
-        (c.name, c.ms, sorted(c.reaches)) for c in checks]}), encoding="utf-8")
-    return checks
+        raise Fault(f"{len(failures)} tests fail without a mistake")
+    if not_ended := sorted(set(names) - set(checks)):
+        raise Fault(f"{len(not_ended)} tests did not end: " + " ".join(not_ended[:9]))
+    return [checks[n] for n in names]
 
 
 def try_tests(server, m, number, tests, most_seconds):
@@ -552,7 +569,7 @@ def recall(tree, chosen, names):
 def judge(tree, program, checks, chosen, jobs, most):
     """Gives each mistake to the tests that reach it, the quickest first."""
     folder = tree.folder
-    sources = digest(folder.sources(), program, str(most))
+    sources = digest(folder.sources(), program, str(most), *(c.name for c in checks))
     by_time = sorted(checks, key=Check.effort)
     todo = []
     for m in chosen:
@@ -582,26 +599,28 @@ def judge(tree, program, checks, chosen, jobs, most):
     folder.save()
 
 
-def users(folder, commands):
+def users(folder):
     """Some sources that include each header: those of nn and models first, and the tests of its own
     folder, which use all that it offers."""
     _, output = run(["ninja", "-t", "deps"], folder.build)
+    names = {output: name for name, output, _ in compiled(folder)}
     found, name = collections.defaultdict(set), ""
     for line in output.splitlines():
         if line[:1].strip():
-            name = next((n for n in commands if line.split(":")[0].endswith(
-                n.removeprefix("moesh/").removeprefix("tests/") + ".o")), "")
+            name = names.get(line.split(":")[0], "")
         elif name and line.strip().startswith(str(folder.tree)):
             found[pathlib.Path(line.strip()).relative_to(folder.tree).as_posix()].add(name)
 
     def order(n):
-        return not n.startswith("moesh/nn"), not n.startswith("moesh/models"), n
+        of = folder_of(folder, n)
+        return not of.startswith("moesh/nn"), not of.startswith("moesh/models"), n
 
     def tests_of(header):
-        return header.replace("moesh/", "tests/").rsplit("/", 1)[0] + "/"
+        return folder_of(folder, header.replace("moesh/", "tests/"))
 
     return {header: sorted(names, key=order)[:12] + sorted(
-        n for n in names if n.startswith(tests_of(header))) for header, names in found.items()}
+        n for n in names if folder_of(folder, n) == tests_of(header))
+            for header, names in found.items()}
 
 
 class Alone:
@@ -610,7 +629,7 @@ class Alone:
     def __init__(self, tree, program):
         self.tree, self.folder, self.program = tree, tree.folder, program
         self.commands = commands_of(self.folder)
-        self.users = users(self.folder, self.commands)
+        self.users = users(self.folder)
         _, output = run(["ninja", "-t", "commands", program], self.folder.build)
         self.link = output.splitlines()[-1]
 
@@ -703,22 +722,27 @@ def judge_alone(tree, program, checks, chosen, jobs, most):
     folder.save()
 
 
-def wanted(m, arguments):
-    if arguments.files and not any(fnmatch.fnmatch(m.file, g) for g in arguments.files):
-        return False
-    return not arguments.only or any(
-        o in (m.site.kind, str(m.number)) for o in arguments.only)
+def wanted(mistakes, arguments):
+    """In the order of the globs."""
+    globs = arguments.files or ["*"]
+    found = [m for g in globs for m in mistakes if fnmatch.fnmatch(m.file, g) and (
+        not arguments.only or m.site.kind in arguments.only or str(m.number) in arguments.only)]
+    return list({m.number: m for m in found}.values())
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--files", nargs="*", help="only mistakes in these, as moesh/nn/*")
+    parser.add_argument("--files", nargs="*",
+                        help="only mistakes in these, as moesh/nn/*, in this order")
     parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
-    parser.add_argument("--quick", action="store_true", help="without mutate_sweep")
+    parser.add_argument("--quick", action="store_true", help="without mutate_sweep, "
+                        "and without those that have to be compiled one by one")
     parser.add_argument("--programs", nargs="*", metavar="NAME",
                         help=f"tests of these programs only: {', '.join(PROGRAMS)}")
+    parser.add_argument("--tests", default="*", metavar="FILTER",
+                        help="only these, as GoogleTest's --gtest_filter takes them")
     parser.add_argument("--page", action="store_true",
                         help="put the counts of the last run into bench/results/mutants.md, "
                         "and end")
@@ -726,19 +750,19 @@ def main():
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
                         help="of each program's tests for one mistake, the quickest that reach it")
-    parser.add_argument("--flags", default=FLAGS, help=f"of the compiler (default: {FLAGS})")
     parser.add_argument("--folder", type=pathlib.Path, default=ROOT / "build-mutate")
     arguments = parser.parse_args()
     mistakes = all_mistakes(ROOT)
     reasons = match_reasons(mistakes, read_reasons(HERE / "equivalent.txt"))
-    chosen = [m for m in mistakes if wanted(m, arguments)]
+    chosen = wanted(mistakes, arguments)
     if arguments.list:
         for m in chosen:
             print(m.describe())
         return 0
     folder = Folder(arguments.folder)
     if arguments.page:
-        put_counts(ROOT / "bench" / "results" / "mutants.md", folder.counts.read_text(encoding="utf-8"))
+        put_counts(ROOT / "bench" / "results" / "mutants.md",
+                   folder.counts.read_text(encoding="utf-8"))
         return 0
     if arguments.fresh:
         folder.known = {}
@@ -747,9 +771,9 @@ def main():
     print(f"{len(chosen)} mistakes in {len(tree.mistaken)} files, of {len(mistakes)} in "
           f"{len(tree.by_file)}", flush=True)
     tree.copy_all()
-    configure(tree, arguments.flags)
+    configure(tree)
     check_syntax(tree, arguments.jobs)
-    programs = PROGRAMS[:2] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
+    programs = PROGRAMS[:1] if arguments.quick else PROGRAMS + (ON_A_GPU,) * HAS_GPU
     if arguments.programs:
         programs = [p for p in programs if p in arguments.programs]
     reached, known_files = set(), set()
@@ -758,24 +782,28 @@ def main():
             jobs, most = (min(arguments.jobs, GPU_JOBS), GPU_SECONDS) if program == ON_A_GPU else (
                 arguments.jobs, arguments.most)
             build(tree, program, arguments.jobs)
-            compiled = sources_of(folder, program)
-            new_files = {n for n in tree.by_file if n.endswith(".h") or n in compiled} - known_files
+            in_program = sources_of(folder, program)
+            new_files = {n for n in tree.by_file
+                         if n.endswith(".h") or n in in_program} - known_files
             known_files |= new_files
             print(f"  after {time.time() - began:.0f} s", flush=True)
-            checks = trace(folder, program, jobs)
+            checks = trace(folder, program, jobs, arguments.tests)
             reached = reached.union(*(c.reaches for c in checks))
             live = [m for m in chosen if m.state != "refused" and not m.alone]
             recall(tree, live, {c.name for c in checks})
             judge(tree, program, checks, live, jobs, most)
+            if arguments.quick:
+                continue
             judge_alone(tree, program, checks, [
-                m for m in chosen if m.state == "survived" and m.alone and m.file in compiled or
+                m for m in chosen if m.state == "survived" and m.alone and m.file in in_program or
                 m.file in new_files and (m.state == "refused" or m.state == "survived" and
                                          m.number not in reached and not m.file.endswith(".h"))],
                         jobs, most)
     finally:
         folder.save()
     for m in chosen:
-        if m.state == "survived" and m.file in NEEDS_A_GPU and ON_A_GPU not in programs:
+        if m.state == "survived" and m.file in NEEDS_A_GPU and ON_A_GPU not in programs or \
+                m.state == "refused" and arguments.quick:
             m.state = ""  # not run
     print(summary(chosen, reasons))
     write(folder.counts, by_folder(chosen, reasons))
