@@ -31,29 +31,22 @@ bool names_model(const Setting& s) { return s.name == "model.name" || s.name == 
 // The list that `name`, of its own or of an entry, is meant to be: "data.sources.0.path" is of
 // data.source, and so is "data.source.path", of a table [data.source]. Empty where none is near.
 std::string list_near(const std::string& name) {
-  const auto number =
-      std::find_if(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
-  const bool has_entry =
-      number != name.begin() && number != name.end() && *std::prev(number) == '.';
-  std::string list(name.begin(), has_entry ? std::prev(number) : name.end());
   for (const Table& table : tables())
     for (const std::string& near : {table.name, table.name + "s"})
-      if (list == near || list.starts_with(near + ".")) return table.name;
+      if (name == near || name.starts_with(near + ".")) return table.name;
   return "";
 }
 
 [[noreturn]] void unknown(const Setting& s, const std::vector<std::string>& known) {
   const bool on_line = s.origin.text == kCommandLine;
-  std::string name = s.name;
-  std::replace(name.begin(), name.end(), '-', '_');
   const auto* value = std::get_if<std::string>(&s.value);
-  const auto answer = answer_to(name, value ? *value : formats::to_toml(s.value));
-  const std::string list = list_near(name);
+  const auto answer = answer_to(s.name, value ? *value : formats::to_toml(s.value));
+  const std::string list = list_near(s.name);
   std::string hint =
       !list.empty() ? detail::concat(list, " is a list: write each entry below a line [[", list,
                                      "]], or on the command line --", list, ".0.path=FILE")
       : !answer     ? detail::concat("the nearest known ", on_line ? "option" : "key", " is --",
-                                     nearest_name(name, known))
+                                     nearest_name(s.name, known))
                     : (answer->starts_with("--") ? "here it is " : "") + *answer;
   if (!on_line && list.empty())  // a file has keys, without dashes
     for (auto at = hint.find("--"); at != std::string::npos; at = hint.find("--"))

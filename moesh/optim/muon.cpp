@@ -16,9 +16,6 @@
 namespace moesh::optim {
 namespace {
 
-// Parameters whose numbers travel together: about so many of each rank.
-constexpr std::int64_t kNumbersInRound = 1 << 26;
-
 // Five steps of x <- a x + (b x x' + c (x x')^2) x: singular values go to about 1.
 at::Tensor orthogonal(const at::Tensor& matrix) {
   constexpr double a = 3.4445, b = -4.7750, c = 2.0315, kEps = 1e-7;
@@ -222,8 +219,8 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
   const double keep = config_.momentum;
   for (std::size_t begin = 0, end = 0; begin < params.size(); begin = end) {
     std::vector<Task> tasks;
-    for (std::int64_t numbers = 0; end < params.size() && numbers < kNumbersInRound * group.size();
-         ++end) {
+    const std::int64_t most = config_.numbers_in_round * group.size();
+    for (std::int64_t numbers = 0; end < params.size() && numbers < most; ++end) {
       const Moving& p = params[end];
       const Stored& w = *p.stored;
       MOESH_CHECK(is_for_muon(w), ErrorKind::internal, "Muon is given '", w.spec.name,

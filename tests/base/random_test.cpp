@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <numbers>
 #include <vector>
 
 #include "moesh/base/error.h"
@@ -18,6 +19,26 @@ TEST(Philox, KnownAnswers) {
             (std::array<uint32_t, 4>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
   EXPECT_EQ(philox({0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}, {0xa4093822, 0x299f31d0}),
             (std::array<uint32_t, 4>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+// Runs that were begun by one build go on with another: the numbers are those of this formula.
+TEST(Random, IsAFormulaOfOneBlock) {
+  const uint64_t index = 0x89abcdef01234567;
+  const Random random(0x0fedcba987654321, 0xfedcba9876543210);
+  const auto block = [](uint32_t low, uint32_t high) {
+    return philox({low, high, 0x76543210, 0xfedcba98}, {0x87654321, 0x0fedcba9});
+  };
+  const auto join = [](uint32_t high, uint32_t low) { return uint64_t{high} * 0x100000000 + low; };
+  const auto unit = [](uint64_t bits) { return std::ldexp(static_cast<double>(bits >> 11), -53); };
+  const auto b = block(0x01234567, 0x89abcdef);
+  EXPECT_EQ(random.bits(index), join(b[1], b[0]));
+  EXPECT_EQ(random.uniform(index), unit(join(b[1], b[0])));
+  const auto pair = block(0x8091a2b3, 0x44d5e6f7);  // of index / 2
+  const double radius = std::sqrt(-2 * std::log(1 - unit(join(pair[1], pair[0])))),
+               angle = 2 * std::numbers::pi * unit(join(pair[3], pair[2]));
+  EXPECT_DOUBLE_EQ(random.normal(index - 1), radius * std::cos(angle));
+  EXPECT_DOUBLE_EQ(random.normal(index), radius * std::sin(angle));
+  EXPECT_EQ(Random(1, "foobar").stream(), 0x85944171f73967e8) << "FNV-1a, as it was published";
 }
 
 TEST(Random, DependsOnSeedStreamAndIndexAlone) {

@@ -428,8 +428,8 @@ TEST(ConfigRules, DataAndSchedule) {
 
 TEST(ConfigRules, LinksAreAFileOfFourNumbers) {
   const std::string whole =
-      "node_bandwidth_gbs = 4\nnode_latency_us = 20\nnetwork_bandwidth_gbs = 0.5\n"
-      "network_latency_us = 0\n";
+      "node_bandwidth_gbs = 4\nnode_latency_us = 0\nnetwork_bandwidth_gbs = 0.5\n"
+      "network_latency_us = 20\n";
   const auto with = [](const std::string& text) {
     const TemporaryFile file("links.toml", text);
     return launch_options(load_config({"--debug.links=" + file.path(), "--mesh=dp_shard=4",
@@ -439,9 +439,9 @@ TEST(ConfigRules, LinksAreAFileOfFourNumbers) {
   const auto links = with(whole);
   ASSERT_TRUE(links);
   EXPECT_EQ(links->inside.bandwidth, 4e9);
-  EXPECT_NEAR(links->inside.latency, 20e-6, 1e-12);
+  EXPECT_EQ(links->inside.latency, 0);
   EXPECT_EQ(links->between.bandwidth, 0.5e9);
-  EXPECT_EQ(links->between.latency, 0);
+  EXPECT_NEAR(links->between.latency, 20e-6, 1e-12);
   EXPECT_EQ(links->ranks_per_node, 2);
   EXPECT_FALSE(launch_options(load_config({})).links);
   const auto error = [&](const std::string& text) {
@@ -450,6 +450,22 @@ TEST(ConfigRules, LinksAreAFileOfFourNumbers) {
   expect_parts(error("node_latency_us = 1\n"), {"links.toml lacks", "network_bandwidth_gbs"});
   expect_parts(error("speed = 1\n"), {"links.toml:1: speed is not a key", "network_latency_us"});
   expect_parts(error("node_bandwidth_gbs = 0\n"), {"node_bandwidth_gbs is 0", "above 0"});
+  expect_parts(error("node_latency_us = true\n"), {"node_latency_us is true", "0 or more"});
+}
+
+TEST(ConfigRules, ProfiledStepsAreOneOrARange) {
+  const auto steps = [](const std::string& text) {
+    const auto range = profile_steps(
+        load_config({"--steps=30", "--metrics.folder=runs", "--profile.steps=" + text}));
+    return std::pair(range->first, range->last);
+  };
+  EXPECT_EQ(steps("3"), std::pair(3l, 3l));
+  EXPECT_EQ(steps("10:12"), std::pair(10l, 12l));
+  EXPECT_FALSE(profile_steps(load_config({})));
+  for (const char* text : {"x", "3:", "3-5", "3:5:", ":3", "3:x"})
+    expect_parts(error_of([&] { steps(text); }, ErrorKind::config),
+                 {"profile.steps is", text, "as in 10:12, or one step"});
+  expect_parts(error_of([&] { steps("0"); }, ErrorKind::config), {"counted from 1"});
 }
 
 }  // namespace

@@ -181,6 +181,11 @@ TEST(Config, HasListsOfSources) {
                {"data.source.0.weight is 0", "above 0"});
   expect_parts(message({"--data.source.0.path=a.txt", "--data.source.0.weight=x"}),
                {"data.source.0.weight is x", "a number above 0"});
+  EXPECT_EQ(load_config({"--model.vocab_size=300", "--data.source.0.path=a.txt",
+                         "--data.source.0.weight=0.5"})
+                .data.source[0]
+                .weight,
+            0.5);
   expect_parts(message({"--data.source.0.weight=1"}),
                {"data.source.0.path is \"\"", "name a file"});
   expect_parts(message({"--data.source.0.path=a.txt", "--data.path=b.txt"}),
@@ -288,6 +293,11 @@ TEST(Config, AModelComesFromTheConfigJsonOfAFolder) {
     expect_parts(message({given}), {"moesh downloads nothing",
                                     "`hf download deepseek-ai/DeepSeek-V3 --local-dir DeepSeek-V3`",
                                     "--model hf:DeepSeek-V3"});
+  for (const char* name : {"nowhere/", "/nowhere", "no/where/at-all", "./nowhere"})
+    expect_parts(message({std::string("--model=hf:") + name}),
+                 {"there is no such folder", "name the folder that holds"});
+  for (const char* name : {"a.b/c", "x/y"})
+    expect_parts(message({std::string("--model=hf:") + name}), {"hf download", name});
   expect_parts(message({"--model=hf:" + path + "/config.json"}),
                {"/config.json'", "is not a folder", "--model hf:" + path});
   expect_parts(message({"--model=" + path}), {"is a folder", "--model hf:" + path});
@@ -355,6 +365,16 @@ TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
   EXPECT_EQ(config.model.name, "gpt_oss");
   EXPECT_EQ(model_value(config, "model.num_heads"), Value{std::int64_t{12}});
   EXPECT_EQ(describe_option(config, "model.num_heads"), "model.num_heads is 12 (a file)");
+  EXPECT_EQ(config.origin("model.name").text, "a file");
+  EXPECT_EQ(config.origin("model.size").text, "a file");
+  const auto size_of = [&](const std::string& size) {
+    return changed(load_config({"--model=deepseek_v3:" + size}), {}, GivenModel{model, "a file"})
+        .model.size;
+  };
+  const auto sizes = models::model_sizes("gpt_oss");
+  EXPECT_EQ(size_of("671b"), sizes.front());
+  EXPECT_EQ(size_of("tiny"), "tiny");
+  EXPECT_EQ(size_of("debug"), "debug");
   EXPECT_THROW(merged(mesh_settings({.tp = 5}, "test"), GivenModel{model, "a file"}), Error);
 }
 
@@ -474,6 +494,11 @@ TEST(Config, UnknownKeysNameTheNearest) {
           {":2: unknown key training.seq_len", "here it is data.sequence_length"});
   in_file("[model]\nflavor = \"debug\"\n", {":2: unknown key model.flavor", "model.size"});
   on_line({"--dtipe=float32"}, {"nearest known option is --dtype"});
+  on_line({"--optimizer.grup.0.lr_scale=2"},
+          {"nearest known option is --optimizer.group.0.lr_scale"});
+  on_line({"--modl.routed_scale=2"}, {"nearest known option is --model.routed_scale"});
+  for (const char* name : {"data.source.0xpath", "data.source..path", "data.source.x.path"})
+    on_line({std::string("--") + name + "=a.txt"}, {name, "data.source is a list"});
   on_line({"training.steps=4"}, {"'training.steps=4'", "--section.key=value"});
   on_line({"--"}, {"'--'"});
   on_line({"--training.steps"},
@@ -572,6 +597,7 @@ TEST(Config, ModelKeysGoToTheModel) {
   expect_parts(error("--model.num_layer=4"),
                {"--model.num_layer (command line)", "--model.num_layers"});
   expect_parts(error("--model.nane=x"), {"--model.name"});
+  expect_parts(error("--model.dim=0"), {"model.dim is 0 (command line); it takes 1 to "});
   expect_parts(error("--model.steps=4"), {"--training.steps"});
   expect_parts(error("--model.dim=wide"), {"model.dim is wide (command line)", "an integer"});
   const TemporaryFile typo("typo.toml", "[model]\n\nnum_layer = 4\n");
@@ -704,18 +730,26 @@ TEST(Config, AGlobalBatchTakesItsMicroBatches) {
 }
 
 TEST(Config, ConvertsToTheTermsOfOtherFolders) {
-  const Config config =
-      load_config({"--dtype=bfloat16", "--mesh=dp_replicate=2,dp_shard=3,tp=2",
-                   "--data.batch_size=4", "--training.gradient_accumulation_steps=5",
-                   "--data.seed=6", "--data.path=a.txt", "--model.vocab_size=300",
-                   "--parallelism.moe_dispatcher=all_gather", "--data.sequence_length=17"});
+  const Config config = load_config(
+      {"--dtype=bfloat16", "--mesh=dp_replicate=2,dp_shard=3,tp=2", "--data.batch_size=4",
+       "--training.gradient_accumulation_steps=5", "--data.seed=6", "--data.path=a.txt",
+       "--model.vocab_size=300", "--parallelism.moe_dispatcher=all_gather",
+       "--data.sequence_length=17", "--debug.timeout_seconds=2.5"});
+  EXPECT_EQ(launch_options(config).timeout, std::chrono::milliseconds(2500));
   EXPECT_EQ(scalar_type(config), at::kBFloat16);
   EXPECT_EQ(scalar_type(Config{}), at::kFloat);
   EXPECT_EQ(scalar_type(Config{.training = {.dtype = "float64"}}), at::kDouble);
   EXPECT_THROW(scalar_type(Config{.training = {.dtype = "int8"}}), Error);
   EXPECT_EQ(dispatcher(config), nn::Dispatcher::all_gather);
   EXPECT_EQ(dispatcher(Config{}), nn::Dispatcher::automatic);
-  EXPECT_THROW(dispatcher(Config{.parallelism = {.moe_dispatcher = "pigeon"}}), Error);
+  expect_parts(error_of([] { dispatcher(Config{.parallelism = {.moe_dispatcher = "pigeon"}}); },
+                        ErrorKind::config),
+               {"moe_dispatcher is \"pigeon\""});
+  for (const kernels::GpuKernels k :
+       {kernels::GpuKernels::automatic, kernels::GpuKernels::own, kernels::GpuKernels::library})
+    EXPECT_EQ(gpu_kernels(Config{.kernels = {.gpu = kernels::to_string(k)}}), k);
+  expect_parts(error_of([] { gpu_kernels(Config{.kernels = {.gpu = "fast"}}); }, ErrorKind::config),
+               {"kernels.gpu is \"fast\""});
   const auto order = sample_order(config);
   EXPECT_EQ(order.num_per_step(), 2 * 3 * 4 * 5);
   EXPECT_EQ(order.first(1, 2, 3), 120 + (2 * 6 + 3) * 4);
@@ -724,6 +758,111 @@ TEST(Config, ConvertsToTheTermsOfOtherFolders) {
   EXPECT_EQ(options.sequence_length, 17);
   EXPECT_EQ(options.vocab_size, 300);
   EXPECT_EQ(options.seed, 6u);
+  EXPECT_TRUE(document_mask(Config{.data = {.document_mask = "true"}}));
+  EXPECT_FALSE(document_mask(Config{.data = {.document_mask = "false"}}));
+  EXPECT_TRUE(document_mask(Config{.data = {.path = "a.jsonl"}}));
+  const auto validation = validation_options(
+      load_config({"--model.vocab_size=300", "--data.source.0.path=a.txt"}), {.path = "b.jsonl"});
+  EXPECT_EQ(validation.path, "b.jsonl");
+  EXPECT_TRUE(validation.sources.empty());
+  EXPECT_FALSE(validation.shuffle);
+}
+
+TEST(Config, StagesAreThoseOfTheScheduleOnEveryRank) {
+  const auto num_stages = [](const std::string& mesh, const std::string& schedule) {
+    Config config = load_config({"--model.num_layers=8", "--mesh=" + mesh});
+    config.parallelism.pipeline_parallel_schedule = schedule;
+    return stage_plan(config).size();
+  };
+  EXPECT_EQ(num_stages("pp=1", "zbv"), 1u);
+  EXPECT_EQ(num_stages("pp=2", "1f1b"), 2u);
+  EXPECT_EQ(num_stages("pp=2", "zbv"), 4u);
+  EXPECT_EQ(num_stages("pp=2", "interleaved_1f1b"), 4u);
+}
+
+// A node has what is set, or what a launcher says.
+TEST(Config, RanksOfANode) {
+  const auto ranks = [](const std::vector<std::string>& args) {
+    return mesh_shape(load_config(args)).ranks_per_node;
+  };
+  EXPECT_EQ(ranks({"--mesh=dp_shard=4"}), 0);
+  EXPECT_EQ(ranks({"--mesh=dp_shard=4", "--parallelism.ranks_per_node=1"}), 1);
+  const std::pair<const char*, const char*> launched[] = {{"OMPI_COMM_WORLD_SIZE", "4"},
+                                                          {"OMPI_COMM_WORLD_RANK", "0"},
+                                                          {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                                                          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}};
+  for (const auto& [name, value] : launched) ::setenv(name, value, 1);
+  EXPECT_EQ(ranks({"--mesh=dp_shard=4"}), 2);
+  EXPECT_EQ(ranks({"--mesh=dp_shard=4", "--parallelism.ranks_per_node=1"}), 1);
+  for (const auto& [name, value] : launched) ::unsetenv(name);
+  const auto is_set = [](const MeshShape& shape) {
+    const Settings all = mesh_settings(shape, "test");
+    return all.back().name == "parallelism.ranks_per_node" &&
+           all.back().value == Value{std::int64_t{1}};
+  };
+  EXPECT_TRUE(is_set({.tp = 2, .ranks_per_node = 1}));
+  EXPECT_EQ(mesh_settings({.tp = 2}, "test").back().name,
+            "parallelism.expert_tensor_parallel_degree");
+  EXPECT_EQ(mesh_argument({.dp_shard = 2, .tp = 3}), "dp_shard=2,tp=3");
+  EXPECT_EQ(mesh_argument({}), "dp_shard=1");
+}
+
+TEST(Config, LoraHasRanksAndAlphasByName) {
+  const auto targets = [](std::vector<std::string> args) {
+    args.insert(args.end(), {"--model=mixtral:tiny", "--lora.targets=q_proj,k_proj,v_proj"});
+    std::map<std::string, std::pair<std::int64_t, double>> found;
+    for (const auto& [name, target] : lora(load_config(args)).targets)
+      found[name.substr(name.rfind('.') + 1)] = {target.rank, target.alpha};
+    return found;
+  };
+  using Found = decltype(targets({}));
+  EXPECT_EQ(targets({"--lora.rank=4", "--lora.alpha=8", "--lora.rank_pattern=q_proj=2,k_proj=3",
+                     "--lora.alpha_pattern=v_proj=1.5"}),
+            (Found{{"q_proj", {2, 8}}, {"k_proj", {3, 8}}, {"v_proj", {4, 1.5}}}));
+  EXPECT_EQ(targets({"--lora.rank=1", "--lora.rank_pattern=q=2"}).size(), 3u);
+  for (const char* text : {"q_proj", "=2", "q_proj=", "q_proj=x", "q_proj=2x", "q_proj=0", "q=1.5"})
+    expect_parts(
+        error_of([&] { targets({"--lora.rank=4", std::string("--lora.rank_pattern=") + text}); },
+                 ErrorKind::config),
+        {"lora.rank_pattern is", text, "a rank of 1 or more", "down_proj=4"});
+  EXPECT_TRUE(lora(load_config({"--lora.rank=2"})).zero_b);
+  EXPECT_FALSE(lora(load_config({"--lora.rank=2", "--lora.init_lora_weights=false"})).zero_b);
+  EXPECT_FALSE(has_lora(Config{}));
+  EXPECT_TRUE(has_lora(Config{.lora = {.rank = 1}}));
+  EXPECT_TRUE(has_lora(Config{.lora = {.adapter = "folder"}}));
+}
+
+TEST(Config, GroupsOfParametersSayWhatDiffers) {
+  const auto groups = param_groups(
+      load_config({"--optimizer.group.0.match=gate", "--optimizer.group.0.lr_scale=0.5",
+                   "--optimizer.group.1.match=norm", "--optimizer.group.1.weight_decay=0",
+                   "--optimizer.group.2.match=w1", "--optimizer.group.2.weight_decay=0.5",
+                   "--optimizer.group.3.match=w2", "--optimizer.group.3.weight_decay=-1"}));
+  ASSERT_EQ(groups.size(), 4u);
+  EXPECT_EQ(groups[0].match, "gate");
+  EXPECT_EQ(groups[0].lr_scale, 0.5);
+  EXPECT_EQ(groups[0].weight_decay, std::nullopt);
+  EXPECT_EQ(groups[1].weight_decay, 0.0);
+  EXPECT_EQ(groups[2].weight_decay, 0.5);
+  EXPECT_EQ(groups[3].weight_decay, std::nullopt);
+}
+
+// As Python's keyword arguments come.
+TEST(Config, ReadsValuesByName) {
+  const TemporaryFile file("run.toml", "[data]\nbatch_size = 3\n[training]\nsteps = 7\n");
+  const Config config = load_settings(read_values({{"config", file.path()},
+                                                   {"mesh", std::string("tp=2")},
+                                                   {"model", std::string("gpt_oss:tiny")},
+                                                   {"max_minutes", 4.0},
+                                                   {"training.steps", std::int64_t{5}}},
+                                                  "python"),
+                                      {});
+  EXPECT_EQ(config.data.batch_size, 3);
+  EXPECT_EQ(config.training.steps, 5);
+  EXPECT_EQ(config.training.max_minutes, 4);
+  EXPECT_EQ(config.model.name, "gpt_oss");
+  EXPECT_EQ(mesh_shape(config).tp, 2);
+  EXPECT_EQ(config.origin("training.steps").text, "python");
 }
 
 }  // namespace

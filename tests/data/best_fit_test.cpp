@@ -73,6 +73,13 @@ TEST(BestFit, MakesALabelOfEveryTokenButTheFirstOfItsDocument) {
   expect_parts(data.describe(), {"2507 documents", "by best fit", "% filled"});
 }
 
+// Two sequences are full, and one has 5 of 7 tokens.
+TEST(BestFit, SaysHowMuchIsFilled) {
+  const BestFitDataset data(make_store(corpus_of({13, 3, 2})), 6, 7, true);
+  EXPECT_EQ(data.describe(),
+            "corpus: 3 documents, 18 tokens, 3 sequences of 6 by best fit, 90 % filled");
+}
+
 // Sequences that a long document fills are never listed: they are those that best fit has first.
 TEST(BestFit, CountsTheSequencesThatLongDocumentsFill) {
   const std::int64_t length = 6;

@@ -81,6 +81,10 @@ TEST(Chats, TheEndOfATurnMayBeLeftOut) {
   EXPECT_EQ(mask_of("a<b_~~_>", false), "011000") << "what was said may end with a line end";
   EXPECT_EQ(mask_of("a<b_>", false), "011") << "there is no token that ends it";
   EXPECT_EQ(mask_of("a<~>b", false), "000");
+  EXPECT_EQ(mask_of("~<~>b", false), "000") << "a turn before it ends with one, too";
+  EXPECT_EQ(mask_of("~<_>b", false), "010")
+      << "the token that ends a turn before it is not its own";
+  EXPECT_EQ(mask_of("a<b~c>", false), "0111") << "it does not end with that token";
 }
 
 struct ChatFiles {
@@ -149,6 +153,10 @@ TEST(Chats, AreKnownByTheirFirstLine) {
   files.write("\n{\"text\": \"words\"}\n");
   EXPECT_FALSE(tokenize(options).has_mask);
   files.write("\n{\"messages\": \"<abc>\"}\n");
+  options.format = "text";
+  options.out = files.folder + "/text";
+  EXPECT_FALSE(tokenize(options).has_mask) << "text may look like a chat";
+  options.format = "auto";
   options.out = files.folder + "/chats";
   EXPECT_TRUE(tokenize(options).has_mask);
   options.chats.format = "none";

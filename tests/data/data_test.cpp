@@ -98,6 +98,38 @@ TEST(SyntheticLanguage, RefusesWhatCannotBe) {
   expect_parts(error({.vocab_size = 8, .sequence_length = 0}), {"sequence_length is 0"});
 }
 
+// A run that is resumed by another build sees the samples that it would have seen: the values are
+// those of a program in another language, written from what the headers say.
+TEST(SyntheticLanguage, StaysTheSame) {
+  using Ids = std::vector<TokenId>;
+  const auto sample = [](std::int64_t successors, std::int64_t index) {
+    return SyntheticLanguage(
+               {.vocab_size = 11, .sequence_length = 12, .successors = successors, .seed = 5})
+        .get(index)
+        .tokens;
+  };
+  EXPECT_EQ(sample(4, 3), (Ids{7, 0, 10, 10, 10, 10, 2, 6, 6, 9, 5, 1, 9}));
+  EXPECT_EQ(sample(11, 0), (Ids{8, 4, 7, 4, 7, 0, 7, 0, 0, 0, 10, 2, 1}));
+}
+
+TEST(Shuffle, StaysTheSame) {
+  const auto first = [](std::int64_t size) {
+    const Shuffle shuffle(size, 7, "order");
+    std::vector<std::int64_t> places;
+    for (std::int64_t i = 0; i < 5; ++i) places.push_back(shuffle.at(i));
+    return places;
+  };
+  using Places = std::vector<std::int64_t>;
+  EXPECT_EQ(first(5), (Places{2, 4, 1, 0, 3}));
+  EXPECT_EQ(first(64), (Places{49, 45, 24, 0, 47}));
+  EXPECT_EQ(first(65), (Places{48, 2, 18, 23, 24}));
+  EXPECT_EQ(first(1'000'000'007), (Places{11940659, 830435022, 410861900, 433811122, 613776386}));
+  const Epochs epochs{.size = 9, .seed = 3, .shuffle = true};
+  EXPECT_EQ(epochs.at(2), 7);
+  EXPECT_EQ(epochs.at(9 + 2), 6);
+  EXPECT_EQ((Epochs{.size = 9, .seed = 3, .shuffle = false}.at(9 + 2)), 2);
+}
+
 TEST(Shuffle, IsAPermutationOfEverySize) {
   for (std::int64_t size = 1; size <= 130; ++size) {
     const Shuffle shuffle(size, 9, "epoch 0");

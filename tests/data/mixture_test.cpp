@@ -54,10 +54,33 @@ TEST(Mixture, EachSourceHasItsShareOfAnyPrefix) {
   }
 }
 
+std::vector<std::int64_t> taken_in_a_period(const Mixture& m, std::size_t num_sources) {
+  std::vector<std::int64_t> taken(num_sources, 0);
+  for (std::int64_t i = 0; i < Mixture::kPeriod; ++i)
+    ++taken[static_cast<std::size_t>(m.get(i).tokens[0])];
+  return taken;
+}
+
+// Of 10,000: those that lose most by rounding down have one more, and nobody has none.
+TEST(Mixture, RoundsSharesToThoseThatLoseMost) {
+  using Counts = std::vector<std::int64_t>;
+  EXPECT_EQ(taken_in_a_period(mixture({1.2, 2.9, 9995.9}), 3), (Counts{1, 3, 9996}));
+  EXPECT_EQ(taken_in_a_period(mixture({3, 1}), 2), (Counts{7500, 2500}));
+  EXPECT_EQ(taken_in_a_period(mixture({5, 1e-9}), 2), (Counts{9999, 1}));
+}
+
+// A run that is resumed by another build sees what it would have seen.
+TEST(Mixture, TakesTheSourceThatIsFurthestBehind) {
+  const Mixture m = mixture({3, 1});
+  std::vector<TokenId> sources;
+  for (std::int64_t i = 0; i < 8; ++i) sources.push_back(m.get(i).tokens[0]);
+  EXPECT_EQ(sources, (std::vector<TokenId>{0, 0, 1, 0, 0, 0, 1, 0}));
+}
+
 TEST(Mixture, NamesASourceWithoutAWeight) {
   expect_parts(error_of([] { mixture({1, 0}); }, ErrorKind::config), {"source 's1' has weight 0"});
   EXPECT_EQ(mixture({1, 1, 1}).vocab_size(), 12);
-  EXPECT_NE(mixture({3, 1}).describe().find("s1 (25 %): numbered"), std::string::npos);
+  EXPECT_EQ(mixture({3, 1}).describe(), "2 sources\n  s0 (75 %): numbered\n  s1 (25 %): numbered");
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ TEST(Packed, SequencesFollowOneAnotherAndOverlapByOneToken) {
   EXPECT_EQ(data.get(1).documents, (Numbers{0, 1, 1, 1}));
   EXPECT_EQ(data.get(2).tokens, data.get(0).tokens);  // from the beginning
   EXPECT_EQ(data.describe(), "corpus: 2 documents, 7 tokens, 2 sequences of 3");
+  EXPECT_EQ(PackedDataset(corpus_of({"abc"}), 3, 0, false).describe(),
+            "corpus: 1 document, 4 tokens, 1 sequences of 3");
 
   // The first token of a document is not to be predicted from the one before it.
   const Batch batch = make_batch(data, 0, 2);

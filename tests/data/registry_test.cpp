@@ -42,6 +42,23 @@ TEST(OpenDataset, TakesTheKindFromThePath) {
                {"257 different tokens", "96", "vocab_size = 257"});
 }
 
+TEST(OpenDataset, MixesSources) {
+  const TemporaryFile a("a.txt", "aaaaaaaa"), b("b.jsonl", "{\"text\": \"bbbbbbbb\"}\n");
+  DatasetOptions options{.path = a.path(), .sequence_length = 3, .vocab_size = 257};
+  options.sources = {{.path = a.path(), .name = "first"}, {.path = b.path(), .name = "second"}};
+  const auto mixed = open_dataset(options);
+  EXPECT_EQ(mixed->get(0).tokens[0], 'a');
+  EXPECT_EQ(mixed->get(1).tokens[0], 'b');
+  options.sources.push_back({.kind = "csv", .path = a.path(), .name = "third"});
+  const std::string error = error_of([&] { open_dataset(options); }, ErrorKind::config);
+  EXPECT_EQ(error.find("number 3"), std::string::npos) << "its own error: " << error;
+}
+
+TEST(DatasetKinds, SayWhatIsBytes) {
+  for (const auto& kind : dataset_kinds())
+    EXPECT_EQ(kind.num_tokens, kind.name == "text" || kind.name == "jsonl" ? 257 : 0) << kind.name;
+}
+
 // In a process of its own: what is lowered stays so.
 TEST(OpenDatasetDeathTest, RaisesTheLimitOfOpenFilesAtNeedAndNamesItWhereItIsTooLow) {
   const std::string ids(64, 1);

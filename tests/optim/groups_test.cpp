@@ -52,7 +52,10 @@ TEST(Groups, SayWhyOneHasFoundNothing) {
                {"optimizer.group.1.match is 'a'", "in a group before it"});
   expect_parts(error({{4, 4}, {1, 1}, {0, 0}}),
                {"optimizer.group.2.match is 'router'", "no parameter has such a name", "a.weight"});
-  check_matches(groups, {{4, 4}, {1, 1}, {1, 1}}, names);
+  expect_parts(error({{0, 0}, {1, 1}, {1, 1}}), {"optimizer.group.0.match is 'weight'"});
+  std::vector<GroupMatch> all_found{{4, 4}, {1, 1}, {1, 1}, {0, 0}};
+  all_found.pop_back();  // what is behind the end is not looked at
+  check_matches(groups, all_found, names);
 }
 
 // Two groups in one optimizer move as two optimizers with a rate and a decay of their own.

@@ -19,7 +19,8 @@ namespace {
 constexpr MuonConfig kMuon{.momentum = 0.8, .weight_decay = 0.3};
 constexpr double kRate = 0.1;
 
-// A tall and a wide matrix, stacks of both, and one whose four heads are matrices of their own.
+// A tall and a wide matrix, stacks of both, one whose four heads are matrices of their own, and one
+// of which a rank has a single number.
 struct Matrices {
   Param<Dense{I, I, I}> uncut{Model::spec("uncut", {9, 4}, {}), Model::init()};
   Param<Dense{I, I, F}> row{Model::spec("row", {7, 5}, {{tp, 1}}), Model::init()};
@@ -27,6 +28,7 @@ struct Matrices {
   Param<Sparse{I, E, F}> up{Model::spec("up", {5, 7, 3}, {{ep, 0}, {etp, 1}}), Model::init()};
   Param<Sparse{I, E, F}> down{Model::spec("down", {5, 3, 7}, {{ep, 0}, {etp, 2}}, 1),
                               Model::init()};
+  Param<Dense{I, I, I}> small{Model::spec("small", {2, 1}, {}), Model::init()};
 
   static ParamSpec head_spec() {
     ParamSpec spec = Model::spec("heads", {12, 5}, {{tp, 0}});
@@ -35,7 +37,7 @@ struct Matrices {
   }
   template <class Fn>
   void each_param(Fn f) {
-    f(uncut), f(row), f(heads), f(up), f(down);
+    f(uncut), f(row), f(heads), f(up), f(down), f(small);
   }
 };
 
@@ -89,7 +91,7 @@ at::Tensor expected(const ParamSpec& spec, const MuonConfig& c, const at::Tensor
 TEST(Muon, IsItsFormula) {
   for (const MuonConfig& c :
        {kMuon, MuonConfig{.momentum = 0.6, .nesterov = false, .weight_decay = 0},
-        MuonConfig{.momentum = 0, .by_head = true}}) {
+        MuonConfig{.momentum = 0, .by_head = true, .numbers_in_round = 50}}) {
     const auto values = train_alone(c);
     on_mesh({}, [&](const Mesh&) {
       Matrices().each_param([&](auto& p) {
@@ -106,6 +108,7 @@ TEST(Muon, GivesTheBitsOfOneRankOnMeshes) {
   for (const bool by_head : {false, true}) {
     MuonConfig config = kMuon;
     config.by_head = by_head;
+    if (by_head) config.numbers_in_round = 10;
     const auto whole = train_alone(config);
     const auto all = meshes();
     for (std::size_t i = by_head ? 1 : 0; i < all.size(); i += 4)
@@ -119,21 +122,91 @@ TEST(Muon, GivesTheBitsOfOneRankOnMeshes) {
   }
 }
 
-// Two messages for all parameters, and no rank has more than its share of the matrices.
+// Of what a run sets: each flag is its own, and not its opposite.
+TEST(Muon, IsMadeOfTheValuesOfARun) {
+  const auto moved = [](const Optimizer::RulePtr& rule) {
+    at::Tensor result;
+    on_mesh({}, [&](const Mesh&) {
+      ParamSpec spec = Matrices::head_spec();
+      spec.dtype = at::kFloat;  // float64 is worked on in float64
+      Param<Dense{I, I, F}> w(spec, Model::init());
+      ParamList list;
+      list.add(w);
+      Optimizer optimizer(list, rule);
+      for (int step = 0; step < 2; ++step) {
+        w.stored().value.mutable_grad() = whole_gradient(spec, step);
+        optimizer.step(kRate);
+      }
+      result = local(value(w)).clone();
+    });
+    return result;
+  };
+  std::vector<at::Tensor> all;
+  for (const bool nesterov : {false, true})
+    for (const bool float32 : {false, true})
+      for (const bool by_head : {false, true}) {
+        const at::Tensor made = moved(find_rule("muon").make({{"muon_momentum", 0.8},
+                                                              {"nesterov", nesterov},
+                                                              {"muon_float32", float32},
+                                                              {"muon_by_head", by_head},
+                                                              {"weight_decay", 0.3}}));
+        EXPECT_TRUE(at::equal(made, moved(std::make_shared<Muon>(MuonConfig{
+                                        .momentum = 0.8,
+                                        .nesterov = nesterov,
+                                        .weight_decay = 0.3,
+                                        .newton_schulz = float32 ? at::kFloat : at::kBFloat16,
+                                        .by_head = by_head}))));
+        for (const at::Tensor& other : all) EXPECT_FALSE(at::equal(made, other));
+        all.push_back(made);
+      }
+}
+
+// The direction has no scale, so only what is kept tells that of the mean.
+TEST(Muon, KeepsTheMeanOfTheGradients) {
+  on_mesh({}, [](const Mesh&) {
+    Param<Dense{I, I, I}> w(Model::spec("w", {3, 2}, {}), Model::init());
+    ParamList list;
+    list.add(w);
+    Optimizer optimizer(list, std::make_shared<Muon>(kMuon));
+    const at::Tensor g = whole_gradient(w.stored().spec, 0);
+    w.stored().value.mutable_grad() = g.clone();
+    optimizer.step(kRate);
+    const at::Tensor kept = optimizer.state().at(0).value;
+    EXPECT_TRUE(at::allclose(kept, (1 - kMuon.momentum) * g, 1e-14)) << kept;
+  });
+}
+
+// Two messages for all parameters, and no rank has much more than its share of the matrices: the
+// second message is what it sends home.
 TEST(Muon, SendsEachMatrixToOneOfManyOwners) {
-  on_mesh({.dp_replicate = 2, .dp_shard = 2}, [](const Mesh&) {
-    std::int64_t bytes = 0, num_calls = 0;
-    {
-      comm::Trace trace;
-      train(kMuon, 1);
-      for (const auto& call : trace.entries())
-        if (call.op == comm::Collective::all_to_all) {
-          bytes += call.bytes;
-          ++num_calls;
-        }
-    }
-    EXPECT_EQ(num_calls, 2);
-    EXPECT_GT(bytes, 0);
+  std::vector<std::int64_t> bytes(4);
+  on_mesh({.dp_replicate = 2, .dp_shard = 2}, [&](const Mesh& mesh) {
+    const comm::Trace trace;
+    train(kMuon, 1);
+    std::vector<std::int64_t> messages;
+    for (const auto& call : trace.entries())
+      if (call.op == comm::Collective::all_to_all) messages.push_back(call.bytes);
+    ASSERT_EQ(messages.size(), 2u);
+    bytes[static_cast<std::size_t>(mesh.rank())] = messages[1];
+  });
+  const std::int64_t num = 9 * 4 + 7 * 5 + 12 * 5 + 2 * 5 * 21 + 2;  // to each of two replicas
+  std::int64_t sum = 0;
+  for (const std::int64_t b : bytes) sum += b;
+  EXPECT_EQ(sum, 2 * num * static_cast<std::int64_t>(sizeof(double)));
+  for (const std::int64_t b : bytes) EXPECT_LT(b, sum * 2 / 5);
+}
+
+// Matrices of 36 and 35 numbers fill a round of 4 x 10; those after them are larger, or the last.
+TEST(Muon, TakesParametersInRounds) {
+  on_mesh({.dp_shard = 4}, [&](const Mesh&) {
+    MuonConfig config = kMuon;
+    config.numbers_in_round = 10;
+    const comm::Trace trace;
+    train(config, 1);
+    int num_messages = 0;
+    for (const auto& call : trace.entries())
+      num_messages += call.op == comm::Collective::all_to_all;
+    EXPECT_EQ(num_messages, 2 * 5) << "uncut and row; heads; up; down; small";
   });
 }
 
@@ -150,9 +223,9 @@ TEST(Muon, LeavesTablesAndVectorsToAdamW) {
 }
 
 TEST(Muon, RefusesWhatItCannotDo) {
-  EXPECT_EQ(error_of([] { MuonConfig{.momentum = 1}.validate(); }, ErrorKind::config),
+  EXPECT_EQ(error_of([] { Muon(MuonConfig{.momentum = 1}); }, ErrorKind::config),
             "Muon: momentum is 1; it takes 0 or more and less than 1, such as 0.95");
-  EXPECT_EQ(error_of([] { MuonConfig{.weight_decay = -1}.validate(); }, ErrorKind::config),
+  EXPECT_EQ(error_of([] { Muon(MuonConfig{.weight_decay = -1}); }, ErrorKind::config),
             "Muon: weight_decay is -1; it takes 0 or more, such as 0.1");
 }
 

@@ -55,6 +55,10 @@ TEST(Schedule, CosineFallsToTheFloor) {
 }
 
 TEST(Schedule, WsdIsStableAndThenFalls) {
+  const Schedule abrupt(
+      {.kind = Kind::wsd, .num_steps = 4, .decay_ratio = 0, .min_lr_factor = 0.5});
+  EXPECT_EQ(abrupt.factor(3), 1);
+  EXPECT_EQ(abrupt.factor(4), 0.5);
   const Schedule s({.kind = Kind::wsd, .num_steps = 20, .warmup_steps = 5, .decay_ratio = 0.2});
   for (std::int64_t step = 4; step <= 16; ++step) EXPECT_EQ(s.factor(step), 1) << step;
   EXPECT_DOUBLE_EQ(s.factor(17), 0.75);

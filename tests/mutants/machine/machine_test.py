@@ -107,7 +107,7 @@ def mistakes_are_judged(tree, program):
     binary.parent.mkdir(parents=True)
     binary.symlink_to(program)
     (tree.folder.root / "tests").mkdir()
-    checks = mutate.trace(tree.folder, "mutate_checks", 1)
+    checks = mutate.trace(tree.folder, "mutate_checks", 1, "*")
     expect(len(checks) == 3, "tests:", checks)
     live = [m for m in tree.mistakes if m.state != "refused"]
     endless = next(m for m in live if m.site.text == "i += 1 -> i += 0")
@@ -180,7 +180,8 @@ def lone_mistakes_are_judged(root, compiler):
     mutate.write(folder.build / "build.ninja", NINJA.format(cxx=compiler, tree=folder.tree))
     mutate.write(folder.build / "compile_commands.json", json.dumps([{
         "file": str(folder.tree / n),
-        "command": f"{compiler} -std=c++20 -I{folder.tree} -o o -c {folder.tree / n}"}
+        "command": f"{compiler} -std=c++20 -I{folder.tree} -o {n.removeprefix('moesh/')}.o "
+                   f"-c {folder.tree / n}"}
         for n in ALONE if n.endswith(".cpp")]))
     code, output = mutate.run(["ninja", "bin/alone"], folder.build)
     expect(code == 0, output)
