@@ -297,6 +297,19 @@ TEST_P(Steps, CopiesAndFreedCastsChangeNoBit) {
   });
 }
 
+TEST(Losses, OfOneMoeLayerAreTold) {
+  const OneRankScope scope;
+  auto config = models::MixtralConfig::named("tiny");
+  config.num_layers = 1;
+  const auto model = models::make_model(config, {.dtype = at::kDouble, .device = test_device()});
+  StepOptions options;
+  options.forward.auxiliary = {.balance_weight = 0.1, .z_weight = 0.2};
+  const Gradients g = accumulate_gradients(*model, {batch_of(current_mesh())}, options);
+  EXPECT_GT(g.auxiliary[0], 0);
+  EXPECT_GT(g.auxiliary[1], 0);
+  EXPECT_NEAR(g.total_loss, g.loss + g.auxiliary[0] + g.auxiliary[1], 1e-12);
+}
+
 // Against formulas that no rank computes with: one rank and a mesh may make the same mistake.
 TEST(Losses, EveryTermIsItsFormulaOverTheTokensWithALabel) {
   for (const auto& shape : {MeshShape{}, MeshShape{.dp_shard = 2, .ep = 2}, MeshShape{.cp = 4},

@@ -115,7 +115,7 @@ class Folder:
     def __init__(self, path, root=ROOT):
         self.root = root
         self.path, self.tree, self.build = path, path / "tree", path / "tree" / "build"
-        self.results, self.counts = path / "results.json", path / "counts.md"
+        self.results = path / "results.json"
         self.known = {}
         if self.results.exists():
             self.known = json.loads(self.results.read_text(encoding="utf-8"))
@@ -182,6 +182,15 @@ class Tree:
         """What a result of this mistake is kept under."""
         return digest(what, self.texts[m.file], str(m.site.begin), str(m.site.end),
                       m.site.changed, *more)
+
+    def recall_all(self):
+        """What became of them when they were judged last, in any run; nothing: they were not."""
+        for m in self.mistakes:
+            alone = self.folder.known.get(self.memory(m, "alone"), [""])
+            m.state = "killed" if self.memory(m, "killed") in self.folder.known else \
+                "survived" if self.memory(m, "survived") in self.folder.known else alone[0]
+            if m.state == "survived" and m.file in NEEDS_A_GPU and not HAS_GPU:
+                m.state = ""
 
     def copy_all(self):
         wanted = set()
@@ -589,6 +598,7 @@ def judge(tree, program, checks, chosen, jobs, most):
             folder.remember(tree.memory(m, "killed"), (m.how, m.by, m.said))
         else:
             folder.remember(tree.memory(m, "survived", sources), len(reaching))
+            folder.remember(tree.memory(m, "survived"), True)
         done[0] += 1
         if done[0] % 50 == 0:
             print(f"    {done[0]} of {len(todo)} in {time.time() - done[1]:.0f} s", flush=True)
@@ -711,8 +721,10 @@ def judge_alone(tree, program, checks, chosen, jobs, most):
             else:
                 alone.judge(m, near(m), most)
                 kept = [m.state, m.how, m.by, m.said]
-            folder.remember(
-                tree.memory(m, "alone", sources) if kept[0] == "survived" else memory, kept)
+            if kept[0] == "survived":
+                memory = tree.memory(m, "alone", sources)
+                folder.remember(tree.memory(m, "survived"), True)
+            folder.remember(memory, kept)
             shutil.rmtree(alone.shadow(m), ignore_errors=True)
         m.state, m.how, m.by, m.said = kept
         m.alone = m.state != "refused"
@@ -745,8 +757,7 @@ def main():
     parser.add_argument("--tests", default="*", metavar="FILTER",
                         help="only these, as GoogleTest's --gtest_filter takes them")
     parser.add_argument("--page", action="store_true",
-                        help="put the counts of the last run into bench/results/mutants.md, "
-                        "and end")
+                        help="put what is known into bench/results/mutants.md, and end")
     parser.add_argument("--list", action="store_true", help="print the sites, and end")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--most", type=float, default=20, metavar="SECONDS",
@@ -762,8 +773,10 @@ def main():
         return 0
     folder = Folder(arguments.folder)
     if arguments.page:
-        put_counts(ROOT / "bench" / "results" / "mutants.md",
-                   folder.counts.read_text(encoding="utf-8"))
+        Tree(folder, mistakes).recall_all()
+        judged = {m.file.split("/")[1] for m in mistakes if m.state}
+        put_counts(ROOT / "bench" / "results" / "mutants.md", by_folder(
+            [m for m in mistakes if m.file.split("/")[1] in judged], reasons))
         return 0
     if arguments.fresh:
         folder.known = {}
@@ -807,7 +820,6 @@ def main():
                 m.state == "refused" and arguments.quick:
             m.state = ""  # not run
     print(summary(chosen, reasons))
-    write(folder.counts, by_folder(chosen, reasons))
     survivors = [m for m in chosen if m.state == "survived" and m.number not in reasons]
     for m in survivors:
         print("survived:", m.describe(), "" if m.number in reached or m.alone else
