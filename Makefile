@@ -138,7 +138,7 @@ verify: build
 test-settings: build
 	.venv/bin/python tests/train/torch_test.py build/bin/moesh --all
 
-# Some 6,000 small mistakes in what can change a number, and what finds them; in build-mutate.
+# Some 7,000 small mistakes in what can change a number, and what finds them; in build-mutate.
 # MUTATE="--files 'moesh/nn/*'": some of them (tests/mutants/machine/mutate.py --help).
 mutate: setup
 	python3 tests/mutants/machine/mutate.py --jobs $(JOBS) $(MUTATE)
