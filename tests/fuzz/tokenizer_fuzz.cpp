@@ -56,7 +56,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::size_t zero = input.rest.find('\0');
   if (zero == std::string_view::npos) return 0;
   const std::string_view text = input.rest.substr(zero + 1, 16);
-  if (find_bad_utf8(text) != std::string_view::npos) return 0;
+  if (moesh::find_bad_utf8(text) != std::string_view::npos) return 0;
   if (const auto pattern =
           unless_refused([&] { return SplitPattern(input.rest.substr(0, zero), "p"); }))
     unless_refused([&] { return check(*pattern, text), true; });
