@@ -139,6 +139,7 @@ Converted convert(const std::filesystem::path& from, const std::filesystem::path
               "leave out --layout");
   const formats::DiskTable from_table = model.table(layout);
   formats::DiskTable to_table = model.table(options.layout.value_or(layout));
+  tell_left_out(source, from_table);
   const Loader loader(source, from_table);
   std::optional<Merger> merger;
   if (options.merge) merger.emplace(*options.merge);

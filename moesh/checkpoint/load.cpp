@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "moesh/base/error.h"
+#include "moesh/base/log.h"
 #include "moesh/checkpoint/file.h"
 #include "moesh/comm/launch.h"
 #include "moesh/formats/adapter_config.h"
@@ -52,13 +53,14 @@ Differences compare(const TensorFolder& folder, const formats::DiskTable& table)
   for (const auto& t : table.tensors) {
     wanted.insert(t.name);
     const auto found = folder.tensors().find(t.name);
-    if (found == folder.tensors().end())
-      d.missing.push_back(t.name);
-    else if (const auto& shape = found->second.info->shape; shape != t.shape)
+    if (found == folder.tensors().end()) {
+      if (!t.is_copy) d.missing.push_back(t.name);
+    } else if (const auto& shape = found->second.info->shape; shape != t.shape)
       d.misshapen.push_back(detail::concat(t.name, " ", shape, " (it should be ", t.shape, ")"));
   }
   for (const auto& [name, found] : folder.tensors())
-    if (!wanted.contains(name) && !(table.ignored && table.ignored(name)))
+    if (!wanted.contains(name) && !(table.ignored && table.ignored(name)) &&
+        !(table.left_out && table.left_out(name)))
       d.unexpected.push_back(name);
   return d;
 }
@@ -413,7 +415,61 @@ void check_names(const TensorFolder& folder, const formats::DiskTable& table) {
     text += detail::concat("; ", d.unexpected.size(), " unexpected: ", listed(d.unexpected));
   if (!d.misshapen.empty())
     text += detail::concat("; ", d.misshapen.size(), " of another shape: ", listed(d.misshapen));
+  const std::string cure =
+      table.cure && !d.missing.empty() ? table.cure(d.missing.front()) : std::string();
+  if (!cure.empty()) text += "; " + cure;
   throw Error(ErrorKind::data, text);
+}
+
+namespace {
+
+// Pages of both that lie evenly from the first to the last. What is of another type is not looked
+// at: its rounding may differ.
+bool have_same_sample(const TensorFolder::Found& a, const TensorFolder::Found& b) {
+  constexpr std::uint64_t kPages = 64, kPage = 4096;
+  const std::uint64_t size = a.info->end - a.info->begin;
+  if (a.quantized || b.quantized || a.info->dtype != b.info->dtype) return true;
+  if (size != b.info->end - b.info->begin) return false;
+  const auto page = [&](const TensorFolder::Found& t, std::uint64_t offset) {
+    std::vector<std::byte> bytes(std::min(kPage, size - offset));
+    t.file->read(t.file->file().header().data_start + t.info->begin + offset, bytes);
+    return bytes;
+  };
+  const std::uint64_t last = size > kPage ? size - kPage : 0;
+  for (std::uint64_t i = 0; i < kPages; ++i)
+    if (const auto at = last * i / (kPages - 1); page(a, at) != page(b, at)) return false;
+  return true;
+}
+
+void tell_other_copies(const TensorFolder& folder, const formats::DiskTable& table) {
+  const auto& there = folder.tensors();
+  for (const auto& copy : table.tensors) {
+    if (!copy.is_copy || !there.contains(copy.name)) continue;
+    for (const auto& t : table.tensors)
+      if (!t.is_copy && t.sources[0].param == copy.sources[0].param && there.contains(t.name) &&
+          !have_same_sample(there.at(copy.name), there.at(t.name)))
+        log_warn("'", folder.path().string(), "': '", copy.name, "' is not '", t.name,
+                 "'; moesh has one weight for both, and takes the second");
+  }
+}
+
+}  // namespace
+
+void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table) {
+  tell_other_copies(folder, table);
+  if (!table.left_out) return;
+  std::vector<std::string> names;
+  std::set<std::string> wanted;
+  for (const auto& t : table.tensors) wanted.insert(t.name);
+  for (const auto& [name, found] : folder.tensors())
+    if (!wanted.contains(name) && table.left_out(name)) names.push_back(name);
+  if (names.empty()) return;
+  log_warn("'", folder.path().string(), "' has ", names.size(),
+           " tensors of layers for multi-token prediction that this model does not compute; they "
+           "are left out, and will not be in what is saved: ",
+           listed(names),
+           ". To read and train them set model.num_mtp_layers (num_nextn_predict_layers in "
+           "config.json) to the number of these layers");
 }
 
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model) {
@@ -430,6 +486,7 @@ formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::Mod
 
 Loader::Loader(const TensorFolder& folder, const formats::DiskTable& table) : folder_(folder) {
   for (const auto& in_table : table.tensors) {
+    if (in_table.is_copy) continue;
     const auto found = folder.tensors().find(in_table.name);
     const bool is_quantized = found != folder.tensors().end() && found->second.quantized;
     const formats::DiskTensor& tensor =

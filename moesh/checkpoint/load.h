@@ -90,6 +90,10 @@ class TensorFolder {
 /// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
 /// others: it lists those that are missing and those that are unexpected.
 void check_names(const TensorFolder& folder, const formats::DiskTable& table);
+/// Tells the user which tensors of the folder are not read though they hold something of their own:
+/// those that the table leaves out, and copies that are not what they are copies of, as far as a
+/// sample of their bytes shows.
+void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
 /// The layout in which the folder has its experts; where none fits, check_names of the nearest one
 /// throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);

@@ -288,6 +288,10 @@ data::DatasetOptions dataset_options(const Config& config) {
           .token_folder = config.data.token_folder};
 }
 
+std::int64_t num_mtp_layers(const Config& config) {
+  return models::facts(config.model.architecture).num_mtp_layers;
+}
+
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source) {
   data::DatasetOptions options = dataset_options(config);
   options.kind = source.kind, options.path = source.path;

@@ -44,6 +44,7 @@ struct TrainingSection {
   std::int64_t global_batch_size = 0;
   std::int64_t gradient_accumulation_steps = 1;
   double max_norm = 1;
+  double mtp_loss_weight = 0.3;
   std::string freeze = "";
   double max_minutes = 0;
   std::int64_t max_skipped_steps = 10;
@@ -270,6 +271,8 @@ models::Lora lora(const Config& config);
 bool document_mask(const Config& config);
 data::DatasetOptions dataset_options(const Config& config);
 /// The options of one of the files to validate on: read from its beginning, in its order.
+/// Depths of multi-token prediction.
+std::int64_t num_mtp_layers(const Config& config);
 data::DatasetOptions validation_options(const Config& config, const ValidationSource& source);
 
 }  // namespace moesh::config

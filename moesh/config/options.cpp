@@ -51,6 +51,10 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, training, max_norm,
                    "largest gradient norm: larger gradients are scaled down to it; 0: no clipping",
                    at_least(0)),
+      MOESH_OPTION(numbers, training, mtp_loss_weight,
+                   "weight of the loss of multi-token prediction, the mean over the depths of "
+                   "model.num_mtp_layers",
+                   at_least(0)),
       MOESH_OPTION(
           numbers, training, freeze,
           "names of parameters that are not trained, separated by commas; * stands for any "

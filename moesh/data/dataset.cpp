@@ -15,16 +15,47 @@ Sample Once::get(std::int64_t index) const {
           .documents = std::vector<std::int64_t>(count, kPadding)};
 }
 
-Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count) {
+namespace {
+
+// Of position t of one sample; k = 0 is the next token.
+struct AheadOf {
+  const Sample& sample;
+  std::vector<std::size_t> last;  // of each token: the last one of its document
+
+  explicit AheadOf(const Sample& s) : sample(s), last(s.documents.size()) {
+    for (std::size_t t = last.size(); t-- > 0;) {
+      const bool ends = t + 1 == last.size() || s.documents[t] != s.documents[t + 1];
+      last[t] = ends ? t : last[t + 1];
+    }
+  }
+  std::int64_t input(std::size_t t, std::size_t k) const {
+    return t + k < last.size() ? sample.tokens[t + k] : 0;  // one that no label is predicted from
+  }
+  // The prediction stays in the document of its position.
+  std::int64_t label(std::size_t t, std::size_t k) const {
+    const std::size_t target = t + k + 1;
+    if (target > last[t] || sample.documents[t] == kPadding) return kIgnoredLabel;
+    return sample.trained.empty() || sample.trained[target] ? sample.tokens[target] : kIgnoredLabel;
+  }
+};
+
+}  // namespace
+
+Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count,
+                 std::int64_t num_ahead) {
   MOESH_CHECK(first >= 0 && count >= 0 && first <= std::numeric_limits<std::int64_t>::max() - count,
               ErrorKind::config, "samples ", first, " and the ", count,
               " that follow do not exist; both numbers are 0 or more");
   const std::int64_t length = dataset.sequence_length();
   const auto make = [&] { return at::empty({count, length}, at::kLong); };
-  Batch batch{.input_ids_BL = make(), .labels_BL = make(), .document_starts_BL = make()};
-  auto* input = batch.input_ids_BL.mutable_data_ptr<std::int64_t>();
-  auto* label = batch.labels_BL.mutable_data_ptr<std::int64_t>();
-  auto* begin = batch.document_starts_BL.mutable_data_ptr<std::int64_t>();
+  Batch batch{
+      .input_ids_BL = make(), .labels_BL = make(), .document_starts_BL = make(), .ahead = {}};
+  for (std::int64_t k = 0; k < num_ahead; ++k) batch.ahead.push_back({make(), make()});
+  const auto numbers = [](at::Tensor& t) { return t.mutable_data_ptr<std::int64_t>(); };
+  std::vector<std::pair<std::int64_t*, std::int64_t*>> ids{
+      {numbers(batch.input_ids_BL), numbers(batch.labels_BL)}};  // inputs and labels, by depth
+  for (auto& a : batch.ahead) ids.emplace_back(numbers(a.input_ids_BL), numbers(a.labels_BL));
+  auto* begin = numbers(batch.document_starts_BL);
   for (std::int64_t b = 0; b < count; ++b) {
     const Sample sample = dataset.get(first + b);
     const auto expected = static_cast<std::size_t>(length + 1);
@@ -34,14 +65,13 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count)
     MOESH_CHECK(sample.trained.empty() || sample.trained.size() == expected, "sample ", first + b,
                 " has a loss mask of ", sample.trained.size(), " tokens, not ", expected);
     const auto& documents = sample.documents;
+    const AheadOf ahead(sample);
     std::size_t start = 0;
     for (std::size_t t = 0; t + 1 < expected; ++t) {
       if (t == 0 || documents[t] != documents[t - 1]) start = t, ++batch.num_documents;
-      const bool continues = documents[t] == documents[t + 1] && documents[t] != kPadding;
-      *input++ = sample.tokens[t];
       *begin++ = static_cast<std::int64_t>(start);
-      const bool is_trained = sample.trained.empty() || sample.trained[t + 1];
-      *label++ = continues && is_trained ? sample.tokens[t + 1] : kIgnoredLabel;
+      for (std::size_t k = 0; k < ids.size(); ++k)
+        *ids[k].first++ = ahead.input(t, k), *ids[k].second++ = ahead.label(t, k);
     }
   }
   return batch;

@@ -55,6 +55,13 @@ struct Batch {
   at::Tensor labels_BL;
   at::Tensor document_starts_BL;  // the position in the sequence where each token's document begins
   std::int64_t num_documents = 0;  // of all sequences
+  /// For multi-token prediction, at depth k = 1, 2, ..: of position i the token i + k and, as
+  /// label, token i + k + 1. Ignored labels are as above, and those of tokens which the sample does
+  /// not have.
+  struct Ahead {
+    at::Tensor input_ids_BL, labels_BL;
+  };
+  std::vector<Ahead> ahead;
 };
 
 /// The samples of another dataset, each once: those that follow are padding.
@@ -72,8 +79,9 @@ class Once : public Dataset {
   const Dataset& of_;
 };
 
-/// Samples first, first + 1, ... of the global order.
-Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count);
+/// Samples first, first + 1, ... of the global order, with tokens ahead for `num_ahead` depths.
+Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count,
+                 std::int64_t num_ahead = 0);
 
 /// How the samples of one step are dealt out. Micro-batches and dp ranks take ranges of one global
 /// order, so a step of so many sequences has the same ones however they are split.

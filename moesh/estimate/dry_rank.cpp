@@ -189,6 +189,8 @@ std::vector<models::MicroBatch> DryRank::batches(std::int64_t num) const {
   std::vector<models::MicroBatch> all;
   for (std::int64_t i = 0; i < num; ++i) {
     all.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
+    for (std::int64_t k = 0; k < num_mtp_layers(config_); ++k)
+      all.back().ahead.push_back({ids(), ids()});
     if (document_mask(config_)) all.back().documents = {ids(), most_documents(batch, sequence, 0)};
   }
   return all;

@@ -6,6 +6,7 @@
 #include "moesh/base/error.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/dry_rank.h"
+#include "moesh/models/stage.h"
 #include "moesh/pipeline/simulate.h"
 
 namespace moesh::estimate {
@@ -198,17 +199,30 @@ Axes axes_of(const std::string& group) {
   return set;
 }
 
+namespace {
+void set_shares(const models::DecoderPlan& plan, ModelShape& shape) {
+  const OneRankScope scope;
+  const auto n = plan.config.num_layers;
+  models::Stage last(plan, {.device = at::kMeta}, {n, n});
+  double of_last = 0;
+  last.each_param([&](const Stored& w) {
+    if (w.storage != efsdp) of_last += static_cast<double>(c10::multiply_integers(w.spec.shape));
+  });
+  const auto embedding = static_cast<double>(plan.config.vocab * plan.config.dim);
+  const double all = of_last + (last.embedding() ? 0 : embedding);
+  shape.of_first = embedding / all, shape.of_last = of_last / all;
+}
+}  // namespace
+
 ModelShape model_shape(const Config& config) {
   const models::FlopsOfParts flops =
       models::flops_of_parts(config.model.architecture, config.data.sequence_length);
   return std::visit(
       [&](const auto& c) {
         const models::DecoderPlan plan = c.plan();
-        ModelShape shape{.is_moe = {},
-                         .layer_flops = flops.layers,
-                         .head_flops = flops.head,
-                         .dim = c.dim,
-                         .tied = c.tie_embeddings};
+        ModelShape shape{
+            .is_moe = {}, .layer_flops = flops.layers, .head_flops = flops.head, .dim = c.dim};
+        set_shares(plan, shape);
         for (std::int64_t i = 0; i < c.num_layers; ++i) shape.is_moe.push_back(plan.is_moe(i));
         return shape;
       },

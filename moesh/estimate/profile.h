@@ -41,7 +41,9 @@ struct ModelShape {
   std::vector<double> layer_flops;  // for each token, forward and backward
   double head_flops = 0;
   std::int64_t dim = 0;
-  bool tied = false;  // the head is the embedding
+  // Of what is around the layers (embedding, head, layers of multi-token prediction), by parameters
+  // that are not those of experts: what the first stage has, and what the last one has.
+  double of_first = 0.5, of_last = 0.5;
 };
 ModelShape model_shape(const Config& config);
 

@@ -205,13 +205,13 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
       activations += p.activations, kept += p.kept, gathered += p.gathered;
     }
     const bool is_first = s == 0, is_last = s + 1 == pipe.plan.size();
-    // Half of what is around the layers is the embedding, half the head; one is both if tied.
-    const double of_ends = is_first && is_last     ? 1
-                           : !is_first && !is_last ? 0
-                           : model.tied            ? 1
-                                                   : 0.5;
-    add(state, profile.ends.dense, of_ends);
-    stage.add(ends, is_first && is_last ? 1 : is_first || is_last ? 0.5 : 0);
+    const double both = is_first && is_last ? 1 : 0;
+    add(state, profile.ends.dense,
+        both + (1 - both) * (is_first * model.of_first + is_last * model.of_last));
+    if (is_last) add(state, profile.ends.experts);
+    const double traffic_of_first = std::min(0.5, model.of_first);
+    stage.add(ends,
+              both + (1 - both) * (is_first * traffic_of_first + is_last * (1 - traffic_of_first)));
     pipeline::StageCosts c = costs_of(stage, config);
     if (is_last) {  // backward of the head follows its forward at once
       stage.add(head);

@@ -41,6 +41,8 @@ struct DiskTensor {
       view;  // the shape, dimensions split (row-major); the number of elements is the same
   std::vector<Source> sources;
   std::optional<Dtype> dtype = {};  // always written in this one; else in that of the export
+  bool is_copy =
+      false;  // of what another tensor holds: it is written, and need not be there to read
 };
 
 /// A tensor that is one whole parameter, under another name or the same.
@@ -51,6 +53,10 @@ struct DiskTable {
   std::vector<DiskTensor> tensors;  // in the order in which they are written
   std::function<bool(std::string_view)> ignored =
       {};  // names that are often there and that nothing needs
+  std::function<bool(std::string_view)> left_out =
+      {};  // names that may be there and that this model does not compute: a user is told
+  std::function<std::string(std::string_view)> cure =
+      {};  // what to do where the tensor of this name is missing; empty: unknown
 
   /// Throws Error (internal) unless every tensor is covered by its sources, without overlap.
   void validate() const;

@@ -1,4 +1,4 @@
-#include "moesh/models/stage.h"
+#include "moesh/models/block.h"
 
 #include <ATen/record_function.h>
 
@@ -11,7 +11,7 @@ namespace {
 nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& config,
                               const nn::Tokens& tokens, const MicroBatch& batch,
                               const Auxiliary& asked, const nn::RouteOptions& options) {
-  if (!asked.any()) return {};
+  if (!asked.of_routers()) return {};
   const nn::TokenSum none = sum_all(narrow(detach(route.logits_NE), 0, 0, 0));  // of no token
   const auto part = [&](double weight, const auto& term) -> nn::TokenSum {
     return weight == 0 ? none : scale(term(), weight);
@@ -22,10 +22,15 @@ nn::TokenSum auxiliary_losses(const nn::Route& route, const nn::RouterConfig& co
              return nn::balance_loss(route, config, tokens, batch.num_step_tokens,
                                      asked.balance_over, options);
            }),
-      part(asked.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); })});
+      part(asked.z_weight, [&] { return nn::z_loss(route, batch.num_step_tokens); }), none});
 }
 
 }  // namespace
+
+nn::TokenSum sum_of_defined(const nn::TokenSum& a, const nn::TokenSum& b) {
+  if (!local(a).defined()) return b;
+  return local(b).defined() ? a + b : a;
+}
 
 Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
              const nn::ModuleOptions& o)

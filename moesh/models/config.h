@@ -27,6 +27,7 @@ using ModelKeys = std::vector<ModelKey>;
 /// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
   std::int64_t num_layers = 0;
+  std::int64_t num_mtp_layers = 0;
   std::int64_t num_heads = 0, num_kv_heads = 0;
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;

@@ -31,7 +31,8 @@ class Decoder final : public Model {
     of_whole([&](const Stage& whole) {
       num_parameters_ = whole.num_parameters(), num_active_ = whole.num_active_parameters();
     });
-    for (std::int64_t i = 0; i < num_layers; ++i) num_moe_layers_ += plan.is_moe(i);
+    for (std::int64_t i = 0; i < num_layers + plan.num_mtp_layers; ++i)
+      num_moe_layers_ += plan.is_moe(i);
     if (options.weight_copies) each_param([](Stored& w, bool) { raw::keep_copy(w); });
   }
 
@@ -70,7 +71,9 @@ class Decoder final : public Model {
     if (!has_tied_ends() || first.is_first() == last.is_last()) return nullptr;
     return &(first.is_first() ? first : last).embedding()->weight().stored();
   }
-  bool has_tied_ends() const override { return plan_.config.tie_embeddings; }
+  bool has_tied_ends() const override {
+    return plan_.config.tie_embeddings || plan_.num_mtp_layers > 0;
+  }
   std::vector<nn::Router*> routers() override {
     std::vector<nn::Router*> all;
     for (auto& s : stages_)
@@ -124,20 +127,28 @@ class Decoder final : public Model {
                                     : std::get<nn::Stream<Sp>>(input);
     const auto out = stage.run_blocks<Sp>(x, batch, tokens, options);
     ForwardResult result{.loss = {},
+                         .blocks_loss = {},
+                         .head_loss = {},
                          .cross_entropy = {},
                          .auxiliary = out.auxiliary,
                          .counts_E = out.counts_E,
                          .first_moe_layer = stage.first_moe_layer()};
-    if (local(out.auxiliary).defined()) result.loss = sum_all(out.auxiliary);
+    if (local(out.auxiliary).defined()) result.blocks_loss = sum_all(out.auxiliary);
+    result.loss = result.blocks_loss;
     if (!stage.is_last()) {
       result.stream = out.x_BLD;
       return result;
     }
     const auto to_head = options.head_apart ? as_input(out.x_BLD) : out.x_BLD;
     if (options.head_apart) result.stream = out.x_BLD, result.head_input = to_head;
-    result.cross_entropy = stage.head<Sp>(to_head, batch, tokens, options);
-    result.loss =
-        local(result.loss).defined() ? result.cross_entropy + result.loss : result.cross_entropy;
+    HeadOutput head = stage.head<Sp>(to_head, batch, tokens, options);
+    result.cross_entropy = head.cross_entropy, result.head_loss = head.cross_entropy;
+    if (local(head.auxiliary).defined())
+      result.head_loss = result.head_loss + sum_all(head.auxiliary);
+    result.loss = sum_of_defined(result.head_loss, result.blocks_loss);
+    result.auxiliary = sum_of_defined(result.auxiliary, head.auxiliary);
+    result.counts_E.insert(result.counts_E.end(), head.counts_E.begin(), head.counts_E.end());
+    result.predicted = std::move(head.predicted);
     return result;
   }
 

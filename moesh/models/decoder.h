@@ -26,6 +26,8 @@ struct DecoderPlan {
   /// Router and experts: what a model adds to the sizes that its configuration has.
   nn::MoeConfig moe;
   std::int64_t ffn = 0;
+  // Layers of multi-token prediction: the blocks behind the last (mtp.h).
+  std::int64_t num_mtp_layers = 0;
   std::string mlp_name = "mlp";                                   // of both, in a layer
   std::string expert_bias_name = "gate.e_score_correction_bias";  // after that, in files
   // Factors on the embedding, on what attention and MLP add to the stream, and on the logits.

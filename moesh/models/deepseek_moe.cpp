@@ -11,6 +11,7 @@ void DeepseekMoe::add_to(DecoderPlan& plan) const {
                      .scale = routed_scale};
   plan.moe.shared_ffn = plan.config.moe_ffn * num_shared;
   plan.ffn = ffn;
+  plan.num_mtp_layers = num_mtp_layers;
 }
 
 void DeepseekMoe::add_to(ModelFacts& facts) {
@@ -55,6 +56,9 @@ ModelKeys DeepseekMoe::moe_keys() {
       {"top_groups", &top_groups, "number of groups that a token may use"},
       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"},
       {"routed_scale", &routed_scale, "factor on the weights of routed experts"},
+      {"num_mtp_layers", &num_mtp_layers,
+       "number of layers for multi-token prediction: layer k predicts the token k + 1 ahead", 0,
+       64},
   };
 }
 

@@ -11,6 +11,7 @@ namespace moesh::models {
 struct DeepseekMoe {
   std::int64_t num_dense_layers = 1, ffn = 48;
   std::int64_t num_shared = 1, num_groups = 1, top_groups = 1;
+  std::int64_t num_mtp_layers = 0;  // layers behind the last that predict further tokens
   bool normalize = true;
   double routed_scale = 1;
 

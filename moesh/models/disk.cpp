@@ -27,11 +27,13 @@ const char* torch_name(formats::Dtype dtype) {
 // "model.layers.1.mlp.gate" of ".weight"
 std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
 
-// Layers behind the last, with which DeepSeek-V3 and GLM predict further tokens; buffers of old
-// versions; a head that is the embedding once more.
-bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool predicts_further) {
-  if (name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight")) return true;
-  if (!predicts_further) return false;
+// Buffers of old versions; a head that is the embedding once more.
+bool is_ignored(std::string_view name, bool tied) {
+  return name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
+}
+
+// Of this layer or one behind it.
+bool is_behind(std::string_view name, std::int64_t first) {
   constexpr std::string_view kLayers = "model.layers.";
   if (!name.starts_with(kLayers)) return false;
   std::int64_t layer = 0;
@@ -39,7 +41,32 @@ bool is_ignored(std::string_view name, std::int64_t num_layers, bool tied, bool 
     if (c < '0' || c > '9' || layer > 1'000'000) break;
     layer = 10 * layer + (c - '0');
   }
-  return layer >= num_layers;
+  return layer >= first;
+}
+
+// Multi-token prediction: in files each of its layers has the embedding and the head once more.
+template <class Config>
+void add_mtp(const Config& c, DiskTable& table) {
+  const auto add = [&](std::int64_t layer, const char* name, const std::string& param) {
+    table.tensors.push_back(formats::whole_tensor("model.layers." + std::to_string(layer) + name,
+                                                  param, {c.vocab, c.dim}));
+    table.tensors.back().is_copy = true;
+  };
+  const std::string embedding = "model.embed_tokens.weight";
+  for (std::int64_t k = 0; k < c.num_mtp_layers; ++k) {
+    add(c.num_layers + k, ".embed_tokens.weight", embedding);
+    add(c.num_layers + k, ".shared_head.head.weight",
+        c.tie_embeddings ? embedding : "lm_head.weight");
+  }
+  table.left_out = [end = c.num_layers + c.num_mtp_layers](std::string_view name) {
+    return is_behind(name, end);
+  };
+  table.cure = [n = c.num_layers](std::string_view name) -> std::string {
+    return is_behind(name, n)
+               ? "without its layers for multi-token prediction set "
+                 "model.num_mtp_layers (num_nextn_predict_layers in config.json) to 0"
+               : "";
+  };
 }
 
 // What transformers 5 calls the layers of Mixtral and MiniMax-M2, whose experts it stacks.
@@ -77,9 +104,10 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
   });
   if (!std::same_as<Config, GraniteMoeConfig>)  // which has one layout
     for (auto& t : table.tensors) t.name = renamed(t.name, layout);
-  table.ignored = [n = c.num_layers, tied = c.tie_embeddings](std::string_view name) {
-    return is_ignored(name, n, tied, std::derived_from<Config, DeepseekMoe>);
+  table.ignored = [tied = c.tie_embeddings](std::string_view name) {
+    return is_ignored(name, tied);
   };
+  if constexpr (std::derived_from<Config, DeepseekMoe>) add_mtp(c, table);
   return table;
 }
 

@@ -177,6 +177,11 @@ void read_moe(const JsonValue& json, std::int64_t num_layers, DeepseekMoe& m) {
   m.top_groups = count(json, "topk_group", m.top_groups);
   m.normalize = flag(json, "norm_topk_prob", true);
   m.routed_scale = number(json, "routed_scaling_factor", m.routed_scale);
+  const std::string further = "num_nextn_predict_layers";
+  const auto mtp = field(json, further);
+  m.num_mtp_layers = mtp ? mtp->as_int(further) : 0;
+  MOESH_CHECK(m.num_mtp_layers >= 0 && m.num_mtp_layers <= 64, ErrorKind::data, further, " is ",
+              m.num_mtp_layers, "; it takes 0 to 64");
 }
 
 JsonObject decoder_json(const DecoderConfig& c) {
@@ -219,7 +224,8 @@ JsonObject moe_json(const DeepseekMoe& m) {
           {"norm_topk_prob", {m.normalize}},
           {"routed_scaling_factor", {m.routed_scale}},
           {"scoring_func", {"sigmoid"}},
-          {"topk_method", {"noaux_tc"}}};
+          {"topk_method", {"noaux_tc"}},
+          {"num_nextn_predict_layers", {m.num_mtp_layers}}};
 }
 
 JsonObject joined(JsonObject fields, const JsonObject& more) {

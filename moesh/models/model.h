@@ -26,10 +26,12 @@ namespace moesh::models {
 struct Auxiliary {
   double balance_weight = 0, z_weight = 0;
   nn::BalanceOver balance_over = nn::BalanceOver::sequence;
-  bool any() const { return balance_weight != 0 || z_weight != 0; }
+  double mtp_weight = 0;  // of the mean over the depths of multi-token prediction
+  bool of_routers() const { return balance_weight != 0 || z_weight != 0; }
+  bool any() const { return of_routers() || mtp_weight != 0; }
 };
-/// The auxiliary losses by themselves: balance, and size of the logits.
-constexpr std::int64_t kNumAuxiliary = 2;
+/// The auxiliary losses by themselves: balance, size of the logits, multi-token prediction.
+constexpr std::int64_t kNumAuxiliary = 3;
 
 /// One micro-batch: this dp rank's sequences, whole; the model cuts them.
 struct MicroBatch {
@@ -39,6 +41,12 @@ struct MicroBatch {
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
   std::int64_t index = 0;        // of the micro-batch in its step
   nn::Documents documents = {};  // none: every sequence is one
+  // What each depth of multi-token prediction takes at a position, and what it is to predict.
+  struct Ahead {
+    at::Tensor input_ids_BL, labels_BL;
+    at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
+  };
+  std::vector<Ahead> ahead = {};
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
@@ -46,6 +54,7 @@ struct MicroBatch {
   std::vector<at::Tensor*> from_data() {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
+    for (Ahead& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
     return all;
   }
 };
@@ -82,6 +91,9 @@ struct ForwardResult {
   // Cross-entropy and auxiliary losses, each divided by the tokens of the step; undefined in a
   // stage that has neither.
   nn::TokenSum loss;
+  // The same in two parts: what the blocks give, which is undefined where they give none, and what
+  // the last stage adds behind them.
+  nn::TokenSum blocks_loss, head_loss;
   // The parts of it, for the log. `auxiliary` has kNumAuxiliary terms, each with its weight in it;
   // it is undefined where all weights are 0. Cross-entropy is that of the last stage.
   nn::TokenSum cross_entropy, auxiliary;
@@ -90,6 +102,13 @@ struct ForwardResult {
   // For the stage after this one; in the last undefined, or for the head where that is apart.
   StageStream stream = {};
   StageStream head_input = {};  // of the head, where it is apart: its value, with a gradient
+  /// Of a depth of multi-token prediction, in the last stage, where the pass is an evaluation:
+  /// cross-entropy, divided by the tokens of the step, and how many tokens it predicts as the model
+  /// itself does when it comes to them (int64).
+  struct Predicted {
+    nn::TokenSum cross_entropy, num_accepted;
+  };
+  std::vector<Predicted> predicted = {};
 };
 
 /// The layers [begin, end).
@@ -139,7 +158,8 @@ class Model {
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;
   /// The parameter that both ends of the pipeline have, each on its own rank, and whose gradients
-  /// are one: a tied embedding. Null where this rank has no such end, or both.
+  /// are one: the embedding, where it is the head or predicts further tokens. Null where this rank
+  /// has no such end, or both.
   virtual Stored* tied_to_other_end() = 0;
   virtual bool has_tied_ends() const = 0;
   virtual std::vector<nn::Router*> routers() = 0;

@@ -52,6 +52,7 @@ ModelFacts facts(const AnyConfig& config) {
       [](const auto& c) {
         ModelFacts facts = c.facts();
         const DecoderPlan plan = c.plan();  // says these once
+        facts.num_mtp_layers = plan.num_mtp_layers;
         facts.score_before_experts = plan.moe.experts.scores == kernels::ScoreSide::before;
         // In the library one loss, of the tokens of all layers together, is top_k where experts are
         // balanced. Here each layer has one, which is 1 then, and they are added up.

@@ -2,8 +2,10 @@
 
 #include "moesh/models/stage.h"
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "moesh/base/error.h"
@@ -19,6 +21,12 @@ std::int64_t numel(const Stored& w) {
   std::int64_t product = 1;
   for (auto n : w.spec.shape) product *= n;
   return product;
+}
+
+// [B, L, 1]: at each position what is n positions later; behind the end what is no word.
+at::Tensor moved_back(const at::Tensor& x_BL1, std::size_t n) {
+  const auto by = std::min(static_cast<std::int64_t>(n), x_BL1.size(1));
+  return at::constant_pad_nd(x_BL1.narrow(1, by, x_BL1.size(1) - by), {0, 0, 0, by}, kIgnoredLabel);
 }
 
 }  // namespace
@@ -44,9 +52,10 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
   const auto freeze = [&](Stored& w) {
     if (m.is_frozen && m.is_frozen(w.spec.name)) raw::freeze(w);
   };
-  const bool is_last = range.end == c.num_layers, is_tied_head = is_last && c.tie_embeddings;
-  if (is_tied_head && !is_first_ && first) embedding_ = first->embedding_;
-  if (!embedding_ && (is_first_ || is_tied_head)) {
+  const bool is_last = range.end == c.num_layers,
+             ends_with_embedding = is_last && (c.tie_embeddings || plan.num_mtp_layers > 0);
+  if (ends_with_embedding && !is_first_ && first) embedding_ = first->embedding_;
+  if (!embedding_ && (is_first_ || ends_with_embedding)) {
     has_own_embedding_ = true;
     embedding_ = std::make_shared<nn::Embedding>("model.embed_tokens", c.vocab, c.dim, o.dtype,
                                                  o.device, o.init);
@@ -65,6 +74,10 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
       head_ = nn::Cut(o.spec("lm_head.weight", {c.vocab, c.dim}, {{tp, 0}}), o.init);
       head_->stored().spec.is_matrix = false;
       freeze(head_->stored());
+    }
+    for (std::int64_t k = 0; k < plan.num_mtp_layers; ++k) {
+      mtp_.push_back(std::make_unique<MtpLayer>(plan, c.num_layers + k, m, o));
+      mtp_.back()->each_param(freeze);
     }
   }
   each_param([&](Stored& w) {
@@ -87,12 +100,17 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
 }
 
 template <bool Sp>
+nn::Stream<Sp> Stage::embedded(const at::Tensor& ids_BL, const nn::Tokens& tokens) const {
+  const auto x = nn::to_stream<Sp>((*embedding_)(tokens.my_span(ids_BL)), tokens.over_tp());
+  return embedding_scale_ == 1 ? x : scale(x, embedding_scale_);
+}
+
+template <bool Sp>
 nn::Stream<Sp> Stage::embed(const MicroBatch& batch, const nn::Tokens& tokens,
                             const ForwardOptions& options) const {
   RECORD_USER_SCOPE("embedding");
   MOESH_CHECK(is_first_, "embed of a stage that does not begin with the first block");
-  auto x = nn::to_stream<Sp>((*embedding_)(tokens.my_span(batch.input_ids_BL)), tokens.over_tp());
-  if (embedding_scale_ != 1) x = scale(x, embedding_scale_);
+  const auto x = embedded<Sp>(batch.input_ids_BL, tokens);
   if (options.probe) options.probe->on_input(local(x));
   return x;
 }
@@ -144,8 +162,7 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
     const auto [x, auxiliary, counts_E] =
         run_block<Sp>(run, out.x_BLD, batch, tokens, options, moe_layer);
     out.x_BLD = x;
-    if (local(auxiliary).defined())
-      out.auxiliary = local(out.auxiliary).defined() ? out.auxiliary + auxiliary : auxiliary;
+    out.auxiliary = sum_of_defined(out.auxiliary, auxiliary);
     if (!blocks_[i]->is_moe()) continue;
     out.counts_E.push_back(counts_E);
     ++moe_layer;
@@ -154,32 +171,110 @@ StageOutput<Sp> Stage::run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch&
 }
 
 template <bool Sp>
-nn::Full Stage::to_head(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens) const {
-  const nn::Full x = nn::to_full<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens.over_tp());
+nn::Full Stage::to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& tokens) const {
+  const nn::Full x = nn::to_full<Sp>(normed_BLD, tokens.over_tp());
   return logits_scale_ == 1 ? x : scale(x, logits_scale_);  // here, where it is small
 }
 
+Stage::HeadWeight Stage::head_weight(raw::Late late) const {
+  return use(head_ ? *head_ : embedding_->weight(), late);
+}
+
+bool Stage::is_head_trained() const {
+  return (head_ ? head_->stored() : embedding_->weight().stored()).spec.trained;
+}
+
+nn::TokenSum Stage::loss_of(const nn::Full& x_BLD, const HeadWeight& weight,
+                            const at::Tensor& labels_BL, const MicroBatch& batch,
+                            const nn::Tokens& tokens) const {
+  const at::Tensor labels = tokens.my_span(labels_BL).flatten();
+  const auto sum = nn::cross_entropy(flatten(x_BLD, 0, 1), weight, labels, config_.vocab);
+  return once<tp>(scale(sum, batch.num_step_tokens.reciprocal()));
+}
+
+nn::OfSpan Stage::choices(const nn::Full& x_BLD, const HeadWeight& weight) const {
+  return unflatten(nn::best_words(flatten(x_BLD, 0, 1), weight, config_.vocab), 0,
+                   {local(x_BLD).size(0), local(x_BLD).size(1), 1});
+}
+
 template <bool Sp>
-nn::TokenSum Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
-                         const nn::Tokens& tokens, const ForwardOptions& options) const {
+HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
+                       const nn::Tokens& tokens, const ForwardOptions& options) {
   RECORD_USER_SCOPE("head");
   MOESH_CHECK(norm_, "head of a stage that does not end with the last block");
-  const nn::Full x = to_head<Sp>(begin_bucket(x_BLD), tokens);
+  const nn::Stream<Sp> read = nn::norm<Sp>(*norm_, begin_bucket(x_BLD));
+  const nn::Full x = to_head<Sp>(read, tokens);
   // The gradient is there with the loss: to keep it for later would cost as much memory again.
-  const auto weight = use(head_ ? *head_ : embedding_->weight(), raw::Late::never);
+  const HeadWeight weight = head_weight(raw::Late::never);
   if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
-  const at::Tensor labels = tokens.my_span(batch.labels_BL).flatten();
-  const auto sum = nn::cross_entropy(flatten(x, 0, 1), weight, labels, config_.vocab);
-  return once<tp>(scale(sum, batch.num_step_tokens.reciprocal()));
+  HeadOutput out;
+  out.cross_entropy = loss_of(x, weight, batch.labels_BL, batch, tokens);
+  if (!mtp_.empty()) predict_further<Sp>(read, weight, batch, tokens, options, out);
+  return out;
+}
+
+template <bool Sp>
+void Stage::predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight,
+                            const MicroBatch& batch, const nn::Tokens& tokens,
+                            const ForwardOptions& options, HeadOutput& out) {
+  RECORD_USER_SCOPE("multi-token prediction");
+  MOESH_CHECK(batch.ahead.size() == mtp_.size(), ErrorKind::config,
+              "a micro-batch with tokens for ", batch.ahead.size(),
+              " depths of multi-token prediction, and the model has ", mtp_.size());
+  const bool is_evaluation = options.pass == nn::Pass::evaluation;
+  Tensor<Dense{Place::T, Place::R, Place::R}> chosen_BL1;  // by the model itself
+  if (is_evaluation)
+    chosen_BL1 = all_gather<cp>(choices(to_head<Sp>(read_BLD, tokens), weight), tokens.over_cp());
+  std::int64_t moe_layer = first_moe_layer_;
+  for (const auto& block : blocks_) moe_layer += block->is_moe();
+  const auto depths = static_cast<double>(mtp_.size());
+  BlockRun run;
+  for (std::size_t k = 0; k < mtp_.size(); ++k) {
+    MtpLayer& layer = *mtp_[k];
+    const MicroBatch::Ahead& ahead = batch.ahead[k];
+    if (options.reshard)
+      prefetch(layer.block().stored());
+    else
+      keep_gathered(layer.block().stored());
+    const nn::Tokens counted(current_mesh(), tokens.batch(), tokens.sequence(), Sp,
+                             ahead.valid_BL(), batch.documents);
+    const nn::Stream<Sp> x =
+        layer.join<Sp>(embedded<Sp>(ahead.input_ids_BL, tokens), read_BLD, tokens);
+    run.before = std::exchange(run.block, &layer.block());
+    const auto [y, auxiliary, counts_E] = run_block<Sp>(run, x, batch, counted, options, moe_layer);
+    read_BLD = nn::norm<Sp>(layer.norm(), y);
+    const nn::Full to_words = to_head<Sp>(read_BLD, tokens);
+    const nn::TokenSum loss = loss_of(to_words, weight, ahead.labels_BL, batch, tokens);
+    out.auxiliary = sum_of_defined(out.auxiliary, auxiliary);
+    if (layer.block().is_moe()) out.counts_E.push_back(counts_E), ++moe_layer;
+    if (!is_evaluation) {
+      const nn::TokenSum none = sum_all(narrow(stack(std::vector{detach(loss)}), 0, 0, 0));
+      out.auxiliary = sum_of_defined(
+          out.auxiliary, stack(std::vector<nn::TokenSum>{
+                             none, none, scale(loss, options.auxiliary.mtp_weight / depths)}));
+      continue;
+    }
+    // The model comes to this token k + 1 positions later.
+    const auto later = keep<cp>(
+        map_rows([n = k + 1](const at::Tensor& t) { return moved_back(t, n); }, chosen_BL1),
+        tokens.over_cp());
+    const at::Tensor valid = tokens.my_span(ahead.valid_BL()).unsqueeze(2);
+    const auto is_accepted = map_rows(
+        [&](const at::Tensor& mine, const at::Tensor& theirs) {
+          return mine.eq(theirs).logical_and(valid).to(at::kLong);
+        },
+        choices(to_words, weight), later);
+    out.predicted.push_back({loss, once<tp>(sum_all(is_accepted))});
+  }
 }
 
 template <bool Sp>
 Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits(const nn::Stream<Sp>& x_BLD,
                                                                const nn::Tokens& tokens) const {
   MOESH_CHECK(norm_, "last_logits of a stage that does not end with the last block");
-  const nn::Full x = to_head<Sp>(x_BLD, tokens);
+  const nn::Full x = to_head<Sp>(nn::norm<Sp>(*norm_, x_BLD), tokens);
   const auto last = select(all_gather<cp>(x, tokens.over_cp()), 1, tokens.sequence() - 1);
-  const auto logits = linear(last, use(head_ ? *head_ : embedding_->weight()));
+  const auto logits = linear(last, head_weight(raw::Late::may_be));
   const Pieces words{config_.vocab, current_mesh().size(tp)};
   return all_gather<tp>(logits, {.dim = 1, .sizes = words.lengths()});
 }
@@ -189,12 +284,15 @@ void Stage::each_param(const std::function<void(Stored&)>& f) {
   for (auto& b : blocks_) b->each_param(f);
   if (norm_) norm_->each_param([&](auto& w) { f(w.stored()); });
   if (head_) f(head_->stored());
+  for (auto& layer : mtp_) layer->each_param(f);
 }
 
 std::vector<nn::Router*> Stage::routers() {
   std::vector<nn::Router*> all;
   for (auto& b : blocks_)
     if (b->is_moe()) all.push_back(&b->router());
+  for (auto& layer : mtp_)
+    if (layer->block().is_moe()) all.push_back(&layer->block().router());
   return all;
 }
 
@@ -208,6 +306,10 @@ double Stage::flops_per_token(std::int64_t sequence) const {
   double sum =
       6.0 * static_cast<double>(num_active_ - looked_up) - 2.0 * static_cast<double>(frozen);
   for (const auto& b : blocks_) sum += b->attention().flops(sequence);
+  // The head is used once more by each.
+  const auto head = static_cast<double>(config_.vocab * config_.dim);
+  for (const auto& layer : mtp_)
+    sum += layer->block().attention().flops(sequence) + (is_head_trained() ? 6 : 4) * head;
   return sum;
 }
 
@@ -219,10 +321,10 @@ template StageOutput<true> Stage::run_blocks<true>(const nn::Stream<true>&, cons
                                                    const nn::Tokens&, const ForwardOptions&);
 template StageOutput<false> Stage::run_blocks<false>(const nn::Stream<false>&, const MicroBatch&,
                                                      const nn::Tokens&, const ForwardOptions&);
-template nn::TokenSum Stage::head<true>(const nn::Stream<true>&, const MicroBatch&,
-                                        const nn::Tokens&, const ForwardOptions&) const;
-template nn::TokenSum Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
-                                         const nn::Tokens&, const ForwardOptions&) const;
+template HeadOutput Stage::head<true>(const nn::Stream<true>&, const MicroBatch&, const nn::Tokens&,
+                                      const ForwardOptions&);
+template HeadOutput Stage::head<false>(const nn::Stream<false>&, const MicroBatch&,
+                                       const nn::Tokens&, const ForwardOptions&);
 template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<true>(
     const nn::Stream<true>&, const nn::Tokens&) const;
 template Tensor<Dense{Place::T, Place::R, Place::R}> Stage::last_logits<false>(

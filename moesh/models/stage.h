@@ -10,49 +10,14 @@
 #include <vector>
 
 #include "moesh/fsdp/reshard.h"
+#include "moesh/models/block.h"
 #include "moesh/models/decoder.h"
+#include "moesh/models/mtp.h"
 #include "moesh/nn/linear.h"
 #include "moesh/nn/norm.h"
 #include "moesh/nn/vocabulary.h"
 
 namespace moesh::models {
-
-// One block of a decoder: attention and an MLP or a mixture of experts, each behind a norm and
-// added to the residual stream.
-
-/// A block's output: the stream, its kNumAuxiliary auxiliary losses (undefined if it has none), and
-/// what its router counted (undefined without a router).
-template <bool Sp>
-using BlockOutput = std::tuple<nn::Stream<Sp>, nn::TokenSum, nn::TokenSum>;
-
-class Block {
- public:
-  Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
-        const nn::ModuleOptions& module);
-
-  /// `moe_layer` is the number of this block among those that are mixtures.
-  template <bool Sp>
-  BlockOutput<Sp> run(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens,
-                      const MicroBatch& batch, const ForwardOptions& options,
-                      std::int64_t moe_layer);
-
-  bool is_moe() const { return moe_.has_value(); }
-  nn::Router& router() { return moe_->router(); }
-  const nn::Attention& attention() const { return *attention_; }
-  /// Every parameter, in forward order.
-  void each_param(const std::function<void(Stored&)>& f);
-  std::vector<const Stored*> stored();
-  /// Whether some of its parameters are.
-  bool is_trained();
-
- private:
-  std::int64_t layer_;
-  double residual_scale_;
-  nn::RmsNorm attention_norm_, ffn_norm_;
-  std::unique_ptr<nn::Attention> attention_;
-  std::optional<nn::Mlp> mlp_;
-  std::optional<nn::Moe> moe_;
-};
 
 /// What the blocks of a stage give.
 template <bool Sp>
@@ -62,10 +27,18 @@ struct StageOutput {
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 
+/// What the last stage gives behind its blocks.
+struct HeadOutput {
+  nn::TokenSum cross_entropy;          // of the next tokens, divided by those of the step
+  nn::TokenSum auxiliary;              // kNumAuxiliary losses of the MTP layers; undefined without
+  std::vector<nn::TokenSum> counts_E;  // of these layers
+  std::vector<ForwardResult::Predicted> predicted;  // by them, in an evaluation
+};
+
 class Stage {
  public:
-  /// On the current mesh. Where the head is the embedding, and the first stage is on this rank as
-  /// well, that is `first`, and its parameter is this one's.
+  /// On the current mesh. Where the last stage needs the embedding, and the first stage is on this
+  /// rank as well, that is `first`, and its parameter is this one's.
   Stage(const DecoderPlan& plan, const ModelOptions& options, LayerRange blocks,
         const Stage* first = nullptr);
 
@@ -78,10 +51,10 @@ class Stage {
   template <bool Sp>
   StageOutput<Sp> run_blocks(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
                              const nn::Tokens& tokens, const ForwardOptions& options);
-  /// The last stage: stream -> cross-entropy of this rank's tokens, divided by those of the step.
+  /// The last stage: stream -> losses of this rank's tokens, divided by the tokens of the step.
   template <bool Sp>
-  nn::TokenSum head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
-                    const ForwardOptions& options) const;
+  HeadOutput head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch, const nn::Tokens& tokens,
+                  const ForwardOptions& options);
 
   /// The last stage: stream -> logits [B, V] of the last position, whole on cp and tp.
   template <bool Sp>
@@ -114,9 +87,23 @@ class Stage {
                             const nn::Tokens& tokens, const ForwardOptions& options,
                             std::int64_t moe_layer);
 
-  /// To the head: normalised, all tokens of this cp rank.
   template <bool Sp>
-  nn::Full to_head(const nn::Stream<Sp>& x_BLD, const nn::Tokens& tokens) const;
+  nn::Stream<Sp> embedded(const at::Tensor& ids_BL, const nn::Tokens& tokens) const;
+  /// What the head reads: all tokens of this cp rank, of a stream that is normalised.
+  template <bool Sp>
+  nn::Full to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& tokens) const;
+  using HeadWeight = Tensor<Dense{Place::R, Place::R, Place::F}>;
+  HeadWeight head_weight(raw::Late late) const;
+  bool is_head_trained() const;
+  /// Cross-entropy of this rank's tokens, divided by those of the step.
+  nn::TokenSum loss_of(const nn::Full& x_BLD, const HeadWeight& weight, const at::Tensor& labels_BL,
+                       const MicroBatch& batch, const nn::Tokens& tokens) const;
+  /// The words [B, L, 1] with the largest logits.
+  nn::OfSpan choices(const nn::Full& x_BLD, const HeadWeight& weight) const;
+  /// Adds what the MTP layers give. `read_BLD` is what the head has read, normalised.
+  template <bool Sp>
+  void predict_further(nn::Stream<Sp> read_BLD, const HeadWeight& weight, const MicroBatch& batch,
+                       const nn::Tokens& tokens, const ForwardOptions& options, HeadOutput& out);
 
   DecoderConfig config_;
   double embedding_scale_, logits_scale_;
@@ -124,8 +111,9 @@ class Stage {
   bool is_first_ = false, has_own_embedding_ = false;
   std::shared_ptr<nn::Embedding> embedding_;
   std::vector<std::unique_ptr<Block>> blocks_;
-  std::optional<nn::RmsNorm> norm_;  // of the last stage, before the head
-  std::optional<nn::Cut> head_;      // none, in the last stage: the embedding
+  std::optional<nn::RmsNorm> norm_;             // of the last stage, before the head
+  std::optional<nn::Cut> head_;                 // none, in the last stage: the embedding
+  std::vector<std::unique_ptr<MtpLayer>> mtp_;  // of the last stage
   std::int64_t num_parameters_ = 0, num_active_ = 0, num_frozen_active_ = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 
 #include "moesh/base/error.h"
@@ -206,6 +207,30 @@ Tensor<Dense{P, P, I}> cross_entropy(const Tensor<Dense{T, T, R}>& x_ND,
           ? LossFunction::apply(x, weight, loss.sum, loss.dx,
                                 loss.dw.defined() ? std::optional(loss.dw) : std::nullopt)
           : loss.sum);
+}
+
+Tensor<Dense{T, T, R}> best_words(const Tensor<Dense{T, T, R}>& x_ND,
+                                  const Tensor<Dense{R, R, F}>& weight_VD, std::int64_t vocab) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor &x = local(x_ND), &weight = local(weight_VD);
+  const VocabularyShard words(vocab);
+  const std::int64_t chunk = loss_chunk(words.most);
+  const at::Tensor best_N = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+  for (std::int64_t begin = 0; begin < x.size(0); begin += chunk) {
+    const std::int64_t length = std::min(chunk, x.size(0) - begin);
+    at::Tensor max = at::full({length}, -std::numeric_limits<double>::infinity(),
+                              x.options().dtype(wide_dtype(x.scalar_type()))),
+               word = at::full({length}, vocab, best_N.options());
+    if (words.length > 0) {
+      const auto own = at::mm(x.narrow(0, begin, length), weight.t()).max(1);
+      max = std::get<0>(own).to(max.scalar_type()), word = std::get<1>(own) + words.start;
+    }
+    const at::Tensor largest = words.group->all_reduce(max, comm::ReduceOp::max);
+    best_N.narrow(0, begin, length)
+        .copy_(
+            words.group->all_reduce(word.masked_fill(max.ne(largest), vocab), comm::ReduceOp::min));
+  }
+  return assume<Dense{T, T, R}>(best_N);
 }
 
 }  // namespace moesh::nn

@@ -41,4 +41,10 @@ Tensor<Dense{Place::P, Place::P, Place::I}> cross_entropy(
     const Tensor<Dense{Place::R, Place::R, Place::F}>& weight_VD, const at::Tensor& labels_N,
     std::int64_t vocab, std::int64_t chunk = 0);
 
+/// The word with the largest logit of each token, the first of those that have it; without a
+/// gradient. Two numbers a token travel.
+Tensor<Dense{Place::T, Place::T, Place::R}> best_words(
+    const Tensor<Dense{Place::T, Place::T, Place::R}>& x_ND,
+    const Tensor<Dense{Place::R, Place::R, Place::F}>& weight_VD, std::int64_t vocab);
+
 }  // namespace moesh::nn

@@ -88,7 +88,7 @@ NamesInFiles names_in_files(const Config& config) {
   NamesInFiles names;
   for (const auto& t : on_disk(config).table(formats::ExpertLayout::per_expert).tensors)
     for (const auto& source : t.sources)
-      if (t.name != source.param) names[source.param].push_back(t.name);
+      if (!t.is_copy && t.name != source.param) names[source.param].push_back(t.name);
   return names;
 }
 
@@ -337,14 +337,16 @@ StepOptions step_options(const Config& config) {
                       .bias_coeff = has_lora(config) ? 0 : config.moe.load_balance_coeff,
                       .overlap = config.parallelism.overlap_reductions,
                       .pipeline = pipeline_options(config)};
-  options.forward = {.sequence_parallel = config.parallelism.sequence_parallel,
-                     .recompute = recompute(config),
-                     .auxiliary = {.balance_weight = config.moe.balance_loss_weight,
-                                   .z_weight = config.moe.z_loss_weight,
-                                   .balance_over = config.moe.balance_over == "sequence"
-                                                       ? nn::BalanceOver::sequence
-                                                       : nn::BalanceOver::micro_batch},
-                     .reshard = config.parallelism.fsdp_reshard_after_forward};
+  options.forward = {
+      .sequence_parallel = config.parallelism.sequence_parallel,
+      .recompute = recompute(config),
+      .auxiliary = {.balance_weight = config.moe.balance_loss_weight,
+                    .z_weight = config.moe.z_loss_weight,
+                    .balance_over = config.moe.balance_over == "sequence"
+                                        ? nn::BalanceOver::sequence
+                                        : nn::BalanceOver::micro_batch,
+                    .mtp_weight = num_mtp_layers(config) > 0 ? config.training.mtp_loss_weight : 0},
+      .reshard = config.parallelism.fsdp_reshard_after_forward};
   return options;
 }
 
@@ -376,9 +378,11 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   std::vector<models::MicroBatch> batches;
   std::int64_t num_documents = 0;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
-    const auto b = data::make_batch(
-        dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
+    const auto b =
+        data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)),
+                         order.batch, num_mtp_layers(config));
     models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
+    for (const auto& a : b.ahead) batch.ahead.push_back({a.input_ids_BL, a.labels_BL});
     if (document_mask(config)) batch.documents.starts_BL = b.document_starts_BL;
     num_documents = std::max(num_documents, b.num_documents);
     // From pinned memory the copy to a GPU is not waited for.

@@ -32,7 +32,7 @@ std::string own_values(const formats::JsonValue& a, const formats::JsonValue& b)
     const auto* other = b.find(key);
     if (key == "initializer_range" || key == "max_position_embeddings" ||
         key == "initializer_bias_range" || key == "router_aux_loss_coef" ||
-        (other && *other == value))
+        key == "num_nextn_predict_layers" || (other && *other == value))
       continue;
     std::string line = formats::to_json(value);
     std::erase(line, '\n');
@@ -50,7 +50,7 @@ std::string other_keys(const Config& config, const models::AnyConfig& theirs) {
   for (const auto& [key, value] : config::model_values(other)) {
     const auto ours = config::model_value(config, key);
     if (key == "model.init_std" || key == "model.init_bias_std" || key == "model.balance_loss" ||
-        key == "model.max_sequence" || ours == value)
+        key == "model.max_sequence" || key == "model.num_mtp_layers" || ours == value)
       continue;
     text += detail::concat(text.empty() ? "" : ", ", key, " = ", formats::to_toml(value));
   }
@@ -112,6 +112,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   const auto source = checkpoint::TensorFolder::weights(folder);
   const auto names = on_disk(config);
   const auto table = names.table(checkpoint::find_layout(source, names));
+  if (current_mesh().rank() == 0) checkpoint::tell_left_out(source, table);
   std::set<std::string> known;
   for (const auto& t : table.tensors)
     for (const auto& s : t.sources) known.insert(s.param);

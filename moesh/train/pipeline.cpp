@@ -149,16 +149,17 @@ class StageActor final : public pipeline::Actor {
     }
     if (!state_) return;
     live.out = OutputEdge(std::get<Stream>(result.stream));
-    if (local(result.auxiliary).defined()) live.own_losses = sum_all(result.auxiliary);
+    live.own_losses = result.blocks_loss;
     if (!taker_of(a)) live.of_head = backward_of_head(result);
     live_.emplace(key_of(a), std::move(live));
   }
 
   // At once: the gradient of the head is there with the loss, as large as the head, and would be
-  // kept for each micro-batch whose backward is still to come.
+  // kept for each micro-batch whose backward is still to come. What multi-token prediction adds is
+  // behind the head's input as well, with the balance losses of its layers.
   Gradient backward_of_head(const models::ForwardResult& result) {
     const InSection section(Section::backward);
-    moesh::backward(result.cross_entropy);
+    moesh::backward(result.head_loss);
     state_->start_sums();  // what the norm has left for later goes with the blocks'
     return grad(std::get<Stream>(result.head_input));
   }

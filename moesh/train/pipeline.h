@@ -35,8 +35,8 @@ void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& b
                   const models::ForwardOptions& options, const pipeline::Schedule& schedule,
                   StepState* state, const OnForward& on_forward);
 
-/// Where the embedding is the head as well and both ends are on ranks of their own: each adds the
-/// other's gradient to its own.
+/// Where the last stage has the embedding as well (as its head, or for multi-token prediction) and
+/// both ends are on ranks of their own: each adds the other's gradient to its own.
 void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule);
 
 }  // namespace moesh::train

@@ -74,9 +74,10 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
     all.push_back({entry + "weight", formats::to_toml(source.weight), true});
     all.push_back({entry + "kind", data::resolved_kind(source.kind, source.path), true});
   }
-  for (const char* name : {"data.path", "data.batch_size", "training.seed",
-                           "training.global_batch_size", "training.gradient_accumulation_steps",
-                           "moe.balance_loss_weight", "moe.balance_over", "moe.z_loss_weight"})
+  for (const char* name :
+       {"data.path", "data.batch_size", "training.seed", "training.global_batch_size",
+        "training.gradient_accumulation_steps", "moe.balance_loss_weight", "moe.balance_over",
+        "moe.z_loss_weight", "training.mtp_loss_weight"})
     add(name, false);
   if (has_lora(config))
     for (const char* name : {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern"})

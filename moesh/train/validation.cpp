@@ -1,7 +1,7 @@
 #include "moesh/train/validation.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 
 #include "moesh/fsdp/step_state.h"
 #include "moesh/spmd/ops.h"
@@ -12,25 +12,44 @@ namespace {
 
 using enum Place;
 
-// What ranks with the last stage add up; the others have nothing to add.
+// What ranks with the last stage add up; the others have nothing to add. The next token is the
+// first of the depths.
 struct ValidationSum {
-  nn::TokenSum loss;
-  std::int64_t num_tokens = 0;  // of this dp rank
+  nn::TokenSum sums;                     // of each depth: cross-entropy, tokens accepted
+  std::vector<std::int64_t> num_tokens;  // of each depth, of this dp rank
 
-  void add(const models::MicroBatch& batch, const nn::TokenSum& cross_entropy) {
-    if (!local(cross_entropy).defined()) return;
-    loss = loss + cast(detach(cross_entropy), at::kDouble);
-    num_tokens += batch.valid_BL().sum().item<std::int64_t>();
+  ValidationSum(std::int64_t num_mtp, const at::TensorOptions& options)
+      : sums(no_term({1 + num_mtp, 2}, options)), num_tokens(static_cast<size_t>(1 + num_mtp)) {}
+
+  void add(const models::MicroBatch& batch, const models::ForwardResult& result) {
+    if (!local(result.cross_entropy).defined()) return;
+    const auto wide = [](const nn::TokenSum& t) { return cast(detach(t), at::kDouble); };
+    const auto pair = [&](const nn::TokenSum& loss, const nn::TokenSum& accepted) {
+      return stack(std::vector{wide(loss), wide(accepted)});
+    };
+    const auto count = [](const at::Tensor& valid) { return valid.sum().item<std::int64_t>(); };
+    std::vector<nn::TokenSum> depths{pair(result.cross_entropy, result.cross_entropy)};
+    num_tokens[0] += count(batch.valid_BL());
+    for (size_t k = 0; k < result.predicted.size(); ++k) {
+      depths.push_back(pair(result.predicted[k].cross_entropy, result.predicted[k].num_accepted));
+      num_tokens[k + 1] += count(batch.ahead[k].valid_BL());
+    }
+    sums = sums + stack(depths);
   }
 };
 
-double mean_of(const ValidationSum& sum) {
-  const at::Tensor total = whole(sum_over_stages(all_reduce<kTokenAxes>(sum.loss)));
-  const auto tokens = assume<Dense{P, I, I}>(
-      at::full({}, sum.num_tokens, total.options().dtype(at::kLong)));  // cp and tp have the same
-  return total.item<double>() /
-         static_cast<double>(
-             whole(sum_over_stages(all_reduce<dp, I>(tokens))).item<std::int64_t>());
+ValidationLoss mean_of(const std::string& name, const ValidationSum& sum) {
+  const at::Tensor total = whole(sum_over_stages(all_reduce<kTokenAxes>(sum.sums))).cpu();
+  const at::Tensor mine = at::tensor(sum.num_tokens).to(local(sum.sums).device());
+  const at::Tensor tokens =  // cp and tp have the same
+      whole(sum_over_stages(all_reduce<dp, I>(assume<Dense{P, I, I}>(mine)))).cpu();
+  const at::Tensor means = total / tokens.unsqueeze(1).to(at::kDouble);
+  const auto mean = means.accessor<double, 2>();
+  ValidationLoss result{.name = name, .loss = mean[0][0]};
+  for (std::int64_t k = 1; k < means.size(0); ++k)
+    if (tokens[k].item<std::int64_t>() > 0)
+      result.mtp.push_back({.loss = mean[k][0], .acceptance = mean[k][1]});
+  return result;
 }
 
 }  // namespace
@@ -61,19 +80,19 @@ std::optional<std::vector<ValidationLoss>> validate_model(models::Model& model,
   options.recompute = models::Recompute::none, options.auxiliary = {};
   std::vector<ValidationLoss> losses;
   for (const ValidationSet& set : sets) {
-    ValidationSum sum{no_term({}, at::TensorOptions(device(config)))};
+    ValidationSum sum(num_mtp_layers(config), at::TensorOptions(device(config)));
     const data::Once once(*set.dataset);
     const std::int64_t per_step = sample_order(config).num_per_step(), size = *once.size();
     for (std::int64_t step = 0; step < config.validation.steps && step * per_step < size; ++step) {
       const auto batches = step_batches(config, once, mesh, step * per_step);
-      run_pipeline(
-          model, batches, options, forwards_of(schedule_of(of_step.pipeline, batches.size())),
-          nullptr, [&](const pipeline::Action& a, const models::ForwardResult& result) {
-            sum.add(batches[static_cast<std::size_t>(a.micro_batch)], result.cross_entropy);
-          });
+      run_pipeline(model, batches, options,
+                   forwards_of(schedule_of(of_step.pipeline, batches.size())), nullptr,
+                   [&](const pipeline::Action& a, const models::ForwardResult& result) {
+                     sum.add(batches[static_cast<std::size_t>(a.micro_batch)], result);
+                   });
       if (stops()) return std::nullopt;
     }
-    losses.push_back({set.name, mean_of(sum)});
+    losses.push_back(mean_of(set.name, sum));
   }
   return losses;
 }

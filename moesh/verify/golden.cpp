@@ -240,7 +240,13 @@ Golden read_golden(const std::filesystem::path& file, const config::Settings& gi
   config::Settings settings = given;
   const auto folder = take_checkpoint(settings, file);
   const std::string described = (folder / "config.json").string();
-  const auto model = models::config_of(checkpoint::read_config(folder), described);
+  auto model = models::config_of(checkpoint::read_config(folder), described);
+  // transformers, which records such files, does not compute multi-token prediction.
+  std::visit(
+      [](auto& c) {
+        if constexpr (requires { c.num_mtp_layers; }) c.num_mtp_layers = 0;
+      },
+      model);
   const auto source = checkpoint::TensorFolder::of_file(file);
   Golden golden;
   golden.input_ids_BL = read_tensor(source, "input_ids"),

@@ -34,6 +34,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"training.global_batch_size", {"6"}},
       {"training.max_norm", {"0.001"}},
       {"training.freeze", {"*.gate.weight"}},
+      {"training.mtp_loss_weight", {"0.1", {"--model.num_mtp_layers=1"}}},
       {"data.path", {files.text, {bytes}}},
       {"data.kind", {"text", {bytes, "--data.path=" + files.jsonl}}},
       {"data.document_mask", {"false"}},

@@ -155,6 +155,50 @@ TEST(Shuffle, EverythingGoesEverywhere) {
   EXPECT_EQ(Shuffle(1000, 1, "a").at(17), Shuffle(1000, 1, "a").at(17));
 }
 
+// Documents of 3, 1, 5 and 4 tokens, then padding; every fourth token is only read.
+class SeveralDocuments : public Dataset {
+ public:
+  Sample get(std::int64_t index) const override {
+    Sample s;
+    for (std::int64_t t = 0; t < 16; ++t) {
+      s.tokens.push_back(static_cast<TokenId>(100 * index + t));
+      s.documents.push_back(t < 3 ? 0 : t < 4 ? 1 : t < 9 ? 2 : t < 13 ? 3 : kPadding);
+      s.trained.push_back(t % 4 != 0);
+    }
+    return s;
+  }
+  std::int64_t sequence_length() const override { return 15; }
+  std::int64_t vocab_size() const override { return 1000; }
+  std::string describe() const override { return "several documents"; }
+};
+
+TEST(Batch, TokensAheadStayInTheirDocument) {
+  const SeveralDocuments data;
+  constexpr std::int64_t kDepths = 6;
+  const Batch batch = make_batch(data, 3, 2, kDepths);
+  ASSERT_EQ(batch.ahead.size(), std::size_t{kDepths});
+  for (std::int64_t b = 0; b < 2; ++b) {
+    const Sample s = data.get(3 + b);
+    for (std::int64_t k = 1; k <= kDepths; ++k) {
+      const auto& ahead = batch.ahead[static_cast<std::size_t>(k - 1)];
+      for (std::int64_t t = 0; t < 15; ++t) {
+        const auto at = [](const auto& list, std::int64_t i) {
+          return static_cast<std::int64_t>(list[static_cast<std::size_t>(i)]);
+        };
+        const std::int64_t target = t + k + 1;
+        bool counts = target < 16 && at(s.documents, t) != kPadding && at(s.trained, target) != 0;
+        for (std::int64_t i = t; counts && i < target; ++i)
+          counts = at(s.documents, i) == at(s.documents, i + 1);
+        EXPECT_EQ(ahead.labels_BL[b][t].item<std::int64_t>(),
+                  counts ? at(s.tokens, target) : kIgnoredLabel)
+            << "depth " << k << ", position " << t;
+        EXPECT_EQ(ahead.input_ids_BL[b][t].item<std::int64_t>(),
+                  t + k < 16 ? at(s.tokens, t + k) : 0);
+      }
+    }
+  }
+}
+
 TEST(Batch, LabelsAreTheNextTokens) {
   const SyntheticLanguage language({.vocab_size = 96, .sequence_length = 7, .seed = 2});
   const Batch batch = make_batch(language, 10, 3);

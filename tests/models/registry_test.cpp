@@ -6,6 +6,7 @@
 #include <set>
 
 #include "moesh/comm/mesh.h"
+#include "moesh/fsdp/param.h"
 #include "tests/support.h"
 
 namespace moesh {
@@ -75,6 +76,29 @@ TEST(Registry, CountsParametersAsTransformersDoes) {
     with_model(name, size, [&, n = num_parameters](models::Model& model) {
       EXPECT_EQ(model.num_parameters(), n) << name << " " << size;
     });
+}
+
+// The report of DeepSeek-V3 says 671 billion, and the files hold 685: 11.5 of a layer of
+// multi-token prediction, and embedding and head once more.
+TEST(Registry, CountsALayerOfMultiTokenPrediction) {
+  auto config = std::get<models::DeepseekV3Config>(models::built_in("deepseek_v3", "671b"));
+  config.num_mtp_layers = 1;
+  const OneRankScope scope;
+  const auto model = models::make_model(config, {.dtype = at::kBFloat16, .device = at::kMeta});
+  with_model("deepseek_v3", "671b", [&](models::Model& without) {
+    const auto added = static_cast<double>(model->num_parameters() - without.num_parameters());
+    EXPECT_NEAR(added / 1e9, 11.5, 0.12);
+    const double copies = 2.0 * static_cast<double>(config.vocab * config.dim);
+    EXPECT_NEAR((static_cast<double>(model->num_parameters()) + copies) / 1e9, 684.5, 0.1);
+    EXPECT_EQ(model->num_moe_layers(), without.num_moe_layers() + 1);
+    // The head once more, and what a layer takes: more than its weights, for attention.
+    const double head = 6.0 * static_cast<double>(config.vocab * config.dim);
+    const double active =
+        6.0 * static_cast<double>(model->num_active_parameters() - without.num_active_parameters());
+    const double flops = model->flops_per_token(4096) - without.flops_per_token(4096);
+    EXPECT_GT(flops, head + active);
+    EXPECT_LT(flops, 1.2 * (head + active));
+  });
 }
 
 TEST(Registry, KnowsEveryModelAndSize) {

@@ -61,7 +61,7 @@ Result run(const std::vector<std::int64_t>& cuts) {
     r.num_parameters += s->num_parameters(), r.num_active += s->num_active_parameters();
     r.flops += s->flops_per_token(7);
   }
-  const auto loss = stages.back()->head<Sp>(x, batch, tokens, options);
+  const auto loss = stages.back()->head<Sp>(x, batch, tokens, options).cross_entropy;
   backward(loss + sum_all(auxiliary));
   for (auto& s : stages)
     s->each_param([&](Stored& w) {
@@ -195,7 +195,7 @@ TEST(Stages, ComputeAgainWhatRecomputeSays) {
     const std::int64_t before = CountingAllocator::live;
     const auto out = stage.run_blocks<true>(x, batch, tokens, options);
     held.push_back(CountingAllocator::live - before);
-    backward(stage.head<true>(out.x_BLD, batch, tokens, options));
+    backward(stage.head<true>(out.x_BLD, batch, tokens, options).cross_entropy);
     EXPECT_EQ(watch.num_inputs, 1);
     EXPECT_EQ(watch.num_logits, 1);
     EXPECT_EQ(watch.first, (std::vector<std::int64_t>{0, 1, 2}));

@@ -108,6 +108,27 @@ TEST(Layouts, ALossOfTheVocabularyIsTheSameOnTp) {
   }
 }
 
+// More ranks than words, and words with the same logit: the first of them.
+TEST(Layouts, TheBestWordIsThatOfTheWholeVocabulary) {
+  constexpr std::int64_t L = 5, D = 3;
+  for (const auto& shape : kMeshes)
+    for (const std::int64_t V : {7, 1}) {
+      const std::int64_t B = shape.dp_shard;
+      const at::Tensor states = random({B, L, D}), weight = random({V, D});
+      weight[V - 1].copy_(weight[0]);
+      const at::Tensor alone = states.flatten(0, 1).mm(weight.t()).argmax(1);
+      on_mesh(shape, [&](const Mesh& mesh) {
+        const Tokens tokens(mesh, 1, L, true);
+        const Pieces words{V, mesh.size(tp)};
+        const auto x = assume<Dense{T, T, R}>(my_tokens(states, mesh, tokens).flatten(0, 1));
+        const auto w = assume<Dense{R, R, F}>(
+            weight.narrow(0, words.start(mesh.coordinate(tp)), words.length(mesh.coordinate(tp))));
+        const auto y = best_words(x, w, V);
+        EXPECT_EQ(layout_complaint(mesh, y, {0, 0, 0}, alone), "") << shape.describe();
+      });
+    }
+}
+
 // The number of every token, which is where it must be, and the marks of those that count.
 TEST(Layouts, OwnTokensAreCutFromWhatCpAndTpHaveWhole) {
   constexpr std::int64_t B = 2, L = 5;

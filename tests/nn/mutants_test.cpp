@@ -105,6 +105,8 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"lora.rank", std::int64_t{3}, {"test"}});
     more.push_back({"lora.init_lora_weights", false, {"test"}});  // of a zero B, A has no gradient
   }
+  if (settings.take("mtp") != 0)
+    more.push_back({"model.num_mtp_layers", std::int64_t{2}, {"test"}});
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(

@@ -235,10 +235,10 @@ TEST(Pipelines, MayMixWholeBackwardsWithHalves) {
 
 // One stage, and the loss in one piece: cross-entropy and auxiliary losses, by autograd only.
 TEST(Pipelines, HaveTheGradientsOfTheWholeLoss) {
-  const Config config =
-      config_on("tp=1", {"--training.gradient_accumulation_steps=2",
-                         "--parallelism.pipeline_parallel_schedule=gpipe",
-                         "--moe.balance_loss_weight=0.3", "--moe.z_loss_weight=0.05"});
+  const Config config = config_on(
+      "tp=1",
+      {"--training.gradient_accumulation_steps=2", "--parallelism.pipeline_parallel_schedule=gpipe",
+       "--moe.balance_loss_weight=0.3", "--moe.z_loss_weight=0.05", "--model.num_mtp_layers=2"});
   const auto world = comm::solo_group();
   const Mesh mesh(*world, mesh_shape(config));
   const MeshScope scope(mesh);

@@ -42,7 +42,13 @@ std::map<std::string, double> numbers_of(const train::StepRecord& r) {
     for (std::int64_t e = 0; e < r.counts_E[layer].numel(); ++e)
       all["expert " + std::to_string(e) + of_layer] = r.counts_E[layer][e].item<double>();
   }
-  for (const auto& [name, loss] : r.validation) all["validation " + name] = loss;
+  for (const auto& v : r.validation) {
+    all["validation " + v.name] = v.loss;
+    for (std::size_t k = 0; k < v.mtp.size(); ++k) {
+      const std::string depth = "validation " + v.name + " mtp." + std::to_string(k);
+      all[depth + ".loss"] = v.mtp[k].loss, all[depth + ".acceptance"] = v.mtp[k].acceptance;
+    }
+  }
   return all;
 }
 

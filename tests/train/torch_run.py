@@ -8,15 +8,17 @@ and whether it is to be predicted, which a .mask beside a .bin says.
 import contextlib
 import json
 import math
+import pathlib
 import re
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.optim import lr_scheduler
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 END, PADDING = 256, -1
-AUXILIARY = ("balance_loss", "z_loss")
+AUXILIARY = ("balance_loss", "z_loss", "mtp_loss")
 
 
 @contextlib.contextmanager
@@ -134,16 +136,40 @@ class Data:
 # ---- a micro-batch
 
 
+def new_piece(documents, t, masks):
+    return t == 0 or masks and documents[t] != documents[t - 1]
+
+
+class Ahead:
+    def __init__(self, sequences, masks, k):
+        self.pieces, self.labels = [], []
+        for s in sequences:
+            documents = [d for _, d in s]
+            for t in range(len(s) - 1):
+                if new_piece(documents, t, masks):
+                    self.pieces.append([])
+                self.pieces[-1].append(s[t + k][0][0] if t + k < len(s) else 0)
+                label = -100
+                if t + k + 1 < len(s) and {*documents[t:t + k + 2]} == {documents[t]} != {PADDING}:
+                    token, is_trained = s[t + k + 1][0]
+                    label = token if is_trained else -100
+                self.labels.append(label)
+        self.labels = torch.tensor(self.labels)
+        self.valid = self.labels != -100
+
+
 class MicroBatch:
     """Sequences of all ranks; a label counts where its token is of the same document, and is to be
-    predicted."""
+    predicted. For `depth` layers of multi-token prediction the tokens k positions later, in the
+    pieces as well, and as labels those k + 1 positions later."""
 
-    def __init__(self, sequences, masks):
+    def __init__(self, sequences, masks, depth=0):
         self.pieces, self.labels, self.sequence = [], [], []
+        self.ahead = [Ahead(sequences, masks, k) for k in range(1, depth + 1)]
         for number, s in enumerate(sequences):
             documents = [d for _, d in s]
             for t in range(len(s) - 1):
-                if t == 0 or masks and documents[t] != documents[t - 1]:
+                if new_piece(documents, t, masks):
                     self.pieces.append([])
                 self.pieces[-1].append(s[t][0][0])
                 next_id, is_trained = s[t + 1][0]
@@ -154,18 +180,56 @@ class MicroBatch:
         self.valid = self.labels != -100
 
 
+class Norm(torch.nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(dim, dtype=torch.float64)), eps
+
+    def forward(self, x):
+        return self.weight * x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+
+def add_mtp(layer, config):
+    """What a layer of multi-token prediction has besides its block, by its names in files."""
+    dim = config.hidden_size
+    layer.enorm, layer.hnorm = Norm(dim, config.rms_norm_eps), Norm(dim, config.rms_norm_eps)
+    layer.eh_proj = torch.nn.Linear(2 * dim, dim, bias=False, dtype=torch.float64)
+    layer.shared_head = torch.nn.Module()
+    layer.shared_head.norm = Norm(dim, config.rms_norm_eps)
+
+
+def load(folder):
+    """The layers behind the last, which transformers does not know of, are blocks of the model,
+    too."""
+    config = AutoConfig.from_pretrained(folder)
+    depth = getattr(config, "num_nextn_predict_layers", None) or 0
+    config.num_hidden_layers += depth
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types + config.layer_types[-1:] * depth
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64,
+                                                 attn_implementation="eager")
+    last = model.model.layers[len(model.model.layers) - depth:]
+    stored = {name: tensor for path in pathlib.Path(folder).glob("*.safetensors") if depth
+              for name, tensor in load_file(path).items()}
+    for number, layer in enumerate(last, len(model.model.layers) - depth):
+        add_mtp(layer, config)
+        for part in ("enorm", "hnorm", "eh_proj", "shared_head"):
+            for name, p in getattr(layer, part).named_parameters():
+                p.data.copy_(stored[f"model.layers.{number}.{part}.{name}"])
+    return model, list(last)
+
+
 class Model:
     """A model of transformers, and what its routers said in the last forward."""
 
     def __init__(self, folder):
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64,
-                                                          attn_implementation="eager")
+        self.model, self.mtp = load(folder)
         self.model.set_experts_implementation("eager")
         with only_float64():
             self.model.model.rotary_emb = type(self.model.model.rotary_emb)(self.model.config)
         c = self.model.config
         self.top_k = c.num_experts_per_tok
-        self.is_sigmoid = c.model_type in ("deepseek_v3", "llama4_text")
+        self.is_sigmoid = c.model_type in ("deepseek_v3", "glm4_moe", "llama4_text")
         self.routers = [m for m in self.model.modules() if "Router" in type(m).__name__]
         self.logits, self.chosen = {}, {}
         self.bias = []
@@ -205,14 +269,40 @@ class Model:
             chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
         self.logits[layer], self.chosen[layer] = logits, chosen
 
+    def hidden(self, layers, norm, **inputs):
+        """What the head reads behind these layers."""
+        inner = self.model.model
+        kept = inner.layers, inner.norm
+        inner.layers, inner.norm = torch.nn.ModuleList(layers), norm
+        try:
+            with only_float64():
+                return inner(use_cache=False, **inputs).last_hidden_state
+        finally:
+            inner.layers, inner.norm = kept
+
     def forward(self, batch):
         """Every piece by itself, as if there were no other: what is behind its end it does not see.
-        Logits of the tokens, and of the routers: [layers, tokens, experts]."""
+        Logits of the tokens, those of each depth of multi-token prediction behind them, and of the
+        routers: [layers, tokens, experts]. At depth k (DeepSeek-V3, section 2.2)
+
+            h'_i = M [RMSNorm(h_i); RMSNorm(Emb(t_(i+k)))],  h = TRM(h'),  P_(i+k+1) = Head(h_i)
+
+        where h_i is what the head has read at depth k - 1; M has the embedding first in files."""
         longest = max(map(len, batch.pieces))
-        ids = torch.tensor([p + [0] * (longest - len(p)) for p in batch.pieces])
         counts = torch.tensor([t < len(p) for p in batch.pieces for t in range(longest)])
-        with only_float64():
-            logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[counts]
+
+        def padded(pieces):
+            return torch.tensor([p + [0] * (longest - len(p)) for p in pieces])
+
+        inner = self.model.model
+        main = inner.layers[:len(inner.layers) - len(self.mtp)]
+        h = self.hidden(main, inner.norm, input_ids=padded(batch.pieces))
+        logits = [self.model.lm_head(h).flatten(0, 1)[counts]]
+        for layer, ahead in zip(self.mtp, batch.ahead):
+            embedded = inner.embed_tokens(padded(ahead.pieces))
+            x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(h)], -1))
+            h = self.hidden([layer], layer.shared_head.norm, inputs_embeds=x)
+            logits.append(self.model.lm_head(h).flatten(0, 1)[counts])
         of_layers = [(self.logits[i][counts], self.chosen[i][counts])
                      for i in range(len(self.routers))]
         return logits, of_layers
@@ -229,15 +319,22 @@ def balance_loss(logits, probabilities, top_k, num_step_tokens):
     return num_experts / (top_k * num_tokens) * sums / num_step_tokens
 
 
+def loss_sum(logits, labels):
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
 def losses_of(model, batch, settings, num_step_tokens):
     """The parts of the loss, and how many tokens chose each expert, by layer."""
-    logits, of_layers = model.forward(batch)
-    parts = {"loss": torch.nn.functional.cross_entropy(logits, batch.labels, ignore_index=-100,
-                                                       reduction="sum") / num_step_tokens}
+    (logits, *further), of_layers = model.forward(batch)
+    parts = {"loss": loss_sum(logits, batch.labels) / num_step_tokens}
     parts.update(dict.fromkeys(AUXILIARY, torch.zeros((), dtype=torch.float64)))
-    counts = []
-    for router, chosen in of_layers:
-        valid, sequence = batch.valid, batch.sequence
+    for predicted, ahead in zip(further, batch.ahead):
+        parts["mtp_loss"] = parts["mtp_loss"] + settings["training.mtp_loss_weight"] / len(
+            further) * loss_sum(predicted, ahead.labels) / num_step_tokens
+    counts, num_main = [], len(of_layers) - len(further)
+    for number, (router, chosen) in enumerate(of_layers):
+        valid = (batch if number < num_main else batch.ahead[number - num_main]).valid
+        sequence = batch.sequence
         p = router.sigmoid() if model.is_sigmoid else router.softmax(-1)
         p = p / p.sum(-1, keepdim=True)
 
@@ -245,7 +342,7 @@ def losses_of(model, batch, settings, num_step_tokens):
             valid & (sequence == s) for s in sequence.unique()]
         balance = sum(balance_loss(router[s], p[s], model.top_k, num_step_tokens) for s in sets)
         z = router.logsumexp(-1)[valid].square().sum() / num_step_tokens
-        for name, value in zip(AUXILIARY, (balance, z)):
+        for name, value in zip(AUXILIARY[:2], (balance, z)):
             parts[name] = parts[name] + settings[f"moe.{name}_weight"] * value
         counts.append(chosen[valid].sum(0))
     return parts, counts
@@ -366,27 +463,35 @@ def move_bias(bias, counts, coeff):
     bias += step - step.mean()
 
 
-def micro_batches(get, settings, masks, first):
+def micro_batches(get, settings, masks, first, depth):
     """Those of a step, of all data-parallel ranks together."""
     per_step, num = settings["training.global_batch_size"], settings["micro_batches"]
     size = per_step // num
-    return [MicroBatch([get(first + m * size + i) for i in range(size)], masks)
+    return [MicroBatch([get(first + m * size + i) for i in range(size)], masks, depth)
             for m in range(num)]
 
 
 def validate(model, sequences, settings, masks):
-    """The mean over the first tokens of a file, in its order, which is read once."""
+    """The mean over the first tokens of a file, in its order, which is read once: loss, and of each
+    depth of multi-token prediction loss and acceptance, the share of tokens that the model itself
+    predicts as well when it comes to them."""
     per_step = settings["training.global_batch_size"]
     sequences = sequences[:settings["validation.steps"] * per_step]
-    total, num_tokens = 0.0, 0
+    depth = len(model.mtp)
+    sums = torch.zeros(1 + depth, 3, dtype=torch.float64)  # loss, accepted, tokens
     with torch.no_grad():
         for s in sequences:
-            batch = MicroBatch([s], masks)
+            batch = MicroBatch([s], masks, depth)
             logits, _ = model.forward(batch)
-            total += torch.nn.functional.cross_entropy(
-                logits, batch.labels, ignore_index=-100, reduction="sum").item()
-            num_tokens += batch.valid.sum().item()
-    return total / num_tokens
+            words = [x.argmax(-1) for x in logits]
+            for k, of_depth in enumerate([batch, *batch.ahead]):
+                later = torch.cat([words[0][k:], words[0].new_full((k,), -1)])
+                accepted = (words[k] == later) & of_depth.valid
+                sums[k] += torch.stack([loss_sum(logits[k], of_depth.labels), accepted.sum(),
+                                        of_depth.valid.sum()])
+    means = (sums[:, :2] / sums[:, 2:]).tolist()
+    return {"loss": means[0][0], **{f"mtp.{k}.{name}": value for k, both in enumerate(means[1:])
+                                    for name, value in zip(("loss", "acceptance"), both)}}
 
 
 def run(folder, files, settings):
@@ -404,7 +509,7 @@ def run(folder, files, settings):
     steps, records = settings["training.steps"], []
     for step in range(steps):
         batches = micro_batches(data.__getitem__, settings, masks,
-                                step * settings["training.global_batch_size"])
+                                step * settings["training.global_batch_size"], len(model.mtp))
         num_tokens = sum(b.valid.sum().item() for b in batches)
         record = dict.fromkeys(("loss", *AUXILIARY), 0.0)
         counts = [0] * len(model.routers)

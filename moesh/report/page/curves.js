@@ -221,7 +221,8 @@ const CHARTS = [
     unit: 'with their weights',
     log: true,
     series: () => ofRuns(
-        {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]})
+        {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]},
+        {name: 'mtp_loss', label: 'multi-token prediction', dash: [6, 3]})
   },
   {
     id: 'grad_norm',

@@ -160,9 +160,13 @@ void ConsoleSink::write(const StepRecord& r) {
     std::fprintf(out_, "%s\n", line_of(r).c_str());
     if (r.skipped)
       std::fputs("      skipped: a gradient is not finite, or no token counts\n", out_);
-    for (const ValidationLoss& v : r.validation)
+    for (const ValidationLoss& v : r.validation) {
       std::fprintf(out_, "      validation on %s: loss %.5f, perplexity %.4g\n",
                    printable(v.name).c_str(), v.loss, v.perplexity());
+      for (std::size_t k = 0; k < v.mtp.size(); ++k)
+        std::fprintf(out_, "        %zu tokens ahead: loss %.5f, accepted %.1f %%\n", k + 2,
+                     v.mtp[k].loss, 100 * v.mtp[k].acceptance);
+    }
   }
   std::fflush(out_);
 }

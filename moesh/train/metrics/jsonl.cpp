@@ -97,9 +97,15 @@ JsonObject to_json(const StepRecord& r) {
   add_experts(object, r);
   if (!r.validation.empty()) {
     JsonObject losses;
-    for (const ValidationLoss& v : r.validation)
-      losses.emplace_back(v.name, JsonValue{JsonObject{{"loss", exact(v.loss)},
-                                                       {"perplexity", exact(v.perplexity())}}});
+    for (const ValidationLoss& v : r.validation) {
+      JsonObject of_set{{"loss", exact(v.loss)}, {"perplexity", exact(v.perplexity())}};
+      JsonList depths;
+      for (const auto& d : v.mtp)
+        depths.emplace_back(
+            JsonObject{{"loss", exact(d.loss)}, {"acceptance", exact(d.acceptance)}});
+      if (!depths.empty()) of_set.emplace_back("mtp", JsonValue{std::move(depths)});
+      losses.emplace_back(v.name, JsonValue{std::move(of_set)});
+    }
     object.emplace_back("validation", JsonValue{std::move(losses)});
   }
   return object;

@@ -64,8 +64,14 @@ Scalars scalars_of(const StepRecord& r) {
     all.emplace_back("experts/bias_range/layer_" + std::to_string(l),
                      r.bias[l].largest - r.bias[l].least);
   all.emplace_back("skipped", r.skipped ? 1 : 0);
-  for (const ValidationLoss& v : r.validation)
+  for (const ValidationLoss& v : r.validation) {
     all.emplace_back("validation_metrics/loss/" + v.name, v.loss);
+    for (std::size_t k = 0; k < v.mtp.size(); ++k) {
+      const std::string depth = "_depth_" + std::to_string(k + 1) + "/";
+      all.emplace_back("validation_metrics/mtp_loss" + depth + v.name, v.mtp[k].loss);
+      all.emplace_back("validation_metrics/mtp_acceptance" + depth + v.name, v.mtp[k].acceptance);
+    }
+  }
   return all;
 }
 

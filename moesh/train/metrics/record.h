@@ -27,6 +27,12 @@ ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
 struct ValidationLoss {
   std::string name;
   double loss;  // cross-entropy per valid token
+  /// Of a depth of multi-token prediction, for each token that it may predict.
+  struct Depth {
+    double loss;
+    double acceptance;  // the share that the model itself predicts when it comes to them
+  };
+  std::vector<Depth> mtp = {};
 
   double perplexity() const { return std::exp(loss); }
 };
@@ -68,7 +74,8 @@ struct StepRecord {
 };
 
 /// What the parts of the auxiliary losses are called.
-constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss"};
+constexpr const char* kAuxiliaryNames[models::kNumAuxiliary] = {"balance_loss", "z_loss",
+                                                                "mtp_loss"};
 
 // A record as named numbers, for sinks that know nothing else.
 
