@@ -19,6 +19,7 @@ all in float32, or with --dtype float64 in float64:
 import argparse
 import contextlib
 import pathlib
+import re
 import sys
 
 import torch
@@ -74,7 +75,10 @@ def gradients_by_name_on_disk(model, on_disk):
     kept = dict(model.named_buffers())
     buffers = set(kept) | set(revert_weight_conversion(model, kept))
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    without = sorted(on_disk - set(found) - buffers - tied)
+    # Layers behind the last are for multi-token prediction, which transformers does not compute.
+    behind = {name for name in on_disk if (layer := re.match(r"model\.layers\.(\d+)\.", name))
+              and int(layer[1]) >= model.config.num_hidden_layers}
+    without = sorted(on_disk - set(found) - buffers - tied - behind)
     if without:
         sys.exit(f"{without[0]} of the folder has no gradient ({len(without)} in all)")
     return found

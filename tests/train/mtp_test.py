@@ -88,6 +88,12 @@ def files_are_read_and_written(tmp):
     assert set(same) == set(there), set(same) ^ set(there)
     assert all(torch.equal(same[n], t) for n, t in there.items())
 
+    # transformers does not compute the layer: its goldens are those of the rest.
+    golden_test.record(folder, tmp / "golden.safetensors", seed=1)
+    assert "holds" in golden_test.run(torch_test.MOESH, "verify", "--golden",
+                                      tmp / "golden.safetensors", "--model", f"hf:{folder}",
+                                      "--mesh", "tp=2,ep=2")
+
     train = [torch_test.MOESH, "train", f"--model=hf:{folder}", "--steps=1", "--checkpoint.enable"]
     without = run(*train, "--model.num_mtp_layers=0", f"--checkpoint.folder={tmp / 'without'}",
                   f"--metrics.folder={tmp / 'without'}")
