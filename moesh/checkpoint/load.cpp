@@ -31,7 +31,6 @@ constexpr std::int64_t kSlabBytes =
     256 << 10;               // what is copied at once: small, so that most are within one block
 constexpr int kReaders = 4;  // threads of each rank, at most
 constexpr std::size_t kListedNames = 20;
-constexpr const char* kSingleFile = "model.safetensors";
 
 std::string listed(const std::vector<std::string>& names) {
   std::string text;
@@ -351,7 +350,8 @@ std::string read_config(const std::filesystem::path& folder) {
   const std::string text = read_text(folder, "config.json", has_manifest ? &manifest : nullptr);
   const auto json = formats::parse_json(text, (folder / "config.json").string());
   const auto of_text = formats::text_model(json);
-  return of_text == json ? text : formats::to_json(of_text);
+  return formats::with_layers_that_are_there(of_text == json ? text : formats::to_json(of_text),
+                                             folder);
 }
 
 TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
@@ -375,10 +375,10 @@ TensorFolder TensorFolder::weights(const std::filesystem::path& folder) {
     result.join_quantized();
     return result;
   }
-  MOESH_CHECK(formats::exists(folder / kSingleFile), ErrorKind::data, "'", folder.string(),
-              "' has neither ", formats::kIndexFile, " nor ", kSingleFile,
+  MOESH_CHECK(formats::exists(folder / formats::kSingleFile), ErrorKind::data, "'", folder.string(),
+              "' has neither ", formats::kIndexFile, " nor ", formats::kSingleFile,
               ": it is not a folder of a model in safetensors");
-  TensorFolder result(folder, {kSingleFile}, known);
+  TensorFolder result(folder, {formats::kSingleFile}, known);
   keep_text_model(result.tensors_);
   result.join_quantized();
   return result;

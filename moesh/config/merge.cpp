@@ -7,6 +7,7 @@
 #include "moesh/config/guess.h"
 #include "moesh/config/options.h"
 #include "moesh/config/tables.h"
+#include "moesh/formats/disk.h"
 #include "moesh/formats/file.h"
 #include "moesh/models/disk.h"
 
@@ -181,6 +182,11 @@ bool has_weights(const std::filesystem::path& folder) {
                      [](const std::string& name) { return name.ends_with(".safetensors"); });
 }
 
+models::AnyConfig config_of(const std::filesystem::path& folder, const std::string& file) {
+  const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
+  return models::config_of(formats::with_layers_that_are_there(text, folder), file);
+}
+
 std::string text_of(const Setting& s) { return std::get<std::string>(converted(s, std::string())); }
 
 // The model of a folder: of model.folder, which leaves the settings and starts from the weights
@@ -203,9 +209,7 @@ std::optional<GivenModel> take_folder(Settings& settings) {
   const std::string file = (folder / "config.json").string();
   if (!asked) {
     if (folder.empty() || !formats::exists(file)) return std::nullopt;
-    return GivenModel{
-        models::config_of(formats::read_file(file, ErrorKind::config, kMaxConfigBytes), file), file,
-        folder.string()};
+    return GivenModel{config_of(folder, file), file, folder.string()};
   }
   MOESH_CHECK(!folder.empty(), ErrorKind::config, kFolder, " (", asked->origin.text,
               ") has no value; name the folder of a Hugging Face model, as in --model hf:FOLDER");
@@ -221,9 +225,8 @@ std::optional<GivenModel> take_folder(Settings& settings) {
               folder.string(), "' (", asked->origin.text, "), and there is no such folder; ",
               how_to_get(folder.string()));
   std::erase_if(settings, [](const Setting& s) { return s.name == kFolder; });
-  const auto text = formats::read_file(file, ErrorKind::config, kMaxConfigBytes);
   if (!initial && has_weights(folder)) settings.push_back({kInitialLoad, folder.string(), {file}});
-  return GivenModel{models::config_of(text, file), file, folder.string()};
+  return GivenModel{config_of(folder, file), file, folder.string()};
 }
 
 void append(Settings& to, const Settings& more) { to.insert(to.end(), more.begin(), more.end()); }

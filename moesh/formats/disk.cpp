@@ -1,9 +1,11 @@
 #include "moesh/formats/disk.h"
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 
 #include "moesh/base/error.h"
+#include "moesh/formats/file.h"
 
 namespace moesh::formats {
 
@@ -81,6 +83,30 @@ JsonValue text_model(const JsonValue& config_json) {
     if (const JsonValue* whole = config_json.find(key); whole && !out.find(key))
       std::get<JsonObject>(out.value).emplace_back(key, *whole);
   return out;
+}
+
+std::string with_layers_that_are_there(const std::string& config_json,
+                                       const std::filesystem::path& folder) {
+  const std::string field = "num_nextn_predict_layers", name = (folder / "config.json").string();
+  JsonValue json = parse_json(config_json, name);
+  const JsonValue *asked = json.find(field), *num_layers = json.find("num_hidden_layers");
+  if (!asked || !num_layers || *asked == JsonValue{} || *asked == JsonValue{std::int64_t{0}})
+    return config_json;
+  std::vector<std::string> names;
+  if (formats::exists(folder / kIndexFile)) {
+    const SafetensorsIndex index = read_safetensors_index((folder / kIndexFile).string());
+    for (const auto& [tensor, file] : index.weight_map) names.push_back(tensor);
+  } else if (formats::exists(folder / kSingleFile)) {
+    const SafetensorsFile file(folder / kSingleFile);
+    for (const auto& tensor : file.header().tensors) names.push_back(tensor.name);
+  }
+  const std::string first =
+      "layers." + std::to_string(num_layers->as_int("num_hidden_layers")) + ".";
+  const auto is_of_it = [&](const std::string& n) { return n.find(first) != std::string::npos; };
+  if (names.empty() || std::any_of(names.begin(), names.end(), is_of_it)) return config_json;
+  for (auto& [key, value] : std::get<JsonObject>(json.value))
+    if (key == field) value = {std::int64_t{0}};
+  return to_json(json);
 }
 
 bool is_of_text_and_images(const std::string& name) { return name.starts_with(kText); }

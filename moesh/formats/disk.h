@@ -4,6 +4,7 @@
 // that a model has to say.
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
@@ -80,6 +81,11 @@ struct ModelOnDisk {
 /// The config.json of the text model: what is under text_config, with the dtype of the whole; that
 /// of a text model itself is returned as it is.
 JsonValue text_model(const JsonValue& config_json);
+
+/// The config.json of a folder, with 0 for num_nextn_predict_layers where the folder has weights,
+/// and none of such a layer: transformers writes that field as 1 whatever the model has.
+std::string with_layers_that_are_there(const std::string& config_json,
+                                       const std::filesystem::path& folder);
 
 /// The name that a tensor of such a folder has in the text model; empty: it is none of that.
 std::string name_in_text_model(const std::string& name);

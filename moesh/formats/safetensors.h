@@ -95,6 +95,7 @@ class SafetensorsFile {
 // model.safetensors.index.json: which file of a folder holds which tensor.
 
 constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kSingleFile = "model.safetensors";  // of a folder without an index
 
 struct SafetensorsIndex {
   std::map<std::string, std::string>

@@ -202,15 +202,17 @@ def load(folder):
     """The layers behind the last, which transformers does not know of, are blocks of the model,
     too."""
     config = AutoConfig.from_pretrained(folder)
-    depth = getattr(config, "num_nextn_predict_layers", None) or 0
+    stored = {name: tensor for path in pathlib.Path(folder).glob("*.safetensors")
+              for name, tensor in load_file(path).items()}
+    # transformers writes the field into every config.json.
+    has_mtp = f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in stored
+    depth = config.num_nextn_predict_layers if has_mtp else 0
     config.num_hidden_layers += depth
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types + config.layer_types[-1:] * depth
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64,
                                                  attn_implementation="eager")
     last = model.model.layers[len(model.model.layers) - depth:]
-    stored = {name: tensor for path in pathlib.Path(folder).glob("*.safetensors") if depth
-              for name, tensor in load_file(path).items()}
     for number, layer in enumerate(last, len(model.model.layers) - depth):
         add_mtp(layer, config)
         for part in ("enorm", "hnorm", "eh_proj", "shared_head"):
