@@ -58,6 +58,7 @@ Real run(const Config& c) {
           std::vector<models::MicroBatch> batches;
           for (std::int64_t i = 0; i < c.training.gradient_accumulation_steps; ++i) {
             batches.push_back({.input_ids_BL = ids, .labels_BL = ids});
+            batches.back().ahead.assign(static_cast<size_t>(num_mtp_layers(c)), {ids, ids});
             if (document_mask(c))  // of five tokens
               batches.back().documents = {ids.remainder(c.data.sequence_length).div(5, "floor") * 5,
                                           ids.numel()};
@@ -108,7 +109,10 @@ TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
           Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},
           Args{"--data.document_mask=true"},
-          Args{"--parallelism.sequence_parallel=false", "--moe.balance_loss_weight=0.1"}}) {
+          Args{"--parallelism.sequence_parallel=false", "--moe.balance_loss_weight=0.1"},
+          Args{"--model.num_mtp_layers=1"}}) {
+      const bool has_mtp = name == "deepseek_v3" || name.starts_with("glm4_moe");
+      if (!has_mtp && !options.empty() && options[0] == "--model.num_mtp_layers=1") continue;
       const Config c = load({"--model=" + name + ":tiny", "--data.sequence_length=16",
                              "--moe.force_load_balance", std::string("--mesh=") + GetParam()},
                             options);
@@ -185,6 +189,10 @@ TEST(Estimate, SelectiveRecomputeIsBetweenNoneAndFull) {
       EXPECT_GT(peak("selective"), peak("full")) << name << " on " << device;
     }
 }
+TEST(EstimatedPeak, MultiTokenPrediction) {
+  expect_peak(debug({"--model.num_mtp_layers=2"}));
+  expect_peak(debug({"--model.num_mtp_layers=1", "--mesh=dp_shard=2,tp=2,ep=2"}, true));
+}
 TEST(EstimatedPeak, FsdpTpEp) { expect_peak(debug({"--mesh=dp_shard=2,tp=2,ep=2"}, true)); }
 TEST(EstimatedPeak, Accumulation) {
   expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2"}));
@@ -226,7 +234,9 @@ TEST_P(OnSchedules, EveryRankOfAPipelineHoldsWhatItsEstimateSays) {
         Args{"--mesh=pp=4", "--training.gradient_accumulation_steps=6"},
         Args{"--mesh=pp=2,tp=2,ep=2", "--training.gradient_accumulation_steps=3"},
         Args{"--mesh=pp=2", "--training.gradient_accumulation_steps=3",
-             "--activation_checkpoint.mode=full"}}) {
+             "--activation_checkpoint.mode=full"},
+        Args{"--mesh=pp=2", "--training.gradient_accumulation_steps=3",
+             "--model.num_mtp_layers=1"}}) {
     Args args{"--model=deepseek_v3:debug", "--model.num_layers=8",       "--model.dim=128",
               "--model.num_heads=4",       "--model.kv_lora_rank=128",   "--model.ffn=512",
               "--model.moe_ffn=128",       "--model.vocab_size=512",     "--dtype=float32",

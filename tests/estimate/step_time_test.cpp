@@ -41,6 +41,7 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
   for (const Args& model : {Args{"--model=deepseek_v3:debug"}, Args{"--model=qwen3_moe:debug"},
                             Args{"--model=llama4:tiny", "--model.num_layers=6", "--model.dim=128",
                                  "--model.moe_ffn=128", "--model.vocab_size=512"},
+                            Args{"--model=deepseek_v3:debug", "--model.num_mtp_layers=1"},
                             Args{"--model=deepseek_v3:debug", "--model.num_dense_layers=3",
                                  "--activation_checkpoint.mode=full"}})
     for (const char* mesh : {"dp_shard=2,ep=2", "dp_shard=8,tp=2,ep=4", "dp_shard=4,cp=2,ep=8",
@@ -87,8 +88,12 @@ TEST(Profile, AddsUpToADryRunOfTheWholeModel) {
 }
 
 TEST(Profile, FlopsAreThoseOfTheModel) {
-  for (const char* name : {"deepseek_v3:debug", "gpt_oss:tiny", "llama4:tiny"}) {
-    const Config c = load_args({std::string("--model=") + name, "--data.sequence_length=64"});
+  for (const Args& model : {Args{"deepseek_v3:debug"}, Args{"gpt_oss:tiny"}, Args{"llama4:tiny"},
+                            Args{"glm4_moe:debug", "--model.num_mtp_layers=2"}}) {
+    const std::string& name = model[0];
+    Args args = model;
+    args[0] = "--model=" + name, args.emplace_back("--data.sequence_length=64");
+    const Config c = load_args(args);
     const ModelShape shape = model_shape(c);
     double sum = shape.head_flops;
     for (const double flops : shape.layer_flops) sum += flops;
@@ -97,8 +102,8 @@ TEST(Profile, FlopsAreThoseOfTheModel) {
       return comm::fake_group(group, rank, members, unused);
     });
     const MeshScope scope(mesh);
-    const auto model = train::make_model(c, at::kMeta);
-    EXPECT_NEAR(sum, model->flops_per_token(64), 1e-9 * sum) << name;
+    const auto made = train::make_model(c, at::kMeta);
+    EXPECT_NEAR(sum, made->flops_per_token(64), 1e-9 * sum) << name;
   }
 }
 
