@@ -11,6 +11,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/base/turns.h"
 #include "moesh/comm/flight.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
@@ -225,8 +226,12 @@ void run_lanes(models::Model& model, const std::vector<models::MicroBatch>& batc
   if (!options.reshard) state.keep_gathers();
   in_lanes(state, model.stream_options().device(), [&](int lane, StepState& own) {
     StageActor<Sp> actor(model, batches, options, schedule, &own, on_forward);
-    for (const Action& a : schedule.ranks[0])
-      if (a.micro_batch % kNumLanes == lane) actor.run(a);
+    for (const Action& a : schedule.ranks[0]) {
+      if (a.micro_batch % kNumLanes != lane) continue;
+      actor.run(a);
+      // Also where a micro-batch has awaited nothing: they end in their order.
+      if (a.kind == ActionKind::backward) next_turn();
+    }
     actor.finish();
   });
 }

@@ -141,6 +141,23 @@ TEST(OverlapExperts, GivesTheSameBits) {
       }
 }
 
+// Rows of all_to_all are not begun ahead over etp: without ep, micro-batches go one by one, in
+// their order.
+TEST(OverlapExperts, WithoutAWaitMicroBatchesGoInTheirOrder) {
+  const auto run = [](const std::string& is_on) {
+    return results(config_of({"--mesh=tp=2,etp=2", "--parallelism.moe_dispatcher=all_to_all",
+                              "--training.gradient_accumulation_steps=5",
+                              "--parallelism.overlap_experts=" + is_on}),
+                   World::threads);
+  };
+  const auto expected = run("false"), found = run("true");
+  for (std::size_t r = 0; r < found.size(); ++r) {
+    EXPECT_EQ(found[r].calls, expected[r].calls);
+    for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+      EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i])) << r << ", " << i;
+  }
+}
+
 // Which micro-batch a rank works on, and the rows that it begins to send or waits for. While those
 // of one micro-batch travel, the other one begins its own, in forward and in backward.
 class RowEvents final : public comm::ThreadObserver {
