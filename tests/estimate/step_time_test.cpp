@@ -136,7 +136,7 @@ TEST(StepTime, RowsOfPairsTravelBehindCompute) {
                                 std::string("--parallelism.overlap_experts=") + is_on,
                                 "--training.global_batch_size=" + std::to_string(16 * num_micro)}));
     Profiler profiler(c);
-    return step_time(profiler, cluster, mesh_shape(c), {});
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b");
   };
   for (const int num_micro : {7, 8}) {
     const StepTime off = time_of(num_micro, "false"), on = time_of(num_micro, "true");
