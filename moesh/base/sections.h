@@ -49,9 +49,12 @@ class SectionClock {
   /// What has passed since the last call, or since the start.
   SectionTimes take();
 
+  /// For what goes to and fro between sections by itself: InSection is for the rest.
+  Section current() const { return current_; }
+  void enter(Section section);
+
  private:
   friend class InSection;
-  void enter(Section section);
 
   SectionTimes times_;
   Section current_ = Section::other;

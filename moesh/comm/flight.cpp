@@ -52,10 +52,11 @@ class Recorder {
 
 namespace {
 
+thread_local std::string doing;  // what the calls and waits of this thread are a part of
+
 class FlightObserver final : public Observer {
  public:
   std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>();
-  std::string doing;
 
   void called(const Operation& o) override {
     const std::lock_guard lock(recorder->mutex);
@@ -109,8 +110,8 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
-Doing::Doing(std::string what) : outer_(std::exchange(own().doing, std::move(what))) {}
-Doing::~Doing() { own().doing = std::move(outer_); }
+Doing::Doing(std::string what) : outer_(std::exchange(doing, std::move(what))) {}
+Doing::~Doing() { doing = std::move(outer_); }
 
 std::shared_ptr<Recorder> current() { return own().recorder; }
 void use(std::shared_ptr<Recorder> recorder) { own().recorder = std::move(recorder); }

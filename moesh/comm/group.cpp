@@ -8,23 +8,35 @@
 #include <atomic>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
 #include "moesh/comm/flight.h"
 
 namespace moesh::comm {
-namespace {
 
-// The observers of this thread's collectives, since a rank is a thread.
 struct Watched {
   std::vector<Observer*> by{&flight::of_thread()};  // the flight recorder is always there
   int num_pauses = 0;
 };
+
+namespace {
+
+thread_local Watched* of_other = nullptr;  // of another thread of this rank
+
+}  // namespace
+
+// Of a thread, since a rank is one.
 Watched& watched() {
+  if (of_other) return *of_other;
   thread_local Watched of_thread;
   return of_thread;
 }
+WatchedAs::WatchedAs(Watched& other) : outer_(std::exchange(of_other, &other)) {}
+WatchedAs::~WatchedAs() { of_other = outer_; }
+
+namespace {
 
 void tell(void (Observer::*event)(std::int64_t), std::int64_t number) {
   for (Observer* observer : watched().by) (observer->*event)(number);

@@ -114,6 +114,22 @@ class ThreadObserver : public Observer {
   ThreadObserver& operator=(const ThreadObserver&) = delete;
 };
 
+/// The observers of a thread.
+struct Watched;
+Watched& watched();
+/// While it lives, this thread has the observers of another one, which works for the same rank and
+/// waits meanwhile.
+class WatchedAs {
+ public:
+  explicit WatchedAs(Watched& other);
+  ~WatchedAs();
+  WatchedAs(const WatchedAs&) = delete;
+  WatchedAs& operator=(const WatchedAs&) = delete;
+
+ private:
+  Watched* outer_;
+};
+
 /// Watches what is called on a group, and on those that come from it, by whatever thread.
 class GroupObserver : public Observer {
  public:

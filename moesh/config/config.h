@@ -99,6 +99,7 @@ struct ParallelismSection {
   bool sequence_parallel = true;
   bool fsdp_reshard_after_forward = true;
   bool overlap_reductions = true;
+  bool overlap_experts = false;
   std::string moe_dispatcher = "auto";
   std::int64_t ranks_per_node = 0;
 };

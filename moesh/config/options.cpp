@@ -128,6 +128,9 @@ std::vector<Option> make_options() {
       MOESH_OPTION(speed, parallelism, overlap_reductions,
                    "reduce the gradients of a block in one message, while backward computes the "
                    "next block"),
+      MOESH_OPTION(speed, parallelism, overlap_experts,
+                   "two micro-batches at a time: one computes while rows of the other travel to "
+                   "their experts or back"),
       MOESH_OPTION(speed, parallelism, moe_dispatcher,
                    "collectives that bring tokens to their experts", one_of(dispatcher_names())),
       MOESH_OPTION(

@@ -78,15 +78,19 @@ class Pipeline {
   comm::Ledger traffic_of(const Estimate& e) const {
     return num_gone_through_ == num_micro_ ? e.traffic : traffic_of_rank(e.rank_of_pp);
   }
-  // The second and each later micro-batch send the same.
+  // The second and each later micro-batch send the same; where they go in pairs, the second and
+  // each later pair do.
   comm::Ledger traffic_of_rank(int rank) const {
-    const comm::Ledger one = DryRank(config_, rank).step(1).traffic;
-    comm::Ledger all = DryRank(config_, rank).step(2).traffic;
+    const std::int64_t together = config_.parallelism.overlap_experts ? 2 : 1,
+                       begin = together + num_micro_ % together,
+                       num_more = (num_micro_ - begin) / together - 1;
+    const comm::Ledger few = DryRank(config_, rank).step(begin).traffic;
+    comm::Ledger all = DryRank(config_, rank).step(begin + together).traffic;
     for (auto& [key, entry] : all) {
-      const auto found = one.find(key);
-      const comm::Traffic first = found == one.end() ? comm::Traffic() : found->second;
-      entry.num_calls += (num_micro_ - 2) * (entry.num_calls - first.num_calls);
-      entry.num_bytes += (num_micro_ - 2) * (entry.num_bytes - first.num_bytes);
+      const auto found = few.find(key);
+      const comm::Traffic first = found == few.end() ? comm::Traffic() : found->second;
+      entry.num_calls += num_more * (entry.num_calls - first.num_calls);
+      entry.num_bytes += num_more * (entry.num_bytes - first.num_bytes);
     }
     return all;
   }

@@ -47,8 +47,15 @@ double gathers_of_a_micro_batch(const Config& config, const MeshShape& mesh,
   return shares_gathers(config, mesh) ? 1.0 / static_cast<double>(num_micro) : 1.0;
 }
 
+// The part of the micro-batches whose rows travel behind the compute of another one: of an odd
+// number the last has none beside it.
+double part_in_pairs(const Config& config, const MeshShape& mesh, std::int64_t num_micro) {
+  if (!config.parallelism.overlap_experts || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
+  return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
+}
+
 Parts parts_of(const PartProfile& p, double flops, const Config& config, const Cluster& cluster,
-               const MeshShape& mesh, double gathers_of_each = 1) {
+               const MeshShape& mesh, double gathers_of_each = 1, double in_pairs = 0) {
   Parts out;
   out.forward_compute = seconds_of_flops(flops, cluster) / 3;
   out.compute = seconds_of_flops(flops, cluster) * (recomputes(config) ? 4.0 / 3 : 1);
@@ -69,6 +76,7 @@ Parts parts_of(const PartProfile& p, double flops, const Config& config, const C
       out.tensor += time;
     }
   }
+  out.experts -= in_pairs * std::min(out.experts, out.compute);
   // The parameters of the next block travel while this one computes, forward and backward, and
   // gradients are reduced while backward goes on.
   const bool again = !shares_gathers(config, mesh) &&
@@ -182,14 +190,15 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
           ? pipeline::balanced_plan(
                 {.layers = model.layer_flops, .embedding = 0, .head = model.head_flops}, num_stages)
           : pipeline::given_plan(given, num_layers);
-  const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro);
+  const double gathers_of_each = gathers_of_a_micro_batch(config, mesh, pipe.num_micro),
+               in_pairs = part_in_pairs(config, mesh, pipe.num_micro);
   std::map<std::pair<bool, double>, Parts> known;  // layers of one kind are alike
   const auto layer_parts = [&](size_t i) {
     const std::pair key(model.is_moe[i], model.layer_flops[i]);
     const auto found = known.find(key);
     if (found != known.end()) return found->second;
     return known[key] = parts_of(profile.layers.at(key.first), tokens * key.second, config, cluster,
-                                 mesh, gathers_of_each);
+                                 mesh, gathers_of_each, in_pairs);
   };
   const Parts ends = parts_of(profile.ends, 0, config, cluster, mesh);
   const Parts head = parts_of_head(tokens * model.head_flops, cluster);
@@ -223,7 +232,7 @@ Pipe make_pipe(Profiler& profiler, const Cluster& cluster, const MeshShape& mesh
                           : is_first ? profile.always_on_first
                                      : profile.always_between);
     pipe.gathered.push_back(gathered);
-    c.activation = activations;
+    c.activation = in_pairs > 0 ? 2 * activations : activations;
     c.kept_for_weights = c.activation == 0 ? 0 : kept / c.activation;
     pipe.costs.stages.push_back(c);
   }

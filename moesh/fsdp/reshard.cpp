@@ -6,6 +6,7 @@
 #include <c10/core/Allocator.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -47,6 +48,7 @@ struct Pending {
   size_t number;  // in the message
   size_t num_bytes;
   std::int64_t version;  // of the value: an update in between makes the gather stale
+  int num_takers;        // that are still to come
 };
 
 // The gathers of a step. Parameters are named by their value.
@@ -54,7 +56,7 @@ struct Gathering {
   std::map<const void*, Pending> pending;
   bool keeps = false;
   std::map<const void*, at::Tensor> kept;  // undefined: not gathered yet
-  std::shared_ptr<Gathers> scope;          // where `use` puts what it gathers
+  int num_takers = 1;  // micro-batches that are under way at once, each of which uses it
   GatherBytes bytes;
 
   void count(std::int64_t change) {
@@ -186,11 +188,14 @@ at::Tensor empty_rows(const Gathered& g) {
 at::Tensor take_pending(const Stored& w, const Gathered& g) {
   const auto step = gathering();
   if (!step) return {};
-  const auto found = step->pending.extract(key_of(w));
-  if (!found) return {};
-  const raw::Pending& p = found.mapped();
-  step->count(-static_cast<std::int64_t>(p.num_bytes));
+  const auto found = step->pending.find(key_of(w));
+  if (found == step->pending.end()) return {};
+  raw::Pending p = found->second;
   const at::Tensor message = p.arrival->wait();
+  if (--found->second.num_takers == 0) {
+    step->count(-static_cast<std::int64_t>(p.num_bytes));
+    step->pending.erase(found);
+  }
   if (p.version != static_cast<std::int64_t>(w.value._version())) return {};
   const at::Tensor rows = empty_rows(g);
   p.arrival->flat.take_whole(message, p.number, rows);
@@ -209,9 +214,9 @@ at::Tensor kept_or(const Stored& w, const F& make) {
 
 // Known to the scope of the step, which frees it.
 void put_into_scope(Gathered g) {
-  const auto step = gathering();
+  const StepState* step = StepState::current();
   if (!step || !step->scope || !at::GradMode::is_enabled()) return;
-  step->count(static_cast<std::int64_t>(g.num_bytes));
+  step->gathering->count(static_cast<std::int64_t>(g.num_bytes));
   step->scope->all.push_back(std::move(g));
 }
 
@@ -221,14 +226,27 @@ ReshardScope::ReshardScope(std::shared_ptr<raw::Gathers> before)
     : gathers_(std::make_shared<raw::Gathers>()) {
   gathers_->before = std::move(before);
   gathers_->step = gathering();
-  if (gathers_->step) outer_ = std::exchange(gathers_->step->scope, gathers_);
+  if (StepState* step = StepState::current()) outer_ = std::exchange(step->scope, gathers_);
 }
 ReshardScope::~ReshardScope() {
-  if (gathers_->step) gathers_->step->scope = outer_;
+  if (StepState* step = StepState::current()) step->scope = outer_;
 }
 
 std::shared_ptr<raw::Gathering> raw::make_gathering() { return std::make_shared<Gathering>(); }
 void raw::forget(Gathering& gathering) { gathering.pending.clear(), gathering.kept.clear(); }
+void raw::add_taker(Gathering& gathering) { ++gathering.num_takers; }
+void raw::remove_taker(Gathering& gathering) {
+  --gathering.num_takers;
+  // What the others have gathered ahead is for them.
+  for (auto p = gathering.pending.begin(); p != gathering.pending.end();) {
+    const auto next = std::next(p);
+    if (--p->second.num_takers == 0) {
+      gathering.count(-static_cast<std::int64_t>(p->second.num_bytes));
+      gathering.pending.erase(p);
+    }
+    p = next;
+  }
+}
 
 at::Tensor raw::enter_reshard(const at::Tensor& x, const std::shared_ptr<Gathers>& gathers) {
   return attach(x, x.detach(), [gathers](const at::Tensor& grad) {
@@ -264,8 +282,9 @@ void prefetch(const std::vector<const Stored*>& params) {
   start_messages(all, numbers, [&](const std::shared_ptr<Arrival>& arrival, const auto& which) {
     for (size_t k = 0; k < which.size(); ++k) {
       const Stored& w = *wanted[which[k]];
-      step->pending.emplace(key_of(w), raw::Pending{arrival, k, all[which[k]].num_bytes,
-                                                    static_cast<std::int64_t>(w.value._version())});
+      step->pending.emplace(
+          key_of(w), raw::Pending{arrival, k, all[which[k]].num_bytes,
+                                  static_cast<std::int64_t>(w.value._version()), step->num_takers});
     }
   });
 }

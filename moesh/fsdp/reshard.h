@@ -20,6 +20,9 @@ struct Gathers;
 struct Gathering;
 std::shared_ptr<Gathering> make_gathering();
 void forget(Gathering& gathering);  // at the end of its step, which a graph may outlive
+/// One more micro-batch, or one less, takes what is gathered ahead.
+void add_taker(Gathering& gathering);
+void remove_taker(Gathering& gathering);
 at::Tensor enter_reshard(const at::Tensor& x, const std::shared_ptr<Gathers>& gathers);
 at::Tensor leave_reshard(const at::Tensor& y, const std::shared_ptr<Gathers>& gathers);
 }  // namespace raw

@@ -17,9 +17,21 @@ StepState::StepState(bool overlap)
       outer_(innermost) {
   innermost = this;
 }
+StepState::StepState(StepState* whole)
+    : gathering(whole->gathering),
+      reductions(whole->reductions),
+      weights_later(whole->weights_later),
+      outer_(innermost),
+      is_whole_(false) {
+  innermost = this;
+  raw::add_taker(*gathering);
+}
 StepState::~StepState() {
   innermost = outer_;
-  raw::forget(*gathering);
+  if (is_whole_)
+    raw::forget(*gathering);
+  else
+    raw::remove_taker(*gathering);
 }
 
 StepState* StepState::current() { return innermost; }

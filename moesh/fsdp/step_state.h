@@ -14,6 +14,7 @@ namespace moesh {
 
 namespace raw {
 struct Gathering;
+struct Gathers;
 struct Reductions;
 struct Results;
 }  // namespace raw
@@ -34,6 +35,10 @@ class StepState {
   /// place in a message, and for a parameter that is used twice (a tied embedding), of which
   /// several micro-batches are added one use after the other, those of another order.
   explicit StepState(bool overlap = false);
+  /// Of another thread of the same rank, which works on a micro-batch of the same step (turns.h):
+  /// what it gathers, sums and leaves is that of `whole`, which outlives it. From here on what is
+  /// gathered ahead is for one more micro-batch.
+  explicit StepState(StepState* whole);
   ~StepState();
   StepState(const StepState&) = delete;
   StepState& operator=(const StepState&) = delete;
@@ -66,9 +71,11 @@ class StepState {
   std::shared_ptr<raw::Reductions> reductions;  // reduce.cpp; null: sums are awaited at once
   std::shared_ptr<WeightsLater> weights_later;  // null: they come with backward
   raw::Results* results = nullptr;              // recompute.cpp: of the run that goes on
+  std::shared_ptr<raw::Gathers> scope;          // reshard.cpp: where `use` puts what it gathers
 
  private:
   StepState* outer_;
+  bool is_whole_ = true;
 };
 
 }  // namespace moesh

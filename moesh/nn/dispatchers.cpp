@@ -138,7 +138,7 @@ class AllToAll final : public RoundTrip {
     meanwhile();
     const auto [rows_RD, scores_R] = moving.wait();
     const auto y_RD = apply_at_experts(in.experts, rows_RD, scores_R, traffic);
-    const auto home = dense(to_owners<ep>(y_RD, traffic.recv, traffic.send));
+    const auto home = dense(start_to_owners<ep>(y_RD, traffic.recv, traffic.send).wait());
     return combine_rows(home, sorted.token_R, sorted.inverse_TK);
   }
 };
@@ -194,7 +194,7 @@ class TwoHops final : public RoundTrip {
     const auto at_node = to_node(y_RD, inside.recv, inside.send);
     // The sum of a token on this node goes home, where those of all nodes are summed.
     const auto sums_MD = combine_rows(at_node, sorted.token_R, sorted.inverse_TK);
-    const auto home = dense(to_owners(sums_MD, hop.recv, hop.send));
+    const auto home = dense(start_to_owners(sums_MD, hop.recv, hop.send).wait());
     return combine_rows(home, to_nodes.token_R, to_nodes.inverse_TK);
   }
 
@@ -232,12 +232,13 @@ class TwoHops final : public RoundTrip {
 // experts, and one reduction sums the outputs.
 class AllGather final : public RoundTrip {
   PerToken routed(const DispatchInput& in, const std::function<void()>& meanwhile) const override {
-    meanwhile();
     const Along rows{.dim = 0, .sizes = in.tokens.rows(*current_mesh().group(kExpertAxes))};
-    const auto [x, scores, chosen] = all_gather_together<kExpertAxes>(
+    auto moving = start_all_gather_together<kExpertAxes>(
         rows.sizes, sparse(in.x_ND), sparse(in.route.weights_NK), sparse(numbers(in.route)));
+    meanwhile();
+    const auto [x, scores, chosen] = moving.wait();
     const auto y = in.experts.apply_to_tokens(x, scores, experts_of(chosen));  // T,R,R -> T,P,P
-    return dense(reduce_scatter<kExpertAxes>(y, rows));                        // T,T,T
+    return dense(start_reduce_scatter<kExpertAxes>(y, rows).wait());           // T,T,T
   }
 };
 
@@ -258,7 +259,7 @@ class AllGatherOverTp final : public Dispatch {
     const Along rows = rows_over_tp(in.tokens);
     const auto [x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes);
     const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), experts_of(chosen)));
-    return to_stream<Sp>(in.shared ? y + (*in.shared)(x) : y, rows);
+    return start_to_stream<Sp>(in.shared ? y + (*in.shared)(x) : y, rows).wait();
   }
 
   // x, scores and choices of all tokens of the tp ranks.
@@ -267,10 +268,10 @@ class AllGatherOverTp final : public Dispatch {
                                              const std::vector<std::int64_t>& rows) {
     const auto& scores_NK = in.route.weights_NK;
     if constexpr (Sp) {
-      return all_gather_together<tp>(rows, x_ND, scores_NK, numbers(in.route));
-    } else {  // x is everywhere already
-      return std::tuple_cat(std::tuple(enter<tp>(x_ND)),
-                            all_gather_together<tp>(rows, scores_NK, numbers(in.route)));
+      return start_all_gather_together<tp>(rows, x_ND, scores_NK, numbers(in.route)).wait();
+    } else {  // x is everywhere already, and its gradient is what travels
+      const auto others = all_gather_together<tp>(rows, scores_NK, numbers(in.route));
+      return std::tuple_cat(std::tuple(start_enter<tp>(x_ND).wait()), others);
     }
   }
 };

@@ -3,18 +3,24 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 
+#include <utility>
+
 #include "moesh/base/error.h"
 
 namespace moesh::nn {
 namespace {
 
 // A rank is a thread; layers check values and know nothing of steps.
-thread_local CheckLater* current = nullptr;
+thread_local CheckLater* innermost = nullptr;
 
 }  // namespace
 
-CheckLater::CheckLater() : outer_(current) { current = this; }
-CheckLater::~CheckLater() { current = outer_; }
+CheckLater::CheckLater() : outer_(innermost) { innermost = this; }
+CheckLater::~CheckLater() { innermost = outer_; }
+
+CheckLater* CheckLater::current() { return innermost; }
+CheckLater::Joined::Joined(CheckLater* other) : outer_(std::exchange(innermost, other)) {}
+CheckLater::Joined::~Joined() { innermost = outer_; }
 
 void CheckLater::Checks::raise(const std::int64_t* found) const {
   for (std::size_t i = 0; i < texts.size(); ++i)
@@ -29,7 +35,7 @@ void check_values(const at::Tensor& wrong, const at::Tensor& values,
   const at::Tensor first = all.argmax(0).reshape({1});  // of equals the first
   const at::Tensor found = at::cat(
       {all.index_select(0, first).to(at::kLong), values.reshape({-1}).index_select(0, first)});
-  if (current) {
+  if (CheckLater* const current = CheckLater::current()) {
     current->checks_.found.push_back(found);
     current->checks_.texts.push_back(text);
     return;

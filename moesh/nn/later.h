@@ -34,6 +34,20 @@ class CheckLater {
   };
   const Checks& checks() const { return checks_; }
 
+  /// That of this thread; null: none.
+  static CheckLater* current();
+  /// While it lives, this thread has that of another one, which works for the same rank.
+  class Joined {
+   public:
+    explicit Joined(CheckLater* other);
+    ~Joined();
+    Joined(const Joined&) = delete;
+    Joined& operator=(const Joined&) = delete;
+
+   private:
+    CheckLater* outer_;
+  };
+
  private:
   friend void check_values(const at::Tensor&, const at::Tensor&,
                            const std::function<std::string(std::int64_t)>&);

@@ -44,6 +44,14 @@ Stream<Sp> to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
     return all_reduce<tp, Place::I>(y);
 }
 
+template <bool Sp>
+auto start_to_stream(const Sum& y, [[maybe_unused]] const Along& over_tp) {
+  if constexpr (Sp)
+    return start_reduce_scatter<tp>(y, over_tp);
+  else
+    return start_all_reduce<tp, Place::I>(y);
+}
+
 /// The stream as it is, or I -> T: each tp rank takes its own tokens.
 template <bool Sp>
 PerToken own_tokens(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {

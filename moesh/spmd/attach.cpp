@@ -110,6 +110,13 @@ std::shared_ptr<WeightsLater> later_of(const at::Tensor& weight) {
   return node ? adjoint_of(node->ctx_).later : nullptr;
 }
 
+variable_list attach_many(const variable_list& xs, const variable_list& outs,
+                          std::function<variable_list(const variable_list&)> adjoint,
+                          std::shared_ptr<WeightsLater> later) {
+  return LinearFunction::apply(at::TensorList(xs), outs,
+                               c10::make_intrusive<Adjoint>(std::move(adjoint), std::move(later)));
+}
+
 variable_list attach_all(const variable_list& xs, const variable_list& outs,
                          std::function<variable_list(const variable_list&)> adjoint,
                          std::shared_ptr<WeightsLater> later) {
@@ -118,9 +125,7 @@ variable_list attach_all(const variable_list& xs, const variable_list& outs,
   for (size_t i = 0; i < xs.size(); ++i)
     if (xs[i].requires_grad()) inputs.push_back(xs[i]), values.push_back(outs[i]);
   if (inputs.empty()) return outs;
-  const auto attached =
-      LinearFunction::apply(at::TensorList(inputs), values,
-                            c10::make_intrusive<Adjoint>(std::move(adjoint), std::move(later)));
+  const auto attached = attach_many(inputs, values, std::move(adjoint), std::move(later));
   variable_list all = outs;
   size_t next = 0;
   for (size_t i = 0; i < xs.size(); ++i)

@@ -28,6 +28,13 @@ std::vector<at::Tensor> attach_all(
     std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint,
     std::shared_ptr<WeightsLater> later = nullptr);
 
+/// The same for any number of xs, each of which needs a gradient, and any number of outs: `adjoint`
+/// takes the gradients of these to those of the xs.
+std::vector<at::Tensor> attach_many(
+    const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& outs,
+    std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint,
+    std::shared_ptr<WeightsLater> later = nullptr);
+
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.
 void run_backward(const std::function<void()>& backward);

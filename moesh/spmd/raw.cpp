@@ -1,11 +1,15 @@
 #include "moesh/spmd/raw.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <numeric>
+#include <utility>
 
 #include "moesh/base/error.h"
+#include "moesh/base/turns.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/spmd/rows.h"
 #include "moesh/types/token.h"
@@ -34,44 +38,54 @@ std::vector<std::int64_t> resolve(const Along& along, const at::Tensor& x, bool 
   return sizes;
 }
 
-at::Tensor packed(const std::vector<at::Tensor>& xs) {
-  std::vector<at::Tensor> values;
+Tensors detached(const Tensors& xs) {
+  Tensors values;
   for (const auto& x : xs) values.push_back(x.detach());
-  return pack_rows(values);
+  return values;
 }
 
 std::int64_t start_of(const std::vector<std::int64_t>& sizes, int rank) {
   return std::accumulate(sizes.begin(), sizes.begin() + rank, std::int64_t{0});
 }
 
+// Of a message that is the result.
+Sent whole(comm::Handle message) {
+  return {std::move(message), [](const at::Tensor& t) { return Tensors{t}; }};
+}
+Sent ready(const at::Tensor& x) { return whole(comm::Handle(x)); }
+// Of a collective that joins or cuts rows.
+Sent along_rows(comm::Handle message, std::int64_t dim) {
+  return {std::move(message), [dim](const at::Tensor& t) { return Tensors{t.movedim(0, dim)}; }};
+}
+
 }  // namespace
 
-at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
-               const std::vector<std::int64_t>& sizes) {
+Sent begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+           const std::vector<std::int64_t>& sizes) {
   const int rank = group.rank();
   switch (step) {
-    case Step::identity: return x;
-    case Step::all_reduce: return group.all_reduce(x);
-    case Step::all_gather: return group.all_gather(x.movedim(dim, 0), sizes).movedim(0, dim);
+    case Step::identity: return ready(x);
+    case Step::all_reduce: return whole(group.start_all_reduce(x));
+    case Step::all_gather: return along_rows(group.start_all_gather(x.movedim(dim, 0), sizes), dim);
     case Step::reduce_scatter:
-      return group.reduce_scatter(x.movedim(dim, 0), sizes).movedim(0, dim);
-    case Step::keep: return x.narrow(dim, start_of(sizes, rank), sizes[static_cast<size_t>(rank)]);
+      return along_rows(group.start_reduce_scatter(x.movedim(dim, 0), sizes), dim);
+    case Step::keep:
+      return ready(x.narrow(dim, start_of(sizes, rank), sizes[static_cast<size_t>(rank)]));
     case Step::pad: {
       auto shape = x.sizes().vec();
       shape[static_cast<size_t>(dim)] =
           std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
       at::Tensor out = at::zeros(shape, x.options());
       out.narrow(dim, start_of(sizes, rank), x.size(dim)).copy_(x);
-      return out;
+      return ready(out);
     }
   }
   throw Error(ErrorKind::internal, "unknown step");
 }
 
-at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
-                const char* what) {
+MaybePair move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
+               const char* what) {
   const auto group = current_mesh().group(axes);
-  const Step forward = step(from, to), backward = backward_step(from, to);
   const bool is_cut = varies(from) || varies(to);
   Along normal = along;
   if (is_cut) normal.dim = at::maybe_wrap_dim(along.dim, x.dim());
@@ -80,19 +94,90 @@ at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Alon
               " of tokens (T on ", to_string(axes), ") along dimension ", normal.dim,
               " of a tensor ", x.sizes(),
               ", which holds features; tokens are dimension 0 of [N, D], 0 and 1 of [B, L, D]");
-  if (group->size() == 1) return x;
+  if (group->size() == 1) return std::nullopt;
   const auto sizes =
       is_cut ? resolve(normal, x, varies(from), *group, what) : std::vector<std::int64_t>();
-  const at::Tensor value = x.detach();
-  if (is_whole(from))
-    group->expect_same(value, detail::concat("input of ", what, " on ", to_string(axes)));
-  const at::Tensor out = run(forward, value, *group, normal.dim, sizes);
-  return attach(
-      x, out, [group, backward, dim = normal.dim, sizes, to, what, axes](const at::Tensor& grad) {
-        if (is_whole(adjoint(to)))
-          group->expect_same(grad, detail::concat("gradient of ", what, " on ", to_string(axes)));
-        return run(backward, grad, *group, dim, sizes);
+  // `place` is that of what the step takes.
+  const auto begins = [group, dim = normal.dim, sizes, what, axes](Step step, Place place,
+                                                                   const char* value) -> Begin {
+    return [=](const Tensors& xs) {
+      if (is_whole(place))
+        group->expect_same(xs[0], detail::concat(value, " of ", what, " on ", to_string(axes)));
+      return begin(step, xs[0], *group, dim, sizes);
+    };
+  };
+  return Pair{.step = begins(step(from, to), from, "input"),
+              .adjoint = begins(backward_step(from, to), adjoint(to), "gradient")};
+}
+
+MaybePair move_rows(const at::Tensor& first, Axes axes, const std::vector<std::int64_t>& send,
+                    const std::vector<std::int64_t>& recv) {
+  const auto group = current_mesh().group(axes);
+  if (group->size() == 1) {
+    group->all_to_all(first.detach(), send, recv);  // looks whether the numbers fit
+    return std::nullopt;
+  }
+  const auto begins = [group](const auto& to, const auto& from) -> Begin {
+    return [=](const Tensors& rows) {
+      return Sent{group->start_all_to_all(pack_rows(rows), to, from),
+                  [like = no_rows_of(rows)](const at::Tensor& t) { return unpack_rows(t, like); }};
+    };
+  };
+  return Pair{.step = begins(send, recv), .adjoint = begins(recv, send)};
+}
+
+Tensors run_pair(const Tensors& xs, const MaybePair& pair) {
+  if (!pair) return xs;
+  return attach_all(
+      xs, pair->step(detached(xs)).wait(),
+      [adjoint = pair->adjoint](const Tensors& grads) { return adjoint(grads).wait(); });
+}
+
+Started::Started(Tensors xs, const MaybePair& pair) : xs_(std::move(xs)) {
+  if (!pair) return;
+  sent_.emplace(pair->step(detached(xs_)));
+  Tensors with_gradient;
+  for (const auto& x : xs_)
+    if (at::GradMode::is_enabled() && x.requires_grad()) with_gradient.push_back(x);
+  if (with_gradient.empty()) return;
+  backward_ = std::make_shared<Backward>();
+  backward_->begin = pair->adjoint;
+  under_way_ = attach_many(with_gradient, {at::empty({0}, with_gradient[0].options())},
+                           [backward = backward_](const Tensors&) {
+                             MOESH_CHECK(backward->sent, "backward awaits what it has not begun");
+                             next_turn();
+                             Tensors grads = backward->sent->wait();
+                             backward->sent.reset();
+                             return grads;
+                           })[0];
+}
+
+Tensors Started::wait() {
+  MOESH_CHECK(!std::exchange(is_awaited_, true),
+              "what was started is awaited twice; keep what the first wait returned");
+  const Tensors xs = std::move(xs_);
+  if (!sent_) return xs;
+  next_turn();
+  Tensors outs = sent_->wait();
+  sent_.reset();
+  if (!backward_) return outs;
+  std::vector<std::size_t> places;
+  Tensors values;
+  for (std::size_t i = 0; i < xs.size(); ++i)
+    if (xs[i].requires_grad()) places.push_back(i), values.push_back(outs[i]);
+  const auto attached = attach_many(
+      {under_way_}, values,
+      [backward = backward_, none = under_way_.detach()](const Tensors& grads) -> Tensors {
+        backward->sent.emplace(backward->begin(grads));
+        return {none};
       });
+  for (std::size_t k = 0; k < places.size(); ++k) outs[places[k]] = attached[k];
+  return outs;
+}
+
+at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+               const std::vector<std::int64_t>& sizes) {
+  return begin(step, x, group, dim, sizes).wait()[0];
 }
 
 at::Tensor once(const at::Tensor& x, Axes axes, Place from) {
@@ -108,24 +193,6 @@ at::Tensor once(const at::Tensor& x, Axes axes, Place from) {
     return from == Place::I ? grad : keep_first(grad);
   };
   return attach(x, keep_first(value), adjoint);
-}
-
-RowExchange::RowExchange(std::vector<at::Tensor> xs, Axes axes, std::vector<std::int64_t> send,
-                         std::vector<std::int64_t> recv)
-    : xs_(std::move(xs)),
-      group_(current_mesh().group(axes)),
-      send_(std::move(send)),
-      recv_(std::move(recv)),
-      handle_(group_->start_all_to_all(group_->size() == 1 ? xs_[0].detach() : packed(xs_), send_,
-                                       recv_)) {}
-
-std::vector<at::Tensor> RowExchange::wait() {
-  if (group_->size() == 1) return xs_;
-  return attach_all(
-      xs_, unpack_rows(handle_.wait(), xs_),
-      [group = group_, send = send_, recv = recv_](const std::vector<at::Tensor>& grads) {
-        return unpack_rows(group->all_to_all(pack_rows(grads), recv, send), grads);
-      });
 }
 
 }  // namespace moesh::raw

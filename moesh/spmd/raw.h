@@ -4,7 +4,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,31 +26,67 @@ struct Along {
 
 namespace raw {
 
-/// Takes x from one placement to another on the axes; backward takes the gradient between the
-/// adjoints.
-at::Tensor move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
-                const char* what);
+using Tensors = std::vector<at::Tensor>;
+
+/// A linear step between ranks that was begun: what is on its way, and what makes the results of it
+/// once it has come.
+struct Sent {
+  comm::Handle message;
+  std::function<Tensors(const at::Tensor& message)> results;
+
+  Tensors wait() { return results(message.wait()); }
+};
+/// Such a step, without autograd.
+using Begin = std::function<Sent(const Tensors& xs)>;
+
+/// A step and its adjoint; nothing: all stays as it is, on a group of one rank.
+struct Pair {
+  Begin step, adjoint;
+};
+using MaybePair = std::optional<Pair>;
+
+/// Begins the step and awaits it; backward does the same with the adjoint.
+Tensors run_pair(const Tensors& xs, const MaybePair& pair);
+
+/// The two ends apart, so that other work goes on in between: backward begins the adjoint where
+/// `wait` was called, and awaits it where this was made. What lies between in forward lies between
+/// in backward. Another piece of work of this rank goes on before either wait (base/turns.h).
+class Started {
+ public:
+  Started(Tensors xs, const MaybePair& pair);
+  /// Once.
+  Tensors wait();
+
+ private:
+  // What backward has begun.
+  struct Backward {
+    Begin begin;
+    std::optional<Sent> sent;
+  };
+
+  Tensors xs_;
+  std::optional<Sent> sent_;
+  std::shared_ptr<Backward> backward_;  // null: no x has a gradient
+  at::Tensor under_way_;                // stands for the xs in the graph
+  bool is_awaited_ = false;
+};
+
+/// x from one placement to another on the axes; the adjoint takes the gradient between the adjoint
+/// placements.
+MaybePair move(const at::Tensor& x, Axes axes, Place from, Place to, const Along& along,
+               const char* what);
+
+/// Rows of one or more tensors to other ranks in one message (rows.h), and back.
+MaybePair move_rows(const at::Tensor& first, Axes axes, const std::vector<std::int64_t>& send,
+                    const std::vector<std::int64_t>& recv);
 
 /// R or I -> P: kept on the first rank of the axes, zero elsewhere. Backward: the same from R,
 /// identity from I.
 at::Tensor once(const at::Tensor& x, Axes axes, Place from);
 
-/// Rows of one or more tensors to other ranks in one message (together.h), under way; backward
-/// sends the gradients back in one.
-class RowExchange {
- public:
-  RowExchange(std::vector<at::Tensor> xs, Axes axes, std::vector<std::int64_t> send,
-              std::vector<std::int64_t> recv);
-  std::vector<at::Tensor> wait();
-
- private:
-  std::vector<at::Tensor> xs_;
-  std::shared_ptr<comm::Group> group_;
-  std::vector<std::int64_t> send_, recv_;
-  comm::Handle handle_;
-};
-
-/// One step, without autograd.
+/// One step, without autograd: begun, and in one.
+Sent begin(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
+           const std::vector<std::int64_t>& sizes);
 at::Tensor run(Step step, const at::Tensor& x, comm::Group& group, std::int64_t dim,
                const std::vector<std::int64_t>& sizes);
 

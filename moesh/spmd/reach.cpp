@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/attach.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::raw {
@@ -56,48 +55,64 @@ struct Exchange {
     return sum;
   }
 
-  at::Tensor forward(const at::Tensor& x) const {
+  Sent forward(const at::Tensor& x) const {
     const Reach mine = piece(), own = both(mine, reach());
     const at::Tensor kept = x.narrow(0, own.begin - mine.begin, length(own));
-    if (is_silent()) return kept;
+    if (is_silent()) return {comm::Handle(kept), [](const at::Tensor& t) { return Tensors{t}; }};
     std::vector<at::Tensor> parts{x.narrow(0, 0, 0)};
     for (size_t r = 0; r < reaches.size(); ++r)
       if (rows(static_cast<size_t>(group->rank()), r) > 0) {
         const Reach asked = both(mine, reaches[r]);
         parts.push_back(x.narrow(0, asked.begin - mine.begin, length(asked)));
       }
-    const at::Tensor got = group->all_to_all(at::cat(parts), sent(), received());
-    const auto before = num_before();
-    return at::cat({got.narrow(0, 0, before), kept, got.narrow(0, before, got.size(0) - before)});
+    return {group->start_all_to_all(at::cat(parts), sent(), received()),
+            [kept, before = num_before()](const at::Tensor& got) {
+              return Tensors{at::cat(
+                  {got.narrow(0, 0, before), kept, got.narrow(0, before, got.size(0) - before)})};
+            }};
   }
 
-  at::Tensor backward(const at::Tensor& grad) const {
+  Sent backward(const at::Tensor& grad) const {
     const Reach mine = piece(), own = both(mine, reach());
     auto shape = grad.sizes().vec();
     shape[0] = length(mine);
-    at::Tensor sum = at::zeros(shape, grad.options().dtype(wide_dtype(grad.scalar_type())));
+    const at::Tensor sum = at::zeros(shape, grad.options().dtype(wide_dtype(grad.scalar_type())));
     const auto before = num_before();
     sum.narrow(0, own.begin - mine.begin, length(own)).copy_(grad.narrow(0, before, length(own)));
-    if (is_silent()) return sum.to(grad.scalar_type());
+    const auto dtype = grad.scalar_type();
+    if (is_silent())
+      return {comm::Handle(sum), [dtype](const at::Tensor& t) { return Tensors{t.to(dtype)}; }};
     const auto after = before + length(own);
     const at::Tensor copies =
         at::cat({grad.narrow(0, 0, before), grad.narrow(0, after, grad.size(0) - after)});
-    const at::Tensor back = group->all_to_all(copies, received(), sent());
-    const auto n = sent();
-    std::int64_t first = 0;
-    for (size_t r = 0; r < n.size(); first += n[r++]) {
-      if (n[r] == 0) continue;
-      const std::int64_t at = both(mine, reaches[r]).begin - mine.begin;
-      sum.narrow(0, at, n[r]) += back.narrow(0, first, n[r]);
-    }
-    return sum.to(grad.scalar_type());
+    return {group->start_all_to_all(copies, received(), sent()),
+            [*this, sum, mine, dtype](const at::Tensor& back) {
+              const auto n = sent();
+              std::int64_t first = 0;
+              for (size_t r = 0; r < n.size(); first += n[r++]) {
+                if (n[r] == 0) continue;
+                const std::int64_t at = both(mine, reaches[r]).begin - mine.begin;
+                sum.narrow(0, at, n[r]) += back.narrow(0, first, n[r]);
+              }
+              return Tensors{sum.to(dtype)};
+            }};
   }
 };
 
+// The same of tensors whose dimension `dim` is the sequence.
+template <class F>
+Begin along_dim(std::int64_t dim, F f) {
+  return [dim, f](const Tensors& xs) {
+    Sent sent = f(xs[0].movedim(dim, 0));
+    return Sent{std::move(sent.message), [dim, results = sent.results](const at::Tensor& t) {
+                  return Tensors{results(t)[0].movedim(0, dim)};
+                }};
+  };
+}
+
 }  // namespace
 
-at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
-                 const std::vector<Reach>& reaches) {
+MaybePair reach(Axes axes, const Along& along, const std::vector<Reach>& reaches) {
   const auto group = current_mesh().group(axes);
   const auto n = static_cast<size_t>(group->size());
   MOESH_CHECK(along.sizes.size() == n && reaches.size() == n, "with_reach on ", n,
@@ -119,19 +134,16 @@ at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
   const auto dim = along.dim;
   const bool all_want_all =
       std::all_of(reaches.begin(), reaches.end(), [&](const Reach& r) { return r == whole; });
+  if (n == 1 && all_want_all) return std::nullopt;
   if (all_want_all) {
-    if (n == 1) return x;
-    const auto sizes = along.sizes;
-    return attach(x, run(Step::all_gather, x.detach(), *group, dim, sizes),
-                  [group, dim, sizes](const at::Tensor& grad) {
-                    return run(Step::reduce_scatter, grad, *group, dim, sizes);
-                  });
+    const auto begins = [group, dim, sizes = along.sizes](Step step) -> Begin {
+      return [=](const Tensors& xs) { return begin(step, xs[0], *group, dim, sizes); };
+    };
+    return Pair{begins(Step::all_gather), begins(Step::reduce_scatter)};
   }
-  const Exchange exchange{group, std::move(pieces), reaches};
-  return attach(x, exchange.forward(x.detach().movedim(dim, 0)).movedim(0, dim),
-                [exchange, dim](const at::Tensor& grad) {
-                  return exchange.backward(grad.movedim(dim, 0)).movedim(0, dim);
-                });
+  const Exchange e{group, std::move(pieces), reaches};
+  return Pair{along_dim(dim, [e](const at::Tensor& x) { return e.forward(x); }),
+              along_dim(dim, [e](const at::Tensor& grad) { return e.backward(grad); })};
 }
 
 }  // namespace moesh::raw

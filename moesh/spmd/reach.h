@@ -6,6 +6,7 @@
 
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh {
 
@@ -16,8 +17,13 @@ struct Reach {
 };
 
 namespace raw {
-at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
-                 const std::vector<Reach>& reaches);
+MaybePair reach(Axes axes, const Along& along, const std::vector<Reach>& reaches);
+template <Axes A, auto L>
+constexpr bool has_own_tokens() {
+  if (on(L, A) != Place::T)
+    throw "with_reach takes a rank's own tokens (T): a value that every rank has whole needs none";
+  return true;
+}
 }  // namespace raw
 
 /// Rank r gets the rows reaches[r] of x, whose pieces side by side are the whole: its own, if it
@@ -28,13 +34,13 @@ at::Tensor reach(const at::Tensor& x, Axes axes, const Along& along,
 /// count copies.
 template <Axes A, auto L>
 Tensor<L> with_reach(const Tensor<L>& x, const Along& along, const std::vector<Reach>& reaches) {
-  constexpr auto checked = [] {
-    if (on(L, A) != Place::T)
-      throw "with_reach takes a rank's own tokens (T): a value that every rank has whole needs none";
-    return true;
-  }();
-  static_assert(checked);
-  return assume<L>(raw::reach(x.local(), A, along, reaches));
+  static_assert(raw::has_own_tokens<A, L>());
+  return raw::typed_results<Tensor<L>>(raw::run_pair({x.local()}, raw::reach(A, along, reaches)));
+}
+template <Axes A, auto L>
+auto start_with_reach(const Tensor<L>& x, const Along& along, const std::vector<Reach>& reaches) {
+  static_assert(raw::has_own_tokens<A, L>());
+  return Moving<Tensor<L>>(raw::Started({x.local()}, raw::reach(A, along, reaches)));
 }
 
 }  // namespace moesh

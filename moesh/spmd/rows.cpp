@@ -1,11 +1,11 @@
 #include "moesh/spmd/rows.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/spmd/attach.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::raw {
@@ -62,26 +62,40 @@ std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<
   return parts;
 }
 
-std::vector<at::Tensor> gather_together(const std::vector<at::Tensor>& xs, Axes axes,
-                                        const std::vector<std::int64_t>& rows) {
+std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts) {
+  std::vector<at::Tensor> none;
+  for (const auto& p : parts) {
+    auto shape = p.sizes().vec();
+    shape[0] = 0;
+    none.push_back(at::empty(shape, p.options()));
+  }
+  return none;
+}
+
+MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows) {
   const auto group = current_mesh().group(axes);
-  if (group->size() == 1) return xs;
-  std::vector<at::Tensor> values;
-  for (const auto& x : xs) values.push_back(x.detach());
-  const auto outs = unpack_rows(group->all_gather(pack_rows(values), rows), values);
-  return attach_all(xs, outs, [group, rows](const std::vector<at::Tensor>& grads) {
+  if (group->size() == 1) return std::nullopt;
+  const auto gather = [group, rows](const Tensors& parts) -> Sent {
+    return {group->start_all_gather(pack_rows(parts), rows),
+            [like = no_rows_of(parts)](const at::Tensor& t) { return unpack_rows(t, like); }};
+  };
+  const auto sum = [group, rows](const Tensors& grads) -> Sent {
     const std::int64_t mine = rows[static_cast<size_t>(group->rank())], n = group->size();
-    const auto terms = unpack_rows(
-        group->all_to_all(pack_rows(grads), rows, std::vector<std::int64_t>(rows.size(), mine)),
-        grads);
-    std::vector<at::Tensor> sums;
-    for (const auto& t : terms) {
-      at::Tensor sum = t.narrow(0, 0, mine).to(wide_dtype(t.scalar_type()), false, /*copy=*/true);
-      for (std::int64_t r = 1; r < n; ++r) sum += t.narrow(0, r * mine, mine);
-      sums.push_back(sum.to(t.scalar_type()));
-    }
-    return sums;
-  });
+    return {group->start_all_to_all(pack_rows(grads), rows,
+                                    std::vector<std::int64_t>(rows.size(), mine)),
+            [like = no_rows_of(grads), mine, n](const at::Tensor& message) {
+              Tensors sums;
+              for (const auto& t : unpack_rows(message, like)) {
+                at::Tensor sum = t.narrow(0, 0, mine)
+                                     .to(wide_dtype(t.scalar_type()), false,
+                                         /*copy=*/true);
+                for (std::int64_t r = 1; r < n; ++r) sum += t.narrow(0, r * mine, mine);
+                sums.push_back(sum.to(t.scalar_type()));
+              }
+              return sums;
+            }};
+  };
+  return Pair{gather, sum};
 }
 
 }  // namespace moesh::raw

@@ -11,6 +11,7 @@
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/raw.h"
 #include "moesh/spmd/tensor.h"
+#include "moesh/spmd/transitions.h"
 
 namespace moesh {
 
@@ -19,67 +20,78 @@ namespace raw {
 at::Tensor pack_rows(const std::vector<at::Tensor>& parts);
 std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<at::Tensor>& like);
 
-std::vector<at::Tensor> gather_together(const std::vector<at::Tensor>& xs, Axes axes,
-                                        const std::vector<std::int64_t>& rows);
-}  // namespace raw
+/// What unpack_rows takes for `like`, without the rows.
+std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts);
 
-/// The plain results of one message, as the typed tensors Out...
-template <class... Out>
-std::tuple<Out...> typed_parts(const std::vector<at::Tensor>& plain) {
-  return [&]<size_t... i>(std::index_sequence<i...>) {
-    return std::tuple<Out...>{Out::assume(plain[i])...};
-  }(std::index_sequence_for<Out...>());
+MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
+
+/// The rows of all tensors in one message.
+template <class... Out, class... In>
+Moving<Out...> start_rows(Axes axes, const std::vector<std::int64_t>& send,
+                          const std::vector<std::int64_t>& recv, const In&... rows) {
+  const Tensors xs{rows.local()...};
+  return Moving<Out...>(Started(xs, move_rows(xs[0], axes, send, recv)));
 }
+template <class... Out, class... In>
+auto exchange_rows(Axes axes, const std::vector<std::int64_t>& send,
+                   const std::vector<std::int64_t>& recv, const In&... rows) {
+  const Tensors xs{rows.local()...};
+  return typed_results<Out...>(run_pair(xs, move_rows(xs[0], axes, send, recv)));
+}
+}  // namespace raw
 
 /// S -> R of several tensors [rows[r], ..] in one message; backward: one message, P -> S.
 template <Axes A, auto... Ls>
+auto start_all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
+  return Moving<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
+      raw::Started({xs.local()...}, raw::gather_together(A, rows)));
+}
+template <Axes A, auto... Ls>
 auto all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
-  return typed_parts<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
-      raw::gather_together({xs.local()...}, A, rows));
+  return raw::typed_results<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
+      raw::run_pair({xs.local()...}, raw::gather_together(A, rows)));
 }
 
-/// Rows that are on their way: other work goes on until `wait`.
-template <class... Out>
-class [[nodiscard]] Moving {
- public:
-  explicit Moving(raw::RowExchange exchange) : exchange_(std::move(exchange)) {}
-  std::tuple<Out...> wait() { return typed_parts<Out...>(exchange_.wait()); }
-
- private:
-  raw::RowExchange exchange_;
-};
+template <Axes A, auto... Ls>
+constexpr bool are_at_home() {
+  if (((on(Ls, A) != Place::T) || ...))
+    throw "to_experts takes token rows (T) to the ranks that hold their experts";
+  return true;
+}
+template <Axes A, auto L>
+constexpr bool are_at_experts() {
+  if (on(L, A) != Place::E) throw "to_owners brings rows (E) home from their experts";
+  return true;
+}
 
 /// T -> E: send[r] rows (dimension 0) go to rank r of the axes, recv[r] come from it; those of all
 /// tensors in one message. Backward: to_owners.
 template <Axes A, auto... Ls>
 auto start_to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
                       const Tensor<Ls>&... rows) {
-  constexpr auto checked = [] {
-    if (((on(Ls, A) != Place::T) || ...))
-      throw "to_experts takes token rows (T) to the ranks that hold their experts";
-    return true;
-  }();
-  static_assert(checked);
-  return Moving<Tensor<with(Ls, A, Place::E)>...>(
-      raw::RowExchange({rows.local()...}, A, send, recv));
+  static_assert(are_at_home<A, Ls...>());
+  return raw::start_rows<Tensor<with(Ls, A, Place::E)>...>(A, send, recv, rows...);
 }
 template <Axes A, auto L>
 auto to_experts(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
                 const std::vector<std::int64_t>& recv) {
-  return std::get<0>(start_to_experts<A>(send, recv, rows).wait());
+  static_assert(are_at_home<A, L>());
+  return raw::exchange_rows<Tensor<with(L, A, Place::E)>>(A, send, recv, rows);
 }
 
 /// E -> T: the way back; here `send` and `recv` are what to_experts received and sent. Backward:
 /// to_experts.
 template <Axes A, auto L>
+auto start_to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
+                     const std::vector<std::int64_t>& recv) {
+  static_assert(are_at_experts<A, L>());
+  return raw::start_rows<Tensor<with(L, A, Place::T)>>(A, send, recv, rows);
+}
+template <Axes A, auto L>
 auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
                const std::vector<std::int64_t>& recv) {
-  constexpr auto checked = [] {
-    if (on(L, A) != Place::E) throw "to_owners brings rows (E) home from their experts";
-    return true;
-  }();
-  static_assert(checked);
-  return assume<with(L, A, Place::T)>(raw::RowExchange({rows.local()}, A, send, recv).wait()[0]);
+  static_assert(are_at_experts<A, L>());
+  return raw::exchange_rows<Tensor<with(L, A, Place::T)>>(A, send, recv, rows);
 }
 
 /// Between T and E on ep: rows on a node of their experts, on any rank of it. They are moved, put
@@ -115,15 +127,13 @@ auto start_to_nodes(const std::vector<std::int64_t>& send, const std::vector<std
     return true;
   }();
   static_assert(checked);
-  return Moving<AtNode<Ls>...>(raw::RowExchange({rows.local()...}, ep_nodes, send, recv));
+  return raw::start_rows<AtNode<Ls>...>(ep_nodes, send, recv, rows...);
 }
 /// At the node -> E: send[r] rows go to rank r of ep on this node. Backward: to_node.
 template <auto... Ls>
 auto to_experts(const std::vector<std::int64_t>& send, const std::vector<std::int64_t>& recv,
                 const AtNode<Ls>&... rows) {
-  return Moving<Tensor<with(Ls, ep, Place::E)>...>(
-             raw::RowExchange({rows.local()...}, ep_inside, send, recv))
-      .wait();
+  return raw::exchange_rows<Tensor<with(Ls, ep, Place::E)>...>(ep_inside, send, recv, rows...);
 }
 /// E -> at the node: the way back to the rank of the node from which the rows came. Backward:
 /// to_experts.
@@ -135,14 +145,13 @@ auto to_node(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
     return true;
   }();
   static_assert(checked);
-  return AtNode<with(L, ep, Place::T)>::assume(
-      raw::RowExchange({rows.local()}, ep_inside, send, recv).wait()[0]);
+  return raw::exchange_rows<AtNode<with(L, ep, Place::T)>>(ep_inside, send, recv, rows);
 }
 /// At the node -> T: the way home. Backward: to_nodes.
 template <auto L>
-Tensor<L> to_owners(const AtNode<L>& rows, const std::vector<std::int64_t>& send,
-                    const std::vector<std::int64_t>& recv) {
-  return assume<L>(raw::RowExchange({rows.local()}, ep_nodes, send, recv).wait()[0]);
+auto start_to_owners(const AtNode<L>& rows, const std::vector<std::int64_t>& send,
+                     const std::vector<std::int64_t>& recv) {
+  return raw::start_rows<Tensor<L>>(ep_nodes, send, recv, rows);
 }
 
 }  // namespace moesh

@@ -11,6 +11,12 @@
 //   pad              S -> P               keep own slice (R -> S)
 //   once             R, I -> P            once (R -> P), identity (R -> I)
 //   as_term          S -> P               identity (R -> S)
+//
+// What sends or sums in forward or in backward can be begun and awaited apart: start_all_gather(x),
+// and wait(). Backward begins where forward waits, and waits where forward begins.
+
+#include <tuple>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/comm/mesh.h"
@@ -20,10 +26,41 @@
 namespace moesh {
 
 namespace raw {
+/// Plain results as the typed tensors Out...: one, or a tuple of several.
+template <class... Out>
+auto typed_results(const Tensors& plain) {
+  return [&]<size_t... i>(std::index_sequence<i...>) {
+    if constexpr (sizeof...(Out) == 1)
+      return (Out::assume(plain[i]), ...);
+    else
+      return std::tuple<Out...>{Out::assume(plain[i])...};
+  }(std::index_sequence_for<Out...>());
+}
+}  // namespace raw
+
+/// Tensors that are on their way: other work goes on until `wait`, which gives them. It is not a
+/// tensor: nothing computes with what has not come.
+template <class... Out>
+class [[nodiscard]] Moving {
+ public:
+  explicit Moving(raw::Started started) : started_(std::move(started)) {}
+  auto wait() { return raw::typed_results<Out...>(started_.wait()); }
+
+ private:
+  raw::Started started_;
+};
+
+namespace raw {
 template <Axes A, Place To, Step S, auto L>
 auto typed_move(const Tensor<L>& x, const Along& along, const char* name) {
   constexpr auto out = transition(L, A, To, S);
-  return assume<out>(move(x.local(), A, on(L, A), To, along, name));
+  return typed_results<Tensor<out>>(
+      run_pair({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
+}
+template <Axes A, Place To, Step S, auto L>
+auto typed_start(const Tensor<L>& x, const Along& along, const char* name) {
+  constexpr auto out = transition(L, A, To, S);
+  return Moving<Tensor<out>>(Started({x.local()}, move(x.local(), A, on(L, A), To, along, name)));
 }
 }  // namespace raw
 
@@ -32,11 +69,19 @@ template <Axes A, Place To = Place::R, auto L>
 auto all_gather(const Tensor<L>& x, const Along& along) {
   return raw::typed_move<A, To, Step::all_gather>(x, along, "all_gather");
 }
+template <Axes A, Place To = Place::R, auto L>
+auto start_all_gather(const Tensor<L>& x, const Along& along) {
+  return raw::typed_start<A, To, Step::all_gather>(x, along, "all_gather");
+}
 
 /// The sum over the ranks, of which each keeps its slice.
 template <Axes A, Place To = Place::T, auto L>
 auto reduce_scatter(const Tensor<L>& x, const Along& along) {
   return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
+}
+template <Axes A, Place To = Place::T, auto L>
+auto start_reduce_scatter(const Tensor<L>& x, const Along& along) {
+  return raw::typed_start<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");
 }
 
 /// The sum over the ranks.
@@ -44,11 +89,19 @@ template <Axes A, Place To = Place::R, auto L>
 auto all_reduce(const Tensor<L>& x) {
   return raw::typed_move<A, To, Step::all_reduce>(x, Along{0}, "all_reduce");
 }
+template <Axes A, Place To = Place::R, auto L>
+auto start_all_reduce(const Tensor<L>& x) {
+  return raw::typed_start<A, To, Step::all_reduce>(x, Along{0}, "all_reduce");
+}
 
 /// From here on the ranks do different work with the value.
 template <Axes A, auto L>
 auto enter(const Tensor<L>& x) {
   return raw::typed_move<A, Place::R, Step::identity>(x, Along{0}, "enter");
+}
+template <Axes A, auto L>
+auto start_enter(const Tensor<L>& x) {
+  return raw::typed_start<A, Place::R, Step::identity>(x, Along{0}, "enter");
 }
 
 /// This rank's slice of a value that every rank has whole.

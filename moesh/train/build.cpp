@@ -327,7 +327,8 @@ std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Con
 PipelineOptions pipeline_options(const Config& config) {
   const auto degree = static_cast<int>(config.parallelism.pipeline_parallel_degree);
   return {.schedule = config.parallelism.pipeline_parallel_schedule,
-          .stages_of_a_rank = static_cast<int>(stage_plan(config).size()) / degree};
+          .stages_of_a_rank = static_cast<int>(stage_plan(config).size()) / degree,
+          .overlap_experts = config.parallelism.overlap_experts};
 }
 
 StepOptions step_options(const Config& config) {

@@ -11,10 +11,12 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
+#include "moesh/base/turns.h"
 #include "moesh/comm/flight.h"
 #include "moesh/pipeline/execute.h"
 #include "moesh/pipeline/simulate.h"
 #include "moesh/spmd/backward.h"
+#include "moesh/train/lanes.h"
 
 namespace moesh::train {
 namespace {
@@ -215,12 +217,35 @@ class StageActor final : public pipeline::Actor {
   std::map<SentKey, comm::Handle> sent_;
 };
 
+// Every lane takes the next micro-batch in turn. The lanes do the same things, one always a little
+// ahead, so that gradients of a parameter are added in the order of the micro-batches.
+template <bool Sp>
+void run_lanes(models::Model& model, const std::vector<models::MicroBatch>& batches,
+               const models::ForwardOptions& options, const pipeline::Schedule& schedule,
+               StepState& state, const OnForward& on_forward) {
+  // What a block does not free would be there once for each lane.
+  if (!options.reshard) state.keep_gathers();
+  in_lanes(state, model.stream_options().device(), [&](int lane, StepState& own) {
+    StageActor<Sp> actor(model, batches, options, schedule, &own, on_forward);
+    for (const Action& a : schedule.ranks[0]) {
+      if (a.micro_batch % kNumLanes != lane) continue;
+      actor.run(a);
+      // Also where a micro-batch has awaited nothing: they end in their order.
+      if (a.kind == ActionKind::backward) next_turn();
+    }
+    actor.finish();
+  });
+}
+
 template <bool Sp>
 void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
          const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-         StepState* state, const OnForward& on_forward) {
+         StepState* state, const OnForward& on_forward, bool overlap_experts) {
   // Without pp one micro-batch is under way, and backward frees its parameters as it goes.
   if (state && !options.reshard && schedule.num_ranks() > 1) state->keep_gathers();
+  if (overlap_experts && state && schedule.num_ranks() == 1 && batches.size() > 1 &&
+      current_mesh().size(ep | etp) > 1)
+    return run_lanes<Sp>(model, batches, options, schedule, *state, on_forward);
   StageActor<Sp> actor(model, batches, options, schedule, state, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,
                     {.num_buffers = enough_buffers(schedule)});
@@ -254,11 +279,11 @@ void open_channels(const models::Model& model, const PipelineOptions& options) {
 
 void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
                   const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-                  StepState* state, const OnForward& on_forward) {
+                  StepState* state, const OnForward& on_forward, bool overlap_experts) {
   if (options.sequence_parallel)
-    run<true>(model, batches, options, schedule, state, on_forward);
+    run<true>(model, batches, options, schedule, state, on_forward, overlap_experts);
   else
-    run<false>(model, batches, options, schedule, state, on_forward);
+    run<false>(model, batches, options, schedule, state, on_forward, overlap_experts);
 }
 
 void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule) {

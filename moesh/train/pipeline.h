@@ -17,6 +17,9 @@ namespace moesh::train {
 struct PipelineOptions {
   std::string schedule = "1f1b";
   int stages_of_a_rank = 1;
+  // Without pp: two micro-batches are under way at once, and one computes while rows of the other
+  // go to their experts or home. Where experts are not split nothing travels, and nothing changes.
+  bool overlap_experts = false;
 };
 
 /// The schedule of the current mesh, for this many micro-batches.
@@ -33,7 +36,7 @@ using OnForward = std::function<void(const pipeline::Action&, const models::Forw
 /// in the schedule. Throws Error which names the action, where there are several ranks.
 void run_pipeline(models::Model& model, const std::vector<models::MicroBatch>& batches,
                   const models::ForwardOptions& options, const pipeline::Schedule& schedule,
-                  StepState* state, const OnForward& on_forward);
+                  StepState* state, const OnForward& on_forward, bool overlap_experts = false);
 
 /// Where the last stage has the embedding as well (as its head, or for multi-token prediction) and
 /// both ends are on ranks of their own: each adds the other's gradient to its own.

@@ -115,7 +115,8 @@ Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> bat
   StepSums sums(model, options);
   run_pipeline(
       model, batches, options.forward, schedule, &state,
-      [&](const pipeline::Action&, const models::ForwardResult& result) { sums.add(result); });
+      [&](const pipeline::Action&, const models::ForwardResult& result) { sums.add(result); },
+      options.pipeline.overlap_experts);
   {
     const InSection section(Section::reduce);
     state.finish_sums();

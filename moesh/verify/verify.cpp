@@ -396,9 +396,11 @@ void launch_for(VerifyReport& report, const Config& config,
 Config with_micro_batches(const Config& config, const std::string& origin) {
   constexpr const char* kKey = "training.gradient_accumulation_steps";
   const std::int64_t degree = config.parallelism.pipeline_parallel_degree;
-  if (degree == 1 || config.training.global_batch_size != 0 || !config.origin(kKey).is_default)
+  // Two at a time, and one more.
+  const std::int64_t wanted = config.parallelism.overlap_experts ? 3 : degree > 1 ? degree + 1 : 1;
+  if (wanted == 1 || config.training.global_batch_size != 0 || !config.origin(kKey).is_default)
     return config;
-  return changed(config, {{kKey, degree + 1, {origin, true}}});
+  return changed(config, {{kKey, wanted, {origin, true}}});
 }
 
 Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule,
@@ -432,8 +434,10 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
       model);
   const config::Origin origin{"--sweep"};
   auto settings = config::mesh_settings(shape, origin.text);
-  if (shape.pp > 1)
+  if (shape.pp > 1) {
     settings.push_back({"parallelism.pipeline_parallel_schedule", schedule, origin});
+    settings.push_back({"parallelism.overlap_experts", false, origin});
+  }
   if (shape.num_nodes_of_ep() > 1 && config.origin("parallelism.moe_dispatcher").is_default)
     settings.push_back({"parallelism.moe_dispatcher", std::string("two_hops"), origin});
   if (const auto global = config.training.global_batch_size; global > 0)

@@ -208,15 +208,41 @@ auto expert(const Rows& rows, const ExpertWeight& w, const Splits& send, const S
 // expect: AtNode<Sparse
 auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
                     const Splits& recv) {
-  const auto [at_node] = start_to_nodes(send, recv, rows).wait();
+  const auto at_node = start_to_nodes(send, recv, rows).wait();
   return linear(all_gather<etp>(at_node, {.dim = 0}), use(w));
 }
 #else
 auto expert_of_node(const Rows& rows, const ExpertWeight& w, const Splits& send,
                     const Splits& recv) {
-  const auto [at_node] = start_to_nodes(send, recv, rows).wait();
-  const auto [at_expert] = to_experts(send, recv, at_node);
+  const auto at_node = start_to_nodes(send, recv, rows).wait();
+  const auto at_expert = to_experts(send, recv, at_node);
   return linear(all_gather<etp>(at_expert, {.dim = 0}), use(w));
+}
+#endif
+
+#if defined(FAIL_computing_with_rows_under_way)
+// expect: Moving<
+auto expert_at_once(const Rows& rows, const ExpertWeight& w, const Splits& send,
+                    const Splits& recv) {
+  auto at_experts = start_to_experts<ep>(send, recv, rows);
+  return linear(all_gather<etp>(at_experts, {.dim = 0}), use(w));
+}
+#else
+auto expert_at_once(const Rows& rows, const ExpertWeight& w, const Splits& send,
+                    const Splits& recv) {
+  auto at_experts = start_to_experts<ep>(send, recv, rows);
+  return linear(all_gather<etp>(at_experts.wait(), {.dim = 0}), use(w));
+}
+#endif
+
+#if defined(FAIL_rows_that_nobody_awaits)
+// expect: -Werror=unused-result
+void never_awaited(const ExpertRows& rows, const Splits& send, const Splits& recv) {
+  start_to_owners<ep>(rows, send, recv);
+}
+#else
+auto never_awaited(const ExpertRows& rows, const Splits& send, const Splits& recv) {
+  return start_to_owners<ep>(rows, send, recv).wait();
 }
 #endif
 

@@ -49,6 +49,8 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.fsdp_reshard_after_forward",
        {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
       {"parallelism.overlap_reductions", {"false", {"--parallelism.data_parallel_shard_degree=2"}}},
+      {"parallelism.overlap_experts",
+       {"true", {"--mesh=tp=2,ep=2", "--training.gradient_accumulation_steps=2"}}},
       {"parallelism.pipeline_parallel_schedule", {"zbv", {layers, pp}}},
       {"parallelism.pipeline_parallel_layers_per_stage",
        {"3,1", {layers, pp, "--parallelism.data_parallel_shard_degree=2"}}},

@@ -197,6 +197,11 @@ TEST(EstimatedPeak, FsdpTpEp) { expect_peak(debug({"--mesh=dp_shard=2,tp=2,ep=2"
 TEST(EstimatedPeak, Accumulation) {
   expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2"}));
 }
+TEST(EstimatedPeak, TwoMicroBatchesAtATime) {
+  expect_peak(debug({"--training.gradient_accumulation_steps=2", "--mesh=tp=2,ep=2",
+                     "--parallelism.overlap_experts=true"},
+                    true));
+}
 TEST(EstimatedPeak, GroupedQueries) {
   expect_peak({"--model=qwen3_moe:debug", "--dtype=bfloat16", "--data.sequence_length=256",
                "--data.batch_size=4"});
@@ -250,6 +255,22 @@ TEST_P(OnSchedules, EveryRankOfAPipelineHoldsWhatItsEstimateSays) {
 INSTANTIATE_TEST_SUITE_P(EstimatedPeak, OnSchedules,
                          testing::Values("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble",
                                          "zbv"));
+
+// The same for pairs of micro-batches, which share what is gathered ahead, and an odd one.
+TEST(Estimate, LeavesOutPairsThatAddNothing) {
+  for (const int m : {7, 8})
+    for (const char* mode : {"none", "full"}) {
+      const Config c =
+          load({"--model=qwen3_moe:tiny", "--mesh=dp_shard=2,ep=2", "--data.batch_size=2",
+                "--training.gradient_accumulation_steps=" + std::to_string(m),
+                std::string("--activation_checkpoint.mode=") + mode,
+                "--parallelism.overlap_experts=true"});
+      ASSERT_LT(enough_micro_batches(c), m);
+      const Estimate e = estimate(c), all = DryRank(c, 0).step(m);
+      EXPECT_NEAR(static_cast<double>(e.peak) / static_cast<double>(all.peak), 1, 0.01);
+      EXPECT_EQ(e.moved(), all.moved());
+    }
+}
 
 // A dry run of the first micro-batches, of one rank of each kind, gives what a dry run of all of
 // them gives on every rank.

@@ -131,6 +131,31 @@ TEST(StepTime, OneStageHasNoBubble) {
     EXPECT_GT(part, 0);
 }
 
+// Rows travel behind the compute of another micro-batch, as far as that takes as long: of eight all
+// do, of seven those of the last do not.
+TEST(StepTime, RowsOfPairsTravelBehindCompute) {
+  const Cluster cluster = parse_cluster("h100x8:1");
+  const auto time_of = [&](int num_micro, const char* is_on) {
+    const Config c =
+        load_args(with(kModel, {"--mesh=dp_shard=8,ep=8", "--parallelism.moe_dispatcher=all_to_all",
+                                std::string("--parallelism.overlap_experts=") + is_on,
+                                "--training.global_batch_size=" + std::to_string(16 * num_micro)}));
+    Profiler profiler(c);
+    return step_time(profiler, cluster, mesh_shape(c), "1f1b");
+  };
+  for (const int num_micro : {7, 8}) {
+    const StepTime off = time_of(num_micro, "false"), on = time_of(num_micro, "true");
+    EXPECT_EQ(on.num_micro_batches, num_micro);
+    EXPECT_EQ(on.compute, off.compute);
+    const double hidden = off.experts - on.experts;
+    const double in_pairs = num_micro == 7 ? 6.0 / 7 : 1;
+    EXPECT_GT(hidden, 0);
+    EXPECT_LE(hidden, in_pairs * std::min(off.experts, off.compute) * (1 + 1e-9));
+    EXPECT_NEAR(off.total - on.total, hidden, 1e-9 * off.total);
+    EXPECT_GT(on.peak, off.peak);
+  }
+}
+
 // Layers that are alike, nothing but compute: the bubble of the formula.
 TEST(StepTime, BubblesAreThoseOfTheSchedule) {
   Cluster cluster = parse_cluster("h100x8:1");

@@ -87,6 +87,8 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"kernels.weight_copies", true, {"test"}});
     more.push_back({"optimizer.lr", 0.003, {"test"}});  // an old copy shows in the loss
   }
+  if (settings.take("overlap") != 0)
+    more.push_back({"parallelism.overlap_experts", true, {"test"}});
   if (settings.take("selective") != 0)
     more.push_back({"activation_checkpoint.mode", std::string("selective"), {"test"}});
   if (settings.take("one_document") != 0)

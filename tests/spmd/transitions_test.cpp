@@ -123,6 +123,16 @@ void check_letter(comm::Group& g, const Pattern& p) {
             [&](const auto& x) { return local(all_gather<A, I>(typed<View, A, S>(x), a)); });
   check_map(g, p, P, S, true,
             [&](const auto& x) { return local(reduce_scatter<A, S>(typed<View, A, P>(x), a)); });
+  // Begun and awaited apart.
+  check_map(g, p, S, R, true, [&](const auto& x) {
+    return local(start_all_gather<A>(typed<View, A, S>(x), a).wait());
+  });
+  check_map(g, p, S, I, true, [&](const auto& x) {
+    return local(start_all_gather<A, I>(typed<View, A, S>(x), a).wait());
+  });
+  check_map(g, p, P, S, true, [&](const auto& x) {
+    return local(start_reduce_scatter<A, S>(typed<View, A, P>(x), a).wait());
+  });
   check_map(g, p, I, S, true,
             [&](const auto& x) { return local(keep<A, S>(typed<View, A, I>(x), a)); });
   check_map(g, p, R, S, true,
@@ -143,6 +153,14 @@ void check_axis(comm::Group& g) {
               [&](const auto& x) { return local(all_reduce<A, I>(typed<View, A, P>(x))); });
     check_map(g, p, I, R, true,
               [&](const auto& x) { return local(enter<A>(typed<View, A, I>(x))); });
+    check_map(g, p, P, R, true, [&](const auto& x) {
+      return local(start_all_reduce<A>(typed<View, A, P>(x)).wait());
+    });
+    check_map(g, p, P, I, true, [&](const auto& x) {
+      return local(start_all_reduce<A, I>(typed<View, A, P>(x)).wait());
+    });
+    check_map(g, p, I, R, true,
+              [&](const auto& x) { return local(start_enter<A>(typed<View, A, I>(x)).wait()); });
     check_map(g, p, R, P, true,
               [&](const auto& x) { return local(once<A>(typed<View, A, R>(x))); });
     check_map(g, p, I, P, true,

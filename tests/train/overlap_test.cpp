@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
+#include <set>
 #include <thread>
 
 #include "moesh/comm/launch.h"
@@ -15,6 +17,7 @@
 #include "moesh/train/build.h"
 #include "tests/comm/nccl_loopback.h"
 #include "tests/spmd/device.h"
+#include "tests/support.h"
 
 namespace moesh::train {
 namespace {
@@ -98,6 +101,120 @@ TEST(Overlap, GivesTheSameBits) {
                 << i;
       }
     }
+}
+
+// Two micro-batches at a time: not a bit changes, whatever way rows take, with an odd number of
+// micro-batches, on either world; and every rank makes its calls in one order.
+TEST(OverlapExperts, GivesTheSameBits) {
+  for (const auto& [mesh, ways] : std::vector<std::pair<std::string, Args>>{
+           {"dp_shard=2,ep=2", {"all_to_all", "all_gather"}},
+           {"dp_shard=2,tp=2,ep=2,etp=2", {"all_to_all", "all_gather"}},
+           {"tp=2,ep=2", {"all_to_all", "all_gather"}},
+           {"tp=2,etp=2", {"all_gather"}},
+           {"dp_shard=4,ep=4,nodes=2", {"two_hops"}}})
+    for (const auto& way : ways)
+      for (const Args& mode : {Args{}, Args{"--activation_checkpoint.mode=full"},
+                               Args{"--activation_checkpoint.mode=selective"},
+                               Args{"--parallelism.fsdp_reshard_after_forward=false",
+                                    "--parallelism.sequence_parallel=false"}}) {
+        Args on = mode;
+        const auto nodes = mesh.find(",nodes=");
+        on.push_back("--mesh=" + mesh.substr(0, nodes));
+        if (nodes != mesh.npos) on.emplace_back("--parallelism.ranks_per_node=2");
+        on.push_back("--parallelism.moe_dispatcher=" + way);
+        on.emplace_back("--model=deepseek_v3:tiny");
+        on.emplace_back("--training.gradient_accumulation_steps=3");
+        Args off = on;
+        on.emplace_back("--parallelism.overlap_experts=true");
+        SCOPED_TRACE(mesh + " " + way + (mode.empty() ? "" : " " + mode[0]));
+        const auto expected = results(config_of(off), World::threads);
+        for (const World kind : {World::threads, World::nccl}) {
+          const auto found = results(config_of(on), kind);
+          for (std::size_t r = 0; r < found.size(); ++r) {
+            EXPECT_EQ(found[r].calls, found[0].calls);
+            EXPECT_NE(found[r].calls, expected[r].calls) << "another order of calls";
+            for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+              EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i]))
+                  << "rank " << r << ", parameter " << i;
+          }
+        }
+      }
+}
+
+// Rows of all_to_all are not begun ahead over etp: without ep, micro-batches go one by one, in
+// their order.
+TEST(OverlapExperts, WithoutAWaitMicroBatchesGoInTheirOrder) {
+  const auto run = [](const std::string& is_on) {
+    return results(config_of({"--mesh=tp=2,etp=2", "--parallelism.moe_dispatcher=all_to_all",
+                              "--training.gradient_accumulation_steps=5",
+                              "--parallelism.overlap_experts=" + is_on}),
+                   World::threads);
+  };
+  const auto expected = run("false"), found = run("true");
+  for (std::size_t r = 0; r < found.size(); ++r) {
+    EXPECT_EQ(found[r].calls, expected[r].calls);
+    for (std::size_t i = 0; i < found[r].gradients.size(); ++i)
+      EXPECT_TRUE(at::equal(found[r].gradients[i], expected[r].gradients[i])) << r << ", " << i;
+  }
+}
+
+// Which micro-batch a rank works on, and the rows that it begins to send or waits for. While those
+// of one micro-batch travel, the other one begins its own, in forward and in backward.
+class RowEvents final : public comm::ThreadObserver {
+ public:
+  void called(const comm::Operation& o) override {
+    if (o.op == comm::Collective::all_to_all) under_way_.insert(o.number), note();
+  }
+  void ended(std::int64_t number) override { under_way_.erase(number); }
+  std::map<std::size_t, int> counts;  // of messages under way, when one is begun
+
+ private:
+  void note() { ++counts[under_way_.size()]; }
+  std::set<std::int64_t> under_way_;
+};
+
+TEST(OverlapExperts, RowsOfOneTravelWhileTheOtherWorks) {
+  const auto counts_of = [](const std::string& is_on) {
+    const Config config = config_of({"--mesh=dp_shard=2,ep=2", "--model=mixtral:tiny",
+                                     "--parallelism.moe_dispatcher=all_to_all",
+                                     "--parallelism.overlap_experts=" + is_on});
+    std::vector<std::map<std::size_t, int>> all(2);
+    comm::launch(
+        2,
+        [&](comm::Group& world) {
+          RowEvents events;
+          gradients_on(world, config);
+          all[static_cast<std::size_t>(world.rank())] = events.counts;
+        },
+        launch_options(config));
+    EXPECT_EQ(all[0], all[1]);
+    return all[0];
+  };
+  // 2 micro-batches x 2 blocks x (there and back) x (forward and backward).
+  EXPECT_EQ(counts_of("false"), (std::map<std::size_t, int>{{1, 16}}));
+  // All but the first in forward are begun while another one is under way.
+  const auto on = counts_of("true");
+  EXPECT_EQ(on.at(1), 1);
+  EXPECT_EQ(on.at(2), 15);
+}
+
+// What goes wrong in the other thread of a rank is what the rank says.
+TEST(OverlapExperts, AFaultOfTheSecondIsThatOfTheRank) {
+  class Fails final : public nn::Probe {
+   public:
+    at::Tensor on_choice(const nn::Choice& c) override {
+      MOESH_CHECK(c.micro_batch != 1, ErrorKind::data, "micro-batch 1 is broken");
+      return c.experts_NK;
+    }
+  } probe;
+  expect_parts(
+      error_of(
+          [&] {
+            results(config_of({"--mesh=dp_shard=2,ep=2", "--parallelism.overlap_experts=true"}),
+                    World::threads, &probe);
+          },
+          ErrorKind::data),
+      {"micro-batch 1 is broken"});
 }
 
 // NCCL hangs where two ranks call in different orders.

@@ -1,0 +1,122 @@
+#include "moesh/base/turns.h"
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "moesh/base/error.h"
+#include "moesh/base/log.h"
+#include "moesh/base/sections.h"
+#include "moesh/base/this_thread.h"
+
+namespace moesh {
+
+// Whose turn it is.
+class Turns {
+ public:
+  explicit Turns(std::size_t count) : has_ended_(count, false) {}
+
+  // Returns when it is the turn of this one.
+  void await(std::size_t me) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return whose_ == me; });
+  }
+  void pass_on(std::size_t me) {
+    const std::lock_guard lock(mutex_);
+    const std::size_t n = has_ended_.size();
+    for (std::size_t k = 1; k <= n; ++k)
+      if (const std::size_t next = (me + k) % n; !has_ended_[next]) {
+        whose_ = next;
+        break;
+      }
+    changed_.notify_all();
+  }
+  void end(std::size_t me, std::exception_ptr fault) {
+    {
+      const std::lock_guard lock(mutex_);
+      has_ended_[me] = true;
+      ++num_ended_;
+      if (!fault_) fault_ = fault;
+    }
+    pass_on(me);
+  }
+  void await_all() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return num_ended_ == has_ended_.size(); });
+  }
+  std::exception_ptr fault() {
+    const std::lock_guard lock(mutex_);
+    return fault_;
+  }
+
+ private:
+  std::mutex mutex_;  // of all that follows
+  std::condition_variable changed_;
+  std::size_t whose_ = 0, num_ended_ = 0;
+  std::vector<bool> has_ended_;
+  std::exception_ptr fault_;  // the first
+};
+
+namespace {
+
+void run_in_turn(Turns& turns, std::size_t me, const std::function<void()>& work) {
+  std::exception_ptr fault;
+  turns.await(me);
+  if (!turns.fault()) {
+    this_thread.turns = &turns, this_thread.place = me;
+    try {
+      work();
+    } catch (...) {
+      fault = std::current_exception();
+    }
+    this_thread.turns = nullptr;
+  }
+  turns.end(me, fault);
+}
+
+}  // namespace
+
+void take_turns(const std::vector<std::function<void()>>& work) {
+  MOESH_CHECK(!work.empty() && !this_thread.turns, "turns of ", work.size(),
+              " pieces of work, in one that takes turns already: ", this_thread.turns != nullptr);
+  Turns turns(work.size());
+  SectionClock* const clock = this_thread.clock;
+  const Section section = clock ? clock->current() : Section::other;
+  std::vector<std::thread> threads;
+  for (std::size_t i = 1; i < work.size(); ++i) try {
+      threads.emplace_back([&, i, mine = this_thread] {
+        this_thread = mine;
+        this_thread.timeline = nullptr;
+        set_log_rank(mine.rank);
+        turns.await(i);
+        if (clock) clock->enter(section);
+        run_in_turn(turns, i, work[i]);
+      });
+    } catch (const std::system_error& e) {
+      turns.end(i, std::make_exception_ptr(
+                       Error(ErrorKind::config,
+                             detail::concat("no thread for the other work of a rank: ", e.what(),
+                                            "; raise the limits of the "
+                                            "system (ulimit -u, -v)"))));
+    }
+  run_in_turn(turns, 0, work[0]);
+  turns.await_all();
+  for (auto& t : threads) t.join();
+  if (clock) clock->enter(section);
+  if (const auto fault = turns.fault()) std::rethrow_exception(fault);
+}
+
+void next_turn() {
+  Turns* const turns = this_thread.turns;
+  if (!turns) return;
+  SectionClock* const clock = this_thread.clock;
+  const Section section = clock ? clock->current() : Section::other;
+  turns->pass_on(this_thread.place);
+  turns->await(this_thread.place);
+  if (clock) clock->enter(section);
+  MOESH_CHECK(!turns->fault(), "the other work of this rank has failed");
+}
+
+}  // namespace moesh
