@@ -210,6 +210,11 @@ models::Lora lora(const Config& config) {
     return models::read_adapter(config.model.architecture, l.adapter);
   }
   if (l.rank == 0) {
+    MOESH_CHECK(!differs("base"), ErrorKind::config, describe_option(config, "lora.base"), ", and ",
+                describe_option(config, "lora.rank"),
+                ": the model itself is trained, and weights in float8 or MXFP4 cannot be; set "
+                "lora.rank to 1 or more, such as 16, or leave out lora.base: they are then read "
+                "as numbers of training.dtype");
     for (const char* key :
          {"alpha", "targets", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"})
       MOESH_CHECK(

@@ -147,6 +147,7 @@ struct LoraSection {
   std::string alpha_pattern = "";
   bool init_lora_weights = true;
   std::string adapter = "";
+  std::string base = "compute";
 };
 
 struct ActivationCheckpointSection {

@@ -212,6 +212,13 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, lora, adapter,
                    "folder of a LoRA adapter (PEFT or moesh) to go on from: it says ranks, alphas "
                    "and targets"),
+      MOESH_OPTION(
+          numbers, lora, base,
+          "how the frozen model rests in memory: compute: in the dtype of the run; stored: "
+          "what checkpoint.initial_load has in float8 or MXFP4 stays so, and becomes "
+          "numbers block by block; without a folder, random weights in the form in which "
+          "the model is published",
+          one_of({"compute", "stored"})),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
                    "full: keep only the inputs of blocks and recompute the rest in backward; "

@@ -138,7 +138,7 @@ DryRank::DryRank(const Config& config, int rank_of_pp)
 StateMemory DryRank::state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
-    s.weights += bytes(w.value);
+    s.weights += raw::num_bytes_at_rest(w);
     if (w.spec.trained) s.gradients += bytes(w.value);  // of its shape and dtype
   });
   for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
@@ -150,7 +150,7 @@ StateMemory DryRank::expert_state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
     if (w.storage != efsdp) return;
-    s.weights += bytes(w.value);
+    s.weights += raw::num_bytes_at_rest(w);
     if (w.spec.trained) s.gradients += bytes(w.value);
   });
   const StateMemory all = state();

@@ -123,6 +123,11 @@ DecoderPlan DeepseekV3Config::plan() const {
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
   };
+  plan.published = [](const Stored& w) -> std::optional<kernels::Quantization> {
+    const bool is_linear = w.storage == efsdp || w.spec.name.ends_with("_proj.weight") ||
+                           w.spec.name.ends_with("_proj_with_mqa.weight");
+    return is_linear ? std::optional(kernels::Quantization{}) : std::nullopt;
+  };
   add_to(plan);
   return plan;
 }

@@ -13,6 +13,7 @@
 #include "moesh/base/label.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/gpu_kernels.h"
+#include "moesh/kernels/quantized.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/past.h"
@@ -112,6 +113,8 @@ struct ModelOptions {
   nn::LoraOf lora = nn::no_lora;
   // By the name of a parameter: whether it is not trained. None: all are.
   std::function<bool(const std::string& name)> is_frozen = {};
+  // How those of them rest that rest quantized. None: all rest in the type of the work.
+  std::function<std::optional<kernels::Quantization>(const std::string& name)> quantization = {};
   // The stages of a pipeline that this rank has, in the order of the layers; none: the whole model,
   // in one.
   std::vector<LayerRange> stages = {};

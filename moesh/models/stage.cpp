@@ -42,7 +42,9 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
       .lora = m.lora};
   // Block by block: what is frozen takes less memory, and its master weights are gone by then.
   const auto freeze = [&](Stored& w) {
-    if (m.is_frozen && m.is_frozen(w.spec.name)) raw::freeze(w);
+    if (!m.is_frozen || !m.is_frozen(w.spec.name)) return;
+    const auto how = m.quantization ? m.quantization(w.spec.name) : std::nullopt;
+    how ? raw::quantize(w, *how, c.init_std) : raw::freeze(w);
   };
   const bool is_last = range.end == c.num_layers, is_tied_head = is_last && c.tie_embeddings;
   if (is_tied_head && !is_first_ && first) embedding_ = first->embedding_;

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
@@ -207,6 +208,33 @@ Frozen frozen(const Config& config) {
   return found;
 }
 
+std::map<std::string, kernels::Quantization> quantization(const Config& config) {
+  config::check_option(config, "lora.base");
+  if (!has_lora(config) || config.lora.base == "compute") return {};
+  if (const auto& folder = config.checkpoint.initial_load; !folder.empty()) {
+    const auto source = checkpoint::TensorFolder::weights(folder);
+    const auto names = on_disk(config);
+    const auto table = names.table(checkpoint::find_layout(source, names));
+    return checkpoint::Loader(source, table).quantization();
+  }
+  auto published = models::published_quantization(config.model.architecture);
+  MOESH_CHECK(!published.empty(), ErrorKind::config, describe_option(config, "lora.base"),
+              ", and no weight of ", models::name(config.model.architecture),
+              " of these sizes is published in float8 or MXFP4; name a folder that has such "
+              "weights in checkpoint.initial_load, or leave out lora.base");
+  return published;
+}
+
+std::string describe_quantization(const std::map<std::string, kernels::Quantization>& all) {
+  std::map<std::string, int> counts;
+  for (const auto& [param, how] : all) ++counts[how.name()];
+  std::string text;
+  for (const auto& [kind, count] : counts)
+    text += detail::concat(text.empty() ? "" : ", ", count, count == 1 ? " tensor" : " tensors",
+                           " in ", kind);
+  return text.empty() ? "no tensor is in float8 or MXFP4" : text;
+}
+
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
   // By the device of the run, which an estimate counts for on another.
   const at::Device of_run(config.training.device);
@@ -224,6 +252,12 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                                    .weight_copies = config.kernels.weight_copies,
                                    .lora = lora(config).of(),
                                    .is_frozen = frozen(config).is_frozen(),
+                                   .quantization =
+                                       [all = quantization(config)](const std::string& name) {
+                                         const auto found = all.find(name);
+                                         return found == all.end() ? std::nullopt
+                                                                   : std::optional(found->second);
+                                       },
                                    .stages = stages_of(config, current_mesh().coordinate(pp))});
   open_channels(*model, pipeline_options(config));
   return model;

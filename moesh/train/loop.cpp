@@ -99,7 +99,8 @@ bool has_diverged(const Config& config, const Position& position) {
   double largest = -1;
   std::string name;
   model.each_param([&](Stored& w, bool) {
-    double size = w.value.numel() == 0 ? 0 : w.value.detach().abs().max().item<double>();
+    const at::Tensor numbers = raw::numbers(w);
+    double size = numbers.numel() == 0 ? 0 : numbers.abs().max().item<double>();
     if (!std::isfinite(size)) size = std::numeric_limits<double>::infinity();
     if (size > largest) largest = size, name = w.spec.name;
   });
@@ -202,6 +203,9 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     if (const double dropout = lora(config).dropout; dropout > 0)
       log_warn(config.lora.adapter, " was trained with lora_dropout = ", dropout,
                "; moesh trains adapters without dropout, and goes on without it");
+    if (config.lora.base != "compute")
+      log_info("lora.base: ", describe_quantization(quantization(config)),
+               ", all others of the frozen model in ", config.training.dtype);
     sinks = open_sinks(config, facts);
     clock.emplace(start), sent.emplace();
     summary.first_step = first_step;

@@ -61,6 +61,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"lora.alpha_pattern", {"o_proj=3", {lora}}},
       {"lora.init_lora_weights", {"false", {"--lora.rank=2"}}},
       {"lora.adapter", {files.adapter}},
+      {"lora.base", {"stored", {lora}}},
       {"activation_checkpoint.mode", {"full", {tp}}},
       {"optimizer.eps", {"0.1"}},
       {"optimizer.momentum", {"0.5", {"--optimizer.name=sgd"}}},

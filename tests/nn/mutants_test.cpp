@@ -12,6 +12,7 @@
 #include "moesh/verify/compare.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/verify.h"
+#include "tests/kernels/quantized_check.h"
 #include "tests/mutants/check.h"
 #include "tests/nn/layer_parity.h"
 #include "tests/train/device.h"
@@ -105,6 +106,7 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"lora.rank", std::int64_t{3}, {"test"}});
     more.push_back({"lora.init_lora_weights", false, {"test"}});  // of a zero B, A has no gradient
   }
+  if (settings.take("stored") != 0) more.push_back({"lora.base", std::string("stored"), {"test"}});
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(
@@ -129,6 +131,13 @@ const mutants::Provide lora("lora", [](Settings& settings) -> Check {
   return [=] {
     return is_order ? lora_check::order_complaint(model) : lora_check::sum_complaint(model);
   };
+});
+
+// What the codes of quantized weights stand for, by the formulas of both kinds.
+const mutants::Provide quantized("quantized", [](Settings& settings) -> Check {
+  const auto kind = settings.take("mxfp4") != 0 ? kernels::Quantization::Kind::mxfp4
+                                                : kernels::Quantization::Kind::float8;
+  return [=] { return quantized_check::complaint(kind); };
 });
 
 // One step on a mesh against one rank, which makes the same mistake, but cuts the step otherwise.

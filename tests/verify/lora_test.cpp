@@ -2,13 +2,17 @@
 // that is trained and saved, and what makes no sense is refused. tests/models/peft_test.py compares
 // with PEFT.
 
+#include <c10/util/accumulate.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/comm/launch.h"
 #include "moesh/models/adapter.h"
+#include "moesh/train/build.h"
 #include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"
 #include "tests/expect_error.h"
@@ -124,6 +128,63 @@ TEST(LoraRun, RefusesWhatMakesNoSense) {
                {"lora.rank_pattern is \"q_proj\"", "down_proj=4"});
   expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj=0"}), {"rank of 1 or more"});
   expect_parts(error({"--lora.rank=4", "--lora.alpha=0"}), {"lora.alpha is 0", "above 0"});
+  // Weights in few bits are not trained themselves, and not every model has them.
+  expect_parts(error({"--lora.base=stored"}),
+               {"lora.base is \"stored\"", "lora.rank is 0", "float8 or MXFP4", "leave out"});
+  expect_parts(error({"--lora.base=mxfp4", "--lora.rank=2"}), {"lora.base is \"mxfp4\"", "stored"});
+  expect_parts(error_of(
+                   [] {
+                     train::quantization(config::load_config(
+                         {"--model", "qwen3_moe:tiny", "--lora.rank=2", "--lora.base=stored"}));
+                   },
+                   ErrorKind::config),
+               {"no weight of qwen3_moe", "checkpoint.initial_load"});
+}
+
+// What the parameters of the base take on each rank of a mesh: their bytes, and by this formula.
+struct BaseBytes {
+  double held = 0, wanted = 0;
+};
+BaseBytes base_bytes(const std::string& model, const std::string& mesh, const std::string& base) {
+  const auto config =
+      config::load_config({"--model", model, "--mesh", mesh, "--dtype=bfloat16", "--lora.rank=2",
+                           "--lora.base=" + base, "--model.num_layers=2"});
+  BaseBytes all;
+  std::mutex mutex;
+  comm::launch(mesh_shape(config).num_ranks(), [&](comm::Group& world) {
+    const Mesh of_rank(world, mesh_shape(config));
+    const MeshScope scope(of_rank);
+    const auto parameters = train::make_model(config);
+    const std::lock_guard lock(mutex);
+    parameters->each_param([&](Stored& w, bool) {
+      if (w.spec.trained) return;
+      const auto numbers = static_cast<double>(c10::multiply_integers(w.shard.length));
+      const bool is_mxfp4 = model.starts_with("gpt_oss") && w.spec.shape.size() == 3;
+      const bool is_float8 = model.starts_with("deepseek") &&
+                             (w.storage == efsdp || w.spec.name.find("_proj") != std::string::npos);
+      all.held += static_cast<double>(raw::num_bytes_at_rest(w));
+      const auto as_number = static_cast<double>(c10::elementSize(w.spec.of_work()));
+      all.wanted += numbers * (base == "compute" ? as_number
+                               : is_mxfp4        ? 17 / 32.0
+                               : is_float8       ? 1 + 4 / (128.0 * 128)
+                                                 : as_number);
+    });
+  });
+  return all;
+}
+
+TEST(LoraBase, TakesTheBytesOfItsFiles) {
+  // Widths of 256: whole blocks, also on a mesh.
+  for (const char* model : {"deepseek_v3:debug", "gpt_oss:debug"})
+    for (const char* mesh : {"tp=1", "dp_shard=2,ep=2"}) {
+      const BaseBytes as_numbers = base_bytes(model, mesh, "compute"),
+                      as_stored = base_bytes(model, mesh, "stored");
+      EXPECT_EQ(as_numbers.held, as_numbers.wanted) << model << " " << mesh;
+      // Scales of blocks that two ranks have a part of are on both.
+      EXPECT_GE(as_stored.held, as_stored.wanted) << model << " " << mesh;
+      EXPECT_LT(as_stored.held, 1.003 * as_stored.wanted) << model << " " << mesh;
+      EXPECT_LT(as_stored.held, 0.75 * as_numbers.held) << model << " " << mesh;
+    }
 }
 
 std::string logged;
