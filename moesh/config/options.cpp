@@ -209,6 +209,10 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, lora, init_lora_weights,
                    "begin with B = 0, where LoRA adds nothing; false: with a random B, for "
                    "comparisons"),
+      MOESH_OPTION(numbers, lora, dropout,
+                   "part of what goes into A that is dropped in training, in dense layers; what is "
+                   "dropped depends on token and feature, not on the mesh",
+                   fraction_below_one()),
       MOESH_OPTION(numbers, lora, adapter,
                    "folder of a LoRA adapter (PEFT or moesh) to go on from: it says ranks, alphas "
                    "and targets"),

@@ -189,6 +189,8 @@ std::vector<models::MicroBatch> DryRank::batches(std::int64_t num) const {
   std::vector<models::MicroBatch> all;
   for (std::int64_t i = 0; i < num; ++i) {
     all.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
+    if (config_.lora.dropout > 0)
+      all.back().samples_B = at::empty({batch}, at::TensorOptions(at::kMeta).dtype(at::kLong));
     if (document_mask(config_)) all.back().documents = {ids(), most_documents(batch, sequence, 0)};
   }
   return all;

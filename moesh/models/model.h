@@ -40,6 +40,8 @@ struct MicroBatch {
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
   std::int64_t index = 0;        // of the micro-batch in its step
   nn::Documents documents = {};  // none: every sequence is one
+  // The numbers of its sequences in the run, int64 [B], where something depends on them (dropout).
+  at::Tensor samples_B = {};
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
@@ -47,6 +49,7 @@ struct MicroBatch {
   std::vector<at::Tensor*> from_data() {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
+    if (samples_B.defined()) all.push_back(&samples_B);
     return all;
   }
 };

@@ -84,8 +84,11 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
   MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
               "input_ids are ", ids.sizes(), ", after ", before,
               " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
-  return {current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
-          batch.valid_BL(), batch.documents, before};
+  // An evaluation drops nothing.
+  const bool is_training = options.pass != nn::Pass::evaluation;
+  return {
+      current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
+      batch.valid_BL(), batch.documents, before,      is_training ? batch.samples_B : at::Tensor()};
 }
 
 template <bool Sp>

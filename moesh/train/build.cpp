@@ -1,5 +1,6 @@
 #include "moesh/train/build.h"
 
+#include <ATen/ops/arange.h>
 #include <c10/util/accumulate.h>
 #include <fnmatch.h>
 
@@ -410,10 +411,12 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   std::vector<models::MicroBatch> batches;
   std::int64_t num_documents = 0;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
-    const auto b = data::make_batch(
-        dataset, data_position + order.first(0, micro, mesh.coordinate(dp)), order.batch);
+    const std::int64_t first = data_position + order.first(0, micro, mesh.coordinate(dp));
+    const auto b = data::make_batch(dataset, first, order.batch);
     models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
     if (document_mask(config)) batch.documents.starts_BL = b.document_starts_BL;
+    if (config.lora.dropout > 0)
+      batch.samples_B = at::arange(first, first + order.batch, at::kLong);
     num_documents = std::max(num_documents, b.num_documents);
     // From pinned memory the copy to a GPU is not waited for.
     if (config.training.device != "cpu")

@@ -60,6 +60,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"lora.rank_pattern", {"o_proj=3", {lora}}},
       {"lora.alpha_pattern", {"o_proj=3", {lora}}},
       {"lora.init_lora_weights", {"false", {"--lora.rank=2"}}},
+      {"lora.dropout", {"0.4", {lora}}},
       {"lora.adapter", {files.adapter}},
       {"lora.base", {"stored", {lora}}},
       {"activation_checkpoint.mode", {"full", {tp}}},

@@ -14,6 +14,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/kernels/quantized_check.h"
 #include "tests/mutants/check.h"
+#include "tests/nn/dropout_check.h"
 #include "tests/nn/layer_parity.h"
 #include "tests/train/device.h"
 #include "tests/train/lora_check.h"
@@ -106,6 +107,9 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"lora.rank", std::int64_t{3}, {"test"}});
     more.push_back({"lora.init_lora_weights", false, {"test"}});  // of a zero B, A has no gradient
   }
+  if (settings.take("dropout") != 0) more.push_back({"lora.dropout", 0.4, {"test"}});
+  if (settings.take("sequences") != 0)
+    more.push_back({"data.batch_size", std::int64_t{2}, {"test"}});
   if (settings.take("stored") != 0) more.push_back({"lora.base", std::string("stored"), {"test"}});
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
@@ -131,6 +135,11 @@ const mutants::Provide lora("lora", [](Settings& settings) -> Check {
   return [=] {
     return is_order ? lora_check::order_complaint(model) : lora_check::sum_complaint(model);
   };
+});
+
+// Which numbers dropout drops, and the layer with it, by their formulas.
+const mutants::Provide dropout("dropout", [](Settings&) -> Check {
+  return [] { return dropout_check::complaint(); };
 });
 
 // What the codes of quantized weights stand for, by the formulas of both kinds.

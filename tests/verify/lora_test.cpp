@@ -71,7 +71,12 @@ TEST_P(LoraOf, AddsAlphaOverRankTimesBA) { EXPECT_EQ(lora_check::sum_complaint(G
 TEST_P(LoraOf, LiesInFoldersAsPeftHasIt) { EXPECT_EQ(lora_check::order_complaint(GetParam()), ""); }
 
 Args lora_args(const char* steps) {
-  return {"--model", "deepseek_v3:tiny", "--lora.rank=2", "--lr_scheduler.kind=constant", steps};
+  return {"--model",
+          "deepseek_v3:tiny",
+          "--lora.rank=2",
+          "--lora.dropout=0.3",
+          "--lr_scheduler.kind=constant",
+          steps};
 }
 
 TEST(LoraRun, SavesTheAdapterAloneAndGoesOn) {
@@ -128,6 +133,10 @@ TEST(LoraRun, RefusesWhatMakesNoSense) {
                {"lora.rank_pattern is \"q_proj\"", "down_proj=4"});
   expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj=0"}), {"rank of 1 or more"});
   expect_parts(error({"--lora.rank=4", "--lora.alpha=0"}), {"lora.alpha is 0", "above 0"});
+  expect_parts(error({"--lora.dropout=0.1"}), {"lora.dropout is 0.1", "there is no LoRA"});
+  expect_parts(error({"--lora.rank=4", "--lora.dropout=1"}), {"lora.dropout is 1", "below 1"});
+  expect_parts(error({"--lora.rank=4", "--lora.dropout=0.1", "--lora.targets=experts.down_proj"}),
+               {"lora.dropout is 0.1", "only to routed experts", "name a dense layer"});
   // Weights in few bits are not trained themselves, and not every model has them.
   expect_parts(error({"--lora.base=stored"}),
                {"lora.base is \"stored\"", "lora.rank is 0", "float8 or MXFP4", "leave out"});
@@ -204,9 +213,72 @@ TEST(LoraRun, WithoutTheDropoutOfItsAdapterSaysSo) {
   run(folder.path() / "other", "tp=1",
       {"--model", "deepseek_v3:tiny", "--steps=1", "--lora.adapter=" + saved.string()});
   set_log_sink(nullptr);
-  EXPECT_NE(logged.find("lora_dropout = 0.25; moesh trains adapters without dropout"),
-            std::string::npos)
-      << logged;
+  expect_parts(logged, {"lora_dropout = 0.25, and lora.dropout is 0", "set lora.dropout to 0.25"});
+}
+
+// Layers whose inputs are cut over cp and tp, gathered in another order (shared experts), or of
+// other ranks (kv_b), in steps that are cut otherwise on one rank.
+class Dropped : public testing::TestWithParam<LoraCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    All, Dropped,
+    testing::Values(LoraCase{"deepseek_v3", "dp_shard=2,cp=2,tp=2,ep=2", {"--data.batch_size=2"}},
+                    LoraCase{"qwen2_moe",
+                             "dp_replicate=2,tp=3",
+                             {"--parallelism.sequence_parallel=false", "--model.num_heads=6",
+                              "--model.num_kv_heads=3", "--activation_checkpoint.mode=full"}},
+                    LoraCase{"glm4_moe",
+                             "pp=2,tp=2,ep=2",
+                             {"--parallelism.moe_dispatcher=all_gather", "--data.batch_size=3",
+                              "--activation_checkpoint.mode=selective"}},
+                    LoraCase{"llama4",
+                             "pp=2,cp=3",
+                             {"--parallelism.pipeline_parallel_schedule=zero_bubble",
+                              "--training.gradient_accumulation_steps=3"}}),
+    [](const auto& info) { return info.param.model; });
+
+TEST_P(Dropped, IsTheSameOnEveryMesh) {
+  const auto& [model, mesh, more] = GetParam();
+  Args args{"--model",           model + ":tiny", "--mesh",        mesh,
+            "--dtype",           "float64",       "--lora.rank=3", "--lora.init_lora_weights=false",
+            "--lora.dropout=0.4"};
+  args.insert(args.end(), more.begin(), more.end());
+  const VerifyCase c{config::load_config(args, verify_defaults(2))};
+  const auto report = verify(c, run_reference(c));
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+}
+
+// Only in training, and every time something else.
+TEST(Dropped, IsNothingInAnEvaluation) {
+  const at::NoGradGuard no_grad;
+  const OneRankScope scope;
+  const auto loss_of = [](const std::string& dropout, nn::Pass pass, std::int64_t position) {
+    const auto config = config::load_config(
+        {"--model=qwen3_moe:tiny", "--dtype=float64", "--lora.rank=3",
+         "--lora.init_lora_weights=false", "--lora.dropout=" + dropout, "--data.batch_size=2"},
+        verify_defaults(1));
+    const auto data = train::open_dataset(config);
+    auto batch = train::step_batches(config, *data, current_mesh(), 0)[0];
+    if (batch.samples_B.defined()) batch.samples_B.add_(position);
+    return local(train::make_model(config)->forward(batch, {.pass = pass}).cross_entropy)
+        .item<double>();
+  };
+  const double without = loss_of("0", nn::Pass::training, 0),
+               with = loss_of("0.3", nn::Pass::training, 0);
+  EXPECT_EQ(loss_of("0.3", nn::Pass::evaluation, 0), without);
+  EXPECT_NE(with, without);
+  EXPECT_EQ(loss_of("0.3", nn::Pass::recompute, 0), with);
+  EXPECT_NE(loss_of("0.3", nn::Pass::training, 2), with);  // the next step
+}
+
+TEST(Dropped, AdaptersSayWhatPeftTakes) {
+  const auto text = [](const std::string& targets) {
+    const auto config = config::load_config({"--model=qwen3_moe:tiny", "--lora.rank=3",
+                                             "--lora.dropout=0.25", "--lora.targets=" + targets});
+    return models::adapter_config_json(config.model.architecture, config::lora(config), "base");
+  };
+  EXPECT_NE(text("q_proj,v_proj").find("\"lora_dropout\": 0.25"), std::string::npos);
+  // PEFT has no dropout where it adds to parameters.
+  EXPECT_EQ(text("all-linear").find("0.25"), std::string::npos);
 }
 
 TEST(LoraRun, AnAdapterThatIsNotWholeIsRefused) {
