@@ -27,7 +27,7 @@ MAY_INCLUDE = {
     "models": ["nn", "fsdp", "spmd", "kernels", "formats"],  # typed tensors and parameters, which kernels, tables of tensors on disk; no group, no rank
     "optim": ["fsdp", "spmd", "kernels", "formats"],
     "data": ["spmd", "formats", "tokenizer"],
-    "checkpoint": ["comm", "spmd", "fsdp", "formats"],  # ranks agree before a checkpoint gets its name
+    "checkpoint": ["comm", "spmd", "fsdp", "kernels", "formats"],  # ranks agree before a checkpoint gets its name; how weights are quantized
     "config": ["formats", "kernels", "comm", "nn", "models", "optim", "data", "pipeline"],  # their names
     "train": ["config", *BELOW_TRAIN],
     "verify": ["train", "config", *BELOW_TRAIN],

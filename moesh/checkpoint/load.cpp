@@ -111,7 +111,9 @@ void read_box(const ReadJob& job, const at::Tensor& target, const Heartbeat& hea
   const Quantized* quantized = job.found.quantized;
   const auto dtype =
       quantized ? at::kFloat
-                : torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
+      : job.found.info->dtype == formats::Dtype::u8
+          ? at::kByte
+          : torch_dtype(job.found.info->dtype, "tensor '" + job.found.info->name + "'");
   MOESH_CHECK(at::isFloatingType(dtype) == at::isFloatingType(target.scalar_type()),
               ErrorKind::data, "tensor '", job.found.info->name, "' is of type ",
               formats::name_of(job.found.info->dtype), ", and ", target.scalar_type(),
@@ -166,7 +168,7 @@ void read_box(const ReadJob& job, const at::Tensor& target, const Heartbeat& hea
 }
 
 // As the config.json of the folder has it, where it does.
-ScaledBlock block_of(const std::filesystem::path& folder) {
+kernels::Quantization block_of(const std::filesystem::path& folder) {
   if (!formats::exists(folder / "config.json")) return {};
   const std::string path = (folder / "config.json").string();
   const auto config = formats::parse_json(read_config(folder), path);
@@ -175,8 +177,8 @@ ScaledBlock block_of(const std::filesystem::path& folder) {
   if (!size || size->is_null()) return {};
   const std::string what = path + ": quantization_config.weight_block_size";
   const auto& list = size->as_list(what);
-  ScaledBlock block{0, 0};
-  if (list.size() == 2) block = {list[0].as_int(what), list[1].as_int(what)};
+  kernels::Quantization block{.rows = 0, .columns = 0};
+  if (list.size() == 2) block.rows = list[0].as_int(what), block.columns = list[1].as_int(what);
   MOESH_CHECK(block.rows >= 1 && block.columns >= 1, ErrorKind::data, what, " is ",
               formats::to_json_line(*size), "; it takes rows and columns, as in [128, 128]");
   return block;
@@ -221,6 +223,54 @@ void read_list(const std::vector<ReadJob>& jobs, const Heartbeat& heartbeat) {
     job.found.file->forget();
     if (job.found.quantized) job.found.quantized->file_of_scales()->forget();
   }
+}
+
+void read_all(std::vector<ReadJob> jobs, const Heartbeat& heartbeat) {
+  const auto lists = apart(std::move(jobs));
+  const int num_threads = num_readers(lists.size());
+  // Several threads leave the heartbeat to this one.
+  const Heartbeat between = num_threads == 1 ? heartbeat : Heartbeat();
+  share_work(
+      lists.size(), num_threads, [&](std::size_t i, std::size_t) { read_list(lists[i], between); },
+      heartbeat);
+}
+
+void check_filled(const Part& part, std::int64_t filled) {
+  MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
+              filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
+}
+
+// On the host, for a read becomes many small copies.
+at::Tensor host_memory(const at::Tensor& value) {
+  return value.is_cpu() ? value : at::empty(value.sizes(), value.options().device(at::kCPU));
+}
+
+// The part of a tensor that has this source, with all sizes counted in blocks of the parameter.
+formats::DiskTensor in_blocks(const formats::DiskTensor& tensor, const formats::Source& source,
+                              const Sizes& block) {
+  formats::DiskTensor result = tensor;
+  result.sources = {source};
+  for (std::size_t d = 0; d < block.size(); ++d) {
+    auto& size = result.view[source.dims[d]];
+    size = (size + block[d] - 1) / block[d];
+    result.sources[0].offset[d] /= block[d];
+  }
+  return result;
+}
+
+// Codes of e4m3 that are no number, and exponents beyond those of numbers.
+void check_codes(const ReadJob& job, kernels::Quantization::Kind kind, bool is_scales) {
+  const at::Tensor bytes = in_view_order(*job.part, *job.source, job.overlap);
+  if (kind == kernels::Quantization::Kind::float8 && !is_scales &&
+      bytes.bitwise_and(127).eq(127).any().item<bool>())
+    fail_not_finite(job.found, bytes);
+  if (kind != kernels::Quantization::Kind::mxfp4 || !is_scales) return;
+  const auto most = bytes.max().item<std::int64_t>();
+  MOESH_CHECK(most <= kernels::kMostExponent, ErrorKind::data, "'",
+              job.found.file->file().path().string(), "': tensor '", job.found.info->name,
+              "' has the exponent ", most, ", NaN or a number beyond 2^121 (",
+              kernels::kMostExponent,
+              " is the largest that is taken): the file is damaged; take another");
 }
 
 // Only the text part, where a model takes text and images.
@@ -324,7 +374,7 @@ void TensorFolder::join_quantized() {
     return tensor.second.info->dtype == formats::Dtype::f8_e4m3;
   });
   quantized_ = find_quantized({tensors_.begin(), tensors_.end()}, path_,
-                              has_float8 ? block_of(path_) : ScaledBlock{});
+                              has_float8 ? block_of(path_) : kernels::Quantization{});
   for (const auto& q : quantized_) {
     const std::string& name = q->info().name;
     for (const char* part : {"", "_scale_inv", "_blocks", "_scales"}) tensors_.erase(name + part);
@@ -514,9 +564,8 @@ formats::Dtype Loader::dtype_of(const std::string& param) const {
 void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
                   bool must_be_finite) const {
   const at::NoGradGuard no_grad;
-  std::vector<Part> on_host = parts;  // a read becomes many small copies
-  for (auto& p : on_host)
-    if (!p.value.is_cpu()) p.value = at::empty(p.value.sizes(), p.value.options().device(at::kCPU));
+  std::vector<Part> on_host = parts;
+  for (auto& p : on_host) p.value = host_memory(p.value);
   std::vector<ReadJob> jobs;
   for (const auto& part : on_host) {
     std::int64_t filled = 0;
@@ -527,18 +576,74 @@ void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
               {&part, entry.tensor, entry.source, *overlap, found(entry), must_be_finite});
           filled += num_elements(overlap->param.length);
         }
-    MOESH_CHECK(filled == num_elements(part.region.length), "the table of tensors on disk fills ",
-                filled, " of ", num_elements(part.region.length), " elements of '", part.name, "'");
+    check_filled(part, filled);
   }
-  const auto lists = apart(std::move(jobs));
-  const int num_threads = num_readers(lists.size());
-  // Several threads leave the heartbeat to this one.
-  const Heartbeat between = num_threads == 1 ? heartbeat : Heartbeat();
-  share_work(
-      lists.size(), num_threads, [&](std::size_t i, std::size_t) { read_list(lists[i], between); },
-      heartbeat);
+  read_all(std::move(jobs), heartbeat);
   for (std::size_t i = 0; i < parts.size(); ++i)
     if (!parts[i].value.is_cpu()) at::Tensor(parts[i].value).copy_(on_host[i].value);
+}
+
+void Loader::load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat) const {
+  const at::NoGradGuard no_grad;
+  // What jobs point to.
+  std::deque<Part> on_host;
+  std::deque<formats::DiskTensor> tensors;
+  std::deque<formats::TensorInfo> infos;
+  for (const auto& [name, shape, box] : parts)
+    for (const bool is_scales : {false, true}) {
+      const auto num_dims = shape.size();
+      const Sizes block =
+          is_scales ? box->how.scale_block(num_dims) : box->how.code_block(num_dims);
+      const kernels::BlockBox blocks = kernels::covering(box->start, box->length, block);
+      const Part& part = on_host.emplace_back(
+          Part{.name = name,
+               .shape = kernels::covering(Sizes(num_dims, 0), shape, block).length,
+               .region = {blocks.start, blocks.length},
+               .owned = false,
+               .value = host_memory(is_scales ? box->scales : box->codes)});
+      std::vector<ReadJob> jobs;
+      std::int64_t filled = 0;
+      for (const auto& entry : entries_.at(name)) {
+        const Quantized* quantized = found(entry).quantized;
+        MOESH_CHECK(quantized && quantized->how() == box->how, "'", name,
+                    "' is quantized in another way in '", folder_.path().string(), "'");
+        const auto& stored = is_scales ? quantized->scales() : quantized->values();
+        const auto& tensor = tensors.emplace_back(in_blocks(*entry.tensor, *entry.source, block));
+        auto& info = infos.emplace_back(*stored.info);
+        if (!is_scales) info.dtype = formats::Dtype::u8;
+        const auto overlap = overlap_with(tensor, tensor.sources[0], part.region);
+        if (!overlap) continue;
+        filled += num_elements(overlap->param.length);
+        jobs.push_back({&part,
+                        &tensor,
+                        &tensor.sources[0],
+                        *overlap,
+                        {{stored.file, &info}},
+                        /*must_be_finite=*/true});
+      }
+      check_filled(part, filled);
+      read_all(jobs, heartbeat);
+      for (const ReadJob& job : jobs) check_codes(job, box->how.kind, is_scales);
+      at::Tensor target = is_scales ? box->scales : box->codes;
+      if (!target.is_cpu()) target.copy_(part.value);
+      on_host.clear();
+    }
+}
+
+std::map<std::string, kernels::Quantization> Loader::quantization() const {
+  std::map<std::string, kernels::Quantization> all;
+  for (const auto& [param, entries] : entries_) {
+    const Quantized* first = found(entries.front()).quantized;
+    const bool is_one_way = std::all_of(entries.begin(), entries.end(), [&](const auto& entry) {
+      const Quantized* q = found(entry).quantized;
+      const auto& offset = entry.source->offset;
+      // A matrix is whole in its tensor: its blocks begin where it begins.
+      return q && first && q->how() == first->how() && offset.size() >= 2 && offset.back() == 0 &&
+             offset[offset.size() - 2] == 0;
+    });
+    if (is_one_way) all.emplace(param, first->how());
+  }
+  return all;
 }
 
 }  // namespace moesh::checkpoint

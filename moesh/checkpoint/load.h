@@ -98,6 +98,13 @@ void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
 /// throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
 
+/// What a rank has of a parameter that rests quantized.
+struct QuantizedPart {
+  std::string name;
+  Sizes shape;  // of the whole
+  std::shared_ptr<kernels::QuantizedBox> box;
+};
+
 /// Fills parts from the tensors of a folder, as a table says. Both outlive it.
 class Loader {
  public:
@@ -108,6 +115,10 @@ class Loader {
   /// (data) that names its tensor.
   void load(const std::vector<Part>& parts, const Heartbeat& heartbeat = {},
             bool must_be_finite = false) const;
+  /// The same of what stays as it is in the folder: codes and scales. All numbers must be finite.
+  void load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat = {}) const;
+  /// By their names the parameters that the folder has quantized, all numbers of each in one way.
+  std::map<std::string, kernels::Quantization> quantization() const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;
 

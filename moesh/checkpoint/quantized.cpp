@@ -42,9 +42,8 @@ std::int64_t num_blocks(std::int64_t size, std::int64_t block) {
 
 class Float8 final : public Quantized {
  public:
-  Float8(StoredTensor values, StoredTensor scales, const ScaledBlock& block)
-      : Quantized(values, scales, info_of(values, values.info->name, values.info->shape)),
-        block_(block) {}
+  Float8(const kernels::Quantization& how, StoredTensor values, StoredTensor scales)
+      : Quantized(how, values, scales, info_of(values, values.info->name, values.info->shape)) {}
 
   bool has_finite_scales() const override {
     const auto all = read<float>(scales_, 0, scales_.info->shape[0] * scales_.info->shape[1]);
@@ -61,15 +60,15 @@ class Float8 final : public Quantized {
     }();
     const std::int64_t columns = info_.shape[1], count = static_cast<std::int64_t>(to.size());
     const std::int64_t scale_columns = scales_.info->shape[1];
-    const std::int64_t first_block = first / columns / block_.rows,
-                       last_block = (first + count - 1) / columns / block_.rows;
+    const std::int64_t first_block = first / columns / how_.rows,
+                       last_block = (first + count - 1) / columns / how_.rows;
     const auto values = read<std::uint8_t>(values_, first, count);
     const auto scales = read<float>(scales_, first_block * scale_columns,
                                     (last_block - first_block + 1) * scale_columns);
     for (std::int64_t i = 0; i < count; ++i) {
       const std::int64_t row = (first + i) / columns, column = (first + i) % columns;
       const std::int64_t scale =
-          (row / block_.rows - first_block) * scale_columns + column / block_.columns;
+          (row / how_.rows - first_block) * scale_columns + column / how_.columns;
       to[static_cast<std::size_t>(i)] =
           numbers[values[static_cast<std::size_t>(i)]] * scales[static_cast<std::size_t>(scale)];
     }
@@ -77,9 +76,6 @@ class Float8 final : public Quantized {
   formats::DiskTensor stored_order(const formats::DiskTensor& tensor) const override {
     return tensor;
   }
-
- private:
-  ScaledBlock block_;
 };
 
 class Mxfp4 final : public Quantized {
@@ -88,7 +84,7 @@ class Mxfp4 final : public Quantized {
   static constexpr std::uint8_t kNan = 255;   // as an exponent
 
   Mxfp4(StoredTensor values, StoredTensor scales, const std::string& name)
-      : Quantized(values, scales,
+      : Quantized(kernels::Quantization::mxfp4(), values, scales,
                   info_of(values, name,
                           {values.info->shape[0], values.info->shape[2] * kGroup,
                            values.info->shape[1]})) {}
@@ -133,7 +129,7 @@ class Mxfp4 final : public Quantized {
 
 std::vector<std::unique_ptr<Quantized>> find_quantized(
     const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder,
-    const ScaledBlock& block) {
+    const kernels::Quantization& block) {
   std::vector<std::unique_ptr<Quantized>> all;
   for (const auto& [name, values] : tensors) {
     const auto& shape = values.info->shape;
@@ -154,7 +150,7 @@ std::vector<std::unique_ptr<Quantized>> find_quantized(
                     scales->second,
                     detail::concat("one for each block of ", block.rows, " x ", block.columns,
                                    " is read (weight_block_size of config.json)"));
-      all.push_back(std::make_unique<Float8>(values, scales->second, block));
+      all.push_back(std::make_unique<Float8>(block, values, scales->second));
     } else if (name.ends_with(kBlocks) && values.info->dtype == Dtype::u8) {
       const std::string model_name = name.substr(0, name.size() - std::string(kBlocks).size());
       const auto scales = tensors.find(model_name + kScales);

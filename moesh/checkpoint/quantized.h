@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moesh/formats/disk.h"
+#include "moesh/kernels/quantized.h"
 
 namespace moesh::checkpoint {
 
@@ -22,11 +23,6 @@ struct StoredTensor {
   const formats::TensorInfo* info;
 };
 
-/// What has one scale, of a matrix of float8.
-struct ScaledBlock {
-  std::int64_t rows = 128, columns = 128;
-};
-
 /// A tensor that is stored as two, values and scales.
 class Quantized {
  public:
@@ -35,6 +31,10 @@ class Quantized {
   /// As the model has it: name and shape; its bytes begin where those of the values do. Of type
   /// bfloat16, which is what it is published to be computed in.
   const formats::TensorInfo& info() const { return info_; }
+  const kernels::Quantization& how() const { return how_; }
+  /// Both of them as they are in files.
+  const StoredTensor& values() const { return values_; }
+  const StoredTensor& scales() const { return scales_; }
   BlockFile* file() const { return values_.file; }
   BlockFile* file_of_scales() const { return scales_.file; }
   const std::string& name_of_scales() const { return scales_.info->name; }
@@ -46,9 +46,11 @@ class Quantized {
   virtual formats::DiskTensor stored_order(const formats::DiskTensor& tensor) const = 0;
 
  protected:
-  Quantized(StoredTensor values, StoredTensor scales, formats::TensorInfo info)
-      : values_(values), scales_(scales), info_(std::move(info)) {}
+  Quantized(const kernels::Quantization& how, StoredTensor values, StoredTensor scales,
+            formats::TensorInfo info)
+      : how_(how), values_(values), scales_(scales), info_(std::move(info)) {}
 
+  kernels::Quantization how_;
   StoredTensor values_, scales_;
   formats::TensorInfo info_;
 };
@@ -60,6 +62,6 @@ class Quantized {
 ///   name [E, 32 G, N].
 std::vector<std::unique_ptr<Quantized>> find_quantized(
     const std::map<std::string, StoredTensor>& tensors, const std::filesystem::path& folder,
-    const ScaledBlock& block);
+    const kernels::Quantization& block);
 
 }  // namespace moesh::checkpoint

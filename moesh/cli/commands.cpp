@@ -102,6 +102,8 @@ std::map<std::string, std::string> match_notes(const Config& config) {
   if (!of_freeze.names.empty())
     notes["training.freeze"] =
         note(of_freeze.num_parameters, static_cast<std::int64_t>(of_freeze.names.size()));
+  if (config.lora.base != "compute")
+    notes["lora.base"] = train::describe_quantization(train::quantization(config));
   return notes;
 }
 

@@ -1,5 +1,6 @@
 #include "moesh/config/config.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <sstream>
@@ -190,6 +191,19 @@ std::vector<std::pair<std::string, double>> read_patterns(const Config& config, 
   return all;
 }
 
+// The dropout of this run, whatever an adapter was trained with before.
+models::Lora with_dropout(models::Lora found, const Config& config) {
+  const double dropout = config.lora.dropout;
+  const bool has_dense = std::any_of(found.targets.begin(), found.targets.end(), [](const auto& t) {
+    return t.first.find(".experts.") == std::string::npos;
+  });
+  MOESH_CHECK(dropout == 0 || has_dense, ErrorKind::config, describe_option(config, "lora.dropout"),
+              ", and LoRA adds only to routed experts, which have none; leave out lora.dropout, or "
+              "name a dense layer in lora.targets");
+  found.dropout = dropout;
+  return found;
+}
+
 }  // namespace
 
 bool has_lora(const Config& config) { return config.lora.rank > 0 || !config.lora.adapter.empty(); }
@@ -207,11 +221,16 @@ models::Lora lora(const Config& config) {
                   describe_option(config, std::string("lora.") + key), ", and ",
                   describe_option(config, "lora.adapter"),
                   ", which says that itself; leave out lora.", key);
-    return models::read_adapter(config.model.architecture, l.adapter);
+    return with_dropout(models::read_adapter(config.model.architecture, l.adapter), config);
   }
   if (l.rank == 0) {
-    for (const char* key :
-         {"alpha", "targets", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights"})
+    MOESH_CHECK(!differs("base"), ErrorKind::config, describe_option(config, "lora.base"), ", and ",
+                describe_option(config, "lora.rank"),
+                ": the model itself is trained, and weights in float8 or MXFP4 cannot be; set "
+                "lora.rank to 1 or more, such as 16, or leave out lora.base: they are then read "
+                "as numbers of training.dtype");
+    for (const char* key : {"alpha", "targets", "use_rslora", "rank_pattern", "alpha_pattern",
+                            "init_lora_weights", "dropout"})
       MOESH_CHECK(
           !differs(key), ErrorKind::config, describe_option(config, std::string("lora.") + key),
           ", and ", describe_option(config, "lora.rank"),
@@ -233,7 +252,7 @@ models::Lora lora(const Config& config) {
       read_patterns(config, "lora.alpha_pattern", l.alpha_pattern, /*is_rank=*/false);
   models::Lora found = models::find_targets(config.model.architecture, l.targets, values);
   found.zero_b = l.init_lora_weights;
-  return found;
+  return with_dropout(std::move(found), config);
 }
 
 optim::Groups param_groups(const Config& config) {

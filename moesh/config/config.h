@@ -148,7 +148,9 @@ struct LoraSection {
   std::string rank_pattern = "";
   std::string alpha_pattern = "";
   bool init_lora_weights = true;
+  double dropout = 0;
   std::string adapter = "";
+  std::string base = "compute";
 };
 
 struct ActivationCheckpointSection {

@@ -169,7 +169,7 @@ const std::vector<Guesses>& guesses() {
       {"--lora.alpha", {"lora_alpha"}},
       {"--lora.targets",
        {"target_modules", "target_parameters", "lora_target", "lora_target_modules"}},
-      {"moesh computes LoRA without dropout", {"lora_dropout", "dropout"}},
+      {"--lora.dropout", {"lora_dropout", "dropout"}},
       {"--lora.adapter", {"adapter", "adapter_name_or_path", "lora_path", "peft_path"}},
       {"moesh computes with kernels of its own or of LibTorch (--kernels.gpu): nothing is compiled "
        "in a run",

@@ -216,9 +216,20 @@ std::vector<Option> make_options() {
       MOESH_OPTION(numbers, lora, init_lora_weights,
                    "begin with B = 0, where LoRA adds nothing; false: with a random B, for "
                    "comparisons"),
+      MOESH_OPTION(numbers, lora, dropout,
+                   "part of what goes into A that is dropped in training, in dense layers; what is "
+                   "dropped depends on token and feature, not on the mesh",
+                   fraction_below_one()),
       MOESH_OPTION(numbers, lora, adapter,
                    "folder of a LoRA adapter (PEFT or moesh) to go on from: it says ranks, alphas "
                    "and targets"),
+      MOESH_OPTION(
+          numbers, lora, base,
+          "how the frozen model rests in memory: compute: in the dtype of the run; stored: "
+          "what checkpoint.initial_load has in float8 or MXFP4 stays so, and becomes "
+          "numbers block by block; without a folder, random weights in the form in which "
+          "the model is published",
+          one_of({"compute", "stored"})),
 
       MOESH_OPTION(speed, activation_checkpoint, mode,
                    "full: keep only the inputs of blocks and recompute the rest in backward; "

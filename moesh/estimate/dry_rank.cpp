@@ -138,7 +138,7 @@ DryRank::DryRank(const Config& config, int rank_of_pp)
 StateMemory DryRank::state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
-    s.weights += bytes(w.value);
+    s.weights += raw::num_bytes_at_rest(w);
     if (w.spec.trained) s.gradients += bytes(w.value);  // of its shape and dtype
   });
   for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
@@ -150,7 +150,7 @@ StateMemory DryRank::expert_state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
     if (w.storage != efsdp) return;
-    s.weights += bytes(w.value);
+    s.weights += raw::num_bytes_at_rest(w);
     if (w.spec.trained) s.gradients += bytes(w.value);
   });
   const StateMemory all = state();
@@ -191,6 +191,8 @@ std::vector<models::MicroBatch> DryRank::batches(std::int64_t num) const {
     all.push_back({.input_ids_BL = ids(), .labels_BL = ids()});
     for (std::int64_t k = 0; k < num_mtp_layers(config_); ++k)
       all.back().ahead.push_back({ids(), ids()});
+    if (config_.lora.dropout > 0)
+      all.back().samples_B = at::empty({batch}, at::TensorOptions(at::kMeta).dtype(at::kLong));
     if (document_mask(config_)) all.back().documents = {ids(), most_documents(batch, sequence, 0)};
   }
   return all;

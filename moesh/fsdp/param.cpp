@@ -15,6 +15,7 @@
 #include "moesh/fsdp/reduce.h"
 #include "moesh/fsdp/reshard.h"
 #include "moesh/fsdp/step_state.h"
+#include "moesh/kernels/quantized.h"
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
 #include "moesh/types/token.h"
@@ -136,6 +137,22 @@ void freeze(Stored& w) {
   w.copy = nullptr;
 }
 
+void quantize(Stored& w, const kernels::Quantization& how, double deviation) {
+  w.quantized = std::make_shared<kernels::QuantizedBox>(
+      kernels::quantize(how, w.value.detach(), w.shard.start, w.spec.shape, deviation));
+  w.spec.trained = false;
+  w.value = at::empty({0}, w.value.options().dtype(w.spec.at_rest()));
+  w.copy = nullptr;
+}
+
+at::Tensor numbers(const Stored& w) {
+  return w.quantized ? kernels::dequantize(*w.quantized, w.spec.of_work()) : w.value.detach();
+}
+
+std::int64_t num_bytes_at_rest(const Stored& w) {
+  return w.quantized ? w.quantized->num_bytes() : static_cast<std::int64_t>(w.value.nbytes());
+}
+
 void keep_copy(Stored& w) {
   if (w.spec.of_work() == w.spec.at_rest()) return;
   w.copy = std::make_shared<ComputeCopy>();
@@ -164,7 +181,8 @@ at::Tensor use(const Stored& w, Axes replicas, Late late) {
   const auto storage_group = mesh.group(w.storage);
   const auto replica_group = mesh.group(replicas);
   // Also where ranks that have it do the same work with it, and need no sum of their gradients.
-  mesh.group(w.replicas)->expect_same(w.value.detach(), w.spec.name);
+  mesh.group(w.replicas)
+      ->expect_same(w.quantized ? w.quantized->codes : w.value.detach(), w.spec.name);
   const auto same_work = mesh.group(without(w.replicas, replicas));
   const at::Tensor out =
       storage_group->size() > 1 ? gather_shards(w, storage_group) : cast_value(w);

@@ -16,6 +16,11 @@
 
 namespace moesh {
 
+namespace kernels {
+struct Quantization;
+struct QuantizedBox;
+}  // namespace kernels
+
 /// A box in the whole tensor: where a rank's part begins, and its extent.
 struct Region {
   std::vector<std::int64_t> start, length;
@@ -69,7 +74,9 @@ struct Stored {
   Region compute, shard;  // what `use` gives, and what this rank stores of it
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // [shard.length]; a leaf with a gradient, if trained
-  std::shared_ptr<ComputeCopy> copy = {};   // null: `use` casts every time
+  /// What is not trained may rest quantized: then `value` is empty. Null: it does not.
+  std::shared_ptr<kernels::QuantizedBox> quantized = {};
+  std::shared_ptr<ComputeCopy> copy = {};  // null: `use` casts every time
   /// The head of a model whose embedding is on another stage: that stage counts and saves it.
   bool is_of_other_stage = false;
 };
@@ -87,6 +94,13 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
                    const Init& init);
 /// From now on the parameter is not trained.
 void freeze(Stored& w);
+/// From now on it is not trained, and rests quantized: its values, of this standard deviation, are
+/// rounded.
+void quantize(Stored& w, const kernels::Quantization& how, double deviation);
+/// The numbers of the shard, which are its value unless it is quantized; without autograd.
+at::Tensor numbers(const Stored& w);
+/// Memory of what rests.
+std::int64_t num_bytes_at_rest(const Stored& w);
 /// From now on the value is kept in the type of the work as well, if that is another one.
 void keep_copy(Stored& w);
 /// That copy, cast anew if the value was written since; undefined without one.

@@ -13,6 +13,7 @@
 #include "moesh/base/error.h"
 #include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/step_state.h"
+#include "moesh/kernels/quantized.h"
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
 
@@ -23,6 +24,8 @@ namespace raw {
 // One parameter to be gathered, or cast: what this rank has of it, and how the ranks divide it.
 struct Gathered {
   at::Tensor source;  // in the dtype of the master weights, or of the work
+  std::shared_ptr<const kernels::QuantizedBox>
+      quantized;  // then `source` is empty; null: it is not
   at::ScalarType compute;
   std::shared_ptr<comm::Group> group;  // null: only cast
   FlatPart part;
@@ -113,10 +116,17 @@ Gathered gathered(const Stored& w, const std::shared_ptr<comm::Group>& group) {
   std::int64_t numel = 1;
   for (auto n : w.compute.length) numel *= n;
   return {.source = source_of(w),
+          .quantized = w.quantized,
           .compute = compute,
           .group = group,
           .part = {w.compute.length, w.spec.storage_dim, w.storage_sizes},
           .num_bytes = static_cast<size_t>(numel) * c10::elementSize(compute)};
+}
+
+// What this rank has of it, in the type of the work.
+at::Tensor own_numbers(const Gathered& g) {
+  return g.quantized ? kernels::dequantize(*g.quantized, g.compute)
+                     : kernels::cast(g.source, g.compute);
 }
 
 // One message for each group and dtype, in the order of the first parameter of each: f(message,
@@ -137,8 +147,10 @@ void start_messages(const std::vector<Gathered>& all, std::vector<size_t> left, 
     const at::Tensor mine = at::empty({flat.rank_sizes()[static_cast<size_t>(rank)]},
                                       first.source.options().dtype(first.compute));
     // Cast before the gather: fewer bytes travel.
-    for (size_t k = 0; k < together.size(); ++k)
-      flat.put_part(mine, k, all[together[k]].source, rank);
+    for (size_t k = 0; k < together.size(); ++k) {
+      const Gathered& g = all[together[k]];
+      flat.put_part(mine, k, g.quantized ? own_numbers(g) : g.source, rank);
+    }
     comm::Handle handle = first.group->start_all_gather(mine, flat.rank_sizes());
     f(std::make_shared<Arrival>(Arrival{std::move(flat), std::move(handle)}), together);
     left.erase(left.begin(), end);
@@ -174,7 +186,11 @@ void gather_again(raw::Gathers& gathers) {
     if (g.group || g.rows.storage().nbytes() != 0) continue;
     resize(g.rows, g.num_bytes);
     gathers.step->count(static_cast<std::int64_t>(g.num_bytes));
-    kernels::cast_into(g.rows.variable_data(), g.source);
+    if (g.quantized) {
+      kernels::dequantize_into(g.rows.variable_data(), *g.quantized);
+    } else {
+      kernels::cast_into(g.rows.variable_data(), g.source);
+    }
   }
 }
 
@@ -307,8 +323,7 @@ at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& gr
   g.rows = kept_or(w, [&] {
     const at::Tensor rows = take_pending(w, g);
     if (rows.defined()) return rows;
-    return group->all_gather(kernels::cast(g.source, g.compute).movedim(dim, 0).contiguous(),
-                             w.storage_sizes);
+    return group->all_gather(own_numbers(g).movedim(dim, 0).contiguous(), w.storage_sizes);
   });
   const at::Tensor whole = g.rows.movedim(0, dim);
   put_into_scope(std::move(g));
@@ -317,8 +332,8 @@ at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& gr
 
 at::Tensor cast_value(const Stored& w) {
   Gathered g = gathered(w, nullptr);
-  if (g.source.scalar_type() == g.compute) return g.source;
-  g.rows = kept_or(w, [&] { return kernels::cast(g.source, g.compute); });
+  if (g.source.scalar_type() == g.compute && !g.quantized) return g.source;
+  g.rows = kept_or(w, [&] { return own_numbers(g); });
   const at::Tensor whole = g.rows;
   if (whole.numel() > 0) put_into_scope(std::move(g));
   return whole;

@@ -68,7 +68,8 @@ namespace raw {
 /// Called by `use`: the gathered shards, from a prefetch or gathered now, known to the ReshardScope
 /// of the step if there is one.
 at::Tensor gather_shards(const Stored& w, const std::shared_ptr<comm::Group>& group);
-/// The same where one rank stores all of it: the value, cast, and cast again in backward.
+/// The same where one rank stores all of it: the value, cast (or made of its codes), and once more
+/// in backward.
 at::Tensor cast_value(const Stored& w);
 }  // namespace raw
 

@@ -276,7 +276,6 @@ std::string adapter_config_json(const AnyConfig& config, const Lora& lora,
   AdapterConfig c{.rank = first.rank,
                   .alpha = first.alpha,
                   .use_rslora = lora.use_rslora,
-                  .dropout = lora.dropout,
                   .rank_pattern = {},
                   .alpha_pattern = {},
                   .target_modules = {},
@@ -298,6 +297,8 @@ std::string adapter_config_json(const AnyConfig& config, const Lora& lora,
   }
   c.target_modules = short_names(modules, all_modules, 1);
   c.target_parameters = short_names(parameters, all_parameters, 2);
+  // PEFT opens no adapter that has both.
+  if (c.target_parameters.empty()) c.dropout = lora.dropout;
   return formats::write_adapter_config(c);
 }
 

@@ -81,7 +81,10 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   if (mlp_)
-    return {added(after, nn::to_stream<Sp>((*mlp_)(to_full(ffn_norm_, after)), over_tp)), {}, {}};
+    return {added(after, nn::to_stream<Sp>(
+                             (*mlp_)(to_full(ffn_norm_, after), tokens.span_numbers()), over_tp)),
+            {},
+            {}};
   const nn::RouteOptions route_options{
       .pass = options.pass, .probe = options.probe, .layer = moe_layer, .micro_batch = batch.index};
   const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens, route_options);

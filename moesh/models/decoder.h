@@ -32,6 +32,9 @@ struct DecoderPlan {
   std::string expert_bias_name = "gate.e_score_correction_bias";  // after that, in files
   // Factors on the embedding, on what attention and MLP add to the stream, and on the logits.
   double embedding_scale = 1, residual_scale = 1, logits_scale = 1;
+  /// How a weight is quantized in the files that the model is published in. None: they have none
+  /// that is.
+  std::function<std::optional<kernels::Quantization>(const Stored& w)> published = {};
 };
 
 /// On the current mesh.

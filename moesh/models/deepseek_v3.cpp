@@ -67,10 +67,11 @@ class Mla final : public nn::Attention {
       return nn::rotate(t, table, rope_.interleaved);
     };
 
-    const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD)) : x_BLD;
-    const Heads q = map_heads(rotated, nn::split_heads(q_(q_in), nope_ + rope_dim_));
+    const at::Tensor numbers = tokens.span_numbers();
+    const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD, numbers)) : x_BLD;
+    const Heads q = map_heads(rotated, nn::split_heads(q_(q_in, numbers), nope_ + rope_dim_));
 
-    const auto [latent, shared_key] = split_features(kv_a_(x_BLD), latent_);
+    const auto [latent, shared_key] = split_features(kv_a_(x_BLD, numbers), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
     if (past) {
@@ -79,15 +80,16 @@ class Mla final : public nn::Attention {
                    kv_norm_(latent), turned);
       const Full& latents = past->add(nn::all_positions(both, tokens));
       const Heads y = nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *past);
-      return o_(nn::merge_heads(y));
+      return o_(nn::merge_heads(y), numbers);
     }
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
-    const auto [k, v] =
-        nn::latent_heads(nn::split_heads(kv_b_(seen_latent), nope_ + v_dim_), seen_key, nope_);
+    // What is dropped of a latent is the same on every cp rank that sees it.
+    const auto both = kv_b_(seen_latent, nn::seen_numbers(tokens, options_));
+    const auto [k, v] = nn::latent_heads(nn::split_heads(both, nope_ + v_dim_), seen_key, nope_);
     const Heads y = nn::attend(q, k, v, tokens, options_);
-    return o_(nn::merge_heads(y));
+    return o_(nn::merge_heads(y), numbers);
   }
 
   void each_param(const std::function<void(Stored&)>& f) override {
@@ -122,6 +124,11 @@ DecoderPlan DeepseekV3Config::plan() const {
   DecoderPlan plan{.config = *this};
   plan.attention = [c = *this](std::int64_t, const std::string& name, const nn::ModuleOptions& o) {
     return std::make_unique<Mla>(c, name, o);
+  };
+  plan.published = [](const Stored& w) -> std::optional<kernels::Quantization> {
+    const bool is_linear = w.storage == efsdp || w.spec.name.ends_with("_proj.weight") ||
+                           w.spec.name.ends_with("_proj_with_mqa.weight");
+    return is_linear ? std::optional(kernels::Quantization{}) : std::nullopt;
   };
   add_to(plan);
   return plan;

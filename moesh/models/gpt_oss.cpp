@@ -17,6 +17,12 @@ DecoderPlan GptOssConfig::plan() const {
   plan.moe.experts.activation = kernels::Activation::clamped_swiglu;
   plan.moe.experts.biases = true;
   plan.moe.router_name = "router";
+  plan.published = [](const Stored& w) -> std::optional<kernels::Quantization> {
+    const auto how = kernels::Quantization::mxfp4();
+    const bool is_matrix_of_experts = w.storage == efsdp && w.spec.shape.size() == 3;
+    if (!is_matrix_of_experts || w.spec.shape.back() % how.columns != 0) return std::nullopt;
+    return how;
+  };
   return plan;
 }
 

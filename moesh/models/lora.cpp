@@ -14,8 +14,10 @@ nn::LoraOf Lora::of() const {
   return [lora = *this](const std::string& name) -> std::optional<nn::LoraConfig> {
     const auto found = lora.targets.find(library_name(name));
     if (found == lora.targets.end()) return std::nullopt;
-    return nn::LoraConfig{
-        .rank = found->second.rank, .scale = lora.scale(found->second), .zero_b = lora.zero_b};
+    return nn::LoraConfig{.rank = found->second.rank,
+                          .scale = lora.scale(found->second),
+                          .zero_b = lora.zero_b,
+                          .dropout = lora.dropout};
   };
 }
 

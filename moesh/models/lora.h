@@ -19,7 +19,7 @@ struct Lora {
   std::map<std::string, Target> targets = {};
   bool use_rslora = false;  // alpha / sqrt(rank) and not alpha / rank
   bool zero_b = true;
-  double dropout = 0;
+  double dropout = 0;  // of dense layers, in training
 
   bool any() const { return !targets.empty(); }
   /// alpha / rank, or alpha / sqrt(rank).

@@ -13,6 +13,7 @@
 #include "moesh/base/label.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/gpu_kernels.h"
+#include "moesh/kernels/quantized.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/past.h"
@@ -47,6 +48,8 @@ struct MicroBatch {
     at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
   };
   std::vector<Ahead> ahead = {};
+  // The numbers of its sequences in the run, int64 [B], where something depends on them (dropout).
+  at::Tensor samples_B = {};
 
   /// bool: the tokens that count, those with a label.
   at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
@@ -55,6 +58,7 @@ struct MicroBatch {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
     for (Ahead& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
+    if (samples_B.defined()) all.push_back(&samples_B);
     return all;
   }
 };
@@ -131,6 +135,8 @@ struct ModelOptions {
   nn::LoraOf lora = nn::no_lora;
   // By the name of a parameter: whether it is not trained. None: all are.
   std::function<bool(const std::string& name)> is_frozen = {};
+  // How those of them rest that rest quantized. None: all rest in the type of the work.
+  std::function<std::optional<kernels::Quantization>(const std::string& name)> quantization = {};
   // The stages of a pipeline that this rank has, in the order of the layers; none: the whole model,
   // in one.
   std::vector<LayerRange> stages = {};

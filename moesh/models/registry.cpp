@@ -87,6 +87,17 @@ FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence) {
       config);
 }
 
+std::map<std::string, kernels::Quantization> published_quantization(const AnyConfig& config) {
+  const auto published = std::visit([](const auto& c) { return c.plan().published; }, config);
+  std::map<std::string, kernels::Quantization> all;
+  if (!published) return all;
+  const OneRankScope scope;
+  make_model(config, {.device = at::kMeta})->each_param([&](const Stored& w, bool) {
+    if (const auto how = published(w)) all.emplace(w.spec.name, *how);
+  });
+  return all;
+}
+
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options) {
   if (const auto broken = broken_rule(config)) {
     AnyConfig copy = config;  // keys point into what they are taken of

@@ -2,6 +2,7 @@
 // All models. A new one is a configuration with its names, built_in(), keys(), facts() and plan(),
 // its place in AnyConfig, and what disk.h wants to know of it.
 
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -52,6 +53,8 @@ struct FlopsOfParts {
   double head = 0;
 };
 FlopsOfParts flops_of_parts(const AnyConfig& config, std::int64_t sequence);
+/// By the names of parameters, those that are quantized in the files the model is published in.
+std::map<std::string, kernels::Quantization> published_quantization(const AnyConfig& config);
 /// On the current mesh. Throws Error (config) where a rule is broken.
 std::unique_ptr<Model> make_model(const AnyConfig& config, const ModelOptions& options);
 

@@ -50,7 +50,9 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
       .lora = m.lora};
   // Block by block: what is frozen takes less memory, and its master weights are gone by then.
   const auto freeze = [&](Stored& w) {
-    if (m.is_frozen && m.is_frozen(w.spec.name)) raw::freeze(w);
+    if (!m.is_frozen || !m.is_frozen(w.spec.name)) return;
+    const auto how = m.quantization ? m.quantization(w.spec.name) : std::nullopt;
+    how ? raw::quantize(w, *how, c.init_std) : raw::freeze(w);
   };
   const bool is_last = range.end == c.num_layers,
              ends_with_embedding = is_last && (c.tie_embeddings || plan.num_mtp_layers > 0);
@@ -95,8 +97,11 @@ nn::Tokens Stage::tokens_of(const MicroBatch& batch, const ForwardOptions& optio
   MOESH_CHECK(ids.dim() == 2 && before + ids.size(1) <= config_.max_sequence, ErrorKind::config,
               "input_ids are ", ids.sizes(), ", after ", before,
               " tokens; the model takes sequences of up to ", config_.max_sequence, " tokens");
-  return {current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
-          batch.valid_BL(), batch.documents, before};
+  // An evaluation drops nothing.
+  const bool is_training = options.pass != nn::Pass::evaluation;
+  return {
+      current_mesh(),   ids.size(0),     ids.size(1), options.sequence_parallel,
+      batch.valid_BL(), batch.documents, before,      is_training ? batch.samples_B : at::Tensor()};
 }
 
 template <bool Sp>

@@ -65,6 +65,11 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& o) {
   return found;
 }
 
+at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options) {
+  const Reach seen = reaches(tokens, options)[static_cast<size_t>(current_mesh().coordinate(cp))];
+  return tokens.numbers(seen.begin, seen.end);
+}
+
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& o) {
   return with_reach<cp>(x, tokens.over_cp(), reaches(tokens, o));
 }

@@ -32,6 +32,9 @@ std::vector<Reach> reaches(const Tokens& tokens, const AttentionOptions& options
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
 Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
 
+/// The numbers of their tokens (Tokens::numbers).
+at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
+
 /// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks: what every one of them keeps.
 template <auto L>
 Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {

@@ -39,7 +39,9 @@ class RoundTrip : public Dispatch {
     const Along rows = rows_over_tp(in.tokens);
     Stream<true> shared;
     const PerToken y = routed(in, [&] {
-      if (in.shared) shared = to_stream<true>((*in.shared)(to_full<true>(x_ND, rows)), rows);
+      if (in.shared)
+        shared = to_stream<true>(
+            (*in.shared)(to_full<true>(x_ND, rows), in.tokens.gathered_numbers()), rows);
     });
     return in.shared ? y + shared : y;
   }
@@ -48,7 +50,8 @@ class RoundTrip : public Dispatch {
     const Along rows = rows_over_tp(in.tokens);
     std::optional<Sum> shared;
     const PerToken y = routed(in, [&] {
-      if (in.shared) shared = (*in.shared)(to_full<false>(x_ND, rows));
+      if (in.shared)
+        shared = (*in.shared)(to_full<false>(x_ND, rows), in.tokens.gathered_numbers());
     });
     // One reduction ends both.
     return shared ? to_stream<false>(*shared + pad<tp>(y, rows), rows)
@@ -259,7 +262,9 @@ class AllGatherOverTp final : public Dispatch {
     const Along rows = rows_over_tp(in.tokens);
     const auto [x, scores, chosen] = gather<Sp>(in, x_ND, rows.sizes);
     const Sum y = dense(in.experts.apply_to_tokens(sparse(x), sparse(scores), experts_of(chosen)));
-    return start_to_stream<Sp>(in.shared ? y + (*in.shared)(x) : y, rows).wait();
+    return start_to_stream<Sp>(in.shared ? y + (*in.shared)(x, in.tokens.gathered_numbers()) : y,
+                               rows)
+        .wait();
   }
 
   // x, scores and choices of all tokens of the tp ranks.

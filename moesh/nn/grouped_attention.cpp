@@ -59,7 +59,8 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
 }
 
 Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
-  auto all_q = q_(x_BLD), all_k = k_(x_BLD);
+  const at::Tensor numbers = tokens.span_numbers();
+  auto all_q = q_(x_BLD, numbers), all_k = k_(x_BLD, numbers);
   if (q_across_) {  // one message for both
     const auto squares_2N = all_reduce<tp>(
         stack(std::vector{SplitRmsNorm::squares(all_q), SplitRmsNorm::squares(all_k)}));
@@ -67,7 +68,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
     all_k = (*k_across_)(all_k, select(squares_2N, 0, 1));
   }
   Heads q = split_heads(all_q, config_.head_dim), k = split_heads(all_k, config_.head_dim),
-        v = split_heads(v_(x_BLD), config_.head_dim);
+        v = split_heads(v_(x_BLD, numbers), config_.head_dim);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
@@ -107,7 +108,7 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
                          : attend(q, keys, values, tokens, options_, past);
   if (past) past->forget(options_);
-  return o_(merge_heads(y));
+  return o_(merge_heads(y), numbers);
 }
 
 void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {

@@ -7,6 +7,7 @@
 
 #include "moesh/fsdp/param.h"
 #include "moesh/fsdp/recompute.h"
+#include "moesh/nn/dropout.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/rope.h"
 #include "moesh/spmd/ops.h"
@@ -48,13 +49,16 @@ class LowRank {
           const Cuts& cuts_of_b, const LoraConfig& lora, const ModuleOptions& o)
       : scale_(lora.scale),
         a_(o.spec(name + kLoraA, {lora.rank, in}, cuts_of_a), init_of_a(in, o.init)),
-        b_(o.spec(name + kLoraB, {out, lora.rank}, cuts_of_b), init_of_b(lora, o.init)) {}
+        b_(o.spec(name + kLoraB, {out, lora.rank}, cuts_of_b), init_of_b(lora, o.init)) {
+    if (lora.dropout > 0) dropout_.emplace(lora.dropout, o.init.seed, name);
+  }
 
+  /// `numbers` are those of the tokens of x; undefined: nothing is dropped.
   template <auto X>
-  auto operator()(const Tensor<X>& x) const {
+  auto operator()(const Tensor<X>& x, const at::Tensor& numbers) const {
     const auto a = use(a_);  // in this order everywhere: each may gather
     const auto b = use(b_);
-    return linear(scale(linear(x, a), scale_), b);
+    return linear(scale(linear(dropped(x, numbers), a), scale_), b);
   }
   /// w + scale B A.
   template <auto W>
@@ -68,13 +72,26 @@ class LowRank {
   }
 
  private:
+  // Ranks that have the same features of the same tokens drop the same of them. Backward finds
+  // anew what was dropped: nothing is kept for it.
+  template <auto X>
+  Tensor<X> dropped(const Tensor<X>& x, const at::Tensor& numbers) const {
+    if (!dropout_ || !numbers.defined()) return x;
+    const auto times = [dropout = *dropout_, numbers,
+                        first = a_.stored().compute.start[1]](const at::Tensor& t) {
+      return t * dropout.factors(numbers, first, t.size(-1), t.scalar_type());
+    };
+    return map_linear(times, times, x);
+  }
+
   double scale_;
   Param<A> a_;
   Param<B> b_;
+  std::optional<Dropout> dropout_;
 };
 
 /// A weight [out, in], and what LoRA may add to it, which is never multiplied out: y = w x +
-/// scale B (A x).
+/// scale B (A x). `numbers` are those of the tokens of x, for dropout (Tokens::numbers).
 template <auto W, auto A, auto B>
 class Weight {
  public:
@@ -87,22 +104,22 @@ class Weight {
   }
 
   template <auto X>
-  auto operator()(const Tensor<X>& x) const {
-    return plus_lora(linear(x, use(weight_)), x);
+  auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
+    return plus_lora(linear(x, use(weight_)), x, numbers);
   }
   /// The same, of which a recompute that keeps keeps the product with the weight.
   template <auto X>
-  auto kept(const Tensor<X>& x) const {
-    return plus_lora(kept_linear(x, use(weight_)), x);
+  auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
+    return plus_lora(kept_linear(x, use(weight_)), x, numbers);
   }
   template <auto X, auto C>
-  auto operator()(const Tensor<X>& x, const Tensor<C>& bias) const {
-    return plus_lora(linear(x, use(weight_), bias), x);
+  auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
+    return plus_lora(linear(x, use(weight_), bias), x, numbers);
   }
   /// y = w x, and what LoRA adds to it.
   template <auto Y, auto X>
-  Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x) const {
-    return lora_ ? y + (*lora_)(x) : y;
+  Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x, const at::Tensor& numbers) const {
+    return lora_ ? y + (*lora_)(x, numbers) : y;
   }
   /// As one matrix, for what is no product with x. Without gradients of A and B where there is one.
   auto whole() const {
@@ -155,8 +172,8 @@ class ColumnLinear {
   }
 
   Tensor<Dense{Place::T, Place::T, Place::F}> operator()(
-      const Tensor<Dense{Place::T, Place::T, Place::R}>& x) const {
-    return bias_ ? weight_(x, use(*bias_)) : weight_(x);
+      const Tensor<Dense{Place::T, Place::T, Place::R}>& x, const at::Tensor& numbers) const {
+    return bias_ ? weight_(x, use(*bias_), numbers) : weight_(x, numbers);
   }
   template <class Fn>
   void each_param(Fn f) {
@@ -180,8 +197,8 @@ class RowLinear {
   }
 
   Tensor<Dense{Place::T, Place::T, Place::P}> operator()(
-      const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    return bias_ ? weight_(x, once<tp>(use(*bias_))) : weight_(x);
+      const Tensor<Dense{Place::T, Place::T, Place::F}>& x, const at::Tensor& numbers) const {
+    return bias_ ? weight_(x, once<tp>(use(*bias_)), numbers) : weight_(x, numbers);
   }
   template <class Fn>
   void each_param(Fn f) {

@@ -15,6 +15,7 @@ struct LoraConfig {
   std::int64_t rank = 0;
   double scale = 1;    // alpha / rank
   bool zero_b = true;  // B begins with zeros: nothing is added. Else it is random, for comparisons.
+  double dropout = 0;  // part of x that is dropped in training; experts have none
 };
 /// What is added to the weight of this name, if anything: "model.layers.0.self_attn.q_proj", and of
 /// experts "model.layers.0.mlp.experts.gate_up_proj" (w1 and w3) and "..experts.down_proj" (w2).

@@ -35,10 +35,11 @@ class Mlp {
         up_(column(name + ".up_proj", ffn, dim, o)),
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
-  Sum operator()(const Full& x, bool needs_values = false) const {
-    const auto gate = gate_.kept(x), up = up_.kept(x);
+  /// `numbers` are those of the tokens of x (Tokens::numbers).
+  Sum operator()(const Full& x, const at::Tensor& numbers = {}, bool needs_values = false) const {
+    const auto gate = gate_.kept(x, numbers), up = up_.kept(x, numbers);
     const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values);
-    return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up) : y;
+    return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up, numbers) : y;
   }
 
   template <class Fn>
@@ -62,8 +63,8 @@ class SharedExperts {
     if (!gate_name.empty()) gate_ = Uncut(o.spec(gate_name + ".weight", {1, dim}), o.init);
   }
 
-  Sum operator()(const Full& x) const {
-    const Sum y = mlp_(x, /*needs_values=*/gate_.has_value());
+  Sum operator()(const Full& x, const at::Tensor& numbers = {}) const {
+    const Sum y = mlp_(x, numbers, /*needs_values=*/gate_.has_value());
     if (!gate_) return y;
     const auto sigmoid = [](const at::Tensor& t) { return at::sigmoid(t); };
     return map_rows(sigmoid, linear(x, use(*gate_))) * y;

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
 
 #include <algorithm>
 
@@ -14,14 +15,19 @@ namespace moesh::nn {
 using enum Place;
 
 Tokens::Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
-               const at::Tensor& valid_BL, const Documents& documents, std::int64_t num_before)
+               const at::Tensor& valid_BL, const Documents& documents, std::int64_t num_before,
+               const at::Tensor& samples_B)
     : mesh_(mesh),
       batch_(batch),
       sequence_(sequence),
       sequence_parallel_(sequence_parallel),
       rank_(mesh.rank()),
       num_dp_(mesh.size(dp)),
-      num_before_(num_before) {
+      num_before_(num_before),
+      samples_B_(samples_B) {
+  MOESH_CHECK(!samples_B.defined() || samples_B.sizes() == at::IntArrayRef({batch}),
+              ErrorKind::config, "tokens: the numbers of ", batch, " sequences are given as ",
+              samples_B.sizes());
   if (valid_BL.defined()) valid_N1_ = own(whole(valid_BL, at::kBool, "which of them count"));
   if (!documents.any()) return;
   most_documents_ = documents.most;
@@ -97,6 +103,23 @@ PerToken Tokens::own(const Tensor<Dense{T, R, R}>& x) const {
   const auto span = keep<cp>(x, over_cp());
   if (sequence_parallel_) return flatten(keep<tp>(span, over_tp()), 0, 1);
   return keep<tp>(flatten(span, 0, 1), {.dim = 0, .sizes = rows(*mesh_.group(tp))});
+}
+
+at::Tensor Tokens::numbers(std::int64_t begin, std::int64_t end) const {
+  if (!samples_B_.defined()) return {};
+  return samples_B_.mul(sequence_).unsqueeze(1) + at::arange(begin, end, samples_B_.options());
+}
+
+at::Tensor Tokens::gathered_numbers() const {
+  if (!samples_B_.defined()) return {};
+  if (!sequence_parallel_) return span_numbers().flatten();
+  std::vector<at::Tensor> pieces;
+  std::int64_t begin = span_start();
+  for (const std::int64_t length : over_tp().sizes) {
+    pieces.push_back(numbers(begin, begin + length).flatten());
+    begin += length;
+  }
+  return at::cat(pieces);
 }
 
 GlobalToken Tokens::global(LocalToken t) const {

@@ -36,10 +36,11 @@ class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
   /// those with a label; undefined: all. `num_before`: tokens of each sequence that the model has
-  /// seen already, and whose keys and values it has kept (nn/past.h).
+  /// seen already, and whose keys and values it has kept (nn/past.h). `samples_B`: the numbers of
+  /// this dp rank's sequences in the run, int64; undefined: nothing depends on them.
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
          const at::Tensor& valid_BL = {}, const Documents& documents = {},
-         std::int64_t num_before = 0);
+         std::int64_t num_before = 0, const at::Tensor& samples_B = {});
 
   std::int64_t batch() const { return batch_; }
   std::int64_t sequence() const { return sequence_; }
@@ -87,6 +88,14 @@ class Tokens {
   const OfSpan& document_starts() const { return starts_; }
   const OfSpan& document_positions() const { return positions_; }
 
+  /// The numbers in the run, int64 [batch, end - begin], of the tokens at positions [begin, end) of
+  /// this dp rank's sequences, which other ranks may hold; of those of this cp rank's span; and, in
+  /// one row [N], of the span in the order in which a flat stream of tokens is gathered over tp.
+  /// Undefined without numbers of sequences.
+  at::Tensor numbers(std::int64_t begin, std::int64_t end) const;
+  at::Tensor span_numbers() const { return numbers(span_start(), span_start() + span_length()); }
+  at::Tensor gathered_numbers() const;
+
   GlobalToken global(LocalToken t) const;
   /// global() of every local token, int64 [num_local].
   at::Tensor global_ids(at::Device device = at::kCPU) const;
@@ -110,6 +119,7 @@ class Tokens {
   PerToken valid_N1_;
   OfSpan starts_, positions_;
   std::int64_t most_documents_ = 0;
+  at::Tensor samples_B_;
 };
 
 }  // namespace moesh::nn

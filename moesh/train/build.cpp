@@ -1,5 +1,6 @@
 #include "moesh/train/build.h"
 
+#include <ATen/ops/arange.h>
 #include <c10/util/accumulate.h>
 #include <fnmatch.h>
 
@@ -11,6 +12,7 @@
 #include <sstream>
 
 #include "moesh/base/error.h"
+#include "moesh/checkpoint/load.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/models/disk.h"
@@ -207,6 +209,33 @@ Frozen frozen(const Config& config) {
   return found;
 }
 
+std::map<std::string, kernels::Quantization> quantization(const Config& config) {
+  config::check_option(config, "lora.base");
+  if (!has_lora(config) || config.lora.base == "compute") return {};
+  if (const auto& folder = config.checkpoint.initial_load; !folder.empty()) {
+    const auto source = checkpoint::TensorFolder::weights(folder);
+    const auto names = on_disk(config);
+    const auto table = names.table(checkpoint::find_layout(source, names));
+    return checkpoint::Loader(source, table).quantization();
+  }
+  auto published = models::published_quantization(config.model.architecture);
+  MOESH_CHECK(!published.empty(), ErrorKind::config, describe_option(config, "lora.base"),
+              ", and no weight of ", models::name(config.model.architecture),
+              " of these sizes is published in float8 or MXFP4; name a folder that has such "
+              "weights in checkpoint.initial_load, or leave out lora.base");
+  return published;
+}
+
+std::string describe_quantization(const std::map<std::string, kernels::Quantization>& all) {
+  std::map<std::string, int> counts;
+  for (const auto& [param, how] : all) ++counts[how.name()];
+  std::string text;
+  for (const auto& [kind, count] : counts)
+    text += detail::concat(text.empty() ? "" : ", ", count, count == 1 ? " tensor" : " tensors",
+                           " in ", kind);
+  return text.empty() ? "no tensor is in float8 or MXFP4" : text;
+}
+
 std::unique_ptr<models::Model> make_model(const Config& config, at::Device device) {
   // By the device of the run, which an estimate counts for on another.
   const at::Device of_run(config.training.device);
@@ -224,6 +253,12 @@ std::unique_ptr<models::Model> make_model(const Config& config, at::Device devic
                                    .weight_copies = config.kernels.weight_copies,
                                    .lora = lora(config).of(),
                                    .is_frozen = frozen(config).is_frozen(),
+                                   .quantization =
+                                       [all = quantization(config)](const std::string& name) {
+                                         const auto found = all.find(name);
+                                         return found == all.end() ? std::nullopt
+                                                                   : std::optional(found->second);
+                                       },
                                    .stages = stages_of(config, current_mesh().coordinate(pp))});
   open_channels(*model, pipeline_options(config));
   return model;
@@ -379,12 +414,13 @@ std::vector<models::MicroBatch> host_batches(const Config& config, const data::D
   std::vector<models::MicroBatch> batches;
   std::int64_t num_documents = 0;
   for (std::int64_t micro = 0; micro < order.num_micro; ++micro) {
-    const auto b =
-        data::make_batch(dataset, data_position + order.first(0, micro, mesh.coordinate(dp)),
-                         order.batch, num_mtp_layers(config));
+    const std::int64_t first = data_position + order.first(0, micro, mesh.coordinate(dp));
+    const auto b = data::make_batch(dataset, first, order.batch, num_mtp_layers(config));
     models::MicroBatch batch{.input_ids_BL = b.input_ids_BL, .labels_BL = b.labels_BL};
     for (const auto& a : b.ahead) batch.ahead.push_back({a.input_ids_BL, a.labels_BL});
     if (document_mask(config)) batch.documents.starts_BL = b.document_starts_BL;
+    if (config.lora.dropout > 0)
+      batch.samples_B = at::arange(first, first + order.batch, at::kLong);
     num_documents = std::max(num_documents, b.num_documents);
     // From pinned memory the copy to a GPU is not waited for.
     if (config.training.device != "cpu")

@@ -3,6 +3,7 @@
 // rate. Whatever trains, verifies, estimates or checks a golden file takes them from here.
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -31,6 +32,12 @@ struct Frozen {
   std::function<bool(const std::string& name)> is_frozen() const;
 };
 Frozen frozen(const Config& config);
+
+/// How weights of the frozen model rest that rest quantized (lora.base), by the names of
+/// parameters. Throws Error (config) where nothing says how.
+std::map<std::string, kernels::Quantization> quantization(const Config& config);
+/// "72 tensors in MXFP4".
+std::string describe_quantization(const std::map<std::string, kernels::Quantization>& all);
 
 /// On the current mesh; with its initial weights, before checkpoint.initial_load.
 std::unique_ptr<models::Model> make_model(const Config& config);

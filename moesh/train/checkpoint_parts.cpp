@@ -40,7 +40,9 @@ std::string master_name(const std::string& param) { return param + ".master"; }
 
 std::vector<Part> weight_parts(models::Model& model) {
   std::vector<Part> parts;
-  model.each_param([&](Stored& w, bool) { parts.push_back(checkpoint::part_of(w)); });
+  model.each_param([&](Stored& w, bool) {
+    if (!w.quantized) parts.push_back(checkpoint::part_of(w));  // these are never saved
+  });
   for (auto* router : model.routers())
     parts.push_back(
         part_of_stage(models::expert_bias_name(router->gate().name()), router->expert_bias()));

@@ -119,7 +119,13 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::vector<Part> parts;
   for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
-  checkpoint::Loader(source, table).load(parts, heartbeat, /*must_be_finite=*/true);
+  const checkpoint::Loader loader(source, table);
+  loader.load(parts, heartbeat, /*must_be_finite=*/true);
+  std::vector<checkpoint::QuantizedPart> quantized;
+  model.each_param([&](Stored& w, bool) {
+    if (w.quantized) quantized.push_back({w.spec.name, w.spec.shape, w.quantized});
+  });
+  loader.load(quantized, heartbeat);
   load_biases_apart(folder, model, known);
 }
 

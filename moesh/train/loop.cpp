@@ -56,6 +56,16 @@ void warn_of_bias_kept_apart(const Config& config) {
       "programs that read only their weights choose experts without it");
 }
 
+void warn_of_other_dropout(const Config& config) {
+  if (config.lora.adapter.empty()) return;
+  const double before =
+      models::read_adapter(config.model.architecture, config.lora.adapter).dropout;
+  if (before > 0 && before != config.lora.dropout)
+    log_warn(config.lora.adapter, " was trained with lora_dropout = ", before, ", and ",
+             describe_option(config, "lora.dropout"), "; set lora.dropout to ", before,
+             " to go on as before");
+}
+
 void warn_of_few_micro_batches(const Config& config) {
   const std::int64_t degree = config.parallelism.pipeline_parallel_degree,
                      num_micro = num_micro_batches(config);
@@ -99,7 +109,8 @@ bool has_diverged(const Config& config, const Position& position) {
   double largest = -1;
   std::string name;
   model.each_param([&](Stored& w, bool) {
-    double size = w.value.numel() == 0 ? 0 : w.value.detach().abs().max().item<double>();
+    const at::Tensor numbers = raw::numbers(w);
+    double size = numbers.numel() == 0 ? 0 : numbers.abs().max().item<double>();
     if (!std::isfinite(size)) size = std::numeric_limits<double>::infinity();
     if (size > largest) largest = size, name = w.spec.name;
   });
@@ -199,9 +210,10 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   if (is_first) {
     warn_of_bias_kept_apart(config);
     warn_of_few_micro_batches(config);
-    if (const double dropout = lora(config).dropout; dropout > 0)
-      log_warn(config.lora.adapter, " was trained with lora_dropout = ", dropout,
-               "; moesh trains adapters without dropout, and goes on without it");
+    warn_of_other_dropout(config);
+    if (config.lora.base != "compute")
+      log_info("lora.base: ", describe_quantization(quantization(config)),
+               ", all others of the frozen model in ", config.training.dtype);
     sinks = open_sinks(config, facts);
     clock.emplace(start), sent.emplace();
     summary.first_step = first_step;

@@ -242,7 +242,7 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     report({"expert bias of MoE layer " + std::to_string(numbers[i]), routers[i]->expert_bias(),
             whole_tensor});
   model->each_param([&](Stored& w, bool) {
-    report({w.spec.name, raw::gather(w, w.value.detach()),
+    report({w.spec.name, raw::gather(w, raw::numbers(w)),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
   movements.report(report);

@@ -2,7 +2,8 @@
 """Folders as DeepSeek-V3 (float8) and GPT-OSS (MXFP4) are published: quantized_test.py MOESH.
 
 What moesh reads is what transformers' own functions make of the same bytes, bit for bit; and a mesh
-whose ranks read their parts computes what one rank does.
+whose ranks read their parts computes what one rank does. With LoRA the weights may stay as they are
+(lora.base=stored): a run has the bits of one that begins with their numbers.
 """
 
 import json
@@ -111,6 +112,43 @@ def check(moesh, tmp, config, quantized, method, name=None, meshes=("tp=2,ep=2",
     return folder
 
 
+def saved(folder):
+    """What names the option itself is another."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*"))
+            if p.is_file() and p.name not in ("moesh.json", "run.toml")}
+
+
+def stays_as_it_is(moesh, tmp, folder, meshes, dtypes=("bfloat16", "float32")):
+    """LoRA on weights that stay as they are published has the bits of LoRA on their numbers."""
+    for dtype in dtypes:
+        for number, mesh in enumerate(meshes if dtype == dtypes[0] else meshes[:1]):
+            runs = {}
+            for base in "compute", "stored":
+                run_folder = tmp / f"{folder.name}_{dtype}_{number}_{base}"
+                run(moesh, "train", "--model", f"hf:{folder}", "--steps=2", "--dtype", dtype, "--mesh", mesh,
+                    "--lora.rank=3", "--lora.init_lora_weights=false", f"--lora.base={base}",
+                    "--checkpoint.enable", f"--checkpoint.folder={run_folder}", "--metrics.folder=",
+                    "--training.global_batch_size=6", "--data.batch_size=1", "--data.sequence_length=16",
+                    f"--activation_checkpoint.mode={('none', 'full', 'selective')[number % 3]}")
+                runs[base] = saved(run_folder / "step-00000002")
+            assert {"adapter_config.json", "adapter_model.safetensors"} < runs["stored"].keys()
+            assert any(name.startswith("optimizer/") for name in runs["stored"]), runs["stored"].keys()
+            assert runs["compute"] == runs["stored"], f"{folder.name}, {dtype}, {mesh}"
+
+
+def refused_base(moesh, folder, name, change, text):
+    """So is one of weights that stay as they are."""
+    path = folder / "model.safetensors"
+    before = path.read_bytes()
+    tensors = load_file(path)
+    change(tensors[name])
+    save_file(tensors, path, {"format": "pt"})
+    said = run(moesh, "train", "--model", f"hf:{folder}", "--steps=1", "--metrics.folder=", "--lora.rank=2",
+               "--lora.base=stored", code=2)
+    assert f"tensor '{name}'" in said and text in said, said
+    path.write_bytes(before)
+
+
 def refused_scales(moesh, folder, name, scale):
     """A scale that is not a number is named, before anything is computed."""
     path = folder / "model.safetensors"
@@ -126,13 +164,22 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         tmp = pathlib.Path(tmp)
         folder = check(moesh, tmp, deepseek(), to_float8, "fp8")
+        stays_as_it_is(moesh, tmp, folder, ("tp=1", "dp_shard=3,tp=2", "pp=2,dp_shard=2,ep=2", "cp=2,tp=2,etp=4"))
+        expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+        refused_base(moesh, folder, expert, lambda t: t.view(torch.uint8)[3].fill_(127), "NaN or inf")
+        refused_base(moesh, folder, expert + "_scale_inv", lambda t: t.fill_(float("nan")), "NaN or inf")
         refused_scales(moesh, folder, "model.layers.1.mlp.experts.2.up_proj.weight_scale_inv",
                        float("inf"))
         folder = check(moesh, tmp, gpt_oss(), to_mxfp4, "mxfp4")
+        stays_as_it_is(moesh, tmp, folder, ("tp=1", "dp_shard=2,tp=2,ep=2,etp=2", "pp=2,tp=2,etp=2", "dp_shard=3,cp=2"))
+        for exponent in 249, 255:
+            refused_base(moesh, folder, "model.layers.1.mlp.experts.down_proj_scales",
+                         lambda t: t[1, 2].fill_(exponent), f"the exponent {exponent}")
         refused_scales(moesh, folder, "model.layers.1.mlp.experts.down_proj_scales", 255)
         # Blocks of another size, as config.json has it; and a size that they are not of.
         folder = check(moesh, tmp, deepseek(), lambda w: to_float8(w, (64, 32)), "fp8", "small", (),
                        weight_block_size=[64, 32])
+        stays_as_it_is(moesh, tmp, folder, ("tp=2",), ("bfloat16",))
         config = json.loads((folder / "config.json").read_text())
         for size, text in ([32, 64], "one for each block of 32 x 64"), ([0, 64], "weight_block_size is [0,64]"):
             config["quantization_config"]["weight_block_size"] = size

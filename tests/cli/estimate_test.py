@@ -38,6 +38,18 @@ def main():
         assert kinds[-1]["halves"] == 3 and kinds[-1]["kept"][0] > 0, kinds[-1]
         assert "ranks of pp" in said and "for weights" in said, said
 
+        # The experts of GPT-OSS 20 B as they are published: 4.25 bits each.
+        weights, peaks = {}, {}
+        for base in "compute", "stored":
+            run(moesh, "estimate", "--model=gpt_oss:20b", "--dtype=bfloat16", "--device=cuda",
+                "--data.sequence_length=4096", "--data.batch_size=1", "--lora.rank=16",
+                "--activation_checkpoint.mode=full", f"--lora.base={base}", "--json", f"{tmp}/l")
+            (found,) = json.loads((tmp / "l").read_text())["estimates"]
+            weights[base], peaks[base] = found["weights"], found["peak"]
+        experts = 24 * 3 * 32 * 2880 * 2880
+        assert weights["compute"] - weights["stored"] == experts * (2 - 17 / 32), weights
+        assert peaks["stored"] < 20 * 2**30 < peaks["compute"], peaks
+
         said = run(moesh, *estimate, "--mesh", "pp=2,dp_shard=2,tp=2,ep=4", "--json", f"{tmp}/a",
                    "--schedule", f"{tmp}/a.svg",
                    "--parallelism.pipeline_parallel_schedule=zero_bubble")

@@ -211,7 +211,7 @@ def new_adapters_begin_as_in_peft(tmp, name, base, text):
     run = tmp / "new"
     moesh("train", "--model", f"hf:{base}", "--lora.rank=3", "--lora.alpha=4", *run_options(text),
           "--steps=1", "--optimizer.lr=1e-30", f"--checkpoint.folder={run}", f"--metrics.folder={run}",
-          "--lora.rank_pattern=o_proj=2")
+          "--lora.rank_pattern=o_proj=2", "--lora.dropout=0.2")
     make_adapter(base, tmp / "theirs_new", modules, parameters, r=3, lora_alpha=4,
                  init_lora_weights=True, rank_pattern={"o_proj": 2})
     ours = load_file(run / "step-00000001" / "adapter_model.safetensors")
@@ -226,6 +226,11 @@ def new_adapters_begin_as_in_peft(tmp, name, base, text):
         assert largest == 0 or 0.8 < ours[key].abs().max() / largest < 1.25, key
     config = json.loads((run / "step-00000001" / "adapter_config.json").read_text())
     assert config["r"] == 3 and config["lora_alpha"] == 4, config
+    # PEFT has no dropout where it adds to parameters.
+    assert config["lora_dropout"] == 0, config
+    moesh("train", "--model", f"hf:{base}", "--lora.rank=3", "--lora.targets=o_proj", "--lora.dropout=0.2",
+          *run_options(text), "--steps=1", f"--checkpoint.folder={tmp / 'o'}", "--metrics.folder=")
+    assert opened(base, tmp / "o" / "step-00000001").peft_config["default"].lora_dropout == 0.2
 
 
 def main():

@@ -12,7 +12,9 @@
 #include "moesh/verify/compare.h"
 #include "moesh/verify/dump.h"
 #include "moesh/verify/verify.h"
+#include "tests/kernels/quantized_check.h"
 #include "tests/mutants/check.h"
+#include "tests/nn/dropout_check.h"
 #include "tests/nn/layer_parity.h"
 #include "tests/train/device.h"
 #include "tests/train/lora_check.h"
@@ -109,6 +111,10 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
   }
   if (settings.take("mtp") != 0)
     more.push_back({"model.num_mtp_layers", std::int64_t{2}, {"test"}});
+  if (settings.take("dropout") != 0) more.push_back({"lora.dropout", 0.4, {"test"}});
+  if (settings.take("sequences") != 0)
+    more.push_back({"data.batch_size", std::int64_t{2}, {"test"}});
+  if (settings.take("stored") != 0) more.push_back({"lora.base", std::string("stored"), {"test"}});
   if (settings.take("tied") != 0) more.push_back({"model.tie_embeddings", true, {"test"}});
   if (const auto micro = settings.take("micro"); micro != 0)
     more.push_back(
@@ -133,6 +139,18 @@ const mutants::Provide lora("lora", [](Settings& settings) -> Check {
   return [=] {
     return is_order ? lora_check::order_complaint(model) : lora_check::sum_complaint(model);
   };
+});
+
+// Which numbers dropout drops, and the layer with it, by their formulas.
+const mutants::Provide dropout("dropout", [](Settings&) -> Check {
+  return [] { return dropout_check::complaint(); };
+});
+
+// What the codes of quantized weights stand for, by the formulas of both kinds.
+const mutants::Provide quantized("quantized", [](Settings& settings) -> Check {
+  const auto kind = settings.take("mxfp4") != 0 ? kernels::Quantization::Kind::mxfp4
+                                                : kernels::Quantization::Kind::float8;
+  return [=] { return quantized_check::complaint(kind); };
 });
 
 // One step on a mesh against one rank, which makes the same mistake, but cuts the step otherwise.

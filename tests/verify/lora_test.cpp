@@ -2,13 +2,17 @@
 // that is trained and saved, and what makes no sense is refused. tests/models/peft_test.py compares
 // with PEFT.
 
+#include <c10/util/accumulate.h>
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <mutex>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
+#include "moesh/comm/launch.h"
 #include "moesh/models/adapter.h"
+#include "moesh/train/build.h"
 #include "moesh/verify/verify_all.h"
 #include "tests/checkpoint/support.h"
 #include "tests/expect_error.h"
@@ -67,7 +71,12 @@ TEST_P(LoraOf, AddsAlphaOverRankTimesBA) { EXPECT_EQ(lora_check::sum_complaint(G
 TEST_P(LoraOf, LiesInFoldersAsPeftHasIt) { EXPECT_EQ(lora_check::order_complaint(GetParam()), ""); }
 
 Args lora_args(const char* steps) {
-  return {"--model", "deepseek_v3:tiny", "--lora.rank=2", "--lr_scheduler.kind=constant", steps};
+  return {"--model",
+          "deepseek_v3:tiny",
+          "--lora.rank=2",
+          "--lora.dropout=0.3",
+          "--lr_scheduler.kind=constant",
+          steps};
 }
 
 TEST(LoraRun, SavesTheAdapterAloneAndGoesOn) {
@@ -124,6 +133,67 @@ TEST(LoraRun, RefusesWhatMakesNoSense) {
                {"lora.rank_pattern is \"q_proj\"", "down_proj=4"});
   expect_parts(error({"--lora.rank=4", "--lora.rank_pattern=q_proj=0"}), {"rank of 1 or more"});
   expect_parts(error({"--lora.rank=4", "--lora.alpha=0"}), {"lora.alpha is 0", "above 0"});
+  expect_parts(error({"--lora.dropout=0.1"}), {"lora.dropout is 0.1", "there is no LoRA"});
+  expect_parts(error({"--lora.rank=4", "--lora.dropout=1"}), {"lora.dropout is 1", "below 1"});
+  expect_parts(error({"--lora.rank=4", "--lora.dropout=0.1", "--lora.targets=experts.down_proj"}),
+               {"lora.dropout is 0.1", "only to routed experts", "name a dense layer"});
+  // Weights in few bits are not trained themselves, and not every model has them.
+  expect_parts(error({"--lora.base=stored"}),
+               {"lora.base is \"stored\"", "lora.rank is 0", "float8 or MXFP4", "leave out"});
+  expect_parts(error({"--lora.base=mxfp4", "--lora.rank=2"}), {"lora.base is \"mxfp4\"", "stored"});
+  expect_parts(error_of(
+                   [] {
+                     train::quantization(config::load_config(
+                         {"--model", "qwen3_moe:tiny", "--lora.rank=2", "--lora.base=stored"}));
+                   },
+                   ErrorKind::config),
+               {"no weight of qwen3_moe", "checkpoint.initial_load"});
+}
+
+// What the parameters of the base take on each rank of a mesh: their bytes, and by this formula.
+struct BaseBytes {
+  double held = 0, wanted = 0;
+};
+BaseBytes base_bytes(const std::string& model, const std::string& mesh, const std::string& base) {
+  const auto config =
+      config::load_config({"--model", model, "--mesh", mesh, "--dtype=bfloat16", "--lora.rank=2",
+                           "--lora.base=" + base, "--model.num_layers=2"});
+  BaseBytes all;
+  std::mutex mutex;
+  comm::launch(mesh_shape(config).num_ranks(), [&](comm::Group& world) {
+    const Mesh of_rank(world, mesh_shape(config));
+    const MeshScope scope(of_rank);
+    const auto parameters = train::make_model(config);
+    const std::lock_guard lock(mutex);
+    parameters->each_param([&](Stored& w, bool) {
+      if (w.spec.trained) return;
+      const auto numbers = static_cast<double>(c10::multiply_integers(w.shard.length));
+      const bool is_mxfp4 = model.starts_with("gpt_oss") && w.spec.shape.size() == 3;
+      const bool is_float8 = model.starts_with("deepseek") &&
+                             (w.storage == efsdp || w.spec.name.find("_proj") != std::string::npos);
+      all.held += static_cast<double>(raw::num_bytes_at_rest(w));
+      const auto as_number = static_cast<double>(c10::elementSize(w.spec.of_work()));
+      all.wanted += numbers * (base == "compute" ? as_number
+                               : is_mxfp4        ? 17 / 32.0
+                               : is_float8       ? 1 + 4 / (128.0 * 128)
+                                                 : as_number);
+    });
+  });
+  return all;
+}
+
+TEST(LoraBase, TakesTheBytesOfItsFiles) {
+  // Widths of 256: whole blocks, also on a mesh.
+  for (const char* model : {"deepseek_v3:debug", "gpt_oss:debug"})
+    for (const char* mesh : {"tp=1", "dp_shard=2,ep=2"}) {
+      const BaseBytes as_numbers = base_bytes(model, mesh, "compute"),
+                      as_stored = base_bytes(model, mesh, "stored");
+      EXPECT_EQ(as_numbers.held, as_numbers.wanted) << model << " " << mesh;
+      // Scales of blocks that two ranks have a part of are on both.
+      EXPECT_GE(as_stored.held, as_stored.wanted) << model << " " << mesh;
+      EXPECT_LT(as_stored.held, 1.003 * as_stored.wanted) << model << " " << mesh;
+      EXPECT_LT(as_stored.held, 0.75 * as_numbers.held) << model << " " << mesh;
+    }
 }
 
 std::string logged;
@@ -143,9 +213,72 @@ TEST(LoraRun, WithoutTheDropoutOfItsAdapterSaysSo) {
   run(folder.path() / "other", "tp=1",
       {"--model", "deepseek_v3:tiny", "--steps=1", "--lora.adapter=" + saved.string()});
   set_log_sink(nullptr);
-  EXPECT_NE(logged.find("lora_dropout = 0.25; moesh trains adapters without dropout"),
-            std::string::npos)
-      << logged;
+  expect_parts(logged, {"lora_dropout = 0.25, and lora.dropout is 0", "set lora.dropout to 0.25"});
+}
+
+// Layers whose inputs are cut over cp and tp, gathered in another order (shared experts), or of
+// other ranks (kv_b), in steps that are cut otherwise on one rank.
+class Dropped : public testing::TestWithParam<LoraCase> {};
+INSTANTIATE_TEST_SUITE_P(
+    All, Dropped,
+    testing::Values(LoraCase{"deepseek_v3", "dp_shard=2,cp=2,tp=2,ep=2", {"--data.batch_size=2"}},
+                    LoraCase{"qwen2_moe",
+                             "dp_replicate=2,tp=3",
+                             {"--parallelism.sequence_parallel=false", "--model.num_heads=6",
+                              "--model.num_kv_heads=3", "--activation_checkpoint.mode=full"}},
+                    LoraCase{"glm4_moe",
+                             "pp=2,tp=2,ep=2",
+                             {"--parallelism.moe_dispatcher=all_gather", "--data.batch_size=3",
+                              "--activation_checkpoint.mode=selective"}},
+                    LoraCase{"llama4",
+                             "pp=2,cp=3",
+                             {"--parallelism.pipeline_parallel_schedule=zero_bubble",
+                              "--training.gradient_accumulation_steps=3"}}),
+    [](const auto& info) { return info.param.model; });
+
+TEST_P(Dropped, IsTheSameOnEveryMesh) {
+  const auto& [model, mesh, more] = GetParam();
+  Args args{"--model",           model + ":tiny", "--mesh",        mesh,
+            "--dtype",           "float64",       "--lora.rank=3", "--lora.init_lora_weights=false",
+            "--lora.dropout=0.4"};
+  args.insert(args.end(), more.begin(), more.end());
+  const VerifyCase c{config::load_config(args, verify_defaults(2))};
+  const auto report = verify(c, run_reference(c));
+  EXPECT_TRUE(report.holds()) << report.describe(mesh_shape(c.config));
+}
+
+// Only in training, and every time something else.
+TEST(Dropped, IsNothingInAnEvaluation) {
+  const at::NoGradGuard no_grad;
+  const OneRankScope scope;
+  const auto loss_of = [](const std::string& dropout, nn::Pass pass, std::int64_t position) {
+    const auto config = config::load_config(
+        {"--model=qwen3_moe:tiny", "--dtype=float64", "--lora.rank=3",
+         "--lora.init_lora_weights=false", "--lora.dropout=" + dropout, "--data.batch_size=2"},
+        verify_defaults(1));
+    const auto data = train::open_dataset(config);
+    auto batch = train::step_batches(config, *data, current_mesh(), 0)[0];
+    if (batch.samples_B.defined()) batch.samples_B.add_(position);
+    return local(train::make_model(config)->forward(batch, {.pass = pass}).cross_entropy)
+        .item<double>();
+  };
+  const double without = loss_of("0", nn::Pass::training, 0),
+               with = loss_of("0.3", nn::Pass::training, 0);
+  EXPECT_EQ(loss_of("0.3", nn::Pass::evaluation, 0), without);
+  EXPECT_NE(with, without);
+  EXPECT_EQ(loss_of("0.3", nn::Pass::recompute, 0), with);
+  EXPECT_NE(loss_of("0.3", nn::Pass::training, 2), with);  // the next step
+}
+
+TEST(Dropped, AdaptersSayWhatPeftTakes) {
+  const auto text = [](const std::string& targets) {
+    const auto config = config::load_config({"--model=qwen3_moe:tiny", "--lora.rank=3",
+                                             "--lora.dropout=0.25", "--lora.targets=" + targets});
+    return models::adapter_config_json(config.model.architecture, config::lora(config), "base");
+  };
+  EXPECT_NE(text("q_proj,v_proj").find("\"lora_dropout\": 0.25"), std::string::npos);
+  // PEFT has no dropout where it adds to parameters.
+  EXPECT_EQ(text("all-linear").find("0.25"), std::string::npos);
 }
 
 TEST(LoraRun, AnAdapterThatIsNotWholeIsRefused) {
