@@ -135,6 +135,8 @@ struct MoeSection {
   std::string balance_over = "sequence";
   double z_loss_weight = 0;
   bool force_load_balance = false;
+  std::string record = "";
+  std::string replay = "";
 };
 
 /// Train an addition of low rank to each of some weights, and freeze the model. Names are PEFT's.

@@ -187,6 +187,12 @@ std::vector<Option> make_options() {
                    "weight of the loss that keeps the router's logits small", at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,
                    "for benchmarks: choose experts by token number, not by score"),
+      MOESH_OPTION(output, moe, record,
+                   "folder for the experts that every token went to, an .npy file for each step; "
+                   "empty: they are not written"),
+      MOESH_OPTION(numbers, moe, replay,
+                   "folder with such files, which choose the experts of every token in place of "
+                   "the routers; empty: the routers choose"),
 
       MOESH_OPTION(numbers, lora, rank,
                    "rank of what LoRA adds to weights: only that is trained; 0: no LoRA, the "

@@ -24,6 +24,7 @@
 #include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
+#include "moesh/train/routing.h"
 #include "moesh/train/step.h"
 #include "moesh/train/stop.h"
 #include "moesh/train/timeline/kernels.h"
@@ -214,7 +215,9 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
                                                         mesh.shape(), router_shape(config)));
   }
   StepTrace trace(config, world, first_step);
-  Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
+  RoutingFiles routing(config, *model, world);
+  Stepper take_step(*model, *optimizer, routing.with_probe(step_options(config)),
+                    use_graph(config));
   std::vector<double> seconds;
   bool is_slowness_known = false, was_finite = true;
   // The batches of the next step are made while this one computes.
@@ -233,8 +236,10 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     if (step + 1 < config.training.steps) next.start(data_position);
     const double lr = learning_rate(config, step);
     if (is_first) sent->take();  // of validation and saving
+    routing.begin_step(step + 1);
     const auto [g, u] = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
     const auto sent_bytes = is_first ? sent->take() : std::map<std::string, std::int64_t>{};
+    routing.end_step(step + 1);
     position = {.step = step + 1,
                 .data_position = data_position,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0,

@@ -15,6 +15,7 @@
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/pipeline/schedule.h"
 #include "moesh/train/checkpointer.h"
+#include "moesh/train/routing.h"
 
 namespace moesh::verify {
 
@@ -54,16 +55,13 @@ class WithIgnored : public data::Dataset {
   double fraction_;
 };
 
-// A record for each step and MoE layer; the micro-batches of a step follow one another.
-Routing make_records(const VerifyCase& c, models::Model& model) {
-  const auto num_tokens =
-      c.config.data.batch_size * c.config.data.sequence_length * num_micro_batches(c.config);
+// A record for each step.
+Routing make_records(const VerifyCase& c, const models::Model& model) {
+  const auto num_tokens = sample_order(c.config).num_per_step() * c.config.data.sequence_length;
   Routing routing;
-  for (int step = 0; step < c.steps; ++step) {
-    routing.emplace_back();
-    for (auto* router : model.routers())
-      routing.back().push_back(std::make_unique<RoutingRecord>(num_tokens, router->config().top_k));
-  }
+  for (int step = 0; step < c.steps; ++step)
+    routing.push_back(std::make_unique<RoutingRecord>(model.num_moe_layers(), num_tokens,
+                                                      router_shape(c.config).top_k));
   return routing;
 }
 
@@ -221,8 +219,12 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
     probe.begin_step();
-    probe.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
-    probe.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    const auto given = read_routing(config, *model, step + 1);
+    probe.record = record ? (*record)[static_cast<size_t>(step)].get() : nullptr;
+    if (replay)
+      probe.replay_from((*replay)[static_cast<size_t>(step)].get());
+    else
+      probe.replay = given ? &*given : nullptr;
     const Gradients g = accumulate_gradients(
         *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
         options);
@@ -264,11 +266,9 @@ std::string VerifyReport::describe(const MeshShape& mesh) const {
   return os.str();
 }
 
-void VerifyReport::add_flips(const RoutingRecords& routing) {
-  for (const auto& r : routing) {
-    num_flipped += r->num_flipped;
-    largest_margin = std::max<double>(largest_margin, r->largest_margin);
-  }
+void VerifyReport::add_flips(const RoutingRecord& routing) {
+  num_flipped += routing.num_flipped;
+  largest_margin = std::max<double>(largest_margin, routing.largest_margin);
 }
 
 namespace {
@@ -347,8 +347,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   const auto data = open_data(c);
   Findings findings(shape.num_ranks(), reference);
   auto& routing = const_cast<VerifyReference&>(reference).routing;
-  for (const auto& step : routing)
-    for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
+  for (const auto& step : routing) step->forget_flips();
   launch_for(report, c.config, [&](comm::Group& world) {
     run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr, [&](const RankTensor& t) {
       interruption_point();
@@ -366,7 +365,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   const auto [ratio, tensor] = findings.worst();
   report.worst_ratio = ratio, report.worst_tensor = tensor;
   if (c.replays())
-    for (const auto& step : routing) report.add_flips(step);
+    for (const auto& step : routing) report.add_flips(*step);
   return report;
 }
 

@@ -168,27 +168,35 @@ class Model:
         self.is_sigmoid = c.model_type in ("deepseek_v3", "llama4_text")
         self.routers = [m for m in self.model.modules() if "Router" in type(m).__name__]
         self.logits, self.chosen = {}, {}
+        self.given = None  # [layers, tokens, k]: experts of the next forward; -1: the router's own
+        self.forced = {}
         self.bias = []
         for layer, router in enumerate(self.routers):
             bias = getattr(router, "e_score_correction_bias", None)
+            added = 0  # where the router adds its bias
             if bias is None:  # of a model that has none
-                bias = torch.zeros(router.num_experts, dtype=torch.float64)
-                self.choose_with(router, bias)
+                added = bias = torch.zeros(router.num_experts, dtype=torch.float64)
+            self.choose_with(layer, router, added)
             self.bias.append(bias)
             router.register_forward_hook(
                 lambda _, inputs, out, layer=layer: self.keep(layer, out))
 
-    @staticmethod
-    def choose_with(router, bias):
-        """Its top-k is that of what it looks at and the bias; the values are without."""
+    def choose_with(self, layer, router, bias):
+        """Its top-k is that of what it looks at and the bias, or what is forced; the values are
+        without bias."""
         forward, topk = router.forward, torch.topk
 
-        def biased(x, k, dim=-1):
-            indices = topk(x + bias, k, dim=dim)[1]
+        def other(x, k, dim=-1, **options):
+            if x.shape[-1] != router.num_experts:  # of groups
+                return topk(x, k, dim=dim, **options)
+            indices = topk(x + bias, k, dim=dim, **options)[1]
+            if layer in self.forced:
+                forced = self.forced[layer]
+                indices = torch.where(forced < 0, indices, forced)
             return x.gather(dim, indices), indices
 
         def chosen(x):
-            torch.topk = biased
+            torch.topk = other
             try:
                 return forward(x)
             finally:
@@ -211,6 +219,10 @@ class Model:
         longest = max(map(len, batch.pieces))
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in batch.pieces])
         counts = torch.tensor([t < len(p) for p in batch.pieces for t in range(longest)])
+        self.forced = {}
+        for layer in range(len(self.routers) if self.given is not None else 0):
+            self.forced[layer] = torch.full((len(counts), self.top_k), -1)
+            self.forced[layer][counts] = self.given[layer]
         with only_float64():
             logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)[counts]
         of_layers = [(self.logits[i][counts], self.chosen[i][counts])
@@ -374,6 +386,14 @@ def micro_batches(get, settings, masks, first):
             for m in range(num)]
 
 
+def given_experts(settings, step):
+    """Of each micro-batch: [layers, tokens, k], or nothing."""
+    if "moe.replay" not in settings:
+        return [None] * settings["micro_batches"]
+    experts = np.load(settings["moe.replay"] / f"step-{step + 1:08}.npy")
+    return torch.tensor(experts.astype(np.int64)).chunk(settings["micro_batches"], dim=1)
+
+
 def validate(model, sequences, settings, masks):
     """The mean over the first tokens of a file, in its order, which is read once."""
     per_step = settings["training.global_batch_size"]
@@ -408,12 +428,13 @@ def run(folder, files, settings):
         num_tokens = sum(b.valid.sum().item() for b in batches)
         record = dict.fromkeys(("loss", *AUXILIARY), 0.0)
         counts = [0] * len(model.routers)
-        for batch in batches:
+        for batch, model.given in zip(batches, given_experts(settings, step)):
             parts, chosen = losses_of(model, batch, settings, max(1, num_tokens))
             sum(parts.values()).backward()
             counts = [c + n for c, n in zip(counts, chosen)]
             for name, value in parts.items():
                 record[name] += value.item()
+        model.given = None
         record["total_loss"] = sum(record.values())
         record["grad_norm"] = clip(params, settings["training.max_norm"])
         record["lr"] = settings["optimizer.lr"] * factors[step]
