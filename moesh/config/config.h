@@ -118,6 +118,7 @@ struct OptimizerSection {
   double momentum = 0.9;
   double muon_momentum = 0.95;
   bool nesterov = true, muon_float32 = false, muon_by_head = false;
+  double qk_clip = 0;
   std::vector<GroupSection> group = {};
 };
 

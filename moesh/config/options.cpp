@@ -154,6 +154,10 @@ std::vector<Option> make_options() {
                    "Muon: orthogonalize in float32 instead of bfloat16 (float64 runs: float64)"),
       MOESH_OPTION(numbers, optimizer, muon_by_head,
                    "Muon: every head of MLA's up-projections is a matrix of its own"),
+      MOESH_OPTION(numbers, optimizer, qk_clip,
+                   "QK-clip: largest attention logit; heads that had a larger one in a step have "
+                   "their query and key weights scaled down to it (100 is customary); 0: off",
+                   at_least(0)),
 
       MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
                    one_of({"cosine", "linear", "wsd", "constant"})),

@@ -191,6 +191,12 @@ void Stage::each_param(const std::function<void(Stored&)>& f) {
   if (head_) f(head_->stored());
 }
 
+std::vector<nn::Attention*> Stage::attentions() {
+  std::vector<nn::Attention*> all;
+  for (const auto& b : blocks_) all.push_back(&b->attention());
+  return all;
+}
+
 std::vector<nn::Router*> Stage::routers() {
   std::vector<nn::Router*> all;
   for (auto& b : blocks_)

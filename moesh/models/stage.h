@@ -39,6 +39,7 @@ class Block {
   bool is_moe() const { return moe_.has_value(); }
   nn::Router& router() { return moe_->router(); }
   const nn::Attention& attention() const { return *attention_; }
+  nn::Attention& attention() { return *attention_; }
   /// Every parameter, in forward order.
   void each_param(const std::function<void(Stored&)>& f);
   std::vector<const Stored*> stored();
@@ -97,6 +98,8 @@ class Stage {
   /// The router of each MoE layer, and the number of the first one in the model.
   std::vector<nn::Router*> routers();
   std::int64_t first_moe_layer() const { return first_moe_layer_; }
+  /// Of each layer.
+  std::vector<nn::Attention*> attentions();
   /// Parameters of all ranks of this stage, and those that one token meets.
   std::int64_t num_parameters() const { return num_parameters_; }
   std::int64_t num_active_parameters() const { return num_active_; }

@@ -167,6 +167,7 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .total_loss = g.total_loss,
           .auxiliary = g.auxiliary,
           .grad_norm = u.grad_norm,
+          .max_logit = u.max_logit,
           .num_tokens = g.num_tokens,
           .num_read = sample_order(config).num_per_step() * config.data.sequence_length,
           .num_tokens_all = position.num_tokens,

@@ -13,6 +13,7 @@
 #include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
+#include "moesh/nn/qk_clip.h"
 #include "moesh/pipeline/schedule.h"
 #include "moesh/train/checkpointer.h"
 #include "moesh/train/routing.h"
@@ -114,6 +115,16 @@ void report_gradients(models::Model& model, std::int64_t step,
     report({gradient_name(w.spec.name, step), raw::gather(w, w.value.grad()),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
+}
+
+void report_logits(models::Model& model, const Mesh& mesh, std::int64_t step,
+                   const std::function<void(const RankTensor&)>& report) {
+  for (nn::Attention* a : model.attentions()) {
+    const at::Tensor largest_h = nn::largest_logits({a});
+    const auto num = largest_h.size(0);
+    report({largest_logits_name(*a, step), largest_h,
+            [&](const at::Tensor& t) { return t.narrow(0, num * mesh.coordinate(tp), num); }});
+  }
 }
 
 // The ends of the model, which are on the first and on the last stage.
@@ -231,11 +242,13 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
     report_sums(g, step, report);
     if (step == 0) report_ends(c, mesh, probe, report);
     report_gradients(*model, step, report);
+    if (options.qk_clip > 0) report_logits(*model, mesh, step, report);
     if (nearby) nearby->move_gradients(*model, step);
     const Update update =
         apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
     const std::string at = "step " + std::to_string(step) + " ";
     report({at + "gradient norm", scalar(update.grad_norm), whole_tensor});
+    if (update.max_logit) report({at + "largest logit", scalar(*update.max_logit), whole_tensor});
     report({at + "skipped", scalar(update.skipped ? 1 : 0), whole_tensor, true});
   }
   const auto routers = model->routers();

@@ -70,6 +70,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"optimizer.nesterov", {"false", {muon}}},
       {"optimizer.muon_float32", {"true", {muon, "--dtype=float32"}}},
       {"optimizer.muon_by_head", {"true", {muon}}},
+      {"optimizer.qk_clip", {"0.02"}},
       {"lr_scheduler.kind", {"linear", {steps}}},
       {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
       {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},

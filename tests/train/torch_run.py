@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import torch
@@ -170,6 +171,9 @@ class Model:
         self.logits, self.chosen = {}, {}
         self.given = None  # [layers, tokens, k]: experts of the next forward; -1: the router's own
         self.forced = {}
+        self.largest = {}  # by layer: the largest logit of attention of each head, in training
+        self.queries = None
+        self.watch_logits()
         self.bias = []
         for layer, router in enumerate(self.routers):
             bias = getattr(router, "e_score_correction_bias", None)
@@ -180,6 +184,24 @@ class Model:
             self.bias.append(bias)
             router.register_forward_hook(
                 lambda _, inputs, out, layer=layer: self.keep(layer, out))
+
+    def watch_logits(self):
+        modeling = sys.modules[type(self.model).__module__]
+        attention = modeling.eager_attention_forward
+        attention = getattr(attention, "unwatched", attention)
+
+        def watched(module, query, key, value, attention_mask, scaling, **options):
+            if torch.is_grad_enabled():
+                keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+                seen = (attention_mask == 0) & self.queries[:, None, :, None]
+                logits = (query @ keys.transpose(2, 3) * scaling).detach()
+                largest = logits.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+                before = self.largest.get(module.layer_idx, largest)
+                self.largest[module.layer_idx] = torch.maximum(before, largest)
+            return attention(module, query, key, value, attention_mask, scaling, **options)
+
+        watched.unwatched = attention
+        modeling.eager_attention_forward = watched
 
     def choose_with(self, layer, router, bias):
         """Its top-k is that of what it looks at and the bias, or what is forced; the values are
@@ -219,6 +241,7 @@ class Model:
         longest = max(map(len, batch.pieces))
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in batch.pieces])
         counts = torch.tensor([t < len(p) for p in batch.pieces for t in range(longest)])
+        self.queries = counts.view(ids.shape)
         self.forced = {}
         for layer in range(len(self.routers) if self.given is not None else 0):
             self.forced[layer] = torch.full((len(counts), self.top_k), -1)
@@ -373,6 +396,33 @@ def clip(params, max_norm):
     return norm.item()
 
 
+@torch.no_grad()
+def clip_logits(model, tau):
+    """QK-clip, as Kimi K2's report has it for MLA; where heads share a key, queries take it all.
+    Returns how many heads were clipped, and how many there are."""
+    c = model.model.config
+    num_clipped = num_heads = 0
+    for i, layer in enumerate(model.model.model.layers):
+        attention, largest = layer.self_attn, model.largest[i]
+        gamma = torch.where(largest > tau, tau / largest, 1.0)
+        num_clipped, num_heads = num_clipped + (gamma < 1).sum().item(), num_heads + len(gamma)
+        scales = gamma.view(-1, 1, 1)
+        if hasattr(attention, "kv_b_proj"):
+            q = attention.q_b_proj if c.q_lora_rank else attention.q_proj
+            q, kv = (w.weight.view(len(gamma), -1, w.in_features) for w in (q, attention.kv_b_proj))
+            q[:, :c.qk_nope_head_dim] *= scales.sqrt()
+            q[:, c.qk_nope_head_dim:] *= scales
+            kv[:, :c.qk_nope_head_dim] *= scales.sqrt()
+            continue
+        is_shared = attention.num_key_value_groups > 1
+        for linear, power in ((attention.q_proj, 1 if is_shared else 0.5),
+                              (attention.k_proj, 0 if is_shared else 0.5)):
+            for w in linear.parameters():
+                w.view(-1, attention.head_dim, w[0].numel()).mul_(
+                    scales ** power if power else 1)
+    return num_clipped, num_heads
+
+
 def move_bias(bias, counts, coeff):
     step = coeff * (counts.sum() - len(counts) * counts).sign().to(bias.dtype)
     bias += step - step.mean()
@@ -421,7 +471,7 @@ def run(folder, files, settings):
     pack = best_fit if settings["data.packing"] == "best_fit" else cut
     held_out = {name: pack(documents_of(f), settings["data.sequence_length"])
                 for name, f in files["validation"].items()}
-    steps, records = settings["training.steps"], []
+    steps, records, clipped = settings["training.steps"], [], np.zeros(2, int)
     for step in range(steps):
         batches = micro_batches(data.__getitem__, settings, masks,
                                 step * settings["training.global_batch_size"])
@@ -443,13 +493,19 @@ def run(folder, files, settings):
             for group in optimizer.param_groups:
                 group["lr"] = record["lr"] * group["scale"]
             optimizer.step()
+            if "optimizer.qk_clip" in settings:
+                clipped += np.array(clip_logits(model, settings["optimizer.qk_clip"]))
             for bias, n in zip(model.bias, counts):
                 move_bias(bias, n, settings["moe.load_balance_coeff"])
         optimizer.zero_grad()
+        if "optimizer.qk_clip" in settings:
+            record["max_logit"] = max(s.max().item() for s in model.largest.values())
+        model.largest.clear()
         record["expert_counts"] = [n.tolist() for n in counts]
         record["expert_bias"] = [[b.min().item(), b.max().item()] for b in model.bias]
         if (step + 1) % settings["validation.interval"] == 0 or step + 1 == steps:
             record["validation"] = {name: validate(model, s, settings, masks)
                                     for name, s in held_out.items()}
         records.append(record)
+    assert "optimizer.qk_clip" not in settings or 0 < clipped[0] < clipped[1], clipped
     return records, model.model

@@ -76,9 +76,21 @@ SETTINGS = {  # what is set besides, and the files to train on
     # Conversations: of some tokens it is known that they are only read.
     "masked": ({"data.packing": "best_fit", "data.sequence_length": 17},
                [("chats.bin", 3.0), ("more.bin", 1.0)]),
+    "clipped": ({"optimizer.qk_clip": 1.5}, [("a.jsonl", 1.0)]),
+    "clipped by muon": ({"optimizer.qk_clip": 1.5, "optimizer.name": "muon"}, [("a.jsonl", 1.0)]),
     # Experts at random, which no router has chosen.
     "replayed": ({}, [("a.jsonl", 1.0)]),
 }
+
+MODELS_OF = {
+    # The others store the matrices of an expert in another order.
+    "muon": ("deepseek_v3", "qwen3_moe", "mixtral"),
+    # The others normalise queries and keys.
+    "clipped": ("deepseek_v3", "mixtral", "gpt_oss"),
+    "clipped by muon": ("deepseek_v3", "mixtral"),
+}
+BESIDE = [("deepseek_v3", "muon"), ("deepseek_v3", "masked"), ("deepseek_v3", "replayed"),
+          ("deepseek_v3", "clipped by muon"), ("mixtral", "clipped"), ("gpt_oss", "clipped")]
 
 
 def write_texts(folder, seed):
@@ -323,12 +335,11 @@ def main():
                 meshes = MESHES if arguments.all else [MESHES[i % 3]]
                 if setting == "skipped":  # one sequence, which no two ranks can divide
                     meshes = MESHES[:1]
-                if setting == "muon" and model not in ("deepseek_v3", "qwen3_moe", "mixtral"):
-                    continue  # the others store the matrices of an expert in another order
+                if model not in MODELS_OF.get(setting, MODELS):
+                    continue
                 if setting == "masked":
                     meshes = MESHES
-                beside = setting in ("muon", "masked", "replayed") and i == 0
-                if arguments.all or i == j or beside:
+                if arguments.all or i == j or (model, setting) in BESIDE:
                     compare(tmp, model, config, setting, meshes, arguments.seed + 10 * i + j)
         for model, config in TIED.items() if arguments.all else ():
             compare(tmp, f"{model} tied", config, "cosine", MESHES, arguments.seed)
