@@ -120,6 +120,7 @@ struct OptimizerSection {
   double momentum = 0.9;
   double muon_momentum = 0.95;
   bool nesterov = true, muon_float32 = false, muon_by_head = false;
+  double qk_clip = 0;
   std::vector<GroupSection> group = {};
 };
 
@@ -137,6 +138,8 @@ struct MoeSection {
   std::string balance_over = "sequence";
   double z_loss_weight = 0;
   bool force_load_balance = false;
+  std::string record = "";
+  std::string replay = "";
 };
 
 /// Train an addition of low rank to each of some weights, and freeze the model. Names are PEFT's.

@@ -161,6 +161,10 @@ std::vector<Option> make_options() {
                    "Muon: orthogonalize in float32 instead of bfloat16 (float64 runs: float64)"),
       MOESH_OPTION(numbers, optimizer, muon_by_head,
                    "Muon: every head of MLA's up-projections is a matrix of its own"),
+      MOESH_OPTION(numbers, optimizer, qk_clip,
+                   "QK-clip: largest attention logit; heads that had a larger one in a step have "
+                   "their query and key weights scaled down to it (100 is customary); 0: off",
+                   at_least(0)),
 
       MOESH_OPTION(numbers, lr_scheduler, kind, "shape of the learning rate after warm-up",
                    one_of({"cosine", "linear", "wsd", "constant"})),
@@ -194,6 +198,12 @@ std::vector<Option> make_options() {
                    "weight of the loss that keeps the router's logits small", at_least(0)),
       MOESH_OPTION(numbers, moe, force_load_balance,
                    "for benchmarks: choose experts by token number, not by score"),
+      MOESH_OPTION(output, moe, record,
+                   "folder for the experts that every token went to, an .npy file for each step; "
+                   "empty: they are not written"),
+      MOESH_OPTION(numbers, moe, replay,
+                   "folder with such files, which choose the experts of every token in place of "
+                   "the routers; empty: the routers choose"),
 
       MOESH_OPTION(numbers, lora, rank,
                    "rank of what LoRA adds to weights: only that is trained; 0: no LoRA, the "

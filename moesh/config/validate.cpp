@@ -306,6 +306,16 @@ void check_batch(const Config& c) {
               " data-parallel ranks; leave out one of them");
 }
 
+void check_routing(const Config& c) {
+  if (c.moe.replay.empty()) return;
+  MOESH_CHECK(c.moe.record != c.moe.replay, ErrorKind::config, describe_option(c, "moe.record"),
+              ", and so is ", describe_option(c, "moe.replay"),
+              ": the files would be written while they are read; set moe.record to another folder");
+  MOESH_CHECK(!c.moe.force_load_balance, ErrorKind::config,
+              describe_option(c, "moe.force_load_balance"), ", and ",
+              describe_option(c, "moe.replay"), ": both choose the experts; leave out one of them");
+}
+
 void check_schedule(const Config& c) {
   const std::int64_t steps = c.training.steps, warmup = c.lr_scheduler.warmup_steps;
   MOESH_CHECK(warmup <= steps, ErrorKind::config, describe_option(c, "lr_scheduler.warmup_steps"),
@@ -360,6 +370,7 @@ void validate(const Config& config, int world_size) {
   check_pipeline(config, facts);
   check_export(config, facts);
   check_data(config, facts);
+  check_routing(config);
   check_schedule(config);
   profile_steps(config);                          // throws where it names none
   param_groups(config);                           // throws where a pattern is none

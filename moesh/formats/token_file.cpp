@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -172,9 +174,47 @@ std::string token_index_header(IdType type, std::int64_t num_sequences,
   return bytes;
 }
 
+namespace {
+
+constexpr std::pair<std::string_view, IdType> kNpyTypes[] = {
+    {"|u1", IdType::uint8},  {"|i1", IdType::int8},  {"<i2", IdType::int16},
+    {"<u2", IdType::uint16}, {"<i4", IdType::int32}, {"<u4", IdType::uint32},
+    {"<i8", IdType::int64},  {"<u8", IdType::uint64}};
+constexpr std::string_view kNpyMagic = "\x93NUMPY";
+
+// "(2, 56, 3)", "(3,)", "()": a tuple of Python; nothing where it is none, or has more than NumPy's
+// 64 dimensions.
+std::optional<std::vector<std::int64_t>> parse_shape(std::string_view text) {
+  std::vector<std::int64_t> sizes;
+  if (!text.starts_with('(')) return std::nullopt;
+  text.remove_prefix(1);
+  while (!text.starts_with(')')) {
+    std::int64_t size = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), size);
+    if (error != std::errc() || size < 0 || sizes.size() == 64) return std::nullopt;
+    sizes.push_back(size);
+    text.remove_prefix(static_cast<std::size_t>(end - text.data()));
+    if (text.starts_with(','))
+      text.remove_prefix(1);
+    else if (!text.starts_with(')'))
+      return std::nullopt;
+    while (text.starts_with(' ')) text.remove_prefix(1);
+  }
+  return sizes;
+}
+
+std::string shape_text(std::span<const std::int64_t> sizes) {
+  std::string text = "(";
+  for (const auto n : sizes) text += detail::concat(n, sizes.size() == 1 ? "," : ", ");
+  if (sizes.size() > 1) text.resize(text.size() - 2);
+  return text + ")";
+}
+
+}  // namespace
+
 NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(bytes[i]); };
-  MOESH_CHECK(bytes.size() >= 12 && bytes.starts_with("\x93NUMPY") && byte(6) >= 1 && byte(6) <= 3,
+  MOESH_CHECK(bytes.size() >= 12 && bytes.starts_with(kNpyMagic) && byte(6) >= 1 && byte(6) <= 3,
               ErrorKind::data, name, " is not an .npy file of version 1 to 3");
   const bool is_long = byte(6) > 1;
   const std::size_t length =
@@ -187,27 +227,43 @@ NpyHeader parse_npy(std::string_view bytes, const std::string& name) {
     return text.substr(1, text.find(text[0], 1) - 1);
   };
   const std::string_view type = quoted(value_behind(header, "'descr':"));
-  constexpr std::pair<std::string_view, IdType> kTypes[] = {
-      {"|u1", IdType::uint8},  {"|i1", IdType::int8},  {"<i2", IdType::int16},
-      {"<u2", IdType::uint16}, {"<i4", IdType::int32}, {"<u4", IdType::uint32},
-      {"<i8", IdType::int64},  {"<u8", IdType::uint64}};
-  const auto known = std::find_if(std::begin(kTypes), std::end(kTypes),
+  const auto known = std::find_if(std::begin(kNpyTypes), std::end(kNpyTypes),
                                   [&](const auto& entry) { return entry.first == type; });
-  MOESH_CHECK(known != std::end(kTypes), ErrorKind::data, name, " has values of type ", shown(type),
-              "; token ids are integers, little-endian: numpy.asarray(ids, '<i4')");
-  std::string_view shape = value_behind(header, "'shape':");
-  std::uint64_t count = 0;
-  std::size_t digits = 0;
-  if (shape.starts_with('(')) shape.remove_prefix(1);
-  for (; digits < shape.size() && digits < 18 && shape[digits] >= '0' && shape[digits] <= '9';
-       ++digits)
-    count = count * 10 + static_cast<std::uint64_t>(shape[digits] - '0');
-  MOESH_CHECK(digits > 0 && shape.substr(digits).starts_with(",)"), ErrorKind::data, name,
-              " does not have one dimension; save ids.reshape(-1)");
-  MOESH_CHECK(bytes.size() - start == count * size_of(known->second), ErrorKind::data, name,
-              " has ", bytes.size() - start, " bytes of ids, and its header says ", count, " of ",
-              size_of(known->second), " bytes: it is cut off, or damaged");
-  return {known->second, start};
+  MOESH_CHECK(known != std::end(kNpyTypes), ErrorKind::data, name, " has values of type ",
+              shown(type), "; it takes integers, little-endian: numpy.asarray(ids, '<i4')");
+  const auto sizes = parse_shape(value_behind(header, "'shape':"));
+  MOESH_CHECK(sizes, ErrorKind::data, name, " has no shape in its header: it is damaged");
+  MOESH_CHECK(sizes->size() < 2 || !value_behind(header, "'fortran_order':").starts_with("True"),
+              ErrorKind::data, name,
+              " has its first dimension innermost; save numpy.ascontiguousarray of it");
+  // No file has so many bytes that the product of sizes which fit it would be too large.
+  const std::size_t item = size_of(known->second), num_bytes = bytes.size() - start;
+  std::uint64_t count = 1;
+  for (const std::int64_t n : *sizes)
+    count = n != 0 && count > num_bytes / static_cast<std::uint64_t>(n)
+                ? num_bytes + 1
+                : count * static_cast<std::uint64_t>(n);
+  MOESH_CHECK(num_bytes % item == 0 && num_bytes / item == count, ErrorKind::data, name, " has ",
+              num_bytes, " bytes of values, and its header says ", shape_text(*sizes), " of ", item,
+              " bytes: it is cut off, or damaged");
+  return {known->second, *sizes, start};
+}
+
+std::string npy_header(IdType type, std::span<const std::int64_t> sizes) {
+  const auto known = std::find_if(std::begin(kNpyTypes), std::end(kNpyTypes),
+                                  [&](const auto& entry) { return entry.second == type; });
+  std::string text =
+      detail::concat("{'descr': '", known->first,
+                     "', 'fortran_order': False, 'shape': ", shape_text(sizes), ", }");
+  // With the ten bytes before the text and the end of its line, a multiple of 64.
+  constexpr std::size_t kBefore = 10, kMultiple = 64;
+  text.append(kMultiple - 1 - (kBefore + text.size()) % kMultiple, ' ');
+  text += '\n';
+  std::string bytes(kNpyMagic);
+  append(bytes, std::uint8_t{1});
+  append(bytes, std::uint8_t{0});
+  append(bytes, static_cast<std::uint16_t>(text.size()));
+  return bytes + text;
 }
 
 void TokenFile::take(std::shared_ptr<const InputFile> file, std::uint64_t begin) {
@@ -244,6 +300,8 @@ TokenFile TokenFile::open_indexed(const std::string& path) {
 
 TokenFile TokenFile::open_npy(const std::string& path) {
   const NpyHeader header = parse_npy(MappedFile(path).bytes(), path);
+  MOESH_CHECK(header.sizes.size() == 1, ErrorKind::data, path,
+              " does not have one dimension; save ids.reshape(-1)");
   TokenFile tokens(path, header.type);
   tokens.take(std::make_shared<const InputFile>(path), header.data_start);
   return tokens;

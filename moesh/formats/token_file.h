@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "moesh/formats/file.h"
 
@@ -54,12 +55,16 @@ TokenIndex parse_token_index(std::string_view bytes, std::uint64_t bin_size,
 /// The first bytes of an .idx.
 std::string token_index_header(IdType type, std::int64_t num_sequences, std::int64_t num_documents);
 
-/// Type of the ids, and where they begin, of a 1-D .npy file; the ids are all that follows.
+/// What an .npy file of whole numbers says of them. They are all that follows from `data_start` on,
+/// the last dimension innermost.
 struct NpyHeader {
   IdType type;
+  std::vector<std::int64_t> sizes;
   std::size_t data_start;
 };
 NpyHeader parse_npy(std::string_view bytes, const std::string& name);
+/// The bytes before the numbers.
+std::string npy_header(IdType type, std::span<const std::int64_t> sizes);
 
 class TokenFile {
  public:

@@ -74,10 +74,13 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   };
   nn::Past* past =
       options.past ? &options.past->layers.at(static_cast<std::size_t>(layer_)) : nullptr;
+  nn::MaxLogits* logits = options.watches_logits && options.pass == nn::Pass::training
+                              ? &attention_->max_logits()
+                              : nullptr;
   const nn::Stream<Sp> after = [&] {
     RECORD_USER_SCOPE("attention");
-    return added(
-        x, nn::to_stream<Sp>((*attention_)(to_full(attention_norm_, x), tokens, past), over_tp));
+    return added(x, nn::to_stream<Sp>(
+                        (*attention_)(to_full(attention_norm_, x), tokens, past, logits), over_tp));
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   if (mlp_)

@@ -37,6 +37,7 @@ class Block {
   bool is_moe() const { return moe_.has_value(); }
   nn::Router& router() { return moe_->router(); }
   const nn::Attention& attention() const { return *attention_; }
+  nn::Attention& attention() { return *attention_; }
   /// Every parameter, in forward order.
   void each_param(const std::function<void(Stored&)>& f);
   std::vector<const Stored*> stored();

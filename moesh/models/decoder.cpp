@@ -80,6 +80,12 @@ class Decoder final : public Model {
       for (nn::Router* router : s->routers()) all.push_back(router);
     return all;
   }
+  std::vector<nn::Attention*> attentions() override {
+    std::vector<nn::Attention*> all;
+    for (auto& s : stages_)
+      for (nn::Attention* attention : s->attentions()) all.push_back(attention);
+    return all;
+  }
   std::vector<std::int64_t> router_numbers() const override {
     std::vector<std::int64_t> all;
     for (const auto& s : stages_)

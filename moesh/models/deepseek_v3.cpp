@@ -61,7 +61,8 @@ class Mla final : public nn::Attention {
     for (auto* up : {&q_, &kv_b_}) up->stored().spec.num_heads = num_heads_;
   }
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past) const override {
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past,
+                 nn::MaxLogits* logits) const override {
     const auto table = nn::rope_of(*rope_tables_, rope_, tokens, x_BLD);
     const auto rotated = [&](const at::Tensor& t) {
       return nn::rotate(t, table, rope_.interleaved);
@@ -88,8 +89,17 @@ class Mla final : public nn::Attention {
     // What is dropped of a latent is the same on every cp rank that sees it.
     const auto both = kv_b_(seen_latent, nn::seen_numbers(tokens, options_));
     const auto [k, v] = nn::latent_heads(nn::split_heads(both, nope_ + v_dim_), seen_key, nope_);
+    if (logits) logits->see(q, k, tokens, options_);
     const Heads y = nn::attend(q, k, v, tokens, options_);
     return o_(nn::merge_heads(y), numbers);
+  }
+
+  // The rotated key is that of all heads, and stays.
+  std::vector<nn::LogitRows> logit_rows() override {
+    const std::int64_t of_query = nope_ + rope_dim_;
+    return {{&q_.stored(), of_query, 0, nope_, 0.5},
+            {&q_.stored(), of_query, nope_, rope_dim_, 1},
+            {&kv_b_.stored(), nope_ + v_dim_, 0, nope_, 0.5}};
   }
 
   void each_param(const std::function<void(Stored&)>& f) override {

@@ -14,6 +14,7 @@
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/gpu_kernels.h"
 #include "moesh/kernels/quantized.h"
+#include "moesh/nn/attention.h"
 #include "moesh/nn/dispatch.h"
 #include "moesh/nn/lora.h"
 #include "moesh/nn/past.h"
@@ -82,6 +83,8 @@ struct ForwardOptions {
   // backward can be run by itself, before that of the blocks.
   bool head_apart = false;
   nn::Probe* probe = nullptr;  // null: nobody looks
+  // Every attention sees its largest logits of training passes (nn::MaxLogits), for QK-clip.
+  bool watches_logits = false;
   // What the layers have kept of the tokens before, and keep of these; null: these are all.
   nn::PastOfLayers* past = nullptr;
 };
@@ -169,7 +172,8 @@ class Model {
   virtual Stored* tied_to_other_end() = 0;
   virtual bool has_tied_ends() const = 0;
   virtual std::vector<nn::Router*> routers() = 0;
-  /// The numbers of these among the MoE layers of the whole model, and how many those are.
+  virtual std::vector<nn::Attention*> attentions() = 0;
+  /// The numbers of the routers among the MoE layers of the whole model, and how many those are.
   virtual std::vector<std::int64_t> router_numbers() const = 0;
   virtual std::int64_t num_moe_layers() const = 0;
   virtual std::int64_t num_experts() const = 0;

@@ -292,6 +292,13 @@ void Stage::each_param(const std::function<void(Stored&)>& f) {
   for (auto& layer : mtp_) layer->each_param(f);
 }
 
+std::vector<nn::Attention*> Stage::attentions() {
+  std::vector<nn::Attention*> all;
+  for (const auto& b : blocks_) all.push_back(&b->attention());
+  for (const auto& layer : mtp_) all.push_back(&layer->block().attention());
+  return all;
+}
+
 std::vector<nn::Router*> Stage::routers() {
   std::vector<nn::Router*> all;
   for (auto& b : blocks_)

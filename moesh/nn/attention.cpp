@@ -1,6 +1,7 @@
 #include "moesh/nn/attention.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 
@@ -13,33 +14,91 @@
 namespace moesh::nn {
 namespace {
 
+// Positions count from the first key: chunks begin where they did.
+kernels::AttentionConfig kernel_config(const Tokens& tokens, const AttentionOptions& o,
+                                       const Reach& seen) {
+  // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
+  // cannot tell: they know only the keys of this rank.)
+  const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
+  return {.scale = o.scale,
+          .start = tokens.first_position() - seen.begin,
+          .window = o.window,
+          .chunk = chunk,
+          .most_documents = tokens.most_documents()};
+}
+
+Reach seen_here(const Tokens& tokens, const AttentionOptions& o) {
+  return reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+}
+
+// Undefined without documents.
+at::Tensor from_first_key(const at::Tensor& starts_BL, const Reach& seen) {
+  return starts_BL.defined() ? starts_BL - seen.begin : starts_BL;
+}
+
 // `sinks_h` and `starts_BL` may be undefined.
 at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
                         const at::Tensor& v_BSgd, const at::Tensor& sinks_h,
                         const at::Tensor& starts_BL, const Tokens& tokens,
                         const AttentionOptions& o, const Past* past) {
-  const Reach seen =
-      past ? past->kept() : reaches(tokens, o)[static_cast<size_t>(current_mesh().coordinate(cp))];
+  const Reach seen = past ? past->kept() : seen_here(tokens, o);
   MOESH_CHECK(k_BSgd.size(1) == seen.end - seen.begin && v_BSgd.size(1) == k_BSgd.size(1),
               "attention: ", k_BSgd.size(1), " keys and ", v_BSgd.size(1),
               " values, and the queries of this cp rank see ", seen.end - seen.begin,
               " positions; take both from seen_positions with the same options");
-  // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
-  // cannot tell: they know only the keys of this rank.)
-  const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
-  // Positions count from the first key: chunks begin where they did.
-  const kernels::AttentionConfig config{.scale = o.scale,
-                                        .start = tokens.first_position() - seen.begin,
-                                        .window = o.window,
-                                        .chunk = chunk,
-                                        .most_documents = tokens.most_documents()};
+  const kernels::AttentionConfig config = kernel_config(tokens, o, seen);
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
-                                      starts_BL.defined() ? starts_BL - seen.begin : starts_BL};
+                                      from_first_key(starts_BL, seen)};
   return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
                                                  : composed_attention(config, input);
 }
 
+// [h]: the largest of all queries, in blocks of them. r query heads of a key head, l queries of a
+// block, s keys up to its last
+at::Tensor largest_logits(const kernels::AttentionConfig& c, const at::Tensor& q_BLhd,
+                          const at::Tensor& k_BSgd, const at::Tensor& starts_BL,
+                          std::int64_t most_scores) {
+  const auto wide = wide_dtype(q_BLhd.scalar_type());
+  const auto batch = q_BLhd.size(0), length = q_BLhd.size(1), num_heads = q_BLhd.size(2),
+             num_keys = k_BSgd.size(1), groups = k_BSgd.size(2);
+  at::Tensor largest_h = at::full({num_heads}, -INFINITY, q_BLhd.options().dtype(wide));
+  if (q_BLhd.numel() == 0) return largest_h;
+  const auto rows = std::max<std::int64_t>(1, most_scores / (batch * num_heads * num_keys));
+  const at::Tensor k_BgdS = k_BSgd.to(wide).permute({0, 2, 3, 1});
+  kernels::AttentionConfig of_block = c;
+  for (std::int64_t first = 0; first < length; first += rows) {
+    const auto count = std::min(rows, length - first);
+    of_block.start = c.start + first;
+    const auto end = std::min(num_keys, of_block.start + count);
+    const at::Tensor q_BgMd = q_BLhd.narrow(1, first, count)
+                                  .to(wide)
+                                  .unflatten(2, {groups, num_heads / groups})
+                                  .permute({0, 2, 3, 1, 4})
+                                  .flatten(2, 3);  // M: r times l
+    const at::Tensor scores_Bhls = q_BgMd.matmul(k_BgdS.narrow(3, 0, end))
+                                       .mul_(c.scale)
+                                       .unflatten(2, {num_heads / groups, count})
+                                       .flatten(1, 2);
+    const at::Tensor starts = starts_BL.defined() ? starts_BL.narrow(1, first, count) : starts_BL;
+    const at::Tensor hidden =
+        visible_keys(count, end, of_block, starts, q_BLhd.device()).logical_not();
+    largest_h = at::maximum(largest_h, scores_Bhls.masked_fill(hidden, -INFINITY).amax({0, 2, 3}));
+  }
+  return largest_h;
+}
+
 }  // namespace
+
+void MaxLogits::see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& o,
+                    std::int64_t most_scores) {
+  const at::NoGradGuard no_grad;
+  const Reach seen = seen_here(tokens, o);
+  const at::Tensor starts_BL = from_first_key(local(tokens.document_starts()), seen);
+  const at::Tensor mine =
+      largest_logits(kernel_config(tokens, o, seen), local(q), local(k), starts_BL, most_scores);
+  if (!largest_h_.defined()) largest_h_ = at::full_like(mine, -INFINITY);
+  largest_h_.copy_(at::maximum(largest_h_, mine));
+}
 
 Heads split_heads(const Tensor<Dense{Place::T, Place::T, Place::F}>& x, std::int64_t width) {
   return unflatten(x, -1, {local(x).size(-1) / width, width});

@@ -3,6 +3,7 @@
 // and values those that they see, also of other cp ranks. B batch, L tokens of this cp rank, S
 // tokens that they see, h heads of this tp rank, d width of a head
 
+#include <cmath>
 #include <functional>
 #include <vector>
 
@@ -62,16 +63,49 @@ Heads attend(const Heads& q, const Heads& k, const Heads& v, const PerHead& sink
 Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
              const AttentionOptions& options, const Past& past);
 
+/// The largest logit of each own head, a scaled score before the softmax, of all queries and the
+/// keys that they see, since `clear`: of this rank's tokens.
+class MaxLogits {
+ public:
+  /// Computes the scores once more, since no kernel gives them: in blocks of `most_scores` (128
+  /// MiB), or of one query. k is of seen_positions with the same options.
+  void see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& options,
+           std::int64_t most_scores = std::int64_t{1} << 25);
+  /// float32 (float64 in float64 runs) [h]; -infinity where nothing was seen.
+  const at::Tensor& largest_h() const { return largest_h_; }
+  void clear() { largest_h_.fill_(-INFINITY); }
+
+ private:
+  at::Tensor largest_h_;  // written in place: a CUDA graph of a step has its address
+};
+
+/// Rows of a weight, [begin, begin + count) of the `of_head` that each head has there, to which
+/// the logits of the head are proportional: they are f times as large when all such rows of the
+/// attention are f ^ power times what they were.
+struct LogitRows {
+  Stored* weight;
+  std::int64_t of_head, begin, count;
+  double power;
+};
+
 /// What a decoder's block needs of its attention, whatever the kind.
 class Attention {
  public:
   virtual ~Attention() = default;
-  /// With a `past`, the tokens follow those that it has kept, and it keeps these.
-  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const = 0;
+  /// With a `past`, the tokens follow those that it has kept, and it keeps these. `logits`, if
+  /// given, sees those of these tokens.
+  virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+                         MaxLogits* logits = nullptr) const = 0;
+  /// Empty where no scaling of weights scales the logits, as of queries that are normalised.
+  virtual std::vector<LogitRows> logit_rows() { return {}; }
+  MaxLogits& max_logits() { return max_logits_; }
   /// Every parameter, in forward order.
   virtual void each_param(const std::function<void(Stored&)>& f) = 0;
   /// FLOPs of scores and values per token, forward and backward, at this sequence length.
   virtual double flops(std::int64_t sequence) const = 0;
+
+ private:
+  MaxLogits max_logits_;
 };
 
 }  // namespace moesh::nn

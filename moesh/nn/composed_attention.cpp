@@ -16,23 +16,6 @@ using kernels::AttentionInput;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// [L, S], or [B, 1, L, S] with documents: which keys each of the queries sees.
-at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
-                        const at::Tensor& starts_BL, at::Device device) {
-  const auto index = at::TensorOptions(device).dtype(at::kLong);
-  const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1),
-                   key = at::arange(all, index);
-  at::Tensor visible = key <= query, into_document = query;
-  if (starts_BL.defined()) {
-    const at::Tensor starts = starts_BL.unsqueeze(1).unsqueeze(3);  // [B, 1, L, 1]
-    visible = visible.logical_and(key >= starts);
-    into_document = query - starts;
-  }
-  if (c.window > 0) visible = visible.logical_and(key > query - c.window);
-  if (c.chunk > 0) visible = visible.logical_and(key >= query - into_document.remainder(c.chunk));
-  return visible;
-}
-
 // [h, 3]: numbers of a narrow dtype whose sum is the float32 sink / scale (three times 8 bits).
 at::Tensor sink_features(const at::Tensor& sinks_h, double scale, at::ScalarType dtype) {
   const at::Tensor whole = sinks_h.detach() / scale, first = whole.to(dtype);
@@ -138,6 +121,22 @@ at::SDPBackend kernel_for(const at::Tensor& q, const at::Tensor& k, const at::Te
 }
 
 }  // namespace
+
+at::Tensor visible_keys(std::int64_t length, std::int64_t all, const AttentionConfig& c,
+                        const at::Tensor& starts_BL, at::Device device) {
+  const auto index = at::TensorOptions(device).dtype(at::kLong);
+  const at::Tensor query = at::arange(c.start, c.start + length, index).unsqueeze(1),
+                   key = at::arange(all, index);
+  at::Tensor visible = key <= query, into_document = query;
+  if (starts_BL.defined()) {
+    const at::Tensor starts = starts_BL.unsqueeze(1).unsqueeze(3);  // [B, 1, L, 1]
+    visible = visible.logical_and(key >= starts);
+    into_document = query - starts;
+  }
+  if (c.window > 0) visible = visible.logical_and(key > query - c.window);
+  if (c.chunk > 0) visible = visible.logical_and(key >= query - into_document.remainder(c.chunk));
+  return visible;
+}
 
 at::Tensor composed_attention(const AttentionConfig& c, const AttentionInput& in) {
   if (takes_flash_attention(c, in)) return flash_attention(c, in);

@@ -10,4 +10,9 @@ namespace moesh::nn {
 at::Tensor composed_attention(const kernels::AttentionConfig& config,
                               const kernels::AttentionInput& input);
 
+/// bool [L, S], or [B, 1, L, S] with documents: which of the keys each query sees.
+at::Tensor visible_keys(std::int64_t num_queries, std::int64_t num_keys,
+                        const kernels::AttentionConfig& config, const at::Tensor& starts_BL,
+                        at::Device device);
+
 }  // namespace moesh::nn

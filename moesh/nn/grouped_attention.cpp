@@ -58,7 +58,8 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
   }
 }
 
-Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
+Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
+                                 MaxLogits* logits) const {
   const at::Tensor numbers = tokens.span_numbers();
   auto all_q = q_(x_BLD, numbers), all_k = k_(x_BLD, numbers);
   if (q_across_) {  // one message for both
@@ -105,10 +106,25 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   const auto [keys, values] = past ? past->add(all_positions(k, tokens), all_positions(v, tokens))
                                    : Past::KeysAndValues{seen_positions(k, tokens, options_),
                                                          seen_positions(v, tokens, options_)};
+  if (logits) logits->see(q, keys, tokens, options_);
   const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
                          : attend(q, keys, values, tokens, options_, past);
   if (past) past->forget(options_);
   return o_(merge_heads(y), numbers);
+}
+
+std::vector<LogitRows> GroupedAttention::logit_rows() {
+  if (config_.qk_norm != QkNorm::none || config_.clip > 0) return {};
+  const bool is_shared = config_.num_heads != config_.num_kv_heads;
+  std::vector<LogitRows> rows;
+  const auto add = [&](ColumnLinear& layer, double power) {
+    layer.each_param([&](auto& w) {
+      rows.push_back({&w.stored(), config_.head_dim, 0, config_.head_dim, power});
+    });
+  };
+  add(q_, is_shared ? 1 : 0.5);
+  if (!is_shared) add(k_, 0.5);
+  return rows;
 }
 
 void GroupedAttention::each_param(const std::function<void(Stored&)>& f) {

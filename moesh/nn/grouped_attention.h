@@ -44,7 +44,10 @@ class GroupedAttention final : public Attention {
   GroupedAttention(const GroupedAttentionConfig& config, const std::string& name,
                    const ModuleOptions& o);
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const override;
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+                 MaxLogits* logits = nullptr) const override;
+  /// Half of it in queries, half in keys; all of it in queries where several heads share a key.
+  std::vector<LogitRows> logit_rows() override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
 

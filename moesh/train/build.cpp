@@ -338,7 +338,28 @@ std::vector<optim::GroupMatch> group_matches(const Config& config) {
   return group_matches(config, GroupOfParam(config));
 }
 
+namespace {
+
+void check_qk_clip(models::Model& model, const Config& config) {
+  if (config.optimizer.qk_clip == 0) return;
+  for (nn::Attention* attention : model.attentions()) {
+    const auto rows = attention->logit_rows();
+    MOESH_CHECK(!rows.empty(), ErrorKind::config, describe_option(config, "optimizer.qk_clip"),
+                ", and ", config.model.name,
+                " normalises queries and keys, or cuts them off, after the weights that would be "
+                "scaled; set optimizer.qk_clip to 0");
+    for (const nn::LogitRows& r : rows)
+      MOESH_CHECK(r.weight->spec.trained, ErrorKind::config,
+                  describe_option(config, "optimizer.qk_clip"), ", and ", r.weight->spec.name,
+                  ", which it would scale, is frozen; set optimizer.qk_clip to 0, or train the "
+                  "weight");
+  }
+}
+
+}  // namespace
+
 std::unique_ptr<optim::Optimizer> make_optimizer(models::Model& model, const Config& config) {
+  check_qk_clip(model, config);
   const GroupOfParam group_of(config);
   group_matches(config, group_of);  // one that matches nothing throws
   const optim::Groups& groups = group_of.groups();
@@ -371,6 +392,7 @@ StepOptions step_options(const Config& config) {
   StepOptions options{.max_norm = config.training.max_norm,
                       // The expert bias is the model's, which LoRA freezes.
                       .bias_coeff = has_lora(config) ? 0 : config.moe.load_balance_coeff,
+                      .qk_clip = config.optimizer.qk_clip,
                       .overlap = config.parallelism.overlap_reductions,
                       .pipeline = pipeline_options(config)};
   options.forward = {
@@ -382,7 +404,8 @@ StepOptions step_options(const Config& config) {
                                         ? nn::BalanceOver::sequence
                                         : nn::BalanceOver::micro_batch,
                     .mtp_weight = num_mtp_layers(config) > 0 ? config.training.mtp_loss_weight : 0},
-      .reshard = config.parallelism.fsdp_reshard_after_forward};
+      .reshard = config.parallelism.fsdp_reshard_after_forward,
+      .watches_logits = config.optimizer.qk_clip > 0};
   return options;
 }
 

@@ -24,6 +24,7 @@
 #include "moesh/train/metrics/record.h"
 #include "moesh/train/metrics/sink.h"
 #include "moesh/train/prefetch.h"
+#include "moesh/train/routing.h"
 #include "moesh/train/step.h"
 #include "moesh/train/stop.h"
 #include "moesh/train/timeline/kernels.h"
@@ -177,6 +178,7 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .total_loss = g.total_loss,
           .auxiliary = g.auxiliary,
           .grad_norm = u.grad_norm,
+          .max_logit = u.max_logit,
           .num_tokens = g.num_tokens,
           .num_read = sample_order(config).num_per_step() * config.data.sequence_length,
           .num_tokens_all = position.num_tokens,
@@ -226,7 +228,9 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
                                                         mesh.shape(), router_shape(config)));
   }
   StepTrace trace(config, world, first_step);
-  Stepper take_step(*model, *optimizer, step_options(config), use_graph(config));
+  RoutingFiles routing(config, *model, world);
+  Stepper take_step(*model, *optimizer, routing.with_probe(step_options(config)),
+                    use_graph(config));
   std::vector<double> seconds;
   bool is_slowness_known = false, was_finite = true;
   // The batches of the next step are made while this one computes.
@@ -245,8 +249,10 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     if (step + 1 < config.training.steps) next.start(data_position);
     const double lr = learning_rate(config, step);
     if (is_first) sent->take();  // of validation and saving
+    routing.begin_step(step + 1);
     const auto [g, u] = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
     const auto sent_bytes = is_first ? sent->take() : std::map<std::string, std::int64_t>{};
+    routing.end_step(step + 1);
     position = {.step = step + 1,
                 .data_position = data_position,
                 .num_skipped = u.skipped ? position.num_skipped + 1 : 0,

@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/fsdp/step_state.h"
+#include "moesh/nn/qk_clip.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/transitions.h"
 
@@ -148,13 +149,17 @@ void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& ste
   const at::Tensor skip = is_good.logical_not().to(at::kDouble);
   optimizer.update(options.max_norm > 0 ? clip_factor(norm, options.max_norm) : at::ones_like(skip),
                    skip);
+  std::vector<at::Tensor> numbers{whole(norm), skip};
+  step.has_max_logit = options.qk_clip > 0;
+  if (step.has_max_logit)
+    numbers.push_back(nn::clip_logits(model.attentions(), options.qk_clip, skip).to(at::kDouble));
   for (auto* router : model.routers()) {
     if (options.bias_coeff != 0)
       router->update_bias(options.bias_coeff, skip);
     else
       router->clear_counts();
   }
-  step.update = at::cat({at::stack({whole(norm), skip}), bias_ranges(model, skip.options())});
+  step.update = at::cat({at::stack(numbers), bias_ranges(model, skip.options())});
 }
 
 StepResult read(const Unread& step) {
@@ -187,8 +192,10 @@ StepResult read(const Unread& step) {
   if (step.update.defined()) {
     const at::Tensor update = take_numbers(step.update.numel());
     const auto* number = update.const_data_ptr<double>();
-    result.update = {.grad_norm = number[0], .bias = {}, .skipped = number[1] != 0};
-    for (std::int64_t i = 2; i < update.numel(); i += 2)
+    result.update.grad_norm = number[0];
+    result.update.skipped = number[1] != 0;
+    if (step.has_max_logit) result.update.max_logit = number[2];
+    for (std::int64_t i = step.has_max_logit ? 3 : 2; i < update.numel(); i += 2)
       result.update.bias.push_back({.least = number[i], .largest = number[i + 1]});
   }
   step.checks.raise(rest.const_data_ptr<std::int64_t>());

@@ -3,6 +3,7 @@
 // The host hands all of it to the device without a wait, and then reads what the step gave, once.
 
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "moesh/models/model.h"
@@ -16,6 +17,7 @@ namespace moesh::train {
 struct StepOptions {
   double max_norm = 1;        // of the gradient; 0: not clipped
   double bias_coeff = 0.001;  // by how much the expert bias moves; 0: it stays
+  double qk_clip = 0;         // largest logit of attention; 0: not clipped
   bool overlap = true;        // gradients are summed over the ranks while backward goes on
   PipelineOptions pipeline;
   models::ForwardOptions forward;
@@ -27,11 +29,12 @@ struct Unread {
   at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
                       // auxiliary losses if there are any, then the counts of each MoE layer; of
                       // all ranks
-  at::Tensor update;  // float64: gradient norm, skipped, then the least and the largest expert bias
-                      // of each MoE layer; undefined before the update
+  at::Tensor update;  // float64: gradient norm, skipped, the largest logit if it is known, then the
+                      // least and the largest expert bias of each MoE layer; undefined before the
+                      // update
   nn::CheckLater::Checks checks;          // of this rank
   std::vector<std::int64_t> num_experts;  // of each MoE layer
-  bool has_auxiliary = false;
+  bool has_auxiliary = false, has_max_logit = false;
 };
 
 /// What the micro-batches of a step gave; every number is that of all ranks.
@@ -52,7 +55,8 @@ struct BiasRange {
 
 struct Update {
   double grad_norm = 0;
-  std::vector<BiasRange> bias;  // of each MoE layer, after the step
+  std::vector<BiasRange> bias;      // of each MoE layer, after the step
+  std::optional<double> max_logit;  // of attention, before it was clipped; with QK-clip
   /// A gradient was not finite, or there was no valid token: nothing has moved, on any rank.
   bool skipped = false;
 };

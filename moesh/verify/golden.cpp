@@ -96,7 +96,7 @@ void check_model_settings(const config::Settings& settings, const config::GivenM
   }
 }
 
-// The file has one micro-batch, and its loss is only cross-entropy.
+// The file has one micro-batch, its loss is only cross-entropy, and routers chose the experts.
 Config golden_config(config::Settings settings, const config::GivenModel& model,
                      const std::filesystem::path& file, const at::Tensor& input_ids_BL) {
   check_model_settings(settings, model);
@@ -108,6 +108,7 @@ Config golden_config(config::Settings settings, const config::GivenModel& model,
                            {"training.gradient_accumulation_steps", std::int64_t{1}, origin}};
   for (const char* weight : {"moe.balance_loss_weight", "moe.z_loss_weight"})
     of_file.push_back({weight, 0.0, origin});
+  of_file.push_back({"moe.replay", std::string(), origin});
   const auto num_dp = sample_order(merged(settings, model)).num_dp;
   MOESH_CHECK(num_sequences % num_dp == 0, ErrorKind::config, "the golden file has ", num_sequences,
               " sequences, which do not divide over dp_replicate * dp_shard = ", num_dp,
@@ -159,7 +160,7 @@ void read_gradients(const checkpoint::TensorFolder& source, const std::filesyste
 // One forward and backward of the file's batch on the mesh of a configuration: `report` gets what
 // this rank has of each tensor.
 void run_golden(const Golden& golden, const Config& config, comm::Group& world,
-                RoutingRecords* record, RoutingRecords* replay,
+                std::unique_ptr<RoutingRecord>* record, RoutingRecord* replay,
                 const std::function<void(const RankTensor&)>& report,
                 const Nearby* nearby = nullptr) {
   const std::int64_t batch = config.data.batch_size,
@@ -170,15 +171,15 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
   load_initial_weights(config, *model);
   if (nearby) nearby->move_weights(*model);
   if (record)
-    for (auto* router : model->routers())
-      record->push_back(
-          std::make_unique<RoutingRecord>(golden.input_ids_BL.numel(), router->config().top_k));
+    *record = std::make_unique<RoutingRecord>(model->num_moe_layers(), golden.input_ids_BL.numel(),
+                                              router_shape(config).top_k);
   const auto of_dp = [&](const at::Tensor& t) {
     return t.narrow(0, mesh.coordinate(dp) * batch, batch);
   };
   StepOptions options = step_options(config);
   VerifyProbe probe;
-  probe.record = record, probe.replay = replay;
+  probe.record = record ? record->get() : nullptr;
+  probe.replay_from(replay);
   options.forward.probe = &probe;
   models::MicroBatch batch_of_dp{.input_ids_BL = of_dp(golden.input_ids_BL),
                                  .labels_BL = of_dp(golden.labels_BL)};
@@ -206,7 +207,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
 
 // Where near ties go in float32, and what rounding does in the dtype of the configuration.
 struct Rounding {
-  RoutingRecords routing;
+  std::unique_ptr<RoutingRecord> routing;
   NamedTensors run;
 
   explicit Rounding(const Golden& golden) {
@@ -222,15 +223,15 @@ struct Rounding {
     };
     NamedTensors in_float32;
     run_golden(golden, wide, *world, &routing, nullptr, keep(in_float32));
-    run_golden(golden, narrow, *world, nullptr, &routing, keep(run));
+    run_golden(golden, narrow, *world, nullptr, routing.get(), keep(run));
     for (std::uint64_t i = 0; i < kNumNearby; ++i) {
       const Nearby nearby(run, scalar_type(narrow), i);
       NamedTensors other;
-      run_golden(golden, narrow, *world, nullptr, &routing, keep(other), &nearby);
+      run_golden(golden, narrow, *world, nullptr, routing.get(), keep(other), &nearby);
       note_nearby(run, other);
     }
     set_noise(run, scalar_type(narrow));
-    for (const auto& r : routing) r->num_flipped = 0, r->largest_margin = 0;
+    routing->forget_flips();
   }
 };
 
@@ -306,14 +307,14 @@ VerifyReport verify_golden(const Golden& golden) {
   }
   Findings findings(shape.num_ranks(), expected, golden.tolerance);
   launch_for(report, config, [&](comm::Group& world) {
-    run_golden(golden, config, world, nullptr, rounding ? &rounding->routing : nullptr,
+    run_golden(golden, config, world, nullptr, rounding ? rounding->routing.get() : nullptr,
                [&](const RankTensor& t) { findings.compare(t, world.rank()); });
     findings.exchange(world, device(config));
   });
   if (report.error.empty()) report.mismatches = findings.mismatches(shape);
   const auto [ratio, tensor] = findings.worst();
   report.worst_ratio = ratio, report.worst_tensor = tensor;
-  if (rounding) report.add_flips(rounding->routing);
+  if (rounding) report.add_flips(*rounding->routing);
   return report;
 }
 

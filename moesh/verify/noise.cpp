@@ -9,6 +9,7 @@
 
 #include "moesh/base/random.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/nn/qk_clip.h"
 #include "moesh/optim/muon.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/train/build.h"
@@ -174,6 +175,10 @@ void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings) {
       found->second = at::maximum(found->second, at::full_like(found->second, std::sqrt(square)));
 }
 
+std::string largest_logits_name(nn::Attention& attention, std::int64_t step) {
+  return name_of(step, "largest logits of ") + attention.logit_rows().front().weight->spec.name;
+}
+
 void set_movement_noise(NamedTensors& run, const config::Config& config, std::int64_t steps) {
   const OneRankScope scope;
   const at::NoGradGuard no_grad;
@@ -235,6 +240,12 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
       optimizer->begin_step(train::learning_rate(config, step));
       optimizer->update(max_norm > 0 ? raw::clip_factor(norm, max_norm) : at::ones_like(norm),
                         skipped);
+      if (const double tau = train::step_options(config).qk_clip; tau > 0)
+        for (nn::Attention* a : model->attentions()) {
+          const std::string logits = largest_logits_name(*a, step);
+          nn::clip_logits(*a, run[logits] + sign * kNoiseAllowed * run.noise.at(logits), tau,
+                          skipped);
+        }
       optimizer->end_step(skipped.item<double>() != 0);
     }
     each_trained([&](Stored& w) {

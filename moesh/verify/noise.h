@@ -10,6 +10,8 @@
 namespace moesh::verify {
 
 std::string movement_name(const std::string& param);
+/// Of each head, where QK-clip goes by them.
+std::string largest_logits_name(nn::Attention& attention, std::int64_t step);
 
 /// Makes a run on one rank another one, which is as near to it as rounding allows: every weight
 /// begins up to one rounding away (or some more), so that everything after it is rounded otherwise.

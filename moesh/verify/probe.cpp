@@ -26,9 +26,9 @@ void note_flips(const nn::Choice& c, const at::Tensor& replayed_NK, RoutingRecor
 
 }  // namespace
 
-RoutingRecord::RoutingRecord(std::int64_t num_tokens, std::int64_t top_k)
-    : experts_TK(at::full({num_tokens, top_k}, -1, at::kLong)),
-      for_balance_TK(experts_TK.clone()) {}
+RoutingRecord::RoutingRecord(std::int64_t num_layers, std::int64_t num_tokens, std::int64_t top_k)
+    : StepRouting{.experts_LTK = at::full({num_layers, num_tokens, top_k}, -1, at::kLong),
+                  .for_balance_LTK = at::full({num_layers, num_tokens, top_k}, -1, at::kLong)} {}
 
 void VerifyProbe::on_input(const at::Tensor& x_BLD) {
   inputs.push_back(x_BLD);
@@ -36,21 +36,9 @@ void VerifyProbe::on_input(const at::Tensor& x_BLD) {
 }
 
 at::Tensor VerifyProbe::on_choice(const nn::Choice& c) {
-  if (!record && !replay) return c.experts_NK;
-  const auto layer = static_cast<size_t>(c.layer);
-  const at::Tensor places = c.tokens.global_ids() + c.micro_batch * c.tokens.num_global();
-  const auto recorded = [&](RoutingRecord& r) -> at::Tensor& {
-    return c.for_balance ? r.for_balance_TK : r.experts_TK;
-  };
-  at::Tensor experts = c.experts_NK;
-  if (replay) {
-    RoutingRecord& from = *(*replay)[layer];
-    experts = recorded(from).index_select(0, places).to(experts.device());
-    if (c.pass != nn::Pass::recompute && !c.for_balance) note_flips(c, experts, from);
-  }
-  if (record && c.pass != nn::Pass::recompute)
-    recorded(*(*record)[layer]).index_copy_(0, places, experts.cpu());
-  return experts;
+  at::Tensor experts_NK = RoutingProbe::on_choice(c);
+  if (flips && c.pass != nn::Pass::recompute && !c.for_balance) note_flips(c, experts_NK, *flips);
+  return experts_NK;
 }
 
 }  // namespace moesh::verify

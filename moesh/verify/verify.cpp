@@ -13,8 +13,10 @@
 #include "moesh/comm/roll.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
+#include "moesh/nn/qk_clip.h"
 #include "moesh/pipeline/schedule.h"
 #include "moesh/train/checkpointer.h"
+#include "moesh/train/routing.h"
 
 namespace moesh::verify {
 
@@ -54,16 +56,13 @@ class WithIgnored : public data::Dataset {
   double fraction_;
 };
 
-// A record for each step and MoE layer; the micro-batches of a step follow one another.
-Routing make_records(const VerifyCase& c, models::Model& model) {
-  const auto num_tokens =
-      c.config.data.batch_size * c.config.data.sequence_length * num_micro_batches(c.config);
+// A record for each step.
+Routing make_records(const VerifyCase& c, const models::Model& model) {
+  const auto num_tokens = sample_order(c.config).num_per_step() * c.config.data.sequence_length;
   Routing routing;
-  for (int step = 0; step < c.steps; ++step) {
-    routing.emplace_back();
-    for (auto* router : model.routers())
-      routing.back().push_back(std::make_unique<RoutingRecord>(num_tokens, router->config().top_k));
-  }
+  for (int step = 0; step < c.steps; ++step)
+    routing.push_back(std::make_unique<RoutingRecord>(model.num_moe_layers(), num_tokens,
+                                                      router_shape(c.config).top_k));
   return routing;
 }
 
@@ -116,6 +115,16 @@ void report_gradients(models::Model& model, std::int64_t step,
     report({gradient_name(w.spec.name, step), raw::gather(w, w.value.grad()),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
+}
+
+void report_logits(models::Model& model, const Mesh& mesh, std::int64_t step,
+                   const std::function<void(const RankTensor&)>& report) {
+  for (nn::Attention* a : model.attentions()) {
+    const at::Tensor largest_h = nn::largest_logits({a});
+    const auto num = largest_h.size(0);
+    report({largest_logits_name(*a, step), largest_h,
+            [&](const at::Tensor& t) { return t.narrow(0, num * mesh.coordinate(tp), num); }});
+  }
 }
 
 // The ends of the model, which are on the first and on the last stage.
@@ -221,19 +230,25 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
   options.forward.probe = &probe;
   for (std::int64_t step = 0; step < c.steps; ++step) {
     probe.begin_step();
-    probe.record = record ? &(*record)[static_cast<size_t>(step)] : nullptr;
-    probe.replay = replay ? &(*replay)[static_cast<size_t>(step)] : nullptr;
+    const auto given = read_routing(config, *model, step + 1);
+    probe.record = record ? (*record)[static_cast<size_t>(step)].get() : nullptr;
+    if (replay)
+      probe.replay_from((*replay)[static_cast<size_t>(step)].get());
+    else
+      probe.replay = given ? &*given : nullptr;
     const Gradients g = accumulate_gradients(
         *model, step_batches(config, data, mesh, step * sample_order(config).num_per_step()),
         options);
     report_sums(g, step, report);
     if (step == 0) report_ends(c, mesh, probe, report);
     report_gradients(*model, step, report);
+    if (options.qk_clip > 0) report_logits(*model, mesh, step, report);
     if (nearby) nearby->move_gradients(*model, step);
     const Update update =
         apply_gradients(*model, *optimizer, g, learning_rate(config, step), options);
     const std::string at = "step " + std::to_string(step) + " ";
     report({at + "gradient norm", scalar(update.grad_norm), whole_tensor});
+    if (update.max_logit) report({at + "largest logit", scalar(*update.max_logit), whole_tensor});
     report({at + "skipped", scalar(update.skipped ? 1 : 0), whole_tensor, true});
   }
   const auto routers = model->routers();
@@ -264,11 +279,9 @@ std::string VerifyReport::describe(const MeshShape& mesh) const {
   return os.str();
 }
 
-void VerifyReport::add_flips(const RoutingRecords& routing) {
-  for (const auto& r : routing) {
-    num_flipped += r->num_flipped;
-    largest_margin = std::max<double>(largest_margin, r->largest_margin);
-  }
+void VerifyReport::add_flips(const RoutingRecord& routing) {
+  num_flipped += routing.num_flipped;
+  largest_margin = std::max<double>(largest_margin, routing.largest_margin);
 }
 
 namespace {
@@ -347,8 +360,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   const auto data = open_data(c);
   Findings findings(shape.num_ranks(), reference);
   auto& routing = const_cast<VerifyReference&>(reference).routing;
-  for (const auto& step : routing)
-    for (const auto& r : step) r->num_flipped = 0, r->largest_margin = 0;
+  for (const auto& step : routing) step->forget_flips();
   launch_for(report, c.config, [&](comm::Group& world) {
     run_steps(c, *data, world, nullptr, c.replays() ? &routing : nullptr, [&](const RankTensor& t) {
       interruption_point();
@@ -366,7 +378,7 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   const auto [ratio, tensor] = findings.worst();
   report.worst_ratio = ratio, report.worst_tensor = tensor;
   if (c.replays())
-    for (const auto& step : routing) report.add_flips(step);
+    for (const auto& step : routing) report.add_flips(*step);
   return report;
 }
 

@@ -3,6 +3,7 @@
 // the mesh of its configuration and on one rank, everything compared.
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,8 +48,8 @@ Config with_micro_batches(const Config& config, const std::string& origin);
 Config fitted(const Config& config, const MeshShape& shape, const std::string& schedule = "1f1b",
               bool is_tied = false);
 
-/// By step and MoE layer.
-using Routing = std::vector<RoutingRecords>;
+/// By step.
+using Routing = std::vector<std::unique_ptr<RoutingRecord>>;
 
 struct VerifyReference : NamedTensors {
   Routing routing = {};
@@ -66,7 +67,7 @@ struct VerifyReport {
   double worst_ratio = 0;         // the largest |delta| / allowed
   std::string worst_tensor = {};  // which has it
   bool holds() const { return mismatches.empty() && error.empty(); }
-  void add_flips(const RoutingRecords& routing);
+  void add_flips(const RoutingRecord& routing);
   /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
   std::string describe(const MeshShape& mesh) const;

@@ -686,7 +686,7 @@ TEST(Config, HelpNamesEveryOption) {
 // Every key of a rule is a number or a switch in [optimizer], and every other one there is read by
 // a rule.
 TEST(Config, OptimizerHasTheKeysOfTheRules) {
-  std::set<std::string> keys{"name", "lr"};
+  std::set<std::string> keys{"name", "lr", "qk_clip"};  // of every rule
   for (const auto& kind : optim::rule_kinds())
     for (const auto& key : kind.keys) {
       keys.insert(key);

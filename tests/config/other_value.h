@@ -13,7 +13,8 @@ namespace moesh::config {
 /// Files that options name. A test that only reads configurations need not have them.
 struct OtherFiles {
   std::string text = "corpus.txt", jsonl = "corpus.jsonl", weights = "weights",
-              tokenizer = "tokenizer.json", token_folder = "tokens", adapter = "adapter";
+              tokenizer = "tokenizer.json", token_folder = "tokens", adapter = "adapter",
+              routing = "routing";
 };
 
 struct OtherValue {
@@ -57,6 +58,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"parallelism.moe_dispatcher", {"all_to_all", {"--mesh=tp=2,ep=2"}}},
       {"parallelism.ranks_per_node",
        {"2", {"--mesh=dp_shard=4,ep=4", "--parallelism.moe_dispatcher=two_hops"}}},
+      {"moe.replay", {files.routing}},
       {"lora.alpha", {"3", {lora}}},
       {"lora.targets", {"o_proj", {lora}}},
       {"lora.use_rslora", {"true", {lora}}},
@@ -73,6 +75,7 @@ inline OtherValue other_value(const Option& o, const OtherFiles& files = {}) {
       {"optimizer.nesterov", {"false", {muon}}},
       {"optimizer.muon_float32", {"true", {muon, "--dtype=float32"}}},
       {"optimizer.muon_by_head", {"true", {muon}}},
+      {"optimizer.qk_clip", {"0.02"}},
       {"lr_scheduler.kind", {"linear", {steps}}},
       {"lr_scheduler.decay_ratio", {"0.9", {wsd, steps}}},
       {"lr_scheduler.min_lr_factor", {"0.5", {steps}}},

@@ -85,11 +85,34 @@ TEST(TokenIndex, RefusesOneThatLies) {
   refuse(other, "too few");
 }
 
-TEST(Npy, ReadsIntegersOfOneDimension) {
+TEST(Npy, ReadsIntegers) {
   const NpyHeader header = parse_npy(npy(kShape3, "abcdef"), "x.npy");
   EXPECT_EQ(header.type, IdType::uint16);
+  EXPECT_EQ(header.sizes, std::vector<std::int64_t>{3});
   EXPECT_EQ(header.data_start, 10 + kShape3.size());
   EXPECT_EQ(parse_npy(npy(kShape3, "abcdef", 2), "x.npy").data_start, 12 + kShape3.size());
+}
+
+// As NumPy's own: its header is a multiple of 64 bytes and ends with a line.
+TEST(Npy, ReadsWhatItWrites) {
+  for (const std::vector<std::int64_t>& sizes :
+       {std::vector<std::int64_t>{}, {0}, {7}, {2, 3}, {0, 4}, {1, 2, 3, 4}, {1000000, 0, 3}})
+    for (const IdType type : {IdType::uint8, IdType::int16, IdType::int32, IdType::int64}) {
+      std::int64_t count = 1;
+      for (const auto n : sizes) count *= n;
+      const std::string header = npy_header(type, sizes);
+      EXPECT_EQ(header.size() % 64, 0u);
+      EXPECT_EQ(header.back(), '\n');
+      const NpyHeader read = parse_npy(
+          header + std::string(static_cast<std::size_t>(count) * size_of(type), 'x'), "x");
+      EXPECT_EQ(read.type, type);
+      EXPECT_EQ(read.sizes, sizes);
+      EXPECT_EQ(read.data_start, header.size());
+    }
+  const std::int64_t sizes[] = {2, 3};
+  EXPECT_TRUE(npy_header(IdType::int16, sizes)
+                  .substr(10)
+                  .starts_with("{'descr': '<i2', 'fortran_order': False, 'shape': (2, 3), }"));
 }
 
 TEST(Npy, RefusesWhatItIsNot) {
@@ -101,8 +124,12 @@ TEST(Npy, RefusesWhatItIsNot) {
   refuse(npy(kShape3, "abcdef").substr(0, 20), "cut off");
   refuse(npy("{'descr': '<f4', 'shape': (1,), }", "abcd"), "<f4");
   refuse(npy("{'descr': '>i4', 'shape': (1,), }", "abcd"), ">i4");
-  refuse(npy("{'descr': '<i4', 'shape': (1, 1), }", "abcd"), "one dimension");
-  refuse(npy("{'descr': '<i4', 'shape': (), }", "abcd"), "one dimension");
+  refuse(npy("{'descr': '<i4', 'shape': (1, 2), }", "abcd"), "says (1, 2) of 4 bytes");
+  refuse(npy("{'descr': '<i4', 'shape': (4294967296, 4294967296), }", ""), "cut off");
+  refuse(npy("{'descr': '<i4', 'shape': (1 2), }", "abcd"), "no shape");
+  refuse(npy("{'descr': '<i4', 'shape': (-1,), }", "abcd"), "no shape");
+  refuse(npy("{'descr': '<i4', 'shape': (1", "abcd"), "no shape");
+  refuse(npy("{'descr': '<i4', 'fortran_order': True, 'shape': (1, 1), }", "abcd"), "innermost");
   refuse(npy("{}", ""), "type");
 }
 
@@ -156,6 +183,9 @@ TEST_F(Files, NameTheIdThatIsBeyondTheVocabulary) {
   const std::string below =
       put("y.npy", npy("{'descr': '<i4', 'shape': (1,), }", bytes<std::int32_t>({-3})));
   EXPECT_THROW(TokenFile::open_npy(below).copy(0, 10, std::span(ids).first(1)), Error);
+  EXPECT_THROW(
+      TokenFile::open_npy(put("z.npy", npy("{'descr': '|u1', 'shape': (2, 2), }", "abcd"))), Error)
+      << "not one dimension";
   EXPECT_THROW(TokenFile::open_flat(put("odd.bin", "abc"), IdType::uint16), Error);
   EXPECT_THROW(TokenFile::open_flat(folder_.string(), IdType::uint16), Error);
 }

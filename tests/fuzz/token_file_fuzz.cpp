@@ -30,9 +30,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   using namespace moesh::fuzz;
   const Input input(data, size);
   if (input.raw) {
-    if (const auto header = unless_refused([&] { return parse_npy(input.rest, "x.npy"); }))
-      must((input.rest.size() - header->data_start) % size_of(header->type) == 0,
-           "whole ids follow the header");
+    if (const auto header = unless_refused([&] { return parse_npy(input.rest, "x.npy"); })) {
+      std::uint64_t count = size_of(header->type);
+      for (const auto n : header->sizes) count *= static_cast<std::uint64_t>(n);
+      must(input.rest.size() - header->data_start == count, "the values follow the header");
+      const std::string again = npy_header(header->type, header->sizes);
+      must(parse_npy(again + std::string(count, 'x'), "y.npy").sizes == header->sizes,
+           "what is written is read");
+    }
     return 0;
   }
   if (input.rest.size() < 2) return 0;

@@ -44,8 +44,8 @@ at::Tensor mine(const at::Tensor& whole, const LayerCase& c, const Mesh& mesh) {
 }
 
 // One forward, backward and bias update, the same code on every mesh.
-std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingRecords* record,
-                                  RoutingRecords* replay) {
+std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingRecord* record,
+                                  RoutingRecord* replay) {
   nn::Moe moe(c.layer);
   if (c.equal_scores) {
     const at::NoGradGuard no_grad;
@@ -59,7 +59,8 @@ std::vector<RankTensor> run_layer(const LayerCase& c, const Mesh& mesh, RoutingR
   const at::Tensor x = mine(make_data(c, num_sequences, "x"), c, mesh);
   const at::Tensor weights = mine(make_data(c, num_sequences, "objective"), c, mesh);
   VerifyProbe probe;
-  probe.record = record, probe.replay = replay;
+  probe.record = record;
+  probe.replay_from(replay);
   const nn::RouteOptions options{.probe = &probe};
 
   at::Tensor leaf, y;
@@ -147,9 +148,8 @@ LayerResult run_reference(const LayerCase& c, int num_dp) {
   whole.sequence_parallel = true;
   whole.layer.dispatcher = nn::Dispatcher::local;
   LayerResult result;
-  result.routing = std::make_shared<RoutingRecords>();
-  result.routing->push_back(
-      std::make_unique<RoutingRecord>(whole.batch * c.sequence, c.layer.router.top_k));
+  result.routing =
+      std::make_shared<RoutingRecord>(1, whole.batch * c.sequence, c.layer.router.top_k);
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
@@ -197,8 +197,8 @@ std::vector<LayerReport> compare_layer(const std::vector<LayerCase>& cases,
     if (reports[i].error.empty())
       reports[i].mismatches = findings[i]->mismatches(shape.validated());
     if (cases[i].replay) {
-      reports[i].num_flipped = references[i]->routing->front()->num_flipped;
-      reports[i].largest_margin = references[i]->routing->front()->largest_margin;
+      reports[i].num_flipped = references[i]->routing->num_flipped;
+      reports[i].largest_margin = references[i]->routing->largest_margin;
     }
   }
   return reports;

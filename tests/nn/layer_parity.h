@@ -32,7 +32,7 @@ struct LayerCase {
 
 /// What one run gives.
 struct LayerResult : NamedTensors {
-  std::shared_ptr<RoutingRecords> routing;  // of the one layer
+  std::shared_ptr<RoutingRecord> routing;
 };
 
 struct LayerReport {

@@ -84,6 +84,7 @@ const mutants::Provide step("step", [](Settings& settings) -> Check {
     more.push_back({"optimizer.group.0.match", std::string("embed_tokens"), {"test"}});
     more.push_back({"optimizer.group.0.lr_scale", 0.25, {"test"}});
   }
+  if (settings.take("qk_clip") != 0) more.push_back({"optimizer.qk_clip", 0.02, {"test"}});
   const bool has_copies = settings.take("weight_copies") != 0;
   if (has_copies) {
     more.push_back({"kernels.weight_copies", true, {"test"}});

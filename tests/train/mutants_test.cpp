@@ -13,9 +13,11 @@
 #include "moesh/data/mixture.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/train/validation.h"
+#include "moesh/verify/verify.h"
 #include "tests/checkpoint/support.h"
 #include "tests/mutants/check.h"
 #include "tests/support.h"
+#include "tests/train/random_routing.h"
 #include "tests/train/reference_check.h"
 
 namespace moesh {
@@ -175,6 +177,49 @@ const mutants::Provide reference_run("reference", [](Settings& settings) -> Chec
   for (const std::string& name : reference::run_names())
     if (settings.take(name) != 0) run = name;
   return [run] { return reference::run_complaint(run); };
+});
+
+Args routing_args(Settings& settings, std::string& mesh) {
+  mesh = settings.take_mesh().describe();
+  Args args{"--dtype=float64", "--training.global_batch_size=8"};
+  args.push_back("--data.batch_size=" +
+                 std::to_string(static_cast<int>(settings.take("batch", 2))));
+  if (settings.take("full") != 0) args.push_back("--activation_checkpoint.mode=full");
+  return args;
+}
+
+// A step whose experts a file names, on a mesh against one rank.
+const mutants::Provide replay("replay", [](Settings& settings) -> Check {
+  std::string mesh;
+  Args args = routing_args(settings, mesh);
+  args.insert(args.end(), {"--mesh=" + mesh, "--data.sequence_length=7"});
+  const auto folder = std::make_shared<TemporaryFolder>();
+  write_routing(folder->path(), config::load_config(args), 1);
+  args.push_back("--moe.replay=" + folder->path().string());
+  const verify::VerifyCase c{config::load_config(args, verify::verify_defaults(1)), 1};
+  const auto reference = std::make_shared<verify::VerifyReference>(verify::run_reference(c));
+  return [=, kept = folder]() -> std::string {
+    const auto report = verify::verify(c, *reference);
+    if (!report.error.empty()) return "threw: " + report.error;
+    return report.holds() ? "" : report.mismatches[0].describe(mesh_shape(c.config));
+  };
+});
+
+// The files that a run on a mesh records are those of one rank.
+const mutants::Provide recorded("recorded", [](Settings& settings) -> Check {
+  std::string mesh;
+  const Args args = routing_args(settings, mesh);
+  const auto routing = [args](const std::string& on) {
+    const TemporaryFolder folder;
+    Args all = args;
+    all.insert(all.end(), {"--steps=1", "--moe.record=" + folder.path().string()});
+    run(folder.path() / "c", on, all);
+    return bytes_of(folder.path() / train::routing_name(1));
+  };
+  const std::string wanted = routing("tp=1");
+  return [=]() -> std::string {
+    return routing(mesh) == wanted ? "" : "the experts of some tokens are others";
+  };
 });
 
 // Three steps on two data-parallel ranks, with two sequences each, then three on one.

@@ -9,11 +9,13 @@
 #include <limits>
 
 #include "moesh/base/random.h"
+#include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/reshard.h"
 #include "moesh/models/registry.h"
 #include "moesh/optim/rules.h"
 #include "moesh/train/build.h"
+#include "tests/expect_error.h"
 #include "tests/spmd/device.h"
 #include "tests/spmd/layout_check.h"
 #include "tests/support.h"
@@ -278,6 +280,7 @@ std::vector<at::Tensor> trained(const Mesh& mesh, bool weight_copies, bool resha
       {.dtype = at::kBFloat16, .device = test_device(), .seed = 1, .weight_copies = weight_copies});
   t.optimizer = make_optimizer(*t.model, {});
   t.options.forward.reshard = reshard;
+  t.options.qk_clip = 0.02, t.options.forward.watches_logits = true;
   for (int step = 0; step < 3; ++step) {
     const Gradients g = t.gradients();
     t.apply(g);
@@ -308,6 +311,22 @@ TEST(Losses, OfOneMoeLayerAreTold) {
   EXPECT_GT(g.auxiliary[0], 0);
   EXPECT_GT(g.auxiliary[1], 0);
   EXPECT_NEAR(g.total_loss, g.loss + g.auxiliary[0] + g.auxiliary[1], 1e-12);
+}
+
+TEST(QkClip, RefusesWhatItCannotScale) {
+  const OneRankScope scope;
+  const auto refused = [](std::vector<std::string> args, const std::string& reason) {
+    args.push_back("--optimizer.qk_clip=100");
+    const Config config = config::load_config(args);
+    const auto model = make_model(config);
+    expect_error([&] { make_optimizer(*model, config); }, reason);
+  };
+  refused({"--model=qwen3_moe:tiny"},
+          "optimizer.qk_clip is 100.0 (command line), and qwen3_moe normalises queries and keys");
+  refused({"--model=olmoe:tiny"}, "set optimizer.qk_clip to 0");
+  refused({"--training.freeze=*.kv_b_proj.weight"},
+          "model.layers.0.self_attn.kv_b_proj.weight, which it would scale, is frozen");
+  refused({"--lora.rank=2"}, "q_b_proj.weight, which it would scale, is frozen");
 }
 
 // Against formulas that no rank computes with: one rank and a mesh may make the same mistake.

@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import re
+import sys
 
 import numpy as np
 import torch
@@ -234,27 +235,56 @@ class Model:
         self.is_sigmoid = c.model_type in ("deepseek_v3", "glm4_moe", "llama4_text")
         self.routers = [m for m in self.model.modules() if "Router" in type(m).__name__]
         self.logits, self.chosen = {}, {}
+        self.given = None  # [layers, tokens, k]: experts of the next forward; -1: the router's own
+        self.forced = {}
+        self.largest = {}  # by layer: the largest logit of attention of each head, in training
+        self.queries = None
+        self.watch_logits()
         self.bias = []
         for layer, router in enumerate(self.routers):
             bias = getattr(router, "e_score_correction_bias", None)
+            added = 0  # where the router adds its bias
             if bias is None:  # of a model that has none
-                bias = torch.zeros(router.num_experts, dtype=torch.float64)
-                self.choose_with(router, bias)
+                added = bias = torch.zeros(router.num_experts, dtype=torch.float64)
+            self.choose_with(layer, router, added)
             self.bias.append(bias)
             router.register_forward_hook(
                 lambda _, inputs, out, layer=layer: self.keep(layer, out))
 
-    @staticmethod
-    def choose_with(router, bias):
-        """Its top-k is that of what it looks at and the bias; the values are without."""
+    def watch_logits(self):
+        modeling = sys.modules[type(self.model).__module__]
+        attention = modeling.eager_attention_forward
+        attention = getattr(attention, "unwatched", attention)
+
+        def watched(module, query, key, value, attention_mask, scaling, **options):
+            if torch.is_grad_enabled():
+                keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+                seen = (attention_mask == 0) & self.queries[:, None, :, None]
+                logits = (query @ keys.transpose(2, 3) * scaling).detach()
+                largest = logits.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+                before = self.largest.get(module.layer_idx, largest)
+                self.largest[module.layer_idx] = torch.maximum(before, largest)
+            return attention(module, query, key, value, attention_mask, scaling, **options)
+
+        watched.unwatched = attention
+        modeling.eager_attention_forward = watched
+
+    def choose_with(self, layer, router, bias):
+        """Its top-k is that of what it looks at and the bias, or what is forced; the values are
+        without bias."""
         forward, topk = router.forward, torch.topk
 
-        def biased(x, k, dim=-1):
-            indices = topk(x + bias, k, dim=dim)[1]
+        def other(x, k, dim=-1, **options):
+            if x.shape[-1] != router.num_experts:  # of groups
+                return topk(x, k, dim=dim, **options)
+            indices = topk(x + bias, k, dim=dim, **options)[1]
+            if layer in self.forced:
+                forced = self.forced[layer]
+                indices = torch.where(forced < 0, indices, forced)
             return x.gather(dim, indices), indices
 
         def chosen(x):
-            torch.topk = biased
+            torch.topk = other
             try:
                 return forward(x)
             finally:
@@ -296,6 +326,11 @@ class Model:
         def padded(pieces):
             return torch.tensor([p + [0] * (longest - len(p)) for p in pieces])
 
+        self.queries = counts.view(len(batch.pieces), longest)
+        self.forced = {}
+        for layer in range(len(self.routers) if self.given is not None else 0):
+            self.forced[layer] = torch.full((len(counts), self.top_k), -1)
+            self.forced[layer][counts] = self.given[layer]
         inner = self.model.model
         main = inner.layers[:len(inner.layers) - len(self.mtp)]
         h = self.hidden(main, inner.norm, input_ids=padded(batch.pieces))
@@ -460,6 +495,33 @@ def clip(params, max_norm):
     return norm.item()
 
 
+@torch.no_grad()
+def clip_logits(model, tau):
+    """QK-clip, as Kimi K2's report has it for MLA; where heads share a key, queries take it all.
+    Returns how many heads were clipped, and how many there are."""
+    c = model.model.config
+    num_clipped = num_heads = 0
+    for i, layer in enumerate(model.model.model.layers):
+        attention, largest = layer.self_attn, model.largest[i]
+        gamma = torch.where(largest > tau, tau / largest, 1.0)
+        num_clipped, num_heads = num_clipped + (gamma < 1).sum().item(), num_heads + len(gamma)
+        scales = gamma.view(-1, 1, 1)
+        if hasattr(attention, "kv_b_proj"):
+            q = attention.q_b_proj if c.q_lora_rank else attention.q_proj
+            q, kv = (w.weight.view(len(gamma), -1, w.in_features) for w in (q, attention.kv_b_proj))
+            q[:, :c.qk_nope_head_dim] *= scales.sqrt()
+            q[:, c.qk_nope_head_dim:] *= scales
+            kv[:, :c.qk_nope_head_dim] *= scales.sqrt()
+            continue
+        is_shared = attention.num_key_value_groups > 1
+        for linear, power in ((attention.q_proj, 1 if is_shared else 0.5),
+                              (attention.k_proj, 0 if is_shared else 0.5)):
+            for w in linear.parameters():
+                w.view(-1, attention.head_dim, w[0].numel()).mul_(
+                    scales ** power if power else 1)
+    return num_clipped, num_heads
+
+
 def move_bias(bias, counts, coeff):
     step = coeff * (counts.sum() - len(counts) * counts).sign().to(bias.dtype)
     bias += step - step.mean()
@@ -471,6 +533,14 @@ def micro_batches(get, settings, masks, first, depth):
     size = per_step // num
     return [MicroBatch([get(first + m * size + i) for i in range(size)], masks, depth)
             for m in range(num)]
+
+
+def given_experts(settings, step):
+    """Of each micro-batch: [layers, tokens, k], or nothing."""
+    if "moe.replay" not in settings:
+        return [None] * settings["micro_batches"]
+    experts = np.load(settings["moe.replay"] / f"step-{step + 1:08}.npy")
+    return torch.tensor(experts.astype(np.int64)).chunk(settings["micro_batches"], dim=1)
 
 
 def validate(model, sequences, settings, masks):
@@ -508,19 +578,20 @@ def run(folder, files, settings):
     pack = best_fit if settings["data.packing"] == "best_fit" else cut
     held_out = {name: pack(documents_of(f), settings["data.sequence_length"])
                 for name, f in files["validation"].items()}
-    steps, records = settings["training.steps"], []
+    steps, records, clipped = settings["training.steps"], [], np.zeros(2, int)
     for step in range(steps):
         batches = micro_batches(data.__getitem__, settings, masks,
                                 step * settings["training.global_batch_size"], len(model.mtp))
         num_tokens = sum(b.valid.sum().item() for b in batches)
         record = dict.fromkeys(("loss", *AUXILIARY), 0.0)
         counts = [0] * len(model.routers)
-        for batch in batches:
+        for batch, model.given in zip(batches, given_experts(settings, step)):
             parts, chosen = losses_of(model, batch, settings, max(1, num_tokens))
             sum(parts.values()).backward()
             counts = [c + n for c, n in zip(counts, chosen)]
             for name, value in parts.items():
                 record[name] += value.item()
+        model.given = None
         record["total_loss"] = sum(record.values())
         record["grad_norm"] = clip(params, settings["training.max_norm"])
         record["lr"] = settings["optimizer.lr"] * factors[step]
@@ -529,13 +600,19 @@ def run(folder, files, settings):
             for group in optimizer.param_groups:
                 group["lr"] = record["lr"] * group["scale"]
             optimizer.step()
+            if "optimizer.qk_clip" in settings:
+                clipped += np.array(clip_logits(model, settings["optimizer.qk_clip"]))
             for bias, n in zip(model.bias, counts):
                 move_bias(bias, n, settings["moe.load_balance_coeff"])
         optimizer.zero_grad()
+        if "optimizer.qk_clip" in settings:
+            record["max_logit"] = max(s.max().item() for s in model.largest.values())
+        model.largest.clear()
         record["expert_counts"] = [n.tolist() for n in counts]
         record["expert_bias"] = [[b.min().item(), b.max().item()] for b in model.bias]
         if (step + 1) % settings["validation.interval"] == 0 or step + 1 == steps:
             record["validation"] = {name: validate(model, s, settings, masks)
                                     for name, s in held_out.items()}
         records.append(record)
+    assert "optimizer.qk_clip" not in settings or 0 < clipped[0] < clipped[1], clipped
     return records, model.model

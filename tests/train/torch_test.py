@@ -78,7 +78,21 @@ SETTINGS = {  # what is set besides, and the files to train on
     # Conversations: of some tokens it is known that they are only read.
     "masked": ({"data.packing": "best_fit", "data.sequence_length": 17},
                [("chats.bin", 3.0), ("more.bin", 1.0)]),
+    "clipped": ({"optimizer.qk_clip": 1.5}, [("a.jsonl", 1.0)]),
+    "clipped by muon": ({"optimizer.qk_clip": 1.5, "optimizer.name": "muon"}, [("a.jsonl", 1.0)]),
+    # Experts at random, which no router has chosen.
+    "replayed": ({}, [("a.jsonl", 1.0)]),
 }
+
+MODELS_OF = {
+    # The others store the matrices of an expert in another order.
+    "muon": ("deepseek_v3", "qwen3_moe", "mixtral"),
+    # The others normalise queries and keys.
+    "clipped": ("deepseek_v3", "mixtral", "gpt_oss"),
+    "clipped by muon": ("deepseek_v3", "mixtral"),
+}
+BESIDE = [("deepseek_v3", "muon"), ("deepseek_v3", "masked"), ("deepseek_v3", "replayed"),
+          ("deepseek_v3", "clipped by muon"), ("mixtral", "clipped"), ("gpt_oss", "clipped")]
 
 
 def write_texts(folder, seed):
@@ -221,19 +235,46 @@ def without_copies(found):
     return found
 
 
+def write_routing(folder, initial, settings, seed):
+    """A file for each step, of another type each; some tokens are left to the routers."""
+    folder.mkdir()
+    model, draw = torch_run.Model(initial), np.random.default_rng(seed)
+    tokens = settings["training.global_batch_size"] * settings["data.sequence_length"]
+    sizes = len(model.routers), tokens, model.routers[0].num_experts
+    for step in range(settings["training.steps"]):
+        experts = draw.random(sizes).argsort(-1)[..., :model.top_k]
+        kind = (np.int16, np.uint8, np.int32, np.int64)[step % 4]
+        if kind != np.uint8:
+            experts[draw.random(sizes[:2]) < 0.2] = -1
+        np.save(folder / f"step-{step + 1:08}.npy", experts.astype(kind))
+
+
+def compare_routing(given, recorded):
+    for path in sorted(given.iterdir()):
+        experts, written = np.load(path), np.load(recorded / path.name)
+        chosen = (experts >= 0).all(-1)
+        assert written.dtype == np.int16 and written.shape == experts.shape, path
+        assert (written[chosen] == experts[chosen]).all() and (written >= 0).all(), path
+
+
 def compare(tmp, model, config, setting, meshes, seed, make=golden_test.make):
     name = f"{model}, {setting}"
     folder = tmp / name
     settings, files = prepare(folder, setting, seed)
     torch.manual_seed(seed)
     make(config, folder / "initial")
+    if setting == "replayed":
+        settings["moe.replay"] = folder / "routing"
+        write_routing(folder / "routing", folder / "initial", settings, seed)
     wanted, trained = torch_run.run(folder / "initial", files, settings)
     trained.save_pretrained(folder / "wanted")
     weights = tensors(folder / "wanted"), tensors(folder / "initial")
     for mesh in meshes:
         at = folder / mesh
-        options = options_of(settings, files, mesh)
+        options = options_of(settings, files, mesh) + [f"--moe.record={at / 'recorded'}"]
         compare_records(f"{name} on {mesh}", train(at, folder / "initial", mesh, options), wanted)
+        if setting == "replayed":
+            compare_routing(folder / "routing", at / "recorded")
         last = at / f"step-{settings['training.steps']:08}"
         worst = compare_weights(f"{name} on {mesh}", without_copies(tensors(last)), *weights)
         print(f"{name} on {mesh}: weights within {worst:.1e} of their movement", flush=True)
@@ -323,11 +364,11 @@ def main():
                     meshes = MESHES[:1]
                 if setting == "mtp":  # of mtp_test.py
                     continue
-                if setting == "muon" and model not in ("deepseek_v3", "qwen3_moe", "mixtral"):
-                    continue  # the others store the matrices of an expert in another order
+                if model not in MODELS_OF.get(setting, MODELS):
+                    continue
                 if setting == "masked":
                     meshes = MESHES
-                if arguments.all or i == j or (setting in ("muon", "masked") and i == 0):
+                if arguments.all or i == j or (model, setting) in BESIDE:
                     compare(tmp, model, config, setting, meshes, arguments.seed + 10 * i + j)
         for model, config in TIED.items() if arguments.all else ():
             compare(tmp, f"{model} tied", config, "cosine", MESHES, arguments.seed)

@@ -106,6 +106,7 @@ TEST_F(GoldenSettings, ThatTheFileFixesAreRefused) {
   expect_refused({"--data.batch_size=4", "--mesh=dp_shard=2"}, {"data.batch_size is 4", "has 2"});
   expect_refused({"--moe.z_loss_weight=0.1"}, {"moe.z_loss_weight is 0.1", "has 0.0"});
   expect_refused({"--training.gradient_accumulation_steps=2"}, {"has 1"});
+  expect_refused({"--moe.replay=folder"}, {"moe.replay is folder", "has \"\""});
 }
 
 TEST_F(GoldenSettings, ThatAreSoAreAccepted) {

@@ -13,6 +13,7 @@
 #include "tests/checkpoint/support.h"
 #include "tests/config/other_value.h"
 #include "tests/data/small_tokenizer.h"
+#include "tests/train/random_routing.h"
 
 namespace moesh::verify {
 namespace {
@@ -33,12 +34,14 @@ const config::OtherFiles& files() {
     }
     run(at / "run", "tp=1", {"--steps=1", "--training.seed=9"});
     run(at / "lora", "tp=1", {"--steps=1", "--lora.rank=2"});
+    write_routing(at / "routing", load_config(Args{}, verify_defaults(2)), 2);
     return config::OtherFiles{.text = at / "corpus.txt",
                               .jsonl = at / "corpus.jsonl",
                               .weights = at / "run" / checkpoint::step_name(1),
                               .tokenizer = at / "tokenizer.json",
                               .token_folder = at / "tokens",
-                              .adapter = at / "lora" / checkpoint::step_name(1)};
+                              .adapter = at / "lora" / checkpoint::step_name(1),
+                              .routing = at / "routing"};
   }();
   return all;
 }

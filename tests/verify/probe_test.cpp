@@ -17,12 +17,6 @@ nn::Route route_of(nn::Router& router, const at::Tensor& x_ND, const Mesh& mesh,
   return router.choose(assume<Dense{T, T, T}>(x_ND), tokens, options);
 }
 
-RoutingRecords make_records(std::int64_t num_tokens, std::int64_t top_k) {
-  RoutingRecords records;
-  records.push_back(std::make_unique<RoutingRecord>(num_tokens, top_k));
-  return records;
-}
-
 TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
@@ -30,19 +24,19 @@ TEST(Replay, GivesBackTheRecordedChoiceAndCountsFlips) {
   nn::Router router({.num_experts = 6, .top_k = 2}, "gate", 6, at::kDouble, at::kCPU,
                     {.kind = Init::Kind::normal, .seed = 4});
   const at::Tensor x = at::randn({20, 6}, at::kDouble);
-  auto records = make_records(40, 2);
-  RoutingRecord& record = *records[0];
+  RoutingRecord record(1, 40, 2);
+  const at::Tensor experts_TK = record.experts_LTK[0];
   VerifyProbe probe;
-  probe.record = &records;
+  probe.record = &record;
   // The second micro-batch stands behind the first.
   const nn::Route first = route_of(router, x, mesh, {.probe = &probe, .micro_batch = 1});
-  EXPECT_TRUE(at::equal(record.experts_TK.narrow(0, 20, 20), local(first.experts_NK)));
-  EXPECT_TRUE(record.experts_TK.narrow(0, 0, 20).eq(-1).all().item<bool>());
+  EXPECT_TRUE(at::equal(experts_TK.narrow(0, 20, 20), local(first.experts_NK)));
+  EXPECT_TRUE(experts_TK.narrow(0, 0, 20).eq(-1).all().item<bool>());
   route_of(router, -x, mesh, {.pass = nn::Pass::recompute, .probe = &probe, .micro_batch = 1});
-  EXPECT_TRUE(at::equal(record.experts_TK.narrow(0, 20, 20), local(first.experts_NK)))
+  EXPECT_TRUE(at::equal(experts_TK.narrow(0, 20, 20), local(first.experts_NK)))
       << "a recompute records nothing";
 
-  probe.record = nullptr, probe.replay = &records;
+  probe.record = nullptr, probe.replay_from(&record);
   const nn::Route same = route_of(router, x, mesh, {.probe = &probe, .micro_batch = 1});
   EXPECT_EQ(record.num_flipped, 0);
   EXPECT_TRUE(at::equal(local(same.experts_NK), local(first.experts_NK)));
@@ -85,7 +79,7 @@ TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
                     {.kind = Init::Kind::normal, .seed = 4});
   router.expert_bias().copy_(at::arange(6, at::kDouble));
   const at::Tensor x = at::randn({20, 6}, at::kDouble), count = at::full({}, 20, at::kDouble);
-  auto records = make_records(20, 2);
+  RoutingRecord record(1, 20, 2);
   VerifyProbe probe;
   const nn::RouteOptions options{.probe = &probe};
   const auto loss = [&](const at::Tensor& input) {
@@ -95,12 +89,12 @@ TEST(Replay, GivesBackWhatTheBalanceLossCounts) {
         .item<double>();
   };
   const double plain = loss(x);
-  probe.record = &records;
+  probe.record = &record;
   EXPECT_EQ(loss(x), plain);
-  EXPECT_FALSE(at::equal(records[0]->for_balance_TK, records[0]->experts_TK));
-  probe.record = nullptr, probe.replay = &records;
+  EXPECT_FALSE(at::equal(record.for_balance_LTK, record.experts_LTK));
+  probe.record = nullptr, probe.replay_from(&record);
   EXPECT_EQ(loss(x), plain);
-  records[0]->for_balance_TK.copy_(records[0]->experts_TK);
+  record.for_balance_LTK.copy_(record.experts_LTK);
   EXPECT_NE(loss(x), plain);
 }
 

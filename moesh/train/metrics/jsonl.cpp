@@ -87,6 +87,7 @@ JsonObject to_json(const StepRecord& r) {
   };
   for (std::size_t i = 0; i < r.auxiliary.size(); ++i)
     if (r.auxiliary[i] != 0) object.emplace_back(kAuxiliaryNames[i], exact(r.auxiliary[i]));
+  if (r.max_logit) object.emplace_back("max_logit", exact(*r.max_logit));
   if (r.peak_tflops > 0) object.emplace_back("peak_fraction", rounded(r.peak_fraction(), 5));
   object.emplace_back("sections", sections_of(r));
   if (!r.sent.empty()) {

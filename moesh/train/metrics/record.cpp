@@ -44,6 +44,7 @@ Scalars scalars_of(const StepRecord& r) {
               {"time_metrics/end_to_end(s)", r.seconds},
               {"time_metrics/data_loading(s)", r.sections[Section::data]},
               {"time_metrics/data_loading(%)", 100 * r.sections[Section::data] / r.seconds}};
+  if (r.max_logit) all.emplace_back("max_logit", *r.max_logit);
   if (r.peak_tflops > 0) all.emplace_back("mfu(%)", 100 * r.peak_fraction());
   for (std::size_t i = 0; i < r.auxiliary.size(); ++i)
     if (r.auxiliary[i] != 0)

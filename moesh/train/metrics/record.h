@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -46,6 +47,7 @@ struct StepRecord {
   double total_loss = 0;  // with the auxiliary losses
   std::array<double, models::kNumAuxiliary> auxiliary = {};  // each with its weight in it
   double grad_norm = 0;                                      // before it was clipped
+  std::optional<double> max_logit = {};  // of attention, before it was clipped; with QK-clip
   double lr = 0;
   std::int64_t num_tokens = 0;      // that were to be predicted
   std::int64_t num_read = 0;        // of all sequences, with those that were not

@@ -1,0 +1,31 @@
+#pragma once
+// The experts of every token and MoE layer of an optimizer step: recorded, and replayed by global
+// token, whatever the mesh and however the step is cut into micro-batches.
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+
+#include "moesh/nn/probe.h"
+
+namespace moesh::nn {
+
+// L MoE layers of the model, T tokens of the step: its sequences one behind the other; K top-k
+
+struct StepRouting {
+  // Whole numbers, on the host: where tokens go, and what a balance loss counts. Undefined, or -1
+  // for all K of a token: nobody has chosen.
+  at::Tensor experts_LTK, for_balance_LTK;
+  std::string name = "the routing";  // what errors call it
+};
+
+/// The probe of one rank.
+class RoutingProbe : public Probe {
+ public:
+  StepRouting* record = nullptr;        // gets the experts of this rank's tokens, as it uses them
+  const StepRouting* replay = nullptr;  // gives them; where it has none, the router chooses
+  /// Throws Error (data) where `replay` names an expert that there is not, or one twice.
+  at::Tensor on_choice(const Choice& choice) override;
+};
+
+}  // namespace moesh::nn

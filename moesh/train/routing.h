@@ -1,0 +1,47 @@
+#pragma once
+// The experts of every token, in files: moe.record writes them, moe.replay reads them. A file is of
+// one step, an .npy of [L, T, K] whole numbers: MoE layers, tokens of the step in the order of the
+// data, top-k.
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+
+#include "moesh/comm/group.h"
+#include "moesh/nn/routing.h"
+#include "moesh/train/build.h"
+
+namespace moesh::train {
+
+/// The name of a step's file; steps count from 1.
+std::string routing_name(std::int64_t step);
+
+/// What moe.replay has for a step; nothing where that is empty. The file is mapped: a rank reads
+/// only what it asks for. Throws Error (data) where it is missing, or not of this run's sizes.
+std::optional<nn::StepRouting> read_routing(const Config& config, const models::Model& model,
+                                            std::int64_t step);
+
+/// What a rank does in its run for moe.record and moe.replay; all ranks make the same calls.
+class RoutingFiles {
+ public:
+  RoutingFiles(const Config& config, const models::Model& model, comm::Group& world);
+
+  /// With the probe for them, where there is either.
+  StepOptions with_probe(StepOptions options);
+  void begin_step(std::int64_t step);
+  /// Returns when the file of the step is on the disk.
+  void end_step(std::int64_t step);
+
+ private:
+  void write(const std::filesystem::path& path, const at::Tensor& experts_LTK) const;
+
+  const Config& config_;
+  const models::Model& model_;
+  comm::Group& world_;
+  nn::RoutingProbe probe_;
+  std::optional<nn::StepRouting> given_;
+  nn::StepRouting recorded_;
+};
+
+}  // namespace moesh::train
