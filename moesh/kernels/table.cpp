@@ -7,6 +7,7 @@ namespace moesh::kernels {
 namespace aten {
 
 // Each is in the file of its name.
+void add_delta_rule(KernelTable&);
 void add_experts(KernelTable&);
 void add_routing(KernelTable&);
 void add_rowwise(KernelTable&);
@@ -41,7 +42,8 @@ UseGpuKernels::~UseGpuKernels() { chosen = before_; }
 const KernelTable& aten_kernels() {
   static const KernelTable table = [] {
     KernelTable t{.name = "aten"};
-    for (auto* add : {aten::add_experts, aten::add_routing, aten::add_rowwise, aten::add_update})
+    for (auto* add : {aten::add_delta_rule, aten::add_experts, aten::add_routing, aten::add_rowwise,
+                      aten::add_update})
       add(t);
     return t;
   }();

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "moesh/kernels/attention.h"
+#include "moesh/kernels/delta_rule.h"
 #include "moesh/kernels/experts.h"
 #include "moesh/kernels/routing.h"
 #include "moesh/kernels/rows.h"
@@ -38,6 +39,10 @@ struct KernelTable {
   decltype(kernels::rotate_backward)* rotate_backward = nullptr;
   decltype(kernels::latent_heads_forward)* latent_heads_forward = nullptr;
   decltype(kernels::latent_heads_backward)* latent_heads_backward = nullptr;
+  decltype(kernels::delta_rule_forward)* delta_rule_forward = nullptr;
+  decltype(kernels::delta_rule_backward)* delta_rule_backward = nullptr;
+  decltype(kernels::convolution_forward)* convolution_forward = nullptr;
+  decltype(kernels::convolution_backward)* convolution_backward = nullptr;
   decltype(kernels::swiglu_forward)* swiglu_forward = nullptr;
   decltype(kernels::swiglu_backward)* swiglu_backward = nullptr;
   decltype(kernels::add_sinks_)* add_sinks_ = nullptr;  // y need not be contiguous

@@ -268,6 +268,7 @@ void restore_arithmetic(torch::Library& m) {
   put<topk>(m, meta::topk_symint), put<pow_Tensor_Scalar>(m, meta::pow);
   put<rsqrt>(m, meta::rsqrt), put<at::_ops::exp>(m, meta::exp), put<at::_ops::log>(m, meta::log);
   put<neg>(m, meta::neg), put<sigmoid>(m, meta::sigmoid), put<silu>(m, meta::silu);
+  put<softplus>(m, meta::softplus), put<softplus_backward>(m, meta::softplus_backward);
   put<sigmoid_backward>(m, meta::sigmoid_backward), put<silu_backward>(m, meta::silu_backward);
   put<_softmax>(m, meta::_softmax), put<_softmax_backward_data>(m, meta::_softmax_backward_data);
   put<clamp>(m, meta::clamp), put<clamp_min>(m, meta::clamp_min);

@@ -1,0 +1,54 @@
+#pragma once
+// The gated delta rule, and the short convolution before it: what a layer computes that carries a
+// state along the sequence in place of keys and values. B batch, L tokens, g key heads, h value
+// heads (a multiple of g: value heads in a row share a key head), d width of queries and keys,
+// v width of values, c channels of a key head, K taps
+
+#include <ATen/core/Tensor.h>
+
+namespace moesh::kernels {
+
+// Each head has a state S [d, v], zero where a document begins. For one token after the other
+//
+//   S <- exp(decay) S;   S <- S + k (beta (v - S' k))';   y = S' q
+//
+// Chunks of tokens are computed at once, with products of matrices.
+
+struct DeltaRuleInput {
+  at::Tensor q_BLgd, k_BLgd, v_BLhv;  // float64, float32 or bfloat16
+  at::Tensor decay_BLh;               // 0 or less: the logarithm of what is left of the state
+  at::Tensor beta_BLh;                // both float32 (float64 with float64)
+  // int64: the position at which the document of each token begins; undefined: all begin at 0.
+  at::Tensor starts_BL = {};
+  at::Tensor state_Bhdv = {};  // before the first token; undefined: zero. Float32 or float64.
+};
+
+struct DeltaRuleOutput {
+  at::Tensor y_BLhv;      // of the type of v
+  at::Tensor state_Bhdv;  // after the last token
+};
+
+/// `chunk` tokens at once, 1 or more: the results are the same but for rounding. All is computed
+/// in float32, or float64 with float64.
+DeltaRuleOutput delta_rule_forward(const DeltaRuleInput& input, std::int64_t chunk);
+
+struct DeltaRuleGradients {
+  at::Tensor q_BLgd, k_BLgd, v_BLhv, decay_BLh, beta_BLh;
+};
+/// From the gradient of y. The states are computed again: only the input is kept.
+DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& input, const at::Tensor& dy_BLhv,
+                                       std::int64_t chunk);
+
+// ---- y_t = silu(sum over s of w_{K - 1 - s} x_{t - s}), of each channel, in its document ----
+
+/// x is [B, L, g, c], w [g, c, K] float32 (float64 with float64), and starts as above.
+at::Tensor convolution_forward(const at::Tensor& x, const at::Tensor& w,
+                               const at::Tensor& starts_BL);
+
+struct ConvolutionGradients {
+  at::Tensor x, w;
+};
+ConvolutionGradients convolution_backward(const at::Tensor& x, const at::Tensor& w,
+                                          const at::Tensor& starts_BL, const at::Tensor& dy);
+
+}  // namespace moesh::kernels

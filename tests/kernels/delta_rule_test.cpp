@@ -1,0 +1,126 @@
+// The delta rule in chunks against one token after the other.
+
+#include "moesh/kernels/delta_rule.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "tests/kernels/ref_delta_rule.h"
+
+namespace moesh::kernels {
+namespace {
+
+struct Sizes {
+  std::int64_t B, L, g, h, d, v;
+};
+
+enum class Start { plain, documents, state };
+
+at::Tensor documents_of(std::int64_t B, std::int64_t L) {
+  at::Tensor starts = at::zeros({B, L}, at::kLong);
+  for (std::int64_t b = 0; b < B; ++b) {
+    std::int64_t start = 0;
+    for (std::int64_t t = 1; t < L; ++t) {
+      // Some of one token, some longer than a chunk.
+      if ((t * 7 + b * 5) % 9 < 2) start = t;
+      starts[b][t] = start;
+    }
+  }
+  return starts;
+}
+
+DeltaRuleInput input_of(const Sizes& s, Start start) {
+  at::manual_seed(5);
+  const auto unit = [&](at::Tensor x) { return x / x.square().sum(-1, true).sqrt(); };
+  const auto wide = at::TensorOptions().dtype(at::kDouble);
+  DeltaRuleInput in{.q_BLgd = unit(at::randn({s.B, s.L, s.g, s.d}, wide)),
+                    .k_BLgd = unit(at::randn({s.B, s.L, s.g, s.d}, wide)),
+                    .v_BLhv = at::randn({s.B, s.L, s.h, s.v}, wide),
+                    .decay_BLh = -at::rand({s.B, s.L, s.h}, wide),
+                    .beta_BLh = at::rand({s.B, s.L, s.h}, wide)};
+  if (start == Start::documents) in.starts_BL = documents_of(s.B, s.L);
+  if (start == Start::state) in.state_Bhdv = at::randn({s.B, s.h, s.d, s.v}, wide);
+  return in;
+}
+
+std::vector<at::Tensor*> parts(DeltaRuleInput& in) {
+  return {&in.q_BLgd, &in.k_BLgd, &in.v_BLhv, &in.decay_BLh, &in.beta_BLh};
+}
+
+double difference(const at::Tensor& a, const at::Tensor& b) {
+  EXPECT_EQ(a.sizes(), b.sizes());
+  return (a.to(at::kDouble) - b).abs().max().item<double>();
+}
+
+const Sizes kSizes[] = {{1, 1, 1, 1, 3, 2},
+                        {2, 7, 2, 4, 3, 4},
+                        {1, 12, 1, 1, 4, 3},
+                        {3, 9, 1, 3, 2, 5},
+                        {1, 26, 2, 2, 5, 1}};
+
+TEST(DeltaRule, IsThatOfOneTokenAfterTheOther) {
+  for (const Sizes& s : kSizes)
+    for (const Start start : {Start::plain, Start::documents, Start::state}) {
+      const DeltaRuleInput in = input_of(s, start);
+      DeltaRuleInput leaves = in;
+      for (at::Tensor* t : parts(leaves)) *t = t->clone().requires_grad_(true);
+      const DeltaRuleOutput wanted = ref::delta_rule(leaves);
+      const at::Tensor dy = at::arange(wanted.y_BLhv.numel(), wanted.y_BLhv.options())
+                                .sin()
+                                .reshape(wanted.y_BLhv.sizes());
+      (wanted.y_BLhv * dy).sum().backward();
+      for (const std::int64_t chunk : {1, 2, 4, 5, 12, 64}) {
+        SCOPED_TRACE(testing::Message() << "L " << s.L << " h " << s.h << " chunk " << chunk
+                                        << " start " << static_cast<int>(start));
+        const DeltaRuleOutput found = delta_rule_forward(in, chunk);
+        EXPECT_LT(difference(found.y_BLhv, wanted.y_BLhv.detach()), 1e-12);
+        EXPECT_LT(difference(found.state_Bhdv, wanted.state_Bhdv.detach()), 1e-12);
+        const DeltaRuleGradients d = delta_rule_backward(in, dy, chunk);
+        EXPECT_LT(difference(d.q_BLgd, leaves.q_BLgd.grad()), 1e-11);
+        EXPECT_LT(difference(d.k_BLgd, leaves.k_BLgd.grad()), 1e-11);
+        EXPECT_LT(difference(d.v_BLhv, leaves.v_BLhv.grad()), 1e-11);
+        EXPECT_LT(difference(d.decay_BLh, leaves.decay_BLh.grad()), 1e-11);
+        EXPECT_LT(difference(d.beta_BLh, leaves.beta_BLh.grad()), 1e-11);
+      }
+    }
+}
+
+// Rounded inputs, and sums in float32.
+TEST(DeltaRule, OfBfloat16IsComputedInFloat32) {
+  DeltaRuleInput in = input_of({2, 70, 2, 4, 16, 8}, Start::documents);
+  DeltaRuleInput narrow = in, rounded = in;
+  for (const int i : {0, 1, 2}) {
+    *parts(narrow)[static_cast<size_t>(i)] = parts(in)[static_cast<size_t>(i)]->to(at::kBFloat16);
+    *parts(rounded)[static_cast<size_t>(i)] =
+        parts(narrow)[static_cast<size_t>(i)]->to(at::kDouble);
+  }
+  narrow.decay_BLh = in.decay_BLh.to(at::kFloat), narrow.beta_BLh = in.beta_BLh.to(at::kFloat);
+  const DeltaRuleOutput wanted = ref::delta_rule(rounded), found = delta_rule_forward(narrow, 64);
+  EXPECT_EQ(found.y_BLhv.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(found.state_Bhdv.scalar_type(), at::kFloat);
+  const double largest = wanted.y_BLhv.abs().max().item<double>();
+  EXPECT_LT(difference(found.y_BLhv, wanted.y_BLhv), largest / 128);
+  EXPECT_LT(difference(found.state_Bhdv, wanted.state_Bhdv), 1e-5);
+}
+
+TEST(Convolution, IsThatOfOneTokenAfterTheOther) {
+  for (const Sizes& s : kSizes)
+    for (const std::int64_t num_taps : {1, 2, 4})
+      for (const bool has_documents : {false, true}) {
+        at::manual_seed(8);
+        const auto leaf = at::TensorOptions().dtype(at::kDouble).requires_grad(true);
+        const at::Tensor x = at::randn({s.B, s.L, s.g, s.d}, leaf),
+                         w = at::randn({s.g, s.d, num_taps}, leaf),
+                         starts = has_documents ? documents_of(s.B, s.L) : at::Tensor();
+        const at::Tensor wanted = ref::convolution(x, w, starts);
+        const at::Tensor dy = at::arange(wanted.numel(), at::kDouble).sin().reshape(x.sizes());
+        (wanted * dy).sum().backward();
+        EXPECT_LT(difference(convolution_forward(x, w, starts), wanted.detach()), 1e-13);
+        const ConvolutionGradients d = convolution_backward(x, w, starts, dy);
+        EXPECT_LT(difference(d.x, x.grad()), 1e-12);
+        EXPECT_LT(difference(d.w, w.grad()), 1e-12);
+      }
+}
+
+}  // namespace
+}  // namespace moesh::kernels
