@@ -52,8 +52,11 @@ Pair normal_pairs(const Random& random, const at::Tensor& pair) {
 }
 
 at::Tensor values(const Init& init, const Random& random, const at::Tensor& index) {
-  return init.kind == Init::Kind::normal ? normals(random, index).mul_(init.scale)
-                                         : uniforms(random, index).mul_(2).sub_(1).mul_(init.scale);
+  if (init.kind == Init::Kind::normal) return normals(random, index).mul_(init.scale);
+  const at::Tensor u = uniforms(random, index);
+  return init.kind == Init::Kind::log_uniform
+             ? u.mul_(init.scale - Init::kLeast).add_(Init::kLeast).log_()
+             : u.mul_(2).sub_(1).mul_(init.scale);
 }
 
 }  // namespace

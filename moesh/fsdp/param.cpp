@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <span>
 #include <thread>
@@ -49,6 +50,10 @@ void fill(const Init& init, const Random& random, std::uint64_t first, std::span
       return;
     case Init::Kind::uniform:
       for (double& x : out) x = init.scale * (2 * random.uniform(first++) - 1);
+      return;
+    case Init::Kind::log_uniform:
+      for (double& x : out)
+        x = std::log(Init::kLeast + (init.scale - Init::kLeast) * random.uniform(first++));
       return;
   }
 }

@@ -53,9 +53,12 @@ struct ParamSpec {
 /// Values by global index, so that they do not depend on the mesh. The stream is the parameter's
 /// name.
 struct Init {
-  enum class Kind { zeros, ones, normal, uniform } kind = Kind::zeros;
-  double scale = 1;  // standard deviation, or half width of the uniform interval around 0
+  enum class Kind { zeros, ones, normal, uniform, log_uniform } kind = Kind::zeros;
+  // Standard deviation, or half width of the uniform interval around 0; of log_uniform, which is
+  // the logarithm of numbers that are uniform in [kLeast, scale], the upper end.
+  double scale = 1;
   std::uint64_t seed = 0;
+  static constexpr double kLeast = 0.01;  // of the numbers of log_uniform
 };
 
 /// A value once more in the type of the work. It is that of the value at `version`: code that

@@ -38,9 +38,11 @@ Block::Block(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& m,
   interruption_point();
   const auto& c = plan.config;
   const std::string name = "model.layers." + std::to_string(layer);
-  attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
-  attention_ = plan.attention(layer, name + ".self_attn", o);
-  ffn_norm_ = nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device);
+  attention_norm_ = nn::RmsNorm(name + ".input_layernorm", c.dim, c.norm_eps, o.dtype, o.device,
+                                plan.norm_weight);
+  attention_ = plan.attention(layer, name + "." + plan.attention_name(layer), o);
+  ffn_norm_ = nn::RmsNorm(name + ".post_attention_layernorm", c.dim, c.norm_eps, o.dtype, o.device,
+                          plan.norm_weight);
   if (!plan.is_moe(layer)) {
     mlp_.emplace(name + "." + plan.mlp_name, c.dim, plan.ffn, o);
     return;

@@ -17,10 +17,14 @@ namespace moesh::models {
 
 struct DecoderPlan {
   DecoderConfig config;
-  /// The attention of a layer; `name` is what its parameters' names begin with.
+  /// The attention of a layer, or what stands in its place; `name` is what its parameters' names
+  /// begin with.
   std::function<std::unique_ptr<nn::Attention>(std::int64_t layer, const std::string& name,
                                                const nn::ModuleOptions& options)>
       attention;
+  std::function<std::string(std::int64_t layer)> attention_name = [](std::int64_t) {
+    return "self_attn";
+  };
   /// Whether a layer is a mixture of experts; else it is a dense MLP of width `ffn`.
   std::function<bool(std::int64_t layer)> is_moe = [](std::int64_t) { return true; };
   /// Router and experts: what a model adds to the sizes that its configuration has.
@@ -30,6 +34,7 @@ struct DecoderPlan {
   std::int64_t num_mtp_layers = 0;
   std::string mlp_name = "mlp";                                   // of both, in a layer
   std::string expert_bias_name = "gate.e_score_correction_bias";  // after that, in files
+  nn::NormWeight norm_weight = nn::NormWeight::plain;             // of the norms on the stream
   // Factors on the embedding, on what attention and MLP add to the stream, and on the logits.
   double embedding_scale = 1, residual_scale = 1, logits_scale = 1;
   /// How a weight is quantized in the files that the model is published in. None: they have none

@@ -70,7 +70,7 @@ Stage::Stage(const DecoderPlan& plan, const ModelOptions& m, LayerRange range, c
     blocks_.back()->each_param(freeze);
   }
   if (is_last) {
-    norm_.emplace("model.norm", c.dim, c.norm_eps, o.dtype, o.device);
+    norm_.emplace("model.norm", c.dim, c.norm_eps, o.dtype, o.device, plan.norm_weight);
     norm_->each_param([&](auto& w) { freeze(w.stored()); });
     if (!c.tie_embeddings) {
       head_ = nn::Cut(o.spec("lm_head.weight", {c.vocab, c.dim}, {{tp, 0}}), o.init);

@@ -27,6 +27,9 @@ void GroupedAttentionConfig::validate() const {
               ", chunk ", chunk, "; both take 0 (none) or more");
   MOESH_CHECK(clip >= 0, ErrorKind::config, "attention: clip is ", clip,
               "; it takes 0 (none) or more");
+  MOESH_CHECK(!output_gate || qk_norm != QkNorm::across, ErrorKind::config,
+              "attention: a norm across all heads of q, and an output gate among them; leave out ",
+              "one of them");
   MOESH_CHECK(growth_floor >= 1, ErrorKind::config, "attention: growth_floor is ", growth_floor,
               "; it takes 1 or more");
 }
@@ -38,13 +41,13 @@ GroupedAttention::GroupedAttention(const GroupedAttentionConfig& c, const std::s
                .window = c.window,
                .chunk = c.chunk},
       rope_tables_(o.rope_tables),
-      q_(name + ".q_proj", c.num_heads * c.head_dim, c.dim, c.biases, o),
+      q_(name + ".q_proj", (c.output_gate ? 2 : 1) * c.num_heads * c.head_dim, c.dim, c.biases, o),
       k_(name + ".k_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
       v_(name + ".v_proj", c.num_kv_heads * c.head_dim, c.dim, c.biases, o),
       o_(name + ".o_proj", c.dim, c.num_heads * c.head_dim, c.output_bias, o) {
   if (c.qk_norm == QkNorm::weighted) {
-    q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
-    k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o.dtype, o.device);
+    q_norm_.emplace(name + ".q_norm", c.head_dim, c.norm_eps, o.dtype, o.device, c.norm_weight);
+    k_norm_.emplace(name + ".k_norm", c.head_dim, c.norm_eps, o.dtype, o.device, c.norm_weight);
   }
   if (c.qk_norm == QkNorm::across) {
     q_across_.emplace(name + ".q_norm", c.num_heads * c.head_dim, c.norm_eps, o.dtype, o.device);
@@ -68,8 +71,10 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
     all_q = (*q_across_)(all_q, select(squares_2N, 0, 0));
     all_k = (*k_across_)(all_k, select(squares_2N, 0, 1));
   }
-  Heads q = split_heads(all_q, config_.head_dim), k = split_heads(all_k, config_.head_dim),
-        v = split_heads(v_(x_BLD, numbers), config_.head_dim);
+  const std::int64_t width = config_.head_dim;
+  const Heads with_gate = split_heads(all_q, config_.output_gate ? 2 * width : width);
+  Heads q = narrow(with_gate, 3, 0, width), k = split_heads(all_k, width),
+        v = split_heads(v_(x_BLD, numbers), width);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
@@ -110,7 +115,11 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   const Heads y = sinks_ ? attend(q, keys, values, use(*sinks_), tokens, options_, past)
                          : attend(q, keys, values, tokens, options_, past);
   if (past) past->forget(options_);
-  return o_(merge_heads(y), numbers);
+  if (!config_.output_gate) return o_(merge_heads(y), numbers);
+  const auto gated = [](const at::Tensor& t, const at::Tensor& gate) {
+    return t * at::sigmoid(gate);
+  };
+  return o_(merge_heads(map_heads(gated, y, narrow(with_gate, 3, width, width))), numbers);
 }
 
 std::vector<LogitRows> GroupedAttention::logit_rows() {

@@ -24,12 +24,15 @@ struct GroupedAttentionConfig {
   bool biases = false, output_bias = false;  // of q, k and v; of o
   QkNorm qk_norm = QkNorm::none;
   double norm_eps = 1e-6;
+  NormWeight norm_weight = NormWeight::plain;  // of `weighted` norms
   // Rotation of the first features of a head, or of all; none: no positions (NoPE).
   std::optional<RopeConfig> rope = {};
   std::optional<double> scale = {};    // of the scores; if not given 1 / sqrt(head_dim)
   std::int64_t window = 0, chunk = 0;  // as in AttentionOptions
   double clip = 0;  // q, k and v, before the rotation, are cut off at +-clip; 0: they are not
   bool sinks = false;
+  // q_proj gives d features more for each head, after its query: y is multiplied by their sigmoid.
+  bool output_gate = false;
   // Queries grow with their position: times 1 + growth * log1p(floor((position + 1) /
   // growth_floor)).
   double growth = 0;

@@ -2,6 +2,8 @@
 // RMSNorm: x / sqrt(mean(x^2) + eps) * w over the last dimension. Weight and all, it is computed in
 // float32 and rounded once.
 
+#include <ATen/TensorOperators.h>
+
 #include <string>
 
 #include "moesh/fsdp/param.h"
@@ -21,27 +23,31 @@ auto rms_norm(const Tensor<A>& x, const Tensor<B>& weight, double eps) {
       weight);
 }
 
+/// What a norm multiplies with: its weight, or 1 + its weight, which begins at zero.
+enum class NormWeight { plain, zero_centred };
+
 class RmsNorm {
  public:
   RmsNorm() = default;
   RmsNorm(const std::string& name, std::int64_t dim, double eps, at::ScalarType dtype,
-          at::Device device)
+          at::Device device, NormWeight kind = NormWeight::plain)
       : weight_({.name = name + ".weight",
                  .shape = {dim},
                  .dtype = wide_dtype(dtype),
                  .device = device},
-                {.kind = Init::Kind::ones}),
-        eps_(eps) {}
+                {.kind = kind == NormWeight::plain ? Init::Kind::ones : Init::Kind::zeros}),
+        eps_(eps),
+        kind_(kind) {}
 
   /// On work that is split: every rank has other tokens, or other uses of the same ones.
   template <auto L>
   Tensor<L> operator()(const Tensor<L>& x) const {
-    return rms_norm(x, use(weight_), eps_);
+    return rms_norm(x, factor(use(weight_)), eps_);
   }
   /// On a stream that is the same on all tp ranks: they all do the same work.
   template <auto L>
   Tensor<L> invariant(const Tensor<L>& x) const {
-    return rms_norm(x, use<tp>(weight_), eps_);
+    return rms_norm(x, factor(use<tp>(weight_)), eps_);
   }
   /// On heads [B, L, h, d]: tp cuts the heads, and each is normalised over its own d features,
   /// which are whole.
@@ -49,7 +55,7 @@ class RmsNorm {
       const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
     return map_heads(
         [&](const at::Tensor& heads, const at::Tensor& w) { return rms_norm(heads, w, eps_); }, x,
-        use(weight_));
+        factor(use(weight_)));
   }
 
   template <class Fn>
@@ -58,8 +64,15 @@ class RmsNorm {
   }
 
  private:
+  template <auto L>
+  Tensor<L> factor(const Tensor<L>& weight) const {
+    if (kind_ == NormWeight::plain) return weight;
+    return map_rows([](const at::Tensor& w) { return w + 1; }, weight);
+  }
+
   Param<Dense{Place::I, Place::I, Place::I}> weight_;
   double eps_ = 1e-6;
+  NormWeight kind_ = NormWeight::plain;
 };
 
 /// RMSNorm over the features of all tp ranks, each of which has a slice of them. The mean needs

@@ -37,6 +37,13 @@ class Past {
   /// The same of latents [B, L, d].
   const Full& add(const Full& latents);
 
+  /// What a layer keeps that carries a state instead (nn/delta_net.h), of this rank's heads.
+  struct State {
+    at::Tensor inputs;  // of its convolution, the last ones
+    at::Tensor state;
+  };
+  State& carried() { return carried_; }
+
   /// Drops what no later token sees. What is left begins with a whole chunk.
   void forget(const AttentionOptions& options);
 
@@ -44,6 +51,7 @@ class Past {
   std::int64_t begin_ = 0, end_ = 0;
   KeysAndValues heads_;
   Full latents_;
+  State carried_;
 };
 
 /// The KV cache of every layer of a model.

@@ -1,0 +1,185 @@
+// B batch, L tokens, g key heads of this tp rank, h value heads, d width of a key, v of a value
+
+#include "moesh/nn/delta_net.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "moesh/base/error.h"
+#include "moesh/fsdp/recompute.h"
+#include "moesh/kernels/delta_rule.h"
+
+namespace moesh::nn {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+std::optional<at::Tensor> or_none(const at::Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
+class Convolution : public torch::autograd::Function<Convolution> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
+                            const std::optional<at::Tensor>& starts_BL) {
+    const at::Tensor starts = starts_BL.value_or(at::Tensor());
+    context->save_for_backward({x, w, starts});
+    return kernels::convolution_forward(x, w, starts);
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto saved = context->get_saved_variables();
+    const auto d = kernels::convolution_backward(saved[0], saved[1], saved[2], grads[0]);
+    return {d.x, d.w, {}};
+  }
+};
+
+class DeltaRule : public torch::autograd::Function<DeltaRule> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
+                            const at::Tensor& v, const at::Tensor& decay, const at::Tensor& beta,
+                            const std::optional<at::Tensor>& starts_BL, std::int64_t chunk) {
+    constexpr const char* kWhat = "the delta rule";
+    const at::Tensor starts = starts_BL.value_or(at::Tensor());
+    context->save_for_backward({q, k, v, decay, beta, starts});
+    context->saved_data["chunk"] = chunk;
+    if (const auto first = raw::recall(kWhat)) return (*first)[0];
+    const at::Tensor y =
+        kernels::delta_rule_forward({q, k, v, decay, beta, starts, {}}, chunk).y_BLhv;
+    raw::keep(kWhat, {y});
+    return y;
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    const auto s = context->get_saved_variables();
+    const auto d = kernels::delta_rule_backward({s[0], s[1], s[2], s[3], s[4], s[5], {}}, grads[0],
+                                                context->saved_data["chunk"].toInt());
+    return {d.q_BLgd, d.k_BLgd, d.v_BLhv, d.decay_BLh, d.beta_BLh, {}, {}};
+  }
+};
+
+// silu of the convolution. With a `past` it goes on where that ended.
+at::Tensor convolved(const at::Tensor& x_BLgc, const at::Tensor& w_gcK, const at::Tensor& starts_BL,
+                     Past* past) {
+  if (!past) return Convolution::apply(x_BLgc, w_gcK, or_none(starts_BL));
+  at::Tensor& kept = past->carried().inputs;
+  const at::Tensor all = kept.defined() ? at::cat({kept, x_BLgc}, 1) : x_BLgc;
+  const std::int64_t num_before = all.size(1) - x_BLgc.size(1),
+                     num_kept = std::min(all.size(1), w_gcK.size(2) - 1);
+  kept = all.narrow(1, all.size(1) - num_kept, num_kept);
+  return kernels::convolution_forward(all, w_gcK, {}).narrow(1, num_before, x_BLgc.size(1));
+}
+
+}  // namespace
+
+void DeltaNetConfig::validate() const {
+  const Mesh& mesh = current_mesh();
+  MOESH_CHECK(num_key_heads >= 1 && num_value_heads >= 1 && num_value_heads % num_key_heads == 0,
+              ErrorKind::config, "delta net: num_value_heads = ", num_value_heads,
+              " do not divide among num_key_heads = ", num_key_heads, "; choose a multiple");
+  MOESH_CHECK(num_key_heads % mesh.size(tp) == 0, ErrorKind::config,
+              "delta net: num_key_heads = ", num_key_heads,
+              " is not divisible by tp = ", mesh.size(tp), "; choose a tp that divides the heads");
+  MOESH_CHECK(mesh.size(cp) == 1, ErrorKind::config, "delta net: cp is ", mesh.size(cp),
+              ", and a state goes from token to token; set parallelism.context_parallel_degree to ",
+              "1, and use parallelism.tensor_parallel_degree instead");
+  MOESH_CHECK(key_dim >= 1 && value_dim >= 1 && num_taps >= 1, ErrorKind::config,
+              "delta net: heads of ", key_dim, " and ", value_dim, " features, ", num_taps,
+              " taps; each takes 1 or more");
+}
+
+DeltaNet::DeltaNet(const DeltaNetConfig& c, const std::string& name, const ModuleOptions& o)
+    : config_((c.validate(), c)),
+      group_(c.num_value_heads / c.num_key_heads),
+      qkvz_(column(name + ".in_proj_qkvz",
+                   2 * (c.num_key_heads * c.key_dim + c.num_value_heads * c.value_dim), c.dim, o)),
+      ba_(column(name + ".in_proj_ba", 2 * c.num_value_heads, c.dim, o)),
+      norm_(name + ".norm", c.value_dim, c.norm_eps, o.dtype, o.device),
+      out_(row(name + ".out_proj", c.dim, c.num_value_heads * c.value_dim, o)) {
+  // In float32 in bfloat16 runs: taps are few, and the others are exponents.
+  const auto wide = [&](const std::string& part, std::vector<std::int64_t> shape,
+                        const Init& init) {
+    ParamSpec spec = o.spec(name + part, std::move(shape), {{tp, 0}});
+    spec.compute.reset();
+    spec.is_matrix = false;
+    return Cut(spec, init);
+  };
+  const std::int64_t keys = c.num_key_heads * c.key_dim, values = c.num_value_heads * c.value_dim;
+  conv_q_ = wide(".conv1d.q", {keys, c.num_taps}, o.init);
+  conv_k_ = wide(".conv1d.k", {keys, c.num_taps}, o.init);
+  conv_v_ = wide(".conv1d.v", {values, c.num_taps}, o.init);
+  a_log_ = wide(".A_log", {c.num_value_heads},
+                {.kind = Init::Kind::log_uniform, .scale = c.most_decay, .seed = o.init.seed});
+  dt_bias_ = wide(".dt_bias", {c.num_value_heads}, {.kind = Init::Kind::ones});
+}
+
+std::int64_t DeltaNet::chunk() const {
+  return std::clamp<std::int64_t>(config_.key_dim / 2, 4, 64);
+}
+
+Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
+  const std::int64_t d = config_.key_dim, v = config_.value_dim, values = group_ * v;
+  const at::Tensor numbers = tokens.span_numbers();
+  const Heads qkvz = split_heads(qkvz_(x_BLD, numbers), 2 * d + 2 * values),
+              ba = split_heads(ba_(x_BLD, numbers), 2 * group_);
+  const Heads qkv = map_heads(
+      [&](const at::Tensor& x_BLgc, const at::Tensor& q, const at::Tensor& k, const at::Tensor& w,
+          const at::Tensor& starts_BL) {
+        const auto by_head = [&](const at::Tensor& taps) {
+          return taps.reshape({x_BLgc.size(2), -1, taps.size(1)});
+        };
+        return convolved(x_BLgc, at::cat({by_head(q), by_head(k), by_head(w)}, 1), starts_BL, past);
+      },
+      narrow(qkvz, 3, 0, 2 * d + values), use(conv_q_), use(conv_k_), use(conv_v_),
+      tokens.document_starts());
+  const Heads y = map_heads(
+      [&](const at::Tensor& all_BLgc, const at::Tensor& ba_BLgr, const at::Tensor& a_log_h,
+          const at::Tensor& dt_bias_h, const at::Tensor& starts_BL) {
+        const auto wide = a_log_h.scalar_type();
+        // Vectors of length 1, and queries by 1 / sqrt(d) more.
+        const auto width = static_cast<double>(d);
+        const auto unit = [&](std::int64_t first) {
+          return rms_norm(all_BLgc.narrow(3, first, d).to(wide), {}, 1e-6 / width) /
+                 std::sqrt(width);
+        };
+        const at::Tensor q = unit(0) / std::sqrt(width), k = unit(d),
+                         v_BLhv = all_BLgc.narrow(3, 2 * d, values)
+                                      .unflatten(3, {group_, v})
+                                      .flatten(2, 3),
+                         beta = ba_BLgr.narrow(3, 0, group_).flatten(2, 3).to(wide).sigmoid(),
+                         time = ba_BLgr.narrow(3, group_, group_).flatten(2, 3).to(wide),
+                         decay = -a_log_h.exp() * at::softplus(time + dt_bias_h);
+        at::Tensor y_BLhv;
+        if (past) {
+          auto out = kernels::delta_rule_forward(
+              {q, k, v_BLhv, decay, beta, {}, past->carried().state}, chunk());
+          past->carried().state = out.state_Bhdv, y_BLhv = out.y_BLhv;
+        } else {
+          y_BLhv = DeltaRule::apply(q, k, v_BLhv, decay, beta, or_none(starts_BL), chunk());
+        }
+        return y_BLhv.unflatten(2, {all_BLgc.size(2), group_});  // [B, L, g, r, v]
+      },
+      qkv, ba, use(a_log_), use(dt_bias_), tokens.document_starts());
+  const Heads gates = unflatten(narrow(qkvz, 3, 2 * d + values, values), 3, {group_, v});
+  const Heads gated = norm_.per_head(y) * silu(gates);
+  return out_(flatten(gated, 2, 4), numbers);
+}
+
+void DeltaNet::each_param(const std::function<void(Stored&)>& f) {
+  const auto visit = [&](auto& w) { f(w.stored()); };
+  qkvz_.each_param(visit), ba_.each_param(visit);
+  for (Cut* w : {&conv_q_, &conv_k_, &conv_v_, &a_log_, &dt_bias_}) visit(*w);
+  norm_.each_param(visit), out_.each_param(visit);
+}
+
+double DeltaNet::flops(std::int64_t sequence) const {
+  // Of a token: scores and corrections within its chunk, and three products with the state.
+  const auto C = static_cast<double>(std::min(chunk(), sequence)),
+             d = static_cast<double>(config_.key_dim), v = static_cast<double>(config_.value_dim);
+  const double forward = 4 * C * d + C * (d + v) + 2 * C * v + 6 * d * v;
+  return 3 * static_cast<double>(config_.num_value_heads) * forward;
+}
+
+}  // namespace moesh::nn

@@ -1,0 +1,47 @@
+#pragma once
+// Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, to which
+// every token adds what it does not yet say (kernels/delta_rule.h). A short convolution and a gated
+// norm are around it. Heads are cut over tp, value heads as the key heads which they belong to.
+
+#include <string>
+
+#include "moesh/nn/attention.h"
+#include "moesh/nn/linear.h"
+#include "moesh/nn/norm.h"
+
+namespace moesh::nn {
+
+struct DeltaNetConfig {
+  std::int64_t dim = 0, num_key_heads = 0, num_value_heads = 0;
+  std::int64_t key_dim = 0, value_dim = 0;  // of a head
+  std::int64_t num_taps = 4;                // of the convolution
+  double norm_eps = 1e-6;
+  double most_decay = 16;  // exp(A_log) begins between 0.01 and this
+
+  /// On the current mesh.
+  void validate() const;
+};
+
+class DeltaNet final : public Attention {
+ public:
+  DeltaNet(const DeltaNetConfig& config, const std::string& name, const ModuleOptions& o);
+
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const override;
+  void each_param(const std::function<void(Stored&)>& f) override;
+  double flops(std::int64_t sequence) const override;
+
+ private:
+  /// Tokens that are computed at once: as many as make work within a chunk as large as that on the
+  /// state.
+  std::int64_t chunk() const;
+
+  DeltaNetConfig config_;
+  std::int64_t group_;            // value heads of a key head
+  ColumnWeight qkvz_, ba_;        // by key head: q, k, its values, its gates; its betas, its decays
+  Cut conv_q_, conv_k_, conv_v_;  // taps of each channel; one tensor on disk
+  Cut a_log_, dt_bias_;           // of each value head
+  RmsNorm norm_;                  // of each value head
+  RowWeight out_;
+};
+
+}  // namespace moesh::nn
