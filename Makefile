@@ -124,7 +124,7 @@ soak: build
 
 # The MoE layer on every mesh of up to 8 ranks, every combination of options, and every model on
 # every mesh, pipelines too, against one rank; then 5,000 random runs with random options.
-MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss qwen2_moe olmoe glm4_moe glm4_moe_lite minimax_m2 granitemoe
+MODELS = deepseek_v3 qwen3_moe mixtral llama4 gpt_oss qwen2_moe olmoe glm4_moe glm4_moe_lite minimax_m2 granitemoe qwen3_next
 verify: build
 	build/bin/moe_sweep --all
 	build/bin/moe_sweep --all --dtype float32

@@ -109,9 +109,16 @@ void check_model(const Config& c, const models::ModelFacts& facts) {
     throw Error(ErrorKind::config, text + broken->cure);
   }
   const ParallelismSection& p = c.parallelism;
-  const std::int64_t heads = std::gcd(facts.num_heads, facts.num_kv_heads);
+  const std::int64_t heads =
+      std::gcd(std::gcd(facts.num_heads, facts.num_kv_heads), facts.num_key_heads);
   check_divides(c, kTensor, p.tensor_parallel_degree, "num_heads", facts.num_heads, heads);
   check_divides(c, kTensor, p.tensor_parallel_degree, "num_kv_heads", facts.num_kv_heads, heads);
+  check_divides(c, kTensor, p.tensor_parallel_degree, "num_key_heads", facts.num_key_heads, heads);
+  MOESH_CHECK(
+      facts.takes_cp() || p.context_parallel_degree == 1, ErrorKind::config,
+      describe_option(c, kContext), ", and ", describe_option(c, "model.name"),
+      ", whose layers carry a state from token to token: ranks cannot split a sequence; set ",
+      kContext, " to 1, and use ", kTensor, " instead");
   const std::int64_t ranks =
       p.data_parallel_shard_degree * p.context_parallel_degree * p.tensor_parallel_degree;
   check_divides(c, kExperts, p.expert_parallel_degree, "num_experts", facts.num_experts,

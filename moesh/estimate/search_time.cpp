@@ -86,6 +86,7 @@ bool is_tried(const Config& config, const Cluster& cluster, const MeshShape& ask
   return keeps(asked.cp, way.cp) && keeps(asked.tp, way.tp) && keeps(asked.ep, way.ep) &&
          facts.num_heads % way.tp == 0 &&
          (facts.num_kv_heads == 0 || facts.num_kv_heads % way.tp == 0) &&
+         facts.num_key_heads % way.tp == 0 && (facts.takes_cp() || way.cp == 1) &&
          facts.num_experts % way.ep == 0 && way.cp * way.tp <= length &&
          (way.tp == asked.tp || way.tp <= cluster.gpus_per_node) &&
          (way.cp == asked.cp || way.cp * kTokensOfARank <= length);

@@ -29,6 +29,7 @@ struct ModelFacts {
   std::int64_t num_layers = 0;
   std::int64_t num_mtp_layers = 0;
   std::int64_t num_heads = 0, num_kv_heads = 0;
+  std::int64_t num_key_heads = 0;  // of layers that carry a state along the sequence
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
@@ -39,6 +40,9 @@ struct ModelFacts {
   double balance_loss_weight = 0;
   bool score_before_experts = false;
   bool stores_expert_bias = false;  // its files have a place for the bias
+
+  /// Ranks may split a sequence where no layer carries a state along it.
+  bool takes_cp() const { return num_key_heads == 0; }
 };
 
 /// A rule on the keys of a model that its configuration breaks.

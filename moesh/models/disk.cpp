@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <numeric>
 #include <set>
 
 #include "moesh/base/error.h"
@@ -78,6 +79,31 @@ std::string renamed(std::string name, ExpertLayout layout) {
              : name;
 }
 
+// A parameter [rows, columns].
+struct Rows {
+  std::string param;
+  std::int64_t rows, columns;
+};
+
+// Several of them below one another, as a tensor [all rows, 1, columns]. A view has pieces of one
+// length: that which divides all of them.
+DiskTensor below_one_another(const std::string& name, const std::vector<Rows>& parts) {
+  std::int64_t all = 0, piece = 0;
+  for (const Rows& part : parts) all += part.rows, piece = std::gcd(piece, part.rows);
+  const std::int64_t columns = parts.at(0).columns;
+  DiskTensor t{.name = name,
+               .shape = {all, 1, columns},
+               .view = {all / piece, piece, columns},
+               .sources = {}};
+  for (const Rows& part : parts)
+    for (std::int64_t first = 0; first < part.rows; first += piece)
+      t.sources.push_back({.param = part.param,
+                           .offset = {first, 0},
+                           .dims = {1, 2},
+                           .fixed = {{0, std::ssize(t.sources)}}});
+  return t;
+}
+
 template <class Config>
 DiskTable table_of(const Config& c, ExpertLayout layout) {
   const OneRankScope scope;
@@ -87,9 +113,15 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
   if (c.facts().stores_expert_bias)
     for (auto* router : model->routers()) gates.insert(router->gate().name());
   DiskTable table;
+  std::vector<Rows> convolution;  // of q, k and v (nn/delta_net.h), which tp cuts one by one
   model->each_param([&](Stored& w, bool) {
     const auto& [name, shape] = std::pair{w.spec.name, w.spec.shape};
-    if (w.storage != efsdp) {
+    if (without_last(name).ends_with(".conv1d")) {
+      convolution.push_back({name, shape[0], shape[1]});
+      if (!name.ends_with(".v")) return;
+      table.tensors.push_back(below_one_another(without_last(name) + ".weight", convolution));
+      convolution.clear();
+    } else if (w.storage != efsdp) {
       table.tensors.push_back(formats::whole_tensor(name, name, shape));
       if (!gates.contains(name)) return;
       const std::string layer = name.substr(0, name.find(plan.mlp_name) + plan.mlp_name.size());
@@ -108,6 +140,8 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
     return is_ignored(name, tied);
   };
   if constexpr (std::derived_from<Config, DeepseekMoe>) add_mtp(c, table);
+  if constexpr (std::same_as<Config, Qwen3NextConfig>)  // its layers for multi-token prediction
+    table.left_out = [](std::string_view name) { return name.starts_with("mtp."); };
   return table;
 }
 

@@ -63,6 +63,8 @@ void read(const formats::JsonValue& json, Qwen3MoeConfig& config);
 formats::JsonObject fields(const Qwen3MoeConfig& config);
 void read(const formats::JsonValue& json, Qwen2MoeConfig& config);
 formats::JsonObject fields(const Qwen2MoeConfig& config);
+void read(const formats::JsonValue& json, Qwen3NextConfig& config);
+formats::JsonObject fields(const Qwen3NextConfig& config);
 void read(const formats::JsonValue& json, OlmoeConfig& config);
 formats::JsonObject fields(const OlmoeConfig& config);
 void read(const formats::JsonValue& json, Glm4MoeConfig& config);

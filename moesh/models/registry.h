@@ -20,12 +20,14 @@
 #include "moesh/models/olmoe.h"
 #include "moesh/models/qwen2_moe.h"
 #include "moesh/models/qwen3_moe.h"
+#include "moesh/models/qwen3_next.h"
 
 namespace moesh::models {
 
-using AnyConfig = std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config,
-                               GptOssConfig, Qwen2MoeConfig, OlmoeConfig, Glm4MoeConfig,
-                               Glm4MoeLiteConfig, MinimaxM2Config, GraniteMoeConfig>;
+using AnyConfig =
+    std::variant<DeepseekV3Config, Qwen3MoeConfig, MixtralConfig, Llama4Config, GptOssConfig,
+                 Qwen2MoeConfig, OlmoeConfig, Glm4MoeConfig, Glm4MoeLiteConfig, MinimaxM2Config,
+                 GraniteMoeConfig, Qwen3NextConfig>;
 
 /// f.operator()<Config>() for each of them.
 template <class Fn>

@@ -71,7 +71,8 @@ std::string SweepMesh::describe() const {
 std::vector<SweepMesh> Sweep::meshes() const {
   std::vector<SweepMesh> all;
   for (int n = least_ranks; n <= most_ranks; ++n)
-    for (SweepMesh& mesh : all_meshes(n)) all.push_back(std::move(mesh));
+    for (SweepMesh& mesh : all_meshes(n))
+      if (with_cp || mesh.shape.cp == 1) all.push_back(std::move(mesh));
   if (sample) {
     MOESH_CHECK(sample->count >= 1 && static_cast<size_t>(sample->count) <= all.size(),
                 ErrorKind::config, "--sample ", sample->count, " of the ", all.size(),

@@ -41,6 +41,7 @@ struct Sweep {
   int least_ranks = 1, most_ranks = 1;
   std::optional<Sample> sample = {};
   SweepShard shard = {};
+  bool with_cp = true;  // false: only meshes whose cp is 1
 
   /// By number of ranks, never empty: a sweep of nothing would hold.
   std::vector<SweepMesh> meshes() const;

@@ -433,6 +433,10 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
           m.num_kv_heads = fit(m.num_kv_heads, shape.tp);
           m.num_heads = fit(m.num_heads, m.num_kv_heads);
         }
+        if constexpr (requires { m.num_key_heads; }) {
+          m.num_key_heads = fit(m.num_key_heads, shape.tp);
+          m.num_value_heads = fit(m.num_value_heads, m.num_key_heads);
+        }
         if constexpr (requires { m.num_groups; }) {
           m.num_experts = fit(m.num_experts, shape.ep);
           if (m.num_experts % m.num_groups != 0 || m.num_experts / m.num_groups < 2)

@@ -20,8 +20,10 @@ std::vector<Config> meshes_of(const Config& config, const std::optional<Sweep>& 
   MOESH_CHECK(given.num_ranks() == 1, ErrorKind::config, "--sweep goes through every mesh of ",
               sweep->least_ranks, " to ", sweep->most_ranks,
               " ranks, and a mesh is given, too: ", given.describe(), "; leave one of them out");
+  Sweep taken = *sweep;
+  taken.with_cp = models::facts(config.model.architecture).takes_cp();
   std::vector<Config> configs;
-  for (const auto& mesh : sweep->meshes())
+  for (const auto& mesh : taken.meshes())
     configs.push_back(fitted(config, mesh.shape, mesh.schedule, mesh.is_tied));
   return configs;
 }

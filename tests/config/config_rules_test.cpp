@@ -296,6 +296,9 @@ TEST(ConfigRules, KeysOfTheModel) {
              {{"model.rotary_dim", n(8)}});
   model_case("minimax_m2", {{"model.rotary_dim", n(3)}}, {"rotated in pairs"},
              {{"model.rotary_dim", n(2)}});
+  model_case("qwen3_next", {{"model.num_key_heads", n(3)}},
+             {"model.num_value_heads is 8", "model.num_key_heads to one of [1, 2, 4, 8]"},
+             {{"model.num_key_heads", n(2)}});
   model_case("glm4_moe", {{"model.num_groups", n(3)}}, {"model.num_groups to one of"},
              {{"model.num_groups", n(1)}});
 }
@@ -383,11 +386,11 @@ TEST(ConfigRules, EveryKeyIsInConfigJsonOrRefused) {
         expect_parts(e.what(), {(is_of_heads ? "model.head_dim" : key) + " is "});
       }
     }
-  EXPECT_EQ(lost, (std::set<std::string>{"glm4_moe model.window", "granitemoe model.window",
-                                         "llama4 model.window", "minimax_m2 model.attention_bias",
-                                         "minimax_m2 model.window", "mixtral model.attention_bias",
-                                         "olmoe model.dim", "olmoe model.head_dim",
-                                         "olmoe model.window", "qwen2_moe model.window"}));
+  EXPECT_EQ(lost, (std::set<std::string>{
+                      "glm4_moe model.window", "granitemoe model.window", "llama4 model.window",
+                      "minimax_m2 model.attention_bias", "minimax_m2 model.window",
+                      "mixtral model.attention_bias", "olmoe model.dim", "olmoe model.head_dim",
+                      "olmoe model.window", "qwen2_moe model.window", "qwen3_next model.window"}));
 }
 
 // What [model] sets is named where it was set, from both sides.

@@ -418,7 +418,7 @@ TEST(Config, ShortForms) {
   expect_parts(error_of([] { load_config({"--model=gpt:20b"}); }, ErrorKind::config),
                {"model.name is \"gpt\" (command line)",
                 "deepseek_v3, qwen3_moe, mixtral, llama4, gpt_oss, qwen2_moe, olmoe, glm4_moe, "
-                "glm4_moe_lite, minimax_m2 or granitemoe"});
+                "glm4_moe_lite, minimax_m2, granitemoe or qwen3_next"});
 }
 
 TEST(Config, MeshIsShortForAllDegrees) {

@@ -105,6 +105,8 @@ TEST(Estimate, CountsTheParametersOfEveryModel) {
 class OnMeshes : public testing::TestWithParam<const char*> {};
 TEST_P(OnMeshes, StateAndCollectivesAreThoseOfARealRun) {
   for (const auto& name : models::model_names()) {
+    const bool takes_cp = models::facts(models::built_in(name, "tiny")).takes_cp();
+    if (std::string(GetParam()).starts_with("cp=") && !takes_cp) continue;
     for (const Args& options :
          {Args{}, Args{"--activation_checkpoint.mode=full", "--dtype=bfloat16"},
           Args{"--activation_checkpoint.mode=selective", "--dtype=bfloat16"},

@@ -43,7 +43,7 @@ INSTANTIATE_TEST_SUITE_P(
         Published{"glm4_moe", "355b-a32b", 353, 32}, Published{"glm4_moe_lite", "30b-a3b", 30, 3.5},
         Published{"minimax_m2", "230b-a10b", 229, 10},
         Published{"granitemoe", "1b-a400m", 1.33, 0.4},
-        Published{"granitemoe", "3b-a800m", 3.3, 0.8}),
+        Published{"granitemoe", "3b-a800m", 3.3, 0.8}, Published{"qwen3_next", "80b-a3b", 80, 3.9}),
     [](const auto& info) {
       std::string text = info.param.name + "_" + info.param.size;
       std::replace_if(text.begin(), text.end(), [](char c) { return c == '-' || c == '.'; }, '_');
@@ -72,7 +72,8 @@ TEST(Registry, CountsParametersAsTransformersDoes) {
         Exact{"glm4_moe", "355b-a32b", 352'797'814'784},
         Exact{"glm4_moe_lite", "30b-a3b", 29'943'390'976},
         Exact{"minimax_m2", "230b-a10b", 228'689'748'992},
-        Exact{"granitemoe", "1b-a400m", 1'334'628'352}})
+        Exact{"granitemoe", "1b-a400m", 1'334'628'352},
+        Exact{"qwen3_next", "80b-a3b", 79'674'391'296}})
     with_model(name, size, [&, n = num_parameters](models::Model& model) {
       EXPECT_EQ(model.num_parameters(), n) << name << " " << size;
     });
@@ -129,7 +130,8 @@ TEST(Registry, NamesEveryParameterOnceAndDecaysMatricesAlone) {
         EXPECT_TRUE(names.insert(w.spec.name).second) << w.spec.name << " twice in " << name;
         const auto ends = [&](const char* end) { return w.spec.name.ends_with(end); };
         const bool is_vector = ends("norm.weight") || ends(".bias") || ends(".sinks") ||
-                               ends(".b1") || ends(".b2") || ends(".b3");
+                               ends(".b1") || ends(".b2") || ends(".b3") || ends(".A_log") ||
+                               ends(".dt_bias");
         EXPECT_EQ(decays, !is_vector) << w.spec.name;
       });
     });

@@ -14,6 +14,7 @@
 #include "moesh/verify/verify.h"
 #include "tests/kernels/quantized_check.h"
 #include "tests/mutants/check.h"
+#include "tests/nn/delta_net_check.h"
 #include "tests/nn/dropout_check.h"
 #include "tests/nn/layer_parity.h"
 #include "tests/train/device.h"
@@ -239,12 +240,12 @@ const mutants::Provide compare("compare", [](Settings&) -> Check {
 // mesh, of the last ones one after the other, with what is kept of those before.
 constexpr std::int64_t kPastLength = 9, kPrompt = 4;
 
-at::Tensor logits_of(const MeshShape& shape, bool one_by_one) {
+at::Tensor logits_of(const std::string& name, const MeshShape& shape, bool one_by_one) {
   struct Logits : nn::Probe {
     at::Tensor all_BLV;
     void on_logits(const at::Tensor& logits_BLV) override { all_BLV = logits_BLV.clone(); }
   };
-  const auto config = models::built_in("gpt_oss", "tiny");
+  const auto config = models::built_in(name, "tiny");
   const at::Tensor ids = (at::arange(kPastLength) * 31 + 7).remainder(96).unsqueeze(0);
   at::Tensor result;
   comm::launch(shape.num_ranks(), [&](comm::Group& world) {
@@ -270,14 +271,22 @@ at::Tensor logits_of(const MeshShape& shape, bool one_by_one) {
 
 const mutants::Provide past("past", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
-  const at::Tensor wanted_LV = logits_of({}, false);
+  const std::string name = settings.take("qwen3_next") != 0 ? "qwen3_next" : "gpt_oss";
+  const at::Tensor wanted_LV = logits_of(name, {}, false);
   return [=]() -> std::string {
-    const at::Tensor found_LV = logits_of(shape, true);
+    const at::Tensor found_LV = logits_of(name, shape, true);
     for (std::int64_t i = kPrompt - 1; i < kPastLength; ++i)
       if ((found_LV[i] - wanted_LV[i]).abs().max().item<double>() > 1e-10)
         return "logits of token " + std::to_string(i);
     return "";
   };
+});
+
+// A layer of Gated DeltaNet against its formula.
+const mutants::Provide delta_net("delta_net", [](Settings& settings) -> Check {
+  const MeshShape shape = settings.take_mesh();
+  const bool has_documents = settings.take("documents") != 0;
+  return [=] { return delta_net_complaint(shape, has_documents); };
 });
 
 const mutants::Provide evaluation("evaluation", [](Settings&) -> Check {

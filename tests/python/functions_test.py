@@ -312,7 +312,7 @@ class OthersTest(Temporary):
 
         sys.setprofile(profile)
         try:
-            for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss", "qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "granitemoe"):
+            for model in ("deepseek_v3", "qwen3_moe", "mixtral", "llama4", "gpt_oss", "qwen2_moe", "olmoe", "glm4_moe", "glm4_moe_lite", "minimax_m2", "granitemoe", "qwen3_next"):
                 for dtype in ("float32", "bfloat16"):
                     moesh.estimate(model=f"{model}:tiny", dtype=dtype, mesh="dp_shard=2,tp=2,ep=2")
         finally:

@@ -66,7 +66,9 @@ const mutants::Provide balance("balance", [](Settings& settings) -> Check {
 // A sequence of two documents, of which only one has labels, against only that one on one rank.
 const mutants::Provide documents("documents", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
-  const std::string model = settings.take("llama4") != 0 ? "llama4" : "qwen3_moe";
+  const std::string model = settings.take("llama4") != 0       ? "llama4"
+                            : settings.take("qwen3_next") != 0 ? "qwen3_next"
+                                                               : "qwen3_moe";
   return [shape, model]() -> std::string {
     at::manual_seed(3);
     const at::Tensor ids = at::randint(90, {1, kLength + 1}, at::kLong);

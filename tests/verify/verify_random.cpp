@@ -119,15 +119,17 @@ RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
 RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
                      const std::filesystem::path& folder) {
   Draw draw(seed, number);
-  const std::vector<SweepMesh> meshes = Sweep{.least_ranks = 1, .most_ranks = 8}.meshes();
+  const std::string name = draw.one_of(models::model_names());
+  const bool takes_cp = models::facts(models::built_in(name, "tiny")).takes_cp();
+  const std::vector<SweepMesh> meshes =
+      Sweep{.least_ranks = 1, .most_ranks = 8, .with_cp = takes_cp}.meshes();
   const SweepMesh mesh = draw.one_of(meshes);
   const int steps = draw.one_in(8) ? 1 : draw.one_in(8) ? 3 : 2;
   const bool is_debug = draw.one_in(16);
   const auto dtypes = config::find_option("training.dtype")->rule.choices;
-  RandomCase found =
-      on_mesh({"--model=" + draw.one_of(models::model_names()) + (is_debug ? ":debug" : ":tiny"),
-               "--dtype=" + draw.one_of(dtypes)},
-              mesh, steps);
+  RandomCase found = on_mesh(
+      {"--model=" + name + (is_debug ? ":debug" : ":tiny"), "--dtype=" + draw.one_of(dtypes)}, mesh,
+      steps);
   Args chosen{found.args[0], found.args[1]};
   // What the rules refuse beside the others is left out again.
   const auto add = [&](const Args& more) {
