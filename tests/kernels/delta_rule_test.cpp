@@ -108,9 +108,8 @@ TEST(Convolution, IsThatOfOneTokenAfterTheOther) {
     for (const std::int64_t num_taps : {1, 2, 4})
       for (const bool has_documents : {false, true}) {
         at::manual_seed(8);
-        const auto leaf = at::TensorOptions().dtype(at::kDouble).requires_grad(true);
-        const at::Tensor x = at::randn({s.B, s.L, s.g, s.d}, leaf),
-                         w = at::randn({s.g, s.d, num_taps}, leaf),
+        const at::Tensor x = at::randn({s.B, s.L, s.g, s.d}, at::kDouble).requires_grad_(true),
+                         w = at::randn({s.g, s.d, num_taps}, at::kDouble).requires_grad_(true),
                          starts = has_documents ? documents_of(s.B, s.L) : at::Tensor();
         const at::Tensor wanted = ref::convolution(x, w, starts);
         const at::Tensor dy = at::arange(wanted.numel(), at::kDouble).sin().reshape(x.sizes());

@@ -10,7 +10,7 @@
 #include "tests/kernels/ref_delta_rule.h"
 #include "tests/spmd/device.h"
 
-namespace moesh {
+namespace moesh::delta_net_check {
 namespace {
 
 using enum Place;
@@ -82,7 +82,7 @@ bool close(const at::Tensor& a, const at::Tensor& b) {
 
 }  // namespace
 
-std::string delta_net_complaint(const MeshShape& shape, bool has_documents) {
+std::string complaint(const MeshShape& shape, bool has_documents) {
   const at::Tensor starts_BL = has_documents ? starts() : at::Tensor();
   Weights leaves;
   {
@@ -95,7 +95,7 @@ std::string delta_net_complaint(const MeshShape& shape, bool has_documents) {
                    wanted = formula(leaves, x_leaf, starts_BL);
   const at::Tensor dy = at::arange(wanted.numel(), at::kDouble).sin().reshape(wanted.sizes());
   (wanted * dy).sum().backward();
-  std::string complaint;
+  std::string wrong;
   comm::launch(
       shape.num_ranks(),
       [&](comm::Group& world) {
@@ -107,17 +107,17 @@ std::string delta_net_complaint(const MeshShape& shape, bool has_documents) {
         const auto x = as_leaf(assume<Dense{T, T, R}>(input().to(test_device())));
         const auto y = layer(x, tokens);
         const bool is_same = close(local(all_reduce<tp>(y)), wanted);
-        if (world.rank() == 0 && !is_same) complaint = "y";
+        if (world.rank() == 0 && !is_same) wrong = "y";
         if (shape.num_ranks() > 1 || !is_same) return;
         (local(y) * dy.to(test_device())).sum().backward();
-        if (!close(local(x).grad(), x_leaf.grad())) complaint = "x";
+        if (!close(local(x).grad(), x_leaf.grad())) wrong = "x";
         layer.each_param([&](Stored& w) {
-          if (complaint.empty() && !close(w.value.grad(), leaves.at(w.spec.name.substr(2)).grad()))
-            complaint = w.spec.name;
+          if (wrong.empty() && !close(w.value.grad(), leaves.at(w.spec.name.substr(2)).grad()))
+            wrong = w.spec.name;
         });
       },
       test_options());
-  return complaint;
+  return wrong;
 }
 
-}  // namespace moesh
+}  // namespace moesh::delta_net_check

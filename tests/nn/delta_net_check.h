@@ -5,10 +5,10 @@
 
 #include "moesh/comm/mesh.h"
 
-namespace moesh {
+namespace moesh::delta_net_check {
 
 /// What is wrong on this mesh, with sequences of one document or of several: "y", or on one rank
 /// also the name of a parameter whose gradient differs. Empty: nothing.
-std::string delta_net_complaint(const MeshShape& shape, bool has_documents);
+std::string complaint(const MeshShape& shape, bool has_documents);
 
-}  // namespace moesh
+}  // namespace moesh::delta_net_check

@@ -12,12 +12,12 @@ namespace {
 
 TEST(DeltaNet, IsTheFormulaWithItsGradients) {
   for (const bool has_documents : {false, true})
-    EXPECT_EQ(delta_net_complaint({}, has_documents), "") << has_documents;
+    EXPECT_EQ(delta_net_check::complaint({}, has_documents), "") << has_documents;
 }
 
 TEST(DeltaNet, IsTheSameUnderTp) {
   for (const bool has_documents : {false, true})
-    EXPECT_EQ(delta_net_complaint({.tp = 2}, has_documents), "") << has_documents;
+    EXPECT_EQ(delta_net_check::complaint({.tp = 2}, has_documents), "") << has_documents;
 }
 
 TEST(DeltaNet, RefusesCpAndHeadsThatTpDoesNotDivide) {

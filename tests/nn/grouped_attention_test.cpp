@@ -54,6 +54,12 @@ std::vector<NamedConfig> all_configs() {
         "v_proj.bias", "q_norm.weight", "k_norm.weight", "o_proj.weight"}},
       {"Granite", config_of({.rope = rope, .scale = 0.3}), plain},
       {"Qwen3", config_of({.qk_norm = QkNorm::weighted, .rope = rope}), with_norms},
+      {"Qwen3-Next",
+       config_of({.qk_norm = QkNorm::weighted,
+                  .norm_weight = nn::NormWeight::zero_centred,
+                  .rope = half,
+                  .output_gate = true}),
+       with_norms},
       {"Llama 4", config_of({.qk_norm = QkNorm::plain, .rope = interleaved, .chunk = 3}), plain},
       {"Llama 4 without positions", config_of({.growth = 0.1, .growth_floor = 2}), plain},
       {"queries that grow by 1", config_of({.rope = rope, .growth = 1, .growth_floor = 3}), plain},
@@ -107,8 +113,11 @@ at::Tensor formula(const GroupedAttentionConfig& c, const Weights& w, const at::
     at::Tensor t = product(x_BLD, name + "_proj");
     if (c.qk_norm == QkNorm::across && name != "v") t = normal(t) * w.at(name + "_norm.weight");
     if (c.clip > 0) t = t.clamp(-c.clip, c.clip);
-    t = t.unflatten(-1, {-1, c.head_dim});
-    if (c.qk_norm == QkNorm::weighted && name != "v") t = normal(t) * w.at(name + "_norm.weight");
+    t = t.unflatten(-1, {-1, c.output_gate && name == "q" ? 2 * c.head_dim : c.head_dim})
+            .narrow(-1, 0, c.head_dim);
+    if (c.qk_norm == QkNorm::weighted && name != "v")
+      t = normal(t) *
+          (w.at(name + "_norm.weight") + (c.norm_weight == nn::NormWeight::zero_centred ? 1 : 0));
     if (c.rope && name != "v") t = turned(t, *c.rope);
     if (c.qk_norm == QkNorm::plain && name != "v") t = normal(t);
     return t;
@@ -130,7 +139,10 @@ at::Tensor formula(const GroupedAttentionConfig& c, const Weights& w, const at::
     scores = at::cat(
         {scores, w.at("sinks").reshape({1, -1, 1, 1}).expand({x_BLD.size(0), -1, kLength, 1})}, -1);
   const at::Tensor p = scores.softmax(-1).narrow(-1, 0, kLength);
-  return product(at::einsum("bhij,bjhd->bihd", {p, v}).flatten(2, 3), "o_proj");
+  at::Tensor y = at::einsum("bhij,bjhd->bihd", {p, v});
+  if (c.output_gate)
+    y = y * product(x_BLD, "q_proj").unflatten(-1, {-1, 2, c.head_dim}).select(-2, 1).sigmoid();
+  return product(y.flatten(2, 3), "o_proj");
 }
 
 at::Tensor input() {

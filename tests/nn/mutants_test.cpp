@@ -286,7 +286,7 @@ const mutants::Provide past("past", [](Settings& settings) -> Check {
 const mutants::Provide delta_net("delta_net", [](Settings& settings) -> Check {
   const MeshShape shape = settings.take_mesh();
   const bool has_documents = settings.take("documents") != 0;
-  return [=] { return delta_net_complaint(shape, has_documents); };
+  return [=] { return delta_net_check::complaint(shape, has_documents); };
 });
 
 const mutants::Provide evaluation("evaluation", [](Settings&) -> Check {
