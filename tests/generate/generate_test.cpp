@@ -198,7 +198,8 @@ TEST(Generate, GivesTheSameIdsOnEveryMesh) {
       EXPECT_EQ(wanted.size(), 9u);
       for (const MeshShape& shape : {MeshShape{.tp = 2, .ep = 2}, MeshShape{.cp = 2, .ep = 2},
                                      MeshShape{.dp_replicate = 2, .dp_shard = 2, .ep = 2}})
-        EXPECT_EQ(ids_on(name, shape, options), wanted) << name << " on " << shape.describe();
+        if (takes(name, shape))
+          EXPECT_EQ(ids_on(name, shape, options), wanted) << name << " on " << shape.describe();
     }
 }
 
