@@ -119,7 +119,8 @@ std::int64_t DeltaNet::chunk() const {
   return std::clamp<std::int64_t>(config_.key_dim / 2, 4, 64);
 }
 
-Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past) const {
+Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
+                         MaxLogits* /*logits*/) const {
   const std::int64_t d = config_.key_dim, v = config_.value_dim, values = group_ * v;
   const at::Tensor numbers = tokens.span_numbers();
   const Heads qkvz = split_heads(qkvz_(x_BLD, numbers), 2 * d + 2 * values),

@@ -26,7 +26,9 @@ class DeltaNet final : public Attention {
  public:
   DeltaNet(const DeltaNetConfig& config, const std::string& name, const ModuleOptions& o);
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr) const override;
+  /// It has no logits.
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+                 MaxLogits* logits = nullptr) const override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;
 

@@ -126,13 +126,12 @@ std::vector<LogitRows> GroupedAttention::logit_rows() {
   if (config_.qk_norm != QkNorm::none || config_.clip > 0) return {};
   const bool is_shared = config_.num_heads != config_.num_kv_heads;
   std::vector<LogitRows> rows;
-  const auto add = [&](ColumnLinear& layer, double power) {
-    layer.each_param([&](auto& w) {
-      rows.push_back({&w.stored(), config_.head_dim, 0, config_.head_dim, power});
-    });
+  const auto add = [&](ColumnLinear& layer, std::int64_t of_head, double power) {
+    layer.each_param(
+        [&](auto& w) { rows.push_back({&w.stored(), of_head, 0, config_.head_dim, power}); });
   };
-  add(q_, is_shared ? 1 : 0.5);
-  if (!is_shared) add(k_, 0.5);
+  add(q_, (config_.output_gate ? 2 : 1) * config_.head_dim, is_shared ? 1 : 0.5);
+  if (!is_shared) add(k_, config_.head_dim, 0.5);
   return rows;
 }
 
