@@ -299,6 +299,13 @@ TEST(ConfigRules, KeysOfTheModel) {
   model_case("qwen3_next", {{"model.num_key_heads", n(3)}},
              {"model.num_value_heads is 8", "model.num_key_heads to one of [1, 2, 4, 8]"},
              {{"model.num_key_heads", n(2)}});
+  // A state goes from token to token.
+  expect_case(
+      {.values = {{"parallelism.context_parallel_degree", n(2)}},
+       .texts = {"model.name is \"qwen3_next\"", "set parallelism.context_parallel_degree to 1",
+                 "parallelism.tensor_parallel_degree instead"},
+       .cure = {{"parallelism.context_parallel_degree", n(1)}},
+       .given = {{"model.name", std::string("qwen3_next")}}});
   model_case("glm4_moe", {{"model.num_groups", n(3)}}, {"model.num_groups to one of"},
              {{"model.num_groups", n(1)}});
 }

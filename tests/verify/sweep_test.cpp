@@ -32,6 +32,16 @@ TEST(MeshSweep, goes_through_every_mesh_of_the_sizes_that_it_names) {
     EXPECT_TRUE(5 <= mesh.shape.num_ranks() && mesh.shape.num_ranks() <= 8);
 }
 
+TEST(MeshSweep, leaves_out_cp_where_a_model_refuses_it_and_nothing_else) {
+  std::vector<std::string> expected;
+  for (const SweepMesh& mesh : parse_sweep("8").meshes())
+    if (mesh.shape.cp == 1) expected.push_back(mesh.describe());
+  Sweep sweep = parse_sweep("8");
+  sweep.with_cp = false;
+  EXPECT_EQ(names(sweep), expected);
+  EXPECT_LT(expected.size(), kAll);
+}
+
 TEST(MeshSweep, small_pipelines_have_every_schedule_and_all_schedules_have_large_ones) {
   std::map<std::string, std::set<std::string>> small;
   std::set<std::string> large;
