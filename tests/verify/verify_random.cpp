@@ -13,6 +13,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/random.h"
 #include "moesh/config/options.h"
+#include "moesh/train/build.h"
 #include "moesh/verify/verify_all.h"
 
 using namespace moesh;
@@ -116,6 +117,15 @@ RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
   return {args, {meshes_of(config, std::nullopt).front(), steps}};
 }
 
+// Only the model knows whether QK-clip has something to scale.
+void check_clip(const Config& config) {
+  if (config.optimizer.qk_clip == 0) return;
+  const OneRankScope scope;
+  const Config one = one_rank(config);
+  const auto model = train::make_model(one);
+  train::make_optimizer(*model, one);
+}
+
 RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
                      const std::filesystem::path& folder) {
   Draw draw(seed, number);
@@ -136,7 +146,9 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
     Args args = chosen;
     args.insert(args.end(), more.begin(), more.end());
     try {
-      found = on_mesh(args, mesh, steps);
+      RandomCase next = on_mesh(args, mesh, steps);
+      check_clip(next.c.config);
+      found = std::move(next);
       chosen = args;
     } catch (const Error& e) {
       if (e.kind() != ErrorKind::config) throw;
