@@ -257,7 +257,7 @@ class Model:
         attention = getattr(attention, "unwatched", attention)
 
         def watched(module, query, key, value, attention_mask, scaling, **options):
-            if torch.is_grad_enabled():
+            if self.queries is not None and torch.is_grad_enabled():
                 keys = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
                 seen = (attention_mask == 0) & self.queries[:, None, :, None]
                 logits = (query @ keys.transpose(2, 3) * scaling).detach()
@@ -340,6 +340,7 @@ class Model:
             x = layer.eh_proj(torch.cat([layer.enorm(embedded), layer.hnorm(h)], -1))
             h = self.hidden([layer], layer.shared_head.norm, inputs_embeds=x)
             logits.append(self.model.lm_head(h).flatten(0, 1)[counts])
+        self.queries = None  # other models of this family are not watched
         of_layers = [(self.logits[i][counts], self.chosen[i][counts])
                      for i in range(len(self.routers))]
         return logits, of_layers
