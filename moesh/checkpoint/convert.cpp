@@ -61,17 +61,26 @@ std::set<std::string> names_of(const formats::DiskTable& table) {
   return names;
 }
 
-// The parameters of one tensor, whole as far as they are in it.
+// The parameters of one tensor, whole as far as they are in it: of several pieces of one, the box
+// around them.
 std::vector<Part> parts_of(const formats::DiskTensor& tensor, at::ScalarType dtype) {
   std::vector<Part> parts;
   for (const auto& source : tensor.sources) {
     Region region{source.offset, {}};
     for (const auto dim : source.dims) region.length.push_back(tensor.view[dim]);
-    parts.push_back({.name = source.param,
-                     .region = region,
-                     .owned = true,
-                     .value = at::empty(region.length, dtype)});
+    const auto same = std::ranges::find(parts, source.param, &Part::name);
+    if (same == parts.end()) {
+      parts.push_back({.name = source.param, .region = region, .owned = true});
+      continue;
+    }
+    for (std::size_t d = 0; d < region.start.size(); ++d) {
+      auto& [start, length] = same->region;
+      const std::int64_t end = std::max(start[d] + length[d], region.start[d] + region.length[d]);
+      start[d] = std::min(start[d], region.start[d]);
+      length[d] = end - start[d];
+    }
   }
+  for (Part& part : parts) part.value = at::empty(part.region.length, dtype);
   return parts;
 }
 

@@ -517,9 +517,7 @@ void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table) 
   log_warn("'", folder.path().string(), "' has ", names.size(),
            " tensors of layers for multi-token prediction that this model does not compute; they "
            "are left out, and will not be in what is saved: ",
-           listed(names),
-           ". To read and train them set model.num_mtp_layers (num_nextn_predict_layers in "
-           "config.json) to the number of these layers");
+           listed(names), table.to_read_them);
 }
 
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model) {

@@ -27,7 +27,7 @@ thread_local Watched* of_other = nullptr;  // of another thread of this rank
 
 }  // namespace
 
-// Of a thread, since a rank is one.
+// Each thread has its own, since a rank is one.
 Watched& watched() {
   if (of_other) return *of_other;
   thread_local Watched of_thread;

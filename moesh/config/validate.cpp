@@ -1,6 +1,7 @@
 // The rules of a configuration, on its final values.
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <numeric>
 #include <set>
@@ -286,6 +287,10 @@ void check_data(const Config& c, const models::ModelFacts& facts) {
   check_sources(c, facts, "data.source", c.data.source);
   check_sources(c, facts, "validation.source", c.validation.source);
   check_one_language(c);
+  MOESH_CHECK(c.optimizer.qk_clip == 0 || c.data.packing != "best_fit", ErrorKind::config,
+              describe_option(c, "optimizer.qk_clip"), ", and ", describe_option(c, "data.packing"),
+              ", which fills up sequences with padding, whose logits would count; set data.packing "
+              "to cut, or optimizer.qk_clip to 0");
 }
 
 // After the mesh: its product of ranks is one that fits.
@@ -315,8 +320,11 @@ void check_batch(const Config& c) {
 
 void check_routing(const Config& c) {
   if (c.moe.replay.empty()) return;
-  MOESH_CHECK(c.moe.record != c.moe.replay, ErrorKind::config, describe_option(c, "moe.record"),
-              ", and so is ", describe_option(c, "moe.replay"),
+  const auto is_same = [](const std::string& a, const std::string& b) {
+    return std::filesystem::weakly_canonical(a) == std::filesystem::weakly_canonical(b);
+  };
+  MOESH_CHECK(c.moe.record.empty() || !is_same(c.moe.record, c.moe.replay), ErrorKind::config,
+              describe_option(c, "moe.record"), ", and so is ", describe_option(c, "moe.replay"),
               ": the files would be written while they are read; set moe.record to another folder");
   MOESH_CHECK(!c.moe.force_load_balance, ErrorKind::config,
               describe_option(c, "moe.force_load_balance"), ", and ",

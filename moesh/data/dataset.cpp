@@ -17,7 +17,7 @@ Sample Once::get(std::int64_t index) const {
 
 namespace {
 
-// Of position t of one sample; k = 0 is the next token.
+// Tokens ahead of position t of one sample; k = 0 is the next token.
 struct AheadOf {
   const Sample& sample;
   std::vector<std::size_t> last;  // of each token: the last one of its document

@@ -37,9 +37,22 @@ bool has_dense_key(const models::AnyConfig& full) {
   return std::visit([](const auto& c) { return requires { c.num_dense_layers; }; }, full);
 }
 
-// Models of which some differ by one layer: each kind of layer is added to a model that has four of
-// its kind already, so that the peak grows by what is held and not by what comes and goes (blocks
-// gather their parameters while their neighbours work, and the sums of two travel meanwhile).
+// After how many layers a model begins anew: where some have attention and some a state, one of
+// each stands for neither, and they are added together.
+int period(const models::AnyConfig& full) {
+  return std::visit(
+      [](const auto& c) {
+        if constexpr (requires { c.full_step; })
+          return static_cast<int>(std::clamp<std::int64_t>(c.full_step, 1, c.num_layers));
+        return 1;
+      },
+      full);
+}
+
+// Models of which some differ by one layer, or one period: each kind of layer is added to a model
+// that has four of its kind already, so that the peak grows by what is held and not by what comes
+// and goes (blocks gather their parameters while their neighbours work, and the sums of two travel
+// meanwhile).
 std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape& shape) {
   const auto num = static_cast<int>(shape.is_moe.size());
   int num_dense = 0;
@@ -50,20 +63,25 @@ std::vector<Short> short_models(const models::AnyConfig& full, const ModelShape&
       all.push_back(shortened(full, layers, dense));
   } else {
     const bool is_uniform = num_dense == 0 || num_dense == num;
-    for (int k = is_uniform ? 4 : 6; k <= (is_uniform ? 5 : 8); ++k)
+    const int step = is_uniform ? period(full) : 1, first = is_uniform ? (3 / step + 1) * step : 6;
+    for (int k = first; k <= first + (is_uniform ? 1 : 2) * step; k += step)
       all.push_back(shortened(full, k, 0));
   }
   return all;
 }
 
-// Calls f with the places of a model and of one that has a layer more.
+// Calls f with the places of a model and of the next longer one, which has some layers of one kind
+// more, and their number.
 template <class F>
 void each_longer(const std::vector<Short>& models, F f) {
   for (size_t a = 0; a < models.size(); ++a)
     for (size_t b = a + 1; b < models.size(); ++b) {
-      std::vector<bool> longer = models[a].is_moe;
-      longer.push_back(models[b].is_moe.back());
-      if (longer == models[b].is_moe) f(a, b);
+      const auto &shorter = models[a].is_moe, &longer = models[b].is_moe;
+      if (longer.size() <= shorter.size()) continue;
+      const auto more = longer.size() - shorter.size();
+      std::vector<bool> extended = shorter;
+      extended.insert(extended.end(), more, longer.back());
+      if (extended == longer && b == a + 1) f(a, b, static_cast<std::int64_t>(more));
     }
 }
 
@@ -107,6 +125,14 @@ StateMemory scaled(const StateMemory& s, double factor) {
     return static_cast<std::int64_t>(static_cast<double>(n) * factor + 0.5);
   };
   return {times(s.weights), times(s.gradients), times(s.optimizer)};
+}
+
+PartProfile divided(PartProfile p, std::int64_t n) {
+  const double part = 1 / static_cast<double>(n);
+  p.dense = scaled(p.dense, part), p.experts = scaled(p.experts, part);
+  p.activations *= part, p.tp_gradients *= part;
+  for (auto& [key, entry] : p.traffic) entry.num_bytes /= n, entry.num_calls /= n;
+  return p;
 }
 
 // From the mesh of the dry run to one with other sizes of dp: shards are smaller or larger, and so
@@ -247,8 +273,9 @@ const Profile& Profiler::measured(const MeshShape& mesh) {
     ++num_runs_;
   }
   Profile profile;
-  each_longer(models, [&](size_t shorter, size_t longer) {
-    profile.layers[models[longer].is_moe.back()] = difference(whole[longer], whole[shorter]);
+  each_longer(models, [&](size_t shorter, size_t longer, std::int64_t layers) {
+    profile.layers[models[longer].is_moe.back()] =
+        divided(difference(whole[longer], whole[shorter]), layers);
   });
   profile.ends = whole.back();
   for (const bool is_moe : models.back().is_moe) {
@@ -304,8 +331,9 @@ const Profiler::OfStages& Profiler::measured_stages(const MeshShape& mesh, Stage
     out.always_between = on_top(between, schedule, num_micro);
     out.always_on_first = on_top(run(0, num, num_dense), schedule, num_micro);
   }
-  each_longer(models, [&](size_t shorter, size_t longer) {
-    out.kept[models[longer].is_moe.back()] = std::max(0.0, kept[longer] - kept[shorter]);
+  each_longer(models, [&](size_t shorter, size_t longer, std::int64_t layers) {
+    out.kept[models[longer].is_moe.back()] =
+        std::max(0.0, kept[longer] - kept[shorter]) / static_cast<double>(layers);
   });
   return known_stages_.emplace(key, std::move(out)).first->second;
 }

@@ -41,8 +41,8 @@ struct ModelShape {
   std::vector<double> layer_flops;  // for each token, forward and backward
   double head_flops = 0;
   std::int64_t dim = 0;
-  // Of what is around the layers (embedding, head, layers of multi-token prediction), by parameters
-  // that are not those of experts: what the first stage has, and what the last one has.
+  // Shares of what is around the layers (embedding, head, layers of multi-token prediction) that
+  // the first and the last stage have, by parameters that are not those of experts.
   double of_first = 0.5, of_last = 0.5;
 };
 ModelShape model_shape(const Config& config);

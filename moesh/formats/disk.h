@@ -56,6 +56,7 @@ struct DiskTable {
       {};  // names that are often there and that nothing needs
   std::function<bool(std::string_view)> left_out =
       {};  // names that may be there and that this model does not compute: a user is told
+  std::string to_read_them = {};  // what to do to have them all the same; empty: nothing helps
   std::function<std::string(std::string_view)> cure =
       {};  // what to do where the tensor of this name is missing; empty: unknown
 

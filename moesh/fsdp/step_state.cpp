@@ -24,7 +24,6 @@ StepState::StepState(StepState* whole)
       outer_(innermost),
       is_whole_(false) {
   innermost = this;
-  raw::add_taker(*gathering);
 }
 StepState::~StepState() {
   innermost = outer_;

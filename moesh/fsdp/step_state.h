@@ -35,9 +35,9 @@ class StepState {
   /// place in a message, and for a parameter that is used twice (a tied embedding), of which
   /// several micro-batches are added one use after the other, those of another order.
   explicit StepState(bool overlap = false);
-  /// Of another thread of the same rank, which works on a micro-batch of the same step (turns.h):
+  /// For another thread of the same rank, which works on a micro-batch of the same step (turns.h):
   /// what it gathers, sums and leaves is that of `whole`, which outlives it. From here on what is
-  /// gathered ahead is for one more micro-batch.
+  /// gathered ahead is for one micro-batch less (raw::add_taker comes before).
   explicit StepState(StepState* whole);
   ~StepState();
   StepState(const StepState&) = delete;

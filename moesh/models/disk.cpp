@@ -33,7 +33,7 @@ bool is_ignored(std::string_view name, bool tied) {
   return name.ends_with("rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
 }
 
-// Of this layer or one behind it.
+// Whether a tensor belongs to layer `first` or to one behind it.
 bool is_behind(std::string_view name, std::int64_t first) {
   constexpr std::string_view kLayers = "model.layers.";
   if (!name.starts_with(kLayers)) return false;
@@ -62,10 +62,13 @@ void add_mtp(const Config& c, DiskTable& table) {
   table.left_out = [end = c.num_layers + c.num_mtp_layers](std::string_view name) {
     return is_behind(name, end);
   };
+  table.to_read_them =
+      ". To read and train them set model.num_mtp_layers (num_nextn_predict_layers in config.json) "
+      "to the number of these layers";
   table.cure = [n = c.num_layers](std::string_view name) -> std::string {
     return is_behind(name, n)
-               ? "without its layers for multi-token prediction set "
-                 "model.num_mtp_layers (num_nextn_predict_layers in config.json) to 0"
+               ? "set model.num_mtp_layers (num_nextn_predict_layers in config.json) to the "
+                 "number of layers for multi-token prediction that are there; without any, to 0"
                : "";
   };
 }

@@ -109,7 +109,7 @@ struct ForwardResult {
   // For the stage after this one; in the last undefined, or for the head where that is apart.
   StageStream stream = {};
   StageStream head_input = {};  // of the head, where it is apart: its value, with a gradient
-  /// Of a depth of multi-token prediction, in the last stage, where the pass is an evaluation:
+  /// What a depth of multi-token prediction gives in the last stage, in an evaluation:
   /// cross-entropy, divided by the tokens of the step, and how many tokens it predicts as the model
   /// itself does when it comes to them (int64).
   struct Predicted {

@@ -211,7 +211,8 @@ HeadOutput Stage::head(const nn::Stream<Sp>& x_BLD, const MicroBatch& batch,
   const nn::Full x = to_head<Sp>(read, tokens);
   // The gradient is there with the loss: to keep it for later would cost as much memory again.
   const HeadWeight weight = head_weight(raw::Late::never);
-  if (options.probe) options.probe->on_logits(local(linear(x, weight)).detach());
+  if (options.probe && options.probe->wants_logits())
+    options.probe->on_logits(local(linear(x, weight)).detach());
   HeadOutput out;
   out.cross_entropy = loss_of(x, weight, batch.labels_BL, batch, tokens);
   if (!mtp_.empty()) predict_further<Sp>(read, weight, batch, tokens, options, out);

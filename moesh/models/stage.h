@@ -70,7 +70,7 @@ class Stage {
   /// The router of each MoE layer, and the number of the first one in the model.
   std::vector<nn::Router*> routers();
   std::int64_t first_moe_layer() const { return first_moe_layer_; }
-  /// Of each layer.
+  /// One for each layer.
   std::vector<nn::Attention*> attentions();
   /// Parameters of all ranks of this stage, and those that one token meets.
   std::int64_t num_parameters() const { return num_parameters_; }

@@ -176,7 +176,7 @@ void DeltaNet::each_param(const std::function<void(Stored&)>& f) {
 }
 
 double DeltaNet::flops(std::int64_t sequence) const {
-  // Of a token: scores and corrections within its chunk, and three products with the state.
+  // A token takes part in scores and corrections of its chunk, and three products with the state.
   const auto C = static_cast<double>(std::min(chunk(), sequence)),
              d = static_cast<double>(config_.key_dim), v = static_cast<double>(config_.value_dim);
   const double forward = 4 * C * d + C * (d + v) + 2 * C * v + 6 * d * v;

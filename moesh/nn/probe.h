@@ -30,7 +30,9 @@ class Probe {
   virtual void on_input(const at::Tensor& /*x_BLD*/) {}
   /// The experts that the layer shall use, or its balance loss count: [N, K] as it chose them.
   virtual at::Tensor on_choice(const Choice& choice) { return choice.experts_NK; }
-  /// The logits of this cp rank's tokens and this tp rank's vocabulary.
+  /// The logits of this cp rank's tokens and this tp rank's vocabulary, which are computed only
+  /// for probes that want them.
+  virtual bool wants_logits() const { return false; }
   virtual void on_logits(const at::Tensor& /*logits_BLV*/) {}
 };
 

@@ -48,12 +48,12 @@ std::int64_t start_of(const std::vector<std::int64_t>& sizes, int rank) {
   return std::accumulate(sizes.begin(), sizes.begin() + rank, std::int64_t{0});
 }
 
-// Of a message that is the result.
+// The message is the result.
 Sent whole(comm::Handle message) {
   return {std::move(message), [](const at::Tensor& t) { return Tensors{t}; }};
 }
 Sent ready(const at::Tensor& x) { return whole(comm::Handle(x)); }
-// Of a collective that joins or cuts rows.
+// The collective joins or cuts rows: its message has `dim` first.
 Sent along_rows(comm::Handle message, std::int64_t dim) {
   return {std::move(message), [dim](const at::Tensor& t) { return Tensors{t.movedim(0, dim)}; }};
 }

@@ -216,7 +216,10 @@ std::map<std::string, kernels::Quantization> quantization(const Config& config) 
     const auto source = checkpoint::TensorFolder::weights(folder);
     const auto names = on_disk(config);
     const auto table = names.table(checkpoint::find_layout(source, names));
-    return checkpoint::Loader(source, table).quantization();
+    auto found = checkpoint::Loader(source, table).quantization();
+    MOESH_CHECK(!found.empty(), ErrorKind::config, describe_option(config, "lora.base"),
+                ", and no tensor of '", folder, "' is in float8 or MXFP4; leave out lora.base");
+    return found;
   }
   auto published = models::published_quantization(config.model.architecture);
   MOESH_CHECK(!published.empty(), ErrorKind::config, describe_option(config, "lora.base"),

@@ -79,6 +79,21 @@ void warn_of_few_micro_batches(const Config& config) {
            " or more, or raise training.global_batch_size");
 }
 
+void warn_of_no_overlap(const Config& config) {
+  if (!config.parallelism.overlap_experts) return;
+  const auto nothing = [&](const std::string& why) {
+    log_warn(describe_option(config, "parallelism.overlap_experts"), ", and ", why);
+  };
+  if (mesh_shape(config).ep == 1)
+    nothing("ep is 1: no rows travel to experts that could be hidden");
+  if (num_micro_batches(config) == 1)
+    nothing(
+        "a step has one micro-batch, beside which no other computes; set "
+        "training.gradient_accumulation_steps to 2 or more, and data.batch_size lower");
+  if (!config.profile.steps.empty())
+    nothing("a trace (profile.steps) shows the operators of every second micro-batch only");
+}
+
 // What Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave half a
 // minute or more.
 double seconds_before_kill() {
@@ -212,6 +227,7 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
   if (is_first) {
     warn_of_bias_kept_apart(config);
     warn_of_few_micro_batches(config);
+    warn_of_no_overlap(config);
     warn_of_other_dropout(config);
     if (config.lora.base != "compute")
       log_info("lora.base: ", describe_quantization(quantization(config)),

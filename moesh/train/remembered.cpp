@@ -80,7 +80,8 @@ std::vector<Remembered> remembered(const Config& config, const std::string& data
         "moe.z_loss_weight", "training.mtp_loss_weight"})
     add(name, false);
   if (has_lora(config))
-    for (const char* name : {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern", "lora.dropout"})
+    for (const char* name :
+         {"lora.alpha", "lora.use_rslora", "lora.alpha_pattern", "lora.dropout", "lora.base"})
       add(name, false);
   return all;
 }

@@ -52,9 +52,12 @@ std::optional<nn::StepRouting> read_routing(const Config& config, const models::
   const auto type = type_of(header.type, path);
   const at::IntArrayRef sizes(header.sizes);
   const auto wanted = sizes_of_step(config, model);
-  MOESH_CHECK(sizes == at::IntArrayRef(wanted), ErrorKind::data, path, " has the shape ", sizes,
-              ", and a step of this run is ", at::IntArrayRef(wanted),
-              ": MoE layers, tokens of all ranks and micro-batches, experts of a token");
+  MOESH_CHECK(
+      sizes == at::IntArrayRef(wanted), ErrorKind::data, path, " has the shape ", sizes,
+      ", and a step of this run is ", at::IntArrayRef(wanted),
+      ": MoE layers (model.num_layers, model.num_mtp_layers), tokens of all ranks and "
+      "micro-batches (training.global_batch_size, data.sequence_length), experts of a token "
+      "(model.top_k); write files for these values, or set those of the files");
   MOESH_CHECK(header.data_start % formats::size_of(header.type) == 0, ErrorKind::data, path,
               " has values that begin at byte ", header.data_start,
               ", and they are aligned; write it with numpy.save");

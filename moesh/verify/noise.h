@@ -10,7 +10,7 @@
 namespace moesh::verify {
 
 std::string movement_name(const std::string& param);
-/// Of each head, where QK-clip goes by them.
+/// Names the largest logits of each head, by which QK-clip goes.
 std::string largest_logits_name(nn::Attention& attention, std::int64_t step);
 
 /// Makes a run on one rank another one, which is as near to it as rounding allows: every weight

@@ -33,6 +33,7 @@ class VerifyProbe final : public nn::RoutingProbe {
 
   void on_input(const at::Tensor& x_BLD) override;
   at::Tensor on_choice(const nn::Choice& choice) override;
+  bool wants_logits() const override { return true; }
   void on_logits(const at::Tensor& logits) override { logits_BLV.push_back(logits.detach()); }
 };
 

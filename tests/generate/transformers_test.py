@@ -56,11 +56,13 @@ def ids_agree(tmp, seed):
         assert len(set(wanted)) > 1, f"{name}: {wanted} says little"
         # transformers with its own cache, and every time from the beginning.
         assert wanted == greedy(model, prompt, use_cache=False), name
-        for mesh in MESHES:
+        # Layers that carry a state along the sequence take no cp.
+        meshes = [m for m in MESHES if "cp" not in m] if name.startswith("qwen3_next") else MESHES
+        for mesh in meshes:
             found = moesh(folder, "--prompt-ids", ",".join(map(str, prompt)), "--mesh", mesh,
                           "--max-new-tokens", NEW)
             assert found == ",".join(map(str, prompt + wanted)), f"{name}, {mesh}:\n{found}\n{wanted}"
-        print(f"{name}: {NEW} ids on {len(MESHES)} meshes", flush=True)
+        print(f"{name}: {NEW} ids on {len(meshes)} meshes", flush=True)
 
 
 def folder_with_tokenizer(tmp):

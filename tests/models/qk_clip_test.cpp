@@ -14,7 +14,7 @@ struct Largest {
   at::Tensor before, after;  // [heads], of the first layer: what goes into it stays
 };
 
-// Of the same tokens, before and after a clip at tau.
+// The largest logits of the same tokens, before and after a clip at tau.
 Largest around_clip(const models::AnyConfig& config, std::int64_t num_heads, const MeshShape& shape,
                     double tau, bool skip = false) {
   at::manual_seed(5);

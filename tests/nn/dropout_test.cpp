@@ -27,7 +27,7 @@ TEST(Dropout, DropsAtRandom) {
   for (const double rate : {0.05, 0.5, 0.9}) {
     const at::Tensor a = dropped(rate, 1, "a");
     EXPECT_NEAR(a.mean().item<double>(), rate, 0.002);
-    // Of each token, and of each feature: five standard deviations.
+    // Each token, and each feature: five standard deviations.
     const double deviation = std::sqrt(rate * (1 - rate));
     EXPECT_LT((a.mean(1) - rate).abs().max().item<double>(), 5 * deviation / std::sqrt(512));
     EXPECT_LT((a.mean(0) - rate).abs().max().item<double>(), 5 * deviation / std::sqrt(2000));

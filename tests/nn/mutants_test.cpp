@@ -243,6 +243,7 @@ constexpr std::int64_t kPastLength = 9, kPrompt = 4;
 at::Tensor logits_of(const std::string& name, const MeshShape& shape, bool one_by_one) {
   struct Logits : nn::Probe {
     at::Tensor all_BLV;
+    bool wants_logits() const override { return true; }
     void on_logits(const at::Tensor& logits_BLV) override { all_BLV = logits_BLV.clone(); }
   };
   const auto config = models::built_in(name, "tiny");

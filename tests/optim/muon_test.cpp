@@ -122,7 +122,7 @@ TEST(Muon, GivesTheBitsOfOneRankOnMeshes) {
   }
 }
 
-// Of what a run sets: each flag is its own, and not its opposite.
+// A run sets each flag by its own key, and not by its opposite.
 TEST(Muon, IsMadeOfTheValuesOfARun) {
   const auto moved = [](const Optimizer::RulePtr& rule) {
     at::Tensor result;

@@ -36,6 +36,7 @@ class Recorder final : public nn::Probe {
     r.experts_TK.index_copy_(0, rows, c.experts_NK.cpu());
     return c.experts_NK;
   }
+  bool wants_logits() const override { return true; }
   void on_logits(const at::Tensor& logits_BLV) override {
     const Pieces words{kVocab, mesh_.size(tp)};
     seen_[num_forward_++]

@@ -28,7 +28,7 @@ ExpertLoad expert_load(const std::vector<at::Tensor>& counts_E);
 struct ValidationLoss {
   std::string name;
   double loss;  // cross-entropy per valid token
-  /// Of a depth of multi-token prediction, for each token that it may predict.
+  /// Means over the tokens that a depth of multi-token prediction may predict.
   struct Depth {
     double loss;
     double acceptance;  // the share that the model itself predicts when it comes to them
