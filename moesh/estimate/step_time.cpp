@@ -50,7 +50,7 @@ double gathers_of_a_micro_batch(const Config& config, const MeshShape& mesh,
 // The part of the micro-batches whose rows travel behind the compute of another one: of an odd
 // number the last has none beside it.
 double part_in_pairs(const Config& config, const MeshShape& mesh, std::int64_t num_micro) {
-  if (!config.parallelism.overlap_experts || mesh.pp > 1 || mesh.ep == 1) return 0;
+  if (!config.parallelism.overlap_experts || mesh.pp > 1 || mesh.ep * mesh.etp == 1) return 0;
   return static_cast<double>(num_micro / 2 * 2) / static_cast<double>(num_micro);
 }
 

@@ -84,8 +84,8 @@ void warn_of_no_overlap(const Config& config) {
   const auto nothing = [&](const std::string& why) {
     log_warn(describe_option(config, "parallelism.overlap_experts"), ", and ", why);
   };
-  if (mesh_shape(config).ep == 1)
-    nothing("ep is 1: no rows travel to experts that could be hidden");
+  if (const MeshShape mesh = mesh_shape(config); mesh.ep * mesh.etp == 1)
+    nothing("ep and etp are 1: no rows travel to experts that could be hidden");
   if (num_micro_batches(config) == 1)
     nothing(
         "a step has one micro-batch, beside which no other computes; set "

@@ -244,7 +244,7 @@ void run(models::Model& model, const std::vector<models::MicroBatch>& batches,
   // Without pp one micro-batch is under way, and backward frees its parameters as it goes.
   if (state && !options.reshard && schedule.num_ranks() > 1) state->keep_gathers();
   if (overlap_experts && state && schedule.num_ranks() == 1 && batches.size() > 1 &&
-      current_mesh().size(ep) > 1)
+      current_mesh().size(ep | etp) > 1)
     return run_lanes<Sp>(model, batches, options, schedule, *state, on_forward);
   StageActor<Sp> actor(model, batches, options, schedule, state, on_forward);
   pipeline::execute(schedule, current_mesh().coordinate(pp), actor,

@@ -176,6 +176,7 @@ class Watch : public nn::Probe {
     (c.pass == nn::Pass::recompute ? again : first).push_back(c.layer);
     return c.experts_NK;
   }
+  bool wants_logits() const override { return true; }
   void on_logits(const at::Tensor&) override { ++num_logits; }
   int num_inputs = 0, num_logits = 0;
   std::vector<std::int64_t> first, again;
