@@ -41,6 +41,7 @@ at::Tensor some_ids() { return (at::arange(kLength) * 31 + 7).remainder(96).unsq
 
 struct Logits : nn::Probe {
   at::Tensor all_BLV;
+  bool wants_logits() const override { return true; }
   void on_logits(const at::Tensor& logits_BLV) override { all_BLV = logits_BLV; }
 };
 
