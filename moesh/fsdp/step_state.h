@@ -36,8 +36,8 @@ class StepState {
   /// several micro-batches are added one use after the other, those of another order.
   explicit StepState(bool overlap = false);
   /// For another thread of the same rank, which works on a micro-batch of the same step (turns.h):
-  /// what it gathers, sums and leaves is that of `whole`, which outlives it. From here on what is
-  /// gathered ahead is for one micro-batch less (raw::add_taker comes before).
+  /// what it gathers, sums and leaves is that of `whole`, which outlives it. Before the
+  /// first gather of the step raw::add_taker says that there is one; it ends with this object.
   explicit StepState(StepState* whole);
   ~StepState();
   StepState(const StepState&) = delete;
