@@ -59,7 +59,7 @@ MISTAKEN = ("moesh/types/*.h", "moesh/spmd/*.h", "moesh/spmd/*.cpp", "moesh/fsdp
             "moesh/train/metrics/record.[hc]*")
 SHOWS_ONLY = ("moesh/data/show_document.cpp",)  # to people, and no number of a run
 TABLES = ("moesh/types/layout.h", "moesh/types/mixing.h", "moesh/types/transition.h")
-COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "moesh", "python", "tests")
+COPIED = ("CMakeLists.txt", "apps", "cmake", "configs", "docs/pipeline", "moesh", "python", "tests")
 INCLUDE = '#include "tests/mutants/machine/chosen.h"\n'
 PER_FILE = 1000  # numbers of a file's mistakes begin at a multiple of this
 # Where all is compiled anew: an index out of range ends the program, where the library knows it.
