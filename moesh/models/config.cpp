@@ -32,6 +32,9 @@ ModelFacts DecoderConfig::facts() const {
 }
 
 std::optional<BrokenRule> DecoderConfig::broken_rule() const {
+  if (dim == 1)
+    return BrokenRule{{"dim"},
+                      ", and the norm of one number is only its sign; set model.dim to 2 or more"};
   if (top_k > num_experts)
     return BrokenRule{{"top_k", "num_experts"},
                       detail::concat("; set model.top_k to ", num_experts, " or less")};

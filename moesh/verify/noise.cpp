@@ -108,6 +108,21 @@ std::string name_of(std::int64_t step, const std::string& what) {
   return "step " + std::to_string(step) + " " + what;
 }
 
+// Whether a step is noise: its loss may be off by all that it is. Steps that came before have made
+// errors grow until no linear bound holds, and there is nothing left to compare.
+bool is_lost(const NamedTensors& run, std::int64_t step) {
+  const std::string loss = name_of(step, "loss");
+  const auto noise = run.noise.find(loss);
+  return noise != run.noise.end() && kNoiseAllowed * size_of(noise->second) > size_of(run[loss]);
+}
+
+// The first such step; none: the number of steps that the run has.
+std::int64_t first_lost(const NamedTensors& run) {
+  std::int64_t step = 0;
+  while (run.noise.contains(name_of(step, "loss")) && !is_lost(run, step)) ++step;
+  return step;
+}
+
 }  // namespace
 
 std::string movement_name(const std::string& param) { return "movement of " + param; }
@@ -173,6 +188,11 @@ void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings) {
   for (const auto& [norm, square] : squares)
     if (const auto found = run.noise.find(norm); found != run.noise.end())
       found->second = at::maximum(found->second, at::full_like(found->second, std::sqrt(square)));
+  // Counts are exact: the routing is replayed.
+  for (std::int64_t step = first_lost(run); run.noise.contains(name_of(step, "loss")); ++step)
+    for (const auto& [name, value] : run.tensors)
+      if (name.starts_with(name_of(step, "")) && at::isFloatingType(value.scalar_type()))
+        run.weight[name] = at::zeros_like(value, at::kDouble);
 }
 
 std::string largest_logits_name(nn::Attention& attention, std::int64_t step) {
@@ -206,7 +226,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
     }
     initial[name] = w.value.detach().clone();
     farthest[name] = at::zeros_like(initial[name], at::kDouble);
-    is_known[name] = at::ones_like(initial[name], at::kBool);
+    is_known[name] = at::full_like(initial[name], first_lost(run) >= steps, at::kBool);
     for (std::int64_t step = 0; step < steps; ++step) {
       const at::Tensor allowed = allowed_of(w, step);
       is_known[name].logical_and_(run[gradient_name(name, step)]

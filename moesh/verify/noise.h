@@ -47,7 +47,8 @@ constexpr std::uint64_t kNumNearby = 3;
 void note_nearby(NamedTensors& run, const NamedTensors& nearby);
 /// After the last of them. They are few samples, and may be near by chance: a gradient has at least
 /// the median of what all gradients have, relative to its size, and any tensor what storing it
-/// costs. The noise of a gradient norm is that of all its gradients together.
+/// costs. The noise of a gradient norm is that of all its gradients together. A step whose loss may
+/// be off by all that it is, and what follows it, must only be finite: the weight of these is 0.
 void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings = 1);
 
 /// The noise of parameters and of their movements follows from that of the gradients: it is what

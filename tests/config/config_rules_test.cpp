@@ -294,6 +294,9 @@ TEST(ConfigRules, KeysOfTheModel) {
   model_case("glm4_moe", {{"model.rotary_dim", n(10)}},
              {"model.head_dim is 8", "model.rotary_dim to 8 or a smaller even number"},
              {{"model.rotary_dim", n(8)}});
+  for (const char* key : {"model.dim", "model.q_lora_rank", "model.kv_lora_rank"})
+    model_case("deepseek_v3", {{key, n(1)}}, {"only its sign", std::string(key) + " to 2"},
+               {{key, n(2)}});
   model_case("minimax_m2", {{"model.rotary_dim", n(3)}}, {"rotated in pairs"},
              {{"model.rotary_dim", n(2)}});
   model_case("qwen3_next", {{"model.num_key_heads", n(3)}},

@@ -126,6 +126,30 @@ TEST(Noise, IsNoMoreThanRoundingExplains) {
   }
 }
 
+// A step whose loss may be off by all that it is must only be finite, and so must what follows.
+TEST(Noise, LeavesStepsThatAreLost) {
+  const auto weighed = [](double distance) {
+    const at::Tensor g = at::linspace(1, 2, 100, at::kDouble), loss = at::full({}, 5., at::kDouble);
+    NamedTensors run{.tensors = {{"step 0 loss", loss},
+                                 {"d(a)", g},
+                                 {"step 1 loss", loss},
+                                 {"step 1 d(a)", g},
+                                 {"step 2 loss", loss},
+                                 {"step 2 d(a)", g}}};
+    NamedTensors nearby = run;
+    nearby.tensors[2].second = loss + distance;
+    note_nearby(run, nearby);
+    set_noise(run, at::kFloat);
+    std::vector<std::string> names;
+    for (const auto& [name, weight] : run.weight)
+      if (weight.eq(0).all().item<bool>()) names.push_back(name);
+    return names;
+  };
+  EXPECT_EQ(weighed(0.9), std::vector<std::string>{});
+  EXPECT_EQ(weighed(1.1),
+            (std::vector<std::string>{"step 1 d(a)", "step 1 loss", "step 2 d(a)", "step 2 loss"}));
+}
+
 // The same mistake in all runs of a dtype is no noise.
 TEST(Noise, IsNotWidenedByAFaultOfTheDtype) {
   const at::Tensor g = at::linspace(1, 2, 100, at::kDouble), wobble = 1e-3 * g.sin();

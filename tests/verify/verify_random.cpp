@@ -117,9 +117,8 @@ RandomCase on_mesh(Args args, const SweepMesh& mesh, int steps) {
   return {args, {meshes_of(config, std::nullopt).front(), steps}};
 }
 
-// Only the model knows whether QK-clip has something to scale.
-void check_clip(const Config& config) {
-  if (config.optimizer.qk_clip == 0) return;
+// Only the model knows whether QK-clip has something to scale, and which names groups match.
+void check_optimizer(const Config& config) {
   const OneRankScope scope;
   const Config one = one_rank(config);
   const auto model = train::make_model(one);
@@ -147,7 +146,7 @@ RandomCase draw_case(std::uint64_t seed, std::uint64_t number,
     args.insert(args.end(), more.begin(), more.end());
     try {
       RandomCase next = on_mesh(args, mesh, steps);
-      check_clip(next.c.config);
+      check_optimizer(next.c.config);
       found = std::move(next);
       chosen = args;
     } catch (const Error& e) {
