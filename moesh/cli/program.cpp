@@ -3,7 +3,6 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -74,15 +73,11 @@ int say_why() {
   std::_Exit(static_cast<int>(ExitCode::usage));
 }
 
-// Under a limit on memory libraries do not look what they got. But where a quarter of that limit is
-// still to be had, the fault is another one, and ends the process as itself.
-void end_if_no_memory(int signal) {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_AS, &limit);
-  const auto size = static_cast<std::size_t>(limit.rlim_cur / 4);
-  if (::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) ==
-      MAP_FAILED)
-    end_for_no_memory();
+// Under a limit on memory libraries do not look what they got: the thread was refused memory, and
+// took the null that it was given for some. Any other fault ends the process as itself.
+void end_if_no_memory(int signal, siginfo_t* info, void*) {
+  const bool is_sent = info->si_code <= 0;  // by a process, and says nothing of this thread
+  if (errno == ENOMEM && !is_sent) end_for_no_memory();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
@@ -108,8 +103,10 @@ bool has_no_reader(int stream) {
 void end_with_sentences() {
   std::set_terminate(end_with_a_sentence);
   rlimit limit{};
+  struct sigaction action = {};
+  action.sa_sigaction = end_if_no_memory, action.sa_flags = SA_SIGINFO;
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
-    std::signal(SIGSEGV, end_if_no_memory);
+    ::sigaction(SIGSEGV, &action, nullptr);
 }
 
 int run_program(const std::vector<std::string>& args) {

@@ -1,8 +1,15 @@
 #include "moesh/cli/memory_errors.h"
 
 #include <ATen/ATen.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+
+#include "moesh/cli/program.h"
 #include "moesh/config/merge.h"
 #include "tests/support.h"
 
@@ -53,6 +60,28 @@ TEST(MemoryErrors, AreNotWhateverSpeaksOfMemory) {
   expect_parts(text, {"LibTorch: unsupported memory format"});
   EXPECT_EQ(text.find("this machine has"), std::string::npos) << text;
   EXPECT_EQ(text.find("Exception raised"), std::string::npos) << text;
+}
+
+// This process may have 16 MiB more than it has.
+void leave_no_memory() {
+  std::size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlim_t most = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE)) + (16 << 20);
+  const rlimit limit{.rlim_cur = most, .rlim_max = most};
+  ::setrlimit(RLIMIT_AS, &limit);
+  end_with_sentences();
+}
+void write_to(void* place) { *static_cast<volatile char*>(place) = 1; }
+
+// A library that takes the null that it was given is told as lack of memory. A fault that has
+// nothing to do with memory is not, however little is left.
+TEST(MemoryErrors, AreNotEveryFaultUnderALimit) {
+  EXPECT_EXIT((leave_no_memory(), write_to(std::malloc(std::size_t{1} << 30))),
+              testing::ExitedWithCode(2), "there is no memory left.*ulimit -v");
+  EXPECT_EXIT((leave_no_memory(), errno = 0, write_to(nullptr)), testing::KilledBySignal(SIGSEGV),
+              "^$");
+  EXPECT_EXIT((leave_no_memory(), errno = ENOMEM, std::raise(SIGSEGV)),
+              testing::KilledBySignal(SIGSEGV), "^$");
 }
 
 }  // namespace
