@@ -106,7 +106,8 @@ def sigterm_saves_the_step_and_ends(tmp, moesh, *mpirun):
         [
             *command,
             *arguments(
-                tmp, "--steps=1000000", "--checkpoint.interval=1000000", "--mesh", "tp=2,ep=2"
+                tmp, "--steps=1000000", "--max-minutes=5", "--checkpoint.interval=1000000",
+                "--mesh", "tp=2,ep=2"
             ),
         ],
         stdout=subprocess.PIPE,

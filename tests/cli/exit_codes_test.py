@@ -286,9 +286,9 @@ def signals_that_come_again(tmp, moesh_with_faults):
     """SIGTERM twice within a moment is one; seconds later it ends the process at once."""
     def start(name, sleep):
         process = subprocess.Popen(
-            [moesh_with_faults, *RUN, "--steps=1000000", f"--metrics.folder={tmp}/{name}",
-             "--checkpoint.enable", f"--checkpoint.folder={tmp}/{name}/saved",
-             "--checkpoint.interval=1000000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            [moesh_with_faults, *RUN, "--steps=1000000", "--max-minutes=5",
+             f"--metrics.folder={tmp}/{name}", "--checkpoint.enable",
+             f"--checkpoint.folder={tmp}/{name}/saved", "--checkpoint.interval=1000000"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True, env={**os.environ, "MOESH_FAULTS": f"sync .saving- 1 100000 sleep{sleep}"})
         metrics = tmp / name / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):

@@ -214,7 +214,7 @@ def mpi_start_has_a_deadline(tmp, moesh, mpirun):
 
 def mpi_lost_rank_leaves_records(tmp, moesh, mpirun):
     """A rank that hangs is named, and the others leave what they did last."""
-    command = [mpirun, "-n", "2", moesh, "train", *TINY, "--steps", "1000000", "--mesh", "tp=2", "--debug.timeout_seconds=2",
+    command = [mpirun, "-n", "2", moesh, "train", *TINY, "--steps", "1000000", "--max-minutes=5", "--mesh", "tp=2", "--debug.timeout_seconds=2",
                "--metrics.folder", str(tmp)]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = tmp / "metrics.jsonl"
@@ -320,7 +320,7 @@ def mpi_warns_of_slow_saves(tmp, moesh_with_faults, mpirun):
 def interrupt_ends_after_the_step(tmp, moesh):
     """SIGINT: the step is finished and written down, the summary is printed, the exit code is 4."""
     metrics = tmp / "run" / "metrics.jsonl"
-    run = subprocess.Popen([moesh, "train", *TINY, "--steps", "1000000", "--mesh", "tp=2,ep=2", "--metrics.folder", str(tmp / "run")],
+    run = subprocess.Popen([moesh, "train", *TINY, "--steps", "1000000", "--max-minutes=5", "--mesh", "tp=2,ep=2", "--metrics.folder", str(tmp / "run")],
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.time() + 60

@@ -10,7 +10,10 @@ import tempfile
 import time
 import unittest
 
-OPTIONS = {"training.steps": 100000, "data.sequence_length": 8, "checkpoint.enable": True,
+# What is killed with this test's own process, and not by it, ends by itself.
+MOST_SECONDS = 300
+OPTIONS = {"training.steps": 100000, "training.max_minutes": MOST_SECONDS / 60,
+           "data.sequence_length": 8, "checkpoint.enable": True,
            "checkpoint.interval": 1000000, "metrics.quiet": True}
 RUN = """
 import os, signal, sys, moesh
@@ -115,6 +118,7 @@ class Interrupt(unittest.TestCase):
                 "metrics.folder": f"{folder.name}/m"}
 
     def start(self, script):
+        script = f"import signal\nsignal.alarm({MOST_SECONDS})\n{script}"
         return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, text=True)
 
