@@ -290,5 +290,37 @@ TEST(TiedEmbedding, GetsBothGradients) {
                            a.at("model.layers.0.self_attn.q_proj.weight")));
 }
 
+// Each factor of a Granite MoE is one that its weights could have, and enters once.
+TEST(Factors, AreThoseOfTheWeights) {
+  const auto world = comm::solo_group();
+  const Mesh mesh(*world, {});
+  const MeshScope scope(mesh);
+  const models::ModelOptions options{.dtype = at::kDouble, .seed = 2};
+  auto config = GraniteMoeConfig::named("tiny");
+  const auto with = models::make_model(config, options);
+  const std::map<std::string, double> factors{
+      {"embed_tokens.weight", std::exchange(config.embedding_multiplier, 1)},
+      {"q_proj.weight", std::exchange(config.attention_multiplier, 1)},
+      {"o_proj.weight", config.residual_multiplier},
+      {"experts.w2", std::exchange(config.residual_multiplier, 1)},
+      {"lm_head.weight", 1 / std::exchange(config.logits_scaling, 1)}};
+  const auto without = models::make_model(config, options);
+  std::size_t num_scaled = 0;
+  without->each_param([&](Stored& w, bool) {
+    for (const auto& [name, factor] : factors)
+      if (w.spec.name.ends_with(name)) w.value.detach().mul_(factor), ++num_scaled;
+  });
+  EXPECT_EQ(num_scaled, 2 + 3 * static_cast<std::size_t>(config.num_layers));
+  const at::Tensor ids = (at::arange(14) * 5).remainder(config.vocab).reshape({2, 7});
+  const auto a = gradients_of(*with, ids), b = gradients_of(*without, ids);
+  EXPECT_NEAR(a.at("loss").item<double>(), b.at("loss").item<double>(), 1e-12);
+  for (const auto& [name, gradient] : a) {
+    double factor = 1;
+    for (const auto& [of, f] : factors)
+      if (name.ends_with(of)) factor = f;
+    EXPECT_TRUE(at::allclose(gradient, factor * b.at(name), 1e-9, 1e-14)) << name;
+  }
+}
+
 }  // namespace
 }  // namespace moesh
