@@ -202,7 +202,7 @@ int main(int argc, char** argv) try {
     VerifyReport report;
     try {
       report = verify::verify(drawn.c, run_reference(drawn.c));
-    } catch (const Error& e) {
+    } catch (const std::exception& e) {
       report.error = e.what();
     }
     Row& row = rows[config.model.size + " " + config.training.dtype];
