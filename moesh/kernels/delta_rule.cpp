@@ -17,26 +17,27 @@ void check_starts(const at::Tensor& starts_BL, const at::Tensor& x) {
 }
 
 void check(const DeltaRuleInput& in, std::int64_t chunk) {
-  const auto &q = in.q_BLgd, &k = in.k_BLgd, &v = in.v_BLhv;
-  MOESH_CHECK(q.dim() == 4 && k.sizes() == q.sizes() && v.dim() == 4 &&
-                  v.sizes().slice(0, 2) == q.sizes().slice(0, 2) && q.size(2) > 0 &&
-                  v.size(2) % q.size(2) == 0,
-              ErrorKind::internal, "delta rule: q ", describe(q), ", k ", describe(k), ", v ",
-              describe(v), "; each is [batch, tokens, heads, width], with as many heads of v, or a",
-              " multiple of them");
-  for (const at::Tensor* t : {&in.decay_BLh, &in.beta_BLh}) {
-    check_tensor("decay or beta", *t, wide(v), 3);
-    MOESH_CHECK(t->sizes() == v.sizes().slice(0, 3), ErrorKind::internal,
-                "delta rule: decay or beta is ", describe(*t), " for values ", describe(v));
-  }
+  const auto& qkv = in.qkv_BLgc;
   MOESH_CHECK(
-      !in.state_Bhdv.defined() ||
-          in.state_Bhdv.sizes() == at::IntArrayRef({v.size(0), v.size(2), q.size(3), v.size(3)}),
-      ErrorKind::internal, "delta rule: the state is ", describe(in.state_Bhdv), " for q ",
-      describe(q), " and v ", describe(v));
-  MOESH_CHECK(chunk >= 1 && q.size(1) >= 1, ErrorKind::internal, "delta rule: chunks of ", chunk,
-              " tokens, of ", q.size(1), "; both are 1 or more");
-  check_starts(in.starts_BL, v);
+      qkv.dim() == 4 && is_kernel_dtype(qkv.scalar_type()) && qkv.size(1) >= 1 &&
+          in.decay_BLh.dim() == 3 && in.key_dim >= 1 && qkv.size(2) >= 1 &&
+          in.decay_BLh.size(2) % qkv.size(2) == 0 && in.value_dim() >= 1 &&
+          qkv.size(2) * (qkv.size(3) - 2 * in.key_dim) == in.decay_BLh.size(2) * in.value_dim(),
+      ErrorKind::internal, "delta rule: q, k and v are ", describe(qkv), ", with keys of ",
+      in.key_dim, ", for decays ", describe(in.decay_BLh),
+      "; they are [batch, tokens, key heads, 2 keys and the values of its value heads]");
+  for (const at::Tensor* t : {&in.decay_BLh, &in.beta_BLh}) {
+    check_tensor("decay or beta", *t, wide(qkv), 3);
+    MOESH_CHECK(
+        t->sizes() == in.decay_BLh.sizes() && t->sizes().slice(0, 2) == qkv.sizes().slice(0, 2),
+        ErrorKind::internal, "delta rule: decay or beta is ", describe(*t), " for ", describe(qkv));
+  }
+  MOESH_CHECK(!in.state_Bhdv.defined() || in.state_Bhdv.sizes() == in.state_sizes(),
+              ErrorKind::internal, "delta rule: the state is ", describe(in.state_Bhdv), " for ",
+              describe(qkv), " with keys of ", in.key_dim);
+  MOESH_CHECK(chunk >= 1, ErrorKind::internal, "delta rule: chunks of ", chunk,
+              " tokens; they have 1 or more");
+  check_starts(in.starts_BL, qkv);
 }
 
 void check_convolution(const at::Tensor& x, const at::Tensor& w, const at::Tensor& starts_BL) {
@@ -51,19 +52,30 @@ void check_convolution(const at::Tensor& x, const at::Tensor& w, const at::Tenso
 
 }  // namespace
 
+std::int64_t DeltaRuleInput::value_dim() const {
+  const std::int64_t group = decay_BLh.size(2) / qkv_BLgc.size(2);
+  return (qkv_BLgc.size(3) - 2 * key_dim) / group;
+}
+std::array<std::int64_t, 4> DeltaRuleInput::y_sizes() const {
+  return {qkv_BLgc.size(0), qkv_BLgc.size(1), decay_BLh.size(2), value_dim()};
+}
+std::array<std::int64_t, 4> DeltaRuleInput::state_sizes() const {
+  return {qkv_BLgc.size(0), decay_BLh.size(2), key_dim, value_dim()};
+}
+
 DeltaRuleOutput delta_rule_forward(const DeltaRuleInput& input, std::int64_t chunk) {
   check(input, chunk);
   const at::NoGradGuard no_grad;
-  return kernels_for(input.v_BLhv.device()).delta_rule_forward(input, chunk);
+  return kernels_for(input.qkv_BLgc.device()).delta_rule_forward(input, chunk);
 }
 
 DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& input, const at::Tensor& dy_BLhv,
                                        std::int64_t chunk) {
   check(input, chunk);
-  MOESH_CHECK(dy_BLhv.sizes() == input.v_BLhv.sizes(), ErrorKind::internal, "delta rule: dy is ",
-              describe(dy_BLhv), " for values ", describe(input.v_BLhv));
+  MOESH_CHECK(dy_BLhv.sizes() == input.y_sizes(), ErrorKind::internal, "delta rule: dy is ",
+              describe(dy_BLhv), " for ", describe(input.qkv_BLgc));
   const at::NoGradGuard no_grad;
-  return kernels_for(input.v_BLhv.device()).delta_rule_backward(input, dy_BLhv, chunk);
+  return kernels_for(input.qkv_BLgc.device()).delta_rule_backward(input, dy_BLhv, chunk);
 }
 
 at::Tensor convolution_forward(const at::Tensor& x, const at::Tensor& w,

@@ -2,9 +2,12 @@
 // The gated delta rule, and the short convolution before it: what a layer computes that carries a
 // state along the sequence in place of keys and values. B batch, L tokens, g key heads, h value
 // heads (a multiple of g: value heads in a row share a key head), d width of queries and keys,
-// v width of values, c channels of a key head, K taps
+// v width of values, c channels of a key head: its query, its key, and its value heads' values side
+// by side; K taps
 
 #include <ATen/core/Tensor.h>
+
+#include <array>
 
 namespace moesh::kernels {
 
@@ -12,28 +15,34 @@ namespace moesh::kernels {
 //
 //   S <- exp(decay) S;   S <- S + k (beta (v - S' k))';   y = S' q
 //
+// where q and k are vectors of length 1, and q is divided by sqrt(d).
 // Chunks of tokens are computed at once, with products of matrices.
 
 struct DeltaRuleInput {
-  at::Tensor q_BLgd, k_BLgd, v_BLhv;  // float64, float32 or bfloat16
-  at::Tensor decay_BLh;               // 0 or less: the logarithm of what is left of the state
-  at::Tensor beta_BLh;                // both float32 (float64 with float64)
+  at::Tensor qkv_BLgc;       // float64, float32 or bfloat16, of any length
+  at::Tensor decay_BLh;      // 0 or less: the logarithm of what is left of the state
+  at::Tensor beta_BLh;       // both float32 (float64 with float64)
+  std::int64_t key_dim = 0;  // d
   // int64: the position at which the document of each token begins; undefined: all begin at 0.
   at::Tensor starts_BL = {};
   at::Tensor state_Bhdv = {};  // before the first token; undefined: zero. Float32 or float64.
+
+  std::int64_t value_dim() const;  // v
+  std::array<std::int64_t, 4> y_sizes() const, state_sizes() const;
 };
 
 struct DeltaRuleOutput {
-  at::Tensor y_BLhv;      // of the type of v
+  at::Tensor y_BLhv;      // of the type of qkv
   at::Tensor state_Bhdv;  // after the last token
 };
 
 /// `chunk` tokens at once, 1 or more: the results are the same but for rounding. All is computed
-/// in float32, or float64 with float64.
+/// in float32, or float64 with float64; own kernels of a GPU round what they multiply to bfloat16,
+/// and have chunks of 64.
 DeltaRuleOutput delta_rule_forward(const DeltaRuleInput& input, std::int64_t chunk);
 
 struct DeltaRuleGradients {
-  at::Tensor q_BLgd, k_BLgd, v_BLhv, decay_BLh, beta_BLh;
+  at::Tensor qkv_BLgc, decay_BLh, beta_BLh;
 };
 /// From the gradient of y. The states are computed again: only the input is kept.
 DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& input, const at::Tensor& dy_BLhv,

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
@@ -39,24 +38,26 @@ class Convolution : public torch::autograd::Function<Convolution> {
 
 class DeltaRule : public torch::autograd::Function<DeltaRule> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, const at::Tensor& decay, const at::Tensor& beta,
-                            const std::optional<at::Tensor>& starts_BL, std::int64_t chunk) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& qkv,
+                            const at::Tensor& decay, const at::Tensor& beta,
+                            const std::optional<at::Tensor>& starts_BL, std::int64_t key_dim,
+                            std::int64_t chunk) {
     constexpr const char* kWhat = "the delta rule";
     const at::Tensor starts = starts_BL.value_or(at::Tensor());
-    context->save_for_backward({q, k, v, decay, beta, starts});
-    context->saved_data["chunk"] = chunk;
+    context->save_for_backward({qkv, decay, beta, starts});
+    context->saved_data["key_dim"] = key_dim, context->saved_data["chunk"] = chunk;
     if (const auto first = raw::recall(kWhat)) return (*first)[0];
     const at::Tensor y =
-        kernels::delta_rule_forward({q, k, v, decay, beta, starts, {}}, chunk).y_BLhv;
+        kernels::delta_rule_forward({qkv, decay, beta, key_dim, starts}, chunk).y_BLhv;
     raw::keep(kWhat, {y});
     return y;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto s = context->get_saved_variables();
-    const auto d = kernels::delta_rule_backward({s[0], s[1], s[2], s[3], s[4], s[5], {}}, grads[0],
-                                                context->saved_data["chunk"].toInt());
-    return {d.q_BLgd, d.k_BLgd, d.v_BLhv, d.decay_BLh, d.beta_BLh, {}, {}};
+    const auto d = kernels::delta_rule_backward(
+        {s[0], s[1], s[2], context->saved_data["key_dim"].toInt(), s[3]}, grads[0],
+        context->saved_data["chunk"].toInt());
+    return {d.qkv_BLgc, d.decay_BLh, d.beta_BLh, {}, {}, {}};
   }
 };
 
@@ -139,26 +140,16 @@ Sum DeltaNet::operator()(const Full& x_BLD, const Tokens& tokens, Past* past,
       [&](const at::Tensor& all_BLgc, const at::Tensor& ba_BLgr, const at::Tensor& a_log_h,
           const at::Tensor& dt_bias_h, const at::Tensor& starts_BL) {
         const auto wide = a_log_h.scalar_type();
-        // Vectors of length 1, and queries by 1 / sqrt(d) more.
-        const auto width = static_cast<double>(d);
-        const auto unit = [&](std::int64_t first) {
-          return rms_norm(all_BLgc.narrow(3, first, d).to(wide), {}, 1e-6 / width) /
-                 std::sqrt(width);
-        };
-        const at::Tensor q = unit(0) / std::sqrt(width), k = unit(d),
-                         v_BLhv = all_BLgc.narrow(3, 2 * d, values)
-                                      .unflatten(3, {group_, v})
-                                      .flatten(2, 3),
-                         beta = ba_BLgr.narrow(3, 0, group_).flatten(2, 3).to(wide).sigmoid(),
+        const at::Tensor beta = ba_BLgr.narrow(3, 0, group_).flatten(2, 3).to(wide).sigmoid(),
                          time = ba_BLgr.narrow(3, group_, group_).flatten(2, 3).to(wide),
                          decay = -a_log_h.exp() * at::softplus(time + dt_bias_h);
         at::Tensor y_BLhv;
         if (past) {
           auto out = kernels::delta_rule_forward(
-              {q, k, v_BLhv, decay, beta, {}, past->carried().state}, chunk());
+              {all_BLgc, decay, beta, d, {}, past->carried().state}, chunk());
           past->carried().state = out.state_Bhdv, y_BLhv = out.y_BLhv;
         } else {
-          y_BLhv = DeltaRule::apply(q, k, v_BLhv, decay, beta, or_none(starts_BL), chunk());
+          y_BLhv = DeltaRule::apply(all_BLgc, decay, beta, or_none(starts_BL), d, chunk());
         }
         return y_BLhv.unflatten(2, {all_BLgc.size(2), group_});  // [B, L, g, r, v]
       },

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "tests/kernels/ref_delta_rule.h"
+#include "tests/kernels/support.h"
 
 namespace moesh::kernels {
 namespace {
@@ -16,13 +17,14 @@ struct Sizes {
 
 enum class Start { plain, documents, state };
 
-at::Tensor documents_of(std::int64_t B, std::int64_t L) {
+// About two in `period` tokens begin a document.
+at::Tensor documents_of(std::int64_t B, std::int64_t L, std::int64_t period = 9) {
   at::Tensor starts = at::zeros({B, L}, at::kLong);
   for (std::int64_t b = 0; b < B; ++b) {
     std::int64_t start = 0;
     for (std::int64_t t = 1; t < L; ++t) {
       // Some of one token, some longer than a chunk.
-      if ((t * 7 + b * 5) % 9 < 2) start = t;
+      if ((t * 7 + b * 5) % period < 2) start = t;
       starts[b][t] = start;
     }
   }
@@ -31,20 +33,18 @@ at::Tensor documents_of(std::int64_t B, std::int64_t L) {
 
 DeltaRuleInput input_of(const Sizes& s, Start start) {
   at::manual_seed(5);
-  const auto unit = [&](at::Tensor x) { return x / x.square().sum(-1, true).sqrt(); };
   const auto wide = at::TensorOptions().dtype(at::kDouble);
-  DeltaRuleInput in{.q_BLgd = unit(at::randn({s.B, s.L, s.g, s.d}, wide)),
-                    .k_BLgd = unit(at::randn({s.B, s.L, s.g, s.d}, wide)),
-                    .v_BLhv = at::randn({s.B, s.L, s.h, s.v}, wide),
+  DeltaRuleInput in{.qkv_BLgc = at::randn({s.B, s.L, s.g, 2 * s.d + s.h / s.g * s.v}, wide),
                     .decay_BLh = -at::rand({s.B, s.L, s.h}, wide),
-                    .beta_BLh = at::rand({s.B, s.L, s.h}, wide)};
+                    .beta_BLh = at::rand({s.B, s.L, s.h}, wide),
+                    .key_dim = s.d};
   if (start == Start::documents) in.starts_BL = documents_of(s.B, s.L);
   if (start == Start::state) in.state_Bhdv = at::randn({s.B, s.h, s.d, s.v}, wide);
   return in;
 }
 
 std::vector<at::Tensor*> parts(DeltaRuleInput& in) {
-  return {&in.q_BLgd, &in.k_BLgd, &in.v_BLhv, &in.decay_BLh, &in.beta_BLh};
+  return {&in.qkv_BLgc, &in.decay_BLh, &in.beta_BLh};
 }
 
 double difference(const at::Tensor& a, const at::Tensor& b) {
@@ -76,9 +76,7 @@ TEST(DeltaRule, IsThatOfOneTokenAfterTheOther) {
         EXPECT_LT(difference(found.y_BLhv, wanted.y_BLhv.detach()), 1e-12);
         EXPECT_LT(difference(found.state_Bhdv, wanted.state_Bhdv.detach()), 1e-12);
         const DeltaRuleGradients d = delta_rule_backward(in, dy, chunk);
-        EXPECT_LT(difference(d.q_BLgd, leaves.q_BLgd.grad()), 1e-11);
-        EXPECT_LT(difference(d.k_BLgd, leaves.k_BLgd.grad()), 1e-11);
-        EXPECT_LT(difference(d.v_BLhv, leaves.v_BLhv.grad()), 1e-11);
+        EXPECT_LT(difference(d.qkv_BLgc, leaves.qkv_BLgc.grad()), 1e-11);
         EXPECT_LT(difference(d.decay_BLh, leaves.decay_BLh.grad()), 1e-11);
         EXPECT_LT(difference(d.beta_BLh, leaves.beta_BLh.grad()), 1e-11);
       }
@@ -89,11 +87,8 @@ TEST(DeltaRule, IsThatOfOneTokenAfterTheOther) {
 TEST(DeltaRule, OfBfloat16IsComputedInFloat32) {
   DeltaRuleInput in = input_of({2, 70, 2, 4, 16, 8}, Start::documents);
   DeltaRuleInput narrow = in, rounded = in;
-  for (const int i : {0, 1, 2}) {
-    *parts(narrow)[static_cast<size_t>(i)] = parts(in)[static_cast<size_t>(i)]->to(at::kBFloat16);
-    *parts(rounded)[static_cast<size_t>(i)] =
-        parts(narrow)[static_cast<size_t>(i)]->to(at::kDouble);
-  }
+  narrow.qkv_BLgc = in.qkv_BLgc.to(at::kBFloat16);
+  rounded.qkv_BLgc = narrow.qkv_BLgc.to(at::kDouble);
   narrow.decay_BLh = in.decay_BLh.to(at::kFloat), narrow.beta_BLh = in.beta_BLh.to(at::kFloat);
   const DeltaRuleOutput wanted = ref::delta_rule(rounded), found = delta_rule_forward(narrow, 64);
   EXPECT_EQ(found.y_BLhv.scalar_type(), at::kBFloat16);
@@ -101,6 +96,61 @@ TEST(DeltaRule, OfBfloat16IsComputedInFloat32) {
   const double largest = wanted.y_BLhv.abs().max().item<double>();
   EXPECT_LT(difference(found.y_BLhv, wanted.y_BLhv), largest / 128);
   EXPECT_LT(difference(found.state_Bhdv, wanted.state_Bhdv), 1e-5);
+}
+
+// Heads as wide as the own kernels of a GPU take them, in tensors with gaps: 2-norms of what is
+// rounded to bfloat16.
+TEST(DeltaRule, OfWideHeadsIsThatOfOneTokenAfterTheOther) {
+  for (const Start start : {Start::plain, Start::documents, Start::state}) {
+    DeltaRuleInput in = input_of({1, 70, 1, 2, 128, 128}, start);
+    if (start == Start::documents) in.starts_BL = documents_of(1, 70, 101);
+    DeltaRuleInput narrow = in, leaves = in;
+    const at::Tensor with_gaps = at::cat({in.qkv_BLgc, in.qkv_BLgc}, 3);
+    narrow.qkv_BLgc = with_gaps.to(test_device(), at::kBFloat16).narrow(3, 0, in.qkv_BLgc.size(3));
+    narrow.decay_BLh = in.decay_BLh.to(test_device(), at::kFloat);
+    narrow.beta_BLh = in.beta_BLh.to(test_device(), at::kFloat);
+    for (at::Tensor* t : {&narrow.starts_BL, &narrow.state_Bhdv})
+      if (t->defined()) *t = t->to(test_device());
+    leaves.qkv_BLgc = narrow.qkv_BLgc.cpu().to(at::kDouble);
+    for (at::Tensor* t : parts(leaves)) *t = t->clone().requires_grad_(true);
+    const DeltaRuleOutput wanted = ref::delta_rule(leaves);
+    const at::Tensor dy = normal(wanted.y_BLhv.sizes(), "dy", at::kBFloat16);
+    (wanted.y_BLhv * dy.cpu().to(at::kDouble)).sum().backward();
+    const Poison poison;
+    const DeltaRuleOutput found = delta_rule_forward(narrow, 64);
+    expect_close(found.y_BLhv, wanted.y_BLhv, 1e-2, "y");
+    expect_close(found.state_Bhdv, wanted.state_Bhdv, 1e-2, "the state");
+    if (start == Start::state) continue;  // backward begins with zeros
+    const DeltaRuleGradients d = delta_rule_backward(narrow, dy, 64);
+    const at::Tensor d_qkv = leaves.qkv_BLgc.grad();
+    for (const int part : {0, 1, 2})
+      expect_close(d.qkv_BLgc.narrow(3, part * 128, 128), d_qkv.narrow(3, part * 128, 128), 1e-2,
+                   part == 0   ? "dq"
+                   : part == 1 ? "dk"
+                               : "dv");
+    expect_close(d.decay_BLh, leaves.decay_BLh.grad(), 1e-2, "the decay's gradient");
+    expect_close(d.beta_BLh, leaves.beta_BLh.grad(), 1e-2, "beta's gradient");
+  }
+}
+
+TEST(Convolution, OfBfloat16IsThatOfOneTokenAfterTheOther) {
+  for (const bool has_documents : {false, true}) {
+    const std::int64_t B = 2, L = 131, g = 2, c = 24;
+    const at::Tensor x = normal({B, L, g, 2 * c}, "x", at::kBFloat16).narrow(3, 0, c),
+                     w = normal({g, c, 4}, "w", at::kFloat), starts = documents_of(B, L);
+    const at::Tensor wide_x = x.cpu().to(at::kDouble).requires_grad_(true),
+                     wide_w = w.cpu().to(at::kDouble).requires_grad_(true);
+    const at::Tensor wanted =
+        ref::convolution(wide_x, wide_w, has_documents ? starts : at::Tensor());
+    const at::Tensor dy = normal(wanted.sizes(), "dy", at::kBFloat16),
+                     on_device = has_documents ? starts.to(test_device()) : at::Tensor();
+    (wanted * dy.cpu().to(at::kDouble)).sum().backward();
+    const Poison poison;
+    expect_close(convolution_forward(x, w, on_device), wanted, 1e-2, "y");
+    const ConvolutionGradients d = convolution_backward(x, w, on_device, dy);
+    expect_close(d.x, wide_x.grad(), 1e-2, "dx");
+    expect_close(d.w, wide_w.grad(), 1e-2, "dw");
+  }
 }
 
 TEST(Convolution, IsThatOfOneTokenAfterTheOther) {

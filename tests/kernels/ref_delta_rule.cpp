@@ -6,6 +6,8 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <cmath>
+
 namespace moesh::kernels::ref {
 namespace {
 
@@ -17,8 +19,15 @@ std::int64_t start_of(const at::Tensor& starts_BL, std::int64_t b, std::int64_t 
 }  // namespace
 
 DeltaRuleOutput delta_rule(const DeltaRuleInput& in) {
-  const auto &q = in.q_BLgd, &k = in.k_BLgd, &v = in.v_BLhv;
-  const std::int64_t B = v.size(0), L = v.size(1), H = v.size(2), group = H / q.size(2);
+  const std::int64_t B = in.qkv_BLgc.size(0), L = in.qkv_BLgc.size(1), H = in.decay_BLh.size(2),
+                     group = H / in.qkv_BLgc.size(2), d = in.key_dim,
+                     values = in.qkv_BLgc.size(3) - 2 * d;
+  const auto unit = [&](std::int64_t first) {
+    const at::Tensor x = in.qkv_BLgc.narrow(3, first, d);
+    return x / (x.square().sum(-1, true) + 1e-6).sqrt();
+  };
+  const at::Tensor q = unit(0) / std::sqrt(static_cast<double>(d)), k = unit(d),
+                   v = in.qkv_BLgc.narrow(3, 2 * d, values).reshape({B, L, H, values / group});
   std::vector<at::Tensor> sequences, states;
   for (std::int64_t b = 0; b < B; ++b) {
     std::vector<at::Tensor> heads;

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <cmath>
 #include <map>
 
 #include "moesh/fsdp/fsdp.h"
@@ -50,21 +49,13 @@ at::Tensor formula(const Weights& w, const at::Tensor& x_BLD, const at::Tensor& 
                                      w.at("conv1d." + name).reshape({kKeyHeads, count, -1}),
                                      starts_BL);
   };
-  const auto unit = [](const at::Tensor& x) {
-    return x / (x.square().sum(-1, true) + 1e-6).sqrt();
-  };
-  const at::Tensor values = convolved("v", 2 * d, r * v).reshape({kBatch, kLength, kValueHeads, v}),
+  const at::Tensor qkv = at::cat(
+                       {convolved("q", 0, d), convolved("k", d, d), convolved("v", 2 * d, r * v)},
+                       3),
                    beta = ba.narrow(3, 0, r).flatten(2, 3).sigmoid(),
                    time = ba.narrow(3, r, r).flatten(2, 3),
                    decay = -w.at("A_log").exp() * (1 + (time + w.at("dt_bias")).exp()).log();
-  const at::Tensor y = kernels::ref::delta_rule({unit(convolved("q", 0, d)) / std::sqrt(double(d)),
-                                                 unit(convolved("k", d, d)),
-                                                 values,
-                                                 decay,
-                                                 beta,
-                                                 starts_BL,
-                                                 {}})
-                           .y_BLhv;
+  const at::Tensor y = kernels::ref::delta_rule({qkv, decay, beta, d, starts_BL}).y_BLhv;
   const at::Tensor normal =
       y / (y.square().mean(-1, true) + kConfig.norm_eps).sqrt() * w.at("norm.weight");
   const at::Tensor z = qkvz.narrow(3, 2 * d + r * v, r * v).reshape(y.sizes());

@@ -24,6 +24,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <cmath>
 #include <limits>
 
 #include "moesh/kernels/check.h"
@@ -71,9 +72,9 @@ struct Cut {
   std::int64_t B, L, g, n, C;
 
   Cut(const DeltaRuleInput& in, std::int64_t chunk)
-      : B(in.v_BLhv.size(0)),
-        L(in.v_BLhv.size(1)),
-        g(in.k_BLgd.size(2)),
+      : B(in.qkv_BLgc.size(0)),
+        L(in.qkv_BLgc.size(1)),
+        g(in.qkv_BLgc.size(2)),
         n((L + chunk - 1) / chunk),
         C(chunk) {}
 
@@ -83,34 +84,39 @@ struct Cut {
         .reshape({B, n, C, g, x.size(2) / g, x.size(3)})
         .permute({0, 3, 4, 1, 2, 5});
   }
-  at::Tensor tokens(const at::Tensor& x, const at::Tensor& like) const {
+  at::Tensor tokens(const at::Tensor& x) const {
     return x.permute({0, 3, 4, 1, 2, 5})
         .reshape({B, n * C, x.size(1) * x.size(2), x.size(5)})
-        .narrow(1, 0, L)
-        .reshape(like.sizes())
-        .to(like.scalar_type());
+        .narrow(1, 0, L);
   }
 };
 
 struct Chunks {
-  at::Tensor q, k;           // [B, g, 1, n, C, d]
-  at::Tensor v, beta, e, f;  // [B, g, r, n, C, v or 1]
-  at::Tensor last;           // e of the last token [B, g, r, n, 1, 1]
-  at::Tensor m, a, p;        // [B, g, r, n, C, C]
-  at::Tensor u, w;           // (1 + A)^-1 of beta v and of beta e k
+  at::Tensor q, k;              // [B, g, 1, n, C, d]: of length 1 (q: / sqrt(d))
+  at::Tensor q_scale, k_scale;  // [B, g, 1, n, C, 1]: of what they were
+  at::Tensor v, beta, e, f;     // [B, g, r, n, C, v or 1]
+  at::Tensor last;              // e of the last token [B, g, r, n, 1, 1]
+  at::Tensor m, a, p;           // [B, g, r, n, C, C]
+  at::Tensor u, w;              // (1 + A)^-1 of beta v and of beta e k
 };
 
 Chunks prepared(const DeltaRuleInput& in, const Cut& cut) {
-  const auto dtype = wide(in.v_BLhv);
+  const auto dtype = wide(in.qkv_BLgc);
+  const std::int64_t d = in.key_dim, c = in.qkv_BLgc.size(3);
   Chunks x;
-  x.q = cut.chunks(in.q_BLgd, dtype), x.k = cut.chunks(in.k_BLgd, dtype);
-  x.v = cut.chunks(in.v_BLhv, dtype);
+  const auto unit = [&](std::int64_t first, double length, at::Tensor& scale) {
+    const at::Tensor v = cut.chunks(in.qkv_BLgc.narrow(3, first, d), dtype);
+    scale = length * (over_features(v.square()) + 1e-6).rsqrt();
+    return v * scale;
+  };
+  x.q = unit(0, 1 / std::sqrt(static_cast<double>(d)), x.q_scale), x.k = unit(d, 1, x.k_scale);
+  x.v = cut.chunks(in.qkv_BLgc.narrow(3, 2 * d, c - 2 * d).reshape(in.y_sizes()), dtype);
   x.beta = cut.chunks(in.beta_BLh.unsqueeze(-1), dtype);
-  const at::Tensor c = cut.chunks(in.decay_BLh.unsqueeze(-1), dtype).cumsum(4),
-                   c_last = c.narrow(4, cut.C - 1, 1);
-  const auto device = in.v_BLhv.device();
+  const at::Tensor sums = cut.chunks(in.decay_BLh.unsqueeze(-1), dtype).cumsum(4),
+                   last = sums.narrow(4, cut.C - 1, 1);
+  const auto device = in.qkv_BLgc.device();
   at::Tensor seen = up_to(cut.C, device);
-  x.e = c.exp(), x.f = (c_last - c).exp();
+  x.e = sums.exp(), x.f = (last - sums).exp();
   if (in.starts_BL.defined()) {
     // What fills up the last chunk is of the last document.
     const at::Tensor filled = at::cat(
@@ -123,7 +129,7 @@ Chunks prepared(const DeltaRuleInput& in, const Cut& cut) {
     x.f = x.f * (start == start.narrow(4, cut.C - 1, 1)).to(dtype);
   }
   x.last = x.e.narrow(4, cut.C - 1, 1);
-  x.m = (c - c.transpose(-2, -1))
+  x.m = (sums - sums.transpose(-2, -1))
             .masked_fill(seen.logical_not(), -std::numeric_limits<double>::infinity())
             .exp();
   const at::Tensor keys = x.k.transpose(-2, -1);
@@ -164,7 +170,7 @@ DeltaRuleOutput delta_rule_forward(const DeltaRuleInput& in, std::int64_t chunk)
   const Chunks x = prepared(in, cut);
   const Scan s = scanned(x, in.state_Bhdv);
   const at::Tensor y = at::matmul(x.e * x.q, s.states) + at::matmul(x.p, s.n);
-  return {cut.tokens(y, in.v_BLhv), s.after.flatten(1, 2)};
+  return {cut.tokens(y).to(in.qkv_BLgc.scalar_type()), s.after.flatten(1, 2)};
 }
 
 DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& in, const at::Tensor& dy_BLhv,
@@ -172,7 +178,8 @@ DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& in, const at::Tenso
   const Cut cut(in, chunk);
   const Chunks x = prepared(in, cut);
   const Scan s = scanned(x, in.state_Bhdv);
-  const at::Tensor dy = cut.chunks(dy_BLhv, wide(in.v_BLhv)), reads = x.e * x.q, writes = x.f * x.k;
+  const at::Tensor dy = cut.chunks(dy_BLhv, wide(in.qkv_BLgc)), reads = x.e * x.q,
+                   writes = x.f * x.k;
 
   // From the last chunk to the first: the gradient of the state after each, and of its corrections.
   const at::Tensor dn_of_y = at::matmul(x.p.transpose(-2, -1), dy),
@@ -224,9 +231,19 @@ DeltaRuleGradients delta_rule_backward(const DeltaRuleInput& in, const at::Tenso
   dc.narrow(4, cut.C - 1, 1).add_(of_last);
   // c_i has the decays up to that of i.
   const at::Tensor after = up_to(cut.C, dy.device()).to(dtype).t();
-  return {cut.tokens(dq, in.q_BLgd), cut.tokens(dk, in.k_BLgd),
-          cut.tokens(x.beta * d_right_v, in.v_BLhv),
-          cut.tokens(at::matmul(after, dc), in.decay_BLh), cut.tokens(d_beta, in.beta_BLh)};
+  // A vector of length `length` does not change along itself.
+  const auto of_unit = [](const at::Tensor& gradient, const at::Tensor& unit,
+                          const at::Tensor& scale, double length) {
+    return scale * (gradient - unit * over_features(gradient * unit) / (length * length));
+  };
+  const auto d = static_cast<double>(in.key_dim);
+  const at::Tensor d_values = cut.tokens(x.beta * d_right_v);
+  return {at::cat({cut.tokens(of_unit(dq, x.q, x.q_scale, 1 / std::sqrt(d))),
+                   cut.tokens(of_unit(dk, x.k, x.k_scale, 1)),
+                   d_values.reshape({cut.B, cut.L, cut.g, -1})},
+                  3)
+              .to(in.qkv_BLgc.scalar_type()),
+          cut.tokens(at::matmul(after, dc)).squeeze(3), cut.tokens(d_beta).squeeze(3)};
 }
 
 // Whether the token `shift` before each is of its document [B, L, 1, 1]; undefined: all are.

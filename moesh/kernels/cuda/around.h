@@ -84,6 +84,48 @@ Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size,
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
                             void* d_up, std::int64_t size, Stream);
 
+/// The gated delta rule (kernels/delta_rule.h) of heads of 128 features. A key head has a query, a
+/// key and its value heads' values side by side.
+struct DeltaRule {
+  std::int64_t batch, length, num_key_heads, num_value_heads;
+  std::int64_t
+      strides[3];  // of qkv, from a sequence, token and key head to the next: multiples of 8
+  const float *decay, *beta;   // [batch, length, num_value_heads]
+  const std::int64_t* starts;  // [batch, length]; null: every document begins at 0
+};
+/// The number of bytes that delta_rule, or delta_rule_backward, needs besides its results: what it
+/// makes of the chunks of 64 tokens of a key head, and of a value head.
+constexpr std::int64_t delta_rule_workspace(const DeltaRule& r, bool backward) {
+  const std::int64_t chunks = r.batch * ((r.length + 63) / 64), key = 64 * (2 * 128 * 2 + 2 * 4),
+                     value = 64 * (2 * 64 * 2 + 16), states = 2 * 128 * (128 + 64) * 2;
+  return chunks *
+         (r.num_key_heads * key + r.num_value_heads * (value + (backward ? states : 0)) + 64 * 4);
+}
+/// y is [batch, length, num_value_heads, 128]; states are [batch, num_value_heads, 128, 128], null:
+/// zeros, or not wanted.
+Error delta_rule(const DeltaRule&, const void* qkv, const float* first_state, void* workspace,
+                 void* y, float* last_state, Stream);
+/// From a state of zeros. d_qkv has the strides of qkv.
+Error delta_rule_backward(const DeltaRule&, const void* qkv, const void* dy, void* workspace,
+                          void* d_qkv, float* d_decay, float* d_beta, Stream);
+
+/// y_t = silu(sum over s of w_{3 - s} x_{t - s}), s from 0 to 3, of each channel, within documents.
+struct Convolution {
+  std::int64_t batch, length, num_heads;
+  std::int64_t width;          // channels of a head, a multiple of 8
+  std::int64_t strides[3];     // of x, as those of qkv above; y, dy and dx have no gaps
+  const float* w;              // [num_heads, width, 4]
+  const std::int64_t* starts;  // as above
+};
+Error convolution(const Convolution&, const void* x, void* y, Stream);
+/// Runs of tokens, each of which leaves a term of dw.
+constexpr std::int64_t convolution_terms(const Convolution& c) {
+  return c.batch * ((c.length + 127) / 128);
+}
+/// dw_terms is [terms, num_heads, width, 4].
+Error convolution_backward(const Convolution&, const void* x, const void* dy, float* dw_terms,
+                           void* dx, Stream);
+
 /// bf16 to float32 and back, rounded to the nearest.
 Error widen(const void* from, float* to, std::int64_t size, Stream);
 Error narrow(const float* from, void* to, std::int64_t size, Stream);

@@ -231,6 +231,7 @@ const KernelTable& hopper_kernels() {
   static const KernelTable table = [] {
     KernelTable t = ampere_kernels();
     t.name = "hopper";
+    hopper::add_delta_rule(t);
     t.gate_forward = hopper::gate_forward;
     t.gate_backward = hopper::gate_backward;
     t.experts_forward = hopper::experts_forward;

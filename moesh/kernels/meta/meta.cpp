@@ -129,15 +129,32 @@ ExpertsGradients accelerator_backward(const ExpertsConfig& config, const Experts
   return of_accelerator_for(config, weights)
       .experts_backward(config, weights, std::move(saved), dy);
 }
-const KernelTable& of_accelerator_gate() {
+const KernelTable& of_accelerator() {
   return gpu_kernels() == GpuKernels::library ? aten_kernels() : hopper_kernels();
 }
 at::Tensor accelerator_gate_forward(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
-  return of_accelerator_gate().gate_forward(x_TD, gate_ED);
+  return of_accelerator().gate_forward(x_TD, gate_ED);
 }
 GateGradients accelerator_gate_backward(const at::Tensor& x_TD, const at::Tensor& gate_ED,
                                         const at::Tensor& d_logits_TE) {
-  return of_accelerator_gate().gate_backward(x_TD, gate_ED, d_logits_TE);
+  return of_accelerator().gate_backward(x_TD, gate_ED, d_logits_TE);
+}
+
+DeltaRuleOutput accelerator_rule_forward(const DeltaRuleInput& in, std::int64_t chunk) {
+  return of_accelerator().delta_rule_forward(in, chunk);
+}
+DeltaRuleGradients accelerator_rule_backward(const DeltaRuleInput& in, const at::Tensor& dy_BLhv,
+                                             std::int64_t chunk) {
+  return of_accelerator().delta_rule_backward(in, dy_BLhv, chunk);
+}
+at::Tensor accelerator_convolution_forward(const at::Tensor& x, const at::Tensor& w,
+                                           const at::Tensor& starts_BL) {
+  return of_accelerator().convolution_forward(x, w, starts_BL);
+}
+ConvolutionGradients accelerator_convolution_backward(const at::Tensor& x, const at::Tensor& w,
+                                                      const at::Tensor& starts_BL,
+                                                      const at::Tensor& dy) {
+  return of_accelerator().convolution_backward(x, w, starts_BL, dy);
 }
 
 // The kernels of an accelerator: results, and no temporaries.
@@ -226,6 +243,10 @@ const KernelTable& meta_kernels() {
     t.experts_backward = meta::accelerator_backward;
     t.gate_forward = meta::accelerator_gate_forward;
     t.gate_backward = meta::accelerator_gate_backward;
+    t.delta_rule_forward = meta::accelerator_rule_forward;
+    t.delta_rule_backward = meta::accelerator_rule_backward;
+    t.convolution_forward = meta::accelerator_convolution_forward;
+    t.convolution_backward = meta::accelerator_convolution_backward;
     t.norm_forward = meta::norm_forward, t.norm_backward = meta::norm_backward;
     t.rotate_forward = t.rotate_backward = meta::rotate;
     t.swiglu_forward = meta::swiglu_forward, t.swiglu_backward = meta::swiglu_backward;
