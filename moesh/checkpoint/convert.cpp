@@ -19,15 +19,6 @@
 namespace moesh::checkpoint {
 namespace {
 
-const char* torch_name(formats::Dtype dtype) {
-  switch (dtype) {
-    case formats::Dtype::bf16: return "bfloat16";
-    case formats::Dtype::f16: return "float16";
-    case formats::Dtype::f64: return "float64";
-    default: return "float32";
-  }
-}
-
 void set(formats::JsonValue& json, const std::string& key, const formats::JsonValue& value) {
   for (auto& [name, old] : std::get<formats::JsonObject>(json.value))
     if (name == key) old = value;
@@ -41,7 +32,8 @@ std::string changed_config(const std::string& text, const ConvertOptions& option
     std::erase_if(std::get<formats::JsonObject>(json.value),
                   [](const auto& entry) { return entry.first == "quantization_config"; });
   if (options.dtype)
-    for (const char* key : {"dtype", "torch_dtype"}) set(json, key, {torch_name(*options.dtype)});
+    for (const char* key : {"dtype", "torch_dtype"})
+      set(json, key, {formats::torch_name(*options.dtype)});
   return formats::to_json(json);
 }
 

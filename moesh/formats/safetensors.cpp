@@ -166,6 +166,15 @@ void append_list(std::string& text, const auto& numbers) {
 
 std::string_view name_of(Dtype dtype) { return row_of(dtype).name; }
 
+const char* torch_name(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::bf16: return "bfloat16";
+    case Dtype::f16: return "float16";
+    case Dtype::f64: return "float64";
+    default: return "float32";
+  }
+}
+
 std::uint64_t size_of(Dtype dtype) {
   const DtypeRow& row = row_of(dtype);
   MOESH_CHECK(row.bits % 8 == 0, ErrorKind::data, "an element of ", row.name, " has ", row.bits,

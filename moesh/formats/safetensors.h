@@ -41,6 +41,7 @@ enum class Dtype {
 };
 
 std::string_view name_of(Dtype dtype);  // as the format writes it: "F32"
+const char* torch_name(Dtype dtype);    // as config.json does: "bfloat16"
 /// Bytes of one element. F4 and F6 are refused: their elements share bytes.
 std::uint64_t size_of(Dtype dtype);
 

@@ -4,6 +4,11 @@
 
 namespace moesh::models {
 
+ModelKeys joined(ModelKeys keys, const ModelKeys& more) {
+  keys.insert(keys.end(), more.begin(), more.end());
+  return keys;
+}
+
 ModelKeys DecoderConfig::keys() {
   return {
       {"vocab_size", &vocab, "number of tokens in the vocabulary", 2},
@@ -54,18 +59,16 @@ std::vector<std::int64_t> divisors(std::int64_t n) {
 }
 
 ModelKeys GroupedDecoderConfig::keys() {
-  ModelKeys all = DecoderConfig::keys();
-  all.insert(all.end(),
-             {{"num_kv_heads", &num_kv_heads, "number of key and value heads"},
-              {"head_dim", &head_dim, "width of a head"},
-              {"attention_bias", &attention_bias, "add biases to the projections of attention"},
-              {"window", &window, "size of the attention window, in tokens; 0: no window", 0},
-              {"init_bias_std", &bias_std,
-               "standard deviation of the initial biases; 0: they begin at zero"},
-              {"balance_loss", &balance_loss,
-               "weight of the balance loss in the model's own recipe, of all layers "
-               "together"}});
-  return all;
+  return joined(DecoderConfig::keys(),
+                {{"num_kv_heads", &num_kv_heads, "number of key and value heads"},
+                 {"head_dim", &head_dim, "width of a head"},
+                 {"attention_bias", &attention_bias, "add biases to the projections of attention"},
+                 {"window", &window, "size of the attention window, in tokens; 0: no window", 0},
+                 {"init_bias_std", &bias_std,
+                  "standard deviation of the initial biases; 0: they begin at zero"},
+                 {"balance_loss", &balance_loss,
+                  "weight of the balance loss in the model's own recipe, of all layers "
+                  "together"}});
 }
 
 ModelFacts GroupedDecoderConfig::facts() const {

@@ -13,6 +13,8 @@
 
 namespace moesh::models {
 
+class ConfigJson;
+
 /// A value of a model's configuration that [model] may set besides name and size.
 struct ModelKey {
   std::string name;  // "num_layers"
@@ -22,6 +24,7 @@ struct ModelKey {
   double most = 1e9;
 };
 using ModelKeys = std::vector<ModelKey>;
+ModelKeys joined(ModelKeys keys, const ModelKeys& more);
 
 /// What the rules of a run need to know of the model; 0: no such limit. Messages call them
 /// model.num_heads and so on: model keys have these names.
@@ -51,7 +54,8 @@ struct BrokenRule {
   std::string cure;               // after their values: "; set model.top_k to 8 or less"
 };
 
-/// Every decoder. The values are those of the tiny size.
+/// Every decoder. The values are those of the tiny size. A model adds to keys(), facts() and
+/// broken_rule(), and has plan() (decoder.h) and fields(), those of config.json (config_json.h).
 struct DecoderConfig {
   std::int64_t vocab = 96, dim = 32, num_layers = 3, num_heads = 8;
   std::int64_t num_experts = 8, top_k = 2;

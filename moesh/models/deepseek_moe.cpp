@@ -1,4 +1,4 @@
-#include "moesh/models/deepseek_moe.h"
+#include "moesh/models/configs.h"
 
 namespace moesh::models {
 

@@ -1,11 +1,11 @@
 // B batch, L tokens of this cp rank, D model, h heads of this tp rank
-#include "moesh/models/deepseek_v3.h"
+#include "moesh/models/configs.h"
 
 #include <ATen/ATen.h>
 
 #include <cmath>
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 #include "moesh/nn/latent.h"
 #include "moesh/nn/norm.h"
 
@@ -169,18 +169,14 @@ std::optional<BrokenRule> DeepseekV3Config::broken_rule() const {
 }
 
 ModelKeys DeepseekV3Config::keys() {
-  ModelKeys all = DecoderConfig::keys();
-  const ModelKeys of_moe = moe_keys();
-  all.insert(all.end(), of_moe.begin(), of_moe.end());
-  all.insert(all.end(),
-             {
-                 {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full rank", 0},
-                 {"kv_lora_rank", &kv_lora_rank, "rank of the latent for keys and values"},
-                 {"qk_nope_dim", &qk_nope_dim, "width of a head that is not rotated"},
-                 {"qk_rope_dim", &qk_rope_dim, "width of a head that is rotated"},
-                 {"v_dim", &v_dim, "width of the values of a head"},
-             });
-  return all;
+  return joined(joined(DecoderConfig::keys(), moe_keys()),
+                {
+                    {"q_lora_rank", &q_lora_rank, "rank of the query projection; 0: full rank", 0},
+                    {"kv_lora_rank", &kv_lora_rank, "rank of the latent for keys and values"},
+                    {"qk_nope_dim", &qk_nope_dim, "width of a head that is not rotated"},
+                    {"qk_rope_dim", &qk_rope_dim, "width of a head that is rotated"},
+                    {"v_dim", &v_dim, "width of the values of a head"},
+                });
 }
 
 std::vector<BuiltIn<DeepseekV3Config>> DeepseekV3Config::built_in() {
@@ -222,33 +218,19 @@ std::vector<BuiltIn<DeepseekV3Config>> DeepseekV3Config::built_in() {
           {"671b", large}, {"moonlight", moonlight}, {"kimi-k2", kimi}};
 }
 
-void read(const JsonValue& json, DeepseekV3Config& c) {
-  read_decoder(json, {}, c);
-  require(json, "attention_bias", {false});
-  require(json, "num_key_value_heads", {c.num_heads});
-  c.moe_ffn = count(json, "moe_intermediate_size");
-  c.q_lora_rank = field(json, "q_lora_rank") ? count(json, "q_lora_rank") : 0;
-  c.kv_lora_rank = count(json, "kv_lora_rank");
-  c.qk_nope_dim = count(json, "qk_nope_head_dim"), c.qk_rope_dim = count(json, "qk_rope_head_dim");
-  c.v_dim = count(json, "v_head_dim");
+void DeepseekV3Config::fields(ConfigJson& json) {
+  decoder_fields(json, {.num_experts = "n_routed_experts"}, *this);
+  json.only("attention_bias", {false});
+  json.only("num_key_value_heads", {num_heads});
+  json.count("moe_intermediate_size", moe_ffn);
+  json.count_or_null("q_lora_rank", q_lora_rank);
+  json.count("kv_lora_rank", kv_lora_rank);
+  json.count("qk_nope_head_dim", qk_nope_dim), json.count("qk_rope_head_dim", qk_rope_dim);
+  json.count("v_head_dim", v_dim);
   // What is left out is what transformers takes it for.
-  c.num_groups = 8, c.top_groups = 4, c.routed_scale = 2.5;
-  read_moe(json, c.num_layers, c);
-  c.rope.interleaved = flag(json, "rope_interleave", true);
-}
-
-JsonObject fields(const DeepseekV3Config& c) {
-  const JsonValue q_lora = c.q_lora_rank > 0 ? JsonValue{c.q_lora_rank} : JsonValue{};
-  return joined(joined(decoder_json(c), moe_json(c)), {{"moe_intermediate_size", {c.moe_ffn}},
-                                                       {"num_key_value_heads", {c.num_heads}},
-                                                       {"n_routed_experts", {c.num_experts}},
-                                                       {"q_lora_rank", q_lora},
-                                                       {"kv_lora_rank", {c.kv_lora_rank}},
-                                                       {"qk_nope_head_dim", {c.qk_nope_dim}},
-                                                       {"qk_rope_head_dim", {c.qk_rope_dim}},
-                                                       {"v_head_dim", {c.v_dim}},
-                                                       {"rope_interleave", {c.rope.interleaved}},
-                                                       {"attention_bias", {false}}});
+  if (json.reads()) num_groups = 8, top_groups = 4, routed_scale = 2.5;
+  moe_fields(json, num_layers, *this);
+  json.flag("rope_interleave", rope.interleaved, true);
 }
 
 }  // namespace moesh::models

@@ -8,6 +8,7 @@
 #include "moesh/base/error.h"
 #include "moesh/formats/disk.h"
 #include "moesh/fsdp/param.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 namespace {
@@ -15,15 +16,6 @@ namespace {
 using formats::DiskTable;
 using formats::DiskTensor;
 using formats::ExpertLayout;
-
-const char* torch_name(formats::Dtype dtype) {
-  switch (dtype) {
-    case formats::Dtype::f64: return "float64";
-    case formats::Dtype::bf16: return "bfloat16";
-    case formats::Dtype::f16: return "float16";
-    default: return "float32";
-  }
-}
 
 // "model.layers.1.mlp.gate" of ".weight"
 std::string without_last(const std::string& name) { return name.substr(0, name.rfind('.')); }
@@ -150,10 +142,12 @@ DiskTable table_of(const Config& c, ExpertLayout layout) {
 
 template <class Config>
 std::string json_of(const Config& c, formats::Dtype dtype) {
-  const JsonObject head{{"architectures", {JsonList{{Config::kArchitecture}}}},
-                        {"model_type", {Config::kModelType}},
-                        {"dtype", {torch_name(dtype)}}};
-  return formats::to_json({joined(head, fields(c))});
+  ConfigJson json;
+  json.write("architectures", {JsonList{{Config::kArchitecture}}});
+  json.write("model_type", {Config::kModelType});
+  json.write("dtype", {formats::torch_name(dtype)});
+  Config(c).fields(json);
+  return formats::to_json({std::move(json.written())});
 }
 
 // [E, rows, columns] of a parameter, in a tensor of its own for each expert.
@@ -226,7 +220,8 @@ AnyConfig config_of(const std::string& config_json, const std::string& name) {
       known += (known.empty() ? "" : ", ") + std::string(Config::kModelType);
       if (type != Config::kModelType) return;
       Config config;
-      read(json, config);
+      ConfigJson of_file(json);
+      config.fields(of_file);
       found = config;
     });
     MOESH_CHECK(found, ErrorKind::data, "model_type is '", type, "'; moesh reads ", known,

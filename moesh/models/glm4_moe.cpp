@@ -1,6 +1,6 @@
-#include "moesh/models/glm4_moe.h"
+#include "moesh/models/configs.h"
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 
@@ -28,12 +28,9 @@ std::optional<BrokenRule> Glm4MoeConfig::broken_rule() const {
 }
 
 ModelKeys Glm4MoeConfig::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  const ModelKeys of_moe = moe_keys();
-  all.insert(all.end(), of_moe.begin(), of_moe.end());
-  all.insert(all.end(), {{"rotary_dim", &rotary_dim, "width of a head that is rotated", 2},
-                         {"qk_norm", &qk_norm, "normalise every head of q and k"}});
-  return all;
+  return joined(joined(GroupedDecoderConfig::keys(), moe_keys()),
+                {{"rotary_dim", &rotary_dim, "width of a head that is rotated", 2},
+                 {"qk_norm", &qk_norm, "normalise every head of q and k"}});
 }
 
 std::vector<BuiltIn<Glm4MoeConfig>> Glm4MoeConfig::built_in() {
@@ -59,19 +56,13 @@ std::vector<BuiltIn<Glm4MoeConfig>> Glm4MoeConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"106b-a12b", air}, {"355b-a32b", large}};
 }
 
-void read(const JsonValue& json, Glm4MoeConfig& c) {
-  read_grouped(json, {.norm_eps = 1e-5, .rotated = 0.5}, c);
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.qk_norm = flag(json, "use_qk_norm", false);
-  c.moe_ffn = count(json, "moe_intermediate_size");
-  read_moe(json, c.num_layers, c);
-}
-
-JsonObject fields(const Glm4MoeConfig& c) {
-  return joined(joined(grouped_json(c), moe_json(c)), {{"moe_intermediate_size", {c.moe_ffn}},
-                                                       {"n_routed_experts", {c.num_experts}},
-                                                       {"attention_bias", {c.attention_bias}},
-                                                       {"use_qk_norm", {c.qk_norm}}});
+void Glm4MoeConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.norm_eps = 1e-5, .rotated = 0.5, .num_experts = "n_routed_experts"},
+                 *this);
+  json.flag("attention_bias", attention_bias, false);
+  json.flag("use_qk_norm", qk_norm, false);
+  json.count("moe_intermediate_size", moe_ffn);
+  moe_fields(json, num_layers, *this);
 }
 
 }  // namespace moesh::models

@@ -1,8 +1,8 @@
-#include "moesh/models/glm4_moe_lite.h"
+#include "moesh/models/configs.h"
 
 #include <algorithm>
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 
@@ -25,15 +25,22 @@ std::vector<BuiltIn<Glm4MoeLiteConfig>> Glm4MoeLiteConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"30b-a3b", flash}};
 }
 
-void read(const JsonValue& json, Glm4MoeLiteConfig& c) {
-  JsonValue filled = json;
+void Glm4MoeLiteConfig::fields(ConfigJson& json) {
+  if (!json.reads()) {
+    DeepseekV3Config::fields(json);
+    JsonList kinds;
+    for (std::int64_t i = 0; i < num_layers; ++i)
+      kinds.emplace_back(i < num_dense_layers ? "dense" : "sparse");
+    return json.write("mlp_layer_types", {kinds});
+  }
+  JsonValue filled = json.from();
   auto& all = std::get<JsonObject>(filled.value);
   const auto set = [&](const std::string& key, JsonValue value) {
     std::erase_if(all, [&](const auto& f) { return f.first == key; });
     all.emplace_back(key, std::move(value));
   };
   // Where DeepSeek-V3 counts its dense layers, this one has a list of the kinds of all.
-  if (const auto kinds = field(json, "mlp_layer_types")) {
+  if (const auto kinds = json.find("mlp_layer_types")) {
     const JsonList& list = kinds->as_list("mlp_layer_types");
     const auto first = std::find(list.begin(), list.end(), JsonValue{"sparse"});
     MOESH_CHECK(
@@ -42,24 +49,18 @@ void read(const JsonValue& json, Glm4MoeLiteConfig& c) {
         "mlp_layer_types has dense layers behind sparse ones; moesh "
         "computes models whose dense layers are the first ones");
     set("first_k_dense_replace", {std::int64_t{first - list.begin()}});
-  } else if (!field(json, "first_k_dense_replace")) {
+  } else if (!json.find("first_k_dense_replace")) {
     set("first_k_dense_replace", {std::int64_t{1}});
   }
   // What is left out is what transformers takes it for.
   const auto fallback = [&](const std::string& key, const JsonValue& value) {
-    if (!field(json, key)) set(key, value);
+    if (!json.find(key)) set(key, value);
   };
   fallback("rms_norm_eps", {1e-5}), fallback("routed_scaling_factor", {1.8});
   fallback("n_group", {std::int64_t{1}}), fallback("topk_group", {std::int64_t{1}});
   fallback("n_shared_experts", {std::int64_t{1}});
-  read(filled, static_cast<DeepseekV3Config&>(c));
-}
-
-JsonObject fields(const Glm4MoeLiteConfig& c) {
-  JsonList kinds;
-  for (std::int64_t i = 0; i < c.num_layers; ++i)
-    kinds.emplace_back(i < c.num_dense_layers ? "dense" : "sparse");
-  return joined(fields(static_cast<const DeepseekV3Config&>(c)), {{"mlp_layer_types", {kinds}}});
+  ConfigJson of_base(filled);
+  DeepseekV3Config::fields(of_base);
 }
 
 }  // namespace moesh::models

@@ -1,5 +1,6 @@
-#include "moesh/models/gpt_oss.h"
+#include "moesh/models/configs.h"
 
+#include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::models {
@@ -48,28 +49,19 @@ std::vector<BuiltIn<GptOssConfig>> GptOssConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"20b", small}, {"120b", large}};
 }
 
-void read(const JsonValue& json, GptOssConfig& c) {
-  nn::RopeConfig rope;
-  rope.factor = 32, rope.truncate = false;
-  read_grouped(json, {.theta = 150000, .norm_eps = 1e-5, .head_dim = 64, .rope = rope}, c);
-  require(json, "swiglu_limit", {7.0});
-  require(json, "swiglu_alpha", {1.702});
-  c.attention_bias = flag(json, "attention_bias", true);
-  c.moe_ffn = count(json, "intermediate_size");
-  c.window = field(json, "sliding_window") ? count(json, "sliding_window") : 0;
-  if (!json.find("sliding_window")) c.window = 128;
+void GptOssConfig::fields(ConfigJson& json) {
+  nn::RopeConfig absent;
+  absent.factor = 32, absent.truncate = false;
+  grouped_fields(json, {.theta = 150000, .norm_eps = 1e-5, .head_dim = 64, .rope = absent}, *this);
+  json.require("swiglu_limit", {7.0});
+  json.require("swiglu_alpha", {1.702});
+  json.flag("attention_bias", attention_bias, true);
+  json.count("intermediate_size", moe_ffn);
+  json.count_or_null("sliding_window", window, 128);
   JsonList types;
-  for (std::int64_t i = 0; i < c.num_layers; ++i)
+  for (std::int64_t i = 0; i < num_layers; ++i)
     types.emplace_back(i % 2 == 0 ? "sliding_attention" : "full_attention");
-  require(json, "layer_types", {types});
-}
-
-JsonObject fields(const GptOssConfig& c) {
-  const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
-  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.moe_ffn}},
-                                  {"num_local_experts", {c.num_experts}},
-                                  {"sliding_window", window}});
+  json.require("layer_types", {types});
 }
 
 std::vector<formats::DiskTensor> tensors(const GptOssConfig&, const LayerExperts& x,

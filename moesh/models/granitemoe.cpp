@@ -1,5 +1,6 @@
-#include "moesh/models/granitemoe.h"
+#include "moesh/models/configs.h"
 
+#include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::models {
@@ -22,15 +23,13 @@ DecoderPlan GraniteMoeConfig::plan() const {
 
 ModelKeys GraniteMoeConfig::keys() {
   constexpr double kLeast = 1e-6;
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(
-      all.end(),
+  return joined(
+      GroupedDecoderConfig::keys(),
       {{"embedding_multiplier", &embedding_multiplier, "factor on the embedding", kLeast},
        {"attention_multiplier", &attention_multiplier, "factor on the scores of attention", kLeast},
        {"residual_multiplier", &residual_multiplier, "factor on what a block adds to the stream",
         kLeast},
        {"logits_scaling", &logits_scaling, "divisor of the logits", kLeast}});
-  return all;
 }
 
 std::vector<BuiltIn<GraniteMoeConfig>> GraniteMoeConfig::built_in() {
@@ -56,25 +55,15 @@ std::vector<BuiltIn<GraniteMoeConfig>> GraniteMoeConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"1b-a400m", small}, {"3b-a800m", large}};
 }
 
-void read(const JsonValue& json, GraniteMoeConfig& c) {
-  read_grouped(json, {}, c);
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.moe_ffn = count(json, "intermediate_size");
-  const auto factor = [&](const std::string& key) { return number(json, key, 1, 1e-6); };
-  c.embedding_multiplier = factor("embedding_multiplier");
-  c.attention_multiplier = factor("attention_multiplier");
-  c.residual_multiplier = factor("residual_multiplier");
-  c.logits_scaling = factor("logits_scaling");
-}
-
-JsonObject fields(const GraniteMoeConfig& c) {
-  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.moe_ffn}},
-                                  {"num_local_experts", {c.num_experts}},
-                                  {"embedding_multiplier", {c.embedding_multiplier}},
-                                  {"attention_multiplier", {c.attention_multiplier}},
-                                  {"residual_multiplier", {c.residual_multiplier}},
-                                  {"logits_scaling", {c.logits_scaling}}});
+void GraniteMoeConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {}, *this);
+  json.flag("attention_bias", attention_bias, false);
+  json.count("intermediate_size", moe_ffn);
+  const auto factor = [&](const char* key, double& value) { json.number(key, value, 1, 1e-6); };
+  factor("embedding_multiplier", embedding_multiplier);
+  factor("attention_multiplier", attention_multiplier);
+  factor("residual_multiplier", residual_multiplier);
+  factor("logits_scaling", logits_scaling);
 }
 
 std::vector<formats::DiskTensor> tensors(const GraniteMoeConfig&, const LayerExperts& x,

@@ -1,7 +1,8 @@
-#include "moesh/models/llama4.h"
+#include "moesh/models/configs.h"
 
 #include <algorithm>
 
+#include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::models {
@@ -50,9 +51,8 @@ DecoderPlan Llama4Config::plan() const {
 }
 
 ModelKeys Llama4Config::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(
-      all.end(),
+  return joined(
+      GroupedDecoderConfig::keys(),
       {{"ffn", &ffn, "width of the dense MLP"},
        {"moe_step", &moe_step, "one block in this many is a mixture of experts"},
        {"nope_step", &nope_step, "one block in this many has no positions"},
@@ -62,7 +62,6 @@ ModelKeys Llama4Config::keys() {
        {"growth", &growth,
         "growth of queries in blocks without positions, with the logarithm of the position"},
        {"growth_floor", &growth_floor, "number of tokens between two steps of that growth"}});
-  return all;
 }
 
 std::vector<BuiltIn<Llama4Config>> Llama4Config::built_in() {
@@ -95,57 +94,42 @@ std::vector<BuiltIn<Llama4Config>> Llama4Config::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"scout", scout}, {"maverick", maverick}};
 }
 
-void read(const JsonValue& json, Llama4Config& c) {
-  read_grouped(json, {.theta = 5e5, .norm_eps = 1e-5, .head_dim = 128}, c);
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.moe_ffn = count(json, "intermediate_size"), c.ffn = count(json, "intermediate_size_mlp");
-  c.moe_step = count(json, "interleave_moe_layer_step", 1);
-  c.moe_layers = numbers(json, "moe_layers");
-  c.nope_step = count(json, "no_rope_layer_interval", 4);
-  // The list says of each layer whether it has positions; an empty one is none.
-  if (const auto has_rope = numbers(json, "no_rope_layers"); has_rope && !has_rope->empty()) {
-    MOESH_CHECK(has_rope->size() >= static_cast<size_t>(c.num_layers), ErrorKind::data,
-                "no_rope_layers has ", has_rope->size(),
-                " numbers for num_hidden_layers = ", c.num_layers);
-    c.nope_layers.emplace();
-    for (std::int64_t i = 0; i < c.num_layers; ++i)
-      if ((*has_rope)[static_cast<size_t>(i)] == 0) c.nope_layers->push_back(i);
+void Llama4Config::fields(ConfigJson& json) {
+  grouped_fields(json, {.theta = 5e5, .norm_eps = 1e-5, .head_dim = 128}, *this);
+  json.flag("attention_bias", attention_bias, false);
+  json.count("intermediate_size", moe_ffn), json.count("intermediate_size_mlp", ffn);
+  json.count("interleave_moe_layer_step", moe_step, 1);
+  json.count("no_rope_layer_interval", nope_step, 4);
+  std::vector<std::int64_t> moe, rope;  // numbers of the mixtures; of all layers, 1: has positions
+  for (std::int64_t i = 0; i < num_layers; ++i) {
+    if (is_moe(i)) moe.push_back(i);
+    rope.push_back(has_positions(i) ? 1 : 0);
   }
-  c.chunk = field(json, "attention_chunk_size") ? count(json, "attention_chunk_size") : 0;
-  if (!json.find("attention_chunk_size")) c.chunk = 8192;
+  json.list("moe_layers", moe), json.list("no_rope_layers", rope);
+  if (json.reads()) {
+    if (json.find("moe_layers")) moe_layers = moe;
+    // An empty list is none.
+    if (!rope.empty()) {
+      MOESH_CHECK(rope.size() >= static_cast<size_t>(num_layers), ErrorKind::data,
+                  "no_rope_layers has ", rope.size(),
+                  " numbers for num_hidden_layers = ", num_layers);
+      nope_layers.emplace();
+      for (std::int64_t i = 0; i < num_layers; ++i)
+        if (rope[static_cast<size_t>(i)] == 0) nope_layers->push_back(i);
+    }
+  }
+  json.count_or_null("attention_chunk_size", chunk, 8192);
   JsonList types;
-  for (std::int64_t i = 0; i < c.num_layers; ++i)
-    types.emplace_back(c.has_positions(i) ? "chunked_attention" : "full_attention");
-  require(json, "layer_types", {types});
-  c.qk_norm = flag(json, "use_qk_norm", true);
+  for (std::int64_t i = 0; i < num_layers; ++i)
+    types.emplace_back(has_positions(i) ? "chunked_attention" : "full_attention");
+  json.require("layer_types", {types});
+  json.flag("use_qk_norm", qk_norm, true);
+  json.number("attn_scale", growth, 0.1);
+  json.count("floor_scale", growth_floor, 8192);
+  if (!json.reads()) return json.write("attn_temperature_tuning", {growth != 0});
   // Some folders have a number here.
-  const auto tuning = field(json, "attn_temperature_tuning");
-  const bool grows =
-      !tuning || !(*tuning == JsonValue{false} || *tuning == JsonValue{std::int64_t{0}});
-  c.growth = grows ? number(json, "attn_scale", 0.1) : 0;
-  c.growth_floor = count(json, "floor_scale", 8192);
-}
-
-JsonObject fields(const Llama4Config& c) {
-  std::vector<std::int64_t> moe, rope;
-  for (std::int64_t i = 0; i < c.num_layers; ++i) {
-    if (c.is_moe(i)) moe.push_back(i);
-    rope.push_back(c.has_positions(i) ? 1 : 0);
-  }
-  const JsonValue chunk = c.chunk > 0 ? JsonValue{c.chunk} : JsonValue{};
-  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.moe_ffn}},
-                                  {"intermediate_size_mlp", {c.ffn}},
-                                  {"num_local_experts", {c.num_experts}},
-                                  {"interleave_moe_layer_step", {c.moe_step}},
-                                  {"moe_layers", {to_list(moe)}},
-                                  {"no_rope_layer_interval", {c.nope_step}},
-                                  {"no_rope_layers", {to_list(rope)}},
-                                  {"attention_chunk_size", chunk},
-                                  {"use_qk_norm", {c.qk_norm}},
-                                  {"attn_temperature_tuning", {c.growth != 0}},
-                                  {"attn_scale", {c.growth}},
-                                  {"floor_scale", {c.growth_floor}}});
+  const auto tuning = json.find("attn_temperature_tuning");
+  if (tuning && (*tuning == JsonValue{false} || *tuning == JsonValue{std::int64_t{0}})) growth = 0;
 }
 
 std::vector<formats::DiskTensor> tensors(const Llama4Config&, const LayerExperts& x,

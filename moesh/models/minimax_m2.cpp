@@ -1,5 +1,6 @@
-#include "moesh/models/minimax_m2.h"
+#include "moesh/models/configs.h"
 
+#include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::models {
@@ -24,9 +25,8 @@ ModelFacts MinimaxM2Config::facts() const {
 }
 
 ModelKeys MinimaxM2Config::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.push_back({"rotary_dim", &rotary_dim, "width of a head that is rotated", 2});
-  return all;
+  return joined(GroupedDecoderConfig::keys(),
+                {{"rotary_dim", &rotary_dim, "width of a head that is rotated", 2}});
 }
 
 std::vector<BuiltIn<MinimaxM2Config>> MinimaxM2Config::built_in() {
@@ -45,30 +45,24 @@ std::vector<BuiltIn<MinimaxM2Config>> MinimaxM2Config::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"230b-a10b", large}};
 }
 
-void read(const JsonValue& json, MinimaxM2Config& c) {
+void MinimaxM2Config::fields(ConfigJson& json) {
+  JsonDefaults defaults{.theta = 5e6, .head_dim = 128};
   // The published files have the width that is rotated, not the part.
-  const std::int64_t head_dim = count(json, "head_dim", 128),
-                     rotated = count(json, "rotary_dim", head_dim);
-  read_grouped(json,
-               {.theta = 5e6,
-                .head_dim = 128,
-                .rotated = static_cast<double>(rotated) / static_cast<double>(head_dim)},
-               c);
-  require(json, "scoring_func", {"sigmoid"});
-  require(json, "use_qk_norm", {true});
-  require(json, "qk_norm_type", {"per_layer"});
-  require(json, "use_routing_bias", {true});
-  require(json, "shared_intermediate_size", {std::int64_t{0}});
-  require(json, "attn_type_list",
-          {to_list(std::vector<std::int64_t>(static_cast<size_t>(c.num_layers), 1))});
-  c.moe_ffn = count(json, "intermediate_size");
-}
-
-JsonObject fields(const MinimaxM2Config& c) {
-  return joined(grouped_json(c), {{"intermediate_size", {c.moe_ffn}},
-                                  {"num_local_experts", {c.num_experts}},
-                                  {"rotary_dim", {c.rotary_dim}},
-                                  {"scoring_func", {"sigmoid"}}});
+  json.count("rotary_dim", rotary_dim, 0);
+  if (json.reads()) {
+    json.count("head_dim", head_dim, defaults.head_dim);
+    defaults.rotated =
+        rotary_dim == 0 ? 1 : static_cast<double>(rotary_dim) / static_cast<double>(head_dim);
+  }
+  grouped_fields(json, defaults, *this);
+  json.only("scoring_func", {"sigmoid"});
+  json.require("use_qk_norm", {true});
+  json.require("qk_norm_type", {"per_layer"});
+  json.require("use_routing_bias", {true});
+  json.require("shared_intermediate_size", {std::int64_t{0}});
+  json.require("attn_type_list",
+               {JsonList(static_cast<size_t>(num_layers), JsonValue{std::int64_t{1}})});
+  json.count("intermediate_size", moe_ffn);
 }
 
 std::vector<formats::DiskTensor> tensors(const MinimaxM2Config&, const LayerExperts& x,

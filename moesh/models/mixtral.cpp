@@ -1,5 +1,6 @@
-#include "moesh/models/mixtral.h"
+#include "moesh/models/configs.h"
 
+#include "moesh/models/config_json.h"
 #include "moesh/models/disk.h"
 
 namespace moesh::models {
@@ -35,17 +36,10 @@ std::vector<BuiltIn<MixtralConfig>> MixtralConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"8x7b", small}, {"8x22b", large}};
 }
 
-void read(const JsonValue& json, MixtralConfig& c) {
-  read_grouped(json, {.theta = 1e6, .norm_eps = 1e-5}, c);
-  c.moe_ffn = count(json, "intermediate_size");
-  c.window = field(json, "sliding_window") ? count(json, "sliding_window") : 0;
-}
-
-JsonObject fields(const MixtralConfig& c) {
-  const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
-  return joined(grouped_json(c), {{"intermediate_size", {c.moe_ffn}},
-                                  {"num_local_experts", {c.num_experts}},
-                                  {"sliding_window", window}});
+void MixtralConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.theta = 1e6, .norm_eps = 1e-5}, *this);
+  json.count("intermediate_size", moe_ffn);
+  json.count_or_null("sliding_window", window);
 }
 
 std::vector<formats::DiskTensor> tensors(const MixtralConfig&, const LayerExperts& x,

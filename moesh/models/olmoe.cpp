@@ -1,6 +1,6 @@
-#include "moesh/models/olmoe.h"
+#include "moesh/models/configs.h"
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 
@@ -17,11 +17,10 @@ DecoderPlan OlmoeConfig::plan() const {
 }
 
 ModelKeys OlmoeConfig::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(all.end(), {{"clip", &clip, "largest absolute value of q, k and v; 0: no limit"},
-                         {"normalize", &normalize,
-                          "scale the weights of a token's experts to add up to one"}});
-  return all;
+  return joined(
+      GroupedDecoderConfig::keys(),
+      {{"clip", &clip, "largest absolute value of q, k and v; 0: no limit"},
+       {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
 }
 
 std::vector<BuiltIn<OlmoeConfig>> OlmoeConfig::built_in() {
@@ -41,25 +40,18 @@ std::vector<BuiltIn<OlmoeConfig>> OlmoeConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"1b-7b", small}};
 }
 
-void read(const JsonValue& json, OlmoeConfig& c) {
-  read_grouped(json, {.norm_eps = 1e-5}, c);
+void OlmoeConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.norm_eps = 1e-5, .num_experts = "num_experts"}, *this);
   // Its norms are as wide as the model.
-  require(json, "head_dim", {c.dim / c.num_heads});
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.moe_ffn = count(json, "intermediate_size");
-  c.clip = number(json, "clip_qkv", 0);
-  c.normalize = flag(json, "norm_topk_prob", false);
-}
-
-JsonObject fields(const OlmoeConfig& c) {
-  JsonObject all =
-      joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                               {"intermediate_size", {c.moe_ffn}},
-                               {"num_experts", {c.num_experts}},
-                               {"clip_qkv", c.clip > 0 ? JsonValue{c.clip} : JsonValue{}},
-                               {"norm_topk_prob", {c.normalize}}});
-  std::erase_if(all, [](const auto& f) { return f.first == "head_dim"; });
-  return all;
+  json.require("head_dim", {dim / num_heads});
+  std::erase_if(json.written(), [](const auto& f) { return f.first == "head_dim"; });
+  json.flag("attention_bias", attention_bias, false);
+  json.count("intermediate_size", moe_ffn);
+  if (json.reads() || clip > 0)
+    json.number("clip_qkv", clip, 0);
+  else
+    json.write("clip_qkv", {});
+  json.flag("norm_topk_prob", normalize, false);
 }
 
 }  // namespace moesh::models

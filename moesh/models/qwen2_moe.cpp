@@ -1,8 +1,8 @@
-#include "moesh/models/qwen2_moe.h"
+#include "moesh/models/configs.h"
 
 #include <algorithm>
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 
@@ -24,14 +24,12 @@ DecoderPlan Qwen2MoeConfig::plan() const {
 }
 
 ModelKeys Qwen2MoeConfig::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(
-      all.end(),
+  return joined(
+      GroupedDecoderConfig::keys(),
       {{"ffn", &ffn, "width of the dense MLP"},
        {"shared_ffn", &shared_ffn, "width of the shared expert"},
        {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
        {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
-  return all;
 }
 
 std::vector<BuiltIn<Qwen2MoeConfig>> Qwen2MoeConfig::built_in() {
@@ -59,27 +57,15 @@ std::vector<BuiltIn<Qwen2MoeConfig>> Qwen2MoeConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"a2.7b", small}, {"57b-a14b", large}};
 }
 
-void read(const JsonValue& json, Qwen2MoeConfig& c) {
-  read_grouped(json, {}, c);
-  require(json, "use_sliding_window", {false});
-  c.attention_bias = flag(json, "qkv_bias", true);
-  c.ffn = count(json, "intermediate_size"), c.moe_ffn = count(json, "moe_intermediate_size");
-  c.shared_ffn = count(json, "shared_expert_intermediate_size");
-  c.sparse_step = count(json, "decoder_sparse_step", 1);
-  c.mlp_only_layers = numbers(json, "mlp_only_layers").value_or(std::vector<std::int64_t>{});
-  c.normalize = flag(json, "norm_topk_prob", false);
-}
-
-JsonObject fields(const Qwen2MoeConfig& c) {
-  return joined(grouped_json(c), {{"qkv_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.ffn}},
-                                  {"moe_intermediate_size", {c.moe_ffn}},
-                                  {"shared_expert_intermediate_size", {c.shared_ffn}},
-                                  {"num_experts", {c.num_experts}},
-                                  {"decoder_sparse_step", {c.sparse_step}},
-                                  {"mlp_only_layers", {to_list(c.mlp_only_layers)}},
-                                  {"norm_topk_prob", {c.normalize}},
-                                  {"use_sliding_window", {false}}});
+void Qwen2MoeConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.num_experts = "num_experts"}, *this);
+  json.only("use_sliding_window", {false});
+  json.flag("qkv_bias", attention_bias, true);
+  json.count("intermediate_size", ffn), json.count("moe_intermediate_size", moe_ffn);
+  json.count("shared_expert_intermediate_size", shared_ffn);
+  json.count("decoder_sparse_step", sparse_step, 1);
+  json.list("mlp_only_layers", mlp_only_layers);
+  json.flag("norm_topk_prob", normalize, false);
 }
 
 }  // namespace moesh::models

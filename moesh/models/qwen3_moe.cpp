@@ -1,8 +1,8 @@
-#include "moesh/models/qwen3_moe.h"
+#include "moesh/models/configs.h"
 
 #include <algorithm>
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
 
 namespace moesh::models {
 
@@ -22,13 +22,11 @@ DecoderPlan Qwen3MoeConfig::plan() const {
 }
 
 ModelKeys Qwen3MoeConfig::keys() {
-  ModelKeys all = GroupedDecoderConfig::keys();
-  all.insert(
-      all.end(),
+  return joined(
+      GroupedDecoderConfig::keys(),
       {{"ffn", &ffn, "width of the dense MLP"},
        {"sparse_step", &sparse_step, "one block in this many is a mixture of experts"},
        {"normalize", &normalize, "scale the weights of a token's experts to add up to one"}});
-  return all;
 }
 
 std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {
@@ -53,29 +51,19 @@ std::vector<BuiltIn<Qwen3MoeConfig>> Qwen3MoeConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"30b-a3b", small}, {"235b-a22b", large}};
 }
 
-void read(const JsonValue& json, Qwen3MoeConfig& c) {
-  read_grouped(json, {}, c);
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.ffn = count(json, "intermediate_size"), c.moe_ffn = count(json, "moe_intermediate_size");
-  c.sparse_step = count(json, "decoder_sparse_step", 1);
-  c.mlp_only_layers = numbers(json, "mlp_only_layers").value_or(std::vector<std::int64_t>{});
-  c.normalize = flag(json, "norm_topk_prob", false);
-  c.window = flag(json, "use_sliding_window", false) && field(json, "sliding_window")
-                 ? count(json, "sliding_window")
-                 : 0;
-}
-
-JsonObject fields(const Qwen3MoeConfig& c) {
-  const JsonValue window = c.window > 0 ? JsonValue{c.window} : JsonValue{};
-  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.ffn}},
-                                  {"moe_intermediate_size", {c.moe_ffn}},
-                                  {"num_experts", {c.num_experts}},
-                                  {"decoder_sparse_step", {c.sparse_step}},
-                                  {"mlp_only_layers", {to_list(c.mlp_only_layers)}},
-                                  {"norm_topk_prob", {c.normalize}},
-                                  {"use_sliding_window", {c.window > 0}},
-                                  {"sliding_window", window}});
+void Qwen3MoeConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.num_experts = "num_experts"}, *this);
+  json.flag("attention_bias", attention_bias, false);
+  json.count("intermediate_size", ffn), json.count("moe_intermediate_size", moe_ffn);
+  json.count("decoder_sparse_step", sparse_step, 1);
+  json.list("mlp_only_layers", mlp_only_layers);
+  json.flag("norm_topk_prob", normalize, false);
+  bool has_window = window > 0;
+  json.flag("use_sliding_window", has_window, false);
+  if (json.reads() && !has_window)
+    window = 0;
+  else
+    json.count_or_null("sliding_window", window);
 }
 
 }  // namespace moesh::models

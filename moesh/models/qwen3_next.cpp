@@ -1,8 +1,9 @@
-#include "moesh/models/qwen3_next.h"
+#include "moesh/models/configs.h"
 
 #include <algorithm>
 
-#include "moesh/models/disk.h"
+#include "moesh/models/config_json.h"
+#include "moesh/nn/delta_net.h"
 
 namespace moesh::models {
 
@@ -39,15 +40,13 @@ DecoderPlan Qwen3NextConfig::plan() const {
 }
 
 ModelKeys Qwen3NextConfig::keys() {
-  ModelKeys all = Qwen2MoeConfig::keys();
-  all.insert(all.end(),
-             {{"num_key_heads", &num_key_heads, "heads of q and k in Gated DeltaNet"},
-              {"num_value_heads", &num_value_heads, "heads of v in Gated DeltaNet"},
-              {"key_dim", &key_dim, "width of a head of q or k in Gated DeltaNet"},
-              {"value_dim", &value_dim, "width of a head of v in Gated DeltaNet"},
-              {"num_taps", &num_taps, "tokens that the convolution of Gated DeltaNet sees"},
-              {"full_step", &full_step, "one layer in this many has attention"}});
-  return all;
+  return joined(Qwen2MoeConfig::keys(),
+                {{"num_key_heads", &num_key_heads, "heads of q and k in Gated DeltaNet"},
+                 {"num_value_heads", &num_value_heads, "heads of v in Gated DeltaNet"},
+                 {"key_dim", &key_dim, "width of a head of q or k in Gated DeltaNet"},
+                 {"value_dim", &value_dim, "width of a head of v in Gated DeltaNet"},
+                 {"num_taps", &num_taps, "tokens that the convolution of Gated DeltaNet sees"},
+                 {"full_step", &full_step, "one layer in this many has attention"}});
 }
 
 ModelFacts Qwen3NextConfig::facts() const {
@@ -88,57 +87,42 @@ std::vector<BuiltIn<Qwen3NextConfig>> Qwen3NextConfig::built_in() {
   return {{"tiny", tiny}, {"debug", debug}, {"80b-a3b", published}};
 }
 
-void read(const JsonValue& json, Qwen3NextConfig& c) {
-  read_grouped(json, {.head_dim = 256, .rotated = 0.25}, c);
-  c.attention_bias = flag(json, "attention_bias", false);
-  c.ffn = count(json, "intermediate_size", 5632);
-  c.moe_ffn = count(json, "moe_intermediate_size", 512);
-  c.shared_ffn = count(json, "shared_expert_intermediate_size", 512);
-  c.sparse_step = count(json, "decoder_sparse_step", 1);
-  c.mlp_only_layers = numbers(json, "mlp_only_layers").value_or(std::vector<std::int64_t>{});
-  c.normalize = flag(json, "norm_topk_prob", true);
-  c.num_key_heads = count(json, "linear_num_key_heads", 16);
-  c.num_value_heads = count(json, "linear_num_value_heads", 32);
-  c.key_dim = count(json, "linear_key_head_dim", 128);
-  c.value_dim = count(json, "linear_value_head_dim", 128);
-  c.num_taps = count(json, "linear_conv_kernel_dim", 4);
-  c.full_step = count(json, "full_attention_interval", 4);
-  const auto types = field(json, "layer_types");
+void Qwen3NextConfig::fields(ConfigJson& json) {
+  grouped_fields(json, {.head_dim = 256, .rotated = 0.25, .num_experts = "num_experts"}, *this);
+  json.flag("attention_bias", attention_bias, false);
+  json.count("intermediate_size", ffn, 5632);
+  json.count("moe_intermediate_size", moe_ffn, 512);
+  json.count("shared_expert_intermediate_size", shared_ffn, 512);
+  json.count("decoder_sparse_step", sparse_step, 1);
+  json.list("mlp_only_layers", mlp_only_layers);
+  json.flag("norm_topk_prob", normalize, true);
+  json.count("linear_num_key_heads", num_key_heads, 16);
+  json.count("linear_num_value_heads", num_value_heads, 32);
+  json.count("linear_key_head_dim", key_dim, 128);
+  json.count("linear_value_head_dim", value_dim, 128);
+  json.count("linear_conv_kernel_dim", num_taps, 4);
+  json.count("full_attention_interval", full_step, 4);
+  if (!json.reads()) {
+    JsonList types;
+    for (std::int64_t i = 0; i < num_layers; ++i)
+      types.emplace_back(has_attention(i) ? "full_attention" : "linear_attention");
+    return json.write("layer_types", {types});
+  }
+  const auto types = json.find("layer_types");
   if (!types) return;
-  c.full_layers.emplace();
+  full_layers.emplace();
   const auto& list = types->as_list("layer_types");
-  MOESH_CHECK(std::ssize(list) == c.num_layers, ErrorKind::data, "layer_types has ", list.size(),
-              " entries, and num_hidden_layers is ", c.num_layers);
+  MOESH_CHECK(std::ssize(list) == num_layers, ErrorKind::data, "layer_types has ", list.size(),
+              " entries, and num_hidden_layers is ", num_layers);
   bool is_regular = true;
-  for (std::int64_t i = 0; i < c.num_layers; ++i) {
+  for (std::int64_t i = 0; i < num_layers; ++i) {
     const std::string type = list[static_cast<std::size_t>(i)].as_text("layer_types");
     MOESH_CHECK(type == "full_attention" || type == "linear_attention", ErrorKind::data,
                 "layer_types has '", type, "'; moesh computes full_attention and linear_attention");
-    if (type == "full_attention") c.full_layers->push_back(i);
-    is_regular = is_regular && (type == "full_attention") == ((i + 1) % c.full_step == 0);
+    if (type == "full_attention") full_layers->push_back(i);
+    is_regular = is_regular && (type == "full_attention") == ((i + 1) % full_step == 0);
   }
-  if (is_regular) c.full_layers.reset();
-}
-
-JsonObject fields(const Qwen3NextConfig& c) {
-  JsonList types;
-  for (std::int64_t i = 0; i < c.num_layers; ++i)
-    types.emplace_back(c.has_attention(i) ? "full_attention" : "linear_attention");
-  return joined(grouped_json(c), {{"attention_bias", {c.attention_bias}},
-                                  {"intermediate_size", {c.ffn}},
-                                  {"moe_intermediate_size", {c.moe_ffn}},
-                                  {"shared_expert_intermediate_size", {c.shared_ffn}},
-                                  {"num_experts", {c.num_experts}},
-                                  {"decoder_sparse_step", {c.sparse_step}},
-                                  {"mlp_only_layers", {to_list(c.mlp_only_layers)}},
-                                  {"norm_topk_prob", {c.normalize}},
-                                  {"linear_num_key_heads", {c.num_key_heads}},
-                                  {"linear_num_value_heads", {c.num_value_heads}},
-                                  {"linear_key_head_dim", {c.key_dim}},
-                                  {"linear_value_head_dim", {c.value_dim}},
-                                  {"linear_conv_kernel_dim", {c.num_taps}},
-                                  {"full_attention_interval", {c.full_step}},
-                                  {"layer_types", {types}}});
+  if (is_regular) full_layers.reset();
 }
 
 }  // namespace moesh::models

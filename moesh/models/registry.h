@@ -1,6 +1,6 @@
 #pragma once
-// All models. A new one is a configuration with its names, built_in(), keys(), facts() and plan(),
-// its place in AnyConfig, and what disk.h wants to know of it.
+// All models. A new one is a configuration with its names, built_in(), keys(), facts(), plan() and
+// fields(), and its place in AnyConfig.
 
 #include <map>
 #include <memory>
@@ -9,18 +9,7 @@
 #include <variant>
 #include <vector>
 
-#include "moesh/models/deepseek_v3.h"
-#include "moesh/models/glm4_moe.h"
-#include "moesh/models/glm4_moe_lite.h"
-#include "moesh/models/gpt_oss.h"
-#include "moesh/models/granitemoe.h"
-#include "moesh/models/llama4.h"
-#include "moesh/models/minimax_m2.h"
-#include "moesh/models/mixtral.h"
-#include "moesh/models/olmoe.h"
-#include "moesh/models/qwen2_moe.h"
-#include "moesh/models/qwen3_moe.h"
-#include "moesh/models/qwen3_next.h"
+#include "moesh/models/configs.h"
 
 namespace moesh::models {
 

@@ -359,7 +359,7 @@ TEST(Config, AVariationIsANewOne) {
 }
 
 TEST(Config, AModelThatIsGivenReplacesTheBuiltInOne) {
-  auto model = models::GptOssConfig::named("tiny");
+  auto model = models::built_in<models::GptOssConfig>("tiny");
   model.num_heads = 12, model.num_kv_heads = 6;
   const Config config = merged(mesh_settings({.tp = 3}, "test"), GivenModel{model, "a file"});
   EXPECT_EQ(config.model.name, "gpt_oss");
@@ -580,7 +580,7 @@ TEST(Config, ModelKeysGoToTheModel) {
   const Config config =
       load_config({"--config", file.path(), "--model.dim=128", "--model.tie_embeddings"});
   const auto& model = std::get<models::DeepseekV3Config>(config.model.architecture);
-  const auto debug = models::DeepseekV3Config::named("debug");
+  const auto debug = models::built_in<models::DeepseekV3Config>("debug");
   EXPECT_EQ(model.dim, 128);
   EXPECT_EQ(model.num_layers, debug.num_layers);
   EXPECT_EQ(model.routed_scale, 3.0);

@@ -39,52 +39,52 @@ struct Variant {
 
 template <class Config>
 AnyConfig changed(const std::function<void(Config&)>& change) {
-  Config c = Config::named("tiny");
+  Config c = models::built_in<Config>("tiny");
   change(c);
   return c;
 }
 
 const std::vector<Variant>& variants() {
   static const std::vector<Variant> all{
-      {"qwen3_moe", Qwen3MoeConfig::named("tiny")},
+      {"qwen3_moe", models::built_in<Qwen3MoeConfig>("tiny")},
       {"qwen3_moe_tied_sparse_step_window", changed<Qwen3MoeConfig>([](auto& c) {
          c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true,
          c.normalize = false;
          c.window = 3, c.attention_bias = true;
        })},
-      {"mixtral", MixtralConfig::named("tiny")},
+      {"mixtral", models::built_in<MixtralConfig>("tiny")},
       {"mixtral_window_one_expert",
        changed<MixtralConfig>([](auto& c) { c.window = 2, c.top_k = 1, c.num_kv_heads = 8; })},
-      {"llama4", Llama4Config::named("tiny")},
+      {"llama4", models::built_in<Llama4Config>("tiny")},
       {"llama4_all_moe_two_experts", changed<Llama4Config>([](auto& c) {
          c.moe_layers = {{0, 1, 2, 3}}, c.nope_layers = {{0, 2}}, c.top_k = 2, c.qk_norm = false,
          c.tie_embeddings = true;
        })},
-      {"gpt_oss", GptOssConfig::named("tiny")},
+      {"gpt_oss", models::built_in<GptOssConfig>("tiny")},
       {"gpt_oss_plain_rope", changed<GptOssConfig>([](auto& c) {
          c.rope.factor = 1, c.window = 1, c.top_k = 3, c.num_layers = 2;
        })},
-      {"qwen2_moe", Qwen2MoeConfig::named("tiny")},
+      {"qwen2_moe", models::built_in<Qwen2MoeConfig>("tiny")},
       {"qwen2_moe_tied_sparse_step", changed<Qwen2MoeConfig>([](auto& c) {
          c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true,
          c.normalize = true, c.attention_bias = false;
        })},
-      {"olmoe", OlmoeConfig::named("tiny")},
+      {"olmoe", models::built_in<OlmoeConfig>("tiny")},
       {"olmoe_unclipped_bias", changed<OlmoeConfig>([](auto& c) {
          c.clip = 0, c.attention_bias = true, c.num_kv_heads = 8, c.normalize = true;
        })},
-      {"glm4_moe", Glm4MoeConfig::named("tiny")},
+      {"glm4_moe", models::built_in<Glm4MoeConfig>("tiny")},
       {"glm4_moe_groups_no_norm", changed<Glm4MoeConfig>([](auto& c) {
          c.num_groups = 4, c.top_groups = 2, c.qk_norm = false, c.attention_bias = false,
          c.num_shared = 2, c.rotary_dim = 2, c.num_layers = 2, c.tie_embeddings = true;
        })},
-      {"glm4_moe_lite", Glm4MoeLiteConfig::named("tiny")},
-      {"minimax_m2", MinimaxM2Config::named("tiny")},
-      {"granitemoe", GraniteMoeConfig::named("tiny")},
+      {"glm4_moe_lite", models::built_in<Glm4MoeLiteConfig>("tiny")},
+      {"minimax_m2", models::built_in<MinimaxM2Config>("tiny")},
+      {"granitemoe", models::built_in<GraniteMoeConfig>("tiny")},
       {"granitemoe_tied_bias", changed<GraniteMoeConfig>([](auto& c) {
          c.tie_embeddings = true, c.attention_bias = true, c.top_k = 3;
        })},
-      {"qwen3_next", Qwen3NextConfig::named("tiny")},
+      {"qwen3_next", models::built_in<Qwen3NextConfig>("tiny")},
       {"qwen3_next_layers_tied", changed<Qwen3NextConfig>([](auto& c) {
          c.mlp_only_layers = {}, c.sparse_step = 2, c.num_layers = 4, c.tie_embeddings = true,
          c.full_layers = std::vector<std::int64_t>{0}, c.num_value_heads = 4, c.num_taps = 2,
@@ -223,7 +223,7 @@ TEST(Checked, FindsANormThatDiffersOverTp) {
 // What travels between cp ranks is the latent and the one rotated key, not the keys and values of
 // all heads that come of them.
 TEST(Mla, SendsTheLatentBetweenCpRanks) {
-  const auto config = models::DeepseekV3Config::named("tiny");
+  const auto config = models::built_in<models::DeepseekV3Config>("tiny");
   constexpr std::int64_t B = 2, L = 4;  // of each rank
   comm::launch(
       2,
@@ -267,7 +267,7 @@ TEST(TiedEmbedding, GetsBothGradients) {
   const auto world = comm::solo_group();
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
-  auto config = MixtralConfig::named("tiny");
+  auto config = models::built_in<MixtralConfig>("tiny");
   const models::ModelOptions options{.dtype = at::kDouble, .seed = 2};
   const auto untied = models::make_model(config, options);
   config.tie_embeddings = true;
@@ -296,7 +296,7 @@ TEST(Factors, AreThoseOfTheWeights) {
   const Mesh mesh(*world, {});
   const MeshScope scope(mesh);
   const models::ModelOptions options{.dtype = at::kDouble, .seed = 2};
-  auto config = GraniteMoeConfig::named("tiny");
+  auto config = models::built_in<GraniteMoeConfig>("tiny");
   const auto with = models::make_model(config, options);
   const std::map<std::string, double> factors{
       {"embed_tokens.weight", std::exchange(config.embedding_multiplier, 1)},

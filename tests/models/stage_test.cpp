@@ -10,9 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/models/deepseek_v3.h"
-#include "moesh/models/gpt_oss.h"
-#include "moesh/models/mixtral.h"
+#include "moesh/models/configs.h"
 #include "tests/counting_allocator.h"
 #include "tests/spmd/device.h"
 
@@ -33,7 +31,7 @@ struct Result {
 // The stages [0, cuts[0]), [cuts[0], cuts[1]), ..: one after the other, the stream handed on.
 template <bool Sp>
 Result run(const std::vector<std::int64_t>& cuts) {
-  const DecoderPlan plan = DeepseekV3Config::named("tiny").plan();
+  const DecoderPlan plan = models::built_in<DeepseekV3Config>("tiny").plan();
   const ModelOptions m{.dtype = at::kDouble, .device = test_device(), .seed = 1};
   std::vector<std::unique_ptr<Stage>> stages;
   std::int64_t begin = 0;
@@ -124,7 +122,7 @@ MicroBatch batch_of(std::int64_t batch, std::int64_t sequence) {
 TEST(Stages, CountTheirFlops) {
   const Alone alone;
   constexpr std::int64_t L = 7;
-  const MixtralConfig c = MixtralConfig::named("tiny");
+  const MixtralConfig c = models::built_in<MixtralConfig>("tiny");
   const double attention = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim * c.dim,
                experts = c.num_experts * c.dim + c.top_k * 3 * c.dim * c.moe_ffn, norms = 2 * c.dim,
                pairs = 12.0 * c.num_heads * c.head_dim * (L + 1) / 2;
@@ -143,8 +141,9 @@ TEST(Stages, CountTheirFlops) {
 
 TEST(Stages, KnowWhichOfTheMixturesTheyHave) {
   const Alone alone;
-  const DecoderPlan mixtral = MixtralConfig::named("tiny").plan();
-  const DecoderPlan deepseek = DeepseekV3Config::named("tiny").plan();  // its first layer is dense
+  const DecoderPlan mixtral = models::built_in<MixtralConfig>("tiny").plan();
+  const DecoderPlan deepseek =
+      models::built_in<DeepseekV3Config>("tiny").plan();  // its first layer is dense
   EXPECT_FALSE(deepseek.is_moe(0));
   for (std::int64_t i = 0; i < 3; ++i) {
     EXPECT_EQ(Stage(mixtral, in_fp64(), {i, i + 1}).first_moe_layer(), i);
@@ -155,7 +154,7 @@ TEST(Stages, KnowWhichOfTheMixturesTheyHave) {
 TEST(Stages, BeginWithBiasesOfTheWidthThatIsAskedFor) {
   const Alone alone;
   const auto deviation = [](double width) {
-    GptOssConfig c = GptOssConfig::named("tiny");
+    GptOssConfig c = models::built_in<GptOssConfig>("tiny");
     c.bias_std = width;
     std::map<std::string, double> found;
     Stage(c.plan(), in_fp64(), {0, 3}).each_param([&](Stored& w) {
@@ -187,7 +186,7 @@ TEST(Stages, ComputeAgainWhatRecomputeSays) {
   const Alone alone;
   std::vector<std::int64_t> held;
   for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
-    Stage stage(MixtralConfig::named("tiny").plan(), in_fp64(), {0, 3});
+    Stage stage(models::built_in<MixtralConfig>("tiny").plan(), in_fp64(), {0, 3});
     Watch watch;
     const MicroBatch batch = batch_of(4, 64);
     const ForwardOptions options{.recompute = recompute, .probe = &watch};
@@ -216,7 +215,7 @@ TEST(Stages, LeaveNoGatheredParametersBehind) {
         const Mesh mesh(world, {.dp_shard = 2, .ep = 2});
         const MeshScope scope(mesh);
         const StepState step;
-        Stage stage(MixtralConfig::named("tiny").plan(), in_fp64(), {0, 3});
+        Stage stage(models::built_in<MixtralConfig>("tiny").plan(), in_fp64(), {0, 3});
         for (const Recompute recompute : {Recompute::none, Recompute::selective, Recompute::full}) {
           const MicroBatch batch = batch_of(2, 7);
           const ForwardOptions options{.recompute = recompute, .reshard = true};
@@ -233,7 +232,7 @@ TEST(Stages, LeaveNoGatheredParametersBehind) {
 
 TEST(Stages, RefuseBlocksThatTheDecoderDoesNotHave) {
   const Alone alone;
-  const DecoderPlan plan = DeepseekV3Config::named("tiny").plan();
+  const DecoderPlan plan = models::built_in<DeepseekV3Config>("tiny").plan();
   EXPECT_THROW(Stage(plan, {}, {0, 4}), Error);
   EXPECT_THROW(Stage(plan, {}, {2, 1}), Error);
 }

@@ -302,7 +302,7 @@ TEST_P(Steps, CopiesAndFreedCastsChangeNoBit) {
 
 TEST(Losses, OfOneMoeLayerAreTold) {
   const OneRankScope scope;
-  auto config = models::MixtralConfig::named("tiny");
+  auto config = models::built_in<models::MixtralConfig>("tiny");
   config.num_layers = 1;
   const auto model = models::make_model(config, {.dtype = at::kDouble, .device = test_device()});
   StepOptions options;
