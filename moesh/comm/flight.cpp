@@ -52,17 +52,20 @@ class Recorder {
 
 namespace {
 
-thread_local std::string doing;  // what the calls and waits of this thread are a part of
+// That of this thread.
+class FlightObserver;
+FlightObserver& own();
 
 class FlightObserver final : public Observer {
  public:
   std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>();
+  std::string doing;  // what the calls and waits of its thread are a part of
 
   void called(const Operation& o) override {
     const std::lock_guard lock(recorder->mutex);
     FlightEntry& e = recorder->at(recorder->num_called++);
     e.group = o.group.name(), e.op = o.op, e.bytes = o.bytes, e.number = o.number;
-    e.doing = doing;
+    e.doing = own().doing;
     e.has_ended = e.is_waited_for = false;
     e.begin = Clock::now();
   }
@@ -70,7 +73,7 @@ class FlightObserver final : public Observer {
     const std::lock_guard lock(recorder->mutex);
     FlightEntry* e = find(number);
     if (!e) return;
-    e->doing = doing;
+    e->doing = own().doing;
     e->is_waited_for = true;
     e->wait = Clock::now();
   }
@@ -90,9 +93,8 @@ class FlightObserver final : public Observer {
   }
 };
 
-// What a rank waits for is in this thread.
 FlightObserver& own() {
-  thread_local FlightObserver observer;
+  thread_local FlightObserver observer;  // a rank is a thread, and what it waits for is in there
   return observer;
 }
 
@@ -110,8 +112,8 @@ std::string time_of_day(Clock::time_point point) {
 
 }  // namespace
 
-Doing::Doing(std::string what) : outer_(std::exchange(doing, std::move(what))) {}
-Doing::~Doing() { doing = std::move(outer_); }
+Doing::Doing(std::string what) : outer_(std::exchange(own().doing, std::move(what))) {}
+Doing::~Doing() { own().doing = std::move(outer_); }
 
 std::shared_ptr<Recorder> current() { return own().recorder; }
 void use(std::shared_ptr<Recorder> recorder) { own().recorder = std::move(recorder); }

@@ -23,18 +23,20 @@ struct Watched {
 
 namespace {
 
-thread_local Watched* of_other = nullptr;  // of another thread of this rank
+struct WatchedByThread {
+  Watched own;
+  Watched* used = &own;  // or those of another thread of this rank
+};
+WatchedByThread& of_thread() {
+  thread_local WatchedByThread mine;  // a rank is a thread, and a collective knows only that
+  return mine;
+}
 
 }  // namespace
 
-// Each thread has its own, since a rank is one.
-Watched& watched() {
-  if (of_other) return *of_other;
-  thread_local Watched of_thread;
-  return of_thread;
-}
-WatchedAs::WatchedAs(Watched& other) : outer_(std::exchange(of_other, &other)) {}
-WatchedAs::~WatchedAs() { of_other = outer_; }
+Watched& watched() { return *of_thread().used; }
+WatchedAs::WatchedAs(Watched& other) : outer_(std::exchange(of_thread().used, &other)) {}
+WatchedAs::~WatchedAs() { of_thread().used = outer_; }
 
 namespace {
 

@@ -10,7 +10,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
-#include "moesh/comm/host_memory.h"
 #include "moesh/types/token.h"
 
 namespace moesh::comm {

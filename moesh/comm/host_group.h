@@ -124,6 +124,11 @@ void fold(ReduceOp op, const std::vector<Span>& spans, Span out, const at::Tenso
 /// Copies a span on its device.
 void copy(Span to, Span from, const at::TensorOptions& options);
 
+/// Like at::empty; large tensors on the host come from memory that was used before, where there is
+/// some. The system hands out large blocks page by page, zeroed, and takes them back at once: for a
+/// result of some megabytes that costs as much as the copy into it, and more above 32 MiB.
+at::Tensor empty_result(at::IntArrayRef sizes, const at::TensorOptions& options);
+
 /// Work on an accelerator is asynchronous; peers may touch memory only when it is done.
 void synchronize(const at::Device& device);
 

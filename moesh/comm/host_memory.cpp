@@ -1,4 +1,5 @@
-#include "moesh/comm/host_memory.h"
+// Memory for the results of collectives: large blocks are kept.
+#include "moesh/comm/host_group.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty.h>

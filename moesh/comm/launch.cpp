@@ -12,7 +12,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
-#include "moesh/comm/mpi/mpi_world.h"
 #include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/nccl/stream.h"
 #include "moesh/comm/observers.h"

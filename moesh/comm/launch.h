@@ -87,6 +87,18 @@ struct LaunchOptions {
 void launch(int num_ranks, const std::function<void(Group& world)>& f,
             const LaunchOptions& options = {});
 
+/// A world of MPI processes, each with one or more rank threads: runs f on those of num_ranks ranks
+/// that belong to this process (0: one a process). The same call is made by every process.
+/// mpi/no_mpi.cpp stands in where moesh was built without MPI.
+void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f,
+                const LaunchOptions& options);
+
+/// A group whose other ranks are not there: one rank of a world of any size runs by itself, to see
+/// what it would hold and send. Results have their true shapes and no meaning: zeros, and where
+/// values on the host are gathered, what this rank itself has, as if all had the same.
+std::shared_ptr<Group> fake_group(const std::string& name, int rank,
+                                  const std::vector<int>& members);
+
 /// The number of processes that mpirun or srun started with this one; 0 without a launcher.
 int num_launched_processes();
 

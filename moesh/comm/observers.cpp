@@ -48,10 +48,16 @@ SentParts sent_parts(const Operation& o, int ranks_per_node) {
 }
 
 void SentBytes::called(const Operation& o) {
-  bytes_[o.group.name()] += sent_bytes(o.op, o.bytes, o.own_bytes(), o.group.size());
+  Traffic& entry = ledger_[{o.group.name(), o.op}];
+  ++entry.num_calls;
+  entry.num_bytes += sent_bytes(o.op, o.bytes, o.own_bytes(), o.group.size());
 }
 
-std::map<std::string, std::int64_t> SentBytes::take() { return std::exchange(bytes_, {}); }
+std::map<std::string, std::int64_t> SentBytes::take() {
+  std::map<std::string, std::int64_t> bytes;
+  for (const auto& [key, entry] : std::exchange(ledger_, {})) bytes[key.first] += entry.num_bytes;
+  return bytes;
+}
 
 namespace {
 

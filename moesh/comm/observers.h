@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "moesh/comm/group.h"
 
@@ -23,15 +24,23 @@ struct SentParts {
 /// leave it.
 SentParts sent_parts(const Operation& operation, int ranks_per_node);
 
-/// While it lives, sums up what this thread sends, by the name of the group: "tp", "dp_shard|cp".
+/// What one rank sends, by the name of the group ("tp", "dp_shard|cp") and the collective. It
+/// receives as much, where shards are even.
+struct Traffic {
+  std::int64_t num_calls = 0, num_bytes = 0;
+};
+using Ledger = std::map<std::pair<std::string, Collective>, Traffic>;
+
+/// While it lives, counts what this thread sends.
 class SentBytes final : public ThreadObserver {
  public:
   void called(const Operation& operation) override;
-  /// Since the last call.
+  const Ledger& ledger() const { return ledger_; }
+  /// The bytes since the last call, by group.
   std::map<std::string, std::int64_t> take();
 
  private:
-  std::map<std::string, std::int64_t> bytes_;
+  Ledger ledger_;
 };
 
 // Ranks that trust no one: before each collective of a group they compare what they are about to

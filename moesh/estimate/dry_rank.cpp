@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <map>
 
+#include "moesh/comm/launch.h"
 #include "moesh/pipeline/schedule.h"
 #include "moesh/train/step.h"
 
@@ -127,10 +128,7 @@ DryRank::DryRank(const Config& config, int rank_of_pp)
     : config_(config),
       rank_of_pp_(rank_of_pp),
       memory_(at::Device(config.training.device).type()),
-      mesh_(mesh_shape(config), first_rank(config, rank_of_pp),
-            [this](const std::string& name, int rank, const std::vector<int>& members) {
-              return comm::fake_group(name, rank, members, traffic_);
-            }),
+      mesh_(mesh_shape(config), first_rank(config, rank_of_pp), comm::fake_group),
       scope_(mesh_),
       model_(make_model(config, at::kMeta)),  // the real device may not be on this machine
       optimizer_(make_optimizer(*model_, config)) {}
@@ -225,7 +223,7 @@ Estimate DryRank::step(std::int64_t num_micro) {
   e.live.tokens = tokens;
   e.peak = watch.peak();
   e.num_reads = memory_.num_reads();
-  e.traffic = traffic_;
+  e.traffic = sent_.ledger();
   return e;
 }
 

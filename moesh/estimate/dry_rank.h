@@ -28,7 +28,7 @@ class DryRank {
   const Config& config_;
   int rank_of_pp_;
   kernels::meta::DryRun memory_;
-  comm::Ledger traffic_;
+  comm::SentBytes sent_;
   Mesh mesh_;
   MeshScope scope_;
   std::unique_ptr<models::Model> model_;

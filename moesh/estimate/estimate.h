@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "moesh/comm/fake/fake_group.h"
+#include "moesh/comm/observers.h"
 #include "moesh/config/config.h"
 #include "moesh/formats/json.h"
 #include "moesh/train/build.h"

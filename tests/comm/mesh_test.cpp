@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/fake/fake_group.h"
 #include "moesh/comm/launch.h"
 
 namespace moesh {
@@ -214,11 +213,10 @@ TEST(Mesh, PrintsASmallTable) {
 
 // Where every axis has another coordinate.
 TEST(Mesh, PrintsEachAxisInItsColumn) {
-  comm::Ledger ledger;
   std::vector<std::string> names;
   const auto make = [&](const std::string& name, int rank, const std::vector<int>& members) {
     names.push_back(name);
-    return comm::fake_group(name, rank, members, ledger);
+    return comm::fake_group(name, rank, members);
   };
   const Mesh mesh({.dp_shard = 2, .tp = 4, .ep = 2, .etp = 2}, 0, make);
   const std::string table = mesh.table();
@@ -249,11 +247,7 @@ TEST(Mesh, OfOneRankAloneHasTheGroupsOfTheRealOne) {
   for (const auto& shape : all_mesh_shapes(8))
     comm::launch(8, [&](comm::Group& world) {
       const Mesh real(world, shape);
-      comm::Ledger ledger;
-      const Mesh alone(shape, world.rank(),
-                       [&](const std::string& name, int rank, const std::vector<int>& members) {
-                         return comm::fake_group(name, rank, members, ledger);
-                       });
+      const Mesh alone(shape, world.rank(), comm::fake_group);
       for (Axes set :
            {dp, cp, tp, dp | cp | tp, fsdp, ep, etp, ep | etp, efsdp, dp_replicate | ep | etp}) {
         const auto &a = *alone.group(set), &b = *real.group(set);

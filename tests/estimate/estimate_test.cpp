@@ -351,15 +351,15 @@ TEST(Estimate, AStageHoldsItsOwnLayersAlone) {
 }
 
 TEST(Estimate, SendsWhatRingsSend) {
-  comm::Ledger ledger;
-  const auto group = comm::fake_group("tp", 1, {0, 1, 2, 3}, ledger);
+  const comm::SentBytes counted;
+  const auto group = comm::fake_group("tp", 1, {0, 1, 2, 3});
   const at::Tensor x =
       at::empty({8, 2}, at::TensorOptions(at::kMeta).dtype(at::kFloat));  // 64 bytes
   EXPECT_EQ(group->all_gather(x).size(0), 32);
   EXPECT_EQ(group->reduce_scatter(x, {1, 5, 1, 1}).size(0), 5);
   EXPECT_EQ(group->all_to_all(x, {2, 3, 2, 1}, {0, 3, 9, 1}).size(0), 13);
   EXPECT_EQ(group->all_reduce(x).sizes(), x.sizes());
-  const auto sent = [&](comm::Collective op) { return ledger[{"tp", op}].num_bytes; };
+  const auto sent = [&](comm::Collective op) { return counted.ledger().at({"tp", op}).num_bytes; };
   EXPECT_EQ(sent(comm::Collective::all_gather), 3 * 64);
   EXPECT_EQ(sent(comm::Collective::reduce_scatter), 3 * 8);
   EXPECT_EQ(sent(comm::Collective::all_to_all), 5 * 8);

@@ -97,10 +97,7 @@ TEST(Profile, FlopsAreThoseOfTheModel) {
     const ModelShape shape = model_shape(c);
     double sum = shape.head_flops;
     for (const double flops : shape.layer_flops) sum += flops;
-    comm::Ledger unused;
-    const Mesh mesh({}, 0, [&](const auto& group, int rank, const auto& members) {
-      return comm::fake_group(group, rank, members, unused);
-    });
+    const Mesh mesh({}, 0, comm::fake_group);
     const MeshScope scope(mesh);
     const auto made = train::make_model(c, at::kMeta);
     EXPECT_NEAR(sum, made->flops_per_token(64), 1e-9 * sum) << name;

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "moesh/comm/fake/fake_group.h"
+#include "moesh/comm/launch.h"
 
 namespace moesh {
 namespace {
@@ -107,13 +107,9 @@ TEST(Tokens, EveryTokenHasOneOwnerAndItsOwnNumber) {
   for (const MeshShape& shape : {MeshShape{}, MeshShape{.tp = 2}, MeshShape{.dp_shard = 2, .cp = 3},
                                  MeshShape{.dp_shard = 3, .tp = 2}, MeshShape{.cp = 2, .tp = 3},
                                  MeshShape{.dp_replicate = 2, .dp_shard = 3, .cp = 2, .tp = 4}}) {
-    comm::Ledger ledger;
     std::vector<std::unique_ptr<Mesh>> meshes;
     for (int rank = 0; rank < shape.num_ranks(); ++rank)
-      meshes.push_back(std::make_unique<Mesh>(
-          shape, rank, [&](const std::string& name, int place, const std::vector<int>& members) {
-            return comm::fake_group(name, place, members, ledger);
-          }));
+      meshes.push_back(std::make_unique<Mesh>(shape, rank, comm::fake_group));
     for (std::int64_t batch : {1, 3})
       for (std::int64_t sequence : {1, 7, 16})
         for (bool sequence_parallel : {true, false}) {

@@ -1,5 +1,3 @@
-#include "moesh/comm/fake/fake_group.h"
-
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -7,7 +5,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/host_group.h"
-#include "moesh/comm/observers.h"
+#include "moesh/comm/launch.h"
 
 namespace moesh::comm {
 namespace {
@@ -27,16 +25,14 @@ class Ready final : public Work {
 
 class FakeGroup final : public Group {
  public:
-  FakeGroup(std::string name, int rank, std::vector<int> members, Ledger& ledger)
-      : Group(std::move(name), rank, std::move(members)), ledger_(ledger) {}
+  FakeGroup(std::string name, int rank, std::vector<int> members)
+      : Group(std::move(name), rank, std::move(members)) {}
 
  private:
   std::unique_ptr<Work> do_all_reduce(const at::Tensor& x, ReduceOp) override {
-    send(Collective::all_reduce, x);
     return std::make_unique<Ready>(x, at::zeros_like(x));
   }
   std::unique_ptr<Work> do_all_gather(const at::Tensor& x, const Rows& rows) override {
-    send(Collective::all_gather, x);
     if (x.is_meta()) return with_rows(x, total(rows));
     MOESH_CHECK(std::all_of(rows.begin(), rows.end(), [&](auto n) { return n == x.size(0); }),
                 "a fake gather of host values with uneven rows ", rows);
@@ -46,52 +42,38 @@ class FakeGroup final : public Group {
   }
   std::unique_ptr<Work> do_reduce_scatter(const at::Tensor& x, const Rows& rows,
                                           ReduceOp) override {
-    const auto own = rows[static_cast<size_t>(rank())];
-    send(Collective::reduce_scatter, x, own);
-    return with_rows(x, own);
+    return with_rows(x, rows[static_cast<size_t>(rank())]);
   }
-  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& to,
+  std::unique_ptr<Work> do_all_to_all(const at::Tensor& x, const Rows& /*to*/,
                                       const Rows& from) override {
-    send(Collective::all_to_all, x, to[static_cast<size_t>(rank())]);
     return with_rows(x, total(from));
   }
   std::unique_ptr<Work> do_broadcast(const at::Tensor& x, int /*root*/) override {
-    send(Collective::broadcast, x);
     return std::make_unique<Ready>(x, at::zeros_like(x));
   }
   std::unique_ptr<Work> do_send(const at::Tensor& x, const Message&) override {
-    send(Collective::send, x);
     return std::make_unique<Ready>(x, x);
   }
   std::unique_ptr<Work> do_recv(at::IntArrayRef sizes, const at::TensorOptions& options,
                                 const Message&) override {
-    ++ledger_[{name(), Collective::recv}].num_calls;
     return std::make_unique<Ready>(at::Tensor(), at::zeros(sizes, options));
   }
-  void do_barrier() override { ++ledger_[{name(), Collective::barrier}].num_calls; }
+  void do_barrier() override {}
   std::shared_ptr<Group> do_split(const std::vector<int>&, int, int, const std::string&) override {
     throw Error(ErrorKind::internal,
                 "a fake group was asked to split: the other ranks cannot say where they go");
   }
 
-  void send(Collective op, const at::Tensor& x, std::int64_t own_rows = 0) {
-    const auto bytes = static_cast<std::int64_t>(x.nbytes());
-    const auto own = own_rows == 0 ? 0 : bytes / x.size(0) * own_rows;
-    auto& entry = ledger_[{name(), op}];
-    ++entry.num_calls, entry.num_bytes += sent_bytes(op, bytes, own, size());
-  }
   static std::unique_ptr<Work> with_rows(const at::Tensor& like, std::int64_t rows) {
     return std::make_unique<Ready>(like, at::zeros(sizes_with(like, rows), like.options()));
   }
-
-  Ledger& ledger_;
 };
 
 }  // namespace
 
 std::shared_ptr<Group> fake_group(const std::string& name, int rank,
-                                  const std::vector<int>& members, Ledger& ledger) {
-  return std::make_shared<FakeGroup>(name, rank, members, ledger);
+                                  const std::vector<int>& members) {
+  return std::make_shared<FakeGroup>(name, rank, members);
 }
 
 }  // namespace moesh::comm

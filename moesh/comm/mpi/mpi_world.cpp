@@ -1,5 +1,3 @@
-#include "moesh/comm/mpi/mpi_world.h"
-
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
@@ -9,7 +7,7 @@
 #include <numeric>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/host_memory.h"
+#include "moesh/comm/launch.h"
 #include "moesh/comm/mpi/world.h"
 
 namespace moesh::comm {
@@ -244,8 +242,6 @@ std::shared_ptr<Group> world_group(const std::shared_ptr<MpiWorld>& world, int r
 }
 
 }  // namespace
-
-bool has_mpi() { return true; }
 
 void launch_mpi(int num_ranks, const std::function<void(Group& world)>& f,
                 const LaunchOptions& options) {

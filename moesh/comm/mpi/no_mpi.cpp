@@ -1,9 +1,7 @@
 #include "moesh/base/error.h"
-#include "moesh/comm/mpi/mpi_world.h"
+#include "moesh/comm/launch.h"
 
 namespace moesh::comm {
-
-bool has_mpi() { return false; }
 
 void launch_mpi(int, const std::function<void(Group&)>&, const LaunchOptions&) {
   throw Error(

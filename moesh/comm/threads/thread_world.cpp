@@ -15,7 +15,6 @@
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/host_group.h"
-#include "moesh/comm/host_memory.h"
 #include "moesh/comm/roll.h"
 
 namespace moesh::comm {
