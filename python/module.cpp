@@ -84,9 +84,9 @@ train::RunSummary train(const Values& values, nb::object dataset, nb::object on_
   if (!dataset.is_none())
     data.emplace(std::move(dataset), config.data.sequence_length,
                  models::facts(config.model.architecture).vocab_size, raised);
-  train::Known known;
+  train::CallerInfo caller;
   if (!on_step.is_none())
-    known.on_step = [&](const train::StepRecord& record) {
+    caller.on_step = [&](const train::StepRecord& record) {
       raised.guard("on_step", [&] { on_step(to_python(train::to_json(record))); });
     };
   train::SignalScope signals;  // from here on a signal ends the run,
@@ -100,7 +100,7 @@ train::RunSummary train(const Values& values, nb::object dataset, nb::object on_
   train::RunSummary summary;
   try {
     const nb::gil_scoped_release no_gil;
-    summary = cli::train_in_memory(config, known, data ? &*data : nullptr);
+    summary = cli::train_in_memory(config, caller, data ? &*data : nullptr);
   } catch (...) {
     if (train::stop_signal() != 0)
       log_warn("a run that was told to stop failed: ", comm::text_of(std::current_exception()));

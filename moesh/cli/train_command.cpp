@@ -27,7 +27,7 @@ std::optional<std::int64_t> expected_memory(const Config& config) {
 
 }  // namespace
 
-RunSummary train_in_memory(const Config& config, Known known, const data::Dataset* dataset) {
+RunSummary train_in_memory(const Config& config, CallerInfo caller, const data::Dataset* dataset) {
   // Under a launcher the ranks are spread over the processes.
   const int processes = comm::num_launched_processes();
   if (processes > 0 && mesh_shape(config).num_ranks() % processes != 0) validate(config, processes);
@@ -35,9 +35,9 @@ RunSummary train_in_memory(const Config& config, Known known, const data::Datase
   RunSummary summary;
   naming_sizes(config, [&] {
     check_fits(config);
-    known.estimated_memory = expected_memory(config);
-    if (config.training.device == "cpu") known.memory_before_gib = peak_memory_gib("cpu");
-    summary = dataset ? train::train(config, *dataset, known) : train::train(config, known);
+    caller.estimated_memory = expected_memory(config);
+    if (config.training.device == "cpu") caller.memory_before_gib = peak_memory_gib("cpu");
+    summary = dataset ? train::train(config, *dataset, caller) : train::train(config, caller);
   });
   return summary;
 }

@@ -8,8 +8,8 @@
 namespace moesh::cli {
 
 /// Trains, on data of the caller's own where some is given. A size that does not fit into memory is
-/// an Error (config) which names it, before anything is computed where that can be known.
-train::RunSummary train_in_memory(const config::Config& config, train::Known known = {},
+/// an Error (config) which names it, before anything is computed where that can be caller.
+train::RunSummary train_in_memory(const config::Config& config, train::CallerInfo caller = {},
                                   const data::Dataset* dataset = nullptr);
 
 }  // namespace moesh::cli

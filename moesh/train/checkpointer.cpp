@@ -19,7 +19,7 @@
 #include "moesh/checkpoint/load.h"
 #include "moesh/comm/flight.h"
 #include "moesh/comm/roll.h"
-#include "moesh/config/options.h"
+#include "moesh/config/merge.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
 #include "moesh/models/adapter.h"
@@ -31,9 +31,6 @@
 
 namespace moesh::train {
 
-using config::Degree;
-using config::degrees;
-using config::find_option;
 namespace {
 
 using checkpoint::Heartbeat;
@@ -53,15 +50,6 @@ std::int64_t whole_number(const std::string& text) {
   std::int64_t number = 0;
   std::from_chars(text.data(), text.data() + text.size(), number);
   return number;
-}
-
-// As --mesh takes it.
-std::string mesh_text(const Config& config) {
-  std::string text;
-  for (const Degree& d : degrees())
-    if (const auto size = std::get<std::int64_t>(find_option(d.option)->get(config)); size != 1)
-      text += detail::concat(text.empty() ? "" : ",", d.axis, "=", size);
-  return text.empty() ? "one rank" : text;
 }
 
 // What a disk refuses is told with the option that chooses the disk.
@@ -171,7 +159,7 @@ checkpoint::Snapshot Checkpointer::snapshot(const Position& position) {
   s.manifest = {.step = position.step,
                 .model = config_.model.name,
                 .size = config_.model.size,
-                .mesh = mesh_text(config_),
+                .mesh = config::mesh_argument(mesh_shape(config_)),
                 .seed = config_.training.seed,
                 .data_position = position.data_position,
                 .extra = {{kOptimizer, config_.optimizer.name},

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <limits>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/base/log.h"
@@ -162,7 +163,7 @@ auto of_step(std::int64_t step, const F& f) {
   }
 }
 
-RunFacts facts_of(const Config& config, const models::Model& model, const Known& known,
+RunFacts facts_of(const Config& config, const models::Model& model, const CallerInfo& caller,
                   std::int64_t first_step) {
   const int num_ranks = mesh_shape(config).num_ranks();
   const bool is_known =
@@ -178,8 +179,8 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Known&
           .num_active_parameters = model.num_active_parameters(),
           .flops_per_token = model.flops_per_token(config.data.sequence_length),
           .peak_tflops = of_one * std::max(1, processes),
-          .estimated_memory = known.estimated_memory,
-          .memory_before_gib = known.memory_before_gib};
+          .estimated_memory = caller.estimated_memory,
+          .memory_before_gib = caller.memory_before_gib};
 }
 
 // What follows from the result of the step that was taken last.
@@ -206,110 +207,158 @@ StepRecord record_of(const Config& config, const RunFacts& facts, const Position
           .skipped = u.skipped};
 }
 
-void run_rank(comm::Group& world, const Config& config, const Known& known,
-              const data::Dataset& dataset, const std::string& own_data,
-              const std::vector<ValidationSet>& validation_sets, Clock::time_point start,
-              RunSummary& summary, std::atomic<bool>& interrupted) {
-  const Mesh mesh(world, mesh_shape(config));
-  const MeshScope scope(mesh);
-  const auto model = make_model(config);
-  const auto optimizer = make_optimizer(*model, config);
-  Checkpointer checkpointer(config, world, *model, *optimizer, own_data);
-  Position position = checkpointer.start();
-  const std::int64_t first_step = position.step;
-  const bool is_first = world.rank() == 0;
-  // Only rank 0 measures.
-  std::optional<SectionClock> clock;
-  std::optional<comm::SentBytes> sent;
-  MetricSinks sinks;
-  CollapseWatch collapse;
-  const RunFacts facts = facts_of(config, *model, known, first_step);
-  if (is_first) {
-    warn_of_bias_kept_apart(config);
-    warn_of_few_micro_batches(config);
-    warn_of_no_overlap(config);
-    warn_of_other_dropout(config);
-    if (config.lora.base != "compute")
-      log_info("lora.base: ", describe_quantization(quantization(config)),
-               ", all others of the frozen model in ", config.training.dtype);
-    sinks = open_sinks(config, facts);
-    clock.emplace(start), sent.emplace();
-    summary.first_step = first_step;
-    summary.folder = config.metrics.folder;
+// A run, for all ranks of this process.
+struct Run {
+  const Config& config;
+  const CallerInfo& caller;
+  const data::Dataset& dataset;
+  std::string own_data;
+  Clock::time_point start = Clock::now();
+  std::vector<ValidationSet> validation_sets = open_validation(config);
+  RunSummary summary = {};                // by rank 0
+  std::atomic<bool> interrupted = false;  // all ranks say the same
+};
+
+void tell_before_first_step(const Config& config) {
+  warn_of_bias_kept_apart(config);
+  warn_of_few_micro_batches(config);
+  warn_of_no_overlap(config);
+  warn_of_other_dropout(config);
+  if (config.lora.base != "compute")
+    log_info("lora.base: ", describe_quantization(quantization(config)),
+             ", all others of the frozen model in ", config.training.dtype);
+}
+
+// What rank 0 measures of a run, and reports.
+class Reporter {
+ public:
+  Reporter(Run& run, const RunFacts& facts, const Mesh& mesh)
+      : run_(run), facts_(facts), sinks_(open_sinks(run.config, facts)), clock_(run.start) {
+    const Config& config = run.config;
+    run.summary.first_step = facts.first_step;
+    run.summary.folder = config.metrics.folder;
     if (!config.metrics.quiet)
-      std::fputs(run_header(config, facts, dataset.describe()).c_str(), stdout);
+      std::fputs(run_header(config, facts, run.dataset.describe()).c_str(), stdout);
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
       log_info("dispatcher auto: ", nn::describe_choice(nn::exchange_of(device(config)),
                                                         mesh.shape(), router_shape(config)));
   }
+
+  // Between these two are the messages of the step: not those of validation and saving.
+  void begin_messages() { sent_.take(); }
+  void end_messages() { bytes_sent_ = sent_.take(); }
+  void end_step() { sections_ = clock_.take(); }
+
+  void report(const Position& position, const StepResult& result, double lr,
+              std::vector<ValidationLoss> validation) {
+    StepRecord record = record_of(run_.config, facts_, position, result);
+    record.lr = lr, record.seconds = sections_.of_step(), record.sections = sections_;
+    record.sent = std::move(bytes_sent_), record.validation = std::move(validation);
+    for (const auto& sink : sinks_) sink->write(record);
+    if (run_.caller.on_step) run_.caller.on_step(record);
+    for (const std::string& warning : collapse_.observe(result.gradients.counts_E))
+      log_warn(warning);
+    if (was_finite_ && !std::isfinite(record.loss))
+      log_warn("the loss of step ", record.step, " is ", record.loss, ": the step changes nothing");
+    was_finite_ = std::isfinite(record.loss);
+    RunSummary& summary = run_.summary;
+    summary.losses.push_back(record.loss);
+    if (summary.num_steps++ == 0)
+      summary.first_step_seconds = record.seconds;
+    else
+      seconds_.push_back(record.seconds);
+  }
+
+  // How long a save took, as soon as one has ended.
+  void note_save(std::optional<double> seconds) {
+    if (!seconds || std::exchange(is_slowness_known_, true)) return;
+    warn_if_too_slow_to_stop(sections_.of_step() + *seconds);
+  }
+
+  void finish(const std::string& trace) {
+    for (const auto& sink : sinks_) sink->finish();
+    run_.summary.trace = trace;
+    if (seconds_.empty()) return;
+    const auto middle = seconds_.begin() + static_cast<std::ptrdiff_t>(seconds_.size() / 2);
+    std::nth_element(seconds_.begin(), middle, seconds_.end());
+    run_.summary.step_seconds = *middle;
+  }
+
+ private:
+  Run& run_;
+  const RunFacts& facts_;
+  MetricSinks sinks_;
+  SectionClock clock_;
+  comm::SentBytes sent_;
+  std::map<std::string, std::int64_t> bytes_sent_;
+  SectionTimes sections_;
+  CollapseWatch collapse_;
+  std::vector<double> seconds_;  // of each step but the first
+  bool is_slowness_known_ = false, was_finite_ = true;
+};
+
+void run_rank(comm::Group& world, Run& run) {
+  const Config& config = run.config;
+  const Mesh mesh(world, mesh_shape(config));
+  const MeshScope scope(mesh);
+  const auto model = make_model(config);
+  const auto optimizer = make_optimizer(*model, config);
+  Checkpointer checkpointer(config, world, *model, *optimizer, run.own_data);
+  Position position = checkpointer.start();
+  const std::int64_t first_step = position.step, num_steps = config.training.steps;
+  const RunFacts facts = facts_of(config, *model, run.caller, first_step);
+  std::optional<Reporter> reporter;
+  if (world.rank() == 0) {
+    tell_before_first_step(config);
+    reporter.emplace(run, facts, mesh);
+  }
   StepTrace trace(config, world, first_step);
   RoutingFiles routing(config, *model, world);
   Stepper take_step(*model, *optimizer, routing.with_probe(step_options(config)),
                     use_graph(config));
-  std::vector<double> seconds;
-  bool is_slowness_known = false, was_finite = true;
+  const auto stops = [&] { return stop_agreed(world, config, run.start); };
+  const auto validation = [&] {
+    const InSection section(Section::validation);
+    return take_step.beside(
+        [&] { return validate_model(*model, config, mesh, run.validation_sets, stops); });
+  };
   // The batches of the next step are made while this one computes.
   Prefetch<std::vector<models::MicroBatch>> next([&](std::int64_t data_position) {
     set_log_rank(world.rank());
-    return host_batches(config, dataset, mesh, data_position);
+    return host_batches(config, run.dataset, mesh, data_position);
   });
-  if (first_step < config.training.steps) next.start(position.data_position);
-  for (std::int64_t step = first_step; step < config.training.steps; ++step) {
+  if (first_step < num_steps) next.start(position.data_position);
+  for (std::int64_t step = first_step; step < num_steps; ++step) {
     trace.begin_step(step + 1);
     auto batches = [&] {
       const InSection section(Section::data);
       return on_device(config, next.take());
     }();
     const std::int64_t data_position = position.data_position + sample_order(config).num_per_step();
-    if (step + 1 < config.training.steps) next.start(data_position);
+    if (step + 1 < num_steps) next.start(data_position);
     const double lr = learning_rate(config, step);
-    if (is_first) sent->take();  // of validation and saving
+    if (reporter) reporter->begin_messages();
     routing.begin_step(step + 1);
-    const auto [g, u] = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
-    const auto sent_bytes = is_first ? sent->take() : std::map<std::string, std::int64_t>{};
+    const StepResult result = of_step(step + 1, [&] { return take_step(std::move(batches), lr); });
+    if (reporter) reporter->end_messages();
     routing.end_step(step + 1);
     position = {.step = step + 1,
                 .data_position = data_position,
-                .num_skipped = u.skipped ? position.num_skipped + 1 : 0,
-                .num_tokens = position.num_tokens + g.num_tokens};
-    bool stop = stop_agreed(world, config, start);
+                .num_skipped = result.update.skipped ? position.num_skipped + 1 : 0,
+                .num_tokens = position.num_tokens + result.gradients.num_tokens};
+    bool stop = stops();
     trace.end_step();
-    const SectionTimes sections = is_first ? clock->take() : SectionTimes{};
-    const double took = sections.of_step();
-    std::vector<ValidationLoss> validation;
+    if (reporter) reporter->end_step();
+    std::vector<ValidationLoss> losses;
     // A run that is told to stop has little time left, and saves.
-    if (validation_is_due(config, step + 1) && !(stop && step + 1 < config.training.steps)) {
-      const InSection section(Section::validation);
-      auto losses = of_step(step + 1, [&] {
-        return take_step.beside([&] {
-          return validate_model(*model, config, mesh, validation_sets,
-                                [&] { return stop_agreed(world, config, start); });
-        });
-      });
-      if (losses)
-        validation = std::move(*losses);
-      else
-        stop = true;
+    if (validation_is_due(config, step + 1) && !(stop && step + 1 < num_steps)) {
+      auto found = of_step(step + 1, validation);
+      stop = stop || !found;
+      if (found) losses = std::move(*found);
     }
-    if (is_first) {
-      StepRecord record = record_of(config, facts, position, {g, u});
-      record.lr = lr, record.seconds = took, record.sections = sections;
-      record.sent = sent_bytes, record.validation = std::move(validation);
-      for (const auto& sink : sinks) sink->write(record);
-      if (known.on_step) known.on_step(record);
-      for (const std::string& warning : collapse.observe(g.counts_E)) log_warn(warning);
-      if (was_finite && !std::isfinite(g.loss))
-        log_warn("the loss of step ", step + 1, " is ", g.loss, ": the step changes nothing");
-      was_finite = std::isfinite(g.loss);
-      summary.losses.push_back(g.loss);
-      ++summary.num_steps;
-      if (step == first_step)
-        summary.first_step_seconds = took;
-      else
-        seconds.push_back(took);
-    }
-    if (stop && step + 1 < config.training.steps) interrupted = true;
+    if (reporter) reporter->report(position, result, lr, std::move(losses));
+    if (stop && step + 1 < num_steps) run.interrupted = true;
     if (has_diverged(config, position))
       throw_diverged(world, config, *model, position, checkpointer.last_healthy(position));
     if (!stop) {
@@ -318,30 +367,17 @@ void run_rank(comm::Group& world, const Config& config, const Known& known,
     }
     trace.after_step(step + 1, stop);
     if (stop) break;
-    if (const auto saving = checkpointer.save_seconds(); saving && is_first && !is_slowness_known) {
-      is_slowness_known = true;
-      warn_if_too_slow_to_stop(took + *saving);
-    }
+    if (reporter) reporter->note_save(checkpointer.save_seconds());
   }
-  for (const auto& sink : sinks) sink->finish();
   checkpointer.finish(position);
-  if (is_first) summary.trace = trace.summary();
-  if (is_first && !seconds.empty()) {
-    std::nth_element(seconds.begin(),
-                     seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2),
-                     seconds.end());
-    summary.step_seconds = seconds[seconds.size() / 2];
-  }
+  if (reporter) reporter->finish(trace.summary());
 }
 
-RunSummary train_on(const Config& config, const Known& known, const data::Dataset& dataset,
+RunSummary train_on(const Config& config, const CallerInfo& caller, const data::Dataset& dataset,
                     const std::string& own_data) {
-  const auto start = Clock::now();
-  RunSummary summary;
-  const auto validation_sets = open_validation(config);
-  summary.entropy = dataset.entropy();
+  Run run{.config = config, .caller = caller, .dataset = dataset, .own_data = own_data};
+  run.summary.entropy = dataset.entropy();
   const SignalScope signals;
-  std::atomic<bool> interrupted = false;  // all ranks of this process say the same
   LastWords last_words(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
@@ -352,21 +388,20 @@ RunSummary train_on(const Config& config, const Known& known, const data::Datase
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
         last_words.add(world.rank());
-        run_rank(world, config, known, dataset, own_data, validation_sets, start, summary,
-                 interrupted);
+        run_rank(world, run);
       },
       options);
-  summary.interrupted = interrupted;
-  return summary;
+  run.summary.interrupted = run.interrupted;
+  return run.summary;
 }
 
 }  // namespace
 
-RunSummary train(const Config& config, const Known& known) {
-  return train_on(config, known, *open_dataset(config), "");
+RunSummary train(const Config& config, const CallerInfo& caller) {
+  return train_on(config, caller, *open_dataset(config), "");
 }
 
-RunSummary train(const Config& config, const data::Dataset& dataset, const Known& known) {
+RunSummary train(const Config& config, const data::Dataset& dataset, const CallerInfo& caller) {
   MOESH_CHECK(config.data.path.empty() && config.data.source.empty(), ErrorKind::config,
               "train() is given a dataset, and the configuration names files to train on, too; "
               "leave out data.path and data.source");
@@ -379,7 +414,7 @@ RunSummary train(const Config& config, const data::Dataset& dataset, const Known
               ") has ", dataset.vocab_size(),
               " different tokens, and the vocabulary of the model has ", vocab,
               "; set model.vocab_size to ", dataset.vocab_size(), " or more");
-  return train_on(config, known, dataset, dataset.describe());
+  return train_on(config, caller, dataset, dataset.describe());
 }
 
 }  // namespace moesh::train

@@ -26,7 +26,7 @@ struct RunSummary {
 };
 
 /// What the caller knows of the run, for its header and its folder, and what it wants to be told.
-struct Known {
+struct CallerInfo {
   std::optional<std::int64_t> estimated_memory = {};  // bytes of a rank at its peak
   std::optional<double> memory_before_gib = {};       // of the process, before there is a model
   /// Called after each step on the thread of rank 0, which goes on when it returns.
@@ -37,10 +37,10 @@ struct Known {
 /// spread over the processes. SIGINT, SIGTERM and training.max_minutes end the run after the step,
 /// which is saved where checkpoints are; what the caller had set for these signals counts again
 /// afterwards.
-RunSummary train(const Config& config, const Known& known = {});
+RunSummary train(const Config& config, const CallerInfo& caller = {});
 /// The same on data of the caller's own, whose ranks in threads read from it at the same time. A
 /// run that goes on from a checkpoint goes on at its sample: `describe()` tells other data from
 /// this.
-RunSummary train(const Config& config, const data::Dataset& dataset, const Known& known = {});
+RunSummary train(const Config& config, const data::Dataset& dataset, const CallerInfo& caller = {});
 
 }  // namespace moesh::train
