@@ -25,6 +25,13 @@ function lowerBound(xs, x) {
   return low;
 }
 
+// The points of a window, with one more on each side; without a window all.
+function inWindow(xs, window) {
+  if (!window) return [0, xs.length];
+  const end = Math.min(xs.length, lowerBound(xs, window[1]) + 1);
+  return [Math.max(0, lowerBound(xs, window[0]) - 1), end];
+}
+
 // Those of the points [begin, end) that a screen of so many columns can show: the least and the
 // largest of each bucket, so that no peak is lost.
 function thinned(ys, begin, end, buckets) {
@@ -54,8 +61,7 @@ function thinned(ys, begin, end, buckets) {
 function rowsOf(series, window, width) {
   const rows = new Map();
   series.forEach(({xs, ys}, s) => {
-    const begin = window ? Math.max(0, lowerBound(xs, window[0]) - 1) : 0;
-    const end = window ? Math.min(xs.length, lowerBound(xs, window[1]) + 1) : xs.length;
+    const [begin, end] = inWindow(xs, window);
     const kept = thinned(ys, begin, end, width);
     const ends = [0, xs.length - 1].filter((i) => xs.length && !Number.isNaN(ys[i]));
     if (ends.includes(0) && kept[0] !== 0) kept.unshift(0);
@@ -74,8 +80,7 @@ function rowsOf(series, window, width) {
 function meanRows(series, window, width) {
   if (!series.length) return [];
   const {xs} = series[0];
-  const begin = window ? Math.max(0, lowerBound(xs, window[0]) - 1) : 0;
-  const end = window ? Math.min(xs.length, lowerBound(xs, window[1]) + 1) : xs.length;
+  const [begin, end] = inWindow(xs, window);
   const size = Math.max(1, Math.ceil((end - begin) / width));
   const rows = [], row = (from, to) => {
     const out = [xs[from]];
@@ -213,6 +218,10 @@ function meanEntropy() {
   });
 }
 
+// A chart of one column of the runs.
+const curve = (name, title, unit, more = {}) =>
+    ({id: name, title, unit, series: () => ofRuns({name}), ...more});
+
 const CHARTS = [
   {id: 'loss', title: 'Loss', unit: 'nats per token', series: withValidation, log: true},
   {
@@ -224,12 +233,7 @@ const CHARTS = [
         {name: 'balance_loss', label: 'balance'}, {name: 'z_loss', label: 'z', dash: [2, 3]},
         {name: 'mtp_loss', label: 'multi-token prediction', dash: [6, 3]})
   },
-  {
-    id: 'grad_norm',
-    title: 'Gradient norm',
-    unit: 'before clipping',
-    series: () => ofRuns({name: 'grad_norm'})
-  },
+  curve('grad_norm', 'Gradient norm', 'before clipping'),
   {id: 'lr', title: 'Learning rate', unit: '', series: () => ofRuns({name: 'lr', sharp: true})},
   {
     id: 'trained',
@@ -238,27 +242,9 @@ const CHARTS = [
     series: () => ofRuns({name: 'trained_share'}).filter((s) => Math.min(...s.ys) < 0.9),
     zero: true
   },
-  {
-    id: 'tps',
-    title: 'Throughput',
-    unit: 'tokens/s of all ranks',
-    series: () => ofRuns({name: 'tps'}),
-    zero: true
-  },
-  {
-    id: 'tflops',
-    title: 'Arithmetic',
-    unit: 'TFLOP/s of all ranks',
-    series: () => ofRuns({name: 'tflops'}),
-    zero: true
-  },
-  {
-    id: 'peak_fraction',
-    title: 'Fraction of the peak',
-    unit: '',
-    series: () => ofRuns({name: 'peak_fraction'}),
-    zero: true
-  },
+  curve('tps', 'Throughput', 'tokens/s of all ranks', {zero: true}),
+  curve('tflops', 'Arithmetic', 'TFLOP/s of all ranks', {zero: true}),
+  curve('peak_fraction', 'Fraction of the peak', '', {zero: true}),
   {
     id: 'memory',
     title: 'Memory of the process',
@@ -290,26 +276,11 @@ const CHARTS = [
     series: () => parts('sent.', suffixes('sent.'))
   },
   {id: 'entropy', title: 'Entropy of the load', unit: 'nats', series: meanEntropy},
-  {
-    id: 'load',
-    title: 'Busiest expert',
-    unit: 'times the mean, worst layer',
-    series: () => ofRuns({name: 'expert_max_over_mean'})
-  },
-  {
-    id: 'idle',
-    title: 'Experts without a token',
-    unit: 'of all layers',
-    series: () => ofRuns({name: 'experts_idle'}),
-    zero: true
-  },
-  {
-    id: 'bias',
-    title: 'Range of the expert bias',
-    unit: 'largest less least, worst layer',
-    series: () => ofRuns({name: 'bias_range'}),
-    zero: true
-  },
+  curve('expert_max_over_mean', 'Busiest expert', 'times the mean, worst layer', {id: 'load'}),
+  curve('experts_idle', 'Experts without a token', 'of all layers', {id: 'idle', zero: true}),
+  curve(
+      'bias_range', 'Range of the expert bias', 'largest less least, worst layer',
+      {id: 'bias', zero: true}),
 ];
 
 function short(x) {
@@ -329,7 +300,7 @@ const exactly = (x) =>
 class Chart {
   constructor(spec) {
     this.spec = spec;
-    this.box = document.createElement('div');
+    this.box = make('div');
     this.box.className = 'chart';
     this.box.id = 'chart-' + spec.id;
     this.box.innerHTML = `<h3>${spec.title} <small>${
@@ -406,15 +377,14 @@ class Chart {
         '' :
         `${state.axis === 'time' ? 'hour' : state.axis.replace('_total', '')} ${exactly(data.x)}: `;
     const all = data.series.filter((s) => at === '' || s.y !== undefined);
-    const safe = document.createElement('div');
+    const safe = make('div');
     for (const s of all) {
-      const b = document.createElement('b'), line = document.createElement('span');
+      const b = make('b', s.label), line = make('span');
       const dash = this.series[this.labels.indexOf(s.label)].dash || [];
       line.innerHTML = '<svg width="26" height="8"><line x2="26" y1="4" y2="4"/></svg>';
       line.querySelector('line').setAttribute('stroke', s.color);
       line.querySelector('line').setAttribute('stroke-dasharray', dash.join(' '));
       b.style.color = s.color;
-      b.textContent = s.label;
       safe.append(line, b, at && s.y !== null ? ` ${exactly(s.y)}  ` : '  ');
     }
     return at + safe.innerHTML;

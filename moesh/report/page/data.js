@@ -6,6 +6,11 @@ const COLORS =
     ['#1f77b4', '#d62728', '#2ca02c', '#9467bd', '#ff7f0e', '#17becf', '#8c564b', '#e377c2'];
 const SECTIONS = ['data', 'forward', 'backward', 'reduce', 'update', 'waiting', 'other'];
 const byId = (id) => document.getElementById(id);
+function make(tag, ...children) {
+  const node = document.createElement(tag);
+  node.append(...children);
+  return node;
+}
 const payload = JSON.parse(byId('data').textContent);
 
 const bytesOf = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer;

@@ -2,13 +2,10 @@
 
 function showRuns() {
   byId('runs').replaceChildren(...runs.map((run) => {
-    const chip = document.createElement('button'), dot = document.createElement('i'),
-          name = document.createElement('span');
+    const dot = make('i'), chip = make('button', dot, make('span', run.name));
     chip.className = 'chip' + (run.visible ? '' : ' off');
     chip.title = 'show or hide';
     dot.style.background = run.color;
-    name.textContent = run.name;
-    chip.append(dot, name);
     chip.onclick = () => {
       run.visible = !run.visible;
       showRuns();

@@ -3,15 +3,7 @@
 function table(target, head, body) {
   target.replaceChildren();
   const add = (tag, cells, kind) => {
-    const row = document.createElement('tr');
-    for (const cell of cells) {
-      const td = document.createElement(tag);
-      if (cell instanceof Node)
-        td.append(cell);
-      else
-        td.textContent = cell;
-      row.append(td);
-    }
+    const row = make('tr', ...cells.map((cell) => make(tag, cell)));
     if (kind) row.className = kind;
     target.append(row);
   };
@@ -127,12 +119,8 @@ function showConfig() {
     body.push({
       kind: differs ? 'differs' : '',
       cells: [
-        key, ...values.map((v) => {
-          const cell = document.createElement('span'), from = document.createElement('small');
-          from.textContent = v ? '  ' + v.origin : '';
-          cell.append(v ? v.value : '', from);
-          return cell;
-        })
+        key, ...values.map(
+            (v) => make('span', v ? v.value : '', make('small', v ? '  ' + v.origin : '')))
       ]
     });
   }
@@ -199,50 +187,40 @@ function coordinates(rank, mesh, names) {  // the last axis fastest
   return at;
 }
 function meshView(title, mesh, names, ranks, numRowAxes) {
-  const box = document.createElement('div');
-  box.className = 'view';
-  const heading = document.createElement('h3');
-  heading.textContent = `${title}: ${names.map((n) => `${n} ${mesh[n]}`).join(' x ')}`;
-  const grid = document.createElement('table'), rowAxes = names.slice(0, numRowAxes),
-        columnAxes = names.slice(numRowAxes);
+  const heading = make('h3', `${title}: ${names.map((n) => `${n} ${mesh[n]}`).join(' x ')}`);
+  const rowAxes = names.slice(0, numRowAxes), columnAxes = names.slice(numRowAxes);
   const columns = columnAxes.reduce((n, a) => n * mesh[a], 1);
   const label = (at, axes) =>
       axes.filter((a) => mesh[a] > 1).map((a) => `${a} ${at[a]}`).join(', ');
-  const head = document.createElement('tr');
-  head.append(document.createElement('th'));
-  for (let c = 0; c < Math.min(columns, ranks); ++c) {
-    const th = document.createElement('th');
-    th.textContent = label(coordinates(c, mesh, names), columnAxes);
-    head.append(th);
-  }
-  grid.append(head);
+  const head = make('tr', make('th'));
+  for (let c = 0; c < Math.min(columns, ranks); ++c)
+    head.append(make('th', label(coordinates(c, mesh, names), columnAxes)));
+  const grid = make('table', head);
   for (let first = 0; first < ranks; first += columns) {
-    const tr = document.createElement('tr'), th = document.createElement('th');
-    th.textContent = label(coordinates(first, mesh, names), rowAxes);
-    tr.append(th);
+    const tr = make('tr', make('th', label(coordinates(first, mesh, names), rowAxes)));
     for (let rank = first; rank < Math.min(first + columns, ranks); ++rank) {
-      const td = document.createElement('td'), at = coordinates(rank, mesh, names);
+      const td = make('td', rank), at = coordinates(rank, mesh, names);
       const hue = 360 * at[names[names.length - 2]] / mesh[names[names.length - 2]],
             light = 92 - 22 * at[names[names.length - 1]] / mesh[names[names.length - 1]];
-      td.textContent = rank;
       td.style.background = `hsl(${hue} 60% ${light}%)`;
       td.dataset.rank = rank;
       tr.append(td);
     }
     grid.append(tr);
   }
-  box.append(heading, grid);
+  const box = make('div', heading, grid);
+  box.className = 'view';
   return box;
 }
 function showMesh() {
   const {mesh, ranks} = chosen().start;
   byId('mesh-section').hidden = !mesh;
   if (!mesh) return;
-  const shown = Math.min(ranks, 1024), views = document.createElement('div');
-  views.className = 'views';
-  views.append(
-      meshView('dense', mesh, DENSE, shown, 3),
+  const shown = Math.min(ranks, 1024);
+  const views = make(
+      'div', meshView('dense', mesh, DENSE, shown, 3),
       meshView('sparse (routed experts)', mesh, SPARSE, shown, 3));
+  views.className = 'views';
   byId('mesh').replaceChildren(views);
   if (shown < ranks) byId('mesh-info').textContent = `The first ${shown} of ${ranks} ranks.`;
 }
@@ -283,14 +261,15 @@ function showVerify() {
         sparse: meshText(axes, SPARSE.slice(1).filter((n) => n !== 'dp_replicate'))
       });
     }
-    const held = result.meshes.filter((m) => m.holds).length, title = document.createElement('p');
-    title.textContent = `${result.name}: ${held} of ${result.meshes.length} meshes hold, ${
-        Number(result.seconds).toFixed(1)} s`;
+    const held = result.meshes.filter((m) => m.holds).length;
+    const title = make(
+        'p',
+        `${result.name}: ${held} of ${result.meshes.length} meshes hold, ${
+            Number(result.seconds).toFixed(1)} s`);
     if (held < result.meshes.length) title.className = 'bad';
-    const all = document.createElement('div');
+    const sorted = [...byRanks].sort((a, b) => a[0] - b[0]);
+    const all = make('div', ...sorted.map(([ranks, entries]) => verifyMatrix(ranks, entries)));
     all.className = 'matrices';
-    for (const [ranks, entries] of [...byRanks].sort((a, b) => a[0] - b[0]))
-      all.append(verifyMatrix(ranks, entries));
     byId('verify').append(title, all);
   }
   if (payload.verify.length)
@@ -301,23 +280,13 @@ function showVerify() {
 function verifyMatrix(ranks, entries) {
   const rows = [...new Set(entries.map((e) => e.dense))],
         columns = [...new Set(entries.map((e) => e.sparse))];
-  const box = document.createElement('div'), grid = document.createElement('table'),
-        head = document.createElement('thead'), line = document.createElement('tr');
-  box.innerHTML = `<h3>${ranks} rank${ranks === 1 ? '' : 's'}</h3>`;
+  const line = make('tr', make('th'), ...columns.map((c) => make('th', c)));
+  const grid = make('table', make('thead', line));
   grid.className = 'matrix';
-  line.append(document.createElement('th'), ...columns.map((c) => {
-    const th = document.createElement('th');
-    th.textContent = c;
-    return th;
-  }));
-  head.append(line);
-  grid.append(head);
   for (const r of rows) {
-    const tr = document.createElement('tr'), th = document.createElement('th');
-    th.textContent = r;
-    tr.append(th);
+    const tr = make('tr', make('th', r));
     for (const c of columns) {
-      const td = document.createElement('td'),
+      const td = make('td'),
             found = entries.find((e) => e.dense === r && e.sparse === c)?.entry;
       if (found) {
         const nearness = found.worst > 0 ? Math.max(0, 1 + Math.log10(found.worst) / 9) : 0;
@@ -335,6 +304,5 @@ function verifyMatrix(ranks, entries) {
     }
     grid.append(tr);
   }
-  box.append(grid);
-  return box;
+  return make('div', make('h3', `${ranks} rank${ranks === 1 ? '' : 's'}`), grid);
 }
