@@ -31,8 +31,11 @@ def complaints_of(page):
 
 
 def complaints_of_walk(root, text):
-    """A line of the walk is a file, which is there and is listed once."""
+    """A line of the walk is a file, which is there and is listed once; the page says how many."""
     files = STOP.findall(text)
+    said = re.search(r"(\d+) files are listed", text)
+    if not said or int(said.group(1)) != len(files):
+        yield f"{len(files)} files are listed, and it says {said.group(1) if said else 'nothing'}"
     for name in sorted(set(files)):
         if not (root / name).is_file():
             yield f"there is no {name}"
@@ -72,10 +75,11 @@ def self_test():
     walk = list(
         complaints_of_walk(
             pathlib.Path(__file__).parent,
-            "- `pages_test.py`: a\n- `pages_test.py`: b\n- `x.py`: c\n",
+            "- `pages_test.py`: a\n- `pages_test.py`: b\n- `x.py`: c\n2 files are listed",
         )
     )
-    assert walk == ["pages_test.py is listed 2 times", "there is no x.py"], walk
+    assert walk == ["3 files are listed, and it says 2", "pages_test.py is listed 2 times",
+                    "there is no x.py"], walk
     print(f"self-test: {len(cases) + 1} cases are judged right")
 
 
