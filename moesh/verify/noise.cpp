@@ -217,7 +217,8 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
     if (has_rows_of_tokens(w)) noise = noise.masked_fill(is_empty_row(g), 0);
     return at::maximum(noise.mul_(kNoiseAllowed), rounding_of_rule(w, config) * g.abs());
   };
-  std::map<std::string, at::Tensor> initial, farthest, is_known;
+  // Every step rounds what it stores: steps back and forth leave little of what was rounded.
+  std::map<std::string, at::Tensor> initial, farthest, largest, is_known;
   model->each_param([&](Stored& w, bool) {
     const std::string& name = w.spec.name;
     if (!w.spec.trained) {
@@ -226,6 +227,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
     }
     initial[name] = w.value.detach().clone();
     farthest[name] = at::zeros_like(initial[name], at::kDouble);
+    largest[name] = initial[name].to(at::kDouble).abs();
     is_known[name] = at::full_like(initial[name], first_lost(run) >= steps, at::kBool);
     for (std::int64_t step = 0; step < steps; ++step) {
       const at::Tensor allowed = allowed_of(w, step);
@@ -267,6 +269,10 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
                           skipped);
         }
       optimizer->end_step(skipped.item<double>() != 0);
+      each_trained([&](Stored& w) {
+        at::Tensor& most = largest[w.spec.name];
+        most = at::maximum(most, w.value.detach().to(at::kDouble).abs());
+      });
     }
     each_trained([&](Stored& w) {
       const std::string& name = w.spec.name;
@@ -292,7 +298,7 @@ void set_movement_noise(NamedTensors& run, const config::Config& config, std::in
     const std::string moved = movement_name(name);
     const double unit = roundoff(run[name].scalar_type());
     const at::Tensor known = is_known[name].to(at::kDouble),
-                     stored = run[name].to(at::kDouble).abs() + run[moved].abs(),
+                     stored = largest[name] + run[moved].abs(),
                      // One that comes near by chance has at least half of what its row has.
         most = at::maximum(far, median_of_rows(far) / 2),
                      allowed = (most + kNoiseAllowed * unit * stored).clamp_min(unit * unit);
@@ -315,15 +321,17 @@ std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::Sca
   for (const auto& [name, value] : in_float64.tensors) {
     if (!is_bounded(name)) continue;
     const at::Tensor right = value.to(at::kDouble);
+    const double bound = size_of(in_float64.noise.at(name)),
+                 noise = size_of(runs.front().noise.at(name));
     Mismatch m{.tensor = name + " of one rank in " + c10::toString(dtype) + ", against float64",
-               .allowed = size_of(in_float64.noise.at(name))};
+               .allowed = std::max(bound, kNoiseAllowed * std::min(noise, bound))};
     for (const NamedTensors& run : runs) {
       const double off = size_of(distance(run[name], right));
       m.error = std::isfinite(off) ? std::max(m.error, off) : INFINITY;
       m.factors = {(run[name].to(at::kDouble) * right).sum().item<double>() /
                    right.square().sum().item<double>()};
     }
-    const bool may_be_anything = m.allowed > size_of(right) / 2 && std::isfinite(m.error);
+    const bool may_be_anything = bound > size_of(right) / 2 && std::isfinite(m.error);
     if (m.error > m.allowed && !may_be_anything) found.push_back(std::move(m));
   }
   return found;

@@ -58,11 +58,12 @@ void set_noise(NamedTensors& run, at::ScalarType dtype, double roundings = 1);
 /// allowed for that very element.
 void set_movement_noise(NamedTensors& run, const config::Config& one_rank, std::int64_t steps);
 
-/// What rounding does not explain, of runs in `dtype` (a run and those nearby): each tensor of the
-/// first step may be as far from its value in float64 as runs in float64 whose weights are off by
-/// kMostRoundings of `dtype`. So no run in that dtype is noisier, either. Such steps are small, but
-/// not too small for a clamp to open or a norm of numbers near zero to turn. A tensor of which they
-/// change half may be anything that is finite.
+/// What rounding does not explain, of runs in `dtype` (a run with its noise, and those nearby):
+/// each tensor of the first step may be as far from its value in float64 as runs in float64 whose
+/// weights are off by kMostRoundings of `dtype`, or kNoiseAllowed times its noise, of which no more
+/// counts than those runs have: what cancels within a layer is off by more than weights can tell.
+/// Such steps are small, but not too small for a clamp to open or a norm of numbers near zero to
+/// turn. A tensor of which they change half may be anything that is finite.
 std::vector<Mismatch> unexplained(const std::vector<NamedTensors>& runs, at::ScalarType dtype,
                                   const NamedTensors& in_float64);
 /// The tensors of a run of which that is asked.

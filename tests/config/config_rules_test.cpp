@@ -297,6 +297,9 @@ TEST(ConfigRules, KeysOfTheModel) {
   for (const char* key : {"model.dim", "model.q_lora_rank", "model.kv_lora_rank"})
     model_case("deepseek_v3", {{key, n(1)}}, {"only its sign", std::string(key) + " to 2"},
                {{key, n(2)}});
+  for (const char* key : {"model.key_dim", "model.value_dim"})
+    model_case("qwen3_next", {{key, n(1)}}, {"only its sign", std::string(key) + " to 2"},
+               {{key, n(2)}});
   model_case("minimax_m2", {{"model.rotary_dim", n(3)}}, {"rotated in pairs"},
              {{"model.rotary_dim", n(2)}});
   model_case("qwen3_next", {{"model.num_key_heads", n(3)}},

@@ -102,14 +102,16 @@ TEST_P(MovementTest, SeesTenTimesTheNoiseUnderMuon) {
 }
 
 // A run and one nearby, in which the first of two gradients is off by so much. Roundings change
-// `noise` of it, or as much as they should.
-std::vector<Mismatch> unexplained_of(double factor, at::ScalarType dtype, double noise = 0) {
+// `noise` of it, or as much as they should. `own` is what the dtype itself has.
+std::vector<Mismatch> unexplained_of(double factor, at::ScalarType dtype, double noise = 0,
+                                     double own = 0) {
   const at::Tensor g = at::linspace(1, 2, 100, at::kDouble);
   NamedTensors wide{.tensors = {{"d(a)", g}, {"d(b)", g}}};
   const double unit = dtype == at::kBFloat16 ? 0x1p-8 : 0x1p-24;
   for (const char* name : {"d(a)", "d(b)"})
     wide.noise[name] = std::max(noise, kMostRoundings * unit) * g;
-  NamedTensors run{.tensors = {{"d(a)", factor * g}, {"d(b)", g * (1 + unit)}}};
+  NamedTensors run{.tensors = {{"d(a)", factor * g}, {"d(b)", g * (1 + unit)}},
+                   .noise = {{"d(a)", own * g}, {"d(b)", own * g}}};
   return unexplained({run, run}, dtype, wide);
 }
 
@@ -123,6 +125,12 @@ TEST(Noise, IsNoMoreThanRoundingExplains) {
     EXPECT_EQ(unexplained_of(NAN, dtype).size(), 1u);
     EXPECT_EQ(unexplained_of(1.1, dtype, 1).size(), 0u);
     EXPECT_EQ(unexplained_of(NAN, dtype, 1).size(), 1u);
+    // What cancels in a layer has more noise than follows from the weights, and not any amount.
+    const double bound = kMostRoundings * (dtype == at::kBFloat16 ? 0x1p-8 : 0x1p-24);
+    EXPECT_EQ(unexplained_of(1 + 2 * bound, dtype).size(), 1u);
+    EXPECT_EQ(unexplained_of(1 + 2 * bound, dtype, 0, bound / 2).size(), 0u);
+    EXPECT_EQ(unexplained_of(1 + 3 * bound, dtype, 0, bound / 2).size(), 1u);
+    EXPECT_EQ(unexplained_of(1 + 6 * bound, dtype, 0, 1).size(), 1u);
   }
 }
 
