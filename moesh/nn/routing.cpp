@@ -10,11 +10,6 @@
 namespace moesh::nn {
 namespace {
 
-// Where this rank's tokens are among those of the step, int64 [N].
-at::Tensor places_in_step(const Choice& c) {
-  return c.tokens.global_ids() + c.micro_batch * c.tokens.num_global();
-}
-
 const at::Tensor& of_choice(const StepRouting& r, const Choice& c) {
   return c.for_balance ? r.for_balance_LTK : r.experts_LTK;
 }
@@ -57,6 +52,10 @@ at::Tensor replayed(const StepRouting& from, const Choice& c) {
 }
 
 }  // namespace
+
+at::Tensor places_in_step(const Choice& c) {
+  return c.tokens.global_ids() + c.micro_batch * c.tokens.num_global();
+}
 
 at::Tensor RoutingProbe::on_choice(const Choice& c) {
   const at::Tensor experts_NK = replay ? replayed(*replay, c) : c.experts_NK;

@@ -19,6 +19,9 @@ struct StepRouting {
   std::string name = "the routing";  // what errors call it
 };
 
+/// Where this rank's tokens are among those of the step, int64 [N].
+at::Tensor places_in_step(const Choice& choice);
+
 /// The probe of one rank.
 class RoutingProbe : public Probe {
  public:

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "moesh/base/error.h"
@@ -67,14 +68,33 @@ std::optional<nn::StepRouting> read_routing(const Config& config, const models::
       .experts_LTK = at::from_blob(values, sizes, [file](void*) {}, type), .name = path};
 }
 
+at::Tensor RoutingRecorder::on_choice(const nn::Choice& c) {
+  at::Tensor experts_NK = nn::RoutingProbe::on_choice(c);
+  if (records && c.pass != nn::Pass::recompute && !c.for_balance)
+    parts_.push_back({c.layer, nn::places_in_step(c), experts_NK.to(at::kCPU, at::kShort)});
+  return experts_NK;
+}
+
+at::Tensor RoutingRecorder::experts(std::int64_t layer, std::int64_t first, std::int64_t count,
+                                    std::int64_t top_k) const {
+  at::Tensor experts_TK = at::full({count, top_k}, -1, at::kInt);
+  for (const Part& part : parts_) {
+    if (part.layer != layer) continue;
+    const at::Tensor here =
+        part.places_N.ge(first).logical_and(part.places_N.lt(first + count)).nonzero().squeeze(1);
+    experts_TK.index_copy_(0, part.places_N.index_select(0, here) - first,
+                           part.experts_NK.index_select(0, here).to(at::kInt));
+  }
+  return experts_TK;
+}
+
 RoutingFiles::RoutingFiles(const Config& config, const models::Model& model, comm::Group& world)
     : config_(config), model_(model), world_(world) {
   if (config.moe.record.empty()) return;
   checkpoint::together(world, [&] {
     if (world.rank() == 0) checkpoint::make_folders(config.moe.record);
   });
-  recorded_.experts_LTK = at::empty(sizes_of_step(config, model), at::kInt);
-  probe_.record = &recorded_;
+  probe_.records = true;
 }
 
 StepOptions RoutingFiles::with_probe(StepOptions options) {
@@ -86,36 +106,52 @@ void RoutingFiles::begin_step(std::int64_t step) {
   const InSection section(Section::data);
   given_ = read_routing(config_, model_, step);
   probe_.replay = given_ ? &*given_ : nullptr;
-  // Less than any expert: the rank that has a token knows better.
-  if (probe_.record) recorded_.experts_LTK.fill_(-1);
+  probe_.begin();
 }
 
 void RoutingFiles::end_step(std::int64_t step) {
-  if (!probe_.record) return;
+  if (!probe_.records) return;
   const InSection section(Section::saving);
-  for (std::int64_t layer = 0; layer < recorded_.experts_LTK.size(0); ++layer) {
-    at::Tensor mine_TK = recorded_.experts_LTK[layer];
-    mine_TK.copy_(world_.all_reduce(mine_TK.to(device(config_)), comm::ReduceOp::max));
-  }
-  checkpoint::together(world_, [&] {
-    if (world_.rank() == 0)
-      write(std::filesystem::path(config_.moe.record) / routing_name(step), recorded_.experts_LTK);
-  });
+  write(std::filesystem::path(config_.moe.record) / routing_name(step));
 }
 
-// There as a whole, or as it was.
-void RoutingFiles::write(const std::filesystem::path& path, const at::Tensor& experts_LTK) const {
-  const at::Tensor values = experts_LTK.to(at::kShort);
+// There as a whole, or as it was. Rank 0 writes a piece of a layer at a time: a whole step's would
+// be more than a rank has memory for.
+void RoutingFiles::write(const std::filesystem::path& path) const {
+  constexpr std::int64_t kMostTokens = 1 << 20;  // of a piece
   const std::filesystem::path partial = path.string() + ".partial";
-  formats::file_system().remove(partial);
-  {
-    checkpoint::OutputFile file(partial, checkpoint::OutputFile::Mode::create);
-    const std::string header = formats::npy_header(IdType::int16, values.sizes());
-    file.write(0, header);
-    file.write(header.size(), {static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
-    file.sync();
-  }
-  if (formats::file_system().rename(partial, path) != 0) formats::fail_at(partial, "move", errno);
+  const auto sizes = sizes_of_step(config_, model_);
+  std::optional<checkpoint::OutputFile> file;
+  std::uint64_t written = 0;
+  const auto on_rank_0 = [&](const auto& f) {
+    checkpoint::together(world_, [&] {
+      if (world_.rank() == 0) f();
+    });
+  };
+  const auto append = [&](std::string_view bytes) {
+    file->write(written, bytes);
+    written += bytes.size();
+  };
+  on_rank_0([&] {
+    formats::file_system().remove(partial);
+    file.emplace(partial, checkpoint::OutputFile::Mode::create);
+    append(formats::npy_header(IdType::int16, sizes));
+  });
+  for (std::int64_t layer = 0; layer < sizes[0]; ++layer)
+    for (std::int64_t first = 0; first < sizes[1]; first += kMostTokens) {
+      const at::Tensor mine_TK =
+          probe_.experts(layer, first, std::min(kMostTokens, sizes[1] - first), sizes[2]);
+      // -1 is less than any expert: the rank that has a token knows better.
+      const at::Tensor all_TK = world_.all_reduce(mine_TK.to(device(config_)), comm::ReduceOp::max)
+                                    .to(at::kCPU, at::kShort);
+      on_rank_0(
+          [&] { append({static_cast<const char*>(all_TK.const_data_ptr()), all_TK.nbytes()}); });
+    }
+  on_rank_0([&] {
+    file->sync();
+    file.reset();
+    if (formats::file_system().rename(partial, path) != 0) formats::fail_at(partial, "move", errno);
+  });
 }
 
 }  // namespace moesh::train

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "moesh/comm/group.h"
 #include "moesh/nn/routing.h"
@@ -22,6 +23,25 @@ std::string routing_name(std::int64_t step);
 std::optional<nn::StepRouting> read_routing(const Config& config, const models::Model& model,
                                             std::int64_t step);
 
+/// Replays, and keeps the experts of the tokens that this rank has.
+class RoutingRecorder : public nn::RoutingProbe {
+ public:
+  at::Tensor on_choice(const nn::Choice& choice) override;
+  void begin() { parts_.clear(); }
+  /// Of `count` tokens of the step, in a layer: [count, K] int32, -1 where this rank has no token.
+  at::Tensor experts(std::int64_t layer, std::int64_t first, std::int64_t count,
+                     std::int64_t top_k) const;
+
+  bool records = false;
+
+ private:
+  struct Part {  // a layer of a micro-batch
+    std::int64_t layer;
+    at::Tensor places_N, experts_NK;
+  };
+  std::vector<Part> parts_;
+};
+
 /// What a rank does in its run for moe.record and moe.replay; all ranks make the same calls.
 class RoutingFiles {
  public:
@@ -34,14 +54,13 @@ class RoutingFiles {
   void end_step(std::int64_t step);
 
  private:
-  void write(const std::filesystem::path& path, const at::Tensor& experts_LTK) const;
+  void write(const std::filesystem::path& path) const;
 
   const Config& config_;
   const models::Model& model_;
   comm::Group& world_;
-  nn::RoutingProbe probe_;
+  RoutingRecorder probe_;
   std::optional<nn::StepRouting> given_;
-  nn::StepRouting recorded_;
 };
 
 }  // namespace moesh::train
