@@ -43,10 +43,26 @@ def complaints_of_walk(root, text):
             yield f"{name} is listed {files.count(name)} times"
 
 
+def complaints_of_own_model(page, source):
+    """The C++ of docs/own_model.md is in the test that compiles it, but for comments and breaks."""
+    def code(text):
+        return re.sub(r"//.*|\s+", "", text)
+
+    given = code(re.sub(r"//.*", "", source)) if source else ""
+    for block in re.findall(r"(?:^ {7}.*\n|^\n)+", page, re.M):
+        lines = re.sub(r"//.*", "", block)
+        if ";" in lines and code(lines) not in given:
+            yield f"tests/models/own_model_test.cpp does not have {lines.strip().splitlines()[0]}"
+
+
 def check(root):
     folders = ["", "docs", "moesh", "tests", "bench", "configs", "examples", "python"]
     pages = [page for folder in folders for page in sorted((root / folder).glob("*.md"))]
     complaints = [f"{p.relative_to(root)}:{c}" for p in pages for c in complaints_of(p)]
+    own, source = root / "docs" / "own_model.md", root / "tests" / "models" / "own_model_test.cpp"
+    if source.exists():
+        found = complaints_of_own_model(own.read_text("utf-8"), source.read_text("utf-8"))
+        complaints += [f"docs/own_model.md: {c}" for c in found]
     walk = root / "docs" / "walk.md"
     if walk.exists():
         text = walk.read_text(encoding="utf-8")
