@@ -154,6 +154,7 @@ bench-moe: build
 bench-gpu: gpu
 	build-cuda/bin/bench_moe_gpu
 	build-cuda/bin/bench_moe_layer_gpu
+	build-cuda/bin/bench_delta_rule_gpu
 
 bench-checkpoint: build
 	build/bin/bench_checkpoint build
