@@ -137,7 +137,7 @@ StateMemory DryRank::state() const {
   StateMemory s;
   model_->each_param([&](const Stored& w, bool) {
     s.weights += raw::num_bytes_at_rest(w);
-    if (w.spec.trained) s.gradients += bytes(w.value);  // of its shape and dtype
+    if (w.spec.trained) s.gradients += bytes(w.value.grad().defined() ? w.value.grad() : w.value);
   });
   for (const auto& entry : optimizer_->state()) s.optimizer += bytes(entry.value);
   return s;
@@ -149,7 +149,7 @@ StateMemory DryRank::expert_state() const {
   model_->each_param([&](const Stored& w, bool) {
     if (w.storage != efsdp) return;
     s.weights += raw::num_bytes_at_rest(w);
-    if (w.spec.trained) s.gradients += bytes(w.value);
+    if (w.spec.trained) s.gradients += bytes(w.value.grad().defined() ? w.value.grad() : w.value);
   });
   const StateMemory all = state();
   s.optimizer = all.gradients == 0 ? 0
@@ -204,8 +204,6 @@ Estimate DryRank::step(std::int64_t num_micro) {
              .num_stage_parameters = num_stage_parameters(),
              .num_tokens = mesh_.size(dp) * config_.data.batch_size * config_.data.sequence_length *
                            num_micro,
-             .state = state(),
-             .expert_state = expert_state(),
              .tp_gradients = tp_gradients()};
   const StepOptions options = step_options(config_);
   const auto schedule = schedule_of(options.pipeline, static_cast<std::size_t>(num_micro));
@@ -218,7 +216,11 @@ Estimate DryRank::step(std::int64_t num_micro) {
       c10::multiply_integers(model_->stream_sizes(micro_batches[0], options.forward)) *
       static_cast<std::int64_t>(
           c10::elementSize(c10::typeMetaToScalarType(model_->stream_options().dtype())));
-  take_step(*model_, *optimizer_, std::move(micro_batches), learning_rate(config_, 0), options);
+  optimizer_->begin_step(learning_rate(config_, 0));
+  Unread gradients = start_gradients(*model_, std::move(micro_batches), options);
+  // Those of one micro-batch on one rank are in the type of the work.
+  e.state = state(), e.expert_state = expert_state();
+  finish_step(*model_, *optimizer_, std::move(gradients), options);
   e.live = watch.found(schedule, stream);
   e.live.tokens = tokens;
   e.peak = watch.peak();

@@ -154,6 +154,11 @@ at::Tensor numbers(const Stored& w) {
   return w.quantized ? kernels::dequantize(*w.quantized, w.spec.of_work()) : w.value.detach();
 }
 
+at::Tensor gradient(const Stored& w) {
+  const at::Tensor& grad = w.value.grad();
+  return grad.defined() ? kernels::cast(grad, w.spec.dtype) : grad;
+}
+
 std::int64_t num_bytes_at_rest(const Stored& w) {
   return w.quantized ? w.quantized->num_bytes() : static_cast<std::int64_t>(w.value.nbytes());
 }

@@ -102,6 +102,10 @@ void freeze(Stored& w);
 void quantize(Stored& w, const kernels::Quantization& how, double deviation);
 /// The numbers of the shard, which are its value unless it is quantized; without autograd.
 at::Tensor numbers(const Stored& w);
+/// The gradient of the shard, in the type of the master weights; undefined: it has none. (What
+/// `value.grad()` has may be of the type of the work: backward leaves it so where nothing is
+/// added.)
+at::Tensor gradient(const Stored& w);
 /// Memory of what rests.
 std::int64_t num_bytes_at_rest(const Stored& w);
 /// From now on the value is kept in the type of the work as well, if that is another one.
@@ -199,7 +203,7 @@ auto operator*(const Tensor<A>&, const Param<B>&) {
 /// own slice where it is cut.
 template <auto L>
 Tensor<L> grad(const Param<L>& w) {
-  return assume<L>(raw::gather(w.stored(), w.stored().value.grad()));
+  return assume<L>(raw::gather(w.stored(), raw::gradient(w.stored())));
 }
 
 /// The value of the whole compute part, without autograd.

@@ -57,12 +57,18 @@ at::Tensor reduce_now(const GradientTerm& term) {
   return sum;
 }
 
+bool is_narrow(const at::Tensor& grad, const at::Tensor& leaf) {
+  return grad.scalar_type() != leaf.scalar_type();
+}
+
+// What backward made in the type of the work stays so until something is added to it. It may be
+// the gradient of something else as well: nobody writes to it.
 void add_to_leaf(const at::Tensor& leaf, const at::Tensor& sum) {
   at::Tensor& grad = at::Tensor(leaf).mutable_grad();
-  if (grad.defined())
-    grad.add_(sum);
+  if (!grad.defined())
+    grad = is_narrow(sum, leaf) ? sum.contiguous() : sum.clone(at::MemoryFormat::Contiguous);
   else
-    grad = sum.clone(at::MemoryFormat::Contiguous);
+    grad = kernels::cast(grad, leaf.scalar_type()).add_(kernels::cast(sum, leaf.scalar_type()));
 }
 
 }  // namespace
@@ -124,9 +130,16 @@ struct Reductions {
 std::shared_ptr<Reductions> make_reductions() { return std::make_shared<Reductions>(); }
 
 at::Tensor reduce(const GradientTerm& term, const std::shared_ptr<Reductions>& reductions) {
-  if (!reductions || (term.storage->size() == 1 && term.replicas->size() == 1))
+  const bool is_sum = term.storage->size() > 1 || term.replicas->size() > 1;
+  if (is_sum && reductions) {
+    reductions->open.push_back(term);
+    return {};
+  }
+  // Of several ranks all have gradients of one type, also of what only one of them has.
+  if (is_sum || current_mesh().shape().num_ranks() > 1 || !is_narrow(term.grad, term.leaf))
     return reduce_now(term);
-  reductions->open.push_back(term);
+  check_same(term, term.grad);
+  add_to_leaf(term.leaf, term.grad);
   return {};
 }
 

@@ -32,7 +32,9 @@ struct GradientTerm {
 };
 
 /// The sum, as a gradient of the leaf: reduce_scatter over the storage ranks, all_reduce over the
-/// replicas. Undefined where the step has `reductions`, which bring it to the leaf.
+/// replicas. Undefined where the step has `reductions`, which bring it to the leaf, and where there
+/// is nothing to sum, on one rank: then the leaf has it in the type of the work, until more is
+/// added.
 at::Tensor reduce(const GradientTerm& term, const std::shared_ptr<Reductions>& reductions);
 /// The same, when no backward waits for it: the sum is added to the leaf.
 void reduce_to_leaf(const GradientTerm& term, const std::shared_ptr<Reductions>& reductions);

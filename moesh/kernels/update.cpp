@@ -19,10 +19,12 @@ void check_param(const AdamWParam& p, const at::Tensor& step) {
               "; master weights are float32 or float64");
   for (const auto* t : {&p.value, &p.gradient, &p.mean, &p.mean_square})
     MOESH_CHECK(t->defined() && t->numel() == p.value.numel() &&
-                    t->scalar_type() == p.value.scalar_type() && t->device() == step.device() &&
-                    t->is_contiguous(),
+                    (t->scalar_type() == p.value.scalar_type() ||
+                     (t == &p.gradient && t->scalar_type() == at::kBFloat16)) &&
+                    t->device() == step.device() && t->is_contiguous(),
                 ErrorKind::data, "AdamW: a tensor is ", describe(*t), " beside a value of ",
-                describe(p.value), "; pass contiguous ones of one size, type and device");
+                describe(p.value),
+                "; pass contiguous ones of one size, type and device; a gradient may be bfloat16");
   if (p.copy.defined())
     MOESH_CHECK(p.copy.scalar_type() == at::kBFloat16 && p.copy.numel() == p.value.numel() &&
                     p.copy.device() == p.value.device() && p.copy.is_contiguous(),
@@ -49,9 +51,10 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors, at::Device device) {
   std::vector<at::Tensor> all;
   for (const auto& t : tensors) {
-    MOESH_CHECK(is_wide(t) && t.device().type() == device.type(), ErrorKind::data,
-                "a sum of squares of ", describe(t), "; pass float32 or float64 tensors on ",
-                device);
+    MOESH_CHECK(
+        t.defined() && is_kernel_dtype(t.scalar_type()) && t.device().type() == device.type(),
+        ErrorKind::data, "a sum of squares of ", describe(t),
+        "; pass float64, float32 or bfloat16 tensors on ", device);
     if (t.numel() > 0) all.push_back(t.contiguous());
   }
   const at::NoGradGuard no_grad;

@@ -8,11 +8,12 @@
 
 namespace moesh::kernels {
 
-/// A parameter in an update. All tensors have one number of elements and one device; value,
-/// gradient and the two means have one dtype, float32 or float64.
+/// A parameter in an update. All tensors have one number of elements and one device; value and the
+/// two means have one dtype, float32 or float64.
 struct AdamWParam {
   at::Tensor value;
-  at::Tensor gradient;           // is not read again: it may be written to
+  at::Tensor gradient;           // of that dtype, or bfloat16; is not read again: it may be
+                                 // written to
   at::Tensor mean, mean_square;  // of the gradients so far
   at::Tensor copy = {};          // bfloat16: gets the new value as well; undefined: nobody asks
   double weight_decay = 0;

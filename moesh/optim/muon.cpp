@@ -226,7 +226,7 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
       MOESH_CHECK(is_for_muon(w), ErrorKind::internal, "Muon is given '", w.spec.name,
                   "', which is not a matrix");
       // Products are rounded before they are added, so that no bit depends on where a shard begins.
-      const at::Tensor g = step.clipped(p.gradient).mul_(1 - keep);
+      const at::Tensor g = step.clipped(p).mul_(1 - keep);
       const at::Tensor mean = p.state[0].mul(keep).add_(g);
       const at::Tensor direction = config_.nesterov ? mean.mul(keep).add_(g) : mean;
       step.write(p.state[0], mean);

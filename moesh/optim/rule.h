@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "moesh/kernels/update.h"
 #include "moesh/optim/params.h"
 
 namespace moesh::optim {
@@ -34,7 +35,8 @@ struct StateSpec {
 struct Moving {
   const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
   at::Tensor value;               // [stored->shard.length]
-  at::Tensor gradient;            // likewise, before it is clipped; nobody reads it after the rule
+  at::Tensor gradient;            // likewise, before it is clipped, and maybe in the type of the
+                                  // work; nobody reads it after the rule
   std::vector<at::Tensor> state;  // as declared, in that order
   Decay decay;
 };
@@ -48,7 +50,9 @@ struct RuleStep {
 
   at::Tensor lr() const { return numbers.select(0, 0); }
   at::Tensor number() const { return numbers.select(0, 1); }
-  at::Tensor clipped(const at::Tensor& gradient) const { return gradient * numbers.select(0, 2); }
+  at::Tensor clipped(const Moving& p) const {
+    return kernels::cast(p.gradient, p.stored->spec.dtype) * numbers.select(0, 2);
+  }
   /// Writes a new value or state: in a step that is skipped all of them stay.
   void write(const at::Tensor& to, const at::Tensor& value) const {
     at::Tensor(to).copy_(at::where(numbers.select(0, 3).ne(0), to, value));

@@ -28,7 +28,7 @@ std::vector<StateSpec> Sgd::state(const Stored& /*w*/) const {
 // vector loop and not in its remainder, so the bits would depend on where a shard begins.
 void Sgd::update(const std::vector<Moving>& params, const RuleStep& step) const {
   for (const auto& p : params) {
-    at::Tensor direction = step.clipped(p.gradient);
+    at::Tensor direction = step.clipped(p);
     if (p.decay == Decay::on && config_.weight_decay > 0)
       direction = direction.add(p.value.mul(config_.weight_decay));
     if (config_.momentum > 0) {

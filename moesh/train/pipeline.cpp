@@ -292,12 +292,12 @@ void add_tied_gradients(models::Model& model, const pipeline::Schedule& schedule
   const int rank = current_mesh().coordinate(pp), first = rank_of_end(schedule, false),
             other = rank == first ? rank_of_end(schedule, true) : first;
   const auto& group = current_mesh().group(pp);
-  at::Tensor& mine = w->value.mutable_grad();
+  const at::Tensor mine = raw::gradient(*w);
   comm::Handle theirs = group->start_recv(mine.sizes(), mine.options(), other),
                sent = group->start_send(mine, other);
   const at::Tensor sum = mine + theirs.wait();  // the same bits on both sides
   sent.wait();
-  mine = sum;
+  w->value.mutable_grad() = sum;
 }
 
 }  // namespace moesh::train

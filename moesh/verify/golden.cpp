@@ -200,7 +200,7 @@ void run_golden(const Golden& golden, const Config& config, comm::Group& world,
             false, TokenOrigin{mesh.coordinate(dp) * batch, tokens.span_start()}});
   model->each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
-    report({"d(" + w.spec.name + ")", raw::gather(w, w.value.grad()).cpu(),
+    report({"d(" + w.spec.name + ")", raw::gather(w, raw::gradient(w)).cpu(),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
 }

@@ -146,12 +146,14 @@ void Nearby::move_weights(models::Model& model) const {
 void Nearby::move_gradients(models::Model& model, std::int64_t step) const {
   model.each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
-    at::Tensor gradient = w.value.grad();
+    const at::Tensor gradient = raw::gradient(w);
     const at::Tensor& right = run_[gradient_name(w.spec.name, step)];
     at::Tensor noise = at_least_as_its_row(distance(gradient, right));
     if (!has_rows_of_tokens(w))
       noise.clamp_min_(noise_of_zero(typical_, roundings_ * roundoff(dtype_), right));
-    gradient.copy_(right.to(at::kDouble).add(noise.mul(draw(w, step).sign_()), kNoiseAllowed));
+    w.value.mutable_grad() = right.to(at::kDouble)
+                                 .add(noise.mul(draw(w, step).sign_()), kNoiseAllowed)
+                                 .to(gradient.options());
   });
 }
 

@@ -112,7 +112,7 @@ void report_gradients(models::Model& model, std::int64_t step,
                       const std::function<void(const RankTensor&)>& report) {
   model.each_param([&](Stored& w, bool) {
     if (!w.spec.trained) return;
-    report({gradient_name(w.spec.name, step), raw::gather(w, w.value.grad()),
+    report({gradient_name(w.spec.name, step), raw::gather(w, raw::gradient(w)),
             [region = w.compute](const at::Tensor& t) { return slice(t, region); }});
   });
 }

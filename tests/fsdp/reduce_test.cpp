@@ -177,6 +177,29 @@ TEST(Reduce, AwaitsABlockTwoBlocksLater) {
   EXPECT_EQ(calls, expected);
 }
 
+// On one rank it stays in the type of the work, and is a sum in that of the master weights as soon
+// as there is something to add.
+TEST(Reduce, OfOneRankWidensAGradientToAddToIt) {
+  const OneRankScope scope;
+  const Param<Dense{I, I, I}> w({.name = "w",
+                                 .shape = {5, 4},
+                                 .dtype = at::kFloat,
+                                 .compute = at::kBFloat16,
+                                 .device = test_device()},
+                                {.kind = Init::Kind::normal});
+  const Stored& stored = w.stored();
+  at::Tensor sum = at::zeros({5, 4}, stored.value.detach().options());
+  for (int micro = 0; micro < 3; ++micro) {
+    const at::Tensor x = at::arange(12, sum.options()).reshape({3, 4}).add(0.37 * micro).tanh();
+    const StepState step(true);
+    backward(sum_all(linear(as_leaf(assume<Dense{T, T, T}>(x.to(at::kBFloat16))), use(w))));
+    sum += at::ones({5, 3}, x.options().dtype(at::kBFloat16)).mm(x.to(at::kBFloat16));
+    EXPECT_EQ(stored.value.grad().scalar_type(), micro == 0 ? at::kBFloat16 : at::kFloat);
+    EXPECT_EQ(raw::gradient(stored).scalar_type(), at::kFloat);
+    EXPECT_TRUE(at::equal(raw::gradient(stored), sum)) << micro;
+  }
+}
+
 // A gradient that is read outside of a step is there after backward.
 TEST(Reduce, IsDoneAtOnceWithoutAScope) {
   comm::launch(

@@ -151,6 +151,25 @@ TEST(AdamW, GivesTheSameBitsInPieces) {
   expect_equal(cut.value, whole.value, "value");
 }
 
+// A gradient in bfloat16 is one of float32 with zeros behind it.
+TEST(AdamW, GivesTheSameBitsFromANarrowGradient) {
+  for (const auto dtype : {at::kFloat, at::kDouble})
+    for (const bool by_aten : {false, true})
+      for (const std::int64_t size : {1, 3, 8, 1003, 40'003}) {
+        AdamWParam narrow = param(size, dtype, 1, true), wide = param(size, dtype, 1, true);
+        narrow.gradient = narrow.gradient.to(at::kBFloat16);
+        wide.gradient = narrow.gradient.to(dtype);
+        const auto move = [&](const AdamWParam& p) {
+          by_aten ? aten_kernels().adamw_(numbers_of({}), {p}) : adamw_(numbers_of({}), {p});
+        };
+        move(narrow), move(wide);
+        expect_equal(narrow.value, wide.value, "value");
+        expect_equal(narrow.mean, wide.mean, "mean");
+        expect_equal(narrow.mean_square, wide.mean_square, "mean of squares");
+        expect_equal(narrow.copy, wide.copy, "copy");
+      }
+}
+
 TEST(AdamW, RefusesWhatDoesNotFit) {
   AdamWParam p = param(8, at::kFloat, 1, false);
   EXPECT_THROW(adamw_({kBeta1, kBeta2, kEps, at::zeros({3}, at::kDouble).to(test_device())}, {p}),
@@ -159,6 +178,9 @@ TEST(AdamW, RefusesWhatDoesNotFit) {
   EXPECT_THROW(adamw_(numbers_of({}), {p}), Error);
   p = param(8, at::kFloat, 1, false);
   p.copy = p.value;
+  EXPECT_THROW(adamw_(numbers_of({}), {p}), Error);
+  p = param(8, at::kFloat, 1, false);
+  p.mean = p.mean.to(at::kBFloat16);
   EXPECT_THROW(adamw_(numbers_of({}), {p}), Error);
 }
 
@@ -183,6 +205,21 @@ TEST(SumOfSquares, IsThatOfFloat64) {
     EXPECT_TRUE(std::isnan(sum_of_squares(list, test_device()).item<double>()));
   }
   EXPECT_EQ(sum_of_squares({}, test_device()).item<double>(), 0);
+}
+
+TEST(SumOfSquares, TakesNarrowTensorsAmongWideOnes) {
+  std::vector<at::Tensor> mixed, wide;
+  int i = 0;
+  for (const auto size : sizes()) {
+    const at::Tensor x = normal({size}, "x" + std::to_string(i), at::kFloat);
+    mixed.push_back(i % 2 ? x : x.to(at::kBFloat16));
+    wide.push_back(mixed.back().to(at::kFloat));
+    ++i;
+  }
+  expect_equal(sum_of_squares(mixed, test_device()), sum_of_squares(wide, test_device()), "sum");
+  EXPECT_NEAR(aten_kernels().sum_of_squares({mixed[6], mixed[7]}).item<double>() /
+                  sum_of_squares({mixed[6], mixed[7]}, test_device()).item<double>(),
+              1, 1e-12);
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ class Orthogonal final : public Rule {
       const Stored& w = *p.stored;
       const bool is_matrix = w.spec.shape.size() == 2;
       const Axes joined = is_matrix ? w.cutting : w.cutting & etp;
-      step.write(p.state[0], p.state[0].mul(kMomentum).add_(step.clipped(p.gradient)));
+      step.write(p.state[0], p.state[0].mul(kMomentum).add_(step.clipped(p)));
       at::Tensor full = gather_full(w, p.state[0], joined).clone();
       if (is_matrix) {
         full = orthogonalized(full);

@@ -34,7 +34,7 @@ void fused(const AdamWNumbers& n, double weight_decay, const Lists& l) {
 // Plain operations, in float64 throughout.
 void plain(const AdamWNumbers& n, const AdamWParam& p) {
   const at::Tensor lr = n.step.select(0, 0), t = n.step.select(0, 1), skip = n.step.select(0, 3);
-  const at::Tensor g = p.gradient * n.step.select(0, 2);
+  const at::Tensor g = kernels::cast(p.gradient, at::kDouble) * n.step.select(0, 2);
   const at::Tensor m = p.mean * n.beta1 + g * (1 - n.beta1),
                    v = p.mean_square * n.beta2 + g * g * (1 - n.beta2);
   const at::Tensor rate = lr / (1 - at::pow(n.beta1, t)), root = (1 - at::pow(n.beta2, t)).rsqrt();
@@ -60,7 +60,7 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
       continue;
     }
     auto& l = lists[p.weight_decay];
-    l.w.push_back(p.value), l.g.push_back(p.gradient);
+    l.w.push_back(p.value), l.g.push_back(kernels::cast(p.gradient, at::kFloat));
     l.m.push_back(p.mean), l.v.push_back(p.mean_square);
   }
   for (const auto& [weight_decay, l] : lists) fused(numbers, weight_decay, l);

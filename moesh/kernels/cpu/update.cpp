@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::int64_t kGrain = 1 << 16;
 
-template <class V>
+template <class V, class G>
 void update(const AdamWNumbers& n, const AdamWParam& p) {
   const auto* step = n.step.const_data_ptr<double>();
   const double lr = step[0], t = step[1];
@@ -28,10 +28,10 @@ void update(const AdamWNumbers& n, const AdamWParam& p) {
   const auto eps = static_cast<V>(n.eps);
   V *w = p.value.mutable_data_ptr<V>(), *m = p.mean.mutable_data_ptr<V>(),
     *v = p.mean_square.mutable_data_ptr<V>();
-  const V* gradient = p.gradient.const_data_ptr<V>();
+  const G* gradient = p.gradient.const_data_ptr<G>();
   run_ranges(p.value.numel(), kGrain, [=](std::int64_t begin, std::int64_t end) {
     for (std::int64_t i = begin; i < end; ++i) {
-      const V g = gradient[i] * factor;
+      const V g = static_cast<V>(gradient[i]) * factor;
       m[i] = beta1 * m[i] + rest1 * g;
       v[i] = beta2 * v[i] + rest2 * g * g;
       w[i] = keep * w[i] - rate * m[i] / (root * std::sqrt(v[i]) + eps);
@@ -69,14 +69,24 @@ double squares(const at::Tensor& x) {
 
 void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) {
   if (numbers.step.const_data_ptr<double>()[3] != 0) return;
-  for (const auto& p : params)
-    p.value.scalar_type() == at::kDouble ? update<double>(numbers, p) : update<float>(numbers, p);
+  for (const auto& p : params) {
+    const bool is_double = p.value.scalar_type() == at::kDouble;
+    if (p.gradient.scalar_type() == at::kBFloat16)
+      is_double ? update<double, at::BFloat16>(numbers, p)
+                : update<float, at::BFloat16>(numbers, p);
+    else
+      is_double ? update<double, double>(numbers, p) : update<float, float>(numbers, p);
+  }
 }
 
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
   double sum = 0;
-  for (const auto& t : tensors)
-    sum += t.scalar_type() == at::kDouble ? squares<double>(t) : squares<float>(t);
+  for (const auto& t : tensors) {
+    const auto dtype = t.scalar_type();
+    sum += dtype == at::kDouble  ? squares<double>(t)
+           : dtype == at::kFloat ? squares<float>(t)
+                                 : squares<at::BFloat16>(t);
+  }
   at::Tensor out = at::empty({}, at::kDouble);
   *out.mutable_data_ptr<double>() = sum;
   return out;

@@ -24,6 +24,8 @@ namespace {
 
 bool takes(const at::Tensor& t) { return t.scalar_type() == at::kFloat && in_chunks(t); }
 
+bool is_narrow(const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; }
+
 bool takes(const AdamWParam& p) {
   return takes(p.value) && takes(p.mean) && takes(p.mean_square) && in_chunks(p.copy);
 }
@@ -103,12 +105,13 @@ void adamw_(const AdamWNumbers& numbers, const std::vector<AdamWParam>& params) 
     }
     gradients.push_back(aligned(p.gradient));
     tensors.push_back({.value = floats(p.value),
-                       .gradient = static_cast<const float*>(in(gradients.back())),
+                       .gradient = in(gradients.back()),
                        .mean = floats(p.mean),
                        .mean_square = floats(p.mean_square),
                        .copy = out(p.copy),
                        .size = p.value.numel(),
-                       .weight_decay = p.weight_decay});
+                       .weight_decay = p.weight_decay,
+                       .is_narrow = is_narrow(p.gradient)});
   }
   if (!rest.empty()) aten_kernels().adamw_(numbers, rest);
   const AdamWStep step{.beta1 = numbers.beta1,
@@ -136,13 +139,13 @@ void cast_into(const at::Tensor& to, const at::Tensor& from) {
 
 at::Tensor sum_of_squares(const std::vector<at::Tensor>& tensors) {
   if (!std::all_of(tensors.begin(), tensors.end(),
-                   [](const at::Tensor& t) { return t.scalar_type() == at::kFloat; }))
+                   [](const at::Tensor& t) { return t.scalar_type() != at::kDouble; }))
     return aten_kernels().sum_of_squares(tensors);
   std::vector<at::Tensor> held;
   std::vector<SquaresTensor> list;
   for (const auto& t : tensors) {
     held.push_back(aligned(t));
-    list.push_back({static_cast<const float*>(in(held.back())), t.numel()});
+    list.push_back({in(held.back()), t.numel(), is_narrow(t)});
   }
   const auto num_tensors = static_cast<std::int64_t>(list.size());
   const auto wide = tensors[0].options().dtype(at::kDouble);

@@ -33,6 +33,20 @@ __device__ __forceinline__ int tensor_of(const List<Tensor>& list, int chunk, in
   return high;
 }
 
+/// Four gradients, or one, of float32 or bf16.
+__device__ __forceinline__ float4 load_four(const void* data, bool is_narrow, int64_t i) {
+  if (!is_narrow)
+    return __ldcs(reinterpret_cast<const float4*>(static_cast<const float*>(data) + i));
+  const uint2 v =
+      __ldcs(reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(data) + i));
+  return {__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
+          __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u)};
+}
+__device__ __forceinline__ float load_one(const void* data, bool is_narrow, int64_t i) {
+  return is_narrow ? __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i])
+                   : static_cast<const float*>(data)[i];
+}
+
 struct Factors {  // of a step
   float beta1, beta2, rest1, rest2, rate, root, eps, factor;
   double lr;
@@ -59,7 +73,7 @@ __device__ __forceinline__ void move_chunk(const Factors& f, const AdamWTensor& 
   for (int k = 0; k < kChunk / (4 * kThreads); ++k) {
     const int64_t i = begin + (k * kThreads + threadIdx.x) * 4;
     if (i + 4 <= t.size) {
-      const float4 g = __ldcs(reinterpret_cast<const float4*>(t.gradient + i));
+      const float4 g = load_four(t.gradient, t.is_narrow, i);
       float4 w = *reinterpret_cast<const float4*>(t.value + i),
              m = *reinterpret_cast<const float4*>(t.mean + i),
              v = *reinterpret_cast<const float4*>(t.mean_square + i);
@@ -71,7 +85,8 @@ __device__ __forceinline__ void move_chunk(const Factors& f, const AdamWTensor& 
       if (copy) *reinterpret_cast<uint2*>(copy + i) = narrowed(w);
     } else {
       for (int64_t j = i; j < t.size; ++j) {
-        move(f, keep, t.gradient[j], t.value[j], t.mean[j], t.mean_square[j]);
+        move(f, keep, load_one(t.gradient, t.is_narrow, j), t.value[j], t.mean[j],
+             t.mean_square[j]);
         if (copy) copy[j] = __float2bfloat16_rn(t.value[j]);
       }
     }
@@ -126,11 +141,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = 0; k < kChunk / (4 * kThreads); ++k) {
       const int64_t i = begin + (k * kThreads + threadIdx.x) * 4;
       if (i + 4 <= t.size) {
-        const float4 v = *reinterpret_cast<const float4*>(t.data + i);
+        const float4 v = load_four(t.data, t.is_narrow, i);
         sum += static_cast<double>(v.x) * v.x + static_cast<double>(v.y) * v.y +
                static_cast<double>(v.z) * v.z + static_cast<double>(v.w) * v.w;
       } else {
-        for (int64_t j = i; j < t.size; ++j) sum += static_cast<double>(t.data[j]) * t.data[j];
+        for (int64_t j = i; j < t.size; ++j) {
+          const double v = load_one(t.data, t.is_narrow, j);
+          sum += v * v;
+        }
       }
     }
   }

@@ -9,11 +9,12 @@ namespace moesh::kernels::cuda {
 /// float32 tensors of one parameter, 16-byte aligned.
 struct AdamWTensor {
   float* value;
-  const float* gradient;
+  const void* gradient;
   float *mean, *mean_square;
   void* copy;  // bf16, 8-byte aligned: the new value once more; null: not wanted
   std::int64_t size;
   double weight_decay;
+  bool is_narrow;  // the gradient is bf16
 };
 struct AdamWStep {
   double beta1, beta2, eps;
@@ -23,8 +24,9 @@ struct AdamWStep {
 Error adamw(const AdamWStep&, const AdamWTensor* tensors, std::int64_t num_tensors, Stream);
 
 struct SquaresTensor {
-  const float* data;  // 16-byte aligned
+  const void* data;  // 16-byte aligned
   std::int64_t size;
+  bool is_narrow;  // bf16, not float32
 };
 /// The number of float64 that sum_of_squares needs besides its result.
 std::int64_t squares_workspace(std::int64_t num_tensors);
