@@ -73,15 +73,18 @@ void check_sinks(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& s
 
 }  // namespace
 
-NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps,
+                        const std::optional<Rotation>& turn) {
   check_norm(x, weight_D);
+  if (turn) check_rotation(*turn, x);
   const at::NoGradGuard no_grad;
-  return kernels_for(x.device()).norm_forward(x, plain(weight_D), eps);
+  return kernels_for(x.device()).norm_forward(x, plain(weight_D), eps, turn);
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy) {
+                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
   check_norm(x, weight_D);
+  if (turn) check_rotation(*turn, x);
   MOESH_CHECK(r.defined() && r.sizes() == x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)),
               ErrorKind::data, "r is ", describe(r), " for x ", describe(x),
               "; pass what norm_forward gave");
@@ -89,7 +92,7 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
                   dy.device() == x.device(),
               ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
   const at::NoGradGuard no_grad;
-  return kernels_for(x.device()).norm_backward(x, plain(weight_D), r.contiguous(), dy);
+  return kernels_for(x.device()).norm_backward(x, plain(weight_D), r.contiguous(), dy, turn);
 }
 
 at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {

@@ -4,7 +4,25 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace moesh::kernels {
+
+// ---- rotary embedding: pairs of features turn by an angle that belongs to the position ----
+// f frequencies
+
+/// 2 f features of a head turn, the others stay.
+struct Rotation {
+  at::Tensor cos_Pf, sin_Pf;  // a line for each position; float32 (float64 with float64)
+  at::Tensor positions_BL;    // int64: the line of each token; undefined: L lines, in their order
+  bool interleaved = false;   // pairs (2i, 2i + 1), laid out evens then odds; else (i, i + f)
+  bool leading = false;       // the first features turn; else the last ones
+};
+
+/// x [B, L, h, d] turned, [B, L, h, d].
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd);
+/// Its adjoint: the gradient of x from that of the result.
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd);
 
 // ---- RMSNorm: y = r x w with r = 1 / sqrt(mean(x^2) + eps) ----
 
@@ -14,29 +32,16 @@ struct NormOutput {
                  // (float64 with float64)
 };
 
-/// x is [.., D]; weight_D is float32 (float64 with float64), or undefined: no weight.
-NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps);
+/// x is [.., D]; weight_D is float32 (float64 with float64), or undefined: no weight. With `turn`
+/// rows are heads [B, L, h, d], which then turn: y is rounded after that.
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps,
+                        const std::optional<Rotation>& turn = {});
 
 struct NormGradients {
   at::Tensor x, weight_D;  // weight_D is undefined where there is none
 };
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy);
-
-// ---- rotary embedding: pairs of features turn by an angle that belongs to the position ----
-// f frequencies
-
-/// The last 2 f features of a head turn, those before them stay.
-struct Rotation {
-  at::Tensor cos_Pf, sin_Pf;  // a line for each position; float32 (float64 with float64)
-  at::Tensor positions_BL;    // int64: the line of each token; undefined: L lines, in their order
-  bool interleaved = false;   // pairs (2i, 2i + 1), laid out evens then odds; else (i, i + f)
-};
-
-/// x [B, L, h, d] turned, [B, L, h, d].
-at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd);
-/// Its adjoint: the gradient of x from that of the result.
-at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd);
+                            const at::Tensor& dy, const std::optional<Rotation>& turn = {});
 
 // ---- latent attention: its heads, from what the latent gives each and the key that all share ----
 // n features of a key of its own, r shared ones, v features of a value

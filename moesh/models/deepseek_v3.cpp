@@ -63,10 +63,9 @@ class Mla final : public nn::Attention {
 
   Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past,
                  nn::MaxLogits* logits) const override {
-    const auto table = nn::rope_of(*rope_tables_, rope_, tokens, x_BLD);
-    const auto rotated = [&](const at::Tensor& t) {
-      return nn::rotate(t, table, rope_.interleaved);
-    };
+    const auto rotation =
+        nn::rope_of(*rope_tables_, rope_, tokens, x_BLD).last_features(rope_.interleaved);
+    const auto rotated = [&](const at::Tensor& t) { return nn::rotate(t, rotation); };
 
     const at::Tensor numbers = tokens.span_numbers();
     const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD, numbers)) : x_BLD;

@@ -27,6 +27,8 @@ void GroupedAttentionConfig::validate() const {
               ", chunk ", chunk, "; both take 0 (none) or more");
   MOESH_CHECK(clip >= 0, ErrorKind::config, "attention: clip is ", clip,
               "; it takes 0 (none) or more");
+  MOESH_CHECK(clip == 0 || qk_norm != QkNorm::weighted, ErrorKind::config, "attention: clip is ",
+              clip, ", and heads that are normalised turn at once; leave out ", "one of them");
   MOESH_CHECK(!output_gate || qk_norm != QkNorm::across, ErrorKind::config,
               "attention: a norm across all heads of q, and an output gate among them; leave out ",
               "one of them");
@@ -77,18 +79,19 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
         v = split_heads(v_(x_BLD, numbers), width);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
-  if (q_norm_) q = q_norm_->per_head(q), k = k_norm_->per_head(k);
+  std::optional<kernels::Rotation> turn;
+  if (config_.rope)
+    turn = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD)
+               .first_features(config_.rope->interleaved);
+  if (q_norm_) q = q_norm_->per_head(q, turn), k = k_norm_->per_head(k, turn);
   if (config_.clip > 0) {
     const auto clipped = [&](const at::Tensor& t) {
       return t.clamp_max(config_.clip).clamp_min(-config_.clip);
     };
     q = map_heads(clipped, q), k = map_heads(clipped, k), v = map_heads(clipped, v);
   }
-  if (config_.rope) {
-    const auto table = rope_of(*rope_tables_, *config_.rope, tokens, x_BLD);
-    const auto rotated = [&](const at::Tensor& t) {
-      return rotate_first(t, table, config_.rope->interleaved);
-    };
+  if (turn && !q_norm_) {
+    const auto rotated = [&](const at::Tensor& t) { return rotate(t, *turn); };
     q = map_heads(rotated, q), k = map_heads(rotated, k);
   }
   if (config_.qk_norm == QkNorm::plain) {

@@ -3,7 +3,7 @@
 #include <ATen/ops/rsqrt.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "moesh/kernels/rowwise.h"
+#include <utility>
 
 namespace moesh::nn {
 namespace {
@@ -11,27 +11,38 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+struct Turn : torch::CustomClassHolder {
+  explicit Turn(std::optional<kernels::Rotation> r) : rotation(std::move(r)) {}
+  std::optional<kernels::Rotation> rotation;
+};
+
 // Saved are the input, which the residual stream holds anyway, and a number for each row.
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const std::optional<at::Tensor>& weight, double eps) {
+                            const std::optional<at::Tensor>& weight, double eps,
+                            const c10::intrusive_ptr<Turn>& turn) {
     const at::Tensor w = weight.value_or(at::Tensor());
-    const auto out = kernels::norm_forward(x, w, eps);
+    const auto out = kernels::norm_forward(x, w, eps, turn->rotation);
     context->save_for_backward({x, w, out.r});
+    context->saved_data["turn"] = c10::IValue::make_capsule(turn);
     return out.y;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const auto d = kernels::norm_backward(saved[0], saved[1], saved[2], grads[0]);
-    return {d.x, d.weight_D, {}};
+    const auto turn =
+        c10::static_intrusive_pointer_cast<Turn>(context->saved_data["turn"].toCapsule());
+    const auto d = kernels::norm_backward(saved[0], saved[1], saved[2], grads[0], turn->rotation);
+    return {d.x, d.weight_D, {}, {}};
   }
 };
 
 }  // namespace
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
-  return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    const std::optional<kernels::Rotation>& turn) {
+  return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps,
+                             c10::make_intrusive<Turn>(turn));
 }
 
 Tensor<Dense{Place::T, Place::T, Place::P}> SplitRmsNorm::squares(const Slice& x_BLF) {

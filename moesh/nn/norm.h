@@ -4,16 +4,20 @@
 
 #include <ATen/TensorOperators.h>
 
+#include <optional>
 #include <string>
 
 #include "moesh/fsdp/param.h"
+#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
 
-/// Normalises the rows of a plain tensor [.., features]; an undefined weight is none.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+/// Normalises the rows of a plain tensor [.., features]; an undefined weight is none. With `turn`
+/// the rows are heads [B, L, h, d], which then turn.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                    const std::optional<kernels::Rotation>& turn = {});
 
 /// Each row with all of its features.
 template <auto A, auto B>
@@ -50,12 +54,13 @@ class RmsNorm {
     return rms_norm(x, factor(use<tp>(weight_)), eps_);
   }
   /// On heads [B, L, h, d]: tp cuts the heads, and each is normalised over its own d features,
-  /// which are whole.
+  /// which are whole; then it turns, if it is to.
   Tensor<Dense{Place::T, Place::T, Place::F}> per_head(
-      const Tensor<Dense{Place::T, Place::T, Place::F}>& x) const {
-    return map_heads(
-        [&](const at::Tensor& heads, const at::Tensor& w) { return rms_norm(heads, w, eps_); }, x,
-        factor(use(weight_)));
+      const Tensor<Dense{Place::T, Place::T, Place::F}>& x,
+      const std::optional<kernels::Rotation>& turn = {}) const {
+    return map_heads([&](const at::Tensor& heads,
+                         const at::Tensor& w) { return rms_norm(heads, w, eps_, turn); },
+                     x, factor(use(weight_)));
   }
 
   template <class Fn>

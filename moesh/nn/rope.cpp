@@ -9,7 +9,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/graph.h"
-#include "moesh/kernels/rowwise.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 
@@ -118,24 +117,10 @@ RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int6
   return table;
 }
 
-at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved) {
-  const kernels::Rotation rotation{table.cos, table.sin, table.positions_BL, interleaved};
+at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation) {
   return raw::map_linear(
       x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t); },
       [rotation](const at::Tensor& g) { return kernels::rotate_backward(rotation, g); });
-}
-
-at::Tensor rotate_first(const at::Tensor& x, const RopeTable& table, bool interleaved) {
-  const std::int64_t turning = 2 * table.cos.size(1), staying = x.size(-1) - turning;
-  if (staying == 0) return rotate(x, table, interleaved);
-  const kernels::Rotation rotation{table.cos, table.sin, table.positions_BL, interleaved};
-  const auto turned = [=](const auto& turn, const at::Tensor& t) {
-    const auto parts = t.split_with_sizes({turning, staying}, -1);
-    return at::cat({turn(rotation, parts[0]), parts[1]}, -1);
-  };
-  return raw::map_linear(
-      x, [=](const at::Tensor& t) { return turned(kernels::rotate_forward, t); },
-      [=](const at::Tensor& g) { return turned(kernels::rotate_backward, g); });
 }
 
 }  // namespace moesh::nn

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "moesh/kernels/rowwise.h"
+
 namespace moesh::nn {
 
 /// How frequencies are stretched by a factor above 1.
@@ -48,6 +50,13 @@ struct RopeTable {
   at::Tensor cos, sin;
   // int64 [B, L]: the line of each token; undefined: token l of a sequence has line l.
   at::Tensor positions_BL = {};
+
+  kernels::Rotation last_features(bool interleaved) const {
+    return {cos, sin, positions_BL, interleaved};
+  }
+  kernels::Rotation first_features(bool interleaved) const {
+    return {cos, sin, positions_BL, interleaved, /*leading=*/true};
+  }
 };
 RopeTable rope_table(const RopeConfig& config, std::int64_t start, std::int64_t length,
                      at::ScalarType dtype, at::Device device);
@@ -70,10 +79,8 @@ class RopeTables {
   std::vector<Entry> entries_;  // the last one asked for is the last
 };
 
-/// Rotates the last features of x [B, L, heads, ..], two for each column of the table, each token
-/// by its line of the table; those before them stay.
-at::Tensor rotate(const at::Tensor& x, const RopeTable& table, bool interleaved);
-/// Rotates the first features instead; those behind them stay.
-at::Tensor rotate_first(const at::Tensor& x, const RopeTable& table, bool interleaved);
+/// Rotates the last features of x [B, L, heads, ..], or the first ones, two for each column of the
+/// table, each token by its line of the table; the others stay.
+at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation);
 
 }  // namespace moesh::nn

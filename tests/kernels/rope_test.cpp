@@ -16,28 +16,35 @@ Rotation random_rotation(std::int64_t length, std::int64_t turns, at::ScalarType
 
 // In float64, pair by pair as complex numbers.
 at::Tensor formula(const Rotation& r, const at::Tensor& x) {
-  const std::int64_t f = r.cos_Pf.size(1), kept = x.size(3) - 2 * f;
-  const at::Tensor wide = x.to(at::kDouble), turning = wide.narrow(3, kept, 2 * f);
+  const std::int64_t f = r.cos_Pf.size(1), num_kept = x.size(3) - 2 * f;
+  const at::Tensor wide = x.to(at::kDouble),
+                   turning = wide.narrow(3, r.leading ? 0 : num_kept, 2 * f),
+                   kept = wide.narrow(3, r.leading ? 2 * f : 0, num_kept);
   const at::Tensor pairs =
       r.interleaved ? turning.unflatten(3, {f, 2}) : turning.unflatten(3, {2, f}).transpose(3, 4);
-  const at::Tensor z = at::view_as_real(
-      at::view_as_complex(pairs.contiguous()) *
-      at::complex(r.cos_Pf.to(at::kDouble), r.sin_Pf.to(at::kDouble)).unsqueeze(1));
-  return at::cat({wide.narrow(3, 0, kept), z.select(4, 0), z.select(4, 1)}, 3);
+  at::Tensor turns = at::complex(r.cos_Pf.to(at::kDouble), r.sin_Pf.to(at::kDouble)).unsqueeze(1);
+  if (r.positions_BL.defined())
+    turns = turns.index_select(0, r.positions_BL.flatten()).unflatten(0, r.positions_BL.sizes());
+  const at::Tensor z = at::view_as_real(at::view_as_complex(pairs.contiguous()) * turns);
+  return r.leading ? at::cat({z.select(4, 0), z.select(4, 1), kept}, 3)
+                   : at::cat({kept, z.select(4, 0), z.select(4, 1)}, 3);
 }
 
 void check_rotation(const at::Tensor& x, std::int64_t turns) {
   const auto dtype = x.scalar_type();
   const double tol = dtype == at::kDouble ? 1e-12 : dtype == at::kFloat ? 1e-6 : 4e-3;
-  for (const bool interleaved : {false, true}) {
-    const Rotation r = random_rotation(
-        x.size(1), turns, dtype == at::kDouble ? at::kDouble : at::kFloat, interleaved);
+  for (const auto& [interleaved, leading] :
+       {std::pair{false, false}, {true, false}, {false, true}, {true, true}}) {
+    Rotation r = random_rotation(x.size(1), turns, dtype == at::kDouble ? at::kDouble : at::kFloat,
+                                 interleaved);
+    r.leading = leading;
     const at::Tensor dy = normal(x.sizes(), "dy", dtype);
     const at::Tensor leaf = x.to(at::kDouble).clone().requires_grad_(true);
     const at::Tensor want = formula(r, leaf);
     want.backward(dy.to(at::kDouble));
     const std::string what =
-        detail::concat(dtype, " ", x.sizes(), ", ", turns, " turn", interleaved ? ", pairs" : "");
+        detail::concat(dtype, " ", x.sizes(), ", ", turns, " turn", interleaved ? ", pairs" : "",
+                       leading ? ", the first ones" : "");
     const Poison poison;
     expect_close(rotate_forward(r, x), want, tol, "y, " + what);
     expect_close(rotate_backward(r, dy), leaf.grad(), tol, "dx, " + what);
@@ -55,6 +62,55 @@ TEST(Rotation, TurnsPairsAndItsAdjointIsTheDerivative) {
     check_rotation(normal({2, 5, 1, 16}, "x", dtype), 8);
   }
   check_rotation(normal({3, 40, 16, 192}, "x", at::kBFloat16), 32);
+}
+
+// A norm and then the rotation, and the derivatives by autograd.
+void check_norm(const at::Tensor& x, Rotation r) {
+  constexpr double kEps = 1e-3;
+  const bool is_double = x.scalar_type() == at::kDouble;
+  const double tol = is_double ? 1e-12 : x.scalar_type() == at::kFloat ? 1e-6 : 4e-3;
+  const at::Tensor dy = normal(x.sizes(), "dy", x.scalar_type()),
+                   weight = normal({x.size(3)}, "w", is_double ? at::kDouble : at::kFloat) + 1,
+                   leaf = x.to(at::kDouble).clone().requires_grad_(true),
+                   w = weight.to(at::kDouble).clone().requires_grad_(true);
+  const at::Tensor want = formula(r, leaf / (leaf.square().mean(-1, true) + kEps).sqrt() * w);
+  want.backward(dy.to(at::kDouble));
+  const std::string what = detail::concat("norm, ", x.scalar_type(), " ", x.sizes());
+  const Poison poison;
+  const NormOutput y = norm_forward(x, weight, kEps, r);
+  expect_close(y.y, want, tol, "y, " + what);
+  const NormGradients d = norm_backward(x, weight, y.r, dy, r),
+                      again = norm_backward(x, weight, y.r, dy, r);
+  expect_close(d.x, leaf.grad(), tol, "dx, " + what);
+  expect_close(d.weight_D, w.grad(), is_double ? 1e-12 : 2e-6, "dw, " + what);
+  expect_equal(d.x, again.x, "dx twice, " + what);
+  expect_equal(d.weight_D, again.weight_D, "dw twice, " + what);
+}
+
+TEST(Rotation, FollowsANormOfHeads) {
+  for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble})
+    for (const bool leading : {false, true})
+      for (const auto& [heads, width, turns] :
+           {std::tuple{3, 64, 32}, {1, 128, 64}, {5, 128, 32}, {2, 256, 32}, {3, 48, 16}}) {
+        Rotation r =
+            random_rotation(5, turns, dtype == at::kDouble ? at::kDouble : at::kFloat, false);
+        r.leading = leading;
+        check_norm(normal({2, 5, heads, width}, "x", dtype), r);
+        // Rows of a projection of several.
+        check_norm(normal({2, 5, heads, 2 * width}, "x", dtype).narrow(3, width, width), r);
+        r.positions_BL =
+            at::tensor({0, 1, 2, 0, 1, 4, 3, 0, 1, 2}, at::kLong).reshape({2, 5}).to(test_device());
+        check_norm(normal({2, 5, heads, width}, "x", dtype), r);
+      }
+  check_norm(normal({3, 700, 9, 128}, "x", at::kBFloat16),  // more heads than blocks
+             random_rotation(700, 64, at::kFloat, false));
+  Rotation pairs = random_rotation(5, 32, at::kFloat, true);
+  check_norm(normal({2, 5, 3, 64}, "x", at::kBFloat16), pairs);
+  const at::Tensor none = normal({2, 0, 3, 64}, "x", at::kBFloat16);
+  const Rotation r = random_rotation(0, 32, at::kFloat, false);
+  const at::Tensor weight = normal({64}, "w", at::kFloat);
+  expect_equal(norm_backward(none, weight, norm_forward(none, weight, 1e-3, r).r, none, r).weight_D,
+               at::zeros({64}), "d(weight) of no head");
 }
 
 // Tokens with lines of their own turn as heads of sequences of one token do, each with its line.

@@ -39,8 +39,8 @@ TEST(Rope, IsTheProductWithAComplexNumber) {
   for (bool interleaved : {false, true})
     for (std::int64_t start : {0, 4}) {
       const auto table = nn::rope_table(c, start, 5, at::kDouble, at::kCPU);
-      EXPECT_TRUE(at::allclose(nn::rotate(x, table, interleaved), turned(x, c, start, interleaved),
-                               1e-12, 1e-12));
+      EXPECT_TRUE(at::allclose(nn::rotate(x, table.last_features(interleaved)),
+                               turned(x, c, start, interleaved), 1e-12, 1e-12));
     }
 }
 
@@ -49,7 +49,7 @@ TEST(Rope, ScoresDependOnTheDistanceAlone) {
   const at::Tensor q = at::randn({1, 1, 1, 8}, at::kDouble),
                    k = at::randn({1, 1, 1, 8}, at::kDouble);
   const auto at_position = [&](const at::Tensor& x, std::int64_t p) {
-    return nn::rotate(x, nn::rope_table(c, p, 1, at::kDouble, at::kCPU), true);
+    return nn::rotate(x, nn::rope_table(c, p, 1, at::kDouble, at::kCPU).last_features(true));
   };
   const auto score = [&](std::int64_t p, std::int64_t r) {
     return (at_position(q, p) * at_position(k, r)).sum().item<double>();
@@ -187,7 +187,7 @@ TEST(Rope, LeavesTheFirstFeaturesAndHasTheTransposedMatrixAsItsGradient) {
   const at::Tensor x = at::randn({2, 5, 3, 7}, at::kDouble).requires_grad_(true),
                    dy = at::randn({2, 5, 3, 7}, at::kDouble);
   for (bool interleaved : {false, true}) {
-    const at::Tensor y = nn::rotate(x, table, interleaved);
+    const at::Tensor y = nn::rotate(x, table.last_features(interleaved));
     EXPECT_TRUE(at::equal(y.narrow(3, 0, 3), x.narrow(3, 0, 3)));
     EXPECT_TRUE(at::allclose(y.narrow(3, 3, 4), turned(x.narrow(3, 3, 4), c, 3, interleaved)));
     x.mutable_grad().reset();

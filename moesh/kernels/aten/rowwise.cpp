@@ -42,25 +42,37 @@ at::Tensor of_tokens(const at::Tensor& table_Pf, const Rotation& r) {
       .reshape({r.positions_BL.size(0), r.positions_BL.size(1), 1, table_Pf.size(1)});
 }
 
-at::Tensor joined(const at::Tensor& x, std::int64_t num_kept, const at::Tensor& turned) {
+// x, whose turning features are replaced.
+at::Tensor joined(const at::Tensor& x, const Rotation& r, const at::Tensor& turned) {
   const at::Tensor rounded = turned.to(x.scalar_type());
-  return num_kept == 0 ? rounded : at::cat({x.narrow(-1, 0, num_kept), rounded}, -1);
+  const std::int64_t turning = rounded.size(-1), num_kept = x.size(-1) - turning;
+  if (num_kept == 0) return rounded;
+  const at::Tensor kept = x.narrow(-1, r.leading ? turning : 0, num_kept);
+  return r.leading ? at::cat({rounded, kept}, -1) : at::cat({kept, rounded}, -1);
+}
+
+at::Tensor turning_of(const at::Tensor& x, const Rotation& r) {
+  const std::int64_t turning = 2 * r.cos_Pf.size(1);
+  return x.narrow(-1, r.leading ? 0 : x.size(-1) - turning, turning);
 }
 
 }  // namespace
 
-NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps,
+                        const std::optional<Rotation>& turn) {
   const at::Tensor v = x.to(wide(x));
   const at::Tensor r = at::mean(at::square(v), {-1}).add_(eps).rsqrt_();
   at::Tensor y = v * r.unsqueeze(-1);
   if (weight_D.defined()) y.mul_(weight_D);
+  if (turn) y = rotate_forward(*turn, y);
   return {y.to(x.scalar_type()), r};
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy) {
+                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
   const at::Tensor scale = r.unsqueeze(-1), normal = x.to(wide(x)) * scale;
   at::Tensor d = dy.to(wide(x));
+  if (turn) d = rotate_backward(*turn, d);
   NormGradients out;
   if (weight_D.defined()) {
     std::vector<std::int64_t> rows(static_cast<size_t>(x.dim() - 1));
@@ -75,20 +87,16 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
 }
 
 at::Tensor rotate_forward(const Rotation& r, const at::Tensor& x) {
-  const std::int64_t turning = 2 * r.cos_Pf.size(1), num_kept = x.size(-1) - turning;
-  const auto [a, b] =
-      pairs_of(x.narrow(-1, num_kept, turning), r.cos_Pf.scalar_type(), r.interleaved);
+  const auto [a, b] = pairs_of(turning_of(x, r), r.cos_Pf.scalar_type(), r.interleaved);
   const at::Tensor cos = of_tokens(r.cos_Pf, r), sin = of_tokens(r.sin_Pf, r);
-  return joined(x, num_kept, at::cat({a * cos - b * sin, b * cos + a * sin}, -1));
+  return joined(x, r, at::cat({a * cos - b * sin, b * cos + a * sin}, -1));
 }
 
 at::Tensor rotate_backward(const Rotation& r, const at::Tensor& dy) {
-  const std::int64_t turning = 2 * r.cos_Pf.size(1), num_kept = dy.size(-1) - turning;
-  const auto [a, b] = pairs_of(dy.narrow(-1, num_kept, turning), r.cos_Pf.scalar_type(), false);
+  const auto [a, b] = pairs_of(turning_of(dy, r), r.cos_Pf.scalar_type(), false);
   const at::Tensor cos = of_tokens(r.cos_Pf, r), sin = of_tokens(r.sin_Pf, r);
   const at::Tensor da = a * cos + b * sin, db = b * cos - a * sin;
-  return joined(dy, num_kept,
-                r.interleaved ? at::stack({da, db}, -1).flatten(-2) : at::cat({da, db}, -1));
+  return joined(dy, r, r.interleaved ? at::stack({da, db}, -1).flatten(-2) : at::cat({da, db}, -1));
 }
 
 LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,

@@ -44,29 +44,61 @@ bool takes_rotation(const Rotation& r, const at::Tensor& x) {
   return is_taken;
 }
 
+Rope rope_of(const Rotation& r, const at::Tensor& x, bool adjoint) {
+  return {.batch = x.size(0),
+          .length = x.size(1),
+          .num_heads = x.size(2),
+          .num_kept = x.size(3) - 2 * r.cos_Pf.size(1),
+          .num_turns = r.cos_Pf.size(1),
+          .strides = {x.stride(0), x.stride(1), x.stride(2)},
+          .leading = r.leading,
+          .interleaved = r.interleaved,
+          .adjoint = adjoint,
+          .cos = read_floats(r.cos_Pf),
+          .sin = read_floats(r.sin_Pf),
+          .positions =
+              has_memory(r.positions_BL) ? r.positions_BL.const_data_ptr<std::int64_t>() : nullptr};
+}
+
 at::Tensor rotated(const Rotation& r, const at::Tensor& x, bool adjoint) {
   const at::Tensor y = at::empty(x.sizes(), x.options());
-  const Rope rope{.batch = x.size(0),
-                  .length = x.size(1),
-                  .num_heads = x.size(2),
-                  .num_kept = x.size(3) - 2 * r.cos_Pf.size(1),
-                  .num_turns = r.cos_Pf.size(1),
-                  .strides = {x.stride(0), x.stride(1), x.stride(2)},
-                  .interleaved = r.interleaved,
-                  .adjoint = adjoint,
-                  .cos = read_floats(r.cos_Pf),
-                  .sin = read_floats(r.sin_Pf),
-                  .positions = has_memory(r.positions_BL)
-                                   ? r.positions_BL.const_data_ptr<std::int64_t>()
-                                   : nullptr};
-  OnDeviceOf{x}("rope", cuda::rope, rope, in(x), out(y));
+  OnDeviceOf{x}("rope", cuda::rope, rope_of(r, x, adjoint), in(x), out(y));
   return y;
+}
+
+bool takes_norm_of_heads(const Rotation& r, const at::Tensor& x, const at::Tensor& weight_d) {
+  const auto width = x.size(3);
+  return weight_d.defined() && !r.interleaved && takes_rotation(r, x) &&
+         (width == 64 || width == 128 || width == 256) && x.numel() / width < std::int64_t{1} << 31;
+}
+
+NormOutput heads_forward(const Rotation& turn, const at::Tensor& x, const at::Tensor& weight,
+                         double eps) {
+  const NormOutput y{at::empty(x.sizes(), x.options()),
+                     at::empty(x.sizes().slice(0, 3), x.options().dtype(at::kFloat))};
+  OnDeviceOf{x}("norm_rope", norm_rope, rope_of(turn, x, false), read_floats(weight),
+                static_cast<float>(eps), in(x), out(y.y), floats(y.r));
+  return y;
+}
+
+NormGradients heads_backward(const Rotation& turn, const at::Tensor& x, const at::Tensor& weight,
+                             const at::Tensor& r, const at::Tensor& dy) {
+  const Rope rope = rope_of(turn, x, true);
+  const auto wide = x.options().dtype(at::kFloat);
+  const at::Tensor workspace = at::empty({norm_rope_workspace(rope)}, wide);
+  const NormGradients d{at::empty(x.sizes(), x.options()), at::empty(weight.sizes(), wide)};
+  OnDeviceOf{x}("norm_rope_backward", norm_rope_backward, rope, read_floats(weight), in(x),
+                read_floats(r), in(dy), floats(workspace), out(d.x), floats(d.weight_D));
+  return d;
 }
 
 }  // namespace
 
-NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps) {
-  if (!takes_norm(x)) return aten_kernels().norm_forward(x, weight_D, eps);
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps,
+                        const std::optional<Rotation>& turn) {
+  if (turn && takes_norm_of_heads(*turn, x, weight_D))
+    return heads_forward(*turn, x, aligned(weight_D), eps);
+  if (turn || !takes_norm(x)) return aten_kernels().norm_forward(x, weight_D, eps, turn);
   const at::Tensor rows = rows_of(x), weight = aligned(weight_D);
   const auto sizes = x.sizes();
   NormOutput y{at::empty(sizes, x.options()),
@@ -76,8 +108,10 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy) {
-  if (!takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy);
+                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
+  if (turn && takes_norm_of_heads(*turn, x, weight_D))
+    return heads_backward(*turn, x, aligned(weight_D), r, aligned(dy.contiguous()));
+  if (turn || !takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy, turn);
   const at::Tensor rows = rows_of(x), weight = aligned(weight_D),
                    dy_rows = aligned(dy.contiguous());
   const Norm norm = norm_of(rows, weight, 0);

@@ -24,9 +24,10 @@ Error norm_backward(const Norm&, const void* x, const float* r_N, const void* dy
 /// Rotary embedding of heads [batch, length, num_heads, num_kept + 2 num_turns].
 struct Rope {
   std::int64_t batch, length, num_heads;
-  std::int64_t num_kept;    // features before those that turn, a multiple of 8
+  std::int64_t num_kept;    // features that stay, a multiple of 8
   std::int64_t num_turns;   // frequencies, a multiple of 8
   std::int64_t strides[3];  // of x, from a sequence, position and head to the next: multiples of 8
+  bool leading;             // the first features turn; else the last ones
   bool interleaved;         // x has pairs side by side, y evens then odds
   bool adjoint;             // from the gradient of y to that of x
   const float *cos, *sin;   // [positions, num_turns]
@@ -34,6 +35,16 @@ struct Rope {
 };
 /// y has no gaps.
 Error rope(const Rope&, const void* x, void* y, Stream);
+
+/// RMSNorm of each head, which then turns. Heads have 64, 128 or 256 features and are not
+/// interleaved; x has the strides, y, dy, dx have no gaps. `adjoint` does not matter.
+Error norm_rope(const Rope&, const float* weight, float eps, const void* x, void* y, float* r_N,
+                Stream);
+/// The number of floats that norm_rope_backward needs besides its results.
+std::int64_t norm_rope_workspace(const Rope&);
+/// The terms of d_weight are summed in a fixed order.
+Error norm_rope_backward(const Rope&, const float* weight, const void* x, const float* r_N,
+                         const void* dy, float* workspace, void* dx, float* d_weight, Stream);
 
 /// Heads [batch, length, num_heads, width] without gaps; lse is [batch, num_heads, length].
 struct Sinks {

@@ -1,5 +1,5 @@
 // RMSNorm, forward and backward. One to eight warps have a row, which stays in registers between
-// the sum over it and its use. N rows, D features
+// the sum over it and its use; of a head, which turns as well, a part of a warp. N rows, D features
 
 #include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/around.h"
@@ -173,6 +173,138 @@ __global__ void __launch_bounds__(kThreads)
   out[column] = total;
 }
 
+constexpr int kHeadThreads = 512;
+
+struct HeadsParams {
+  const bf16* x;
+  int64_t strides[3];
+  const float *weight, *cos, *sin;
+  const int64_t* positions;  // null: token l of a sequence has line l of the table
+  unsigned size;             // heads in all
+  int length, num_heads;
+  int first_turn, num_turns;  // features
+  float eps;
+  bf16* y;  // of backward: dx
+  float* r_N;
+  const bf16* dy;
+  float* terms;  // [blocks, D]
+};
+
+struct HeadPlace {
+  const bf16* x;
+  int64_t line;  // of the table
+};
+
+__device__ __forceinline__ HeadPlace place_of(const HeadsParams& p, unsigned at) {
+  const unsigned token = at / p.num_heads, head = at - token * p.num_heads;
+  const unsigned sequence = token / p.length, position = token - sequence * p.length;
+  return {p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2],
+          p.positions ? __ldg(p.positions + token) : static_cast<int64_t>(position)};
+}
+
+/// Turns the features of a head, of which this thread has eight. All threads of the warp call it.
+template <bool kAdjoint>
+__device__ __forceinline__ void turn(const HeadsParams& p, int64_t line, int column,
+                                     float (&v)[8]) {
+  const int at = column - p.first_turn, lanes = p.num_turns / 8;
+  const bool is_first = at >= 0 && at < p.num_turns,
+             is_second = at >= p.num_turns && at < 2 * p.num_turns;
+  const int other_lane = static_cast<int>(threadIdx.x % 32) + (is_first    ? lanes
+                                                               : is_second ? -lanes
+                                                                           : 0);
+  float other[8], cos[8], sin[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) other[i] = __shfl_sync(~0u, v[i], other_lane);
+  if (!is_first && !is_second) return;
+  const int64_t angle = line * p.num_turns + (is_first ? at : at - p.num_turns);
+  load_weight(p.cos, static_cast<int>(angle), cos),
+      load_weight(p.sin, static_cast<int>(angle), sin);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    v[i] = v[i] * cos[i] + (is_first != kAdjoint ? -sin[i] : sin[i]) * other[i];
+}
+
+template <int kLanes>
+__device__ __forceinline__ float lane_sum(float v) {
+#pragma unroll
+  for (int distance = 1; distance < kLanes; distance *= 2) v += __shfl_xor_sync(~0u, v, distance);
+  return v;
+}
+
+constexpr int kHeadsAhead = 2;  // of a group, which are read before the first is used
+
+template <int kLanes>
+__global__ void __launch_bounds__(kHeadThreads) norm_rope_kernel(const HeadsParams p) {
+  constexpr unsigned kGroups = kHeadThreads / kLanes;
+  const int column = threadIdx.x % kLanes * 8;
+  const unsigned first = blockIdx.x * kGroups * kHeadsAhead + threadIdx.x / kLanes;
+  HeadPlace places[kHeadsAhead];
+  uint4 held[kHeadsAhead];
+#pragma unroll
+  for (int h = 0; h < kHeadsAhead; ++h) {
+    const unsigned at = first + h * kGroups;
+    places[h] = place_of(p, at < p.size ? at : 0);
+    held[h] = load16(places[h].x + column);
+  }
+  float w[8];
+  load_weight(p.weight, column, w);
+#pragma unroll
+  for (int h = 0; h < kHeadsAhead; ++h) {
+    const unsigned at = first + h * kGroups;
+    float v[8], sum = 0.f;
+    unpack(held[h], v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += v[i] * v[i];
+    const float r = rsqrtf(lane_sum<kLanes>(sum) / (kLanes * 8) + p.eps);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] *= r * w[i];
+    turn<false>(p, places[h].line, column, v);
+    if (at >= p.size) continue;
+    if (column == 0) p.r_N[at] = r;
+    store16(p.y + static_cast<int64_t>(at) * (kLanes * 8) + column, packed(v));
+  }
+}
+
+/// As norm_backward_kernel, of dy that is turned back.
+template <int kLanes>
+__global__ void __launch_bounds__(kHeadThreads, 2) norm_rope_backward_kernel(const HeadsParams p) {
+  constexpr int kGroups = kHeadThreads / kLanes, kHeadWidth = kLanes * 8;
+  __shared__ float sums[kGroups][kHeadWidth];
+  const int column = threadIdx.x % kLanes * 8, group = threadIdx.x / kLanes;
+  float w[8], d_weight[8] = {};
+  load_weight(p.weight, column, w);
+  for (unsigned first = blockIdx.x * kGroups; first < p.size; first += gridDim.x * kGroups) {
+    const unsigned at = first + group;
+    const bool is_head = at < p.size;
+    const HeadPlace place = place_of(p, is_head ? at : 0);
+    const int64_t here = static_cast<int64_t>(at) * kHeadWidth + column;
+    float v[8], g[8], sum = 0.f;
+    unpack(load16(place.x + column), v);
+    unpack(is_head ? load16(p.dy + here) : uint4{}, g);
+    const float r = p.r_N[is_head ? at : 0];
+    turn<true>(p, place.line, column, g);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float term = g[i] * v[i] * r;
+      d_weight[i] += term;
+      sum += term * w[i];
+    }
+    const float along = lane_sum<kLanes>(sum) / kHeadWidth;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = r * (g[i] * w[i] - v[i] * r * along);
+    if (is_head) store16(p.y + here, packed(v));
+  }
+  if (!p.terms) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[group][column + i] = d_weight[i];
+  __syncthreads();
+  if (threadIdx.x >= kHeadWidth) return;
+  float total = 0.f;
+#pragma unroll 8
+  for (int i = 0; i < kGroups; ++i) total += sums[i][threadIdx.x];
+  p.terms[static_cast<int64_t>(blockIdx.x) * kHeadWidth + threadIdx.x] = total;
+}
+
 int warps_per_row(std::int64_t width) {
   int warps = 1;
   while (warps < kWarps && warps * kWidth < width) warps *= 2;
@@ -203,6 +335,62 @@ std::int64_t blocks_for(const Norm& n) {
 }
 std::int64_t backward_blocks(const Norm& n) {
   return blocks_for(n) < kMaxBlocks ? blocks_for(n) : kMaxBlocks;
+}
+
+std::int64_t width_of(const Rope& r) { return r.num_kept + 2 * r.num_turns; }
+
+/// f(lanes of a head as a constant).
+template <class F>
+void with_lanes(std::int64_t width, F f) {
+  switch (width) {
+    case 64: return f(std::integral_constant<int, 8>());
+    case 128: return f(std::integral_constant<int, 16>());
+    default: return f(std::integral_constant<int, 32>());
+  }
+}
+
+Error complaint(const Rope& r) {
+  const std::int64_t width = width_of(r);
+  if ((width != 64 && width != 128 && width != 256) || r.num_turns % 8 != 0 ||
+      r.num_kept % 8 != 0 || r.interleaved || r.strides[0] % 8 != 0 || r.strides[1] % 8 != 0 ||
+      r.strides[2] % 8 != 0 || r.batch * r.length * r.num_heads >= std::int64_t{1} << 31)
+    return "a norm before a rotation takes fewer than 2^31 heads of 64, 128 or 256 features, of "
+           "which multiples of 8 turn in pairs that lie apart";
+  return nullptr;
+}
+
+std::int64_t blocks_for(const Rope& r) {
+  const std::int64_t heads = kHeadThreads / (width_of(r) / 8);  // of a block
+  return (r.batch * r.length * r.num_heads + heads - 1) / heads;
+}
+std::int64_t backward_blocks(const Rope& r) {
+  return blocks_for(r) < kMaxBlocks ? blocks_for(r) : kMaxBlocks;
+}
+
+HeadsParams params_of(const Rope& r, const float* weight, const void* x, void* y) {
+  return {.x = static_cast<const bf16*>(x),
+          .strides = {r.strides[0], r.strides[1], r.strides[2]},
+          .weight = weight,
+          .cos = r.cos,
+          .sin = r.sin,
+          .positions = r.positions,
+          .size = static_cast<unsigned>(r.batch * r.length * r.num_heads),
+          .length = static_cast<int>(r.length),
+          .num_heads = static_cast<int>(r.num_heads),
+          .first_turn = static_cast<int>(r.leading ? 0 : r.num_kept),
+          .num_turns = static_cast<int>(r.num_turns),
+          .eps = 0.f,
+          .y = static_cast<bf16*>(y),
+          .r_N = nullptr,
+          .dy = nullptr,
+          .terms = nullptr};
+}
+
+/// d_weight = the sum of the blocks' terms; zeros where there is none.
+void add_terms(const float* terms, std::int64_t num_terms, std::int64_t width, float* d_weight,
+               cudaStream_t queue) {
+  sum_terms<<<static_cast<unsigned>((width + kTermColumns - 1) / kTermColumns), kThreads, 0,
+              queue>>>(terms, static_cast<int>(num_terms), static_cast<int>(width), d_weight);
 }
 
 }  // namespace
@@ -249,9 +437,41 @@ Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* 
     with_warps(n.width, [&](auto warps) {
       norm_backward_kernel<warps><<<num_blocks, kThreads, 0, queue>>>(p);
     });
-  if (d_weight)  // zeros without rows
-    sum_terms<<<static_cast<unsigned>((n.width + kTermColumns - 1) / kTermColumns), kThreads, 0,
-                queue>>>(workspace, static_cast<int>(num_blocks), p.width, d_weight);
+  if (d_weight) add_terms(workspace, num_blocks, n.width, d_weight, queue);
+  return text_of(cudaGetLastError());
+}
+
+Error norm_rope(const Rope& r, const float* weight, float eps, const void* x, void* y, float* r_N,
+                Stream stream) {
+  if (Error error = complaint(r)) return error;
+  HeadsParams p = params_of(r, weight, x, y);
+  p.eps = eps, p.r_N = r_N;
+  if (p.size == 0) return nullptr;
+  with_lanes(width_of(r), [&](auto lanes) {
+    norm_rope_kernel<lanes>
+        <<<static_cast<unsigned>((blocks_for(r) + kHeadsAhead - 1) / kHeadsAhead), kHeadThreads, 0,
+           static_cast<cudaStream_t>(stream)>>>(p);
+  });
+  return text_of(cudaGetLastError());
+}
+
+std::int64_t norm_rope_workspace(const Rope& r) { return backward_blocks(r) * width_of(r); }
+
+Error norm_rope_backward(const Rope& r, const float* weight, const void* x, const float* r_N,
+                         const void* dy, float* workspace, void* dx, float* d_weight,
+                         Stream stream) {
+  if (Error error = complaint(r)) return error;
+  const auto queue = static_cast<cudaStream_t>(stream);
+  HeadsParams p = params_of(r, weight, x, dx);
+  p.r_N = const_cast<float*>(r_N), p.dy = static_cast<const bf16*>(dy);
+  p.terms = d_weight ? workspace : nullptr;
+  const std::int64_t num_blocks = backward_blocks(r);
+  if (num_blocks > 0)
+    with_lanes(width_of(r), [&](auto lanes) {
+      norm_rope_backward_kernel<lanes>
+          <<<static_cast<unsigned>(num_blocks), kHeadThreads, 0, queue>>>(p);
+    });
+  if (d_weight) add_terms(workspace, num_blocks, width_of(r), d_weight, queue);
   return text_of(cudaGetLastError());
 }
 

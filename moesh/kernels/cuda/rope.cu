@@ -18,6 +18,7 @@ struct RopeParams {
   int64_t size;                     // pieces in all
   int length, num_heads, num_kept;  // features that stay
   int num_turns;
+  bool leading;
   float sign;  // -1: the adjoint
 };
 
@@ -41,12 +42,13 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
   const int position = static_cast<int>(token - sequence * p.length);
   const bf16* x = p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2];
   bf16* y = p.y + head_at * (p.num_kept + 2 * p.num_turns);
-  if (piece * 8 < p.num_kept) {
-    store16(y + piece * 8, load16(x + piece * 8));
+  const int first_turn = p.leading ? 0 : p.num_kept, turn = piece * 8 - first_turn;
+  if (turn < 0 || turn >= p.num_turns) {
+    const int kept = p.leading ? piece * 8 + p.num_turns : piece * 8;
+    store16(y + kept, load16(x + kept));
     return;
   }
-  const int turn = piece * 8 - p.num_kept;
-  x += p.num_kept, y += p.num_kept;
+  x += first_turn, y += first_turn;
   float a[8], b[8], cos[8], sin[8];
   {
     float u[8], v[8];
@@ -96,6 +98,7 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
                      .num_heads = static_cast<int>(r.num_heads),
                      .num_kept = static_cast<int>(r.num_kept),
                      .num_turns = static_cast<int>(r.num_turns),
+                     .leading = r.leading,
                      .sign = r.adjoint ? -1.f : 1.f};
   if (p.size == 0) return nullptr;
   const auto num_blocks = static_cast<unsigned>((p.size + kThreads - 1) / kThreads);

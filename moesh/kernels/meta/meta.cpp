@@ -158,13 +158,15 @@ ConvolutionGradients accelerator_convolution_backward(const at::Tensor& x, const
 }
 
 // The kernels of an accelerator: results, and no temporaries.
-NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/) {
+NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, double /*eps*/,
+                        const std::optional<Rotation>& /*turn*/) {
   return {
       at::empty(x.sizes(), x.options()),
       at::empty(x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)), x.options().dtype(wide(x)))};
 }
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
-                            const at::Tensor& /*r*/, const at::Tensor& /*dy*/) {
+                            const at::Tensor& /*r*/, const at::Tensor& /*dy*/,
+                            const std::optional<Rotation>& /*turn*/) {
   return {at::empty(x.sizes(), x.options()), like(weight_D)};
 }
 at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
