@@ -82,17 +82,22 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
+                            const at::Tensor& dy, const std::optional<Rotation>& turn,
+                            const at::Tensor& beside) {
   check_norm(x, weight_D);
   if (turn) check_rotation(*turn, x);
   MOESH_CHECK(r.defined() && r.sizes() == x.sizes().slice(0, static_cast<size_t>(x.dim() - 1)),
               ErrorKind::data, "r is ", describe(r), " for x ", describe(x),
               "; pass what norm_forward gave");
-  MOESH_CHECK(dy.defined() && dy.sizes() == x.sizes() && dy.scalar_type() == x.scalar_type() &&
-                  dy.device() == x.device(),
-              ErrorKind::data, "dy is ", describe(dy), "; y was ", describe(x));
+  for (const auto* d : {&dy, &beside})
+    MOESH_CHECK((d == &beside && !d->defined()) ||
+                    (d->defined() && d->sizes() == x.sizes() &&
+                     d->scalar_type() == x.scalar_type() && d->device() == x.device()),
+                ErrorKind::data, d == &dy ? "dy" : "beside", " is ", describe(*d), "; x and y are ",
+                describe(x));
   const at::NoGradGuard no_grad;
-  return kernels_for(x.device()).norm_backward(x, plain(weight_D), r.contiguous(), dy, turn);
+  return kernels_for(x.device())
+      .norm_backward(x, plain(weight_D), r.contiguous(), dy, turn, beside);
 }
 
 at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {

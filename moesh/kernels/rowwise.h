@@ -40,8 +40,11 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
 struct NormGradients {
   at::Tensor x, weight_D;  // weight_D is undefined where there is none
 };
+/// `beside` is a gradient of x that comes by another way, which d(x) takes in before it is rounded;
+/// undefined: none.
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy, const std::optional<Rotation>& turn = {});
+                            const at::Tensor& dy, const std::optional<Rotation>& turn = {},
+                            const at::Tensor& beside = {});
 
 // ---- latent attention: its heads, from what the latent gives each and the key that all share ----
 // n features of a key of its own, r shared ones, v features of a value

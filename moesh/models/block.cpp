@@ -68,9 +68,6 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
                            std::int64_t moe_layer) {
   interruption_point();
   const Along over_tp = tokens.over_tp();
-  const auto to_full = [&](const nn::RmsNorm& norm, const nn::Stream<Sp>& stream) {
-    return nn::to_full<Sp>(nn::norm<Sp>(norm, stream), over_tp);
-  };
   const auto added = [&](const nn::Stream<Sp>& stream, const nn::Stream<Sp>& y) {
     return stream + (residual_scale_ == 1 ? y : scale(y, residual_scale_));
   };
@@ -81,19 +78,23 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
                               : nullptr;
   const nn::Stream<Sp> after = [&] {
     RECORD_USER_SCOPE("attention");
-    return added(x, nn::to_stream<Sp>(
-                        (*attention_)(to_full(attention_norm_, x), tokens, past, logits), over_tp));
+    const auto [normed, stream] = nn::norm_beside<Sp>(attention_norm_, x);
+    return added(stream, nn::to_stream<Sp>(
+                             (*attention_)(nn::to_full<Sp>(normed, over_tp), tokens, past, logits),
+                             over_tp));
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
+  const auto [normed, stream] = nn::norm_beside<Sp>(ffn_norm_, after);
   if (mlp_)
-    return {added(after, nn::to_stream<Sp>(
-                             (*mlp_)(to_full(ffn_norm_, after), tokens.span_numbers()), over_tp)),
+    return {added(stream,
+                  nn::to_stream<Sp>(
+                      (*mlp_)(nn::to_full<Sp>(normed, over_tp), tokens.span_numbers()), over_tp)),
             {},
             {}};
   const nn::RouteOptions route_options{
       .pass = options.pass, .probe = options.probe, .layer = moe_layer, .micro_batch = batch.index};
-  const auto out = (*moe_)(nn::norm<Sp>(ffn_norm_, after), tokens, route_options);
-  return {added(after, out.y),
+  const auto out = (*moe_)(normed, tokens, route_options);
+  return {added(stream, out.y),
           auxiliary_losses(out.route, moe_->router().config(), tokens, batch, options.auxiliary,
                            route_options),
           out.route.counts_E};

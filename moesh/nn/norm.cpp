@@ -17,23 +17,27 @@ struct Turn : torch::CustomClassHolder {
 };
 
 // Saved are the input, which the residual stream holds anyway, and a number for each row.
+// The second result is x as it is.
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const std::optional<at::Tensor>& weight, double eps,
-                            const c10::intrusive_ptr<Turn>& turn) {
+  static variable_list forward(AutogradContext* context, const at::Tensor& x,
+                               const std::optional<at::Tensor>& weight, double eps,
+                               const c10::intrusive_ptr<Turn>& turn, bool is_beside) {
     const at::Tensor w = weight.value_or(at::Tensor());
     const auto out = kernels::norm_forward(x, w, eps, turn->rotation);
     context->save_for_backward({x, w, out.r});
     context->saved_data["turn"] = c10::IValue::make_capsule(turn);
-    return out.y;
+    context->saved_data["is_beside"] = is_beside;
+    return is_beside ? variable_list{out.y, x.detach()} : variable_list{out.y};
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     const auto turn =
         c10::static_intrusive_pointer_cast<Turn>(context->saved_data["turn"].toCapsule());
-    const auto d = kernels::norm_backward(saved[0], saved[1], saved[2], grads[0], turn->rotation);
-    return {d.x, d.weight_D, {}, {}};
+    const at::Tensor beside = context->saved_data["is_beside"].toBool() ? grads[1] : at::Tensor();
+    const auto d =
+        kernels::norm_backward(saved[0], saved[1], saved[2], grads[0], turn->rotation, beside);
+    return {d.x, d.weight_D, {}, {}, {}};
   }
 };
 
@@ -42,7 +46,14 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn) {
   return NormFunction::apply(x, weight.defined() ? std::optional(weight) : std::nullopt, eps,
-                             c10::make_intrusive<Turn>(turn));
+                             c10::make_intrusive<Turn>(turn), /*is_beside=*/false)[0];
+}
+
+std::pair<at::Tensor, at::Tensor> rms_norm_beside(const at::Tensor& x, const at::Tensor& weight,
+                                                  double eps) {
+  const auto out = NormFunction::apply(x, weight, eps, c10::make_intrusive<Turn>(std::nullopt),
+                                       /*is_beside=*/true);
+  return {out[0], out[1]};
 }
 
 Tensor<Dense{Place::T, Place::T, Place::P}> SplitRmsNorm::squares(const Slice& x_BLF) {

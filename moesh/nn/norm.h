@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "moesh/fsdp/param.h"
 #include "moesh/kernels/rowwise.h"
@@ -19,12 +20,31 @@ namespace moesh::nn {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn = {});
 
+/// The same, and x itself, for who adds to it: backward adds up what comes by both ways in the pass
+/// of the norm.
+std::pair<at::Tensor, at::Tensor> rms_norm_beside(const at::Tensor& x, const at::Tensor& weight,
+                                                  double eps);
+
 /// Each row with all of its features.
 template <auto A, auto B>
 auto rms_norm(const Tensor<A>& x, const Tensor<B>& weight, double eps) {
   return map_rows(
       [&](const at::Tensor& rows, const at::Tensor& w) { return rms_norm(rows, w, eps); }, x,
       weight);
+}
+
+template <auto A, auto B>
+std::pair<Tensor<A>, Tensor<A>> rms_norm_beside(const Tensor<A>& x, const Tensor<B>& weight,
+                                                double eps) {
+  at::Tensor same;
+  const auto normal = map_rows(
+      [&](const at::Tensor& rows, const at::Tensor& w) {
+        auto both = rms_norm_beside(rows, w, eps);
+        same = both.second;
+        return both.first;
+      },
+      x, weight);
+  return {normal, map_rows([&](const at::Tensor&) { return same; }, x)};
 }
 
 /// What a norm multiplies with: its weight, or 1 + its weight, which begins at zero.
@@ -52,6 +72,11 @@ class RmsNorm {
   template <auto L>
   Tensor<L> invariant(const Tensor<L>& x) const {
     return rms_norm(x, factor(use<tp>(weight_)), eps_);
+  }
+  /// Either of the two, and x itself (rms_norm_beside).
+  template <bool Invariant, auto L>
+  std::pair<Tensor<L>, Tensor<L>> beside(const Tensor<L>& x) const {
+    return rms_norm_beside(x, factor(use<Invariant ? tp : none>(weight_)), eps_);
   }
   /// On heads [B, L, h, d]: tp cuts the heads, and each is normalised over its own d features,
   /// which are whole; then it turns, if it is to.

@@ -26,6 +26,12 @@ Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
     return n.invariant(x);
 }
 
+/// The same, and x itself, for who adds to it (rms_norm_beside).
+template <bool Sp>
+std::pair<Stream<Sp>, Stream<Sp>> norm_beside(const RmsNorm& n, const Stream<Sp>& x) {
+  return n.beside<!Sp>(x);
+}
+
 /// T -> R or I -> R: every tp rank sees all tokens of its cp rank, which tp cuts as `over_tp` says.
 template <bool Sp>
 Full to_full(const Stream<Sp>& x, [[maybe_unused]] const Along& over_tp) {

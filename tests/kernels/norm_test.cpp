@@ -54,6 +54,24 @@ TEST(NormKernel, IsTheFormulaAndItsDerivative) {
   check_norm(normal({2, 3, 24}, "x", at::kDouble), false);
 }
 
+TEST(NormKernel, AddsAGradientThatComesBesideIt) {
+  for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble})
+    for (const auto& [rows, width] : {std::pair{300, 64}, {65, 1032}, {7, 8192}, {5, 13}}) {
+      const auto wide = dtype == at::kDouble ? at::kDouble : at::kFloat;
+      const at::Tensor x = normal({rows, width}, "x", dtype),
+                       dy = normal({rows, width}, "dy", dtype),
+                       beside = normal({rows, width}, "beside", dtype),
+                       weight = normal({width}, "w", wide) + 1;
+      const auto want = formula(x, weight, dy);
+      const Poison poison;
+      const NormOutput y = norm_forward(x, weight, kEps);
+      const NormGradients d = norm_backward(x, weight, y.r, dy, {}, beside);
+      const double tol = dtype == at::kDouble ? 1e-12 : dtype == at::kFloat ? 1e-6 : 4e-3;
+      expect_close(d.x, want[1] + beside.to(want[1].options()), tol, "dx");
+      expect_equal(d.weight_D, norm_backward(x, weight, y.r, dy).weight_D, "d(weight)");
+    }
+}
+
 TEST(NormKernel, TakesRowsWithGaps) {
   const at::Tensor wide = normal({2, 9, 80}, "x", at::kBFloat16);
   check_norm(wide.narrow(2, 0, 64), true);
@@ -86,6 +104,7 @@ TEST(NormKernel, RefusesWhatDoesNotFit) {
   const NormOutput y = norm_forward(x, w, kEps);
   EXPECT_THROW(norm_backward(x, w, y.r, x.to(at::kFloat)), Error);
   EXPECT_THROW(norm_backward(x, w, y.r.narrow(0, 0, 2), x), Error);
+  EXPECT_THROW(norm_backward(x, w, y.r, x, {}, x.narrow(0, 0, 2)), Error);
 }
 
 }  // namespace

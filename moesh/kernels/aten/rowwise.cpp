@@ -69,7 +69,8 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
+                            const at::Tensor& dy, const std::optional<Rotation>& turn,
+                            const at::Tensor& beside) {
   const at::Tensor scale = r.unsqueeze(-1), normal = x.to(wide(x)) * scale;
   at::Tensor d = dy.to(wide(x));
   if (turn) d = rotate_backward(*turn, d);
@@ -82,7 +83,9 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
     d = d * weight_D;
   }
   const at::Tensor along = at::mean(d * normal, {-1}, /*keepdim=*/true);
-  out.x = (d - normal * along).mul_(scale).to(x.scalar_type());
+  at::Tensor dx = (d - normal * along).mul_(scale);
+  if (beside.defined()) dx.add_(beside);
+  out.x = dx.to(x.scalar_type());
   return out;
 }
 

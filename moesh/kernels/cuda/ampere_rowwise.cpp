@@ -108,19 +108,21 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
-                            const at::Tensor& dy, const std::optional<Rotation>& turn) {
-  if (turn && takes_norm_of_heads(*turn, x, weight_D))
+                            const at::Tensor& dy, const std::optional<Rotation>& turn,
+                            const at::Tensor& beside) {
+  if (turn && takes_norm_of_heads(*turn, x, weight_D) && !beside.defined())
     return heads_backward(*turn, x, aligned(weight_D), r, aligned(dy.contiguous()));
-  if (turn || !takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy, turn);
-  const at::Tensor rows = rows_of(x), weight = aligned(weight_D),
-                   dy_rows = aligned(dy.contiguous());
+  if (turn || !takes_norm(x)) return aten_kernels().norm_backward(x, weight_D, r, dy, turn, beside);
+  const auto plain = [](const at::Tensor& t) { return t.defined() ? aligned(t.contiguous()) : t; };
+  const at::Tensor rows = rows_of(x), weight = aligned(weight_D), dy_rows = plain(dy),
+                   beside_rows = plain(beside);
   const Norm norm = norm_of(rows, weight, 0);
   const auto wide = x.options().dtype(at::kFloat);
   const at::Tensor workspace = at::empty({norm_workspace(norm)}, wide);
   NormGradients d{at::empty(x.sizes(), x.options()), {}};
   if (weight.defined()) d.weight_D = at::empty({norm.width}, wide);
   OnDeviceOf{x}("norm_backward", cuda::norm_backward, norm, in(rows), read_floats(r), in(dy_rows),
-                floats(workspace), out(d.x), floats(d.weight_D));
+                in(beside_rows), floats(workspace), out(d.x), floats(d.weight_D));
   return d;
 }
 

@@ -23,7 +23,7 @@ struct NormParams {
   float eps;
   bf16* y;  // of backward: dx
   float* r_N;
-  const bf16* dy;
+  const bf16 *dy, *beside;
   float* terms;  // [blocks, D]
 };
 
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const NormParams p) {
   }
 }
 
-/// dx = r (dy w - n mean(dy w n)), d_weight = the sum of dy n over the rows, n = r x.
+/// dx = r (dy w - n mean(dy w n)) + beside, d_weight = the sum of dy n over the rows, n = r x.
 template <int kWarpsPerRow>
 __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const NormParams p) {
   __shared__ float shared[kWarps];
@@ -103,13 +103,14 @@ __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const NormParam
     const int64_t row = first + group;
     const bool is_row = row < p.num_rows;
     const float r = is_row ? p.r_N[row] : 0.f;
-    uint4 x[kChunks], dy[kChunks];
+    uint4 x[kChunks], dy[kChunks], beside[kChunks];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
       const int column = (c * kGroup + lane) * 8;
       const bool is_there = is_row && column < p.width;
       x[c] = is_there ? load16(p.x + row * p.stride + column) : uint4{};
       dy[c] = is_there ? load16(p.dy + row * p.width + column) : uint4{};
+      beside[c] = is_there && p.beside ? load16(p.beside + row * p.width + column) : uint4{};
     }
     float sum = 0.f;
 #pragma unroll
@@ -131,10 +132,11 @@ __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const NormParam
     for (int c = 0; c < kChunks; ++c) {
       const int column = (c * kGroup + lane) * 8;
       if (column >= p.width) continue;
-      float v[8], g[8], w[8];
+      float v[8], g[8], w[8], more[8];
       unpack(x[c], v), unpack(dy[c], g), load_weight(p.weight, column, w);
+      unpack(beside[c], more);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = r * (g[i] * w[i] - v[i] * r * along);
+      for (int i = 0; i < 8; ++i) v[i] = r * (g[i] * w[i] - v[i] * r * along) + more[i];
       store16(p.y + row * p.width + column, packed(v));
     }
   }
@@ -407,6 +409,7 @@ Error norm(const Norm& n, const void* x, void* y, float* r_N, Stream stream) {
                      .y = static_cast<bf16*>(y),
                      .r_N = r_N,
                      .dy = nullptr,
+                     .beside = nullptr,
                      .terms = nullptr};
   with_warps(n.width, [&](auto warps) {
     norm_kernel<warps>
@@ -419,7 +422,8 @@ Error norm(const Norm& n, const void* x, void* y, float* r_N, Stream stream) {
 std::int64_t norm_workspace(const Norm& n) { return n.weight ? backward_blocks(n) * n.width : 0; }
 
 Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* dy,
-                    float* workspace, void* dx, float* d_weight, Stream stream) {
+                    const void* beside, float* workspace, void* dx, float* d_weight,
+                    Stream stream) {
   if (Error error = complaint(n)) return error;
   const auto queue = static_cast<cudaStream_t>(stream);
   const NormParams p{.x = static_cast<const bf16*>(x),
@@ -431,6 +435,7 @@ Error norm_backward(const Norm& n, const void* x, const float* r_N, const void* 
                      .y = static_cast<bf16*>(dx),
                      .r_N = const_cast<float*>(r_N),
                      .dy = static_cast<const bf16*>(dy),
+                     .beside = static_cast<const bf16*>(beside),
                      .terms = d_weight ? workspace : nullptr};
   const auto num_blocks = static_cast<unsigned>(backward_blocks(n));
   if (num_blocks > 0)

@@ -166,7 +166,7 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& /*weight_D*/, dou
 }
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
                             const at::Tensor& /*r*/, const at::Tensor& /*dy*/,
-                            const std::optional<Rotation>& /*turn*/) {
+                            const std::optional<Rotation>& /*turn*/, const at::Tensor& /*beside*/) {
   return {at::empty(x.sizes(), x.options()), like(weight_D)};
 }
 at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
