@@ -79,9 +79,8 @@ BlockOutput<Sp> Block::run(const nn::Stream<Sp>& x, const nn::Tokens& tokens,
   const nn::Stream<Sp> after = [&] {
     RECORD_USER_SCOPE("attention");
     const auto [normed, stream] = nn::norm_beside<Sp>(attention_norm_, x);
-    return added(stream, nn::to_stream<Sp>(
-                             (*attention_)(nn::to_full<Sp>(normed, over_tp), tokens, past, logits),
-                             over_tp));
+    const nn::Full full = for_several(nn::to_full<Sp>(normed, over_tp));
+    return added(stream, nn::to_stream<Sp>((*attention_)(full, tokens, past, logits), over_tp));
   }();
   RECORD_USER_SCOPE(mlp_ ? "mlp" : "moe");
   const auto [normed, stream] = nn::norm_beside<Sp>(ffn_norm_, after);

@@ -35,8 +35,10 @@ class Mlp {
         up_(column(name + ".up_proj", ffn, dim, o)),
         down_(row(name + ".down_proj", dim, ffn, o)) {}
 
-  /// `numbers` are those of the tokens of x (Tokens::numbers).
-  Sum operator()(const Full& x, const at::Tensor& numbers = {}, bool needs_values = false) const {
+  /// `numbers` are those of the tokens (Tokens::numbers).
+  Sum operator()(const Full& input, const at::Tensor& numbers = {},
+                 bool needs_values = false) const {
+    const Full x = for_several(input);
     const auto gate = gate_.kept(x, numbers), up = up_.kept(x, numbers);
     const auto y = swiglu_linear(gate, up, use(down_.weight()), needs_values);
     return down_.has_lora() ? down_.plus_lora(y, silu(gate) * up, numbers) : y;

@@ -23,9 +23,6 @@
 
 namespace moesh::raw {
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
-  return later_of(w) ? known_linear(x, w, {}) : at::linear(x, w);
-}
 at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
                         double factor) {
   return at::addmm(w, b, a, /*beta=*/1, factor);
@@ -97,12 +94,52 @@ std::optional<at::Tensor> optional_of(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
+// The gradients of what takes one x, as [rows, features]; undefined before the first.
+struct GradientSum : torch::CustomClassHolder {
+  void add_product(const at::Tensor& rows, const at::Tensor& w) {
+    if (sum.defined())
+      sum.addmm_(rows, w);
+    else
+      sum = rows.mm(w);
+  }
+  at::Tensor sum;
+};
+
+// Backward comes here when all who took x have added theirs, or have left it to autograd.
+class ForSeveral : public torch::autograd::Function<ForSeveral> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<GradientSum>& sum) {
+    context->set_materialize_grads(false);
+    context->saved_data["sum"] = c10::IValue::make_capsule(sum);
+    context->saved_data["sizes"] = x.sizes();
+    return x.detach();
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    at::Tensor dx = std::exchange(sum_of(*context)->sum, {});
+    if (dx.defined()) dx = dx.view(context->saved_data["sizes"].toIntVector());
+    if (grads[0].defined()) dx = dx.defined() ? dx.add_(grads[0]) : grads[0];
+    return {dx, {}};
+  }
+  static c10::intrusive_ptr<GradientSum> sum_of(AutogradContext& context) {
+    return c10::static_intrusive_pointer_cast<GradientSum>(context.saved_data["sum"].toCapsule());
+  }
+};
+
+// Where the gradient of x is added up; null: autograd adds it.
+c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x) {
+  auto* node = dynamic_cast<torch::autograd::CppNode<ForSeveral>*>(x.grad_fn().get());
+  return node ? ForSeveral::sum_of(node->ctx_) : nullptr;
+}
+
 class KnownLinear : public torch::autograd::Function<KnownLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
                             const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& y,
-                            const c10::intrusive_ptr<WeightSink>& sink) {
+                            const c10::intrusive_ptr<WeightSink>& sink,
+                            const c10::intrusive_ptr<GradientSum>& sum) {
     context->save_for_backward({x, w});
+    if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
     context->saved_data["has_bias"] = b.has_value();
     context->saved_data["sink"] = c10::IValue::make_capsule(sink);
     return y ? y->detach() : at::linear(x, w, b);
@@ -112,12 +149,17 @@ class KnownLinear : public torch::autograd::Function<KnownLinear> {
         c10::static_intrusive_pointer_cast<WeightSink>(context->saved_data["sink"].toCapsule());
     const auto saved = context->get_saved_variables();
     const at::Tensor rows = grads[0].flatten(0, -2), x = saved[0].detach().flatten(0, -2);
-    const at::Tensor dx = rows.mm(saved[1]).view(saved[0].sizes()),
-                     db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
+    at::Tensor dx;
+    if (const auto sum = context->saved_data.find("sum"); sum != context->saved_data.end())
+      c10::static_intrusive_pointer_cast<GradientSum>(sum->second.toCapsule())
+          ->add_product(rows, saved[1]);
+    else if (context->needs_input_grad(0))
+      dx = rows.mm(saved[1]).view(saved[0].sizes());
+    const at::Tensor db = context->saved_data["has_bias"].toBool() ? rows.sum(0) : at::Tensor();
     const bool has_dw = context->needs_input_grad(1);  // not of what is frozen, or left for later
-    if (sink->is_empty()) return {dx, has_dw ? rows.t().mm(x) : at::Tensor(), db, {}, {}};
+    if (sink->is_empty()) return {dx, has_dw ? rows.t().mm(x) : at::Tensor(), db, {}, {}, {}};
     sink->leave([sink, rows, x] { sink->give({rows.t().mm(x)}); });
-    return {dx, {}, db, {}, {}};
+    return {dx, {}, db, {}, {}, {}};
   }
 };
 
@@ -125,7 +167,11 @@ at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tens
                         const at::Tensor& y) {
   const auto sink = sink_for(x, {w});
   return KnownLinear::apply(x, sink->is_empty() ? w : w.detach(), optional_of(b), optional_of(y),
-                            sink);
+                            sink, sum_for(x));
+}
+
+bool needs_known_linear(const at::Tensor& x, const at::Tensor& w) {
+  return later_of(w) || sum_for(x);
 }
 
 }  // namespace
@@ -134,8 +180,16 @@ at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tens
   return known_linear(x, w, {}, y);
 }
 
+at::Tensor for_several(const at::Tensor& x) {
+  return at::GradMode::is_enabled() && x.requires_grad() && !sum_for(x)
+             ? ForSeveral::apply(x, c10::make_intrusive<GradientSum>())
+             : x;
+}
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
+  return needs_known_linear(x, w) ? known_linear(x, w, {}) : at::linear(x, w);
+}
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
-  return later_of(w) ? known_linear(x, w, b, {}) : at::linear(x, w, b);
+  return needs_known_linear(x, w) ? known_linear(x, w, b, {}) : at::linear(x, w, b);
 }
 
 at::Tensor check_rows(const at::Tensor& x, at::Tensor y, std::int64_t num_dims, const char* what) {

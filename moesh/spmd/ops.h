@@ -12,6 +12,7 @@
 namespace moesh {
 
 namespace raw {
+at::Tensor for_several(const at::Tensor& x);
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w);
 at::Tensor plus_product(const at::Tensor& w, const at::Tensor& b, const at::Tensor& a,
                         double factor);
@@ -38,6 +39,13 @@ at::Tensor narrow(const at::Tensor& x, std::int64_t dim, std::int64_t start, std
 at::Tensor cat(const std::vector<at::Tensor>& parts, std::int64_t dim);
 at::Tensor stack(const std::vector<at::Tensor>& parts);
 }  // namespace raw
+
+/// x, which several linear layers take: the gradient of each is added up as its product is made,
+/// and not by a pass of its own.
+template <auto L>
+Tensor<L> for_several(const Tensor<L>& x) {
+  return assume<L>(raw::for_several(x.local()));
+}
 
 /// x w^T over the last dimension. rows T, w R -> T; x R, w F -> F (column); x F, w F -> P (row);
 /// rows E, w E -> E.

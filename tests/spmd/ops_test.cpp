@@ -126,6 +126,28 @@ TEST(Backward, GradientsHaveTheAdjointPlacement) {
       test_options());
 }
 
+// Also where something else takes x besides linear layers, and where only that does.
+TEST(Backward, AddsUpTheGradientsOfLinearLayersOfOneInput) {
+  const auto options = at::TensorOptions(at::kDouble).device(test_device());
+  const auto gradient = [&](int num_layers, bool is_used_besides, bool together) {
+    const at::Tensor leaf = at::arange(24, options).reshape({2, 3, 4}).sin().requires_grad_(true);
+    const at::Tensor x = together ? raw::for_several(leaf) : leaf;
+    at::Tensor loss = is_used_besides ? x.square().sum() : at::zeros({}, options);
+    for (int i = 0; i < num_layers; ++i) {
+      const at::Tensor w = at::arange(20, options).add(i).cos().reshape({5, 4}),
+                       b = at::arange(5, options);
+      loss = loss + (i == 1 ? raw::linear(x, w, b) : raw::linear(x, w)).square().sum();
+    }
+    loss.backward();
+    return leaf.grad();
+  };
+  for (const auto& [num_layers, is_used_besides] :
+       {std::pair{0, true}, {1, false}, {1, true}, {3, false}, {3, true}})
+    EXPECT_TRUE(at::allclose(gradient(num_layers, is_used_besides, true),
+                             gradient(num_layers, is_used_besides, false), 1e-13, 1e-13))
+        << num_layers << is_used_besides;
+}
+
 TEST(Backward, ErrorsNameTheCure) {
   const auto x = as_leaf(assume<Dense{P, P, P}>(at::ones({2})));
   EXPECT_THROW(backward(x), Error);
