@@ -3,9 +3,12 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <utility>
+
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
 #include "moesh/nn/rows.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 #include "moesh/spmd/transitions.h"
@@ -24,7 +27,8 @@ struct ExpertsContext : torch::CustomClassHolder {
   kernels::ExpertsConfig config;
   at::Tensor ends_e;
   std::uint32_t saved_version = 0;
-  double scale13 = 1, scale2 = 1;  // of LoRA
+  double scale13 = 1, scale2 = 1;            // of LoRA
+  c10::intrusive_ptr<raw::GradientSum> sum;  // of x; null: autograd adds
   c10::intrusive_ptr<raw::WeightSink> sink;
 };
 
@@ -82,6 +86,7 @@ class ExpertsFunction : public torch::autograd::Function<ExpertsFunction> {
       call->sink->leave([sink = call->sink, weights_of = std::move(g.weights_later)] {
         sink->give(listed(weights_of()));
       });
+    if (call->sum) call->sum->add(std::exchange(g.x, {}));
     variable_list all{g.x, g.scores_R};
     for (const at::Tensor& w : listed(g.weights)) all.push_back(w);
     all.resize(all.size() + 3);  // nothing for the indices and the call
@@ -191,6 +196,7 @@ auto Experts::run(const Tensor<L>& x, const Tensor<L>& scores_R, const at::Tenso
   const bool needs_gradients = std::any_of(weights.begin(), weights.end(), [](const auto& w) {
     return w.defined() && w.requires_grad();
   });
+  call->sum = raw::sum_for(local(x));
   call->sink = raw::sink_for(local(x), weights);
   const bool is_later = !call->sink->is_empty();
   // Frozen weights need no gradients.

@@ -54,7 +54,7 @@ template <bool Sp>
 Moe::Output<Sp> Moe::run(const Stream<Sp>& x_BLD, const Tokens& tokens,
                          const RouteOptions& options) {
   check_shape(local(x_BLD), tokens, Sp);
-  const Stream<Sp> x_ND = flatten(x_BLD, 0, 1);
+  const Stream<Sp> x_ND = for_several(flatten(x_BLD, 0, 1));
   const PerToken mine = own_tokens<Sp>(x_ND, rows_over_tp(tokens));
   Route route = router_.choose(mine, tokens, options);
   const Stream<Sp> y = (*dispatch_)({.experts = experts_,

@@ -5,9 +5,11 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
+#include <utility>
 
 #include "moesh/base/error.h"
 #include "moesh/kernels/routing.h"
+#include "moesh/spmd/attach.h"
 #include "moesh/spmd/ops.h"
 #include "moesh/spmd/tensor.h"
 #include "moesh/spmd/transitions.h"
@@ -19,22 +21,27 @@ namespace {
 class GateFunction : public torch::autograd::Function<GateFunction> {
  public:
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x_TD,
-                            const at::Tensor& gate_ED) {
+                            const at::Tensor& gate_ED,
+                            const c10::intrusive_ptr<raw::GradientSum>& sum) {
     context->save_for_backward({x_TD, gate_ED});
+    if (sum) context->saved_data["sum"] = c10::IValue::make_capsule(sum);
     return kernels::gate_forward(x_TD, gate_ED);
   }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list grads) {
     const auto saved = context->get_saved_variables();
     auto d = kernels::gate_backward(saved[0], saved[1], grads[0]);
-    return {std::move(d.x_TD), std::move(d.gate_ED)};
+    if (const auto sum = context->saved_data.find("sum"); sum != context->saved_data.end())
+      c10::static_intrusive_pointer_cast<raw::GradientSum>(sum->second.toCapsule())
+          ->add(std::exchange(d.x_TD, {}));
+    return {std::move(d.x_TD), std::move(d.gate_ED), {}};
   }
 };
 
 }  // namespace
 
 at::Tensor gate_logits(const at::Tensor& x_TD, const at::Tensor& gate_ED) {
-  return GateFunction::apply(x_TD, gate_ED);
+  return GateFunction::apply(x_TD, gate_ED, raw::sum_for(x_TD));
 }
 
 namespace {

@@ -59,6 +59,59 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
 
 }  // namespace
 
+namespace {
+
+// Backward comes here when all who took x have added theirs, or have left it to autograd.
+class ForSeveral : public torch::autograd::Function<ForSeveral> {
+ public:
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
+                            const c10::intrusive_ptr<GradientSum>& sum) {
+    context->set_materialize_grads(false);
+    context->saved_data["sum"] = c10::IValue::make_capsule(sum);
+    context->saved_data["sizes"] = x.sizes();
+    return x.detach();
+  }
+  static variable_list backward(AutogradContext* context, variable_list grads) {
+    at::Tensor dx = sum_of(*context)->take();
+    if (dx.defined()) dx = dx.view(context->saved_data["sizes"].toIntVector());
+    if (grads[0].defined()) dx = dx.defined() ? dx.add_(grads[0]) : grads[0];
+    return {dx, {}};
+  }
+  static c10::intrusive_ptr<GradientSum> sum_of(AutogradContext& context) {
+    return c10::static_intrusive_pointer_cast<GradientSum>(context.saved_data["sum"].toCapsule());
+  }
+};
+
+}  // namespace
+
+void GradientSum::add(const at::Tensor& dx) {
+  const at::Tensor rows = dx.flatten(0, -2);
+  if (sum_.defined())
+    sum_.add_(rows);
+  else
+    sum_ = rows;
+}
+
+void GradientSum::add_product(const at::Tensor& rows, const at::Tensor& w) {
+  if (!sum_.defined())
+    sum_ = rows.mm(w);
+  else if (sum_.is_cpu())
+    sum_.add_(rows.mm(w));  // the bits of autograd's sum
+  else
+    sum_.addmm_(rows, w);
+}
+
+at::Tensor for_several(const at::Tensor& x) {
+  return at::GradMode::is_enabled() && x.requires_grad() && !sum_for(x)
+             ? ForSeveral::apply(x, c10::make_intrusive<GradientSum>())
+             : x;
+}
+
+c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x) {
+  auto* node = dynamic_cast<torch::autograd::CppNode<ForSeveral>*>(x.grad_fn().get());
+  return node ? ForSeveral::sum_of(node->ctx_) : nullptr;
+}
+
 void run_backward(const std::function<void()>& backward) {
   fault = nullptr;
   try {

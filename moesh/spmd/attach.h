@@ -1,8 +1,10 @@
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace moesh {
@@ -34,6 +36,25 @@ std::vector<at::Tensor> attach_many(
     const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& outs,
     std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> adjoint,
     std::shared_ptr<WeightsLater> later = nullptr);
+
+/// The gradient of one x that several functions of autograd take, as they add it up themselves.
+class GradientSum : public torch::CustomClassHolder {
+ public:
+  /// dx of x's sizes, which is the sum's from now on.
+  void add(const at::Tensor& dx);
+  /// rows w, of rows [N, out] and w [out, in], by the product itself.
+  void add_product(const at::Tensor& rows, const at::Tensor& w);
+  /// Undefined: nobody has added.
+  at::Tensor take() { return std::exchange(sum_, {}); }
+
+ private:
+  at::Tensor sum_;  // [N, in]
+};
+/// x for several: what finds a sum for it adds its gradient there and returns none; what others
+/// return, autograd adds.
+at::Tensor for_several(const at::Tensor& x);
+/// That of what for_several gave; null: there is none.
+c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x);
 
 /// Runs a backward. What an adjoint throws comes out of here as it was thrown: LibTorch 2.11 puts
 /// an internal error in its place when backward runs in the caller's thread.

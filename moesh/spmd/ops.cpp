@@ -94,44 +94,6 @@ std::optional<at::Tensor> optional_of(const at::Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
 }
 
-// The gradients of what takes one x, as [rows, features]; undefined before the first.
-struct GradientSum : torch::CustomClassHolder {
-  void add_product(const at::Tensor& rows, const at::Tensor& w) {
-    if (sum.defined())
-      sum.addmm_(rows, w);
-    else
-      sum = rows.mm(w);
-  }
-  at::Tensor sum;
-};
-
-// Backward comes here when all who took x have added theirs, or have left it to autograd.
-class ForSeveral : public torch::autograd::Function<ForSeveral> {
- public:
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x,
-                            const c10::intrusive_ptr<GradientSum>& sum) {
-    context->set_materialize_grads(false);
-    context->saved_data["sum"] = c10::IValue::make_capsule(sum);
-    context->saved_data["sizes"] = x.sizes();
-    return x.detach();
-  }
-  static variable_list backward(AutogradContext* context, variable_list grads) {
-    at::Tensor dx = std::exchange(sum_of(*context)->sum, {});
-    if (dx.defined()) dx = dx.view(context->saved_data["sizes"].toIntVector());
-    if (grads[0].defined()) dx = dx.defined() ? dx.add_(grads[0]) : grads[0];
-    return {dx, {}};
-  }
-  static c10::intrusive_ptr<GradientSum> sum_of(AutogradContext& context) {
-    return c10::static_intrusive_pointer_cast<GradientSum>(context.saved_data["sum"].toCapsule());
-  }
-};
-
-// Where the gradient of x is added up; null: autograd adds it.
-c10::intrusive_ptr<GradientSum> sum_for(const at::Tensor& x) {
-  auto* node = dynamic_cast<torch::autograd::CppNode<ForSeveral>*>(x.grad_fn().get());
-  return node ? ForSeveral::sum_of(node->ctx_) : nullptr;
-}
-
 class KnownLinear : public torch::autograd::Function<KnownLinear> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w,
@@ -180,11 +142,6 @@ at::Tensor known_linear(const at::Tensor& x, const at::Tensor& w, const at::Tens
   return known_linear(x, w, {}, y);
 }
 
-at::Tensor for_several(const at::Tensor& x) {
-  return at::GradMode::is_enabled() && x.requires_grad() && !sum_for(x)
-             ? ForSeveral::apply(x, c10::make_intrusive<GradientSum>())
-             : x;
-}
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w) {
   return needs_known_linear(x, w) ? known_linear(x, w, {}) : at::linear(x, w);
 }
