@@ -145,13 +145,13 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
   return kernels_for(gate.device()).swiglu_forward(gate.contiguous(), up.contiguous());
 }
 
-SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
-                                const at::Tensor& dh) {
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
+                                bool wants_h) {
   check_like("up", up, gate);
   check_like("dh", dh, gate);
   const at::NoGradGuard no_grad;
   return kernels_for(gate.device())
-      .swiglu_backward(gate.contiguous(), up.contiguous(), dh.contiguous());
+      .swiglu_backward(gate.contiguous(), up.contiguous(), dh.contiguous(), wants_h);
 }
 
 at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {

@@ -71,8 +71,10 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up);
 
 struct SwigluGradients {
   at::Tensor gate, up;
+  at::Tensor h;  // once more, in the memory of dh, if it is wanted; else undefined
 };
-SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh);
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
+                                bool wants_h = false);
 
 // ---- sinks after attention without them ----
 // A sink is one more score of a head, without a value: with lse the logarithm of the sum of

@@ -33,17 +33,18 @@ class SwigluLinear : public torch::autograd::Function<SwigluLinear> {
     const auto saved = context->get_saved_variables();
     const at::Tensor &gate = saved[0], &up = saved[1], &w = saved[2];
     const at::Tensor rows = grads[0].flatten(0, -2);
-    const auto weight_gradient = [rows, gate = gate.detach(), up = up.detach()] {
-      // One pass over gate and up, for a third of what the layer would have to keep.
-      return rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2));
-    };
+    const bool has_dw = context->needs_input_grad(2);
+    const auto d =
+        kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()), /*wants_h=*/has_dw);
+    at::Tensor dw;
+    if (has_dw) dw = rows.t().mm(d.h.flatten(0, -2));
     const auto sink = c10::static_intrusive_pointer_cast<raw::WeightSink>(
         context->saved_data["sink"].toCapsule());
-    at::Tensor dw;
-    if (context->needs_input_grad(2)) dw = weight_gradient();
     if (!sink->is_empty())
-      sink->leave([sink, weight_gradient] { sink->give({weight_gradient()}); });
-    const auto d = kernels::swiglu_backward(gate, up, rows.mm(w).view(gate.sizes()));
+      sink->leave([sink, rows, gate = gate.detach(), up = up.detach()] {
+        // One pass over gate and up, for a third of what the layer would have to keep.
+        sink->give({rows.t().mm(kernels::swiglu_forward(gate, up).flatten(0, -2))});
+      });
     return {d.gate, d.up, dw, {}, {}};
   }
 };

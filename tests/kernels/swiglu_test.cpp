@@ -21,6 +21,11 @@ void check_swiglu(at::IntArrayRef sizes, at::ScalarType dtype) {
   const SwigluGradients d = swiglu_backward(gate, up, dh);
   expect_close(d.gate, g.grad(), tol, "d(gate), " + what);
   expect_close(d.up, u.grad(), tol, "d(up), " + what);
+  EXPECT_FALSE(d.h.defined());
+  const SwigluGradients with_h = swiglu_backward(gate, up, dh.clone(), true);
+  expect_equal(with_h.gate, d.gate, "d(gate) with h, " + what);
+  expect_equal(with_h.up, d.up, "d(up) with h, " + what);
+  expect_equal(with_h.h, swiglu_forward(gate, up), "h once more, " + what);
 }
 
 TEST(Swiglu, IsTheFormulaAndItsDerivative) {

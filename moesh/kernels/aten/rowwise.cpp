@@ -120,11 +120,14 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
   return at::silu(gate.to(wide(gate))).mul_(up).to(gate.scalar_type());
 }
 
-SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
-                                const at::Tensor& dh) {
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
+                                bool wants_h) {
   const at::Tensor g = gate.to(wide(gate)), d = dh.to(wide(gate)), sigma = at::sigmoid(g);
   const at::Tensor slope = sigma * (1 + g * (1 - sigma));  // of silu
-  return {(d * up * slope).to(gate.scalar_type()), (d * g).mul_(sigma).to(gate.scalar_type())};
+  SwigluGradients out{(d * up * slope).to(gate.scalar_type()),
+                      (d * g).mul_(sigma).to(gate.scalar_type())};
+  if (wants_h) out.h = at::Tensor(dh).copy_(swiglu_forward(gate, up));
+  return out;
 }
 
 at::Tensor add_sinks_(const at::Tensor& y, const at::Tensor& lse, const at::Tensor& sinks_h) {

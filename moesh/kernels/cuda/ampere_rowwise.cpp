@@ -273,14 +273,14 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& up) {
   return h;
 }
 
-SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up,
-                                const at::Tensor& dh) {
+SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, const at::Tensor& dh,
+                                bool wants_h) {
   if (!takes_swiglu(gate, up) || !in_chunks(dh))
-    return aten_kernels().swiglu_backward(gate, up, dh);
-  SwigluGradients d{at::empty(gate.sizes(), gate.options()),
-                    at::empty(gate.sizes(), gate.options())};
+    return aten_kernels().swiglu_backward(gate, up, dh, wants_h);
+  const auto fresh = [&] { return at::empty(gate.sizes(), gate.options()); };
+  const SwigluGradients d{fresh(), fresh(), wants_h ? dh : at::Tensor()};
   OnDeviceOf{gate}("dense_swiglu_backward", dense_swiglu_backward, in(gate), in(up), in(dh),
-                   out(d.gate), out(d.up), gate.numel());
+                   out(d.gate), out(d.up), out(d.h), gate.numel());
   return d;
 }
 

@@ -93,8 +93,9 @@ Error latent_heads_backward(const Latent&, Stream);
 
 /// h = silu(gate) up of `size` numbers, a multiple of 8.
 Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size, Stream);
+/// h is null: not wanted once more; it may be dh.
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
-                            void* d_up, std::int64_t size, Stream);
+                            void* d_up, void* h, std::int64_t size, Stream);
 
 /// The gated delta rule (kernels/delta_rule.h) of heads of 128 features. A key head has a query, a
 /// key and its value heads' values side by side.

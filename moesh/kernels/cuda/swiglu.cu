@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     swiglu_backward_kernel(const bf16* gate, const bf16* up, const bf16* dh, bf16* d_gate,
-                           bf16* d_up, int64_t num_chunks) {
+                           bf16* d_up, bf16* h, int64_t num_chunks) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
   if (at >= num_chunks * 8) return;
   float g[8], u[8], d[8];
@@ -30,9 +30,10 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const Hidden hidden = swiglu(g[i], u[i]);
-    g[i] = d[i] * hidden.dh_dg, u[i] = d[i] * hidden.dh_du;
+    g[i] = d[i] * hidden.dh_dg, u[i] = d[i] * hidden.dh_du, d[i] = hidden.h;
   }
   store16(d_gate + at, packed(g)), store16(d_up + at, packed(u));
+  if (h) store16(h + at, packed(d));
 }
 
 unsigned num_blocks(int64_t num_chunks) {
@@ -51,12 +52,12 @@ Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size,
 }
 
 Error dense_swiglu_backward(const void* gate, const void* up, const void* dh, void* d_gate,
-                            void* d_up, std::int64_t size, Stream stream) {
+                            void* d_up, void* h, std::int64_t size, Stream stream) {
   if (size % 8 != 0) return "a SwiGLU has a multiple of 8 numbers";
   if (size == 0) return nullptr;
   swiglu_backward_kernel<<<num_blocks(size / 8), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       static_cast<const bf16*>(gate), static_cast<const bf16*>(up), static_cast<const bf16*>(dh),
-      static_cast<bf16*>(d_gate), static_cast<bf16*>(d_up), size / 8);
+      static_cast<bf16*>(d_gate), static_cast<bf16*>(d_up), static_cast<bf16*>(h), size / 8);
   return text_of(cudaGetLastError());
 }
 

@@ -197,8 +197,8 @@ at::Tensor swiglu_forward(const at::Tensor& gate, const at::Tensor& /*up*/) {
   return at::empty_like(gate);
 }
 SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& /*up*/,
-                                const at::Tensor& /*dh*/) {
-  return {at::empty_like(gate), at::empty_like(gate)};
+                                const at::Tensor& dh, bool wants_h) {
+  return {at::empty_like(gate), at::empty_like(gate), wants_h ? dh : at::Tensor()};
 }
 
 void adamw_(const AdamWNumbers& /*numbers*/, const std::vector<AdamWParam>& /*params*/) {}
