@@ -100,16 +100,16 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
       .norm_backward(x, plain(weight_D), r.contiguous(), dy, turn, beside);
 }
 
-at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd, Argument x) {
   check_rotation(rotation, x_BLhd);
   const at::NoGradGuard no_grad;
-  return kernels_for(x_BLhd.device()).rotate_forward(rotation, x_BLhd);
+  return kernels_for(x_BLhd.device()).rotate_forward(rotation, x_BLhd, x);
 }
 
-at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) {
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd, Argument dy) {
   check_rotation(rotation, dy_BLhd);
   const at::NoGradGuard no_grad;
-  return kernels_for(dy_BLhd.device()).rotate_backward(rotation, dy_BLhd);
+  return kernels_for(dy_BLhd.device()).rotate_backward(rotation, dy_BLhd, dy);
 }
 
 LatentHeads latent_heads_forward(const at::Tensor& kv, const at::Tensor& key,

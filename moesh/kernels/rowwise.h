@@ -19,10 +19,16 @@ struct Rotation {
   bool leading = false;       // the first features turn; else the last ones
 };
 
+/// Whether the argument is needed afterwards. If not, the result may be its memory: features that
+/// stay are not copied then.
+enum class Argument { kept, consumed };
+
 /// x [B, L, h, d] turned, [B, L, h, d].
-at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd);
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd,
+                          Argument x = Argument::kept);
 /// Its adjoint: the gradient of x from that of the result.
-at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd);
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd,
+                           Argument dy = Argument::kept);
 
 // ---- RMSNorm: y = r x w with r = 1 / sqrt(mean(x^2) + eps) ----
 

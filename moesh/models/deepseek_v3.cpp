@@ -66,10 +66,14 @@ class Mla final : public nn::Attention {
     const auto rotation =
         nn::rope_of(*rope_tables_, rope_, tokens, x_BLD).last_features(rope_.interleaved);
     const auto rotated = [&](const at::Tensor& t) { return nn::rotate(t, rotation); };
+    const auto turned_queries = [&](const at::Tensor& t) {
+      return nn::rotate(t, rotation, kernels::Argument::consumed);
+    };
 
     const at::Tensor numbers = tokens.span_numbers();
     const auto q_in = q_a_ ? (*q_norm_)((*q_a_)(x_BLD, numbers)) : x_BLD;
-    const Heads q = map_heads(rotated, nn::split_heads(q_(q_in, numbers), nope_ + rope_dim_));
+    const Heads q =
+        map_heads(turned_queries, nn::split_heads(q_(q_in, numbers), nope_ + rope_dim_));
 
     const auto [latent, shared_key] = split_features(kv_a_(x_BLD, numbers), latent_);
     const Full turned = map_rows(

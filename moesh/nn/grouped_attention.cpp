@@ -75,8 +75,9 @@ Sum GroupedAttention::operator()(const Full& x_BLD, const Tokens& tokens, Past* 
   }
   const std::int64_t width = config_.head_dim;
   const Heads with_gate = split_heads(all_q, config_.output_gate ? 2 * width : width);
-  Heads q = narrow(with_gate, 3, 0, width), k = split_heads(all_k, width),
-        v = split_heads(v_(x_BLD, numbers), width);
+  // The gradient of a slice is zeros and a copy, also where it is the whole.
+  Heads q = config_.output_gate ? narrow(with_gate, 3, 0, width) : with_gate,
+        k = split_heads(all_k, width), v = split_heads(v_(x_BLD, numbers), width);
   const auto dtype = local(x_BLD).scalar_type();
   const auto device = local(x_BLD).device();
   std::optional<kernels::Rotation> turn;

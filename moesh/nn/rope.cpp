@@ -117,10 +117,13 @@ RopeTable RopeTables::at(const RopeConfig& config, std::int64_t start, std::int6
   return table;
 }
 
-at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation) {
+at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation,
+                  kernels::Argument argument) {
   return raw::map_linear(
-      x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t); },
-      [rotation](const at::Tensor& g) { return kernels::rotate_backward(rotation, g); });
+      x, [&](const at::Tensor& t) { return kernels::rotate_forward(rotation, t, argument); },
+      [rotation, argument](const at::Tensor& g) {
+        return kernels::rotate_backward(rotation, g, argument);
+      });
 }
 
 }  // namespace moesh::nn

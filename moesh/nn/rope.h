@@ -80,7 +80,9 @@ class RopeTables {
 };
 
 /// Rotates the last features of x [B, L, heads, ..], or the first ones, two for each column of the
-/// table, each token by its line of the table; the others stay.
-at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation);
+/// table, each token by its line of the table; the others stay. x that is consumed is nobody
+/// else's, nor is the gradient of the result.
+at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation,
+                  kernels::Argument argument = kernels::Argument::kept);
 
 }  // namespace moesh::nn

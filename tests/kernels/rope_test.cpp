@@ -48,6 +48,15 @@ void check_rotation(const at::Tensor& x, std::int64_t turns) {
     const Poison poison;
     expect_close(rotate_forward(r, x), want, tol, "y, " + what);
     expect_close(rotate_backward(r, dy), leaf.grad(), tol, "dx, " + what);
+    // In place or not, the same bits.
+    const auto consumed = [](const at::Tensor& t) { return t.clone(); };
+    expect_equal(rotate_forward(r, consumed(x), Argument::consumed), rotate_forward(r, x),
+                 "y of x that is consumed, " + what);
+    expect_equal(rotate_backward(r, consumed(dy), Argument::consumed), rotate_backward(r, dy),
+                 "dx of dy that is consumed, " + what);
+    const at::Tensor by_heads = dy.transpose(1, 2).contiguous().transpose(1, 2).clone();
+    expect_equal(rotate_backward(r, by_heads, Argument::consumed), rotate_backward(r, dy),
+                 "dx by heads of dy that is consumed, " + what);
     // A gradient that lies by heads, as attention may leave it.
     expect_close(rotate_backward(r, dy.transpose(1, 2).contiguous().transpose(1, 2)), leaf.grad(),
                  tol, "dx by heads, " + what);

@@ -64,7 +64,7 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
   const at::Tensor r = at::mean(at::square(v), {-1}).add_(eps).rsqrt_();
   at::Tensor y = v * r.unsqueeze(-1);
   if (weight_D.defined()) y.mul_(weight_D);
-  if (turn) y = rotate_forward(*turn, y);
+  if (turn) y = rotate_forward(*turn, y, Argument::kept);
   return {y.to(x.scalar_type()), r};
 }
 
@@ -73,7 +73,7 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
                             const at::Tensor& beside) {
   const at::Tensor scale = r.unsqueeze(-1), normal = x.to(wide(x)) * scale;
   at::Tensor d = dy.to(wide(x));
-  if (turn) d = rotate_backward(*turn, d);
+  if (turn) d = rotate_backward(*turn, d, Argument::kept);
   NormGradients out;
   if (weight_D.defined()) {
     std::vector<std::int64_t> rows(static_cast<size_t>(x.dim() - 1));
@@ -89,13 +89,13 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
   return out;
 }
 
-at::Tensor rotate_forward(const Rotation& r, const at::Tensor& x) {
+at::Tensor rotate_forward(const Rotation& r, const at::Tensor& x, Argument) {
   const auto [a, b] = pairs_of(turning_of(x, r), r.cos_Pf.scalar_type(), r.interleaved);
   const at::Tensor cos = of_tokens(r.cos_Pf, r), sin = of_tokens(r.sin_Pf, r);
   return joined(x, r, at::cat({a * cos - b * sin, b * cos + a * sin}, -1));
 }
 
-at::Tensor rotate_backward(const Rotation& r, const at::Tensor& dy) {
+at::Tensor rotate_backward(const Rotation& r, const at::Tensor& dy, Argument) {
   const auto [a, b] = pairs_of(turning_of(dy, r), r.cos_Pf.scalar_type(), false);
   const at::Tensor cos = of_tokens(r.cos_Pf, r), sin = of_tokens(r.sin_Pf, r);
   const at::Tensor da = a * cos + b * sin, db = b * cos - a * sin;

@@ -60,8 +60,11 @@ Rope rope_of(const Rotation& r, const at::Tensor& x, bool adjoint) {
               has_memory(r.positions_BL) ? r.positions_BL.const_data_ptr<std::int64_t>() : nullptr};
 }
 
-at::Tensor rotated(const Rotation& r, const at::Tensor& x, bool adjoint) {
-  const at::Tensor y = at::empty(x.sizes(), x.options());
+at::Tensor rotated(const Rotation& r, const at::Tensor& x, Argument argument, bool adjoint) {
+  const auto turning = r.cos_Pf.size(1) / 8;
+  const bool is_in_place = argument == Argument::consumed && 16 * turning < x.size(3) &&
+                           turning <= 32 && (turning & (turning - 1)) == 0;
+  const at::Tensor y = is_in_place ? x : at::empty(x.sizes(), x.options());
   OnDeviceOf{x}("rope", cuda::rope, rope_of(r, x, adjoint), in(x), out(y));
   return y;
 }
@@ -126,14 +129,14 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
   return d;
 }
 
-at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd) {
-  return takes_rotation(rotation, x_BLhd) ? rotated(rotation, x_BLhd, false)
-                                          : aten_kernels().rotate_forward(rotation, x_BLhd);
+at::Tensor rotate_forward(const Rotation& rotation, const at::Tensor& x_BLhd, Argument x) {
+  return takes_rotation(rotation, x_BLhd) ? rotated(rotation, x_BLhd, x, false)
+                                          : aten_kernels().rotate_forward(rotation, x_BLhd, x);
 }
 
-at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd) {
-  return takes_rotation(rotation, dy_BLhd) ? rotated(rotation, dy_BLhd, true)
-                                           : aten_kernels().rotate_backward(rotation, dy_BLhd);
+at::Tensor rotate_backward(const Rotation& rotation, const at::Tensor& dy_BLhd, Argument dy) {
+  return takes_rotation(rotation, dy_BLhd) ? rotated(rotation, dy_BLhd, dy, true)
+                                           : aten_kernels().rotate_backward(rotation, dy_BLhd, dy);
 }
 
 namespace {

@@ -34,7 +34,7 @@ struct Rope {
   const float *cos, *sin;   // [positions, num_turns]
   const std::int64_t* positions = nullptr;  // [batch, length]: the line of each token; null: l
 };
-/// y has no gaps.
+/// y has no gaps, or is x itself: then num_turns is 8 times a power of two, at most 256.
 Error rope(const Rope&, const void* x, void* y, Stream);
 
 /// RMSNorm of each head, which then turns. Heads have 64, 128 or 256 features and are not

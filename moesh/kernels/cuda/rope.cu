@@ -1,4 +1,5 @@
-// Rotary embedding of heads and its adjoint: one pass, in which the features that stay are copied.
+// Rotary embedding of heads and its adjoint: one pass, in which the features that stay are copied,
+// unless the result is the memory of x.
 
 #include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/around.h"
@@ -14,8 +15,9 @@ struct RopeParams {
   bf16* y;
   const float *cos, *sin;
   const int64_t* positions;  // null: token l of a sequence has line l of the table
-  int64_t strides[3];
+  int64_t strides[3], y_strides[3];
   int64_t size;                     // pieces in all
+  int pieces;                       // of a head: those that turn, then those that stay
   int length, num_heads, num_kept;  // features that stay
   int num_turns;
   bool leading;
@@ -33,18 +35,17 @@ template <bool kPairsIn, bool kPairsOut>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= p.size) return;
-  const int pieces = (p.num_kept + p.num_turns) / 8;
-  const int64_t head_at = at / pieces;
-  const int piece = static_cast<int>(at - head_at * pieces);
+  const int64_t head_at = at / p.pieces;
+  const int piece = static_cast<int>(at - head_at * p.pieces);
   const int64_t token = head_at / p.num_heads;
   const int head = static_cast<int>(head_at - token * p.num_heads);
   const int64_t sequence = token / p.length;
   const int position = static_cast<int>(token - sequence * p.length);
   const bf16* x = p.x + sequence * p.strides[0] + position * p.strides[1] + head * p.strides[2];
-  bf16* y = p.y + head_at * (p.num_kept + 2 * p.num_turns);
-  const int first_turn = p.leading ? 0 : p.num_kept, turn = piece * 8 - first_turn;
-  if (turn < 0 || turn >= p.num_turns) {
-    const int kept = p.leading ? piece * 8 + p.num_turns : piece * 8;
+  bf16* y = p.y + sequence * p.y_strides[0] + position * p.y_strides[1] + head * p.y_strides[2];
+  const int turn = piece * 8, first_turn = p.leading ? 0 : p.num_kept;
+  if (turn >= p.num_turns) {
+    const int kept = turn - p.num_turns + (p.leading ? 2 * p.num_turns : 0);
     store16(y + kept, load16(x + kept));
     return;
   }
@@ -77,6 +78,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeParams p) {
     u[i] = !kPairsOut ? c[i] : i % 2 == 0 ? c[i / 2] : d[i / 2];
     v[i] = !kPairsOut ? d[i] : i % 2 == 0 ? c[4 + i / 2] : d[4 + i / 2];
   }
+  __syncwarp();  // where y is x, others have read what this thread writes: a head is in one warp
   store16(y + (kPairsOut ? 2 * turn : turn), packed(u));
   store16(y + (kPairsOut ? 2 * turn + 8 : turn + p.num_turns), packed(v));
 }
@@ -87,20 +89,29 @@ Error rope(const Rope& r, const void* x, void* y, Stream stream) {
   if (r.num_kept % 8 != 0 || r.num_turns < 8 || r.num_turns % 8 != 0 || r.strides[0] % 8 != 0 ||
       r.strides[1] % 8 != 0 || r.strides[2] % 8 != 0)
     return "a rotation takes multiples of 8 features that stay and of 8 frequencies";
-  const RopeParams p{.x = static_cast<const bf16*>(x),
-                     .y = static_cast<bf16*>(y),
-                     .cos = r.cos,
-                     .sin = r.sin,
-                     .positions = r.positions,
-                     .strides = {r.strides[0], r.strides[1], r.strides[2]},
-                     .size = r.batch * r.length * r.num_heads * ((r.num_kept + r.num_turns) / 8),
-                     .length = static_cast<int>(r.length),
-                     .num_heads = static_cast<int>(r.num_heads),
-                     .num_kept = static_cast<int>(r.num_kept),
-                     .num_turns = static_cast<int>(r.num_turns),
-                     .leading = r.leading,
-                     .sign = r.adjoint ? -1.f : 1.f};
+  const bool is_in_place = x == y;
+  const std::int64_t turning = r.num_turns / 8, width = r.num_kept + 2 * r.num_turns;
+  if (is_in_place && (turning > 32 || (turning & (turning - 1)) != 0))
+    return "a rotation in place takes 8 times a power of two frequencies, at most 256";
+  const std::int64_t pieces = turning + (is_in_place ? 0 : r.num_kept / 8);
+  RopeParams p{.x = static_cast<const bf16*>(x),
+               .y = static_cast<bf16*>(y),
+               .cos = r.cos,
+               .sin = r.sin,
+               .positions = r.positions,
+               .strides = {r.strides[0], r.strides[1], r.strides[2]},
+               .y_strides = {r.length * r.num_heads * width, r.num_heads * width, width},
+               .size = r.batch * r.length * r.num_heads * pieces,
+               .pieces = static_cast<int>(pieces),
+               .length = static_cast<int>(r.length),
+               .num_heads = static_cast<int>(r.num_heads),
+               .num_kept = static_cast<int>(r.num_kept),
+               .num_turns = static_cast<int>(r.num_turns),
+               .leading = r.leading,
+               .sign = r.adjoint ? -1.f : 1.f};
   if (p.size == 0) return nullptr;
+  if (is_in_place)
+    for (int i = 0; i < 3; ++i) p.y_strides[i] = p.strides[i];
   const auto num_blocks = static_cast<unsigned>((p.size + kThreads - 1) / kThreads);
   const auto queue = static_cast<cudaStream_t>(stream);
   if (!r.interleaved)

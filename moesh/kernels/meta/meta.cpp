@@ -169,8 +169,9 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D,
                             const std::optional<Rotation>& /*turn*/, const at::Tensor& /*beside*/) {
   return {at::empty(x.sizes(), x.options()), like(weight_D)};
 }
-at::Tensor rotate(const Rotation& /*rotation*/, const at::Tensor& x_BLhd) {
-  return at::empty(x_BLhd.sizes(), x_BLhd.options());
+at::Tensor rotate(const Rotation& r, const at::Tensor& x_BLhd, Argument argument) {
+  const bool is_in_place = argument == Argument::consumed && 2 * r.cos_Pf.size(1) < x_BLhd.size(3);
+  return is_in_place ? x_BLhd : at::empty(x_BLhd.sizes(), x_BLhd.options());
 }
 
 LogitSums logit_sums(const at::Tensor& logits_NV, const at::Tensor& /*label_N*/) {
