@@ -5,9 +5,10 @@
 // prints the time of the device by kernel and by section (what the host was in when it launched a
 // kernel: a forward section, or a node of backward); on the CPU, that of LibTorch's operations,
 // without what they call. Where steps are CUDA graphs, the host launches nothing, and the sections
-// are those of further steps without a graph. One rank. --memory: where in a step the most memory
-// is in use, on the device and in the dry run of `moesh estimate`. --routing: which experts tokens
-// go to, whatever the router says; bench/routing.h has the ways.
+// are those of further steps without a graph, as are the FLOPs and TFLOP/s of matrix products: as
+// many as LibTorch counts for the operation that launched a kernel. One rank. --memory: where in a
+// step the most memory is in use, on the device and in the dry run of `moesh estimate`. --routing:
+// which experts tokens go to, whatever the router says; bench/routing.h has the ways.
 
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/profiler_kineto.h>
@@ -20,7 +21,9 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "bench/routing.h"
@@ -87,27 +90,43 @@ bool is_section(const kineto::KinetoEvent& e) {
          e.scope() == static_cast<uint8_t>(at::RecordScope::USER_SCOPE);
 }
 
-/// The time of each name, and how often.
+/// The time of each name, how often, and the FLOPs that are known.
 class Table {
  public:
-  void add(const std::string& name, double ms) { rows_[name].first += ms, ++rows_[name].second; }
+  void add(const std::string& name, double ms, double flops = 0) {
+    Row& row = rows_[name];
+    row.ms += ms, ++row.calls, row.flops += flops;
+  }
   void print(const char* title, int num_steps) const {
-    std::vector<std::pair<std::string, std::pair<double, int>>> rows(rows_.begin(), rows_.end());
+    std::vector<std::pair<std::string, Row>> rows(rows_.begin(), rows_.end());
     std::sort(rows.begin(), rows.end(),
-              [](const auto& a, const auto& b) { return a.second.first > b.second.first; });
-    double sum = 0;
-    for (const auto& row : rows) sum += row.second.first;
-    std::printf("\n%-9s %-7s %-7s %s\n", "ms", "share", "calls", title);
-    for (const auto& [name, row] : rows) {
-      if (row.first < sum * 5e-4) break;
-      std::printf("%-9.3f %-7.3f %-7.1f %.140s\n", row.first / num_steps, row.first / sum,
-                  static_cast<double>(row.second) / num_steps, name.c_str());
-    }
-    std::printf("%-9.3f %-7.3f %-7s all\n", sum / num_steps, 1.0, "");
+              [](const auto& a, const auto& b) { return a.second.ms > b.second.ms; });
+    Row all;
+    for (const auto& [name, row] : rows)
+      all.ms += row.ms, all.calls += row.calls, all.flops += row.flops;
+    std::printf("\n%-9s %-7s %-8s %-8s %-8s %s\n", "ms", "share", "calls", "GFLOP", "TFLOP/s",
+                title);
+    const auto print_row = [&](const std::string& name, const Row& row) {
+      std::printf("%-9.3f %-7.3f %-8.1f ", row.ms / num_steps, row.ms / all.ms,
+                  static_cast<double>(row.calls) / num_steps);
+      if (row.flops > 0)
+        std::printf("%-8.0f %-8.0f ", row.flops * 1e-9 / num_steps, row.flops / row.ms * 1e-9);
+      else
+        std::printf("%-8s %-8s ", "", "");
+      std::printf("%.140s\n", name.c_str());
+    };
+    for (const auto& [name, row] : rows)
+      if (row.ms >= all.ms * 5e-4) print_row(name, row);
+    print_row("all", {all.ms, all.calls});
   }
 
  private:
-  std::map<std::string, std::pair<double, int>> rows_;
+  struct Row {
+    double ms = 0;
+    int calls = 0;
+    double flops = 0;
+  };
+  std::map<std::string, Row> rows_;
 };
 
 // As libkineto numbers them.
@@ -130,10 +149,23 @@ std::string section_at(const std::vector<Range>& ranges, std::uint64_t time) {
   return "outside of any section";
 }
 
+double milliseconds(const kineto::KinetoEvent& e) {
+  return static_cast<double>(e.durationNs()) * 1e-6;
+}
+
 void print_kernels(const std::vector<kineto::KinetoEvent>& events, int num_steps) {
-  Table kernels;
+  std::unordered_map<std::uint64_t, double>
+      flops;  // of an operation, until a kernel of it has them
   for (const auto& e : events)
-    if (is_kernel(e)) kernels.add(e.name(), static_cast<double>(e.durationNs()) * 1e-6);
+    if (e.deviceType() == at::kCPU && e.flops() > 0)
+      flops[e.correlationId()] = static_cast<double>(e.flops());
+  Table kernels;
+  for (const auto& e : events) {
+    if (!is_kernel(e)) continue;
+    const auto found = flops.find(e.linkedCorrelationId());
+    kernels.add(e.name(), milliseconds(e),
+                found == flops.end() ? 0 : std::exchange(found->second, 0));
+  }
   kernels.print("kernel", num_steps);
 }
 
@@ -155,7 +187,7 @@ void print_sections(const std::vector<kineto::KinetoEvent>& events, int num_step
     if (!is_kernel(e)) continue;
     const auto found = launched_at.find(e.correlationId());
     sections.add(found == launched_at.end() ? "unknown" : section_at(ranges, found->second),
-                 static_cast<double>(e.durationNs()) * 1e-6);
+                 milliseconds(e));
   }
   sections.print("section", num_steps);
 }
@@ -177,7 +209,7 @@ void print_host_table(const std::vector<kineto::KinetoEvent>& events, int num_st
     std::vector<Open> open;
     for (const auto* e : list) {
       while (!open.empty() && open.back().end <= e->startNs()) open.pop_back();
-      const double ms = static_cast<double>(e->durationNs()) * 1e-6;
+      const double ms = milliseconds(*e);
       table.add(e->name(), ms);
       if (!open.empty()) table.add(open.back().name, -ms);
       open.push_back({e->endNs(), e->name()});
@@ -187,7 +219,25 @@ void print_host_table(const std::vector<kineto::KinetoEvent>& events, int num_st
 }
 
 torch::profiler::impl::ProfilerConfig profiler_config() {
-  return torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO);
+  return torch::profiler::impl::ProfilerConfig(torch::profiler::impl::ProfilerState::KINETO,
+                                               /*report_input_shapes=*/true,
+                                               /*profile_memory=*/false, /*with_stack=*/false,
+                                               /*with_flops=*/true);
+}
+
+// Now, as Kineto has the times of events.
+std::uint64_t now() {
+  const auto time = std::chrono::system_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(time).count());
+}
+
+std::vector<kineto::KinetoEvent> between(const std::vector<kineto::KinetoEvent>& events,
+                                         std::uint64_t begin, std::uint64_t end) {
+  std::vector<kineto::KinetoEvent> some;
+  for (const auto& e : events)
+    if (e.startNs() >= begin && e.startNs() < end) some.push_back(e);
+  return some;
 }
 
 std::set<ActivityType> activities(const config::Config& config) {
@@ -295,26 +345,34 @@ void run(comm::Group& world, const config::Config& config, const Options& o) {
               o.routing.c_str(), load, stepper.num_replayed());
   if (o.memory) print_peaks(config, take_step);
   const bool on_device = config.training.device != "cpu";
-  const auto profiled = [&](train::Stepper& take) {
-    kineto::enableProfiler(profiler_config(), activities(config),
-                           {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE,
-                            at::RecordScope::BACKWARD_FUNCTION});
+  // One session: the profiler of a process begins once.
+  kineto::enableProfiler(
+      profiler_config(), activities(config),
+      {at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE, at::RecordScope::BACKWARD_FUNCTION});
+  const auto steps = [&](train::Stepper& take) {
+    const std::uint64_t first = now();
     for (int i = 0; i < o.num_profiled; ++i) step_by(take);
-    return kineto::disableProfiler();
+    return std::pair(first, now());
   };
-  auto result = profiled(stepper);
-  if (!o.trace.empty()) result->save(o.trace);
-  if (!on_device) return print_host_table(result->events(), o.num_profiled);
-  print_kernels(result->events(), o.num_profiled);
+  const auto [begin_first, end_first] = steps(stepper);
+  auto [begin_second, end_second] = std::pair(begin_first, end_first);
   if (stepper.num_replayed() > 0) {
     stepper.release();
     step_by(without_graph);  // makes what the graphs had
-    result = profiled(without_graph);
+    std::tie(begin_second, end_second) = steps(without_graph);
   }
-  print_sections(result->events(), o.num_profiled);
+  const auto result = kineto::disableProfiler();
+  if (!o.trace.empty()) result->save(o.trace);
+  const auto first = between(result->events(), begin_first, end_first);
+  if (!on_device) return print_host_table(first, o.num_profiled);
+  print_kernels(first, o.num_profiled);
+  const auto second = between(result->events(), begin_second, end_second);
+  if (stepper.num_replayed() > 0) print_kernels(second, o.num_profiled);
+  print_sections(second, o.num_profiled);
 }
 
 int main(int argc, char** argv) try {
+  std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // lines are there, whatever comes
   const Options o = read_options(argc, argv);
   const config::Config config = config::load_config(o.rest);
   MOESH_CHECK(config::mesh_shape(config).num_ranks() == 1, ErrorKind::config,
