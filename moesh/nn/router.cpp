@@ -267,11 +267,7 @@ TokenSum balance_loss(const Route& route, const RouterConfig& config, const Toke
         all_reduce<kTokenAxes>(count_valid(experts_NK, route.valid_N1, config.num_experts)), dtype);
     return sum_all(sum<Over::tokens>(p_NE) * counts_E * constant(weight(whole(counts_E))));
   }
-  // [B, N]: which tokens belong to which sequence; a product with it is a sum over the tokens of
-  // each sequence.
-  const at::Tensor ids = tokens.sequence_ids(local(p_NE).device());
-  const at::Tensor member =
-      (at::arange(tokens.batch(), ids.options()).unsqueeze(1) == ids).to(dtype);
+  const at::Tensor& member = tokens.members(local(p_NE).device(), dtype);
   // A dp rank has sequences of its own; cp and tp ranks have other tokens of the same ones.
   const auto of_sequence = [&](const PerToken& x) {
     return declare<Dense{T, P, P}>([&](const at::Tensor& t) { return member.matmul(t.to(dtype)); },

@@ -146,4 +146,12 @@ at::Tensor Tokens::sequence_ids(at::Device device) const {
   return global_ids(device).div(sequence_, "floor").sub_(first);
 }
 
+const at::Tensor& Tokens::members(at::Device device, at::ScalarType dtype) const {
+  if (!members_->defined()) {
+    const at::Tensor ids = sequence_ids(device);
+    *members_ = (at::arange(batch_, ids.options()).unsqueeze(1) == ids).to(dtype);
+  }
+  return *members_;
+}
+
 }  // namespace moesh::nn

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "moesh/comm/mesh.h"
@@ -101,6 +102,9 @@ class Tokens {
   at::Tensor global_ids(at::Device device = at::kCPU) const;
   /// The sequence of every local token among this dp rank's, int64 [num_local].
   at::Tensor sequence_ids(at::Device device = at::kCPU) const;
+  /// [batch, num_local]: 1 where the local token is of the sequence, else 0; a product with it is a
+  /// sum over the tokens of each sequence. Made once for all layers.
+  const at::Tensor& members(at::Device device, at::ScalarType dtype) const;
 
  private:
   SequenceShard shard(int rank) const;
@@ -120,6 +124,7 @@ class Tokens {
   OfSpan starts_, positions_;
   std::int64_t most_documents_ = 0;
   at::Tensor samples_B_;
+  std::shared_ptr<at::Tensor> members_ = std::make_shared<at::Tensor>();  // undefined: not made
 };
 
 }  // namespace moesh::nn

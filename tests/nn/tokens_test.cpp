@@ -98,6 +98,8 @@ Numbers expect_tokens(const CutCase& c, const Mesh& mesh, int rank) {
   Numbers sequences;
   for (auto id : ids) sequences.push_back(id / c.sequence - place_of(c.shape, rank).dp * c.batch);
   EXPECT_EQ(numbers(tokens.sequence_ids()), sequences);
+  EXPECT_TRUE(at::equal(tokens.members(at::kCPU, at::kFloat),
+                        at::one_hot(tokens.sequence_ids(), c.batch).t().to(at::kFloat)));
   expect_cuts(c, tokens, mesh, rank);
   return ids;
 }
