@@ -20,10 +20,10 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
               "attention: ", q.size(2), " query heads and ", k.size(2),
               " key heads; the first must be a multiple of the second");
   MOESH_CHECK(q.scalar_type() == k.scalar_type() && k.scalar_type() == v.scalar_type() &&
-                  has_attention(q.device()),
+                  takes_attention(config, in),
               ErrorKind::internal, "attention: q, k and v are ", q.scalar_type(), ", ",
               k.scalar_type(), ", ", v.scalar_type(), " on ", q.device(),
-              "; they must be of one dtype, on a device that has a kernel");
+              "; they must be of one dtype, on a device that has a kernel for them");
   MOESH_CHECK(config.start >= 0 && config.start + q.size(1) <= k.size(1), ErrorKind::internal,
               "attention: queries at ", config.start, " to ", config.start + q.size(1), " and ",
               k.size(1), " keys; every query has its own key");
@@ -46,7 +46,11 @@ void check(const AttentionConfig& config, const AttentionInput& in) {
 
 }  // namespace
 
-bool has_attention(at::Device device) { return kernels_for(device).attention_forward != nullptr; }
+bool takes_attention(const AttentionConfig& config, const AttentionInput& input) {
+  const KernelTable& table = kernels_for(input.q_BLhd.device());
+  return table.attention_forward &&
+         (!table.takes_attention || table.takes_attention(config, input));
+}
 
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input) {
   check(config, input);
@@ -54,16 +58,16 @@ AttentionOutput attention_forward(const AttentionConfig& config, const Attention
 }
 
 AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
-                                      const at::Tensor& lse_BhL, const at::Tensor& dy_BLhv) {
+                                      const AttentionOutput& output, const at::Tensor& dy_BLhv) {
   check(config, input);
   MOESH_CHECK(dy_BLhv.dim() == 4 && dy_BLhv.scalar_type() == input.q_BLhd.scalar_type() &&
                   dy_BLhv.size(3) == input.v_BSgv.size(3) &&
                   dy_BLhv.sizes().slice(0, 3) == input.q_BLhd.sizes().slice(0, 3) &&
-                  lse_BhL.is_contiguous(),
+                  output.lse_BhL.is_contiguous() && output.y_BLhv.sizes() == dy_BLhv.sizes(),
               ErrorKind::internal, "attention: dy is ", dy_BLhv.sizes(), " of ",
               dy_BLhv.scalar_type(), ", for queries ", input.q_BLhd.sizes(), " of ",
               input.q_BLhd.scalar_type());
-  return kernels_for(input.q_BLhd.device()).attention_backward(config, input, lse_BhL, dy_BLhv);
+  return kernels_for(input.q_BLhd.device()).attention_backward(config, input, output, dy_BLhv);
 }
 
 }  // namespace moesh::kernels

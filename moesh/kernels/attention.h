@@ -31,20 +31,19 @@ struct AttentionInput {
 
 struct AttentionOutput {
   at::Tensor y_BLhv;
-  at::Tensor lse_BhL;  // the logarithm of the sum of exponentials, all that backward needs besides
-                       // the input; float32 or float64
+  at::Tensor lse_BhL;  // the logarithm of the sum of exponentials; float32 or float64
 };
 
 struct AttentionGradients {
   at::Tensor q_BLhd, k_BSgd, v_BSgv, sinks_h;
 };
 
-/// Whether there is a kernel for tensors on this device.
-bool has_attention(at::Device device);
+/// Whether there is a kernel for these, on the device of q.
+bool takes_attention(const AttentionConfig& config, const AttentionInput& input);
 
 /// Sums accumulate in float32 or better, in an order that does not depend on the number of threads.
 AttentionOutput attention_forward(const AttentionConfig& config, const AttentionInput& input);
 AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
-                                      const at::Tensor& lse_BhL, const at::Tensor& dy_BLhv);
+                                      const AttentionOutput& output, const at::Tensor& dy_BLhv);
 
 }  // namespace moesh::kernels

@@ -53,6 +53,7 @@ struct KernelTable {
   decltype(kernels::adamw_)* adamw_ = nullptr;
   SumOfSquaresKernel* sum_of_squares = nullptr;
   // Null: none, attention is composed of LibTorch ops.
+  decltype(kernels::takes_attention)* takes_attention = nullptr;  // null: all, if it has kernels
   decltype(kernels::attention_forward)* attention_forward = nullptr;
   decltype(kernels::attention_backward)* attention_backward = nullptr;
 

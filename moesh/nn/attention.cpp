@@ -49,7 +49,7 @@ at::Tensor attend_plain(const at::Tensor& q_BLhd, const at::Tensor& k_BSgd,
   const kernels::AttentionConfig config = kernel_config(tokens, o, seen);
   const kernels::AttentionInput input{q_BLhd, k_BSgd, v_BSgd, sinks_h,
                                       from_first_key(starts_BL, seen)};
-  return kernels::has_attention(q_BLhd.device()) ? fused_attention(config, input)
+  return kernels::takes_attention(config, input) ? fused_attention(config, input)
                                                  : composed_attention(config, input);
 }
 

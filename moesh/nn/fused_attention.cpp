@@ -22,7 +22,7 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
     const at::Tensor given = sinks.value_or(at::Tensor()),
                      starts_BL = starts.value_or(at::Tensor());
     const auto out = run(config, {q, k, v, given, starts_BL});
-    context->save_for_backward({q, k, v, given, starts_BL, out.lse_BhL});
+    context->save_for_backward({q, k, v, given, starts_BL, out.y_BLhv, out.lse_BhL});
     context->saved_data["scale"] = scale;
     context->saved_data["start"] = start;
     context->saved_data["window"] = window;
@@ -37,7 +37,7 @@ class FusedAttention : public torch::autograd::Function<FusedAttention> {
                                  .window = data["window"].toInt(),
                                  .chunk = data["chunk"].toInt()};
     const auto g = kernels::attention_backward(
-        config, {saved[0], saved[1], saved[2], saved[3], saved[4]}, saved[5], grads[0]);
+        config, {saved[0], saved[1], saved[2], saved[3], saved[4]}, {saved[5], saved[6]}, grads[0]);
     return {g.q_BLhd, g.k_BSgd, g.v_BSgv, g.sinks_h, {}, {}, {}, {}, {}};
   }
 

@@ -44,8 +44,6 @@ TEST(KernelTable, IsChosenByTheDevice) {
     EXPECT_EQ(&kernels_for(at::kMeta), &meta_kernels()) << to_string(choice);
   }
   EXPECT_EQ(&kernels_for(kElsewhere), &aten_kernels());
-  EXPECT_TRUE(has_attention(at::kCPU));
-  EXPECT_FALSE(has_attention(kElsewhere));
   const UseGpuKernels chosen(GpuKernels::own);
   EXPECT_EQ(message_of([] { kernels_for(kElsewhere); }),
             "kernels.gpu is own, but moesh has no kernels for xpu:0; use auto or library");

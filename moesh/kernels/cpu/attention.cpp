@@ -324,9 +324,10 @@ AttentionOutput attention_forward(const AttentionConfig& config, const Attention
 }
 
 AttentionGradients attention_backward(const AttentionConfig& config, const AttentionInput& input,
-                                      const at::Tensor& lse_BhL, const at::Tensor& dy_BLhv) {
-  return for_dtype(input.q_BLhd.scalar_type(),
-                   [&](auto t) { return backward<decltype(t)>(config, input, lse_BhL, dy_BLhv); });
+                                      const AttentionOutput& output, const at::Tensor& dy_BLhv) {
+  return for_dtype(input.q_BLhd.scalar_type(), [&](auto t) {
+    return backward<decltype(t)>(config, input, output.lse_BhL, dy_BLhv);
+  });
 }
 
 }  // namespace moesh::kernels::cpu

@@ -1,6 +1,7 @@
 // The torch side of the kernels around the MoE layer (around.h): rows, heads and the loss. What
 // they do not take goes to LibTorch's ops.
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 
 #include "moesh/kernels/cuda/around.h"
@@ -287,7 +288,64 @@ SwigluGradients swiglu_backward(const at::Tensor& gate, const at::Tensor& up, co
   return d;
 }
 
+namespace {
+
+WindowAttention window_of(const AttentionConfig& c, const AttentionInput& in) {
+  const auto &q = in.q_BLhd, &k = in.k_BSgd;
+  return {.batch = q.size(0),
+          .length = q.size(1),
+          .num_heads = q.size(2),
+          .num_groups = k.size(2),
+          .window = c.window,
+          .scale = static_cast<float>(c.scale),
+          .q = heads_at(q),
+          .k = heads_at(k),
+          .v = heads_at(in.v_BSgv),
+          .sinks = read_floats(in.sinks_h)};
+}
+
+}  // namespace
+
+bool takes_attention(const AttentionConfig& c, const AttentionInput& a) {
+  const auto &q = a.q_BLhd, &k = a.k_BSgd, &v = a.v_BSgv;
+  return q.size(3) == 64 && v.size(3) == 64 && c.window > 0 && c.window <= 128 &&
+         c.window < k.size(1) && (c.chunk == 0 || c.chunk >= k.size(1)) && c.start == 0 &&
+         q.size(1) == k.size(1) && !a.starts_BL.defined() && q.numel() > 0 && takes_heads(q) &&
+         takes_heads(k) && takes_heads(v);
+}
+
+AttentionOutput attention_forward(const AttentionConfig& c, const AttentionInput& a) {
+  const auto& q = a.q_BLhd;
+  const AttentionOutput made{
+      at::empty(q.sizes(), q.options()),
+      at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat))};
+  OnDeviceOf{q}("window_attention", window_attention, window_of(c, a), out(made.y_BLhv),
+                floats(made.lse_BhL));
+  return made;
+}
+
+AttentionGradients attention_backward(const AttentionConfig& c, const AttentionInput& a,
+                                      const AttentionOutput& made, const at::Tensor& dy_BLhv) {
+  const auto fresh = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
+  AttentionGradients d{fresh(a.q_BLhd), fresh(a.k_BSgd), fresh(a.v_BSgv), {}};
+  const at::Tensor y = aligned(made.y_BLhv.contiguous()), dy = aligned(dy_BLhv.contiguous()),
+                   dots_BhL = fresh(made.lse_BhL);
+  OnDeviceOf{y}("window_attention_backward", window_attention_backward, window_of(c, a), in(y),
+                read_floats(made.lse_BhL), in(dy), floats(dots_BhL), out(d.q_BLhd), out(d.k_BSgd),
+                out(d.v_BSgv));
+  if (a.sinks_h.defined())
+    d.sinks_h = (a.sinks_h.unsqueeze(1) - made.lse_BhL)
+                    .exp_()
+                    .mul_(dots_BhL)
+                    .sum(at::IntArrayRef({0, 2}))
+                    .neg_();
+  return d;
+}
+
 void add_rowwise(KernelTable& t) {
+  t.takes_attention = takes_attention;
+  t.attention_forward = attention_forward;
+  t.attention_backward = attention_backward;
   t.norm_forward = norm_forward;
   t.norm_backward = norm_backward;
   t.rotate_forward = rotate_forward;

@@ -91,6 +91,22 @@ Error latent_heads(const Latent&, Stream);
 /// From the gradients of k and v to those of kv and key, which is summed over the heads in order.
 Error latent_heads_backward(const Latent&, Stream);
 
+/// Causal attention of heads of 64 features, in which a query sees itself and window - 1 keys
+/// before it; window is at most 128.
+struct WindowAttention {
+  std::int64_t batch, length, num_heads;
+  std::int64_t num_groups;  // key heads, each of num_heads / num_groups query heads
+  std::int64_t window;
+  float scale;
+  HeadsAt q, k, v;
+  const float* sinks = nullptr;  // [num_heads]; null: none
+};
+/// y has no gaps; lse [batch, num_heads, length], with the sinks.
+Error window_attention(const WindowAttention&, void* y, float* lse, Stream);
+/// y, dy and the results have no gaps. dots is <dy, y> of each row, as lse lies.
+Error window_attention_backward(const WindowAttention&, const void* y, const float* lse,
+                                const void* dy, float* dots, void* dq, void* dk, void* dv, Stream);
+
 /// h = silu(gate) up of `size` numbers, a multiple of 8.
 Error dense_swiglu(const void* gate, const void* up, void* h, std::int64_t size, Stream);
 /// h is null: not wanted once more; it may be dh.

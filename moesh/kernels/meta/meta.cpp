@@ -214,7 +214,7 @@ AttentionOutput attention_forward(const AttentionConfig& /*config*/, const Atten
 }
 
 AttentionGradients attention_backward(const AttentionConfig& /*config*/, const AttentionInput& in,
-                                      const at::Tensor& /*lse_BhL*/,
+                                      const AttentionOutput& /*output*/,
                                       const at::Tensor& /*dy_BLhv*/) {
   const auto fresh = [](const at::Tensor& t) { return at::empty(t.sizes(), t.options()); };
   return {fresh(in.q_BLhd), fresh(in.k_BSgd), fresh(in.v_BSgv), like(in.sinks_h)};
