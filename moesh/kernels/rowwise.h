@@ -39,15 +39,14 @@ struct NormOutput {
 };
 
 /// x is [.., D]; weight_D is float32 (float64 with float64), or undefined: no weight. With `turn`
-/// rows are heads [B, L, h, d], which then turn: y is rounded after that.
+/// rows are heads [B, L, h, d], which then turn.
 NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double eps,
                         const std::optional<Rotation>& turn = {});
 
 struct NormGradients {
   at::Tensor x, weight_D;  // weight_D is undefined where there is none
 };
-/// `beside` is a gradient of x that comes by another way, which d(x) takes in before it is rounded;
-/// undefined: none.
+/// `beside` is a gradient of x that comes by another way and is added; undefined: none.
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
                             const at::Tensor& dy, const std::optional<Rotation>& turn = {},
                             const at::Tensor& beside = {});

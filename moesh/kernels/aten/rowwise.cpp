@@ -64,16 +64,15 @@ NormOutput norm_forward(const at::Tensor& x, const at::Tensor& weight_D, double 
   const at::Tensor r = at::mean(at::square(v), {-1}).add_(eps).rsqrt_();
   at::Tensor y = v * r.unsqueeze(-1);
   if (weight_D.defined()) y.mul_(weight_D);
-  if (turn) y = rotate_forward(*turn, y, Argument::kept);
-  return {y.to(x.scalar_type()), r};
+  y = y.to(x.scalar_type());
+  return {turn ? rotate_forward(*turn, y, Argument::kept) : y, r};
 }
 
 NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& r,
                             const at::Tensor& dy, const std::optional<Rotation>& turn,
                             const at::Tensor& beside) {
   const at::Tensor scale = r.unsqueeze(-1), normal = x.to(wide(x)) * scale;
-  at::Tensor d = dy.to(wide(x));
-  if (turn) d = rotate_backward(*turn, d, Argument::kept);
+  at::Tensor d = (turn ? rotate_backward(*turn, dy, Argument::kept) : dy).to(wide(x));
   NormGradients out;
   if (weight_D.defined()) {
     std::vector<std::int64_t> rows(static_cast<size_t>(x.dim() - 1));
@@ -83,9 +82,8 @@ NormGradients norm_backward(const at::Tensor& x, const at::Tensor& weight_D, con
     d = d * weight_D;
   }
   const at::Tensor along = at::mean(d * normal, {-1}, /*keepdim=*/true);
-  at::Tensor dx = (d - normal * along).mul_(scale);
-  if (beside.defined()) dx.add_(beside);
-  out.x = dx.to(x.scalar_type());
+  out.x = (d - normal * along).mul_(scale).to(x.scalar_type());
+  if (beside.defined()) out.x.add_(beside);
   return out;
 }
 
