@@ -131,6 +131,27 @@ TEST(StepOnGpu, AGraphGivesTheSameBitsAsNone) {
   }
 }
 
+// By which a copy, or what was gathered early, is known to be old.
+TEST(StepOnGpu, RaisesTheVersionsOfWhatItMoves) {
+  for (const char* optimizer : {"adamw", "sgd", "muon"})
+    for (const char* use : {"on", "off"}) {
+      const Config config = config_of("qwen3_moe", {std::string("--kernels.graph=") + use,
+                                                    std::string("--optimizer.name=") + optimizer});
+      alone(config, [&](const Mesh& mesh) {
+        Trainer run{config, mesh};
+        for (int i = 0; i < Stepper::kEagerSteps + 2; ++i) {
+          std::vector<std::int64_t> before;
+          run.model->each_param([&](Stored& w, bool) { before.push_back(w.value._version()); });
+          run.take_step();
+          size_t p = 0;
+          run.model->each_param([&](Stored& w, bool) {
+            EXPECT_GT(w.value._version(), before[p++]) << optimizer << " " << use << " " << i;
+          });
+        }
+      });
+    }
+}
+
 // A graph reads the copies of weights: those of what somebody has written in place meanwhile.
 TEST(StepOnGpu, AGraphSeesWhatIsWrittenBetweenSteps) {
   const Args copies{"--kernels.weight_copies=true"};
