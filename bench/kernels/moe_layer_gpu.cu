@@ -1,11 +1,15 @@
 // The MoE layer on one Hopper GPU, forward and backward, kernel by kernel and as a whole.
-// usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings: random, zipf,
-// empty] [kernels or layer: with its kernels, of random routing, or only the layer]
+// usage: moe_layer_gpu [seconds per measurement, 1.2] [shapes, 1234] [routings, random] [kernels or
+// layer: with its kernels, or only the layer]
+//   moe_layer_gpu 1 1,4096/5120/1536/160/6 random,balanced,collapsed,zipf,empty layer
+// The first of the four shapes, and T/D/F/E/K of your own (a c at its end: biases and the clamped
+// activation, as GPT-OSS); collapsed: every token to the same K.
 //   burst   runs 3 to 8 after a rest, at the boost clock
 //   steady  the second half of a time without pause, at the power limit: training lives there
-// TFLOP/s of 18 R D F for the layer, whatever is executed. Dense: 8192^3 through cuBLAS in the same
-// run, where libcublas.so.13 can be loaded.
-// T tokens, D model, F ffn, E experts, K top-k, R rows at their experts
+// TFLOP/s of 18 R D F for the layer, whatever is executed. `floor` is the part of the steady time
+// that a kernel cannot go below: its operations at the speed of a dense product, or its fewest
+// bytes at 4.3 TB/s. Dense: 8192^3 through cuBLAS in the same run, where libcublas.so.13 can be
+// loaded. T tokens, D model, F ffn, E experts, K top-k, R rows at their experts
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -13,12 +17,16 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <sstream>
 #include <string>
 
 #include "tests/kernels/cuda/device_layer.h"
 
 namespace moesh::kernels::cuda {
 namespace {
+
+enum Routing { random_, balanced, collapsed, zipf, empty };
+const char* const kRoutings[] = {"random", "balanced", "collapsed", "zipf", "empty"};
 
 const LayerConfig kShapes[4] = {
     {.tokens = 16384, .model = 2048, .ffn = 1408, .experts = 64, .top_k = 6},
@@ -32,16 +40,24 @@ __global__ void choose_experts(LayerConfig c, int routing, std::int32_t* experts
                                std::uint64_t seed) {
   const std::int64_t t = blockIdx.x * 128ll + threadIdx.x;
   if (t >= c.tokens) return;
+  const int top_k = static_cast<int>(c.top_k);
+  if (routing == balanced || routing == collapsed) {
+    const std::int64_t start = routing == balanced ? t * 769 % c.tokens * top_k : 0;
+    // experts that are not neighbours
+    const std::int64_t step = routing == balanced ? 1 : c.experts / c.top_k;
+    for (int k = 0; k < top_k; ++k)
+      experts_TK[t * top_k + k] = static_cast<std::int32_t>((start + k * step) % c.experts);
+    return;
+  }
   float best[16];
   int chosen[16];
-  const int top_k = static_cast<int>(c.top_k);
   for (int k = 0; k < top_k; ++k) best[k] = -INFINITY, chosen[k] = 0;
   for (int e = 0; e < c.experts; ++e) {
     const float uniform =
         (static_cast<float>(mix(seed + t * c.experts + e) >> 40) + 0.5f) * 0x1p-24f;
     float value = -logf(-logf(uniform));
-    if (routing == 1) value -= logf(static_cast<float>(e + 1));
-    if (routing == 2 && e == 1) value = -1e30f;
+    if (routing == zipf) value -= logf(static_cast<float>(e + 1));
+    if (routing == empty && e == 1) value = -1e30f;
     int place = top_k;
     while (place > 0 && value > best[place - 1]) --place;
     if (place == top_k) continue;
@@ -68,7 +84,7 @@ Times measure(
   MOESH_RUN(cudaEventCreate(&begin));
   MOESH_RUN(cudaEventCreate(&end));
   MOESH_RUN(cudaDeviceSynchronize());
-  usleep(400000);
+  usleep(static_cast<unsigned>(1e6 * std::min(0.4, seconds)));
   std::vector<float> all;
   for (double sum = 0; sum < seconds * 1e3 || all.size() < 10;) {
     float ms;
@@ -123,11 +139,21 @@ double dense(double seconds) {
   return flops / t.steady * 1e-9;
 }
 
-void run_shape(int shape, int routing, double seconds, bool kernels) {
-  LayerConfig c = kShapes[shape];
-  c.gate = true;
-  DeviceLayer l(c, 40 + shape);
-  const char* names[] = {"random", "zipf", "one expert empty"};
+/// "1" to "4", or "T/D/F/E/K".
+LayerConfig shape_of(const std::string& text) {
+  LayerConfig c{};
+  const int read = std::sscanf(text.c_str(), "%ld/%ld/%ld/%ld/%ld", &c.tokens, &c.model, &c.ffn,
+                               &c.experts, &c.top_k);
+  c.clamped = c.biases = text.back() == 'c';
+  if (read == 1 && c.tokens >= 1 && c.tokens <= 4) return kShapes[c.tokens - 1];
+  if (read == 5 && c.top_k >= 1 && c.top_k <= 16) return c;
+  std::printf("shape '%s'; pass 1 to 4, or T/D/F/E/K with K of at most 16\n", text.c_str());
+  std::exit(1);
+}
+
+void run_shape(LayerConfig c, int routing, double seconds, double dense_speed, bool kernels) {
+  c.gate = c.experts <= 256;
+  DeviceLayer l(c, 40 + c.ffn);
   choose_experts<<<static_cast<unsigned>((c.tokens + 127) / 128), 128>>>(c, routing,
                                                                          l.experts_TK.get(), 99);
   const double rows = static_cast<double>(l.rows),
@@ -135,13 +161,15 @@ void run_shape(int shape, int routing, double seconds, bool kernels) {
   l.forward(nullptr), l.backward(nullptr);
   MOESH_RUN(cudaDeviceSynchronize());
   const Experts e = l.experts();
-  std::printf("s%d T %ld D %ld F %ld E %ld K %ld, %s\n", shape + 1, c.tokens, c.model, c.ffn,
-              c.experts, c.top_k, names[routing]);
+  std::printf("T %ld D %ld F %ld E %ld K %ld, %s\n", c.tokens, c.model, c.ffn, c.experts, c.top_k,
+              kRoutings[routing]);
   auto line = [&](const char* name, double flops, double bytes, const Times& t) {
+    const double floor = std::max(flops / dense_speed * 1e-9, bytes / 4.3e9);
     std::printf(
-        "  %-9s burst %8.3f ms %5.0f TFLOP/s %5.2f TB/s   steady %8.3f ms %5.0f TFLOP/s %5.2f TB/s\n",
+        "  %-9s burst %8.3f ms %5.0f TFLOP/s %5.2f TB/s   steady %8.3f ms %5.0f TFLOP/s %5.2f TB/s"
+        "   floor %.2f\n",
         name, t.burst, flops / t.burst * 1e-9, bytes / t.burst * 1e-9, t.steady,
-        flops / t.steady * 1e-9, bytes / t.steady * 1e-9);
+        flops / t.steady * 1e-9, bytes / t.steady * 1e-9, floor / t.steady);
     std::fflush(stdout);
   };
   if (kernels) {
@@ -182,15 +210,21 @@ void run_shape(int shape, int routing, double seconds, bool kernels) {
            MOESH_RUN(
                score_gradient(e, l.rows_.get(), l.d_score_terms.get(), l.d_score.get(), nullptr));
          }));
+    if (c.biases)
+      line("biases", 0, 4 * rf + 2 * rd, measure(each, [&] {
+             MOESH_RUN(bias_gradients(e, l.rows_.get(), l.gate.get(), l.up_.get(),
+                                      l.bias_terms.get(), l.db1.get(), l.db3.get(), l.db2.get(),
+                                      nullptr));
+           }));
     line("dx", 2 * product, 4 * rf + 4 * w + 2 * rd, measure(each, [&] {
            MOESH_RUN(dx(e, l.gate.get(), l.up_.get(), l.dx_R.get(), nullptr));
          }));
     line("dw13", 2 * product, 2 * td + 4 * rf + 4 * w, measure(each, [&] {
            MOESH_RUN(dw13(e, l.rows_.get(), l.gate.get(), l.up_.get(), l.dw1.get(), l.dw3.get(),
-                          nullptr));
+                          l.chunks.get(), nullptr));
          }));
     line("dw2", product, 2 * td + 2 * rf + 2 * w, measure(each, [&] {
-           MOESH_RUN(dw2(e, l.rows_.get(), l.act.get(), l.dw2_.get(), nullptr));
+           MOESH_RUN(dw2(e, l.rows_.get(), l.act.get(), l.dw2_.get(), l.chunks.get(), nullptr));
          }));
   }
   line("forward", 3 * product, 0, measure(seconds, [&] { l.forward(nullptr); }));
@@ -203,14 +237,15 @@ void run_shape(int shape, int routing, double seconds, bool kernels) {
 int main(int argc, char** argv) {
   using namespace moesh::kernels::cuda;
   const double seconds = argc > 1 ? std::atof(argv[1]) : 1.2;
-  const std::string shapes = argc > 2 ? argv[2] : "1234", routings = argc > 3 ? argv[3] : "random";
+  const std::string shapes = argc > 2 ? argv[2] : "1,2,3,4",
+                    routings = argc > 3 ? argv[3] : "random";
   const bool kernels = argc < 5 || std::string(argv[4]) == "kernels";
   check(check_hopper(0), "device");
-  dense(seconds);
-  for (const char shape : shapes) {
-    if (routings.find("random") != std::string::npos) run_shape(shape - '1', 0, seconds, kernels);
-    if (routings.find("zipf") != std::string::npos) run_shape(shape - '1', 1, seconds, false);
-    if (routings.find("empty") != std::string::npos) run_shape(shape - '1', 2, seconds, false);
-  }
+  const double measured = dense(seconds), speed = measured > 0 ? measured : 690;
+  std::istringstream list(shapes);
+  for (std::string shape; std::getline(list, shape, ',');)
+    for (const Routing routing : {random_, balanced, collapsed, zipf, empty})
+      if (routings.find(kRoutings[routing]) != std::string::npos)
+        run_shape(shape_of(shape), routing, seconds, speed, kernels);
   dense(seconds);
 }

@@ -89,32 +89,55 @@ __device__ __forceinline__ Hidden clamped_swiglu(float g, float u) {
           fabsf(u) > kLimit ? 0.f : swish};
 }
 
-/// One row's gate and up on their way to the hidden state. kPlain: SwiGLU without biases, no score
-/// before it; all else is decided at run time.
+/// The biases of eight columns, packed. kPlain: SwiGLU without biases, no score before it; all else
+/// is decided at run time.
+template <bool kPlain>
+struct ColumnBiases {
+  __device__ __forceinline__ void load(const Elementwise&, const Slab&, int) {}
+};
+template <>
+struct ColumnBiases<false> {
+  uint4 b1, b3;
+
+  __device__ __forceinline__ void load(const Elementwise& e, const Slab& s, int column) {
+    const int64_t at = static_cast<int64_t>(s.expert) * s.width + column;
+    b1 = e.bias[0] ? load16(e.bias[0] + at) : uint4{};
+    b3 = e.bias[1] ? load16(e.bias[1] + at) : uint4{};
+  }
+};
+
+/// One row's gate and up on their way to the hidden state.
 template <bool kPlain>
 struct RowActivation {
   float before = 1.f, after = 1.f, kept = 1.f;  // kept: what dh multiplies its results by
   float b1[8], b3[8];
-  bool clamped = false, score_before = false;
 
-  __device__ RowActivation(const Elementwise& e, const Slab& s, float score, int column) {
+  __device__ __forceinline__ RowActivation(const Elementwise& e, const ColumnBiases<kPlain>& biases,
+                                           float score) {
     if constexpr (kPlain) {
       after = score;
     } else {
-      clamped = e.clamped, score_before = e.before;
       (e.before ? before : after) = score;
       kept = e.bias[0] || e.bias[1] ? 1.f : before;
-      const int64_t at = static_cast<int64_t>(s.expert) * s.width + column;
-      unpack(e.bias[0] ? load16(e.bias[0] + at) : uint4{}, b1);
-      unpack(e.bias[1] ? load16(e.bias[1] + at) : uint4{}, b3);
+      unpack(biases.b1, b1), unpack(biases.b3, b3);
     }
   }
-  __device__ __forceinline__ Hidden operator()(int i, float gate, float up) const {
+  template <bool kClamped>
+  __device__ __forceinline__ Hidden at(int i, float gate, float up) const {
     if constexpr (kPlain) return swiglu(gate, up);
     const float g = before * gate + b1[i], u = before * up + b3[i];
-    return clamped ? clamped_swiglu(g, u) : swiglu(g, u);
+    return kClamped ? clamped_swiglu(g, u) : swiglu(g, u);
   }
 };
+
+/// Calls f.operator()<whether the activation is the clamped one>().
+template <bool kPlain, class Function>
+__device__ __forceinline__ void with_activation(const Elementwise& e, const Function& f) {
+  if (!kPlain && e.clamped)
+    f.template operator()<true>();
+  else
+    f.template operator()<false>();
+}
 
 /// up: act from gate (blocks 0, 1 of the results) and up (2, 3), and these where TMA does not store
 /// them.
@@ -123,23 +146,28 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
                                           int lane, int first_row, bool store_inputs) {
   const Scores scores(e.score_R, s, lane);
   const int chunk = lane % 8;
+#pragma unroll 1
+  for (int block = 0; block < 2; ++block) {
+    const int column = s.first_column + block * 64 + chunk * 8;
+    ColumnBiases<kPlain> biases;
+    biases.load(e, s, min(column, s.width - 8));
 #pragma unroll 2
-  for (int row = first_row; row < first_row + kSlab; row += kRowStep) {
-    const float score = scores.of(row);
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const int column = s.first_column + block * 64 + chunk * 8;
+    for (int row = first_row; row < first_row + kSlab; row += kRowStep) {
+      const float score = scores.of(row);
       if (row >= s.num_rows || column >= s.width) continue;
       const int64_t at = static_cast<int64_t>(s.first_row + row) * s.width + column;
       const uint32_t from = results + block * kResultBlock + swizzled(row, chunk);
       const uint4 gates = ptx::load_shared16(from);
       const uint4 ups = ptx::load_shared16(from + 2 * kResultBlock);
       if (store_inputs) store16(e.gate_RF + at, gates), store16(e.up_RF + at, ups);
-      const RowActivation<kPlain> activation(e, s, score, column);
+      const RowActivation<kPlain> activation(e, biases, score);
       float gate[8], up[8], act[8];
       unpack(gates, gate), unpack(ups, up);
+      with_activation<kPlain>(e, [&]<bool kClamped>() {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) act[i] = activation.after * activation(i, gate[i], up[i]).h;
+        for (int i = 0; i < 8; ++i)
+          act[i] = activation.after * activation.template at<kClamped>(i, gate[i], up[i]).h;
+      });
       store16(e.act_RF + at, packed(act));
     }
   }
@@ -149,22 +177,33 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 /// d_gate = dA dh/dg and d_up = dA dh/du over gate and up, act = s h once more, d_score = <h, P>;
 /// or, with the score before, <dg, gate> + <du, up>, and these times s, but for biases: their
 /// gradients are sums of dg and du, and bias_gradients multiplies by s when it has them.
-/// This is the longest of the finishes, and must be done before the next tile is: gate and up are
-/// loaded one row ahead, and nothing but the stores is under a condition.
+/// This is the longest of the finishes, and must be done before the next tile is. So gate and up
+/// are loaded one row ahead. Plain: into registers, as shared memory is busy with the
+/// multiplications (5 % of dh at D = 2048). Else the biases need those, and each lane has its own
+/// shared memory.
 template <bool kPlain>
 class FinishDh {
  public:
-  /// A slab of up to 128 rows: the whole height of a tile.
-  __device__ __forceinline__ FinishDh(const Elementwise& e, const Slab& s, int lane, int first_row)
+  /// Of a warp: gate and up of a lane's columns of one row, in four blocks of 64 columns.
+  static constexpr int kBytes = 4 * 2 * 32 * 16;
+
+  /// A slab of up to 128 rows: the whole height of a tile. `inputs` are kBytes of shared memory.
+  __device__ __forceinline__ FinishDh(const Elementwise& e, const Slab& s, int lane, int first_row,
+                                      uint32_t inputs)
       : e_(e),
         s_(s),
         chunk_(lane % 8),
         row_(first_row),
+        lane_row_(lane / 8),
         columns_left_(s.width - s.first_column - chunk_ * 8),
-        column_(min(s.first_column + chunk_ * 8, s.width - 8)) {
+        column_(min(s.first_column + chunk_ * 8, s.width - 8)),
+        inputs_(inputs + lane * 16) {
     const int64_t at = start_of(row_);
 #pragma unroll
-    for (int block = 0; block < 4; ++block) load(block, at);
+    for (int block = 0; block < 4; ++block) {
+      load(block, at, true);
+      biases_[block].load(e, s, min(column_ + block * 64, s.width - 8));
+    }
     next_score_ = score_of(row_);
   }
 
@@ -173,13 +212,13 @@ class FinishDh {
 #pragma unroll 1
     for (; row_ < end; row_ += kRowStep) {
       const int64_t at = start_of(row_), next = start_of(row_ + kRowStep);
-      const bool exists = row_ < s_.num_rows;
+      const bool exists = row_ < s_.num_rows, more = row_ - lane_row_ + kRowStep < s_.num_rows;
       const float score = next_score_;
       next_score_ = score_of(row_ + kRowStep);
       float dot = 0.f;
 #pragma unroll
       for (int block = 0; block < 4; ++block)
-        dot += finish(block, at, next, exists && block * 64 < columns_left_, score, results);
+        dot += finish(block, at, next, exists && block * 64 < columns_left_, more, score, results);
 #pragma unroll
       for (int distance = 1; distance < 8; distance *= 2)
         dot += __shfl_xor_sync(~0u, dot, distance);
@@ -189,40 +228,58 @@ class FinishDh {
   }
 
  private:
-  /// This lane's columns of a row; of the last one for those past it, which are loaded in vain.
+  /// This lane's columns of a row; of the last one for those past it.
   __device__ __forceinline__ int64_t start_of(int row) const {
     return static_cast<int64_t>(s_.first_row + min(row, s_.num_rows - 1)) * s_.width + column_;
   }
   __device__ __forceinline__ float score_of(int row) const {
     return e_.score_R ? e_.score_R[s_.first_row + min(row, s_.num_rows - 1)] : 1.f;
   }
-  __device__ __forceinline__ void load(int block, int64_t at) {
-    at += block * 64 < columns_left_ ? block * 64 : 0;
-    ptx::load_in_place(gates_[block], e_.gate_RF + at);
-    ptx::load_in_place(ups_[block], e_.up_RF + at);
+  /// Into registers even in vain, so that these stay the same ones. Else always one group of
+  /// copies.
+  __device__ __forceinline__ void load(int block, int64_t at, bool wanted) {
+    const bool inside = block * 64 < columns_left_;
+    if constexpr (kPlain) {
+      at += inside ? block * 64 : 0;
+      ptx::load_in_place(gates_[block], e_.gate_RF + at);
+      ptx::load_in_place(ups_[block], e_.up_RF + at);
+    } else {
+      if (wanted && inside) {
+        ptx::copy_async16(inputs_ + block * 1024, e_.gate_RF + at + block * 64);
+        ptx::copy_async16(inputs_ + block * 1024 + 512, e_.up_RF + at + block * 64);
+      }
+      ptx::copy_async_commit();
+    }
   }
   /// 8 columns of a row; returns their part of d_score.
   __device__ __forceinline__ float finish(int block, int64_t at, int64_t next, bool exists,
-                                          float score, uint32_t results) {
+                                          bool more, float score, uint32_t results) {
     float p[8], gate[8], up[8], act[8];
+    if constexpr (!kPlain) {
+      ptx::copy_async_wait<3>();  // the other blocks may be on their way
+      gates_[block] = ptx::load_shared16(inputs_ + block * 1024);
+      ups_[block] = ptx::load_shared16(inputs_ + block * 1024 + 512);
+    }
     unpack(ptx::load_shared16(results + block * kResultBlock + swizzled(row_, chunk_)), p);
     unpack(gates_[block], gate), unpack(ups_[block], up);
-    load(block, next);
-    const RowActivation<kPlain> activation(e_, s_, score, min(column_ + block * 64, s_.width - 8));
+    load(block, next, more);
+    const RowActivation<kPlain> activation(e_, biases_[block], score);
     float dot = 0.f;
+    with_activation<kPlain>(e_, [&]<bool kClamped>() {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const Hidden v = activation(i, gate[i], up[i]);
-      const float d = activation.after * p[i], dg = d * v.dh_dg, du = d * v.dh_du;
-      act[i] = activation.after * v.h;
-      if constexpr (kPlain) {
-        dot += v.h * p[i];
-        gate[i] = dg, up[i] = du;
-      } else {
-        dot += activation.score_before ? dg * gate[i] + du * up[i] : v.h * p[i];
-        gate[i] = activation.kept * dg, up[i] = activation.kept * du;
+      for (int i = 0; i < 8; ++i) {
+        const Hidden v = activation.template at<kClamped>(i, gate[i], up[i]);
+        const float d = activation.after * p[i], dg = d * v.dh_dg, du = d * v.dh_du;
+        act[i] = activation.after * v.h;
+        if constexpr (kPlain) {
+          dot += v.h * p[i];
+          gate[i] = dg, up[i] = du;
+        } else {
+          dot += e_.before ? dg * gate[i] + du * up[i] : v.h * p[i];
+          gate[i] = activation.kept * dg, up[i] = activation.kept * du;
+        }
       }
-    }
+    });
     if (!exists) return 0.f;
     at += block * 64;
     store16(e_.gate_RF + at, packed(gate));
@@ -235,9 +292,11 @@ class FinishDh {
   const Slab& s_;
   const int chunk_;
   int row_;
-  const int columns_left_, column_;
+  const int lane_row_, columns_left_, column_;
+  const uint32_t inputs_;
   float next_score_;
-  uint4 gates_[4] = {}, ups_[4] = {};  // of the next row, by blocks of 64 columns
+  uint4 gates_[4] = {}, ups_[4] = {};  // by blocks of 64 columns; plain: of the next row
+  ColumnBiases<kPlain> biases_[4];
 };
 
 /// down and dx: rows of a slab that is not whole, or to which a bias is to be added.

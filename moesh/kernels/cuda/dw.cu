@@ -10,10 +10,25 @@ Error fill_zeros(void* to, const Experts& e, Stream stream) {
                                  static_cast<cudaStream_t>(stream)));
 }
 
+template <Gemm kGemm>
+Error launch(GroupedLaunch& l, const Experts& e, void* workspace, Stream stream) {
+  GroupedParams& p = l.params;
+  p.max_chunk_pairs = chunk_pairs(e.num_rows, e.model, e.ffn);
+  p.chunk_sums = static_cast<float4*>(workspace);
+  p.chunk_counts = static_cast<int*>(workspace) + int64_t{p.max_chunk_pairs} * kChunkSums;
+  if (p.max_chunk_pairs > 0) {
+    const Error error =
+        text_of(cudaMemsetAsync(p.chunk_counts, 0, p.max_chunk_pairs * kChunkCounts * sizeof(int),
+                                static_cast<cudaStream_t>(stream)));
+    if (error) return error;
+  }
+  return l.launch<kGemm>(stream);
+}
+
 }  // namespace
 
 Error dw13(const Experts& e, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
-           void* dw1_EFD, void* dw3_EFD, Stream stream) {
+           void* dw1_EFD, void* dw3_EFD, void* workspace, Stream stream) {
   if (e.num_rows == 0) {
     const Error error = fill_zeros(dw1_EFD, e, stream);
     return error ? error : fill_zeros(dw3_EFD, e, stream);
@@ -26,10 +41,11 @@ Error dw13(const Experts& e, const void* x_RD, const void* d_gate_RF, const void
   p.b[1] = l.map(d_up_RF, e.ffn, e.num_rows, 1, 64, kTileK);
   p.out[0] = l.map(dw1_EFD, e.model, e.ffn, e.num_experts, 64, 64);
   p.out[1] = l.map(dw3_EFD, e.model, e.ffn, e.num_experts, 64, 64);
-  return l.launch<Gemm::dw13>(stream);
+  return launch<Gemm::dw13>(l, e, workspace, stream);
 }
 
-Error dw2(const Experts& e, const void* dy_RD, const void* act_RF, void* dw2_EDF, Stream stream) {
+Error dw2(const Experts& e, const void* dy_RD, const void* act_RF, void* dw2_EDF, void* workspace,
+          Stream stream) {
   if (e.num_rows == 0) return fill_zeros(dw2_EDF, e, stream);
   GroupedLaunch l(e);
   GroupedParams& p = l.params;
@@ -37,7 +53,7 @@ Error dw2(const Experts& e, const void* dy_RD, const void* act_RF, void* dw2_EDF
   p.width = static_cast<int>(e.ffn);
   p.b[0] = l.map(act_RF, e.ffn, e.num_rows, 1, 64, kTileK);
   p.out[0] = l.map(dw2_EDF, e.ffn, e.model, e.num_experts, 64, 64);
-  return l.launch<Gemm::dw2>(stream);
+  return launch<Gemm::dw2>(l, e, workspace, stream);
 }
 
 }  // namespace moesh::kernels::cuda

@@ -25,6 +25,8 @@
 // Rows are gathered by a kernel of their own (rows.cu). Gathering in here by cp.async costs no
 // memory traffic, but 10 to 13 points of the tensor cores' time, and the warps which now finish.
 
+#include <climits>
+
 #include "moesh/kernels/cuda/activation.h"
 #include "moesh/kernels/cuda/ptx.h"
 #include "moesh/kernels/cuda/tiles.h"
@@ -52,6 +54,11 @@ struct GroupedParams {
   int width;      // columns of an output
   int depth;      // of the contraction, each of num_parts; not where it runs over rows
   int num_parts;  // 1; dx: 2, of a and b
+  // Where the contraction runs over rows: the sums of chunks [max_chunk_pairs, block, slab, 64 x
+  // 256], and how many of a tile's are there, [max_chunk_pairs, block, slab].
+  int max_chunk_pairs;
+  float4* chunk_sums;
+  int* chunk_counts;
   Elementwise elementwise;
 };
 
@@ -65,7 +72,12 @@ inline constexpr int kStageBytes = kBytesA + kBytesB;
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
   alignas(1024) uint8_t results[4][2][kBlockBytes];  // [64 columns][slab]: 64 rows of 64 columns
-  int row_starts[kMaxExperts + 1], tile_starts[kMaxExperts + 1];
+  alignas(16) uint8_t dh_inputs[kFinishers][FinishDh<true>::kBytes];
+  int row_starts[kMaxExperts + 1], pair_starts[kMaxExperts + 1], experts[kMaxExperts];  // tiles.h
+  int extra, num_cut;      // left_over, or longest
+  int times[kCandidates];  // of the candidates for it
+  int arrived[2];          // by slab: the chunks that came before this one
+  bool unfinished[2];      // by slab: there are no results, as a chunk is still to come
   alignas(8) uint64_t full[kStages], empty[kStages];
   uint64_t done[2], taken[2];
 };
@@ -79,28 +91,103 @@ struct Ring {
   }
 };
 
-/// Fills the tables of tiles.h; one warp.
-__device__ inline void make_tables(Shared& shared, const int* ends_E, int num_experts, int lane) {
-  const int per_lane = ceil_div(num_experts, 32), first = lane * per_lane;
-  const int last = min(first + per_lane, num_experts);
-  int sum = 0;
-  for (int e = first; e < last; ++e)
-    sum += ceil_div(ends_E[e] - (e > 0 ? ends_E[e - 1] : 0), kTileM);
-  int before = sum;  // the sum over the lanes up to this one
+/// The sum of `value` over the lanes before this one.
+__device__ __forceinline__ int sum_before(int value, int lane) {
+  int sum = value;
   for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = __shfl_up_sync(~0u, before, distance);
-    if (lane >= distance) before += other;
+    const int other = __shfl_up_sync(~0u, sum, distance);
+    if (lane >= distance) sum += other;
   }
-  before -= sum;
+  return sum - value;
+}
+
+/// The tables of RowTiles. Every lane of one warp takes experts that follow each other.
+__device__ inline void make_row_tables(Shared& shared, int num_experts, int lane) {
+  const int per_lane = ceil_div(num_experts, 32), first = smaller(lane * per_lane, num_experts);
+  const int last = smaller(first + per_lane, num_experts);
+  const auto num_tiles = [&](int e) {
+    return ceil_div(shared.row_starts[e + 1] - shared.row_starts[e], kTileM);
+  };
+  int num_odd = 0, single = -1;
+  for (int e = first; e < last; ++e)
+    if (num_tiles(e) % 2 == 1) ++num_odd, single = e;
+  // The expert that waits for a second one when this lane begins.
+  const int odd_before = sum_before(num_odd, lane);
+  const unsigned with_odd = __ballot_sync(~0u, num_odd > 0),
+                 earlier = with_odd & ((1u << lane) - 1);
+  const int before = __shfl_sync(~0u, single, earlier ? 31 - __clz(earlier) : 0);
+  int waiting = odd_before % 2 == 1 ? before : -1, pairs = 0;
   for (int e = first; e < last; ++e) {
-    const int start = e > 0 ? ends_E[e - 1] : 0;
-    shared.row_starts[e] = start;
-    shared.tile_starts[e] = before;
-    before += ceil_div(ends_E[e] - start, kTileM);
-    if (e == num_experts - 1) {
-      shared.row_starts[num_experts] = ends_E[e];
-      shared.tile_starts[num_experts] = before;
+    pairs += num_tiles(e) / 2;
+    if (num_tiles(e) % 2 == 0) continue;
+    shared.experts[e] = waiting;
+    pairs += waiting >= 0;
+    waiting = waiting >= 0 ? -1 : e;
+  }
+  int start = sum_before(pairs, lane);
+  for (int e = first; e < last; ++e) {
+    shared.pair_starts[e] = start;
+    start += num_tiles(e) / 2 + (num_tiles(e) % 2 == 1 && shared.experts[e] >= 0);
+  }
+  if (lane == 31) shared.pair_starts[num_experts] = start, shared.extra = waiting;
+}
+
+/// The tables of WeightTiles. All threads.
+__device__ inline void make_weight_tables(Shared& shared, const GroupedParams& p, int pairs) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_experts = p.num_experts;
+  const auto rows_of = [&](int e) { return shared.row_starts[e + 1] - shared.row_starts[e]; };
+  for (int e = threadIdx.x; e < num_experts; e += kThreads) {
+    const int rows = rows_of(e);
+    int place = 0, start = 0;  // how many have more rows, or as many and a lower number
+#pragma unroll 8
+    for (int other = 0; other < num_experts; ++other) {
+      const int end = shared.row_starts[other + 1];
+      place += end - start > rows || (end - start == rows && other < e);
+      start = end;
     }
+    shared.experts[place] = e;
+  }
+  __syncthreads();
+  const auto steps_at = [&](int i) { return steps_of(rows_of(shared.experts[i])); };
+  const int most = steps_at(0), num_clusters = gridDim.x / 2;
+  const bool many = p.max_chunk_pairs == 0 ||
+                    has_many_tiles(most, shared.row_starts[num_experts], pairs, num_clusters);
+  // Every warp: the time of a candidate. Then all know the best one.
+  static_assert(kCandidates <= kThreads / 32);
+  if (!many && warp < kCandidates) {
+    const int longest = longest_chunk(most, warp);
+    int time = 0, start = 0;
+    bool fits = true;
+    for (int first = 0; first < num_experts; first += 32) {
+      const int i = first + lane, steps = i < num_experts ? steps_at(i) : 0;
+      const int mine = pairs * num_chunks(steps, longest), begin = start + sum_before(mine, lane);
+      if (steps > 0) time += time_of_chunks(steps, begin, pairs, num_clusters, longest);
+      fits = fits && (steps <= longest || begin + mine <= p.max_chunk_pairs);
+      start = __shfl_sync(~0u, begin + mine, 31);
+    }
+    fits = __all_sync(~0u, fits);
+    for (int distance = 16; distance > 0; distance /= 2)
+      time += __shfl_xor_sync(~0u, time, distance);
+    if (lane == 0) shared.times[warp] = fits ? time : INT_MAX;
+  }
+  __syncthreads();
+  int best = 0;
+  for (int i = 1; i < kCandidates && !many; ++i)
+    if (shared.times[i] < shared.times[best]) best = i;
+  const int longest = longest_chunk(most, best);
+  if (warp != 0) return;
+  int start = 0, num_cut = 0;
+  for (int first = 0; first < num_experts; first += 32) {
+    const int i = first + lane;
+    const int chunks = i < num_experts ? num_chunks(steps_at(i), longest) : 0;
+    const int mine = pairs * chunks, begin = start + sum_before(mine, lane);
+    if (i < num_experts) shared.pair_starts[i] = begin;
+    start = __shfl_sync(~0u, begin + mine, 31);
+    num_cut += __popc(__ballot_sync(~0u, chunks > 1));
+  }
+  if (lane == 0) {
+    shared.pair_starts[num_experts] = start;
+    shared.extra = longest, shared.num_cut = num_cut;
   }
 }
 
@@ -108,15 +195,39 @@ template <Gemm kGemm>
 __device__ __forceinline__ auto make_tiles(const GroupedParams& p, const Shared& shared) {
   const int columns = ceil_div(p.width, Flow<kGemm>::kColumns);
   if constexpr (Flow<kGemm>::kOverRows)
-    return WeightTiles{shared.row_starts, p.num_experts, p.height, columns};
+    return WeightTiles{.row_starts = shared.row_starts,
+                       .pair_starts = shared.pair_starts,
+                       .order_E = shared.experts,
+                       .num_experts = p.num_experts,
+                       .height = p.height,
+                       .num_columns = columns,
+                       .longest = shared.extra,
+                       .num_cut = shared.num_cut};
   else
-    return RowTiles{shared.row_starts, shared.tile_starts, p.num_experts, columns};
+    return RowTiles{.row_starts = shared.row_starts,
+                    .pair_starts = shared.pair_starts,
+                    .partners = shared.experts,
+                    .num_experts = p.num_experts,
+                    .num_columns = columns,
+                    .left_over = shared.extra};
 }
 
-/// Blocks of depth 64; an expert without rows gets one, of zeros.
+/// Fills the tables of tiles.h; all threads.
+template <Gemm kGemm>
+__device__ void make_tables(Shared& shared, const GroupedParams& p) {
+  for (int e = threadIdx.x; e <= p.num_experts; e += blockDim.x)
+    shared.row_starts[e] = e > 0 ? p.ends_E[e - 1] : 0;
+  __syncthreads();
+  if constexpr (Flow<kGemm>::kOverRows)
+    make_weight_tables(shared, p, make_tiles<kGemm>(p, shared).pairs_of_expert());
+  else if (threadIdx.x < 32)
+    make_row_tables(shared, p.num_experts, threadIdx.x);
+}
+
+/// Blocks of depth 64.
 template <Gemm kGemm>
 __device__ __forceinline__ int num_steps(const GroupedParams& p, const Tile& t) {
-  if constexpr (Flow<kGemm>::kOverRows) return max(1, ceil_div(t.num_rows, kTileK));
+  if constexpr (Flow<kGemm>::kOverRows) return steps_of(t.num_rows);
   return p.num_parts * ceil_div(p.depth, kTileK);
 }
 
@@ -258,6 +369,48 @@ __device__ __forceinline__ void multiply_tile(const GroupedParams& p, Shared& sh
   }
 }
 
+/// The sums of the chunks of a tile, from one warp group: its accumulators as they are, by fours.
+struct ChunkSums {
+  const GroupedParams& p;
+  const Tile& tile;
+  int slab, part, next_slot;
+
+  __device__ __forceinline__ float4* at(int chunk) const {
+    const int slot = tile.slot + chunk * next_slot;
+    return p.chunk_sums + (4ll * slot + part) * (kTileN / 2 / 4) * 128 + threadIdx.x % 128;
+  }
+  /// Keeps those of this chunk. Whether it is the last one that was missing; nobody waits.
+  __device__ __forceinline__ bool keep(Shared& shared, const float (&acc)[kTileN / 2]) const {
+    float4* to = at(tile.chunk);
+#pragma unroll
+    for (int i = 0; i < kTileN / 2; i += 4)
+      __stcg(to + i / 4 * 128, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+    __threadfence();
+    ptx::named_barrier(2 + slab, 128);
+    if (threadIdx.x % 128 == 0) {
+      shared.arrived[slab] = atomicAdd(p.chunk_counts + 4 * tile.slot + part, 1);
+      __threadfence();
+    }
+    ptx::named_barrier(2 + slab, 128);
+    return shared.arrived[slab] == tile.num_chunks - 1;
+  }
+  /// Accumulators from `first` on, of all chunks, added in their order.
+  template <int kSize>
+  __device__ __forceinline__ void add(int first, float (&sum)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum[i] = 0.f;
+#pragma unroll 2
+    for (int chunk = 0; chunk < tile.num_chunks; ++chunk) {
+      const float4* from = at(chunk) + first / 4 * 128;
+#pragma unroll
+      for (int i = 0; i < kSize; i += 4) {
+        const float4 v = __ldcg(from + i / 4 * 128);
+        sum[i] += v.x, sum[i + 1] += v.y, sum[i + 2] += v.z, sum[i + 3] += v.w;
+      }
+    }
+  }
+};
+
 /// A warp group: multiplies its slab of every tile and leaves it as bf16 in shared.results.
 template <Gemm kGemm>
 __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank, int slab) {
@@ -271,6 +424,14 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
   // rows).
   const int part = lane / 16, row = F::kTransposed ? part * 8 + lane % 8 : warp * 16 + lane % 16;
   const int chunk = F::kTransposed ? warp * 2 + lane / 8 % 2 : part;
+
+  const auto store = [&](int j, const float* v) {  // 16 columns
+    const uint32_t to =
+        results + j / 4 * 2 * kBlockBytes +
+        (F::kTransposed ? swizzled(row + j % 4 * 16, chunk) : swizzled(row, chunk + j % 4 * 2));
+    ptx::store_matrices<F::kTransposed>(to, ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]),
+                                        ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
+  };
 
   float acc[kTileN / 2];
   Ring ring;
@@ -296,21 +457,31 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
     else
       multiply_tile<kGemm, kTileN>(p, shared, t, slab, ring, acc, find_next);
 
-    ptx::barrier_wait(taken, phase ^ 1);
-    phase ^= 1;
-#pragma unroll
-    for (int block = 0; block < 4; ++block) {
-      if (half && block >= 2) continue;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {  // 16 columns
-        const float* v = acc + block * 32 + j * 8;
-        const uint32_t to =
-            results + block * 2 * kBlockBytes +
-            (F::kTransposed ? swizzled(row + j * 16, chunk) : swizzled(row, chunk + j * 2));
-        ptx::store_matrices<F::kTransposed>(to, ptx::pack(v[0], v[1]), ptx::pack(v[2], v[3]),
-                                            ptx::pack(v[4], v[5]), ptx::pack(v[6], v[7]));
+    const int num_stores = half ? kTileN / 32 : kTileN / 16;
+    bool whole = true;
+    if constexpr (F::kOverRows) {
+      if (t.num_chunks > 1) {
+        whole = false;
+        const ChunkSums sums{p, t, slab, 2 * rank + slab, tiles.pairs_of_expert()};
+        const bool last = sums.keep(shared, acc);
+        ptx::barrier_wait(taken, phase ^ 1);
+#pragma unroll 1
+        for (int j = 0; last && j < num_stores; j += 2) {
+          float sum[16];
+          sums.add(j * 8, sum);
+          store(j, sum), store(j + 1, sum + 8);
+        }
+        if (threadIdx.x % 128 == 0) shared.unfinished[slab] = !last;
       }
     }
+    if (whole) {
+      ptx::barrier_wait(taken, phase ^ 1);
+      if (F::kOverRows && threadIdx.x % 128 == 0) shared.unfinished[slab] = false;
+#pragma unroll
+      for (int j = 0; j < kTileN / 16; ++j)
+        if (j < num_stores) store(j, acc + j * 8);
+    }
+    phase ^= 1;
     ptx::fence_async();
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(done);
@@ -364,7 +535,8 @@ __device__ void finish_tiles(const GroupedParams& p, Shared& shared, int rank, i
       // The rows after an expert's last belong to the next: what is not whole is stored by rows.
       const bool by_tma =
           (F::kOverRows || s.num_rows == kSlab) && !(kGemm == Gemm::down && p.elementwise.bias[0]);
-      if (by_tma && lane == 0) store_by_tma<kGemm>(p, s, results, slab, finisher);
+      const bool finished = !F::kOverRows || !shared.unfinished[slab];
+      if (finished && by_tma && lane == 0) store_by_tma<kGemm>(p, s, results, slab, finisher);
       if constexpr (kGemm == Gemm::up)
         finish_up<kPlain>(p.elementwise, s, results, lane, first_row, !by_tma);
       else if (!by_tma)
@@ -394,7 +566,8 @@ __device__ void finish_dh_tiles(const GroupedParams& p, Shared& shared, int rank
                  .first_column = t.column * kTileN,
                  .width = p.width,
                  .column_tile = t.column};
-    FinishDh<kPlain> finish(p.elementwise, s, lane, first_row_of(0, finisher, lane));
+    FinishDh<kPlain> finish(p.elementwise, s, lane, first_row_of(0, finisher, lane),
+                            ptx::shared_address(shared.dh_inputs[finisher]));
 #pragma unroll 1
     for (int slab = 0; slab < 2 && t.height > slab * kSlab; ++slab) {
       ptx::barrier_wait(done + 8 * slab, phases >> slab & 1);
@@ -405,6 +578,14 @@ __device__ void finish_dh_tiles(const GroupedParams& p, Shared& shared, int rank
     }
   }
 }
+
+/// Of a thread that finishes, and of one that multiplies; a block has 65536.
+template <Gemm kGemm, bool kPlain>
+struct Registers {
+  static constexpr bool kOverRows = Flow<kGemm>::kOverRows;
+  static constexpr int kFinish = kOverRows ? 88 : kPlain ? 120 : 136;
+  static constexpr int kMultiply = kOverRows ? 208 : kPlain ? 192 : 184;
+};
 
 template <Gemm kGemm, bool kPlain>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
@@ -424,11 +605,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     }
     ptx::barrier_init_fence();
   }
-  if (warp == 1) make_tables(shared, p.ends_E, p.num_experts, lane);
+  make_tables<kGemm>(shared, p);
   ptx::cluster_sync();
 
   if (warp_group == 0) {
-    ptx::give_registers<kPlain ? 120 : 136>();
+    ptx::give_registers<Registers<kGemm, kPlain>::kFinish>();
     if (warp == 0) {
       if (lane == 0) load_tiles<kGemm>(p, shared, rank);
     } else if constexpr (kGemm == Gemm::dh) {
@@ -437,7 +618,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
       finish_tiles<kGemm, kPlain>(p, shared, rank, warp - 1);
     }
   } else {
-    ptx::take_registers<kPlain ? 192 : 184>();
+    ptx::take_registers<Registers<kGemm, kPlain>::kMultiply>();
     multiply_tiles<kGemm>(p, shared, rank, warp_group - 1);
   }
   __syncwarp();

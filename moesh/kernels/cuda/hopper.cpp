@@ -106,14 +106,18 @@ class ExpertsCall {
   }
   at::Tensor gradient_of_w2(const at::Tensor& dy_RD, const at::Tensor& hidden_RF) const {
     const at::Tensor d = like(weights_.w2_eDF);
-    run_("dw2", dw2, experts_, in(dy_RD), in(hidden_RF), out(d));
+    run_("dw2", dw2, experts_, in(dy_RD), in(hidden_RF), out(d), out(for_chunks()));
     return d;
   }
   void gradients_of_w1_and_w3(const at::Tensor& d_gate_RF, const at::Tensor& d_up_RF,
                               ExpertsWeights& d) const {
     d.w1_eFD = like(weights_.w1_eFD), d.w3_eFD = like(weights_.w3_eFD);
     run_("dw13", dw13, experts_, in(at_experts(input_.x)), in(d_gate_RF), in(d_up_RF),
-         out(d.w1_eFD), out(d.w3_eFD));
+         out(d.w1_eFD), out(d.w3_eFD), out(for_chunks()));
+  }
+  at::Tensor for_chunks() const {
+    return at::empty({chunk_workspace(experts_.num_rows, experts_.model, experts_.ffn)},
+                     input_.x.options().dtype(at::kByte));
   }
   bool gathered() const { return input_.token_R.defined(); }
   at::Tensor empty_rows() const {

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "moesh/kernels/cuda/tiles.h"
+
 namespace moesh::kernels::cuda {
 
 /// A sentence that says what went wrong; null: nothing did.
@@ -57,10 +59,20 @@ Error dh(const Experts&, const void* dy_RD, void* gate_RF, void* up_RF, void* ac
          float* d_score_terms, Stream);
 /// dx of each row; d_up null: only of W1.
 Error dx(const Experts&, const void* d_gate_RF, const void* d_up_RF, void* dx_RD, Stream);
-/// Zeros for experts without rows.
+/// The most pairs of tiles that dw13 and dw2 work on in chunks (tiles.h), and the bytes for those.
+constexpr int chunk_pairs(std::int64_t num_rows, std::int64_t model, std::int64_t ffn) {
+  const int high = ceil_div(static_cast<int>(model), 2 * kTileM);
+  return max_chunk_pairs(num_rows, high * ceil_div(static_cast<int>(ffn), kTileN / 2));
+}
+constexpr std::int64_t chunk_workspace(std::int64_t num_rows, std::int64_t model,
+                                       std::int64_t ffn) {
+  return 4ll * chunk_pairs(num_rows, model, ffn) * (kChunkSums + kChunkCounts);
+}
+/// Zeros for experts without rows. `workspace`: chunk_workspace bytes.
 Error dw13(const Experts&, const void* x_RD, const void* d_gate_RF, const void* d_up_RF,
-           void* dw1_EFD, void* dw3_EFD, Stream);
-Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, Stream);
+           void* dw1_EFD, void* dw3_EFD, void* workspace, Stream);
+Error dw2(const Experts&, const void* dy_RD, const void* act_RF, void* dw2_EDF, void* workspace,
+          Stream);
 
 /// Sums the terms of dh in order, and adds b2's.
 Error score_gradient(const Experts&, const void* dy_RD, const float* d_score_terms,

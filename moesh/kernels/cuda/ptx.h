@@ -151,6 +151,18 @@ __device__ __forceinline__ void load_in_place(uint4& v, const void* from) {
                : "l"(from)
                : "memory");
 }
+/// 16 bytes from global to shared memory, without a register; in groups, which end in order.
+__device__ __forceinline__ void copy_async16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/// All but this thread's last kPending groups are there.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 /// Four 8x8 matrices, spread over a warp as wgmma spreads its accumulators; lane i gives the
 /// address of row i % 8 of matrix i / 8.
 template <bool kTransposed>

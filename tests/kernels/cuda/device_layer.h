@@ -157,6 +157,7 @@ struct DeviceLayer {
   Buffer<bf16> x, dy, w1, w3, w2, b1, b3, b2;
   Buffer<std::int32_t> experts_TK, workspace, ends, order, token, inverse;
   Buffer<float> weight_TK, score, d_score_terms, d_score, bias_terms;
+  Buffer<std::uint8_t> chunks;
   // rows_ is x, then dy, at their experts; one buffer would do for y_R and dx_R too, but a check
   // wants to see them
   Buffer<bf16> rows_, gate, up_, act, y_R, y, dx_R, dx_, dw1, dw3, dw2_, db1, db3, db2;
@@ -175,6 +176,7 @@ struct DeviceLayer {
     score = Buffer<float>(rows), d_score = Buffer<float>(rows);
     d_score_terms = Buffer<float>(rows * num_score_terms(c.ffn));
     bias_terms = Buffer<float>(num_bias_terms(rows, e) * std::max(c.model, c.ffn));
+    chunks = Buffer<std::uint8_t>(chunk_workspace(rows, c.model, c.ffn));
     gate = Buffer<bf16>(rows * c.ffn), up_ = Buffer<bf16>(rows * c.ffn);
     act = Buffer<bf16>(rows * c.ffn);
     rows_ = Buffer<bf16>(rows * c.model), y_R = Buffer<bf16>(rows * c.model);
@@ -198,12 +200,13 @@ struct DeviceLayer {
     for (auto* b : {&workspace, &ends, &order, &token, &inverse}) b->poison();
     for (auto* b : {&score, &d_score_terms, &d_score, &bias_terms}) b->poison();
     for (auto* b : results()) b->poison();
+    chunks.poison();
   }
   std::vector<Buffer<bf16>*> results() {
     return {&rows_, &gate, &up_, &act, &y_R, &y, &dx_R, &dx_, &dw1, &dw3, &dw2_, &db1, &db3, &db2};
   }
   bool guards_intact() {
-    bool good = true;
+    bool good = chunks.guards_intact();
     for (auto* b : {&workspace, &ends, &order, &token, &inverse, &experts_TK})
       good &= b->guards_intact();
     for (auto* b : {&score, &d_score_terms, &d_score, &weight_TK, &bias_terms})
@@ -268,7 +271,7 @@ struct DeviceLayer {
                  config.scores ? d_score_terms.get() : nullptr, stream));
     if (config.scores)
       MOESH_RUN(score_gradient(e, dy_R, d_score_terms.get(), d_score.get(), stream));
-    MOESH_RUN(dw2(e, dy_R, act.get(), dw2_.get(), stream));
+    MOESH_RUN(dw2(e, dy_R, act.get(), dw2_.get(), chunks.get(), stream));
     if (config.biases)
       MOESH_RUN(bias_gradients(e, dy_R, gate.get(), up_.get(), bias_terms.get(), db1.get(),
                                db3.get(), db2.get(), stream));
@@ -278,7 +281,7 @@ struct DeviceLayer {
     MOESH_RUN(combine(dx_R.get(), inverse.get(), dx_of_router, dx_.get(), config.tokens,
                       config.top_k, config.model, stream));
     const bf16* x_R = at_experts(x, stream);
-    MOESH_RUN(dw13(e, x_R, gate.get(), up_.get(), dw1.get(), dw3.get(), stream));
+    MOESH_RUN(dw13(e, x_R, gate.get(), up_.get(), dw1.get(), dw3.get(), chunks.get(), stream));
   }
 };
 

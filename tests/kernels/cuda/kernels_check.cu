@@ -510,12 +510,10 @@ std::vector<std::uint8_t> bits(DeviceLayer& l) {
   return all;
 }
 
-void check_same_bits() {
+void check_same_bits(const LayerConfig& c, std::vector<double> weights) {
   Report report{"same bits twice, and from a graph", {}};
-  const LayerConfig c{
-      .tokens = 700, .model = 512, .ffn = 384, .experts = 16, .top_k = 4, .gate = true};
   DeviceLayer l(c, 77);
-  l.experts_TK.copy_from(choose(c, skewed(16), 5));
+  l.experts_TK.copy_from(choose(c, std::move(weights), 5));
   std::vector<std::uint8_t> first;
   for (int run = 0; run < 3; ++run) {
     l.poison();
@@ -629,6 +627,7 @@ int run(bool quick) {
              {.tokens = hard, .model = d, .ffn = f, .experts = num_hard, .top_k = 1}, hard_experts,
              10 + d);
   }
+  LayerConfig c;
   auto random = [](const std::string& title, const LayerConfig& c, std::vector<double> weights) {
     run_case(title, c, choose(c, std::move(weights), c.tokens), c.tokens + c.experts);
   };
@@ -647,8 +646,13 @@ int run(bool quick) {
   run_case("all rows to one expert",
            {.tokens = 700, .model = 512, .ffn = 256, .experts = 8, .top_k = 1},
            std::vector<std::int32_t>(700, 3), 6);
+  // The sums of dW in chunks: a few experts with many rows.
+  c = {.tokens = 6000, .model = 520, .ffn = 264, .experts = 8, .top_k = 1};
+  run_case("6000 rows to one expert", c, std::vector<std::int32_t>(6000, 3), 7);
+  c = {.tokens = 6000, .model = 264, .ffn = 136, .experts = 6, .top_k = 2};
+  random("few rows but for two experts", c, {40, 1e-3, 1e-2, 40, 1e-3, 1e-2});
   const LayerConfig base{.tokens = 500, .model = 360, .ffn = 328, .experts = 8, .top_k = 3};
-  LayerConfig c = base;
+  c = base;
   c.scores = false;
   random("no scores", c, skewed(8));
   c = base, c.before = true;
@@ -675,7 +679,11 @@ int run(bool quick) {
     check_gate("gate of " + std::to_string(experts) + " experts, D " + std::to_string(model),
                {.num_tokens = tokens, .model = model, .num_experts = experts}, tokens);
   check_top_k();
-  check_same_bits();
+  check_same_bits(
+      {.tokens = 700, .model = 512, .ffn = 384, .experts = 16, .top_k = 4, .gate = true},
+      skewed(16));
+  check_same_bits({.tokens = 6000, .model = 264, .ffn = 136, .experts = 6, .top_k = 2},
+                  {40, 1e-3, 1e-2, 40, 1e-3, 1e-2});
   check_batch();
   check_nan_stays();
   std::printf("%s\n", failures ? "FAILED" : "all ok");

@@ -4,7 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <tuple>
@@ -16,13 +19,79 @@ namespace {
 static_assert(ceil_div(1, 128) == 1 && ceil_div(128, 128) == 1 && ceil_div(0, 128) == 0);
 static_assert(swizzled(0, 3) == 48 && swizzled(5, 3) == 5 * 128 + (3 ^ 5) * 16);
 
-struct Tables {
-  std::vector<int> row_starts{0}, tile_starts{0};
-  explicit Tables(const std::vector<int>& counts) {
-    for (const int n : counts) {
-      row_starts.push_back(row_starts.back() + n);
-      tile_starts.push_back(tile_starts.back() + ceil_div(n, kTileM));
+std::vector<int> starts_of(const std::vector<int>& counts) {
+  std::vector<int> starts{0};
+  for (const int n : counts) starts.push_back(starts.back() + n);
+  return starts;
+}
+
+/// As the device makes them, one expert after the other.
+struct RowTables {
+  std::vector<int> row_starts, pair_starts{0}, partners;
+  int left_over = -1;
+
+  explicit RowTables(const std::vector<int>& counts) : row_starts(starts_of(counts)) {
+    for (int e = 0; e < static_cast<int>(counts.size()); ++e) {
+      const int tiles = ceil_div(counts[e], kTileM);
+      const bool odd = tiles % 2 == 1, second = odd && left_over >= 0;
+      partners.push_back(left_over);
+      pair_starts.push_back(pair_starts.back() + tiles / 2 + second);
+      if (odd) left_over = second ? -1 : e;
     }
+  }
+  RowTiles tiles(int columns) const {
+    return {row_starts.data(), pair_starts.data(),
+            partners.data(),   static_cast<int>(partners.size()),
+            columns,           left_over};
+  }
+};
+
+struct WeightTables {
+  std::vector<int> row_starts, pair_starts{0}, order;
+  int height, columns, longest, num_cut = 0;
+
+  WeightTables(const std::vector<int>& counts, int height, int columns, int clusters, int max_pairs)
+      : row_starts(starts_of(counts)), order(counts.size()), height(height), columns(columns) {
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return counts[a] > counts[b]; });
+    const int pairs = ceil_div(height, 2 * kTileM) * columns, most = steps_of(counts[order[0]]);
+    longest = longest_chunk(most, 0);
+    int best = time_with(counts, longest, pairs, clusters, max_pairs);
+    for (int i = 1; i < kCandidates; ++i) {
+      if (has_many_tiles(most, row_starts.back(), pairs, clusters)) break;
+      const int time = time_with(counts, longest_chunk(most, i), pairs, clusters, max_pairs);
+      if (time >= 0 && time < best) best = time, longest = longest_chunk(most, i);
+    }
+    for (const int e : order) {
+      const int chunks = num_chunks(steps_of(counts[e]), longest);
+      pair_starts.push_back(pair_starts.back() + pairs * chunks);
+      num_cut += chunks > 1;
+    }
+  }
+  WeightTiles tiles() const {
+    return {.row_starts = row_starts.data(),
+            .pair_starts = pair_starts.data(),
+            .order_E = order.data(),
+            .num_experts = static_cast<int>(order.size()),
+            .height = height,
+            .num_columns = columns,
+            .longest = longest,
+            .num_cut = num_cut};
+  }
+
+ private:
+  /// -1: no memory.
+  int time_with(const std::vector<int>& counts, int longest, int pairs, int clusters,
+                int max_pairs) const {
+    int time = 0, start = 0;
+    for (const int e : order) {
+      const int steps = steps_of(counts[e]), chunks = num_chunks(steps, longest);
+      time += time_of_chunks(steps, start, pairs, clusters, longest);
+      start += pairs * chunks;
+      if (chunks > 1 && start > max_pairs) return -1;
+    }
+    return time;
   }
 };
 
@@ -57,20 +126,25 @@ TEST(Tiles, EveryPlaceOnce) {
 
 TEST(Tiles, EveryRowOnceInEveryColumn) {
   for (const auto& counts : hard_counts()) {
-    const Tables tables(counts);
+    const RowTables tables(counts);
     const int experts = static_cast<int>(counts.size());
+    int num_odd = 0;
+    for (const int n : counts) num_odd += ceil_div(n, kTileM) % 2;
     for (const int columns : {1, 2, 5, 16}) {
-      const RowTiles tiles{tables.row_starts.data(), tables.tile_starts.data(), experts, columns};
+      const RowTiles tiles = tables.tiles(columns);
       std::map<std::pair<int, int>, int> rows;  // (expert, column) -> rows seen
       std::set<std::pair<int, int>> begins;     // (first row, column)
+      int num_apart = 0;                        // pairs that share nothing
       for (int i = 0; i < tiles.size(); ++i) {
         const Tile pair[2] = {tiles.at(i, 0), tiles.at(i, 1)};
         ASSERT_EQ(pair[0].column, pair[1].column);
         ASSERT_EQ(pair[0].shared, pair[1].shared);
         ASSERT_EQ(pair[0].shared, pair[0].expert == pair[1].expert);
+        num_apart += !pair[0].shared;
         for (const Tile& t : pair) {
-          if (t.num_rows == 0) continue;
           ASSERT_EQ(t.height, t.num_rows);
+          ASSERT_EQ(t.num_chunks, 1);
+          if (t.num_rows == 0) continue;
           ASSERT_LE(t.num_rows, kTileM);
           ASSERT_GE(t.first_row, tables.row_starts[t.expert]);
           ASSERT_LE(t.first_row + t.num_rows, tables.row_starts[t.expert + 1]);
@@ -80,35 +154,95 @@ TEST(Tiles, EveryRowOnceInEveryColumn) {
         }
         ASSERT_GT(pair[0].num_rows, 0);
       }
+      ASSERT_EQ(num_apart, num_odd / 2 * columns);
       for (int e = 0; e < experts; ++e)
         for (int n = 0; n < columns; ++n) ASSERT_EQ((rows[{e, n}]), counts[e]);
     }
   }
 }
 
-TEST(Tiles, EveryTileOfEveryWeightOnce) {
+/// Every step of every tile once, the chunks of a tile in order, and sums of chunks side by side.
+void check_weight_tiles(const std::vector<int>& counts, const WeightTables& tables, int max_pairs) {
+  const WeightTiles tiles = tables.tiles();
+  std::map<std::tuple<int, int, int>, std::vector<Tile>> seen;  // by expert, m, column
+  std::set<std::pair<int, int>> slots;
+  int before = std::numeric_limits<int>::max();
+  for (int i = 0; i < tiles.size(); ++i) {
+    for (const int rank : {0, 1}) {
+      const Tile t = tiles.at(i, rank);
+      ASSERT_TRUE(t.shared);
+      ASSERT_LE(counts[t.expert], before);
+      before = counts[t.expert];
+      if (t.num_chunks > 1) {
+        const int slot = t.slot + t.chunk * tiles.pairs_of_expert();
+        ASSERT_LT(slot, max_pairs);
+        ASSERT_TRUE(slots.emplace(slot, rank).second);
+      }
+      if (t.height <= 0) continue;
+      ASSERT_EQ(t.height, smaller(kTileM, tables.height - t.m));
+      auto& chunks = seen[{t.expert, t.m, t.column}];
+      if (!chunks.empty()) {
+        ASSERT_EQ(t.slot, chunks[0].slot);
+      }
+      chunks.push_back(t);
+    }
+  }
+  const auto places = counts.size() * ceil_div(tables.height, kTileM) * tables.columns;
+  ASSERT_EQ(seen.size(), places);
+  for (const auto& [place, chunks] : seen) {
+    int row = tables.row_starts[std::get<0>(place)];
+    for (int chunk = 0; chunk < static_cast<int>(chunks.size()); ++chunk) {
+      const Tile& t = chunks[chunk];
+      ASSERT_EQ(t.chunk, chunk);
+      ASSERT_EQ(t.num_chunks, static_cast<int>(chunks.size()));
+      ASSERT_EQ(t.first_row, row);
+      ASSERT_LE(t.num_rows, tables.longest * kTileK);
+      if (chunk + 1 < t.num_chunks) {
+        ASSERT_TRUE(t.num_rows > 0 && t.num_rows % kTileK == 0);
+      }
+      row += t.num_rows;
+    }
+    ASSERT_EQ(row, tables.row_starts[std::get<0>(place) + 1]);
+  }
+}
+
+TEST(Tiles, EveryStepOfEveryWeightOnce) {
   for (const auto& counts : hard_counts()) {
     if (counts.size() > 64) continue;
-    const Tables tables(counts);
-    const int experts = static_cast<int>(counts.size());
-    for (const int height : {8, 64, 128, 136, 256, 264, 2048, 7168}) {
+    for (const int height : {8, 128, 136, 264, 2048})
       for (const int columns : {1, 3, 8}) {
-        const WeightTiles tiles{tables.row_starts.data(), experts, height, columns};
-        std::set<std::tuple<int, int, int>> seen;
-        for (int i = 0; i < tiles.size(); ++i) {
-          for (const int rank : {0, 1}) {
-            const Tile t = tiles.at(i, rank);
-            ASSERT_EQ(t.first_row, tables.row_starts[t.expert]);
-            ASSERT_EQ(t.num_rows, counts[t.expert]);
-            ASSERT_TRUE(t.shared);
-            if (t.height <= 0) continue;
-            ASSERT_EQ(t.height, smaller(kTileM, height - t.m));
-            ASSERT_TRUE(seen.emplace(t.expert, t.m, t.column).second);
-          }
-        }
-        ASSERT_EQ(seen.size(), static_cast<size_t>(experts * ceil_div(height, kTileM) * columns));
+        const int pairs = ceil_div(height, 2 * kTileM) * columns;
+        const int max_pairs = max_chunk_pairs(starts_of(counts).back(), pairs);
+        const WeightTables tables(counts, height, columns, 66, max_pairs);
+        ASSERT_NO_FATAL_FAILURE(check_weight_tiles(counts, tables, max_pairs));
       }
-    }
+  }
+}
+
+/// The rows of layers whose routing collapsed: chunks, and how busy the clusters are.
+TEST(Tiles, FewExpertsWithAllRowsAreCutIntoChunks) {
+  struct Case {
+    int rows, experts, pairs_high, columns;
+    bool in_chunks;
+    double busiest;  // of the clusters, beside the mean
+  };
+  for (const Case& c : {Case{16384, 6, 4, 4, true, 1.08}, Case{16384, 6, 4, 2, false, 1.4},
+                        Case{16384, 4, 4, 4, false, 1.08}, Case{16384, 4, 4, 2, true, 1.08},
+                        Case{3072, 32, 4, 4, false, 1.08}, Case{700, 1, 1, 1, false, 67.},
+                        Case{2000, 1, 2, 2, false, 17.}, Case{5000, 1, 2, 2, true, 3.}}) {
+    std::vector<int> counts(32, c.experts == 32 ? c.rows : 0);
+    for (int i = 0; i < c.experts; ++i) counts[(i * 5 + 3) % 32] = c.rows;
+    const int height = c.pairs_high * 2 * kTileM, pairs = c.pairs_high * c.columns;
+    const int max_pairs = max_chunk_pairs(starts_of(counts).back(), pairs), clusters = 66;
+    const WeightTables tables(counts, height, c.columns, clusters, max_pairs);
+    ASSERT_NO_FATAL_FAILURE(check_weight_tiles(counts, tables, max_pairs));
+    const WeightTiles tiles = tables.tiles();
+    EXPECT_EQ(tiles.at(0, 0).num_chunks > 1, c.in_chunks) << c.rows << " " << c.experts;
+    std::vector<int> steps(clusters, 0);
+    for (int i = 0; i < tiles.size(); ++i)
+      if (tiles.at(i, 0).num_rows > 0) steps[i % clusters] += steps_of(tiles.at(i, 0).num_rows);
+    const int sum = std::accumulate(steps.begin(), steps.end(), 0);
+    EXPECT_LT(*std::max_element(steps.begin(), steps.end()), c.busiest * sum / clusters);
   }
 }
 
