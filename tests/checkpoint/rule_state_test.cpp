@@ -16,7 +16,7 @@ class Counting final : public optim::Rule {
   void update(const std::vector<optim::Moving>& params,
               const optim::RuleStep& step) const override {
     for (const auto& p : params) {
-      step.write(p.state[0], step.clipped(p.gradient));
+      step.write(p.state[0], step.clipped(p));
       step.write(p.state[1], p.state[1].add(step.number().to(at::kLong)));
     }
   }
