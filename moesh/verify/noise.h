@@ -40,8 +40,9 @@ class Nearby {
   double roundings_, typical_;
 };
 
-/// How many runs nearby tell the noise.
-constexpr std::uint64_t kNumNearby = 3;
+/// How many runs nearby tell the noise, and how many do where a mesh is off by little more than
+/// what is allowed: a few may be near by chance.
+constexpr std::uint64_t kNumNearby = 3, kNumNearbyInDoubt = 12;
 
 /// The noise of each tensor is the largest distance of the runs nearby, element by element.
 void note_nearby(NamedTensors& run, const NamedTensors& nearby);

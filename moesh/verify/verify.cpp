@@ -296,12 +296,12 @@ class OneRank {
 
   // A run with its noise, and what is bounded of those nearby: whole ones take much memory.
   std::vector<NamedTensors> run(const std::string& dtype, std::int64_t steps,
-                                double roundings = 1) {
+                                std::uint64_t num_nearby, double roundings = 1) {
     VerifyCase c = case_;
     c.steps = steps;
     c.config = changed(c.config, {{"training.dtype", dtype, {"one rank"}}});
     std::vector<NamedTensors> all{run(c, nullptr)};
-    for (std::uint64_t i = 0; i < kNumNearby; ++i) {
+    for (std::uint64_t i = 0; i < num_nearby; ++i) {
       const Nearby nearby(all.front(), scalar_type(c.config), i, roundings);
       NamedTensors other = run(c, &nearby);
       note_nearby(all.front(), other);
@@ -333,16 +333,16 @@ class OneRank {
 
 }  // namespace
 
-VerifyReference run_reference(const VerifyCase& c) {
+VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby) {
   OneRank one(c);
   const std::string wide = "float64", &dtype = c.config.training.dtype;
-  const auto runs = one.run(dtype, c.steps);
-  VerifyReference result{runs.front()};
+  const auto runs = one.run(dtype, c.steps, num_nearby);
+  VerifyReference result{runs.front(), num_nearby};
   set_movement_noise(result, one_rank(c.config), c.steps);
   if (dtype != wide)
-    result.unexplained =
-        unexplained(runs, scalar_type(c.config),
-                    one.run(wide, 1, roundings_in_float64(scalar_type(c.config))).front());
+    result.unexplained = unexplained(
+        runs, scalar_type(c.config),
+        one.run(wide, 1, num_nearby, roundings_in_float64(scalar_type(c.config))).front());
   result.routing = std::move(one.routing);
   return result;
 }
@@ -380,6 +380,21 @@ VerifyReport verify(const VerifyCase& c, const VerifyReference& reference, Named
   if (c.replays())
     for (const auto& step : routing) report.add_flips(*step);
   return report;
+}
+
+bool VerifyReport::is_in_doubt() const {
+  return error.empty() && !mismatches.empty() &&
+         std::ranges::all_of(mismatches, [](const auto& m) { return m.error < 2 * m.allowed; });
+}
+
+VerifyReport verify_closely(const VerifyCase& c, VerifyReference& reference, NamedTensors* values) {
+  VerifyReport report = verify(c, reference, values);
+  if (!report.is_in_doubt() || reference.num_nearby >= kNumNearbyInDoubt) return report;
+  auto graph_mismatch = std::move(reference.graph_mismatch);
+  reference = run_reference(c, kNumNearbyInDoubt);
+  reference.graph_mismatch = std::move(graph_mismatch);
+  if (values) *values = {};
+  return verify(c, reference, values);
 }
 
 void launch_for(VerifyReport& report, const Config& config,

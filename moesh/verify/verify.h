@@ -52,6 +52,7 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
 using Routing = std::vector<std::unique_ptr<RoutingRecord>>;
 
 struct VerifyReference : NamedTensors {
+  std::uint64_t num_nearby = kNumNearby;  // runs that told its noise
   Routing routing = {};
   std::vector<Mismatch> unexplained = {};  // of noise.h: no mesh holds then
   std::string graph_mismatch = {};         // of graph_parity.h
@@ -67,6 +68,9 @@ struct VerifyReport {
   double worst_ratio = 0;         // the largest |delta| / allowed
   std::string worst_tensor = {};  // which has it
   bool holds() const { return mismatches.empty() && error.empty(); }
+  /// Whether it does not hold, by so little that noise which is measured more closely may explain
+  /// it.
+  bool is_in_doubt() const;
   void add_flips(const RoutingRecord& routing);
   /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
@@ -88,11 +92,16 @@ void run_steps(const VerifyCase& c, const data::Dataset& data, comm::Group& worl
                const Nearby* nearby = nullptr);
 
 /// The case on one_rank(c.config), with what rounding does to it.
-VerifyReference run_reference(const VerifyCase& c);
+VerifyReference run_reference(const VerifyCase& c, std::uint64_t num_nearby = kNumNearby);
 
 /// `values`, if given, gets the tensors that the ranks have, put together; all ranks must be
 /// threads of this process.
 VerifyReport verify(const VerifyCase& c, const VerifyReference& reference,
                     NamedTensors* values = nullptr);
+
+/// verify(); where the report is in doubt, the noise of the reference is measured more closely, and
+/// it is the mesh's turn again.
+VerifyReport verify_closely(const VerifyCase& c, VerifyReference& reference,
+                            NamedTensors* values = nullptr);
 
 }  // namespace moesh::verify

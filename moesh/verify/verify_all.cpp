@@ -42,7 +42,7 @@ void verify_all(const std::vector<Config>& configs, int steps, bool keep_values,
       found->second.graph_mismatch = graph_mismatch(c);
     }
     NamedTensors values;
-    VerifyReport report = verify(c, found->second, keep_values ? &values : nullptr);
+    VerifyReport report = verify_closely(c, found->second, keep_values ? &values : nullptr);
     if (report.error.empty()) report.error = found->second.graph_mismatch;
     interruption_point();  // else its report would have it as an error
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();

@@ -201,7 +201,8 @@ int main(int argc, char** argv) try {
     const Config& config = drawn.c.config;
     VerifyReport report;
     try {
-      report = verify::verify(drawn.c, run_reference(drawn.c));
+      VerifyReference reference = run_reference(drawn.c);
+      report = verify_closely(drawn.c, reference);
     } catch (const std::exception& e) {
       report.error = e.what();
     }
