@@ -17,6 +17,7 @@
 #include "moesh/cli/program.h"
 #include "moesh/cli/sizes.h"
 #include "moesh/cli/train_command.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/roll.h"
 #include "moesh/config/merge.h"
 #include "moesh/estimate/estimate.h"
@@ -293,6 +294,7 @@ void bind_results(nb::module_& m) {
 }  // namespace
 
 NB_MODULE(_moesh, m) {
+  comm::prepare_cuda();
   bind_chats(m, register_error(m));
   bind_results(m);
   m.attr("version") = version();

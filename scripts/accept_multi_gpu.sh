@@ -4,6 +4,8 @@
 #   scripts/accept_multi_gpu.sh [GPUS]   default: all of them
 #   BIN=build-cuda/bin   the folder of the programs (make gpu)
 #   LAUNCHERS="torchrun mpirun"   those to try; default: those that are installed
+#   NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=4 scripts/accept_multi_gpu.sh 4   four ranks on one GPU,
+#                                            with NCCL 2.30 or later
 #   DEVICE=cpu   under mpirun: tries this script itself, on a machine without GPUs
 set -uo pipefail
 cd "$(dirname "$0")/.."

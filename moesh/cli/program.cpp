@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,6 +21,7 @@
 #include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
+#include "moesh/comm/nccl/nccl_group.h"
 #include "moesh/comm/roll.h"
 
 namespace moesh::cli {
@@ -67,17 +69,20 @@ int say_why() {
 // Without any memory for it.
 [[noreturn]] void end_for_no_memory() {
   constexpr std::string_view text =
-      "moesh: config error: there is no memory left, or a library could not continue without it; ask "
-      "for less, or raise the limits of this process (ulimit -v)\n";
+      "moesh: config error: most likely there is no memory left: some was refused under the limit of "
+      "this process, and a library could not continue; ask for less, or raise the limit (ulimit -v)\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, text.data(), text.size());
   std::_Exit(static_cast<int>(ExitCode::usage));
 }
 
-// Under a limit on memory libraries do not look what they got: the thread was refused memory, and
-// took the null that it was given for some. Any other fault ends the process as itself.
+// Under a limit on memory some libraries do not check what they got: the thread was refused memory,
+// and used the null that it was given. Any other fault ends the process as itself. This is a guess:
+// errno may be that of a refusal which the thread has survived.
 void end_if_no_memory(int signal, siginfo_t* info, void*) {
-  const bool is_sent = info->si_code <= 0;  // by a process, and says nothing of this thread
-  if (errno == ENOMEM && !is_sent) end_for_no_memory();
+  constexpr std::uintptr_t kNearNull = 1 << 16;
+  const bool is_sent = info->si_code <= 0,  // by a process, and says nothing of this thread
+      is_near_null = reinterpret_cast<std::uintptr_t>(info->si_addr) < kNearNull;
+  if (errno == ENOMEM && !is_sent && is_near_null) end_for_no_memory();
   std::signal(signal, SIG_DFL);
   std::raise(signal);
 }
@@ -114,6 +119,7 @@ int run_program(const std::vector<std::string>& args) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file over the limit of the shell is an error, not a death
   int code = 0;
   try {
+    comm::prepare_cuda();
     code = run_command(args);
   } catch (...) {
     code = say_why();

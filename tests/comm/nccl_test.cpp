@@ -459,6 +459,45 @@ TEST_P(NcclFault, ClosedWorldTakesNoCalls) {
   EXPECT_EQ(nccl.count->aborted, 0);
 }
 
+// ---------------------------------------------------------------- a device that hangs
+
+// Whoever asks it whether something has ended gets no answer.
+class HangingStream final : public CommStream {
+ public:
+  explicit HangingStream(std::unique_ptr<CommStream> stream) : stream_(std::move(stream)) {}
+  void* handle() override { return stream_->handle(); }
+  std::shared_ptr<Origin> here() override { return stream_->here(); }
+  void follow(const Origin& origin) override { stream_->follow(origin); }
+  void run(const std::function<void()>& f) override { stream_->run(f); }
+  std::shared_ptr<Mark> mark(const Origin&) override { return std::make_shared<HangingMark>(); }
+
+ private:
+  struct HangingMark final : Mark {
+    bool done() const override {
+      std::this_thread::sleep_for(60s);
+      return false;
+    }
+    void hold_current() override { done(); }
+  };
+  std::unique_ptr<CommStream> stream_;
+};
+
+TEST(NcclDeathTest, ADeviceThatDoesNotAnswerEndsTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto hang = [] {
+    const auto nccl = loopback::make(at::kCPU, Pace::queued);
+    auto api = std::make_shared<NcclApi>(*nccl.api);
+    api->make_stream = [&](at::Device device) {
+      return std::make_unique<HangingStream>(nccl.api->make_stream(device));
+    };
+    launch(2, [&](Group& bootstrap) {
+      nccl_world(bootstrap, at::kCPU, {.timeout = 200ms, .api = api})->barrier();
+    });
+  };
+  EXPECT_EXIT(hang(), testing::ExitedWithCode(static_cast<int>(ExitCode::lost_rank)),
+              "rank [01], in .*: the device cpu has not answered for 0.2 s.*CUDA_MODULE_LOADING");
+}
+
 // ---------------------------------------------------------------- start
 
 TEST(Nccl, RanksOnOneDeviceAreRefused) {
@@ -551,7 +590,9 @@ TEST(NcclLaunch, RanksThatShareADeviceKeepTheHostWorld) {
                   {"is not an NCCL group"});
       EXPECT_EQ(world.all_reduce(at::ones({1})).item<float>(), 2.0f);
     };
-    launch(2, on_nccl(program, {.checked = is_checked}, nccl.api));
+    auto one_rank_a_gpu = std::make_shared<NcclApi>(*nccl.api);
+    one_rank_a_gpu->ranks_may_share_device = false;
+    launch(2, on_nccl(program, {.checked = is_checked}, one_rank_a_gpu));
     EXPECT_EQ(nccl.count->created, 0);
   }
 }
@@ -568,6 +609,29 @@ TEST(NcclLaunch, NcclIsTriedWhereItCanServe) {
   EXPECT_FALSE(should_try_nccl(2, {.device = at::kCUDA, .backend = Backend::host}));
   EXPECT_FALSE(should_try_nccl(2, {}));
   unsetenv("OMPI_COMM_WORLD_SIZE");
+}
+
+TEST(NcclLaunch, RanksShareAGpuWhereNcclDoes) {
+  EXPECT_FALSE(takes_ranks_that_share_a_gpu(23007));
+  for (const char* asked : {"1", "0"}) {
+    setenv("NCCL_MULTI_RANK_GPU_ENABLE", asked, 1);
+    EXPECT_EQ(takes_ranks_that_share_a_gpu(23000), asked == std::string("1"));
+    EXPECT_FALSE(takes_ranks_that_share_a_gpu(22907));
+  }
+  unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+}
+
+TEST(NcclLaunch, CudaLoadsAllKernelsWhereOtherProcessesAreWaitedFor) {
+  prepare_cuda();
+  EXPECT_EQ(std::getenv("CUDA_MODULE_LOADING"), nullptr);  // one process
+  setenv("OMPI_COMM_WORLD_SIZE", "2", 1);
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1", 1);
+  prepare_cuda();
+  EXPECT_EQ(std::getenv("CUDA_MODULE_LOADING"), std::string("EAGER"));
+  EXPECT_EQ(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"), std::string("1"));
+  for (const char* name :
+       {"OMPI_COMM_WORLD_SIZE", "CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"})
+    unsetenv(name);
 }
 
 TEST(NcclLaunch, PlaceOnTheMachineComesFromTheLauncher) {

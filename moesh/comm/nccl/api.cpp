@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <filesystem>
 
 #include "moesh/base/error.h"
@@ -37,6 +38,9 @@ void bind(void* library, const char* name, std::function<F>& to) {
 std::shared_ptr<const NcclApi> table_of(void* library) {
   auto api = std::make_shared<NcclApi>();
   bind(library, "ncclGetUniqueId", api->get_unique_id);
+  int version = 0;
+  find<NcclResult(int*)>(library, "ncclGetVersion")(&version);
+  api->ranks_may_share_device = takes_ranks_that_share_a_gpu(version);
   auto* init = find<NcclResult(NcclComm*, int, NcclUniqueId, int, ConfigHead*)>(
       library, "ncclCommInitRankConfig");
   api->comm_init_rank = [init](NcclComm* comm, int num_ranks, const NcclUniqueId& id, int rank) {
@@ -98,6 +102,11 @@ const Installed& installed() {
 }
 
 }  // namespace
+
+bool takes_ranks_that_share_a_gpu(int nccl_version) {
+  const char* asked = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return nccl_version >= 23000 && asked && std::atoi(asked) != 0;
+}
 
 std::shared_ptr<const NcclApi> load_nccl(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);

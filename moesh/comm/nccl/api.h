@@ -48,7 +48,7 @@ using NcclComm = NcclCommunicator*;
 /// a call whose peers never come.
 struct NcclApi {
   at::DeviceType device_type = at::kCUDA;
-  bool ranks_may_share_device = false;  // NCCL wants one rank per GPU
+  bool ranks_may_share_device = false;
   std::function<std::unique_ptr<CommStream>(at::Device)> make_stream = device_stream;
 
   std::function<NcclResult(NcclUniqueId*)> get_unique_id;
@@ -76,6 +76,9 @@ struct NcclApi {
   std::function<const char*(NcclResult)> error_string;
   std::function<const char*(NcclComm)> last_error;
 };
+
+/// NCCL wants one rank per GPU, except from 2.30 on, if NCCL_MULTI_RANK_GPU_ENABLE=1 asks for it.
+bool takes_ranks_that_share_a_gpu(int nccl_version);
 
 /// The table of a libnccl.so.2 (2.14 or later) at `path`. It stays loaded.
 std::shared_ptr<const NcclApi> load_nccl(const std::string& path);

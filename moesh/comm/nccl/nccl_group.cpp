@@ -350,7 +350,7 @@ std::shared_ptr<Group> nccl_world(Group& bootstrap, at::Device device, const Ncc
         sharing.empty(), ErrorKind::config, "NCCL takes one rank per GPU, and ranks ", sharing,
         " of group '", bootstrap.name(), "' are on the same GPU as a lower rank (this rank is on ",
         device,
-        "); use the host backend (ranks that are threads), which lets them share it, or start one rank per GPU");
+        "); use the host backend (ranks that are threads), which lets them share it, start one rank per GPU, or set NCCL_MULTI_RANK_GPU_ENABLE=1 (NCCL 2.30 and later)");
   }
 
   const int rank = bootstrap.rank();

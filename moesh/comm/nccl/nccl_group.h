@@ -44,6 +44,12 @@ void stop_nccl(Group& group, const std::string& reason);
 
 // Turns the world of a launch (threads or processes) into an NCCL world before the program sees it.
 
+/// Sets what CUDA reads when it begins, for a process with others beside it (what the user set
+/// stays): all kernels are loaded at once, since one that is loaded later waits for those on the
+/// GPU, which may wait for another rank; and streams have hardware queues of their own, since
+/// streams in one queue wait for each other.
+void prepare_cuda();
+
 /// Whether a launch should try: backend nccl, or automatic under mpirun or srun with a CUDA device,
 /// one rank a process and NCCL at hand.
 bool should_try_nccl(int num_ranks, const LaunchOptions& options);

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <cstdlib>
 #include <mutex>
 #include <vector>
 
@@ -43,6 +44,12 @@ class LocalWorlds {
 
 }  // namespace
 
+void prepare_cuda() {
+  if (num_launched_processes() < 2) return;
+  setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+}
+
 bool should_try_nccl(int num_ranks, const LaunchOptions& options) {
   if (options.backend == Backend::nccl) return true;
   const int num_processes = num_launched_processes();
@@ -58,13 +65,15 @@ std::function<void(Group&)> on_nccl(std::function<void(Group&)> f, LaunchOptions
     const int place = num_launched_processes() > 0 ? local_process() : host.rank();
     const at::Device device = device_for(options.device, place);
     use_device(device);
-    if (options.backend == Backend::automatic && !ranks_that_share_a_gpu(host, device).empty()) {
+    const auto& table = api ? api : installed_nccl();
+    if (options.backend == Backend::automatic && !table->ranks_may_share_device &&
+        !ranks_that_share_a_gpu(host, device).empty()) {
       if (options.checked) check_ranks(host);
       return f(host);
     }
     // The `checked` group reads what it gathers: there a fault must show at once.
     const auto world = nccl_world(
-        host, device, {.timeout = options.timeout, .block_host = options.checked, .api = api});
+        host, device, {.timeout = options.timeout, .block_host = options.checked, .api = table});
     local->add(world);
     if (options.checked) check_ranks(*world);
     try {

@@ -3,6 +3,8 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <exception>
 
 #include "moesh/base/error.h"
@@ -17,6 +19,7 @@ using namespace std::chrono_literals;
 
 // How often the watchdog looks. Deadlines are seconds to minutes.
 constexpr auto kFailureLook = 10ms;
+constexpr auto kGuardLook = 100ms;
 
 // Between two questions: at first hardly at all, since most answers come within microseconds.
 void pause(int num_asked) {
@@ -41,7 +44,8 @@ NcclWorld::NcclWorld(std::shared_ptr<const NcclApi> api, at::Device device, int 
       block_host_(block_host),
       num_exceptions_(std::uncaught_exceptions()),
       stream_(api_->make_stream(device)),
-      watchdog_([this] { watch(); }) {}
+      watchdog_([this] { watch(); }),
+      guard_([this] { guard(); }) {}
 
 NcclWorld::~NcclWorld() {
   try {
@@ -66,6 +70,7 @@ NcclWorld::~NcclWorld() {
   }
   changed_.notify_all();
   watchdog_.join();
+  guard_.join();
 }
 
 // The watchdog takes the tickets out, and stops what is late. After that NCCL's kernels give up
@@ -322,9 +327,30 @@ void NcclWorld::watch() {
     changed_.wait(lock, [&] { return ending_ || !tickets_.empty(); });
     if (ending_) return;
     changed_.wait_for(lock, kFailureLook, [&] { return ending_; });
+    asks_since_ = Clock::now();
     lock.unlock();
     look();
     lock.lock();
+    asks_since_.reset();
+  }
+}
+
+// A device can keep the watchdog itself: loading a kernel may wait for kernels that wait for other
+// ranks, and every other call of CUDA in the process waits behind it. No thread can be brought back
+// from there, so the process says what it was doing and ends.
+void NcclWorld::guard() {
+  std::unique_lock lock(state_);
+  while (!changed_.wait_for(lock, kGuardLook, [&] { return ending_; })) {
+    if (!asks_since_ || Clock::now() < *asks_since_ + timeout_) continue;
+    const std::string what = tickets_.empty() ? "the end of a fault" : describe(*tickets_.front());
+    const double seconds = std::chrono::duration<double>(timeout_).count();
+    std::fprintf(
+        stderr,
+        "moesh: comm error: rank %d, in %s: the device %s has not answered for %g s. Kernels "
+        "that wait for another rank can keep others from being loaded: set "
+        "CUDA_MODULE_LOADING=EAGER if it is not. The last calls of this rank:\n%s\n",
+        rank_, what.c_str(), device_.str().c_str(), seconds, flight::text(*recorder_).c_str());
+    std::_Exit(static_cast<int>(ExitCode::lost_rank));
   }
 }
 

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "moesh/comm/flight.h"
 #include "moesh/comm/host_group.h"
 #include "moesh/comm/nccl/api.h"
 
@@ -117,6 +118,7 @@ class NcclWorld {
   void drain();
   void watch();
   void look();
+  void guard();
 
   const std::shared_ptr<const NcclApi> api_;
   const at::Device device_;
@@ -135,7 +137,9 @@ class NcclWorld {
   std::vector<std::unique_ptr<NcclChannel>> channels_;
   std::string fault_;
   bool ending_ = false;
-  std::thread watchdog_;
+  std::optional<Clock::time_point> asks_since_;  // the watchdog asks the device, or aborts
+  const std::shared_ptr<flight::Recorder> recorder_ = flight::current();
+  std::thread watchdog_, guard_;
 };
 
 }  // namespace moesh::comm
