@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes small mistakes in what can change a number, and finds out what notices them.
 
-    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--quick] [--fresh]
+    mutate.py [--jobs N] [--files GLOB ...] [--only KIND|NUMBER ...] [--every N] [--quick] [--fresh]
     mutate.py --list | --page
 
 All mistakes of a file are in one copy of it and chosen at run time (sites.py finds them). A copy of
@@ -742,7 +742,7 @@ def wanted(mistakes, arguments):
     globs = arguments.files or ["*"]
     found = [m for g in globs for m in mistakes if fnmatch.fnmatch(m.file, g) and (
         not arguments.only or m.site.kind in arguments.only or str(m.number) in arguments.only)]
-    return list({m.number: m for m in found}.values())
+    return list({m.number: m for m in found}.values())[::arguments.every]
 
 
 def main():
@@ -752,6 +752,8 @@ def main():
     parser.add_argument("--files", nargs="*",
                         help="only mistakes in these, as moesh/nn/*, in this order")
     parser.add_argument("--only", nargs="*", help="only these kinds or numbers")
+    parser.add_argument("--every", type=int, default=1, metavar="N",
+                        help="only every Nth of them: a sample")
     parser.add_argument("--quick", action="store_true", help="without mutate_sweep, "
                         "and without those that have to be compiled one by one")
     parser.add_argument("--programs", nargs="*", metavar="NAME",
