@@ -91,7 +91,9 @@ void check_norm(const at::Tensor& x, Rotation r) {
   const NormGradients d = norm_backward(x, weight, y.r, dy, r),
                       again = norm_backward(x, weight, y.r, dy, r);
   expect_close(d.x, leaf.grad(), tol, "dx, " + what);
-  expect_close(d.weight_D, w.grad(), is_double ? 1e-12 : 2e-6, "dw, " + what);
+  // A CPU turns the gradient and rounds it before it takes the norm's.
+  const bool rounds = x.is_cpu() && x.scalar_type() == at::kBFloat16;
+  expect_close(d.weight_D, w.grad(), is_double ? 1e-12 : rounds ? 4e-3 : 2e-6, "dw, " + what);
   expect_equal(d.x, again.x, "dx twice, " + what);
   expect_equal(d.weight_D, again.weight_D, "dw twice, " + what);
 }
