@@ -8,7 +8,7 @@
 namespace moesh::cli {
 
 /// Trains, on data of the caller's own where some is given. A size that does not fit into memory is
-/// an Error (config) which names it, before anything is computed where that can be caller.
+/// an Error (config) which names it, before anything is computed if that can be known.
 train::RunSummary train_in_memory(const config::Config& config, train::CallerInfo caller = {},
                                   const data::Dataset* dataset = nullptr);
 

@@ -11,9 +11,9 @@ namespace {
 void check_starts(const at::Tensor& starts_BL, const at::Tensor& x) {
   if (!starts_BL.defined()) return;
   check_tensor("starts_BL", starts_BL, at::kLong, 2);
-  MOESH_CHECK(starts_BL.sizes() == x.sizes().slice(0, 2), ErrorKind::internal,
-              "starts of documents are ", describe(starts_BL), " for tokens ", describe(x),
-              "; there is one for each token");
+  MOESH_CHECK(starts_BL.sizes() == x.sizes().slice(0, 2) && starts_BL.is_contiguous(),
+              ErrorKind::internal, "starts of documents are ", describe(starts_BL), " for tokens ",
+              describe(x), "; there is one for each token, and they are contiguous");
 }
 
 void check(const DeltaRuleInput& in, std::int64_t chunk) {

@@ -147,7 +147,7 @@ at::Tensor Tokens::sequence_ids(at::Device device) const {
 }
 
 const at::Tensor& Tokens::members(at::Device device, at::ScalarType dtype) const {
-  if (!members_->defined()) {
+  if (!members_->defined() || members_->device() != device || members_->scalar_type() != dtype) {
     const at::Tensor ids = sequence_ids(device);
     *members_ = (at::arange(batch_, ids.options()).unsqueeze(1) == ids).to(dtype);
   }

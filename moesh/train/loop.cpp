@@ -270,6 +270,11 @@ class Reporter {
       seconds_.push_back(record.seconds);
   }
 
+  // Before the last save, which may throw: then metrics still say what they could not write.
+  void end_metrics() {
+    for (const auto& sink : sinks_) sink->finish();
+  }
+
   // How long a save took, as soon as one has ended.
   void note_save(std::optional<double> seconds) {
     if (!seconds || std::exchange(is_slowness_known_, true)) return;
@@ -277,7 +282,6 @@ class Reporter {
   }
 
   void finish(const std::string& trace) {
-    for (const auto& sink : sinks_) sink->finish();
     run_.summary.trace = trace;
     if (seconds_.empty()) return;
     const auto middle = seconds_.begin() + static_cast<std::ptrdiff_t>(seconds_.size() / 2);
@@ -369,6 +373,7 @@ void run_rank(comm::Group& world, Run& run) {
     if (stop) break;
     if (reporter) reporter->note_save(checkpointer.save_seconds());
   }
+  if (reporter) reporter->end_metrics();
   checkpointer.finish(position);
   if (reporter) reporter->finish(trace.summary());
 }

@@ -80,6 +80,8 @@ TEST(MemoryErrors, AreNotEveryFaultUnderALimit) {
               testing::ExitedWithCode(2), "there is no memory left.*ulimit -v");
   EXPECT_EXIT((leave_no_memory(), errno = 0, write_to(nullptr)), testing::KilledBySignal(SIGSEGV),
               "^$");
+  EXPECT_EXIT((leave_no_memory(), errno = ENOMEM, write_to(reinterpret_cast<void*>(1 << 20))),
+              testing::KilledBySignal(SIGSEGV), "^$");
   EXPECT_EXIT((leave_no_memory(), errno = ENOMEM, std::raise(SIGSEGV)),
               testing::KilledBySignal(SIGSEGV), "^$");
 }
