@@ -56,7 +56,7 @@ def complaints_of_own_model(page, source):
 
 
 def check(root):
-    folders = ["", "docs", "moesh", "tests", "bench", "configs", "examples", "python"]
+    folders = ["", "docs", "moesh", "tests", "tests/mutants", "bench", "configs", "examples", "python"]
     pages = [page for folder in folders for page in sorted((root / folder).glob("*.md"))]
     complaints = [f"{p.relative_to(root)}:{c}" for p in pages for c in complaints_of(p)]
     own, source = root / "docs" / "own_model.md", root / "tests" / "models" / "own_model_test.cpp"
