@@ -72,7 +72,7 @@ void check_size(const TensorFolder& folder, const formats::ModelOnDisk& model) {
   const double least = static_cast<double>(std::max<std::int64_t>(1, model.num_layers)) *
                        static_cast<double>(std::max<std::int64_t>(1, model.num_experts));
   MOESH_CHECK(least <= there, ErrorKind::data, "'", folder.path().string(), "': its files hold ",
-              there, " numbers in all, and its config.json tells of ", model.num_layers,
+              there, " numbers in all, and its config.json describes ", model.num_layers,
               " layers and ", model.num_experts,
               " experts in each; one of the two is another "
               "model's");

@@ -91,7 +91,7 @@ int run_inspect(const Arguments& given) {
   const Args& args = given.rest();
   if (!formats::is_folder(args[0])) {
     MOESH_CHECK(!given.has("--check"), ErrorKind::config, "--check is for a folder, and '", args[0],
-                "' is none; moesh tokenize --check PREFIX compares tokens with their checksums");
+                "' is not a folder; moesh tokenize --check PREFIX compares tokens with their checksums");
     const char* no_color = std::getenv("NO_COLOR");
     const bool has_colors = isatty(STDOUT_FILENO) != 0 && !(no_color && *no_color);
     std::printf("%s", data::show_document({.path = args[0],

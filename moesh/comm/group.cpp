@@ -193,7 +193,7 @@ Rows Group::fill(Collective op, Rows rows, std::int64_t total, const char* what)
                 rows, " has a negative entry");
   MOESH_CHECK(std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) == total, ErrorKind::comm,
               to_string(op), " on group '", name_, "': ", what, " ", rows,
-              " does not add up to the ", total, " rows at hand");
+              " does not add up to the ", total, " rows of the tensor");
   return rows;
 }
 

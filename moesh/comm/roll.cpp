@@ -98,7 +98,7 @@ std::string name_ranks(const std::vector<int>& ranks) {
 }
 
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
-  return detail::concat(name_ranks(missing), " did not come within ",
+  return detail::concat(name_ranks(missing), " did not arrive within ",
                         std::chrono::duration<double>(timeout).count(), " s");
 }
 

@@ -57,7 +57,7 @@ std::string text_of(const std::exception_ptr& fault);
 /// "rank 3", "ranks 1, 2"
 std::string name_ranks(const std::vector<int>& ranks);
 
-/// "rank 3 did not come within 5 s"
+/// "rank 3 did not arrive within 5 s"
 std::string too_late(const std::vector<int>& missing, std::chrono::milliseconds timeout);
 
 /// Throws the Error (comm) of a wait that ended badly. `rank` is a world rank, `where` is "" or

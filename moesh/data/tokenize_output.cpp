@@ -144,11 +144,11 @@ bool TokenOutput::read_state(bool skips_errors) {
   const bool is_other = json.at("work", path(kProgress)).as_text("work") != work_;
   if (is_other && number("documents") == 0) return false;
   MOESH_CHECK(!is_other, ErrorKind::config, path(kProgress),
-              " is of a run with another tokenizer, other options or other inputs (or an input has "
+              " belongs to a run with another tokenizer, other options or other inputs (or an input has "
               "changed since); finish that one, or remove ",
               prefix_, ".progress, .lengths and .bin.partial to begin again");
   MOESH_CHECK(skips_errors || number("skipped") == 0, ErrorKind::config, path(kProgress),
-              " is of a run that has skipped ", number("skipped"),
+              " belongs to a run that has skipped ", number("skipped"),
               " lines; continue with --on-error=skip, or remove ", prefix_,
               ".progress, .lengths and .bin.partial to begin again");
   state_ = {.place = {number("file"), number("line")},

@@ -67,7 +67,7 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
   const std::string others = other_keys(config, theirs);
   MOESH_CHECK(others.empty(), ErrorKind::config, "'", folder.string(),
               "' holds another model than the run asks for; set ", others,
-              " as it has it, leave out all of [model] (and --model) to take the model of the "
+              " as it is there, leave out all of [model] (and --model) to take the model of the "
               "folder, or choose another folder");
   // What no key of [model] says: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);

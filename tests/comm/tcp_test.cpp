@@ -353,7 +353,7 @@ TEST(Tcp, ARankThatComesLateIsNamed) {
         world.barrier();
       },
       {.timeout = 500ms});
-  expect_parts(faults[0], {"rank 2 did not come within 0.5 s"});
+  expect_parts(faults[0], {"rank 2 did not arrive within 0.5 s"});
 }
 
 }  // namespace

@@ -151,7 +151,7 @@ void MpiWorld::complete(Requests& requests, const char* what) {
   for (Backoff backoff; !requests.test(); backoff.pause())
     MOESH_CHECK(Clock::now() < deadline, ErrorKind::comm, "MPI process ", process_.index(),
                 " waited in ", what, ": of ", process_.size(), " processes ", requests.missing(),
-                " did not come within ", std::chrono::duration<double>(timeout_).count(), " s");
+                " did not arrive within ", std::chrono::duration<double>(timeout_).count(), " s");
 }
 
 void MpiWorld::listen() {

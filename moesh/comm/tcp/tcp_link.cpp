@@ -96,7 +96,7 @@ void TcpLink::join(Clock::time_point deadline) {
   Challenge challenge;
   get(reinterpret_cast<char*>(&challenge), sizeof challenge, kOther);
   MOESH_CHECK(are_same(challenge.proof, proof(meeting_.secret, Side::hub, hello, challenge.nonce)),
-              ErrorKind::config, "what listens at ", place,
+              ErrorKind::config, "the process that listens at ", place,
               " does not know MOESH_SECRET: ", kOther);
   send_all(socket_.get(), bytes_of(proof(meeting_.secret, Side::rank, hello, challenge.nonce)),
            deadline);
