@@ -9,8 +9,8 @@
 
 namespace moesh {
 
-/// What the host does. The time of a step is the sum of those before `validation`; the last two are
-/// time between the steps.
+/// The sections of a step on the host. The time of a step is the sum of those before `validation`;
+/// the last two are time between the steps.
 enum class Section {
   data,  // waits for the batches, and hands them to the device
   forward,
@@ -46,7 +46,7 @@ class SectionClock {
   SectionClock(const SectionClock&) = delete;
   SectionClock& operator=(const SectionClock&) = delete;
 
-  /// What has passed since the last call, or since the start.
+  /// The time since the last call, or since the start.
   SectionTimes take();
 
   /// For what goes to and fro between sections by itself: InSection is for the rest.

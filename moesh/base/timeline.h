@@ -1,5 +1,5 @@
 #pragma once
-// What the thread of a rank does, moment by moment, while somebody wants to know: steps, sections,
+// A record of the work of a rank's thread, while a trace is taken: steps, sections,
 // operators and collectives. Nobody does most of the time, and then a hook is a look at a pointer.
 
 #include <cstdint>
@@ -61,7 +61,7 @@ class Timeline {
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  /// That of this thread; null where nobody records.
+  /// That of this thread; null if nothing is recorded.
   static Timeline* current() { return this_thread.timeline; }
 
   /// A slice begins; those that began in it must end before it. Returns its number.
@@ -76,7 +76,7 @@ class Timeline {
   void wait(std::int64_t collective);
   void ended(std::int64_t collective);
 
-  /// What was recorded. Slices that are open end now.
+  /// The record. Open slices end now.
   TimelineRecord take();
 
  private:

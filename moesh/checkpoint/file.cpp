@@ -97,7 +97,7 @@ namespace {
 constexpr int kMostWorkers = 8;
 constexpr std::uint64_t kBytesPerWorker = std::uint64_t{64} << 20;
 
-// What the threads of one call have in common.
+// Shared state of the threads of one call.
 struct WorkerState {
   std::atomic<std::size_t> next = 0;
   std::mutex mutex;
@@ -106,7 +106,7 @@ struct WorkerState {
   std::exception_ptr fault;
 
   void fail(std::exception_ptr reason, std::size_t num_items) {
-    next = num_items;  // nobody begins another
+    next = num_items;  // no thread begins another
     const std::lock_guard lock(mutex);
     if (!fault) fault = std::move(reason);
   }

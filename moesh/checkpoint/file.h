@@ -26,7 +26,7 @@ formats::BlockSums write_file(const std::filesystem::path& path, std::string_vie
 void sync_folder(const std::filesystem::path& path);
 /// With the folders above it; nothing where it is there.
 void make_folders(const std::filesystem::path& path);
-/// A folder that nobody has made yet.
+/// The path of a folder that does not exist yet.
 void make_new_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
 /// Both exist, and swap names in one step; false where the file system cannot do that.

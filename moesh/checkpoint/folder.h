@@ -17,7 +17,7 @@ std::string temporary_name(std::int64_t step);  // while it is written
 std::string replaced_name(std::int64_t step);   // one that gives way to another of the same step
 std::string purged_name(std::int64_t step);     // while it is removed
 
-/// What the manifest of a checkpoint says in `extra` whose last steps were skipped: how many.
+/// Key in `extra` of a manifest: the number of skipped steps just before the checkpoint.
 constexpr const char* kSkippedSteps = "skipped_steps";
 
 /// The steps for which there is a folder, intact or not, in ascending order. None where there is no
@@ -35,7 +35,7 @@ bool is_intact(const std::filesystem::path& checkpoint);
 /// may be empty, or with nothing. What else has such a name is not moesh's, and stays.
 void remove_temporary(const std::filesystem::path& folder);
 /// Keeps the last `keep` of the intact checkpoints up to `newest`, which is one, and the last one
-/// that is proven: a step after it had finite gradients, which nobody knows of the newest. Only
+/// that is proven: a step after it had finite gradients, which is not known of the newest. Only
 /// those of `known` are ever removed: the run has read or written them. Later ones are not touched:
 /// a run that went back to an older checkpoint has not judged them.
 void purge(const std::filesystem::path& folder, std::int64_t newest, std::int64_t keep,

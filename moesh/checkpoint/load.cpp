@@ -103,7 +103,7 @@ bool is_finite(const at::Tensor& x) {
                              ": the file is damaged, or its training had diverged; take another"));
 }
 
-// Reads a box of a tensor in slabs: as many indices of one dimension as fit, with all that is
+// Reads a box of a tensor in slabs: the indices of one dimension that fit, with all that is
 // inside of them, holes included.
 void read_box(const ReadJob& job, const at::Tensor& target, const Heartbeat& heartbeat) {
   const Sizes& view = job.tensor->view;
@@ -583,7 +583,7 @@ void Loader::load(const std::vector<Part>& parts, const Heartbeat& heartbeat,
 
 void Loader::load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat) const {
   const at::NoGradGuard no_grad;
-  // What jobs point to.
+  // Owns the objects that jobs point to.
   std::deque<Part> on_host;
   std::deque<formats::DiskTensor> tensors;
   std::deque<formats::TensorInfo> infos;

@@ -62,7 +62,7 @@ class TensorFolder {
   /// The weights of a folder: those of its index, or of model.safetensors. The manifest is used
   /// where there is one. What is quantized counts as the one tensor that it stands for.
   static TensorFolder weights(const std::filesystem::path& folder);
-  /// What a LoRA adapter adds, from its one file. The manifest is used where there is one.
+  /// The tensors of a LoRA adapter, from its one file. The manifest is used where there is one.
   static TensorFolder adapter(const std::filesystem::path& folder);
   /// One file by itself, without a manifest.
   static TensorFolder of_file(const std::filesystem::path& file);
@@ -98,7 +98,7 @@ void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
 /// throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
 
-/// What a rank has of a parameter that rests quantized.
+/// A rank's part of a parameter that stays quantized.
 struct QuantizedPart {
   std::string name;
   Sizes shape;  // of the whole

@@ -13,7 +13,7 @@ namespace moesh::checkpoint {
 
 using Sizes = std::vector<std::int64_t>;
 
-/// What a rank has of one tensor: a parameter, or something shaped like it.
+/// A rank's part of one tensor: a parameter, or something shaped like it.
 struct Part {
   std::string name;
   Sizes shape;       // of the whole
@@ -41,7 +41,7 @@ struct Overlap {
   Region param;  // in the whole parameter
   Region view;   // in the view of the tensor
 };
-/// What of `region` of the source's parameter is in the tensor; nothing if none of it is.
+/// The part of `region` of the source's parameter that is in the tensor; nothing if none is.
 std::optional<Overlap> overlap_with(const formats::DiskTensor& tensor,
                                     const formats::Source& source, const Region& region);
 

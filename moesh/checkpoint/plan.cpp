@@ -20,7 +20,7 @@ std::uint64_t num_bytes(const formats::DiskTensor& t) {
   return static_cast<std::uint64_t>(num_elements(t.shape)) * formats::size_of(t.dtype.value());
 }
 
-// What this rank owns of one tensor, in boxes that are as large as can be.
+// This rank's part of one tensor, in boxes that are as large as possible.
 std::vector<Filled> owned_boxes(const formats::DiskTensor& tensor, const PartsByName& parts) {
   std::vector<Filled> boxes;
   for (const auto& source : tensor.sources) {

@@ -21,7 +21,7 @@
 namespace moesh::checkpoint {
 namespace {
 
-// So many blocks that are whole are flushed and read back at once: enough for a flush to be worth
+// Number of complete blocks that are flushed and read back together: enough for a flush to be worth
 // its while, few enough for the disk to be at work from the beginning to the end.
 constexpr std::size_t kBatchBlocks = 16;
 
@@ -109,7 +109,7 @@ class Saver {
     remove_temporary(options_.folder);
     make_new_folder(temporary_);
     made_ = true;
-    // The folder says from the beginning that moesh made it, and is no checkpoint before its end.
+    // From the beginning the folder says that moesh made it; only at its end it is a checkpoint.
     write_file(temporary_ / formats::kManifestFile, "");
     for (const auto& plan : plans_)
       for (const auto& file : plan) {
@@ -215,7 +215,7 @@ class Saver {
         heartbeat);
   }
 
-  // What is left of the blocks, this rank's share of it: those that several ranks wrote, and the
+  // This rank's share of the remaining blocks: those that several ranks wrote, and the
   // last ones. What is hashed is what the writers had in memory, or the save fails.
   void read_back(const std::vector<std::size_t>& left, const Heartbeat& heartbeat) {
     std::vector<ReadBack::Reader> readers(static_cast<std::size_t>(num_threads_));

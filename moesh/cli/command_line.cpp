@@ -209,7 +209,7 @@ CommandLine read_command_line(const std::vector<Command>& commands, const Args& 
     throw Error(ErrorKind::config, detail::concat(e.what(), "; moesh help lists what there is"));
   }
   const auto named = app.get_subcommands();
-  // What comes before a command, or is no command.
+  // Words before a command, or that are not a command.
   if (const Args loose = app.remaining(); !loose.empty())
     throw_no_command(commands, named.empty() ? loose[0] : named[0]->get_name() + " " + loose[0]);
   if (app.count(kLogLevel) > 0) line.log_level = values_of(app, log_level).front();

@@ -21,7 +21,7 @@ struct CommandOption {
 
 struct Command;
 struct CommandLine;
-/// What a command is given.
+/// The arguments of a command.
 class Arguments {
  public:
   /// The value of an option; nothing where it is not there. An option without a value has an empty
@@ -35,7 +35,7 @@ class Arguments {
   double real(const std::string& name, double initial) const;
   bool has(const std::string& name) const { return values_.contains(name); }
 
-  /// What is left: the options of the configuration, or the words of a command that takes none.
+  /// The rest: the options of the configuration, or the words of a command that takes none.
   const Args& rest() const { return rest_; }
   /// Throws Error (config) unless they are `count` words.
   void expect_words(std::size_t count) const;

@@ -1,5 +1,5 @@
 #pragma once
-// What the arguments of `moesh tokenize` ask for.
+// The arguments of `moesh tokenize` as options.
 
 #include "moesh/cli/commands.h"
 #include "moesh/data/tokenize.h"

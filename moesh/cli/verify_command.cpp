@@ -61,7 +61,7 @@ int run_golden(const Args& args, const std::string& file) {
   return exit_code_of(r);
 }
 
-// What the command takes besides the configuration.
+// Arguments of the command besides the configuration.
 struct Request {
   int steps;
   std::optional<Sweep> sweep;
@@ -99,7 +99,7 @@ struct SweepRow {
   double worst = 0, seconds = 0;
 };
 
-// What all meshes came to.
+// The result of all meshes.
 struct Totals {
   std::map<int, SweepRow> rows;
   size_t num_meshes = 0, num_failed = 0;

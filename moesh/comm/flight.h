@@ -15,8 +15,8 @@ namespace moesh::comm::flight {
 /// How many a rank remembers.
 constexpr std::size_t kLength = 256;
 
-/// What a rank remembers. Each thread has one of its own, until it uses that of another: all
-/// threads of a rank, such as one that saves, write into one.
+/// The last collectives of a rank. Each thread has one of its own, until it uses that of another:
+/// all threads of a rank, such as one that saves, write into one.
 class Recorder;
 std::shared_ptr<Recorder> current();
 void use(std::shared_ptr<Recorder> recorder);
@@ -42,7 +42,7 @@ Observer& of_thread();
 /// of what.
 std::string text(Recorder& recorder = *current());
 
-/// What the rank of a recorder waits for.
+/// The collective that the rank of a recorder waits for.
 struct Waiting {
   std::string what;
   std::chrono::duration<double> time;  // so far

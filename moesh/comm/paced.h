@@ -32,7 +32,7 @@ class PaceClock {
   virtual void sleep_until(double time) const;
 };
 
-/// What the ranks of this process, `num_ranks` from `first` on, know of each other's exchanges.
+/// The exchanges of the ranks of this process, `num_ranks` from `first` on, for each other to see.
 class PacedWorld {
  public:
   explicit PacedWorld(const Links& links, int first, int num_ranks)
@@ -46,7 +46,7 @@ class PacedWorld {
     std::int64_t number;
     auto operator<=>(const Key&) const = default;
   };
-  /// What a rank sends is through at this time.
+  /// The time at which everything that a rank sends has arrived.
   void begin(const Key& key, double ready);
   /// When all that ranks of this process send in it is through. Each of them asks once, when it has
   /// what the others sent.

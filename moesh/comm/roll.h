@@ -51,7 +51,7 @@ class Roll {
 /// The kind of an Error; internal for anything else that is thrown.
 ErrorKind kind_of(const std::exception_ptr& fault);
 
-/// What an exception says.
+/// The text of an exception.
 std::string text_of(const std::exception_ptr& fault);
 
 /// "rank 3", "ranks 1, 2"

@@ -28,7 +28,7 @@ struct GivenModel {
   std::string folder = {};  // whose config.json says all of it
 };
 
-/// What a command line asks for: --config FILE, --section.key=value (or --section.key value, or
+/// The settings of a command line: --config FILE, --section.key=value (or --section.key value, or
 /// --section.key for true), and the short forms --mesh, --model, --steps, --dtype, --device,
 /// --max-minutes. The settings of the file come first, wherever it is named.
 Settings read_arguments(const std::vector<std::string>& args);

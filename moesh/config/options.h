@@ -12,7 +12,7 @@
 
 namespace moesh::config {
 
-/// What an option takes.
+/// The kinds of values that an option takes.
 struct Rule {
   double least = -std::numeric_limits<double>::infinity(),
          most = std::numeric_limits<double>::infinity();
@@ -26,7 +26,7 @@ struct Rule {
   std::string range() const;
 };
 
-/// What another value of an option changes. Keys of the model change numbers, all of them.
+/// What changes with the value of an option. All keys of the model change numbers.
 enum class Effect : std::uint8_t {
   numbers,  // what a step computes: `verify` must run with it, and tests/verify sees that it does
   speed,    // how it is computed: time, memory, messages; the numbers but for their rounding stay
@@ -45,7 +45,7 @@ struct Option {
   std::string section() const { return name.substr(0, name.find('.')); }
   std::string key() const { return name.substr(name.find('.') + 1); }
   Value initial() const { return get(Config{}); }
-  /// What it is in a configuration that does not set it.
+  /// Its default.
   Value default_in(const Config& config) const {
     return of_model ? of_model(models::facts(config.model.architecture)) : initial();
   }

@@ -39,7 +39,7 @@ std::string describe_degrees(const Config& c) {
   return text.empty() ? "every degree of [parallelism] is 1" : text;
 }
 
-// The sizes of nodes on which as many ranks of ep are as on the others.
+// The sizes of nodes with which every node has the same number of ep ranks.
 std::vector<std::string> sharing_sizes(const Config& c) {
   std::vector<std::string> all;
   MeshShape shape = mesh_shape(c);

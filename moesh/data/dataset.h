@@ -39,7 +39,7 @@ class Dataset {
   virtual std::int64_t sequence_length() const = 0;
   /// Tokens are in [0, vocab_size()).
   virtual std::int64_t vocab_size() const = 0;
-  /// After so many samples it begins again; nothing: never.
+  /// It begins again after this many samples; nothing: never.
   virtual std::optional<std::int64_t> size() const { return std::nullopt; }
   /// The lowest loss that a model can reach, in nats per label, where it is known.
   virtual std::optional<double> entropy() const { return std::nullopt; }
@@ -84,7 +84,7 @@ Batch make_batch(const Dataset& dataset, std::int64_t first, std::int64_t count,
                  std::int64_t num_ahead = 0);
 
 /// How the samples of one step are dealt out. Micro-batches and dp ranks take ranges of one global
-/// order, so a step of so many sequences has the same ones however they are split.
+/// order, so a step of n sequences has the same ones however they are split.
 struct SampleOrder {
   std::int64_t batch = 1;  // sequences of a dp rank in a micro-batch
   std::int64_t num_dp = 1, num_micro = 1;

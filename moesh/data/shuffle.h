@@ -30,7 +30,7 @@ struct Epochs {
   std::uint64_t seed = 0;
   bool shuffle = true;
 
-  /// What comes at an index of the run.
+  /// The sample at an index of the run.
   std::int64_t at(std::int64_t index) const;
 };
 

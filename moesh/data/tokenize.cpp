@@ -38,7 +38,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What became of a batch of texts.
+// The result of a batch of texts.
 struct Encoded {
   TextBatch batch;
   std::vector<std::int32_t> ids, lengths;
@@ -158,7 +158,8 @@ void encode_round(const Encoder& encoder, std::vector<Encoded>& round,
     if (error) std::rethrow_exception(error);
 }
 
-// So many batches, or fewer where their texts are large: two rounds are in memory at a time.
+// The number of batches of a round; fewer if their texts are large: two rounds are in memory at a
+// time.
 std::vector<Encoded> read_round(TextReader& reader, std::size_t count) {
   constexpr std::size_t kEnoughBytes = std::size_t{256} << 20;
   std::vector<Encoded> round;

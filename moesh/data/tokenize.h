@@ -25,7 +25,7 @@ struct TokenizeOptions {
   bool skip_errors = false;    // leave out a line that cannot be read, instead of stopping
   int num_threads = 0;         // 0: one for each core
   double save_interval = 30;   // seconds of work that may be lost
-  bool show_progress = false;  // a bar on standard error, a line where that is no terminal
+  bool show_progress = false;  // a bar on standard error, or a line if that is not a terminal
 
   void validate() const;
 };

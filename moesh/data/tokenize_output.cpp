@@ -126,7 +126,7 @@ void TokenOutput::refuse_to_overwrite() const {
                 " is there already; choose another --out, or move it away");
 }
 
-// What is on the disk is what was written, or the index would be made of something else.
+// The disk must have the bytes that were written, or the index would be made of something else.
 void TokenOutput::check_lengths() const {
   std::uint64_t hash = kNoLengths;
   each_length([&](std::span<const std::int32_t> chunk) { hash = hash_more(hash, chunk); });
@@ -139,14 +139,15 @@ bool TokenOutput::read_state(bool skips_errors) {
   if (!formats::exists(path(kProgress))) return false;
   const auto json = formats::read_json(path(kProgress));
   const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
-  // A run that has written nothing, such as one that stopped at its first lines, is in nobody's
+  // A run that has written nothing, such as one that stopped at its first lines, is in no one's
   // way.
   const bool is_other = json.at("work", path(kProgress)).as_text("work") != work_;
   if (is_other && number("documents") == 0) return false;
-  MOESH_CHECK(!is_other, ErrorKind::config, path(kProgress),
-              " belongs to a run with another tokenizer, other options or other inputs (or an input has "
-              "changed since); finish that one, or remove ",
-              prefix_, ".progress, .lengths and .bin.partial to begin again");
+  MOESH_CHECK(
+      !is_other, ErrorKind::config, path(kProgress),
+      " belongs to a run with another tokenizer, other options or other inputs (or an input has "
+      "changed since); finish that one, or remove ",
+      prefix_, ".progress, .lengths and .bin.partial to begin again");
   MOESH_CHECK(skips_errors || number("skipped") == 0, ErrorKind::config, path(kProgress),
               " belongs to a run that has skipped ", number("skipped"),
               " lines; continue with --on-error=skip, or remove ", prefix_,

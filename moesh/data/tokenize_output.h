@@ -1,5 +1,5 @@
 #pragma once
-// What `moesh tokenize` writes. While it works there are
+// The output of `moesh tokenize`. While it works there are
 //
 //   PREFIX.bin.partial   the ids so far         PREFIX.lengths    tokens of each document (i32)
 //   PREFIX.mask.partial  their loss mask, of chats
@@ -24,7 +24,7 @@ namespace moesh::data {
 class TokenOutput {
  public:
   static constexpr std::uint64_t kNoLengths = 0xcbf29ce484222325;
-  /// What is known to be written.
+  /// The part that is known to be written.
   struct State {
     TextPlace place;
     std::int64_t num_documents = 0, num_tokens = 0, num_empty = 0, num_skipped = 0;

@@ -69,7 +69,7 @@ enum class ExpertLayout { per_expert, stacked };
 inline constexpr ExpertLayout kExpertLayouts[] = {ExpertLayout::per_expert, ExpertLayout::stacked};
 const char* to_string(ExpertLayout layout);
 
-/// What is known of a model in a folder, or of one that is to be saved in one.
+/// A model in a folder, or one that will be saved in a folder.
 struct ModelOnDisk {
   std::string model_type;  // as config.json calls it
   std::int64_t num_layers = 0, num_experts = 0;

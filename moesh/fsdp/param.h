@@ -27,8 +27,8 @@ struct Region {
   bool operator==(const Region&) const = default;
 };
 
-/// What to make: name, whole shape, which dimension each cutting axis cuts ({tp, 0}), the dimension
-/// that FSDP shards.
+/// Description of a parameter: name, whole shape, which dimension each cutting axis cuts ({tp, 0}),
+/// the dimension that FSDP shards.
 struct ParamSpec {
   std::string name;
   std::vector<std::int64_t> shape;
@@ -37,12 +37,12 @@ struct ParamSpec {
   at::ScalarType dtype = at::kFloat;  // of the master weights and of the gradient's reduction
   std::optional<at::ScalarType> compute = {};  // what `use` casts to; the same if not given
   at::Device device = at::kCPU;
-  // What rules for matrices move as one: a map from features to features. Embedding, head, router's
-  // gate and biases of experts are not.
+  // The matrices that rules for matrices move as one: a map from features to features. Embedding,
+  // head, router's gate and biases of experts are not.
   bool is_matrix = true;
   std::int64_t num_heads = 1;  // whose own matrices lie stacked along dimension 0
-  /// What is not trained (frozen) has no gradient, no master weights and no state of an optimizer:
-  /// it rests in the type of the work.
+  /// A parameter that is not trained (frozen) has no gradient, no master weights and no state of an
+  /// optimizer: it rests in the type of the work.
   bool trained = true;
 
   at::ScalarType of_work() const { return compute.value_or(dtype); }
@@ -77,7 +77,7 @@ struct Stored {
   Region compute, shard;  // what `use` gives, and what this rank stores of it
   std::vector<std::int64_t> storage_sizes;  // of each storage rank along storage_dim
   at::Tensor value;                         // [shard.length]; a leaf with a gradient, if trained
-  /// What is not trained may rest quantized: then `value` is empty. Null: it does not.
+  /// A frozen parameter may stay quantized: then `value` is empty. Null: it is not quantized.
   std::shared_ptr<kernels::QuantizedBox> quantized = {};
   std::shared_ptr<ComputeCopy> copy = {};  // null: `use` casts every time
   /// The head of a model whose embedding is on another stage: that stage counts and saves it.
@@ -89,7 +89,7 @@ struct Stored {
 bool is_first_holder(const Stored& w);
 
 namespace raw {
-/// f(begin, end) over [0, n), cut among as many threads as ATen uses here. (at::parallel_for is
+/// f(begin, end) over [0, n), divided among the threads that ATen uses here. (at::parallel_for is
 /// serial in code built without OpenMP.)
 void in_parallel(std::int64_t n,
                  const std::function<void(std::int64_t begin, std::int64_t end)>& f);
@@ -233,7 +233,7 @@ class OneRankScope {
 at::Tensor gather_full(const Stored& w, const at::Tensor& shard, Axes cuts);
 at::Tensor gather_full(const Stored& w, const at::Tensor& shard);
 
-/// What another rank of the stage stores of it.
+/// The part of it that another rank of the stage stores.
 Region shard_on(const Stored& w, int rank);
 
 /// The way back, without communication: this rank's shard of what gather_full gives, a view of it.

@@ -15,7 +15,7 @@
 
 namespace moesh::raw {
 
-// What the parts of f kept, in the order in which f came to them.
+// Values that the parts of f kept, in the order in which f reached them.
 struct Results {
   struct Kept {
     std::string what;

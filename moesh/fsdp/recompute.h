@@ -14,7 +14,7 @@
 
 namespace moesh {
 
-/// What a recompute keeps of its first run besides its input.
+/// Values that a recompute keeps of its first run besides its input.
 enum class Keep { nothing, expensive };
 
 namespace raw {

@@ -60,7 +60,7 @@ class ReshardScope {
 /// of a step.
 void prefetch(const std::vector<const Stored*>& params);
 
-/// What the micro-batches of a step are to share of these, once it is gathered or cast; nothing
+/// Those of these weights that all micro-batches of a step use, once gathered or cast; nothing
 /// where the step keeps none (StepState::keep_gathers).
 void keep_gathered(const std::vector<const Stored*>& params);
 

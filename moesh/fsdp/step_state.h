@@ -1,5 +1,5 @@
 #pragma once
-// What lives for a step and no longer: parameters that are on their way or shared by micro-batches,
+// State that lives for one step: parameters that are on their way or shared by micro-batches,
 // sums of gradients that are under way, gradients of weights that are left for later, and what a
 // recompute keeps. Nodes of autograd hold what their backward needs of it.
 
@@ -53,7 +53,7 @@ class StepState {
 
   /// From now on backward leaves the gradients of weights for later (weights_later.h).
   void leave_weights();
-  /// What backward has left since the last call.
+  /// The work that backward has left since the last call.
   WeightHalf take_weights();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish_weights();

@@ -12,7 +12,7 @@ enum class GpuKernels {
 
 const char* to_string(GpuKernels kernels);
 
-/// What this thread has chosen; automatic if nothing.
+/// The choice of this thread; automatic by default.
 GpuKernels gpu_kernels();
 
 /// The choice of this thread as long as it lives; forward and backward run in one thread.

@@ -1,5 +1,5 @@
 #pragma once
-// What is computed for each row, or head, in one pass over memory: in float32 or wider, and rounded
+// Functions of each row, or head, in one pass over memory: in float32 or wider, and rounded
 // once. B batch, L tokens, P positions, D features of a row, h heads, d features of a head
 
 #include <ATen/core/Tensor.h>

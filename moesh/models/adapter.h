@@ -27,12 +27,13 @@ inline constexpr const char* kAllLinear = "all-linear";
 Lora find_targets(const AnyConfig& config, const std::string& targets,
                   const formats::AdapterConfig& values);
 
-/// What the adapter of a folder adds. Throws Error (data) where it is of another model.
+/// The adapter of a folder. Throws Error (data) if it belongs to another model.
 Lora read_adapter(const AnyConfig& config, const std::filesystem::path& folder);
 
 /// A and B by the names that PEFT gives them.
 formats::DiskTable adapter_table(const AnyConfig& config, const Lora& lora);
-/// What is added to a parameter of the model: scale times its b times its a, which are parameters.
+/// The term that is added to a parameter of the model: scale times its b times its a, which are
+/// parameters.
 struct AddedTo {
   std::string param, a, b;
   double scale = 1;

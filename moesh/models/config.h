@@ -1,5 +1,5 @@
 #pragma once
-// What the configurations of all models have in common, and how the trainer sees them.
+// The parts that all models' configurations have in common, as the trainer sees them.
 
 #include <cstdint>
 #include <optional>
@@ -26,7 +26,7 @@ struct ModelKey {
 using ModelKeys = std::vector<ModelKey>;
 ModelKeys joined(ModelKeys keys, const ModelKeys& more);
 
-/// What the rules of a run need to know of the model; 0: no such limit. Messages call them
+/// Facts of a model that the rules of a run need; 0: no limit. Messages call them
 /// model.num_heads and so on: model keys have these names.
 struct ModelFacts {
   std::int64_t num_layers = 0;
@@ -36,9 +36,9 @@ struct ModelFacts {
   std::int64_t num_experts = 0;
   std::int64_t max_sequence = 0;
   std::int64_t vocab_size = 0;
-  // What the model was trained with: the step of its expert bias (balance without a loss), the
-  // weight of each layer's balance loss, and whether scores multiply what goes into an expert or
-  // what comes out of it.
+  // Settings that the model was trained with: the step of its expert bias (balance without a loss),
+  // the weight of each layer's balance loss, and whether scores multiply what goes into an expert
+  // or what comes out of it.
   double load_balance_coeff = 0;
   double balance_loss_weight = 0;
   bool score_before_experts = false;
@@ -89,7 +89,7 @@ struct GroupedDecoderConfig : DecoderConfig {
   ModelKeys keys();
   ModelFacts facts() const;
   std::optional<BrokenRule> broken_rule() const;
-  /// What follows from these sizes; models add the rest.
+  /// The facts that follow from these sizes; models add the rest.
   nn::GroupedAttentionConfig attention() const;
 };
 

@@ -108,7 +108,7 @@ class Decoder final : public Model {
   bool is_whole() const {
     return stages_.size() == 1 && stages_[0]->is_first() && stages_[0]->is_last();
   }
-  // What is asked about the whole model does not depend on what this rank has of it. Its shapes are
+  // Questions about the whole model do not depend on this rank's part of it. Its shapes are
   // not kept: an estimate would count them.
   template <class F>
   void of_whole(F ask) const {

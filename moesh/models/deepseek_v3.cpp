@@ -89,7 +89,7 @@ class Mla final : public nn::Attention {
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.
     const auto seen = [&](const Full& t) { return nn::seen_positions(t, tokens, options_); };
     const Full seen_latent = seen(kv_norm_(latent)), seen_key = seen(turned);
-    // What is dropped of a latent is the same on every cp rank that sees it.
+    // Dropout of a latent is the same on every cp rank that sees it.
     const auto both = kv_b_(seen_latent, nn::seen_numbers(tokens, options_));
     const auto [k, v] = nn::latent_heads(nn::split_heads(both, nope_ + v_dim_), seen_key, nope_);
     if (logits) logits->see(q, k, tokens, options_);
@@ -230,7 +230,7 @@ void DeepseekV3Config::fields(ConfigJson& json) {
   json.count("kv_lora_rank", kv_lora_rank);
   json.count("qk_nope_head_dim", qk_nope_dim), json.count("qk_rope_head_dim", qk_rope_dim);
   json.count("v_head_dim", v_dim);
-  // What is left out is what transformers takes it for.
+  // Absent fields mean what they mean in transformers.
   if (json.reads()) num_groups = 8, top_groups = 4, routed_scale = 2.5;
   moe_fields(json, num_layers, *this);
   json.flag("rope_interleave", rope.interleaved, true);

@@ -65,7 +65,7 @@ void add_mtp(const Config& c, DiskTable& table) {
   };
 }
 
-// What transformers 5 calls the layers of Mixtral and MiniMax-M2, whose experts it stacks.
+// The names in transformers 5 of the layers of Mixtral and MiniMax-M2, whose experts it stacks.
 std::string renamed(std::string name, ExpertLayout layout) {
   constexpr std::string_view kOld = ".block_sparse_moe.";
   const auto found = name.find(kOld);

@@ -54,7 +54,7 @@ std::vector<formats::DiskTensor> tensors(const Config&, const LayerExperts& expe
              : stacked_out_in(experts);
 }
 
-// What a model says whose experts lie differently.
+// The description of a model whose experts lie differently.
 std::vector<formats::DiskTensor> tensors(const MinimaxM2Config& config, const LayerExperts& experts,
                                          formats::ExpertLayout layout);
 std::vector<formats::DiskTensor> tensors(const GraniteMoeConfig& config,

@@ -8,7 +8,7 @@
 
 namespace moesh::models {
 
-/// What LoRA adds to each weight, by the name which that has in transformers 5:
+/// The LoRA adapter of each weight, by the weight's name in transformers 5:
 /// "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.gate_up_proj".
 struct Lora {
   struct Target {

@@ -1,5 +1,5 @@
 #pragma once
-// What the trainer knows of a model.
+// A model as the trainer sees it.
 
 #include <ATen/ops/ones.h>
 
@@ -43,7 +43,7 @@ struct MicroBatch {
   at::Tensor num_step_tokens = at::ones({}, at::kDouble);
   std::int64_t index = 0;        // of the micro-batch in its step
   nn::Documents documents = {};  // none: every sequence is one
-  // What each depth of multi-token prediction takes at a position, and what it is to predict.
+  // Input token and label of each depth of multi-token prediction at a position.
   struct Ahead {
     at::Tensor input_ids_BL, labels_BL;
     at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
@@ -64,7 +64,7 @@ struct MicroBatch {
   }
 };
 
-/// What backward of a block computes again, because forward has not kept it.
+/// The part of a block that backward computes again, because forward has not kept it.
 enum class Recompute {
   none,
   selective,  // all but what is expensive: results of attention, pre-activations of MLPs and
@@ -82,10 +82,10 @@ struct ForwardOptions {
   // The graph of the head begins at a leaf of its own, ForwardResult::head_input, so that its
   // backward can be run by itself, before that of the blocks.
   bool head_apart = false;
-  nn::Probe* probe = nullptr;  // null: nobody looks
+  nn::Probe* probe = nullptr;  // null: none
   // Every attention sees its largest logits of training passes (nn::MaxLogits), for QK-clip.
   bool watches_logits = false;
-  // What the layers have kept of the tokens before, and keep of these; null: these are all.
+  // The cache of earlier tokens, to which these are added; null: these are all tokens.
   nn::PastOfLayers* past = nullptr;
 };
 
@@ -93,7 +93,7 @@ struct ForwardOptions {
 /// parallelism.
 using StageStream = std::variant<nn::Stream<true>, nn::Stream<false>>;
 
-/// What a model gives, or a stage of it.
+/// The results of a model, or of a stage of it.
 struct ForwardResult {
   // Cross-entropy and auxiliary losses, each divided by the tokens of the step; undefined in a
   // stage that has neither.
@@ -109,7 +109,7 @@ struct ForwardResult {
   // For the stage after this one; in the last undefined, or for the head where that is apart.
   StageStream stream = {};
   StageStream head_input = {};  // of the head, where it is apart: its value, with a gradient
-  /// What a depth of multi-token prediction gives in the last stage, in an evaluation:
+  /// The results of a depth of multi-token prediction in the last stage, in an evaluation:
   /// cross-entropy, divided by the tokens of the step, and how many tokens it predicts as the model
   /// itself does when it comes to them (int64).
   struct Predicted {

@@ -19,7 +19,7 @@ class MtpLayer {
   MtpLayer(const DecoderPlan& plan, std::int64_t layer, const ModelOptions& options,
            const nn::ModuleOptions& module);
 
-  /// What its block begins with, of the embedding of the tokens ahead and what the head has read
+  /// The input of its block, from the embedding of the tokens ahead and what the head has read
   /// before.
   template <bool Sp>
   nn::Stream<Sp> join(const nn::Stream<Sp>& ahead_BLD, const nn::Stream<Sp>& read_BLD,

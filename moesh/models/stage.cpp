@@ -23,7 +23,7 @@ std::int64_t numel(const Stored& w) {
   return product;
 }
 
-// [B, L, 1]: at each position what is n positions later; behind the end what is no word.
+// [B, L, 1]: at each position the token n positions later; a value that is not a word past the end.
 at::Tensor moved_back(const at::Tensor& x_BL1, std::size_t n) {
   const auto by = std::min(static_cast<std::int64_t>(n), x_BL1.size(1));
   return at::constant_pad_nd(x_BL1.narrow(1, by, x_BL1.size(1) - by), {0, 0, 0, by}, kIgnoredLabel);

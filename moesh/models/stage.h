@@ -19,7 +19,7 @@
 
 namespace moesh::models {
 
-/// What the blocks of a stage give.
+/// The results of the blocks of a stage.
 template <bool Sp>
 struct StageOutput {
   nn::Stream<Sp> x_BLD;                // to the next stage, or to the head
@@ -27,7 +27,7 @@ struct StageOutput {
   std::vector<nn::TokenSum> counts_E;  // of each MoE layer, not yet summed over the ranks
 };
 
-/// What the last stage gives behind its blocks.
+/// The results of the last stage after its blocks.
 struct HeadOutput {
   nn::TokenSum cross_entropy;          // of the next tokens, divided by those of the step
   nn::TokenSum auxiliary;              // kNumAuxiliary losses of the MTP layers; undefined without
@@ -91,7 +91,7 @@ class Stage {
 
   template <bool Sp>
   nn::Stream<Sp> embedded(const at::Tensor& ids_BL, const nn::Tokens& tokens) const;
-  /// What the head reads: all tokens of this cp rank, of a stream that is normalised.
+  /// The input of the head: all tokens of this cp rank, of a stream that is normalised.
   template <bool Sp>
   nn::Full to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& tokens) const;
   using HeadWeight = Tensor<Dense{Place::R, Place::R, Place::F}>;

@@ -88,7 +88,7 @@ struct LogitRows {
   double power;
 };
 
-/// What a decoder's block needs of its attention, whatever the kind.
+/// The interface of attention in a decoder's block, whatever the kind.
 class Attention {
  public:
   virtual ~Attention() = default;

@@ -33,7 +33,7 @@ class DeltaNet final : public Attention {
   double flops(std::int64_t sequence) const override;
 
  private:
-  /// Tokens that are computed at once: as many as make work within a chunk as large as that on the
+  /// Tokens that are computed at once: so many that work within a chunk is as large as that on the
   /// state.
   std::int64_t chunk() const;
 

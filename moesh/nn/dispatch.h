@@ -21,7 +21,7 @@ namespace moesh::nn {
 // `auto` chooses by. It depends on the configuration and on how the program was started, which are
 // the same for every rank.
 
-/// What carries rows from rank to rank.
+/// The ways in which rows travel from rank to rank.
 enum class Exchange { threads_on_cpu, threads_on_gpu, mpi, nccl };
 
 /// That of ranks on this device in a program that was started as this one was.
@@ -58,7 +58,7 @@ DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
 /// all_to_all (threads on a GPU, measured)".
 std::string describe_choice(Exchange e, const MeshShape& shape, const RouterShape& router);
 
-/// What a configuration may ask for.
+/// The values that a configuration may have.
 enum class Dispatcher {
   automatic,   // the one that takes less time, or moves fewer rows where none was measured
   local,       // ep = etp = 1: nothing moves
@@ -77,7 +77,7 @@ const char* to_string(Dispatcher d);
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
                    Exchange exchange);
 
-/// What a MoE layer computes with.
+/// The dispatch of a MoE layer.
 struct DispatchInput {
   const Experts& experts;
   const SharedExperts* shared;  // null: there are none

@@ -146,7 +146,7 @@ class AllToAll final : public RoundTrip {
   }
 };
 
-// On meta, where choices have no values: as if so many rows were spread evenly over the bins.
+// On meta, where choices have no values: as if the rows were spread evenly over the bins.
 kernels::Sorted spread_evenly(std::int64_t num_rows, std::int64_t num_bins,
                               at::IntArrayRef choices) {
   const auto meta = at::TensorOptions(at::kMeta);
@@ -208,7 +208,7 @@ class TwoHops final : public RoundTrip {
       return spread_evenly(std::llround(static_cast<double>(num_tokens) *
                                         mean_nodes(router_, static_cast<int>(num_nodes))),
                            num_nodes, {num_tokens, num_nodes});
-    // A node without an expert of the token is bin n, which nobody is sent to.
+    // A node without an expert of the token is bin n, to which nothing is sent.
     const at::Tensor node_NK = experts_NK.div(experts_of_a_node(), "floor"),
                      none_Nn = at::full({num_tokens, num_nodes}, num_nodes, experts_NK.options());
     return kernels::sort_by_expert(none_Nn.scatter(1, node_NK, node_NK), num_nodes + 1,

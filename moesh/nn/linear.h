@@ -19,7 +19,7 @@ namespace moesh::nn {
 using Cut = Param<Dense{Place::I, Place::I, Place::F}>;    // own features on tp
 using Uncut = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every rank
 
-/// What the parameters of a module have in common.
+/// Options that all parameters of a module have in common.
 struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
   at::Device device = at::kCPU;
@@ -121,7 +121,7 @@ class Weight {
   Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x, const at::Tensor& numbers) const {
     return lora_ ? y + (*lora_)(x, numbers) : y;
   }
-  /// As one matrix, for what is no product with x. Without gradients of A and B where there is one.
+  /// The whole matrix, for uses that are not a product with x. A and B get no gradient from it.
   auto whole() const {
     const auto w = use(weight_);
     return lora_ ? lora_->added_to(w) : w;

@@ -20,7 +20,7 @@ namespace moesh::nn {
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn = {});
 
-/// The same, and x itself, for who adds to it: backward adds up what comes by both ways in the pass
+/// The same, and x itself, to add to later: backward adds up what comes by both ways in the pass
 /// of the norm.
 std::pair<at::Tensor, at::Tensor> rms_norm_beside(const at::Tensor& x, const at::Tensor& weight,
                                                   double eps);
@@ -47,7 +47,7 @@ std::pair<Tensor<A>, Tensor<A>> rms_norm_beside(const Tensor<A>& x, const Tensor
   return {normal, map_rows([&](const at::Tensor&) { return same; }, x)};
 }
 
-/// What a norm multiplies with: its weight, or 1 + its weight, which begins at zero.
+/// The factor of a norm: its weight, or 1 + its weight, which begins at zero.
 enum class NormWeight { plain, zero_centred };
 
 class RmsNorm {

@@ -37,7 +37,7 @@ class Past {
   /// The same of latents [B, L, d].
   const Full& add(const Full& latents);
 
-  /// What a layer keeps that carries a state instead (nn/delta_net.h), of this rank's heads.
+  /// For a layer that carries a state instead (nn/delta_net.h): the state of this rank's heads.
   struct State {
     at::Tensor inputs;  // of its convolution, the last ones
     at::Tensor state;

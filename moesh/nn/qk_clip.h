@@ -18,7 +18,7 @@ namespace moesh::nn {
 /// heads, layers and stages: a scalar.
 at::Tensor clip_logits(const std::vector<Attention*>& layers, double tau, const at::Tensor& skip);
 
-// What it is made of.
+// Its parts.
 
 /// The largest logit of each own head of each layer, of all tokens of all ranks.
 at::Tensor largest_logits(const std::vector<Attention*>& layers);

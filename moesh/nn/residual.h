@@ -16,7 +16,7 @@ using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;
 template <bool Sp>
 using Stream = Tensor<Dense{Place::T, Place::T, Sp ? Place::T : Place::I}>;
 
-/// What normed(x) is to the tp ranks: each token is normalised once with sequence parallelism, and
+/// The layout of normed(x) on tp: each token is normalised once with sequence parallelism, and
 /// by all of them without.
 template <bool Sp>
 Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
@@ -26,7 +26,7 @@ Stream<Sp> norm(const RmsNorm& n, const Stream<Sp>& x) {
     return n.invariant(x);
 }
 
-/// The same, and x itself, for who adds to it (rms_norm_beside).
+/// The same, and x itself, to add to later (rms_norm_beside).
 template <bool Sp>
 std::pair<Stream<Sp>, Stream<Sp>> norm_beside(const RmsNorm& n, const Stream<Sp>& x) {
   return n.beside<!Sp>(x);

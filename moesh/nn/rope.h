@@ -37,7 +37,7 @@ struct RopeConfig {
 
   bool operator==(const RopeConfig&) const = default;
   void validate() const;
-  /// What the softmax scale is multiplied with: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
+  /// Factor of the softmax scale: m^2, m = 0.1 * mscale_all_dim * ln(factor) + 1; 1
   /// without.
   double attention_factor() const;
 };

@@ -14,7 +14,7 @@ namespace moesh::nn {
 
 struct StepRouting {
   // Whole numbers, on the host: where tokens go, and what a balance loss counts. Undefined, or -1
-  // for all K of a token: nobody has chosen.
+  // for all K of a token: its experts are not given.
   at::Tensor experts_LTK, for_balance_LTK;
   std::string name = "the routing";  // what errors call it
 };

@@ -34,7 +34,7 @@ class Groups {
   std::vector<formats::Pattern> patterns_;
 };
 
-/// What a group has found.
+/// The parameters that a group matches.
 struct GroupMatch {
   std::int64_t num_tensors = 0, num_parameters = 0;
 };

@@ -46,7 +46,7 @@ struct Matrices {
     n = is_stack ? shape[1] : shape[0] / count;
     m = shape.back();
   }
-  /// What a region of the parameter has of matrix k.
+  /// The part of matrix k that lies in a region of the parameter.
   Box part(const Region& r, std::int64_t k) const {
     if (is_stack) {
       const bool has = k >= r.start[0] && k < r.start[0] + r.length[0];
@@ -80,7 +80,7 @@ struct Task {
   std::vector<int> owners = {};      // by matrix
 };
 
-// What is sent to one rank, piece after piece, or comes from it.
+// The pieces that are sent to one rank, or received from it, in order.
 struct PartsToSend {
   std::vector<at::Tensor> all;
   std::int64_t numel = 0;
@@ -100,7 +100,7 @@ class PartExchange {
         places_(static_cast<std::size_t>(group.size())) {}
 
   void send(int to, const at::Tensor& t) { send_[static_cast<std::size_t>(to)].add(t); }
-  /// What the other rank sends in the same order goes there.
+  /// Receives what the other rank sends in the same order.
   void receive(int from, at::Tensor to) {
     receive_[static_cast<std::size_t>(from)] += to.numel();
     places_[static_cast<std::size_t>(from)].push_back(std::move(to));

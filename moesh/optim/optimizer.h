@@ -1,5 +1,5 @@
 #pragma once
-// What the train loop knows of an optimizer: parameters, the rule of each, and the state that the
+// The optimizer as the train loop sees it: parameters, the rule of each, and the state that the
 // rules declare.
 
 #include <functional>

@@ -15,7 +15,7 @@
 
 namespace moesh::optim {
 
-/// What a rule looks at to move one element.
+/// The extent of what a rule reads to move one element.
 enum class Sees : std::uint8_t {
   element,    // that element, its gradient and its state: each rank moves its shards by itself, and
               // no bit depends on the mesh
@@ -36,7 +36,7 @@ struct Moving {
   const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
   at::Tensor value;               // [stored->shard.length]
   at::Tensor gradient;            // likewise, before it is clipped, and maybe in the type of the
-                                  // work; nobody reads it after the rule
+                                  // work; not read after the rule
   std::vector<at::Tensor> state;  // as declared, in that order
   Decay decay;
 };
@@ -65,7 +65,7 @@ class Rule {
   virtual ~Rule() = default;
 
   virtual Sees sees() const = 0;
-  /// What it keeps for this parameter.
+  /// The state that it keeps for this parameter.
   virtual std::vector<StateSpec> state(const Stored& w) const = 0;
   /// Moves the values and the states in place, without autograd; none of them in a step that is
   /// skipped. It does not read numbers of the device, for which the host would wait. A rule that

@@ -44,7 +44,7 @@ class GradientSum : public torch::CustomClassHolder {
   void add(const at::Tensor& dx);
   /// rows w, of rows [N, out] and w [out, in], by the product itself.
   void add_product(const at::Tensor& rows, const at::Tensor& w);
-  /// Undefined: nobody has added.
+  /// Undefined: nothing was added.
   at::Tensor take() { return std::exchange(sum_, {}); }
 
  private:

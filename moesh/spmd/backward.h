@@ -33,9 +33,9 @@ Tensor<L> as_leaf(const Tensor<L>& x) {
   return assume<L>(x.local().detach().clone().requires_grad_(true));
 }
 
-// What goes from a stage of a pipeline to another. pp is not part of a layout: a rank talks to
-// those ranks of pp which have its own place on all other axes, and both ends know sizes and type.
-// A gradient comes back as the adjoint of what was sent.
+// Tensors that go from one stage of a pipeline to another. pp is not part of a layout: a rank talks
+// to those ranks of pp which have its own place on all other axes, and both ends know sizes and
+// type. A gradient comes back as the adjoint of what was sent.
 
 /// A message to rank `to` of pp; `label` is compared with that of the receiver.
 template <auto L>
@@ -62,7 +62,7 @@ Tensor<L> as_input(const Tensor<L>& x) {
   return assume<L>(x.local().detach().requires_grad_(true));
 }
 
-/// What a stage has given, as its backward knows it: where its gradient goes. The values were for
+/// The output of a stage, as its backward knows it: where its gradient goes. The values were for
 /// the next stage, and are freed when they have gone there.
 template <auto L>
 class OutputEdge {

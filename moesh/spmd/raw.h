@@ -58,7 +58,7 @@ class Started {
   Tensors wait();
 
  private:
-  // What backward has begun.
+  // The collectives that backward has started.
   struct Backward {
     Begin begin;
     std::optional<Sent> sent;

@@ -24,7 +24,7 @@ struct Exchange {
   Reach piece() const { return pieces[static_cast<size_t>(group->rank())]; }
   Reach reach() const { return reaches[static_cast<size_t>(group->rank())]; }
 
-  // What rank `from` has and rank `to` asks for, besides what a rank has itself.
+  // The rows of rank `from` that rank `to` asks for, besides its own.
   std::int64_t rows(size_t from, size_t to) const {
     return from == to ? 0 : length(both(pieces[from], reaches[to]));
   }

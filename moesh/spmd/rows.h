@@ -20,7 +20,7 @@ namespace raw {
 at::Tensor pack_rows(const std::vector<at::Tensor>& parts);
 std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<at::Tensor>& like);
 
-/// What unpack_rows takes for `like`, without the rows.
+/// The `like` of unpack_rows, without the rows.
 std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts);
 
 MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows);

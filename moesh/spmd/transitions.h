@@ -12,8 +12,9 @@
 //   once             R, I -> P            once (R -> P), identity (R -> I)
 //   as_term          S -> P               identity (R -> S)
 //
-// What sends or sums in forward or in backward can be begun and awaited apart: start_all_gather(x),
-// and wait(). Backward begins where forward waits, and waits where forward begins.
+// Transitions that send or sum, in forward or backward, can be started and awaited separately:
+// start_all_gather(x), and wait(). Backward begins where forward waits, and waits where forward
+// begins.
 
 #include <tuple>
 #include <utility>

@@ -24,7 +24,7 @@
 
 namespace moesh {
 
-/// What one backward has left to do for the weights.
+/// The work for the weights that one backward has left.
 class [[nodiscard]] WeightHalf {
  public:
   /// Does it, in the order in which backward came to it, which is the same on every rank.
@@ -45,7 +45,7 @@ class WeightsLater {
   void add(std::function<void()> f);
   /// Whether `add` puts on the list.
   bool is_open() const { return !*is_running_; }
-  /// What backward has left since the last call.
+  /// The work that backward has left since the last call.
   WeightHalf take();
   /// At the end of a step: throws Error (internal) where some of it was never done.
   void finish();

@@ -1,5 +1,5 @@
 #pragma once
-// What is done to a text before it is split: Unicode normal forms, a prefix, replacements.
+// Changes of a text before it is split: Unicode normal forms, a prefix, replacements.
 
 #include <memory>
 #include <string>

@@ -22,8 +22,8 @@
 namespace moesh::train {
 namespace {
 
-// What a value of an option stands for: one that the table of options has, and this has not, is an
-// error, and no other value.
+// The enumerator for a value of an option: a value that the table of options has, and this lacks,
+// is an error, and no other value.
 template <class T>
 T named(const std::string& name, std::initializer_list<std::pair<const char*, T>> all) {
   for (const auto& [known, value] : all)
@@ -273,7 +273,7 @@ std::unique_ptr<models::Model> make_model(const Config& config) {
 
 namespace {
 
-// What [[optimizer.group]] says of each parameter, by its own name or by those in files.
+// The settings of [[optimizer.group]] for each parameter, by its own name or by those in files.
 class GroupOfParam {
  public:
   explicit GroupOfParam(const Config& config) : groups_(param_groups(config)) {

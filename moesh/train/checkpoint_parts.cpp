@@ -14,7 +14,7 @@ namespace {
 
 std::string counts_name(nn::Router& router) { return router.gate().name() + ".pending_counts"; }
 
-// What every rank of a stage has whole: the first of them writes it.
+// Tensors that every rank of a stage has whole: the first rank writes them.
 Part part_of_stage(const std::string& name, const at::Tensor& value) {
   return checkpoint::replicated_part(name, value, current_mesh().coordinate(kTokenAxes));
 }

@@ -1,5 +1,5 @@
 #pragma once
-// What a checkpoint is made of, by name, and what of it this rank has.
+// The tensors of a checkpoint by name, and the parts of them that this rank has.
 
 #include <functional>
 #include <string>
@@ -16,9 +16,9 @@ namespace moesh::train {
 /// of its bits.
 std::string master_name(const std::string& param);
 
-/// What the weights, and their expert biases, are to this rank.
+/// The parts of the weights and expert biases that this rank has.
 std::vector<checkpoint::Part> weight_parts(models::Model& model);
-/// What a checkpoint has of them: with LoRA only its matrices, else all.
+/// The ones that a checkpoint has: with LoRA only its matrices, else all.
 std::vector<checkpoint::Part> saved_weights(models::Model& model);
 
 /// A table of tensors each of which is one part under its own name.

@@ -52,7 +52,7 @@ std::int64_t whole_number(const std::string& text) {
   return number;
 }
 
-// What a disk refuses is told with the option that chooses the disk.
+// An error of the disk names the option that chooses the disk.
 template <class F>
 void naming_the_folder(const F& f) {
   try {
@@ -338,7 +338,7 @@ std::optional<Position> Checkpointer::load_unless_damaged(const std::filesystem:
       });
       return position;
     } catch (const Error& e) {
-      // What cannot be read may be whole, and what is whole may not be what the run needs: only
+      // A folder that cannot be read may be whole, and a whole one may not fit the run: only
       // files that are read a second time with other bytes than were written make a run go back.
       if (e.kind() != ErrorKind::data) throw;
       damage = checkpoint::damage_in(folder, world_);

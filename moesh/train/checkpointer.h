@@ -1,5 +1,5 @@
 #pragma once
-// What the train loop knows of checkpoints: where to begin, what to do after a step, and at the
+// Checkpoints as the train loop sees them: where to begin, what to do after a step, and at the
 // end.
 
 #include <filesystem>

@@ -69,7 +69,7 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
               "' holds another model than the run asks for; set ", others,
               " as it is there, leave out all of [model] (and --model) to take the model of the "
               "folder, or choose another folder");
-  // What no key of [model] says: a variant of attention, a list of layers.
+  // Properties that no key of [model] has: a variant of attention, a list of layers.
   const auto a = json(theirs), b = json(config.model.architecture);
   const std::string there = own_values(a, b), here = own_values(b, a);
   MOESH_CHECK(there.empty() && here.empty(), ErrorKind::config, "'", folder.string(),
@@ -77,7 +77,7 @@ void check_model(const std::filesystem::path& folder, const Config& config) {
               ", and that of the run ", here, "; choose another folder, or another model.size");
 }
 
-// What a checkpoint holds besides the weights; nothing where others wrote the folder.
+// The contents of a checkpoint besides the weights; nothing if another program wrote the folder.
 std::optional<checkpoint::TensorFolder> state_of(const std::filesystem::path& folder) {
   // The rest may have been deleted, to keep only the weights.
   if (!formats::exists(folder / formats::kManifestFile) ||

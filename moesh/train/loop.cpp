@@ -95,8 +95,8 @@ void warn_of_no_overlap(const Config& config) {
     nothing("a trace (profile.steps) shows the operators of every second micro-batch only");
 }
 
-// What Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave half a
-// minute or more.
+// The time that Open MPI leaves its processes between SIGTERM and SIGKILL; other launchers leave
+// half a minute or more.
 double seconds_before_kill() {
   if (!std::getenv("OMPI_COMM_WORLD_SIZE")) return std::numeric_limits<double>::infinity();
   for (const char* name :
@@ -183,7 +183,7 @@ RunFacts facts_of(const Config& config, const models::Model& model, const Caller
           .memory_before_gib = caller.memory_before_gib};
 }
 
-// What follows from the result of the step that was taken last.
+// Handles the result of the last step.
 StepRecord record_of(const Config& config, const RunFacts& facts, const Position& position,
                      const StepResult& result) {
   const auto& [g, u] = result;
@@ -229,7 +229,7 @@ void tell_before_first_step(const Config& config) {
              ", all others of the frozen model in ", config.training.dtype);
 }
 
-// What rank 0 measures of a run, and reports.
+// Measurements and reports of rank 0.
 class Reporter {
  public:
   Reporter(Run& run, const RunFacts& facts, const Mesh& mesh)

@@ -1,5 +1,5 @@
 #pragma once
-// What the next step reads, made by another thread while this one computes.
+// Another thread makes the data of the next step while this one computes.
 
 #include <cstdint>
 #include <functional>
@@ -12,7 +12,8 @@ namespace moesh::train {
 template <class Item>
 class Prefetch {
  public:
-  /// What `make` refers to must outlive this object, which waits for the thread when it ends.
+  /// Everything that `make` refers to must outlive this object, which waits for the thread when it
+  /// ends.
   explicit Prefetch(std::function<Item(std::int64_t position)> make) : make_(std::move(make)) {}
 
   /// Begins to make the item of a position. One at a time: take() comes before the next.

@@ -1,5 +1,5 @@
 #pragma once
-// What a run that goes on from a checkpoint must have in common with the one that saved it.
+// Settings that a run must have in common with the run whose checkpoint it resumes.
 
 #include <string>
 #include <vector>

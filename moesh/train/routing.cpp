@@ -62,7 +62,7 @@ std::optional<nn::StepRouting> read_routing(const Config& config, const models::
   MOESH_CHECK(header.data_start % formats::size_of(header.type) == 0, ErrorKind::data, path,
               " has values that begin at byte ", header.data_start,
               ", and they are aligned; write it with numpy.save");
-  // Nobody writes to it.
+  // It is never written to.
   void* values = const_cast<char*>(file->bytes().data() + header.data_start);
   return nn::StepRouting{
       .experts_LTK = at::from_blob(values, sizes, [file](void*) {}, type), .name = path};

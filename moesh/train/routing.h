@@ -18,8 +18,9 @@ namespace moesh::train {
 /// The name of a step's file; steps count from 1.
 std::string routing_name(std::int64_t step);
 
-/// What moe.replay has for a step; nothing where that is empty. The file is mapped: a rank reads
-/// only what it asks for. Throws Error (data) where it is missing, or not of this run's sizes.
+/// The experts that moe.replay has for a step; nothing if the option is empty. The file is mapped:
+/// a rank reads only what it asks for. Throws Error (data) where it is missing, or not of this
+/// run's sizes.
 std::optional<nn::StepRouting> read_routing(const Config& config, const models::Model& model,
                                             std::int64_t step);
 
@@ -28,7 +29,8 @@ class RoutingRecorder : public nn::RoutingProbe {
  public:
   at::Tensor on_choice(const nn::Choice& choice) override;
   void begin() { parts_.clear(); }
-  /// Of `count` tokens of the step, in a layer: [count, K] int32, -1 where this rank has no token.
+  /// The experts of `count` tokens of the step, in a layer: [count, K] int32, -1 where this rank
+  /// has no token.
   at::Tensor experts(std::int64_t layer, std::int64_t first, std::int64_t count,
                      std::int64_t top_k) const;
 
@@ -42,7 +44,7 @@ class RoutingRecorder : public nn::RoutingProbe {
   std::vector<Part> parts_;
 };
 
-/// What a rank does in its run for moe.record and moe.replay; all ranks make the same calls.
+/// Records or replays the routing of a run (moe.record, moe.replay); all ranks make the same calls.
 class RoutingFiles {
  public:
   RoutingFiles(const Config& config, const models::Model& model, comm::Group& world);

@@ -37,7 +37,7 @@ nn::TokenSum num_failed(const nn::CheckLater::Checks& checks, const at::TensorOp
   return sum;
 }
 
-// What the forwards of this rank add up to, in float64, which holds every count. A rank of a
+// The sums of the forwards of this rank, in float64, which holds every count. A rank of a
 // pipeline has the terms of its stages: the last one the cross-entropy, each those of its own MoE
 // layers, at their places among all.
 struct StepSums {

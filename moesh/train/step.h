@@ -24,7 +24,7 @@ struct StepOptions {
   bool probe_waits = true;  // forward.probe reads what the device has: no step is a CUDA graph
 };
 
-/// What a step has left on the device, where nobody has looked yet.
+/// Results of a step on the device, not read yet.
 struct Unread {
   at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
                       // auxiliary losses if there are any, then the counts of each MoE layer; of
@@ -37,7 +37,7 @@ struct Unread {
   bool has_auxiliary = false, has_max_logit = false;
 };
 
-/// What the micro-batches of a step gave; every number is that of all ranks.
+/// The results of the micro-batches of a step; every number is over all ranks.
 struct Gradients {
   double loss = 0;              // cross-entropy per valid token
   double total_loss = 0;        // with the auxiliary losses
@@ -66,8 +66,8 @@ struct StepResult {
   Update update;
 };
 
-// What the host hands to the device; none of these waits for it on one rank. In between, a CUDA
-// graph may stand for the calls of one step.
+// Work that the host queues on the device; on one rank none of these waits for it. In between, a
+// CUDA graph may stand for the calls of one step.
 
 /// Forward and backward of every micro-batch. The valid tokens of the step are counted over all
 /// ranks before the first backward, so that every one of them has the same weight.
@@ -90,7 +90,7 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
                      std::vector<models::MicroBatch> batches, double lr,
                      const StepOptions& options);
 
-/// What take_step does after start_gradients.
+/// The part of take_step after start_gradients.
 StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
                        const StepOptions& options);
 

@@ -16,7 +16,8 @@
 
 namespace moesh::train {
 
-/// Values by key, at most so many: then the one that nobody has asked for the longest goes.
+/// Values by key, at most a fixed number; the one that was not used for the longest time is
+/// dropped.
 template <class Key, class Value>
 class Recent {
  public:

@@ -59,7 +59,7 @@ bool is_default(const struct sigaction& action) {
 }
 
 // With the lock. What has come may come again while the process ends: where it would end it as
-// usual, and nobody delivers it, the handler stays, which does so after a second.
+// usual, and no thread delivers it, the handler stays, which does so after a second.
 void end_round() {
   const auto deliver = std::exchange(scopes.deliver, {});
   for (std::size_t i = 0; i < kSignals.size(); ++i)

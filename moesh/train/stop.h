@@ -37,7 +37,7 @@ class SignalScope {
 /// The signal that has come since the first of the scopes that live; 0: none.
 int stop_signal();
 
-// What a run leaves when a rank was lost: what each of the others was at, in words and in the
+// The report of a run that lost a rank: what each of the others was at, in words and in the
 // run's folder, where the files of all ranks show which one was behind, and in what.
 
 /// Watches the ranks of this process. A launcher that has lost a process sends the others a signal

@@ -12,7 +12,7 @@ namespace {
 
 using enum Place;
 
-// What ranks with the last stage add up; the others have nothing to add. The next token is the
+// Sums of the ranks with the last stage; the others have nothing to add. The next token is the
 // first of the depths.
 struct ValidationSum {
   nn::TokenSum sums;                     // of each depth: cross-entropy, tokens accepted

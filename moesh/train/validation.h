@@ -20,7 +20,7 @@ struct ValidationSet {
 /// The files of [[validation.source]]; ranks in threads may share them.
 std::vector<ValidationSet> open_validation(const Config& config);
 
-/// Whether there are files to validate on, and validation.interval asks for it after so many steps.
+/// Whether there are files to validate on, and validation.interval asks for it after this step.
 bool validation_is_due(const Config& config, std::int64_t num_steps);
 
 /// Cross-entropy per valid token of each set, over its first validation.steps times the sequences

@@ -162,7 +162,7 @@ void compare_values(ComparedTensor& c, const TensorEntry& a, const TensorEntry& 
     interruption_point();
     const std::int64_t count = std::min(kChunk, size - first);
     at::Tensor x = read_a(first, count), y = read_b(first, count);
-    // What is the same and not finite (a mask of -inf) is the same, and has no size.
+    // Equal values that are not finite (a mask of -inf) count as equal, and have no size.
     const at::Tensor same = x.isfinite().logical_not().logical_and(
         x.eq(y).logical_or(x.isnan().logical_and(y.isnan())));
     x = x.masked_fill(same, 0), y = y.masked_fill(same, 0);

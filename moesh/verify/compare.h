@@ -36,7 +36,7 @@ struct ComparedTensor {
   bool is_finite = true;
 
   double relative() const;
-  /// What the factor says, where it says something: "a is 2 times b: ...".
+  /// The meaning of the factor, if it has one: "a is 2 times b: ...".
   std::string diagnosis() const;
   /// All of it, as lines.
   std::string describe() const;
@@ -48,7 +48,7 @@ struct Comparison {
   std::vector<ComparedTensor> tensors;
   bool same() const;
   const ComparedTensor* first_difference() const;
-  /// What the command prints: the tensors that differ, or all of them, and how many are the same.
+  /// The output of the command: the tensors that differ, or all of them, and how many are the same.
   std::string describe(bool all = false) const;
 };
 

@@ -67,7 +67,7 @@ std::filesystem::path take_checkpoint(config::Settings& settings,
                      "), and ", has, ", for which the golden file was recorded; leave it out"));
 }
 
-// What the settings say of the model must be true of the checkpoint.
+// The settings of the model must fit the checkpoint.
 void check_model_settings(const config::Settings& settings, const config::GivenModel& given) {
   using config::Setting;
   const Config config = config::merged({}, given);

@@ -1,5 +1,5 @@
 #pragma once
-// What another program computed for a checkpoint (tools/record_golden.py), and what a mesh
+// Compares what another program computed for a checkpoint (tools/record_golden.py) with what a mesh
 // computes.
 
 #include <filesystem>

@@ -32,7 +32,7 @@ struct SweepMesh {
   std::string describe() const;
 };
 
-/// Meshes of up to so many ranks go through every schedule; of larger ones each has one, in turn.
+/// Meshes of up to this many ranks go through every schedule; larger ones take one each, in turn.
 constexpr int kEverySchedule = 4;
 /// One in this many pipelines is tied: some of every schedule, since there are five schedules.
 constexpr int kEveryTied = 3;

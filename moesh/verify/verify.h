@@ -68,7 +68,7 @@ struct VerifyReport {
   std::string worst_tensor = {};  // which has it
   bool holds() const { return mismatches.empty() && error.empty(); }
   void add_flips(const RoutingRecord& routing);
-  /// What a person can act on: the first tensor that differs, factors, axes, the worst token and
+  /// The information to act on: the first tensor that differs, factors, axes, the worst token and
   /// rank.
   std::string describe(const MeshShape& mesh) const;
 };

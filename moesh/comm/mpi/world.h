@@ -45,7 +45,7 @@ class Process {
 
 constexpr int kWorldContext = 1;
 
-// What a process tells the others about one of its ranks. Small, so that MPI takes it at once.
+// A message to the other processes about one of its ranks. Small, so that MPI takes it at once.
 struct News {
   std::int32_t rank = 0;
   std::int32_t failed = 0;
@@ -61,7 +61,7 @@ class Arriving {
   virtual bool advance() = 0;
 };
 
-// What the groups of one rank share.
+// Shared by the groups of one rank.
 struct RankInfo {
   int next_context = kWorldContext + 1;
   // Spans sent so far. The groups of a rank may be used by two threads, and no two spans in
@@ -176,7 +176,7 @@ class MpiWorld {
 // Throws where this rank has left the world.
 void check_usable(const MpiWorld& world, const GroupInfo& group, const Call& call);
 
-// What goes before each span.
+// The header of each span.
 struct Header {
   Call call;
   std::int64_t numel = 0;

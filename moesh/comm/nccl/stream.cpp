@@ -38,8 +38,8 @@ class DeviceMark final : public Mark {
     const c10::Stream current = current_stream(home_.device());
     event_.block(current);
     // The memory of the operation belongs to the stream which was current at its start: once that
-    // stream waits too, the caching allocator may hand the memory out again, and nobody has to keep
-    // it.
+    // stream waits too, the caching allocator may hand the memory out again, and the caller need
+    // not keep it.
     if (current != home_) event_.block(home_);
   }
 

@@ -16,12 +16,12 @@ class Mark {
   virtual ~Mark() = default;
   /// The work before it has ended. Any thread may ask.
   virtual bool done() const = 0;
-  /// What the caller queues from now on (and what the stream of the mark's origin queues) starts
+  /// Work that the caller queues from now on (and work on the stream of the mark's origin) starts
   /// after it.
   virtual void hold_current() = 0;
 };
 
-/// What the caller's current stream held at some moment.
+/// Marks the work on the caller's current stream at some moment.
 class Origin {
  public:
   virtual ~Origin() = default;
@@ -31,7 +31,7 @@ class Origin {
 class CommStream {
  public:
   virtual ~CommStream() = default;
-  /// What NCCL takes as a stream.
+  /// The stream as NCCL takes it.
   virtual void* handle() = 0;
   /// This moment of the caller's current stream.
   virtual std::shared_ptr<Origin> here() = 0;

@@ -38,7 +38,7 @@ struct TcpGroupInfo {
   int world_rank() const { return members[static_cast<std::size_t>(rank)]; }
 };
 
-// What goes before each span.
+// The header of each span.
 struct SpanHeader {
   Call call;
   std::int64_t numel = 0;

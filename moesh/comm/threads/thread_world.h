@@ -16,7 +16,7 @@ namespace moesh::comm {
 
 class ThreadGroupState;
 
-/// What the ranks of one world share.
+/// Shared by the ranks of one world.
 class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
  public:
   static std::shared_ptr<ThreadWorld> create(int num_ranks, std::chrono::milliseconds timeout);
@@ -31,7 +31,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   std::chrono::milliseconds timeout() const { return timeout_; }
   const Roll& roll() const { return roll_; }
 
-  /// What the ranks of one group share; `key` tells it from the others of this world.
+  /// The state that the ranks of one group share; `key` tells it from the others of this world.
   std::shared_ptr<ThreadGroupState> state(const std::string& key, const std::string& name,
                                           const std::vector<int>& members);
 

@@ -233,7 +233,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
   }
   out.x = combined(in, out.x);
   const at::Tensor h = v.h.to(dtype);
-  // What a and b give is small, and they need not be there any more when the weights come later.
+  // The terms of a and b are small, and a and b may be gone when the weights come later.
   at::Tensor low2_Rr, low13_Rr;
   if (lora.a2_erF.defined()) low2_Rr = low_rank(groups, h, lora.a2_erF, lora.scale2);
   if (lora.a13_erD.defined())

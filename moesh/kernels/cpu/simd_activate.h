@@ -61,8 +61,8 @@ inline __attribute__((always_inline)) Hidden<V> hidden(V g, V u) {
   }
 }
 
-// What a loop reads is copied to locals first: the compiler cannot know that its stores leave the
-// argument struct only.
+// Values that a loop reads are copied to locals first: the compiler cannot know that its stores
+// leave the argument struct only.
 template <bool kClamped, class T>
 void activate_rows(const Activate<T>& a) {
   using A = Accumulate<T>;

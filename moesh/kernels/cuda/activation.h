@@ -1,5 +1,5 @@
 #pragma once
-// What follows the GEMMs elementwise. Warps take rows of results from shared memory, four at a
+// Elementwise work after the GEMMs. Warps take rows of results from shared memory, four at a
 // time: eight columns of a row per lane, which are read and written as 16 bytes.
 //   swiglu          h = silu(g) u
 //   clamped_swiglu  g = min(g, 7), u = clamp(u, -7, 7), h = (u + 1) g sigmoid(1.702 g)
@@ -184,7 +184,7 @@ __device__ __forceinline__ void finish_up(const Elementwise& e, const Slab& s, u
 template <bool kPlain>
 class FinishDh {
  public:
-  /// Of a warp: gate and up of a lane's columns of one row, in four blocks of 64 columns.
+  /// A warp's gate and up: a lane's columns of one row, in four blocks of 64 columns.
   static constexpr int kBytes = 4 * 2 * 32 * 16;
 
   /// A slab of up to 128 rows: the whole height of a tile. `inputs` are kBytes of shared memory.

@@ -577,7 +577,7 @@ __device__ __forceinline__ void sum_of_4(float (&sums)[2]) {
   }
 }
 
-/// What the warps that have a row add up to.
+/// The sum of the warps that have a row.
 __device__ __forceinline__ float over_sides(const float (&sums)[kSides][kC], int row) {
   float sum = 0.f;
 #pragma unroll
@@ -684,7 +684,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
     mma::loaded<1>();
     __syncthreads();
 
-    // Of the two rows of this lane: <q, dq>, <k, d(beta k)>, <k, dk but for that>, <k, f N dS'>.
+    // For the two rows of this lane: <q, dq>, <k, d(beta k)>, <k, dk but for that>, <k, f N dS'>.
     float of_q[2] = {}, of_beta[2] = {}, of_k[2] = {}, of_f[2] = {};
     float d[4][4], of_state[4][4];
     clear(d), clear(of_state);
@@ -720,7 +720,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1) finish_kernel(const Params 
     part.dot(d, m.k, of_k);
     add(dk, d, [](int) { return 1.f; });
     sum_of_4(of_q), sum_of_4(of_beta), sum_of_4(of_k), sum_of_4(of_f);
-    // Of c_last: the rows of this warp, and a share of <S, dS>.
+    // For c_last: the rows of this warp, and a share of <S, dS>.
     float of_last = lane % 4 == 0 ? f(0) * of_f[0] + f(1) * of_f[1] : 0.f;
     {
       float sum = 0.f;

@@ -27,7 +27,7 @@ Error check_ampere(int device);
 
 // ---- experts ----
 
-/// What the kernels of one set of experts share.
+/// Arguments that all kernels of one set of experts take.
 struct Experts {
   std::int64_t num_rows;        // R: rows that the buffers hold; those in use end at ends_E[E - 1]
   std::int64_t model;           // D, a multiple of 8

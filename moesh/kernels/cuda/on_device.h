@@ -16,7 +16,7 @@ namespace on_device {
 
 using namespace cuda;  // launch.h
 
-/// What `check` says of a device, by its number; each device is asked once.
+/// The result of `check` for a device, by its number; each device is asked once.
 template <cuda::Error (*check)(int device)>
 std::string refusal(at::Device device) {
   constexpr int kMaxDevices = 64;

@@ -118,7 +118,7 @@ constexpr int max_chunk_pairs(long long num_rows, int pairs_of_expert) {
 /// Numbers of a pair in memory: the sums of four slabs, and how many chunks of each are there.
 inline constexpr int kChunkSums = 4 * kSlab * kTileN, kChunkCounts = 4;
 
-/// What an expert adds to the first cluster's time, in steps, if none of its chunks has more than
+/// The time that an expert adds to the first cluster, in steps, if none of its chunks has more than
 /// `longest`. Its pairs begin at `start`, of which the clusters take turns.
 constexpr int time_of_chunks(int steps, int start, int pairs_of_expert, int num_clusters,
                              int longest) {

@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Of a warp: 16 rows of a tile as the left side of products over the features.
+// A warp's 16 rows of a tile as the left side of products over the features.
 using Left = uint32_t[4][4];
 
 __device__ __forceinline__ void load_left(Left& left, uint32_t tile) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void add_weighted(float (&sum)[8][4], const float (&w
   }
 }
 
-/// The rows of this warp, through its own rows of a tile that nobody else reads any more, to
+/// The rows of this warp, through its own rows of a tile that no other warp reads any more, to
 /// positions from `first` on of a head of a tensor without gaps.
 __device__ __forceinline__ void store_rows(uint32_t tile, const float (&sum)[8][4],
                                            const float (&factor)[2], bf16* head, int64_t stride,
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool is_visible(const WindowParams& p, int query, int
   return key <= query && query - key < p.window;
 }
 
-// What a block has to do with heads: `head` in [batch, position, head, feature] without gaps, or
+// Where a block finds its heads: `head` in [batch, position, head, feature] without gaps, or
 // with strides; and where the numbers of a head are in [batch, head, position].
 struct Place {
   int batch, group, heads_of_group;

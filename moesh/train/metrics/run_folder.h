@@ -21,7 +21,7 @@ inline double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-/// What is known of a run before its first step.
+/// The facts of a run before its first step.
 struct RunFacts {
   std::int64_t first_step = 0;  // taken before, by the run that saved the checkpoint
   int num_ranks = 1;

@@ -1,5 +1,5 @@
 #pragma once
-// What the time of the recorded steps went into.
+// Divides the time of the recorded steps into costs.
 
 #include <cstdint>
 #include <string>

@@ -1,5 +1,5 @@
 #pragma once
-// What every rank has recorded, on rank 0.
+// Collects the records of all ranks on rank 0.
 
 #include <cstdint>
 #include <string>

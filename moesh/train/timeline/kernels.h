@@ -1,5 +1,5 @@
 #pragma once
-// What the GPU did, as LibTorch's profiler (Kineto) saw it.
+// The GPU's kernels and copies, as recorded by LibTorch's profiler (Kineto).
 
 #include <ATen/record_function.h>
 
@@ -20,11 +20,11 @@ struct KernelSpan {
   std::string name;
   std::int64_t device = 0;  // index of the GPU: each numbers its streams by itself
   std::int64_t stream = 0;
-  std::int64_t rank = -1;           // for which it was launched; -1: nobody knows
+  std::int64_t rank = -1;           // for which it was launched; -1: unknown
   std::int64_t begin = 0, end = 0;  // as those of a Slice
 };
 
-/// What the profiler recorded, as far as it is read.
+/// The events of the profiler that are used.
 struct ProfilerEvent {
   enum class Kind : std::uint8_t {
     op,      // of LibTorch, on the host
@@ -58,7 +58,7 @@ class RecordKernels {
   RecordKernels(const RecordKernels&) = delete;
   RecordKernels& operator=(const RecordKernels&) = delete;
 
-  /// What was recorded, of all threads; call it once, when the device is done.
+  /// The events of all threads; call it once, when the device is done.
   std::vector<KernelSpan> take();
 
  private:
