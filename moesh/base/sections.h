@@ -63,8 +63,8 @@ class SectionClock {
 };
 
 /// The time of its scope belongs to a section, and no longer to the one around it. In `validation`
-/// and `saving` nothing changes: their time is none of a step. Without a clock nothing is summed
-/// up. Where somebody records, the scope is a slice.
+/// and `saving` nothing changes: their time does not belong to a step. Without a clock nothing is
+/// summed up. While a trace is recorded, the scope is a slice.
 class InSection {
  public:
   explicit InSection(Section section);

@@ -95,7 +95,7 @@ class Timeline {
   Timeline* outer_;
 };
 
-/// The time of its scope is a slice, where somebody records.
+/// The time of its scope is a slice, while a trace is recorded.
 class InSlice {
  public:
   InSlice(SliceKind kind, std::string_view name) : timeline_(Timeline::current()) {

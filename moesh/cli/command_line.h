@@ -77,7 +77,7 @@ struct CommandLine {
 const Command& find_command(const std::vector<Command>& commands, const std::string& name);
 
 /// Throws Error (config) where no command is called so, an option has no value, is there twice, or
-/// is none of a command that takes no configuration.
+/// is not an option of a command without a configuration.
 CommandLine read_command_line(const std::vector<Command>& commands, const Args& args);
 
 }  // namespace moesh::cli

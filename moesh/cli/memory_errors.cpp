@@ -17,7 +17,7 @@
 namespace moesh::cli {
 namespace {
 
-// The largest sizes that somebody has set, each with where.
+// The largest sizes that the user has set, each with its origin.
 std::string sizes_that_were_set(const config::Config& config) {
   std::vector<std::pair<std::int64_t, std::string>> sizes;
   for (const auto& [name, origin] : config.origins) {

@@ -224,7 +224,7 @@ struct Config {
   std::map<std::string, Origin> origins = {};  // by option or model key, where one was set
 
   /// Where an option was set, else "default" or "set by the program". For what the model
-  /// decides, its keys and options whose default it has, and nobody set: "deepseek_v3:tiny".
+  /// decides, its keys, and options with its default that the user has not set: "deepseek_v3:tiny".
   Origin origin(const std::string& option) const;
 };
 

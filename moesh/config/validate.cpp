@@ -388,7 +388,7 @@ void validate(const Config& config, int world_size) {
   check_routing(config);
   check_schedule(config);
   profile_steps(config);                          // throws where it names none
-  param_groups(config);                           // throws where a pattern is none
+  param_groups(config);                           // throws if a pattern is invalid
   if (config.lora.adapter.empty()) lora(config);  // throws where a target matches no weight
   MOESH_CHECK(!config.checkpoint.enable || !config.checkpoint.folder.empty(), ErrorKind::config,
               describe_option(config, "checkpoint.folder"), ", and ",

@@ -64,7 +64,7 @@ std::string dataset_help();
 /// and calls the option of the kind as it is called.
 std::string resolved_kind(const std::string& kind, const std::string& path,
                           const std::string& kind_option = "data.kind");
-/// The one of that name; throws Error (config) where there is none.
+/// The one of that name; throws Error (config) if there is none.
 const DatasetKind& find_kind(const std::string& name);
 
 std::unique_ptr<Dataset> open_dataset(const DatasetOptions& options);

@@ -54,7 +54,7 @@ void check_token_files(const std::string& prefix);
 std::filesystem::path tokenizer_file(const std::string& tokenizer);
 
 /// The end-of-document token of a tokenizer's folder: eos_token of tokenizer_config.json; empty
-/// where there is none.
+/// if there is none.
 std::string find_end_of_document(const std::string& tokenizer);
 
 }  // namespace moesh::data

@@ -88,7 +88,8 @@ JsonValue text_model(const JsonValue& config_json);
 std::string with_layers_that_are_there(const std::string& config_json,
                                        const std::filesystem::path& folder);
 
-/// The name that a tensor of such a folder has in the text model; empty: it is none of that.
+/// The name that a tensor of such a folder has in the text model; empty: it is not in the text
+/// model.
 std::string name_in_text_model(const std::string& name);
 /// Whether a tensor with this name says that a folder is such a one.
 bool is_of_text_and_images(const std::string& name);

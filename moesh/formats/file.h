@@ -36,7 +36,7 @@ bool exists(const std::filesystem::path& path);
 
 /// A folder, or a link to one.
 bool is_folder(const std::filesystem::path& path);
-/// The same, and false for a link: what is behind it belongs to somebody else.
+/// The same, and false for a link: its target belongs to someone else.
 bool is_own_folder(const std::filesystem::path& path);
 
 /// The entries of a folder, sorted; none if it does not exist. Whatever else goes wrong is an

@@ -95,7 +95,7 @@ class TokenFile {
 
   std::string name_;
   IdType type_;
-  // Not mapped: where somebody cuts such a file short, a read is an error that says so, and the
+  // Not mapped: if such a file is cut short, a read is an error that says so, and the
   // process would die. Nor is what was read of a large file counted as memory of the process.
   std::shared_ptr<const InputFile> file_;
   std::uint64_t begin_ = 0;  // of the ids in it

@@ -31,7 +31,8 @@ namespace {
 
 int line_of(const toml::node& node) { return static_cast<int>(node.source().begin.line); }
 
-// A list of texts as one, with commas between them; nothing: it is none, or a text has a comma.
+// A list of texts as one, with commas between them; nothing: it is not such a list, or a text has a
+// comma.
 std::optional<std::string> joined(const toml::node& node) {
   const auto* list = node.as_array();
   if (!list || !(list->empty() || list->is_homogeneous<std::string>())) return std::nullopt;

@@ -200,7 +200,7 @@ at::Tensor empty_rows(const Gathered& g) {
   return at::empty(shape, g.source.options().dtype(g.compute));
 }
 
-// The result of a prefetch; undefined where there is none, or the value was written since.
+// The result of a prefetch; undefined if there is none, or the value was written since.
 at::Tensor take_pending(const Stored& w, const Gathered& g) {
   const auto step = gathering();
   if (!step) return {};

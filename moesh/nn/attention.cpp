@@ -17,8 +17,8 @@ namespace {
 // Positions count from the first key: chunks begin where they did.
 kernels::AttentionConfig kernel_config(const Tokens& tokens, const AttentionOptions& o,
                                        const Reach& seen) {
-  // A chunk of the whole sequence is none. (For other documents than whole sequences the kernels
-  // cannot tell: they know only the keys of this rank.)
+  // A chunk of the whole sequence means no chunks. (For other documents than whole sequences the
+  // kernels cannot tell: they know only the keys of this rank.)
   const auto chunk = tokens.has_documents() && o.chunk >= tokens.sequence() ? 0 : o.chunk;
   return {.scale = o.scale,
           .start = tokens.first_position() - seen.begin,

@@ -90,7 +90,7 @@ class CausalAttention : public torch::autograd::Function<CausalAttention> {
   }
 
  private:
-  // y, the logarithms of the sums, and two numbers of the dropout that there is none of.
+  // y, the logarithms of the sums, and two numbers for dropout, which is not used.
   static variable_list run(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            double scale) {
     if (auto first = raw::recall("causal attention")) return *first;

@@ -44,7 +44,7 @@ struct Boundaries {
 // With documents y is [T, h, d] and lse [h, T], else [B, L, h, d] and [B, h, L].
 struct FlashOutput {
   at::Tensor y, lse;
-  at::Tensor seed = {}, offset = {};  // of cuDNN's dropout, of which there is none
+  at::Tensor seed = {}, offset = {};  // for cuDNN's dropout, which is not used
 };
 
 at::Tensor heads_first(const at::Tensor& x) { return x.transpose(1, 2); }

@@ -15,8 +15,8 @@
 
 namespace moesh::nn {
 
-/// Normalises the rows of a plain tensor [.., features]; an undefined weight is none. With `turn`
-/// the rows are heads [B, L, h, d], which then turn.
+/// Normalises the rows of a plain tensor [.., features]; an undefined weight means no weight. With
+/// `turn` the rows are heads [B, L, h, d], which then turn.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
                     const std::optional<kernels::Rotation>& turn = {});
 

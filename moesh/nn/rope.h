@@ -80,7 +80,7 @@ class RopeTables {
 };
 
 /// Rotates the last features of x [B, L, heads, ..], or the first ones, two for each column of the
-/// table, each token by its line of the table; the others stay. x that is consumed is nobody
+/// table, each token by its line of the table; the others stay. x that is consumed is no one
 /// else's, nor is the gradient of the result.
 at::Tensor rotate(const at::Tensor& x, const kernels::Rotation& rotation,
                   kernels::Argument argument = kernels::Argument::kept);

@@ -18,7 +18,7 @@ struct GroupOptions {
 
 class Groups {
  public:
-  /// Throws Error (config) where a pattern is none, or empty.
+  /// Throws Error (config) if a pattern is invalid or empty.
   explicit Groups(std::vector<GroupOptions> groups);
 
   /// The first whose pattern is found in the name of a parameter, or in those of all tensors that

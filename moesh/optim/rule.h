@@ -91,7 +91,7 @@ struct RuleKind {
 
 const std::vector<RuleKind>& rule_kinds();
 std::vector<std::string> rule_names();
-/// Throws Error (config) which names the known ones where there is none of this name.
+/// Throws Error (config), which names the known ones, if there is none of this name.
 const RuleKind& find_rule(const std::string& name);
 
 }  // namespace moesh::optim

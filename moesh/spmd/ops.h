@@ -24,7 +24,7 @@ at::Tensor silu(const at::Tensor& x);
 at::Tensor square(const at::Tensor& x);
 at::Tensor sqrt(const at::Tensor& x);
 /// The dimension that holds tokens (0 of [N] and [N, D]), features (1 of [N, D]), or experts or the
-/// rows that were sent to them (0). Throws where there is none, and for tokens and features of more
+/// rows that were sent to them (0). Throws if there is none, and for tokens and features of more
 /// than two dimensions, which may be [B, L, D] or [N, groups, members].
 std::int64_t dim_of(Over over, const at::Tensor& x);
 at::Tensor sum(const at::Tensor& x, std::int64_t dim);

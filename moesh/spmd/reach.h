@@ -30,7 +30,7 @@ constexpr bool has_own_tokens() {
 /// has any, and those of others. Only what is asked for travels: where all ranks ask for the whole,
 /// in an all_gather, else straight to the rank that asks. Backward: the gradients of copies go back
 /// to the owner of the row, which adds them up. The result is T, each rank does its own work with
-/// it; but rows lie on several ranks, so that it is no list of tokens: a sum over tokens would
+/// it; but rows lie on several ranks, so it is not a list of tokens: a sum over tokens would
 /// count copies.
 template <Axes A, auto L>
 Tensor<L> with_reach(const Tensor<L>& x, const Along& along, const std::vector<Reach>& reaches) {

@@ -62,8 +62,8 @@ namespace raw {
 /// `use`. A capsule for custom functions of autograd.
 class WeightSink : public torch::CustomClassHolder {
  public:
-  /// A weight that is undefined or has no gradient is none. No weights: there is nothing to put
-  /// off.
+  /// Weights that are undefined or have no gradient are ignored. No weights: there is nothing to
+  /// put off.
   explicit WeightSink(const std::vector<at::Tensor>& weights = {},
                       std::shared_ptr<WeightsLater> later = nullptr);
   ~WeightSink() override;

@@ -52,7 +52,7 @@ class Checkpointer {
   /// How long the last save took that has ended, also where it was in the background.
   std::optional<double> save_seconds() const { return save_seconds_; }
   /// The newest checkpoint after which a step had finite gradients, of a run whose last steps had
-  /// none; empty where there is none.
+  /// none; empty if there is none.
   std::filesystem::path last_healthy(const Position& position);
 
  private:

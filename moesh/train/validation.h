@@ -27,7 +27,7 @@ bool validation_is_due(const Config& config, std::int64_t num_steps);
 /// of an optimizer step, or all of them where there are fewer: the same number on every mesh with
 /// the same global batch. Nothing moves, no expert is counted, and auxiliary losses are left out.
 /// Collective. `stops` is asked after each of the steps, on all ranks with one answer: then there
-/// is no result.
+/// is not a result.
 std::optional<std::vector<ValidationLoss>> validate_model(
     models::Model& model, const Config& config, const Mesh& mesh,
     const std::vector<ValidationSet>& sets,

@@ -43,7 +43,7 @@ struct ComparedTensor {
 };
 
 struct Comparison {
-  // In the order of A's files where somebody chose one, else in natural order (layers.2 before
+  // In the order of A's files if they have a chosen order, else in natural order (layers.2 before
   // layers.10); then what only B has.
   std::vector<ComparedTensor> tensors;
   bool same() const;

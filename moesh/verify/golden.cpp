@@ -90,7 +90,7 @@ void check_model_settings(const config::Settings& settings, const config::GivenM
       }
     }
     if (config::find_option(s.name)) continue;
-    const auto value = model_value(config, s.name);  // where there is none, the merge says so
+    const auto value = model_value(config, s.name);  // without a value, the merge says so
     if (value && converted(s, *value) != *value)
       refuse(s, detail::concat(given.origin, " has ", formats::to_toml(*value)));
   }

@@ -61,7 +61,7 @@ class DeviceStream : public CommStream {
 std::unique_ptr<CommStream> device_stream(at::Device device);
 
 /// The device with its index: that of the current device where none is given. Throws Error (device)
-/// where there is no such one.
+/// if there is no such device.
 at::Device existing_device(at::Device device);
 
 }  // namespace moesh::comm

@@ -119,7 +119,7 @@ bool Hub::has_room() {
   return true;
 }
 
-// Whether somebody came.
+// Whether a connection has arrived.
 bool Hub::welcome() {
   Descriptor socket(::accept4(listening_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) return false;

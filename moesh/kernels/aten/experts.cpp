@@ -259,7 +259,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     d.w3_eFD = groups.outer(du, rows_RD);
     return d;
   };
-  // Rows at their experts are several times as many as tokens: they are gathered once more.
+  // There are several times more rows at their experts than tokens: they are gathered once more.
   if (config.weights_later)
     out.weights_later = [weight_half, in, dy] { return weight_half(gathered(in, dy)); };
   else

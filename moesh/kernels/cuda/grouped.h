@@ -442,7 +442,7 @@ __device__ void multiply_tiles(const GroupedParams& p, Shared& shared, int rank,
   while (index < size) {
     const Tile t = next;
     index += stride;
-    // To find a tile takes some 600 cycles, as many as half a step of multiplications: not between
+    // Finding a tile takes some 600 cycles, as long as half a step of multiplications: not between
     // two tiles.
     const auto find_next = [&] {
       if (index < size) next = tiles.at(index, rank);

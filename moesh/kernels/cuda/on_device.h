@@ -26,7 +26,7 @@ std::string refusal(at::Device device) {
   };
   static Answer answers[kMaxDevices];
   int index = device.index();
-  if (index < 0) {  // the current one; where there is none, what a question for the first says
+  if (index < 0) {  // the current one; without one, the answer for the first
     const bool has_devices = c10::impl::hasDeviceGuardImpl(device.type()) &&
                              c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0;
     index = has_devices ? c10::impl::VirtualGuardImpl(device.type()).getDevice().index() : 0;

@@ -28,7 +28,7 @@ std::vector<std::int64_t> to_words(const RankRecord& record);
 RankRecord from_words(const std::vector<std::int64_t>& words);
 
 /// The records by rank, only on rank 0; nothing on the others. Kernels are with the rank for
-/// which they were launched, and with that which recorded them where nobody knows.
+/// which they were launched, and if that is unknown, with the rank that recorded them.
 std::vector<RankRecord> gather(comm::Group& world, const RankRecord& mine);
 
 }  // namespace moesh::train
