@@ -42,9 +42,6 @@ class SectionClock {
  public:
   using Clock = std::chrono::steady_clock;
   explicit SectionClock(Clock::time_point start = Clock::now());
-  ~SectionClock();
-  SectionClock(const SectionClock&) = delete;
-  SectionClock& operator=(const SectionClock&) = delete;
 
   /// The time since the last call, or since the start.
   SectionTimes take();
@@ -59,7 +56,7 @@ class SectionClock {
   SectionTimes times_;
   Section current_ = Section::other;
   Clock::time_point since_;
-  SectionClock* outer_;
+  ScopedValue<SectionClock*> scope_;
 };
 
 /// The time of its scope belongs to a section, and no longer to the one around it. In `validation`

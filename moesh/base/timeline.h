@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
 #include "moesh/base/this_thread.h"
 
 namespace moesh {
@@ -57,9 +58,6 @@ struct TimelineRecord {
 class Timeline {
  public:
   Timeline();
-  ~Timeline();
-  Timeline(const Timeline&) = delete;
-  Timeline& operator=(const Timeline&) = delete;
 
   /// That of this thread; null if nothing is recorded.
   static Timeline* current() { return this_thread.timeline; }
@@ -92,7 +90,7 @@ class Timeline {
   std::map<std::string, std::int64_t, std::less<>> numbers_;  // of names
   std::vector<std::int64_t> open_;                            // slices, the innermost last
   std::vector<Called> called_;                                // by collective
-  Timeline* outer_;
+  ScopedValue<Timeline*> scope_;
 };
 
 /// The time of its scope is a slice, while a trace is recorded.

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "moesh/base/error.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::checkpoint {
 namespace {

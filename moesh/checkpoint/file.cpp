@@ -33,11 +33,11 @@ constexpr const char* kCure = "choose a folder that can be written and has room"
 
 }  // namespace
 
-OutputFile::OutputFile(const std::filesystem::path& path, Mode mode)
+CheckpointFile::CheckpointFile(const std::filesystem::path& path, Mode mode)
     : formats::OutputFile(path, mode, kCure) {}
 
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes) {
-  OutputFile file(path, OutputFile::Mode::create);
+  CheckpointFile file(path, CheckpointFile::Mode::create);
   file.write(0, bytes);
   file.sync();
   return file.sums();

@@ -15,9 +15,9 @@
 
 namespace moesh::checkpoint {
 
-class OutputFile : public formats::OutputFile {
+class CheckpointFile : public formats::OutputFile {
  public:
-  OutputFile(const std::filesystem::path& path, Mode mode);
+  CheckpointFile(const std::filesystem::path& path, Mode mode);
 };
 
 /// Writes a small file, which is on the disk when this returns.

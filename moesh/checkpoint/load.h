@@ -35,15 +35,15 @@ class BlockFile {
   std::size_t kept_bytes() const;
 
  private:
-  struct Block {
+  struct ReadBlock {
     std::uint64_t number;
     std::vector<std::byte> bytes;
   };
-  const Block& block(std::uint64_t number);
+  const ReadBlock& block(std::uint64_t number);
 
   formats::SafetensorsFile file_;
   std::optional<formats::ManifestFile> expected_;
-  std::vector<Block> blocks_;  // the last that were read, the newest at the end
+  std::vector<ReadBlock> blocks_;  // the last that were read, the newest at the end
 };
 
 /// A small file of a folder, such as config.json, compared with the manifest where there is one.
@@ -55,7 +55,7 @@ std::string read_config(const std::filesystem::path& folder);
 /// The tensors of several files by name.
 class TensorFolder {
  public:
-  struct Found : StoredTensor {
+  struct FolderTensor : StoredTensor {
     const Quantized* quantized = nullptr;  // null: the bytes are the numbers
   };
 
@@ -70,7 +70,7 @@ class TensorFolder {
   static TensorFolder of_checkpoint(const std::filesystem::path& folder,
                                     const formats::Manifest& manifest, const std::string& prefix);
 
-  const std::map<std::string, Found>& tensors() const { return tensors_; }
+  const std::map<std::string, FolderTensor>& tensors() const { return tensors_; }
   bool has_quantized() const { return !quantized_.empty(); }
   const std::filesystem::path& path() const { return path_; }
   /// Bytes of blocks in memory: while a rank loads, at most four for each of its four readers.
@@ -84,7 +84,7 @@ class TensorFolder {
   std::filesystem::path path_;
   std::vector<std::unique_ptr<BlockFile>> files_;
   std::vector<std::unique_ptr<Quantized>> quantized_;
-  std::map<std::string, Found> tensors_;
+  std::map<std::string, FolderTensor> tensors_;
 };
 
 /// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
@@ -113,7 +113,7 @@ class Loader {
   /// Fills the values of all parts, with a heartbeat between pieces. Tensors are read in the order
   /// of the files, so pass many at once. Where numbers must be finite, one that is not is an Error
   /// (data) that names its tensor.
-  void load(const std::vector<Part>& parts, const Heartbeat& heartbeat = {},
+  void load(const std::vector<TensorPart>& parts, const Heartbeat& heartbeat = {},
             bool must_be_finite = false) const;
   /// The same of what stays as it is in the folder: codes and scales. All numbers must be finite.
   void load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat = {}) const;
@@ -127,7 +127,7 @@ class Loader {
     const formats::DiskTensor* tensor;
     const formats::Source* source;
   };
-  TensorFolder::Found found(const TableEntry& entry) const;
+  TensorFolder::FolderTensor found(const TableEntry& entry) const;
 
   const TensorFolder& folder_;
   std::deque<formats::DiskTensor> stored_order_;            // of tensors that are quantized

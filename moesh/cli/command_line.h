@@ -2,6 +2,7 @@
 // The command line: which command, and what it is given. CLI11 reads the commands and their own
 // options; the options of a configuration, whose keys depend on the model, go through unread.
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -79,5 +80,13 @@ const Command& find_command(const std::vector<Command>& commands, const std::str
 /// Throws Error (config) where no command is called so, an option has no value, is there twice, or
 /// is not an option of a command without a configuration.
 CommandLine read_command_line(const std::vector<Command>& commands, const Args& args);
+
+/// "80GiB", "80 GB", "500MiB" of --memory. A number without a unit is refused: a user who writes 80
+/// does not mean bytes.
+std::int64_t parse_size(const std::string& text);
+
+/// "1.50 GiB"
+std::string size_text(double bytes);
+inline std::string size_text(std::int64_t bytes) { return size_text(static_cast<double>(bytes)); }
 
 }  // namespace moesh::cli

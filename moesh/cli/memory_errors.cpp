@@ -10,7 +10,7 @@
 
 #include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/estimate/estimate.h"
 

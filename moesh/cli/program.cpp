@@ -20,7 +20,7 @@
 #include "moesh/base/terminal.h"
 #include "moesh/cli/commands.h"
 #include "moesh/cli/memory_errors.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::cli {
 namespace {

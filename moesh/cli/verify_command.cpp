@@ -78,7 +78,7 @@ std::optional<Sweep> sweep_of(const Arguments& given) {
               " and there is no --sample; give one, as in --sample 40");
   if (!ranks) return std::nullopt;
   Sweep sweep = parse_sweep(*ranks);
-  if (count > 0) sweep.sample = Sample{count, static_cast<std::uint64_t>(seed)};
+  if (count > 0) sweep.sample = MeshSample{count, static_cast<std::uint64_t>(seed)};
   if (shard) sweep.shard = parse_shard(*shard);
   return sweep;
 }

@@ -23,15 +23,12 @@ void use(std::shared_ptr<Recorder> recorder);
 
 /// While it lives, what this thread calls and waits for is a part of `what`, as in "forward of
 /// stage 2 for micro-batch 0".
-class Doing {
+class ActivityScope {
  public:
-  explicit Doing(std::string what);
-  ~Doing();
-  Doing(const Doing&) = delete;
-  Doing& operator=(const Doing&) = delete;
+  explicit ActivityScope(std::string what);
 
  private:
-  std::string outer_;
+  ScopedValue<std::string> scope_;
 };
 
 /// The observer of this thread, which writes into its recorder.

@@ -14,6 +14,8 @@
 #include <string_view>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
+
 namespace moesh::comm {
 
 enum class ReduceOp : std::uint8_t { sum, max, min };
@@ -115,20 +117,11 @@ class ThreadObserver : public Observer {
 };
 
 /// The observers of a thread.
-struct Watched;
-Watched& watched();
-/// While it lives, this thread has the observers of another one, which works for the same rank and
-/// waits meanwhile.
-class WatchedAs {
- public:
-  explicit WatchedAs(Watched& other);
-  ~WatchedAs();
-  WatchedAs(const WatchedAs&) = delete;
-  WatchedAs& operator=(const WatchedAs&) = delete;
-
- private:
-  Watched* outer_;
-};
+struct ThreadObservers;
+ThreadObservers& thread_observers();
+/// While the result lives, this thread has the observers of another one, which works for the same
+/// rank and waits meanwhile.
+ScopedValue<ThreadObservers*> use_observers_of(ThreadObservers& other);
 
 /// Watches what is called on a group, and on those that come from it, by whatever thread.
 class GroupObserver : public Observer {

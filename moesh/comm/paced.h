@@ -53,7 +53,7 @@ class PacedWorld {
   double end(const Key& key);
 
  private:
-  struct Exchange {
+  struct PacedExchange {
     double ready = 0;
     int num_ended = 0;
   };
@@ -62,7 +62,7 @@ class PacedWorld {
   Links links_;
   int first_, num_ranks_;
   std::mutex mutex_;
-  std::map<Key, Exchange> exchanges_;
+  std::map<Key, PacedExchange> exchanges_;
 };
 
 /// Lets the exchanges of this thread take their time while it lives: starting one returns at once,

@@ -22,7 +22,7 @@ struct Setting {
 using Settings = std::vector<Setting>;
 
 /// A model that is not built in, and where it comes from.
-struct GivenModel {
+struct RequestedModel {
   models::AnyConfig architecture;
   std::string origin;
   std::string folder = {};  // whose config.json says all of it
@@ -46,11 +46,11 @@ std::string mesh_argument(const MeshShape& shape);
 /// The settings over the defaults of the options. Unknown names and values of a wrong type or out
 /// of range throw Error (config), which names where they were given and the nearest known option.
 /// `model`, if given, replaces the built-in configuration that model.name and model.size name.
-Config merged(const Settings& settings, const std::optional<GivenModel>& model = std::nullopt);
+Config merged(const Settings& settings, const std::optional<RequestedModel>& model = std::nullopt);
 
 /// The configuration with these settings over its own; by the same rules.
 Config changed(const Config& config, const Settings& settings,
-               const std::optional<GivenModel>& model = std::nullopt);
+               const std::optional<RequestedModel>& model = std::nullopt);
 
 /// `defaults` are those of a command, where they differ from those of the options. model.folder
 /// (--model hf:FOLDER), or checkpoint.initial_load where no other setting is of [model], names the

@@ -13,7 +13,7 @@
 namespace moesh::config {
 
 /// The kinds of values that an option takes.
-struct Rule {
+struct ValueRule {
   double least = -std::numeric_limits<double>::infinity(),
          most = std::numeric_limits<double>::infinity();
   bool above = false, below = false;  // least, most themselves are not allowed
@@ -37,7 +37,7 @@ struct Option {
   Effect effect;
   std::string name;
   std::string help;
-  Rule rule;
+  ValueRule rule;
   Value (*get)(const Config& config);
   void (*set)(Config& config, const Value& value);
   Value (*of_model)(const models::ModelFacts& facts) = nullptr;  // the default, where models differ
@@ -57,7 +57,7 @@ struct Option {
 
 /// The option of a member of Config, with its effect, which has no default.
 template <Effect effect, auto Section, auto Member>
-Option make_option(std::string name, std::string help, Rule rule = {}) {
+Option make_option(std::string name, std::string help, ValueRule rule = {}) {
   using T = std::remove_cvref_t<decltype((Config{}.*Section).*Member)>;
   return {.effect = effect,
           .name = std::move(name),
@@ -82,7 +82,7 @@ std::string model_title(const Config& config);
 std::string numbers_of(const Config& config);
 
 /// The setting's value in the type of `like`; throws Error (config) when it is of another type.
-Value converted(const Setting& setting, const Value& like, const Rule& rule = {});
+Value converted(const Setting& setting, const Value& like, const ValueRule& rule = {});
 
 /// --mesh dp_shard=2,tp=2 names degrees by their axes.
 struct Degree {

@@ -12,7 +12,7 @@ namespace moesh::config {
 
 struct Column {
   std::string key, help;
-  Rule rule;
+  ValueRule rule;
   Value initial;
   Value (*get)(const Config& config, std::size_t row);
   void (*set)(Config& config, std::size_t row, const Value& value);

@@ -362,7 +362,7 @@ std::string describe_option(const Config& config, const std::string& option) {
 void check_option(const Config& config, const std::string& option) {
   const std::string text = describe_option(config, option);
   const Option& o = *find_option(option);
-  Rule rule = o.rule;
+  ValueRule rule = o.rule;
   if (option == "model.size") {  // it depends on the model
     check_option(config, "model.name");
     rule.choices = models::model_sizes(config.model.name);

@@ -58,17 +58,17 @@ struct Batch {
   /// For multi-token prediction, at depth k = 1, 2, ..: of position i the token i + k and, as
   /// label, token i + k + 1. Ignored labels are as above, and those of tokens which the sample does
   /// not have.
-  struct Ahead {
+  struct TokensAhead {
     at::Tensor input_ids_BL, labels_BL;
   };
-  std::vector<Ahead> ahead;
+  std::vector<TokensAhead> ahead;
 };
 
 /// The samples of another dataset, each once: those that follow are padding.
-class Once : public Dataset {
+class OneEpoch : public Dataset {
  public:
   /// `of` has a size, and outlives it.
-  explicit Once(const Dataset& of) : of_(of) {}
+  explicit OneEpoch(const Dataset& of) : of_(of) {}
   Sample get(std::int64_t index) const override;
   std::int64_t sequence_length() const override { return of_.sequence_length(); }
   std::int64_t vocab_size() const override { return of_.vocab_size(); }

@@ -200,7 +200,7 @@ class Progress {
     if (drawn_) std::fputc('\n', stderr);
   }
 
-  void show(std::uint64_t num_bytes, const TokenOutput::State& state) {
+  void show(std::uint64_t num_bytes, const TokenOutput::WrittenState& state) {
     if (!shown_ || seconds_since(last_) < (is_terminal_ ? 0.2 : 10)) return;
     last_ = Clock::now();
     if (first_bytes_ == kNone) first_bytes_ = num_bytes;
@@ -316,7 +316,7 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
       }
       round = next.get();
     }
-    const TokenOutput::State& state = output.state();
+    const TokenOutput::WrittenState& state = output.state();
     MOESH_CHECK(state.num_documents > 0 || state.num_untrained == 0, ErrorKind::data,
                 "none of the ", state.num_untrained,
                 " conversations has a token that is trained on; are there turns of the roles that "
@@ -334,7 +334,7 @@ TokenizeSummary tokenize(const TokenizeOptions& options) {
     }
     output.finish(std::move(facts));
   }
-  const TokenOutput::State& state = output.state();
+  const TokenOutput::WrittenState& state = output.state();
   std::int64_t num_bytes = 0;
   for (const TextFile& f : files) num_bytes += static_cast<std::int64_t>(f.size);
   return {.num_documents = state.num_documents,

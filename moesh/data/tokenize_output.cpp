@@ -84,7 +84,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   const auto folder = std::filesystem::absolute(prefix_).parent_path();
   MOESH_CHECK(formats::is_folder(folder), ErrorKind::config, "--out ", prefix_, ": '",
               folder.string(), "' is not a folder; make it first");
-  turn_ = std::make_unique<Turn>(prefix_);
+  turn_ = std::make_unique<WriterLock>(prefix_);
   const bool goes_on = read_state(skips_errors);
   if (goes_on && state_.is_complete) {
     publish();
@@ -109,7 +109,7 @@ TokenOutput::TokenOutput(std::string prefix, formats::IdType type, std::string w
   }
 }
 
-TokenOutput::Turn::Turn(const std::string& prefix)
+TokenOutput::WriterLock::WriterLock(const std::string& prefix)
     : path_(prefix + kWriter), file_(path_, OutputFile::Mode::open_or_create, kCure) {
   // A file that has lost its name was removed by its holder between our two calls: whoever comes
   // now makes another one.
@@ -118,7 +118,7 @@ TokenOutput::Turn::Turn(const std::string& prefix)
               "; wait for it, or choose another --out");
 }
 
-TokenOutput::Turn::~Turn() { formats::file_system().remove(path_); }
+TokenOutput::WriterLock::~WriterLock() { formats::file_system().remove(path_); }
 
 void TokenOutput::refuse_to_overwrite() const {
   for (const char* ending : {kBin, kIdx, kMask, kManifest})

@@ -53,7 +53,7 @@ struct ParamSpec {
 /// Values by global index, so that they do not depend on the mesh. The stream is the parameter's
 /// name.
 struct Init {
-  enum class Kind { zeros, ones, normal, uniform, log_uniform } kind = Kind::zeros;
+  enum class Distribution { zeros, ones, normal, uniform, log_uniform } kind = Distribution::zeros;
   // Standard deviation, or half width of the uniform interval around 0; of log_uniform, which is
   // the logarithm of numbers that are uniform in [kLeast, scale], the upper end.
   double scale = 1;
@@ -115,10 +115,10 @@ at::Tensor current_copy(const Stored& w);
 /// The value has just been written, and the copy with it.
 void note_copy_written(const Stored& w);
 /// Whether the gradient of a parameter may be left for later (StepState::leave_weights).
-enum class Late { may_be, never };
+enum class LateGradient { may_be, never };
 /// Enters the replica axes, gathers the shards, casts. Backward, of what is trained: cast,
 /// reduce_scatter over the storage ranks, one all_reduce of the small shard over the replicas.
-at::Tensor use(const Stored& w, Axes replicas, Late late);
+at::Tensor use(const Stored& w, Axes replicas, LateGradient late);
 /// The whole compute part of something shaped like the shard (a gradient, an optimizer's state),
 /// without autograd.
 at::Tensor gather(const Stored& w, const at::Tensor& shard);
@@ -167,7 +167,7 @@ class Param {
 /// I -> R on every axis where the parameter is not cut, except those in Stay, where both sides do
 /// the same work (a norm on a residual stream that is I on tp).
 template <Axes Stay = none, auto L>
-auto use(const Param<L>& w, raw::Late late = raw::Late::may_be) {
+auto use(const Param<L>& w, raw::LateGradient late = raw::LateGradient::may_be) {
   constexpr auto entered = [] {
     auto out = L;
     for (Axes axis : std::remove_const_t<decltype(L)>::axes)

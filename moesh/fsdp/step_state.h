@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "moesh/base/scoped_value.h"
 #include "moesh/fsdp/param.h"
 #include "moesh/spmd/weights_later.h"
 
@@ -40,8 +41,6 @@ class StepState {
   /// first gather of the step raw::add_taker says that there is one; it ends with this object.
   explicit StepState(StepState* whole);
   ~StepState();
-  StepState(const StepState&) = delete;
-  StepState& operator=(const StepState&) = delete;
 
   /// The innermost of this thread; null: none.
   static StepState* current();
@@ -74,7 +73,7 @@ class StepState {
   std::shared_ptr<raw::Gathers> scope;          // reshard.cpp: where `use` puts what it gathers
 
  private:
-  StepState* outer_;
+  ScopedValue<StepState*> scope_;
   bool is_whole_ = true;
 };
 

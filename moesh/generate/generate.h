@@ -46,7 +46,7 @@ struct Generated {
 };
 
 /// On every rank of the world, under its mesh: all get the same ids. The prompt is one pass, and
-/// each further token costs one row: `past` of the layers is kept.
+/// each further token costs one row: `kv_cache` of the layers is kept.
 Generated generate(models::Model& model, comm::Group& world, const Config& config,
                    const GenerateOptions& options);
 

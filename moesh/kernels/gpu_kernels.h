@@ -2,6 +2,8 @@
 // Which kernels run on an accelerator (`kernels.gpu` of a configuration): a model carries it, and a
 // step of it runs under it.
 
+#include "moesh/base/scoped_value.h"
+
 namespace moesh::kernels {
 
 enum class GpuKernels {
@@ -19,12 +21,9 @@ GpuKernels gpu_kernels();
 class UseGpuKernels {
  public:
   explicit UseGpuKernels(GpuKernels kernels);
-  ~UseGpuKernels();
-  UseGpuKernels(const UseGpuKernels&) = delete;
-  UseGpuKernels& operator=(const UseGpuKernels&) = delete;
 
  private:
-  GpuKernels before_;
+  ScopedValue<GpuKernels> scope_;
 };
 
 }  // namespace moesh::kernels

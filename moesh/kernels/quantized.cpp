@@ -17,7 +17,7 @@
 namespace moesh::kernels {
 namespace {
 
-using Kind = Quantization::Kind;
+using Kind = Quantization::Format;
 using Sizes = std::vector<std::int64_t>;
 
 // Numbers that are made at once: a few temporary tensors of this size in float32.

@@ -61,7 +61,7 @@ class Mla final : public nn::Attention {
     for (auto* up : {&q_, &kv_b_}) up->stored().spec.num_heads = num_heads_;
   }
 
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::Past* past,
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, nn::KvCache* kv_cache,
                  nn::MaxLogits* logits) const override {
     const auto rotation =
         nn::rope_of(*rope_tables_, rope_, tokens, x_BLD).last_features(rope_.interleaved);
@@ -78,12 +78,13 @@ class Mla final : public nn::Attention {
     const auto [latent, shared_key] = split_features(kv_a_(x_BLD, numbers), latent_);
     const Full turned = map_rows(
         [&](const at::Tensor& t) { return rotated(t.unsqueeze(2)).squeeze(2); }, shared_key);
-    if (past) {
+    if (kv_cache) {
       const Full both =
           map_rows([](const at::Tensor& a, const at::Tensor& b) { return at::cat({a, b}, -1); },
                    kv_norm_(latent), turned);
-      const Full& latents = past->add(nn::all_positions(both, tokens));
-      const Heads y = nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *past);
+      const Full& latents = kv_cache->add(nn::all_positions(both, tokens));
+      const Heads y =
+          nn::attend_latents(q, latents, kv_b_.whole(), nope_, tokens, options_, *kv_cache);
       return o_(nn::merge_heads(y), numbers);
     }
     // Between cp ranks travels the latent, not the keys and values of all heads that come of it.

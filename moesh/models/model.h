@@ -16,8 +16,8 @@
 #include "moesh/kernels/quantized.h"
 #include "moesh/nn/attention.h"
 #include "moesh/nn/dispatch.h"
+#include "moesh/nn/kv_cache.h"
 #include "moesh/nn/lora.h"
-#include "moesh/nn/past.h"
 #include "moesh/nn/residual.h"
 #include "moesh/nn/router.h"
 #include "moesh/nn/tokens.h"
@@ -44,11 +44,11 @@ struct MicroBatch {
   std::int64_t index = 0;        // of the micro-batch in its step
   nn::Documents documents = {};  // none: every sequence is one
   // Input token and label of each depth of multi-token prediction at a position.
-  struct Ahead {
+  struct MtpInput {
     at::Tensor input_ids_BL, labels_BL;
     at::Tensor valid_BL() const { return labels_BL.ne(kIgnoredLabel); }
   };
-  std::vector<Ahead> ahead = {};
+  std::vector<MtpInput> ahead = {};
   // The numbers of its sequences in the run, int64 [B], where something depends on them (dropout).
   at::Tensor samples_B = {};
 
@@ -58,7 +58,7 @@ struct MicroBatch {
   std::vector<at::Tensor*> from_data() {
     std::vector<at::Tensor*> all{&input_ids_BL, &labels_BL};
     if (documents.any()) all.push_back(&documents.starts_BL);
-    for (Ahead& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
+    for (MtpInput& a : ahead) all.push_back(&a.input_ids_BL), all.push_back(&a.labels_BL);
     if (samples_B.defined()) all.push_back(&samples_B);
     return all;
   }
@@ -86,7 +86,7 @@ struct ForwardOptions {
   // Every attention sees its largest logits of training passes (nn::MaxLogits), for QK-clip.
   bool watches_logits = false;
   // The cache of earlier tokens, to which these are added; null: these are all tokens.
-  nn::PastOfLayers* past = nullptr;
+  nn::ModelKvCache* kv_cache = nullptr;
 };
 
 /// The residual stream between two stages, as this rank has it: with and without sequence
@@ -159,10 +159,10 @@ class Model {
   virtual std::vector<std::int64_t> stream_sizes(const MicroBatch& batch,
                                                  const ForwardOptions& options) const = 0;
   virtual at::TensorOptions stream_options() const = 0;
-  /// The logits [B, V] of the token that follows ids [B, L], and those which `past` has kept before
-  /// them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of a
-  /// model in one stage.
-  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::PastOfLayers& past,
+  /// The logits [B, V] of the token that follows ids [B, L], and those which `kv_cache` has kept
+  /// before them (begin with an empty one); the same on every cp and tp rank. Without gradients. Of
+  /// a model in one stage.
+  virtual at::Tensor next_logits(const at::Tensor& ids_BL, nn::ModelKvCache& kv_cache,
                                  const ForwardOptions& options) = 0;
   /// Every parameter once, in forward order. `decays` is false for norms, biases and sinks.
   virtual void each_param(const std::function<void(Stored& w, bool decays)>& f) = 0;

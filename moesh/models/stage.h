@@ -95,7 +95,7 @@ class Stage {
   template <bool Sp>
   nn::Full to_head(const nn::Stream<Sp>& normed_BLD, const nn::Tokens& tokens) const;
   using HeadWeight = Tensor<Dense{Place::R, Place::R, Place::F}>;
-  HeadWeight head_weight(raw::Late late) const;
+  HeadWeight head_weight(raw::LateGradient late) const;
   bool is_head_trained() const;
   /// Cross-entropy of this rank's tokens, divided by those of the step.
   nn::TokenSum loss_of(const nn::Full& x_BLD, const HeadWeight& weight, const at::Tensor& labels_BL,

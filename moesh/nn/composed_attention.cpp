@@ -1,4 +1,4 @@
-#include "moesh/nn/composed_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>
@@ -6,7 +6,6 @@
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/nn/flash_attention.h"
 
 namespace moesh::nn {
 namespace {

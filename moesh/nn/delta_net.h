@@ -27,7 +27,7 @@ class DeltaNet final : public Attention {
   DeltaNet(const DeltaNetConfig& config, const std::string& name, const ModuleOptions& o);
 
   /// It has no logits.
-  Sum operator()(const Full& x_BLD, const Tokens& tokens, Past* past = nullptr,
+  Sum operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache = nullptr,
                  MaxLogits* logits = nullptr) const override;
   void each_param(const std::function<void(Stored&)>& f) override;
   double flops(std::int64_t sequence) const override;

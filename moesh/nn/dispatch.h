@@ -22,14 +22,14 @@ namespace moesh::nn {
 // the same for every rank.
 
 /// The ways in which rows travel from rank to rank.
-enum class Exchange { threads_on_cpu, threads_on_gpu, mpi, nccl };
+enum class Transport { threads_on_cpu, threads_on_gpu, mpi, nccl };
 
 /// That of ranks on this device in a program that was started as this one was.
-Exchange exchange_of(at::Device device);
+Transport transport_of(at::Device device);
 /// That of a run which is planned here and started elsewhere: GPUs without an index are those of
 /// one rank each, under a launcher.
-Exchange planned_exchange(at::Device device);
-const char* to_string(Exchange e);
+Transport planned_exchange(at::Device device);
+const char* to_string(Transport e);
 
 /// On how many of the nodes that share the experts those of a token are, on average, if every
 /// choice that the router may make is as likely as any other.
@@ -44,7 +44,7 @@ struct DispatchRates {
   double between;    // times that a row takes between nodes, of that inside one
   bool is_measured;  // if not: every row that is sent counts the same
 };
-DispatchRates dispatch_rates(Exchange e);
+DispatchRates dispatch_rates(Transport e);
 
 /// Without what all have in common (experts, router). two_hops: infinite where ep is on one node,
 /// or nodes do not share it evenly.
@@ -56,7 +56,7 @@ DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
 
 /// Why `auto` takes what it takes, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
 /// all_to_all (threads on a GPU, measured)".
-std::string describe_choice(Exchange e, const MeshShape& shape, const RouterShape& router);
+std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router);
 
 /// The values that a configuration may have.
 enum class Dispatcher {
@@ -75,7 +75,7 @@ const char* to_string(Dispatcher d);
 /// The dispatcher that `automatic` stands for on this mesh; throws Error (config) when `local` is
 /// asked for and ep x etp > 1, or `two_hops` where nodes do not share ep evenly.
 Dispatcher resolve(Dispatcher asked, const MeshShape& shape, const RouterShape& router,
-                   Exchange exchange);
+                   Transport exchange);
 
 /// The dispatch of a MoE layer.
 struct DispatchInput {
@@ -101,6 +101,6 @@ std::unique_ptr<const Dispatch> make_dispatch(Dispatcher way, const MeshShape& s
                                               const RouterShape& router);
 
 /// How the flat tokens [N, D] inside the layer are cut over tp.
-Along rows_over_tp(const Tokens& tokens);
+SplitDim rows_over_tp(const Tokens& tokens);
 
 }  // namespace moesh::nn

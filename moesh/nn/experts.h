@@ -67,14 +67,14 @@ class Experts {
   std::optional<Weight> b1_, b3_;
   std::optional<Whole> b2_;
   template <class A, class B>
-  struct LowRank {
+  struct LoraMatrices {
     double scale;
     A a;
     B b;
   };
   // w1 and w3 are columns, w2 is a row: as the weights of linear.h.
-  std::optional<LowRank<Whole, Weight>> gate_up_lora_;  // A [E, r, D], B [E, 2, F, r]
-  std::optional<LowRank<Weight, Whole>> down_lora_;     // A [E, r, F], B [E, D, r]
+  std::optional<LoraMatrices<Whole, Weight>> gate_up_lora_;  // A [E, r, D], B [E, 2, F, r]
+  std::optional<LoraMatrices<Weight, Whole>> down_lora_;     // A [E, r, F], B [E, D, r]
 };
 
 }  // namespace moesh::nn

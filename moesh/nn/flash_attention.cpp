@@ -6,7 +6,7 @@
 // not depend on the boundaries.
 // B batch, L queries, S keys, h query heads, g key heads, d width
 
-#include "moesh/nn/flash_attention.h"
+#include "moesh/nn/attention_functions.h"
 
 #include <ATen/ATen.h>
 #include <ATen/SDPBackend.h>

@@ -23,7 +23,7 @@ using Uncut = Param<Dense{Place::I, Place::I, Place::I}>;  // the same on every 
 struct ModuleOptions {
   at::ScalarType dtype = at::kFloat;  // of the run; master weights of bfloat16 runs are float32
   at::Device device = at::kCPU;
-  Init init{.kind = Init::Kind::normal, .scale = 0.02};
+  Init init{.kind = Init::Distribution::normal, .scale = 0.02};
   std::optional<Init> bias_init = {};  // of biases; as the others if not given
   std::shared_ptr<RopeTables> rope_tables = std::make_shared<RopeTables>();
   LoraOf lora = no_lora;

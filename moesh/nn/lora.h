@@ -25,7 +25,7 @@ inline std::optional<LoraConfig> no_lora(const std::string& /*name*/) { return s
 inline constexpr const char *kLoraA = ".lora_A.weight", *kLoraB = ".lora_B.weight";
 /// Values of A and B before training: as PEFT draws them.
 inline Init init_of_a(std::int64_t in, const Init& of_module) {
-  return {.kind = Init::Kind::uniform,
+  return {.kind = Init::Distribution::uniform,
           .scale = 1 / std::sqrt(static_cast<double>(in)),
           .seed = of_module.seed};
 }

@@ -59,7 +59,8 @@ class RmsNorm {
                  .shape = {dim},
                  .dtype = wide_dtype(dtype),
                  .device = device},
-                {.kind = kind == NormWeight::plain ? Init::Kind::ones : Init::Kind::zeros}),
+                {.kind = kind == NormWeight::plain ? Init::Distribution::ones
+                                                   : Init::Distribution::zeros}),
         eps_(eps),
         kind_(kind) {}
 
@@ -118,7 +119,7 @@ class SplitRmsNorm {
                  .cuts = {{tp, 0}},
                  .dtype = wide_dtype(dtype),
                  .device = device},
-                {.kind = Init::Kind::ones}),
+                {.kind = Init::Distribution::ones}),
         dim_(dim),
         eps_(eps) {}
 

@@ -69,14 +69,14 @@ class RopeTables {
                at::ScalarType dtype, at::Device device);
 
  private:
-  struct Entry {
+  struct CachedTable {
     RopeConfig config;
     std::int64_t start, length;
     at::ScalarType dtype;
     at::Device device;
     RopeTable table;
   };
-  std::vector<Entry> entries_;  // the last one asked for is the last
+  std::vector<CachedTable> entries_;  // the last one asked for is the last
 };
 
 /// Rotates the last features of x [B, L, heads, ..], or the first ones, two for each column of the

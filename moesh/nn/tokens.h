@@ -37,8 +37,8 @@ class Tokens {
  public:
   /// `valid_BL` (bool, of this dp rank's sequences): the tokens that count in losses and balance,
   /// those with a label; undefined: all. `num_before`: tokens of each sequence that the model has
-  /// seen already, and whose keys and values it has kept (nn/past.h). `samples_B`: the numbers of
-  /// this dp rank's sequences in the run, int64; undefined: nothing depends on them.
+  /// seen already, and whose keys and values it has kept (nn/kv_cache.h). `samples_B`: the numbers
+  /// of this dp rank's sequences in the run, int64; undefined: nothing depends on them.
   Tokens(const Mesh& mesh, std::int64_t batch, std::int64_t sequence, bool sequence_parallel,
          const at::Tensor& valid_BL = {}, const Documents& documents = {},
          std::int64_t num_before = 0, const at::Tensor& samples_B = {});
@@ -58,8 +58,8 @@ class Tokens {
 
   /// How [batch, sequence, ..] is cut along dimension 1: the spans of the cp ranks, and the pieces
   /// of this cp rank's tp ranks.
-  Along over_cp() const;
-  Along over_tp() const;
+  SplitDim over_cp() const;
+  SplitDim over_tp() const;
   /// The first position of this cp rank's span, and its length.
   std::int64_t span_start() const { return span().start(); }
   std::int64_t span_length() const { return span().length(); }

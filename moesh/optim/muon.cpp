@@ -213,7 +213,7 @@ std::vector<StateSpec> Muon::state(const Stored& /*w*/) const {
   return {{.name = "momentum_buffer"}};
 }
 
-void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const {
+void Muon::update(const std::vector<ParamInStep>& params, const RuleStep& step) const {
   comm::Group& group = *current_mesh().group(kTokenAxes);  // all ranks of the stage
   std::vector<double> load(static_cast<std::size_t>(group.size()), 0);
   const double keep = config_.momentum;
@@ -221,7 +221,7 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
     std::vector<Task> tasks;
     const std::int64_t most = config_.numbers_in_round * group.size();
     for (std::int64_t numbers = 0; end < params.size() && numbers < most; ++end) {
-      const Moving& p = params[end];
+      const ParamInStep& p = params[end];
       const Stored& w = *p.stored;
       MOESH_CHECK(is_for_muon(w), ErrorKind::internal, "Muon is given '", w.spec.name,
                   "', which is not a matrix");
@@ -236,7 +236,7 @@ void Muon::update(const std::vector<Moving>& params, const RuleStep& step) const
     }
     orthogonalize(tasks, group, load);
     for (std::size_t i = begin; i < end; ++i) {
-      const Moving& p = params[i];
+      const ParamInStep& p = params[i];
       const Task& task = tasks[i - begin];
       const double size =
           0.2 * std::sqrt(static_cast<double>(std::max(task.matrices.n, task.matrices.m)));

@@ -31,9 +31,9 @@ class Muon final : public Rule {
  public:
   explicit Muon(const MuonConfig& config = {});
 
-  Sees sees() const override { return Sees::parameter; }
+  RuleScope scope() const override { return RuleScope::parameter; }
   std::vector<StateSpec> state(const Stored& w) const override;
-  void update(const std::vector<Moving>& params, const RuleStep& step) const override;
+  void update(const std::vector<ParamInStep>& params, const RuleStep& step) const override;
 
  private:
   MuonConfig config_;

@@ -16,7 +16,7 @@
 namespace moesh::optim {
 
 /// The extent of what a rule reads to move one element.
-enum class Sees : std::uint8_t {
+enum class RuleScope : std::uint8_t {
   element,    // that element, its gradient and its state: each rank moves its shards by itself, and
               // no bit depends on the mesh
   parameter,  // all of the parameter: ranks meet in gather_full (spmd/full_param.h)
@@ -32,7 +32,7 @@ struct StateSpec {
 };
 
 /// A parameter in a step, as this rank has it.
-struct Moving {
+struct ParamInStep {
   const Stored* stored;           // name, shape, axes: which cut it, store it, replicate it
   at::Tensor value;               // [stored->shard.length]
   at::Tensor gradient;            // likewise, before it is clipped, and maybe in the type of the
@@ -50,7 +50,7 @@ struct RuleStep {
 
   at::Tensor lr() const { return numbers.select(0, 0); }
   at::Tensor number() const { return numbers.select(0, 1); }
-  at::Tensor clipped(const Moving& p) const {
+  at::Tensor clipped(const ParamInStep& p) const {
     return kernels::cast(p.gradient, p.stored->spec.dtype) * numbers.select(0, 2);
   }
   /// Writes a new value or state: in a step that is skipped all of them stay.
@@ -64,14 +64,14 @@ class Rule {
  public:
   virtual ~Rule() = default;
 
-  virtual Sees sees() const = 0;
+  virtual RuleScope scope() const = 0;
   /// The state that it keeps for this parameter.
   virtual std::vector<StateSpec> state(const Stored& w) const = 0;
   /// Moves the values and the states in place, without autograd; none of them in a step that is
   /// skipped. It does not read numbers of the device, for which the host would wait. A rule that
   /// sees elements gets the shards that are not empty; one that sees parameters gets all of them,
   /// in the same order on every rank, so that all enter the same collectives.
-  virtual void update(const std::vector<Moving>& params, const RuleStep& step) const = 0;
+  virtual void update(const std::vector<ParamInStep>& params, const RuleStep& step) const = 0;
 };
 
 // The update rules that a configuration can ask for, by name.

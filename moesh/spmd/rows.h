@@ -23,14 +23,14 @@ std::vector<at::Tensor> unpack_rows(const at::Tensor& packed, const std::vector<
 /// The `like` of unpack_rows, without the rows.
 std::vector<at::Tensor> no_rows_of(const std::vector<at::Tensor>& parts);
 
-MaybePair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
+MaybeAdjointPair gather_together(Axes axes, const std::vector<std::int64_t>& rows);
 
 /// The rows of all tensors in one message.
 template <class... Out, class... In>
 Moving<Out...> start_rows(Axes axes, const std::vector<std::int64_t>& send,
                           const std::vector<std::int64_t>& recv, const In&... rows) {
   const Tensors xs{rows.local()...};
-  return Moving<Out...>(Started(xs, move_rows(xs[0], axes, send, recv)));
+  return Moving<Out...>(StartedStep(xs, move_rows(xs[0], axes, send, recv)));
 }
 template <class... Out, class... In>
 auto exchange_rows(Axes axes, const std::vector<std::int64_t>& send,
@@ -44,7 +44,7 @@ auto exchange_rows(Axes axes, const std::vector<std::int64_t>& send,
 template <Axes A, auto... Ls>
 auto start_all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {
   return Moving<Tensor<transition(Ls, A, Place::R, Step::all_gather)>...>(
-      raw::Started({xs.local()...}, raw::gather_together(A, rows)));
+      raw::StartedStep({xs.local()...}, raw::gather_together(A, rows)));
 }
 template <Axes A, auto... Ls>
 auto all_gather_together(const std::vector<std::int64_t>& rows, const Tensor<Ls>&... xs) {

@@ -66,7 +66,7 @@ class PreTokenizer {
   struct PrefixSpace {};
   struct Metaspace {
     std::string replacement;
-    enum class Prepend { always, first, never } prepend;
+    enum class PrependScheme { always, first, never } prepend;
     bool split;
   };
   struct MatchedText {

@@ -17,15 +17,16 @@ namespace moesh::train {
 std::string master_name(const std::string& param);
 
 /// The parts of the weights and expert biases that this rank has.
-std::vector<checkpoint::Part> weight_parts(models::Model& model);
+std::vector<checkpoint::TensorPart> weight_parts(models::Model& model);
 /// The ones that a checkpoint has: with LoRA only its matrices, else all.
-std::vector<checkpoint::Part> saved_weights(models::Model& model);
+std::vector<checkpoint::TensorPart> saved_weights(models::Model& model);
 
 /// A table of tensors each of which is one part under its own name.
-formats::DiskTable own_names(const std::vector<checkpoint::Part>& parts);
+formats::DiskTable own_names(const std::vector<checkpoint::TensorPart>& parts);
 
 struct CheckpointParts {
-  std::vector<checkpoint::Part> weights, optimizer, counts;  // `counts` are those of the routers
+  std::vector<checkpoint::TensorPart> weights, optimizer,
+      counts;  // `counts` are those of the routers
 
   CheckpointParts(models::Model& model, const optim::Optimizer& of_run,
                   const std::vector<at::Tensor>& counts_E);
@@ -36,8 +37,8 @@ struct CheckpointParts {
 
   /// All that is not saved as weights: also those of them which `keeps_master` says, under another
   /// name.
-  std::vector<checkpoint::Part> state(
-      const std::function<bool(const checkpoint::Part&)>& keeps_master) const;
+  std::vector<checkpoint::TensorPart> state(
+      const std::function<bool(const checkpoint::TensorPart&)>& keeps_master) const;
 };
 
 }  // namespace moesh::train

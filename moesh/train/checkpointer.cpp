@@ -18,7 +18,7 @@
 #include "moesh/checkpoint/inspect.h"
 #include "moesh/checkpoint/load.h"
 #include "moesh/comm/flight.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/merge.h"
 #include "moesh/formats/file.h"
 #include "moesh/formats/file_system.h"
@@ -34,7 +34,7 @@ namespace moesh::train {
 namespace {
 
 using checkpoint::Heartbeat;
-using checkpoint::Part;
+using checkpoint::TensorPart;
 using formats::Dtype;
 using Clock = std::chrono::steady_clock;
 
@@ -85,10 +85,11 @@ Checkpointer::~Checkpointer() {
   if (background_.joinable()) background_.join();
 }
 
-void Checkpointer::check_owned(const std::vector<Part>& mine, const std::vector<Part>& all) {
+void Checkpointer::check_owned(const std::vector<TensorPart>& mine,
+                               const std::vector<TensorPart>& all) {
   std::int64_t num_mine = 0, num_all = 0;
-  for (const Part& p : mine) num_mine += p.owned ? p.value.numel() : 0;
-  for (const Part& p : all) num_all += p.value.numel();
+  for (const TensorPart& p : mine) num_mine += p.owned ? p.value.numel() : 0;
+  for (const TensorPart& p : all) num_all += p.value.numel();
   const at::Tensor sum = world_.all_reduce(at::full({1}, num_mine, at::kLong).to(device(config_)));
   const auto num_owned = sum.item<std::int64_t>();
   MOESH_CHECK(num_owned == num_all, "the ranks would save ", num_owned, " numbers, and there are ",
@@ -122,7 +123,7 @@ checkpoint::TensorSet Checkpointer::state(const CheckpointParts& mine,
   std::map<std::string, Dtype> on_disk;
   for (const auto& t : weights.tensors)
     for (const auto& source : t.sources) on_disk[source.param] = *t.dtype;
-  const auto keeps_master = [&](const Part& part) {
+  const auto keeps_master = [&](const TensorPart& part) {
     const auto found = on_disk.find(part.name);
     return found == on_disk.end() ||
            formats::size_of(found->second) < static_cast<std::uint64_t>(part.value.element_size());
@@ -402,7 +403,7 @@ Position Checkpointer::load_checkpoint(const std::filesystem::path& folder,
   std::vector<at::Tensor> counts;
   for (auto* router : model_.routers())
     counts.push_back(at::empty_like(local(router->pending_counts())));
-  const auto is_kept = [&](const Part& part) {
+  const auto is_kept = [&](const TensorPart& part) {
     return source.tensors().contains(master_name(part.name));
   };
   const auto table = own_names(whole_->state(is_kept));

@@ -60,8 +60,8 @@ class Checkpointer {
   checkpoint::TensorSet weights(const CheckpointParts& mine);
   checkpoint::TensorSet state(const CheckpointParts& mine, const checkpoint::TensorSet& weights);
   /// Every number is saved, and by one rank.
-  void check_owned(const std::vector<checkpoint::Part>& mine,
-                   const std::vector<checkpoint::Part>& all);
+  void check_owned(const std::vector<checkpoint::TensorPart>& mine,
+                   const std::vector<checkpoint::TensorPart>& all);
   checkpoint::Snapshot snapshot(const Position& position);
   /// From the first look at the folder on, no other run works in it.
   void hold_folder();

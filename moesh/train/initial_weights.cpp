@@ -20,7 +20,7 @@
 namespace moesh::train {
 
 using checkpoint::Heartbeat;
-using checkpoint::Part;
+using checkpoint::TensorPart;
 using formats::Dtype;
 namespace {
 

@@ -241,7 +241,7 @@ class Reporter {
       std::fputs(run_header(config, facts, run.dataset.describe()).c_str(), stdout);
     std::fflush(stdout);
     if (dispatcher(config) == nn::Dispatcher::automatic && mesh.size(ep) * mesh.size(etp) > 1)
-      log_info("dispatcher auto: ", nn::describe_choice(nn::exchange_of(device(config)),
+      log_info("dispatcher auto: ", nn::describe_choice(nn::transport_of(device(config)),
                                                         mesh.shape(), router_shape(config)));
   }
 
@@ -378,16 +378,16 @@ RunSummary train_on(const Config& config, const CallerInfo& caller, const data::
   Run run{.config = config, .caller = caller, .dataset = dataset, .own_data = own_data};
   run.summary.entropy = dataset.entropy();
   const SignalScope signals;
-  LastWords last_words(config);
+  LostRankReport lost_rank_report(config);
   comm::LaunchOptions options = launch_options(config);
   options.after_fault = [&](int rank, const std::exception_ptr& fault) {
-    last_words.threw(rank, fault);
+    lost_rank_report.threw(rank, fault);
   };
   if (config::profile_steps(config) && config.training.device == "cuda") prepare_kernels();
   comm::launch(
       mesh_shape(config).num_ranks(),
       [&](comm::Group& world) {
-        last_words.add(world.rank());
+        lost_rank_report.add(world.rank());
         run_rank(world, run);
       },
       options);

@@ -37,11 +37,11 @@ class RoutingRecorder : public nn::RoutingProbe {
   bool records = false;
 
  private:
-  struct Part {  // a layer of a micro-batch
+  struct RoutedPart {  // a layer of a micro-batch
     std::int64_t layer;
     at::Tensor places_N, experts_NK;
   };
-  std::vector<Part> parts_;
+  std::vector<RoutedPart> parts_;
 };
 
 /// Records or replays the routing of a run (moe.record, moe.replay); all ranks make the same calls.

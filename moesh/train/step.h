@@ -25,7 +25,7 @@ struct StepOptions {
 };
 
 /// Results of a step on the device, not read yet.
-struct Unread {
+struct UnreadStep {
   at::Tensor sums;    // float64: valid tokens, cross-entropy, total loss, checks that failed, the
                       // auxiliary losses if there are any, then the counts of each MoE layer; of
                       // all ranks
@@ -45,7 +45,7 @@ struct Gradients {
   /// The parts of the auxiliary losses, each with its weight in it; 0 where that is 0.
   std::array<double, models::kNumAuxiliary> auxiliary{};
   std::vector<at::Tensor> counts_E;  // of each MoE layer, int64, on the host
-  Unread on_device;
+  UnreadStep on_device;
 };
 
 /// The range of the expert bias of a layer.
@@ -72,15 +72,15 @@ struct StepResult {
 /// Forward and backward of every micro-batch. The valid tokens of the step are counted over all
 /// ranks before the first backward, so that every one of them has the same weight.
 /// `num_step_tokens` of the batches is filled in here.
-Unread start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
-                       const StepOptions& options);
+UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch> batches,
+                           const StepOptions& options);
 /// Between Optimizer's begin_step and end_step: clips, updates the parameters and moves the expert
 /// bias; or, where it must, skips all of it.
-void start_update(models::Model& model, optim::Optimizer& optimizer, Unread& step,
+void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep& step,
                   const StepOptions& options);
 /// Waits, and reads all of it at once. A check of a token or a label that has failed throws here,
 /// on the rank which found it.
-StepResult read(const Unread& step);
+StepResult read(const UnreadStep& step);
 
 /// float64 zeros: what a rank adds to a sum over tokens of which it has no term.
 nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options);
@@ -91,7 +91,7 @@ StepResult take_step(models::Model& model, optim::Optimizer& optimizer,
                      const StepOptions& options);
 
 /// The part of take_step after start_gradients.
-StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, Unread step,
+StepResult finish_step(models::Model& model, optim::Optimizer& optimizer, UnreadStep step,
                        const StepOptions& options);
 
 /// The same in two parts, to look at the gradients in between; each waits.

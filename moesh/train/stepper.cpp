@@ -137,7 +137,7 @@ StepResult Stepper::replay(Recorded& r, Batches& batches, double lr) {
 StepResult Stepper::take_eagerly(const Batches& batches, double lr) {
   optimizer_.begin_step(lr);
   bool is_again = false;
-  Unread step = beside([&] {
+  UnreadStep step = beside([&] {
     if (std::exchange(is_again, true)) {
       optimizer_.zero_grad();
       for (auto* router : model_.routers()) router->clear_counts();

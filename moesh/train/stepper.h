@@ -19,9 +19,9 @@ namespace moesh::train {
 /// Values by key, at most a fixed number; the one that was not used for the longest time is
 /// dropped.
 template <class Key, class Value>
-class Recent {
+class LruCache {
  public:
-  explicit Recent(std::size_t most) : most_(most) {}
+  explicit LruCache(std::size_t most) : most_(most) {}
 
   /// That of the key; a new one if there is none. What goes is gone before the new one is made.
   Value& operator[](const Key& key) {
@@ -89,7 +89,7 @@ class Stepper {
   using Shape = std::vector<std::int64_t>;
   struct Recorded {
     Batches inputs;
-    Unread step;
+    UnreadStep step;
     std::unique_ptr<kernels::Graph> graph;
   };
   std::string refusal() const;
@@ -104,8 +104,8 @@ class Stepper {
   StepOptions options_;
   UseGraph graph_;
   kernels::Graphs graphs_;
-  Recent<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
-  Recent<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
+  LruCache<Shape, int> num_eager_{kMostGraphs};      // by the sizes of the batches
+  LruCache<Shape, Recorded> recorded_{kMostGraphs};  // by these and the bounds on documents
   bool had_no_memory_ = false;
   std::int64_t num_replayed_ = 0, num_recorded_ = 0;
 };

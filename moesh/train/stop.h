@@ -43,13 +43,13 @@ int stop_signal();
 /// Watches the ranks of this process. A launcher that has lost a process sends the others a signal
 /// to stop, and kills them a second or two later, long before a deadline: while it lives, a rank
 /// which is told to stop and is still in one wait after a moment says so.
-class LastWords {
+class LostRankReport {
  public:
   /// Within a SignalScope.
-  explicit LastWords(const Config& config);
-  ~LastWords();
-  LastWords(const LastWords&) = delete;
-  LastWords& operator=(const LastWords&) = delete;
+  explicit LostRankReport(const Config& config);
+  ~LostRankReport();
+  LostRankReport(const LostRankReport&) = delete;
+  LostRankReport& operator=(const LostRankReport&) = delete;
 
   /// Called on the thread of a rank, before anything else.
   void add(int rank);

@@ -23,9 +23,9 @@ struct CompareOptions {
 
 /// One name of A, or one that only B has.
 struct ComparedTensor {
-  enum class State { same, differs, shape_differs, only_in_a, only_in_b };
+  enum class Verdict { same, differs, shape_differs, only_in_a, only_in_b };
   std::string name, other_name;  // in A and in B
-  State state = State::same;
+  Verdict state = Verdict::same;
   std::vector<std::int64_t> shape, other_shape;
   double error = 0, allowed = 0;    // |a - b|, and what the tolerance allows
   double norm = 0, other_norm = 0;  // |a| and |b|

@@ -11,7 +11,7 @@
 namespace moesh::verify {
 
 /// `count` different meshes, the same for a seed on every machine.
-struct Sample {
+struct MeshSample {
   int count;
   std::uint64_t seed = 0;
 };
@@ -39,7 +39,7 @@ constexpr int kEveryTied = 3;
 
 struct Sweep {
   int least_ranks = 1, most_ranks = 1;
-  std::optional<Sample> sample = {};
+  std::optional<MeshSample> sample = {};
   SweepShard shard = {};
   bool with_cp = true;  // false: only meshes whose cp is 1
 

@@ -10,7 +10,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/interrupt.h"
 #include "moesh/base/random.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 #include "moesh/config/options.h"
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/qk_clip.h"
@@ -34,8 +34,8 @@ class WithIgnored : public data::Dataset {
         random_(static_cast<std::uint64_t>(c.config.data.seed), "verify labels"),
         fraction_(c.ignored) {}
 
-  data::Sample get(std::int64_t index) const override {
-    data::Sample sample = all_->get(index);
+  data::MeshSample get(std::int64_t index) const override {
+    data::MeshSample sample = all_->get(index);
     std::int64_t document = 0, before = sample.documents.front();
     for (size_t i = 0; i < sample.documents.size(); ++i) {
       const auto token = static_cast<std::uint64_t>(index) * sample.documents.size() + i;
@@ -460,7 +460,7 @@ Config fitted(const Config& config, const MeshShape& shape, const std::string& s
     settings.push_back({"training.global_batch_size",
                         fit(global, config.data.batch_size * shape.dp_replicate * shape.dp_shard),
                         origin});
-  return with_micro_batches(changed(config, settings, config::GivenModel{model, "--sweep"}),
+  return with_micro_batches(changed(config, settings, config::RequestedModel{model, "--sweep"}),
                             origin.text);
 }
 

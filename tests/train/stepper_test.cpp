@@ -205,7 +205,7 @@ TEST(GraphsOfDocuments, AreFew) {
   constexpr std::int64_t kSequences = 8, kLength = 2048, kMicro = 8;
   std::uint64_t drawn = 0;
   std::set<std::int64_t> bounds;
-  Recent<std::int64_t, bool> recorded(Stepper::kMostGraphs);
+  LruCache<std::int64_t, bool> recorded(Stepper::kMostGraphs);
   int num_replayed = 0;
   for (int step = 0; step < 2000; ++step) {
     std::int64_t most = 0;

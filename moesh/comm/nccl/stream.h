@@ -22,9 +22,9 @@ class Mark {
 };
 
 /// Marks the work on the caller's current stream at some moment.
-class Origin {
+class StreamOrigin {
  public:
-  virtual ~Origin() = default;
+  virtual ~StreamOrigin() = default;
 };
 
 /// A queue of work. Calls come from one thread, but for `here`.
@@ -34,13 +34,13 @@ class CommStream {
   /// The stream as NCCL takes it.
   virtual void* handle() = 0;
   /// This moment of the caller's current stream.
-  virtual std::shared_ptr<Origin> here() = 0;
+  virtual std::shared_ptr<StreamOrigin> here() = 0;
   /// Later work starts after that moment.
-  virtual void follow(const Origin& origin) = 0;
+  virtual void follow(const StreamOrigin& origin) = 0;
   /// Runs f with this queue as the current stream.
   virtual void run(const std::function<void()>& f) = 0;
   /// The end of the work queued so far, whose memory belongs to the stream of `origin`.
-  virtual std::shared_ptr<Mark> mark(const Origin& origin) = 0;
+  virtual std::shared_ptr<Mark> mark(const StreamOrigin& origin) = 0;
 };
 
 /// A high-priority stream of an accelerator.
@@ -48,10 +48,10 @@ class DeviceStream : public CommStream {
  public:
   explicit DeviceStream(at::Device device);
   void* handle() override { return stream_.native_handle(); }
-  std::shared_ptr<Origin> here() override;
-  void follow(const Origin& origin) override;
+  std::shared_ptr<StreamOrigin> here() override;
+  void follow(const StreamOrigin& origin) override;
   void run(const std::function<void()>& f) override;
-  std::shared_ptr<Mark> mark(const Origin& origin) override;
+  std::shared_ptr<Mark> mark(const StreamOrigin& origin) override;
   const c10::Stream& stream() const { return stream_; }
 
  private:

@@ -155,7 +155,7 @@ std::shared_ptr<NcclTicket> NcclWorld::new_ticket(NcclComm comm, const Call& cal
   return ticket;
 }
 
-void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const Origin& origin,
+void NcclWorld::issue(CommStream& stream, NcclTicket& ticket, const StreamOrigin& origin,
                       const Issue& issue, const std::function<void()>& after) {
   std::shared_ptr<Mark> mark;
   {

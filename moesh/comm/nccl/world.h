@@ -83,7 +83,7 @@ class NcclWorld {
                                          std::shared_ptr<const NcclGroupInfo> group,
                                          std::vector<at::Tensor> keep,
                                          std::shared_ptr<const NcclTicket> message = nullptr);
-  void issue(CommStream& stream, NcclTicket& ticket, const Origin& origin, const Issue& issue,
+  void issue(CommStream& stream, NcclTicket& ticket, const StreamOrigin& origin, const Issue& issue,
              const std::function<void()>& after = {});
 
   /// The current stream waits for it; the host does not, unless the world was made with block_host.

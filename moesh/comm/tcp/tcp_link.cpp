@@ -50,7 +50,7 @@ bool send_all(int socket, std::string_view bytes, TcpLink::Clock::time_point dea
 
 }  // namespace
 
-TcpLink::TcpLink(Meeting meeting, std::chrono::milliseconds timeout)
+TcpLink::TcpLink(Rendezvous meeting, std::chrono::milliseconds timeout)
     : meeting_(std::move(meeting)) {
   if (meeting_.rank == 0) {
     hub_ = std::make_unique<Hub>(meeting_);
@@ -142,11 +142,11 @@ std::optional<std::vector<char>> TcpLink::take(int from, const std::string& key,
   return frame;
 }
 
-std::shared_ptr<Roll> TcpLink::roll(std::int64_t number) {
+std::shared_ptr<RankStatus> TcpLink::roll(std::int64_t number) {
   const std::lock_guard lock(mutex_);
   auto& roll = rolls_[number];
   if (!roll) {
-    roll = std::make_shared<Roll>(meeting_.size);
+    roll = std::make_shared<RankStatus>(meeting_.size);
     for (const auto& [rank, why] : lost_) roll->failed(rank, why);
   }
   return roll;

@@ -29,7 +29,7 @@ Digest hmac_sha256(std::string_view key, std::string_view bytes);
 /// In a time that does not tell where they differ.
 bool are_same(const Digest& a, const Digest& b);
 
-struct Meeting {
+struct Rendezvous {
   std::string address;  // of the machine of rank 0: a name or a number
   int port = 0;         // 0: the hub takes any that is free
   int rank = 0, size = 1;

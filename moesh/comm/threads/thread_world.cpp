@@ -15,7 +15,7 @@
 #include "moesh/base/error.h"
 #include "moesh/base/sections.h"
 #include "moesh/comm/host_group.h"
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm {
 

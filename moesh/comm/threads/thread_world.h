@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "moesh/comm/roll.h"
+#include "moesh/comm/rank_status.h"
 
 namespace moesh::comm {
 
@@ -29,7 +29,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   void leave(int rank, std::exception_ptr fault);
 
   std::chrono::milliseconds timeout() const { return timeout_; }
-  const Roll& roll() const { return roll_; }
+  const RankStatus& roll() const { return roll_; }
 
   /// The state that the ranks of one group share; `key` tells it from the others of this world.
   std::shared_ptr<ThreadGroupState> state(const std::string& key, const std::string& name,
@@ -40,7 +40,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
 
   const int num_ranks_;
   const std::chrono::milliseconds timeout_;
-  Roll roll_;
+  RankStatus roll_;
   std::mutex mutex_;
   std::map<std::string, std::shared_ptr<ThreadGroupState>> states_;
 };

@@ -107,12 +107,12 @@ at::Tensor with_score_and_bias(const at::Tensor& g_RF, const ExpertsConfig& conf
   return out;
 }
 
-struct Hidden {
+struct HiddenTensors {
   at::Tensor h, dh_dg, dh_du;  // the derivatives only if wanted
 };
 
-Hidden hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivatives) {
-  Hidden out;
+HiddenTensors hidden(Activation activation, at::Tensor g, at::Tensor u, bool derivatives) {
+  HiddenTensors out;
   if (activation == Activation::swiglu) {
     const at::Tensor s = at::sigmoid(g), silu = g * s;
     out.h = silu * u;
@@ -203,7 +203,7 @@ ExpertsGradients experts_backward(const ExpertsConfig& config, const ExpertsWeig
     d_low2_Rr = groups.rows_times(dy_RD, lora.b2_eDr).mul_(lora.scale2);
     dh.add_(groups.rows_times(d_low2_Rr, lora.a2_erF));
   }
-  Hidden v =
+  HiddenTensors v =
       hidden(config.activation,
              with_score_and_bias(saved.gate_RF, config, in.scores_R, weights.b1_eF, groups),
              with_score_and_bias(saved.up_RF, config, in.scores_R, weights.b3_eF, groups), true);

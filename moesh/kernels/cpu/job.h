@@ -43,7 +43,7 @@ T* data(const at::Tensor& t) {
 
 /// One call: sizes and pointers.
 template <class T>
-struct Job {
+struct ExpertsJob {
   using A = Accumulate<T>;
   int64_t num_experts, F, D, R, num_tokens;
   int64_t Fp;  // stride of [R, F] tensors that are left operands
@@ -58,7 +58,7 @@ struct Job {
   std::vector<RowBlock> blocks;
   std::vector<ExpertGroup> groups;  // at least one, also if there are no experts
 
-  Job(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
+  ExpertsJob(const ExpertsConfig& config, const ExpertsWeights& w, const ExpertsInput& in) {
     num_experts = w.w1_eFD.size(0), F = w.w1_eFD.size(1), D = w.w1_eFD.size(2), Fp = padded<T>(F);
     num_tokens = in.x.size(0), R = in.token_R.defined() ? in.token_R.size(0) : num_tokens;
     clamped = config.activation == Activation::clamped_swiglu;

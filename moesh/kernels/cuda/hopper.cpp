@@ -147,7 +147,7 @@ class ExpertsCall {
   OnDeviceOf run_;
   ExpertsInput input_;
   ExpertsWeights weights_;
-  Experts experts_;
+  GroupedExperts experts_;
   at::Tensor rows_RD_;
 };
 

@@ -26,12 +26,12 @@ struct KernelSpan {
 
 /// The events of the profiler that are used.
 struct ProfilerEvent {
-  enum class Kind : std::uint8_t {
+  enum class EventSource : std::uint8_t {
     op,      // of LibTorch, on the host
     launch,  // a call of the CUDA runtime or driver, on the host
     kernel,  // on the device
   };
-  Kind kind = Kind::op;
+  EventSource kind = EventSource::op;
   std::string name;
   std::int64_t device = 0;        // of a kernel
   std::int64_t place = 0;         // of a kernel its stream; else the number of its thread

@@ -13,9 +13,9 @@
 
 namespace moesh::comm {
 
-class Roll {
+class RankStatus {
  public:
-  explicit Roll(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
+  explicit RankStatus(int num_ranks) : left_(static_cast<size_t>(num_ranks)) {}
 
   /// The function of a rank of this process ended, with what it threw or null; the first exception
   /// is kept.

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "moesh/nn/residual.h"
-#include "moesh/spmd/reach.h"
+#include "moesh/spmd/gather_ranges.h"
 #include "moesh/spmd/tensor.h"
 
 namespace moesh::nn {
@@ -24,10 +24,10 @@ struct AttentionOptions {
 /// The KV cache of one layer, the same on every cp rank: keys as scores take them, rotated and
 /// normalised, and values; or, where all heads make theirs of one latent, that latent and the
 /// rotated key (DeepSeek: 576 numbers a token instead of 40,960).
-class Past {
+class KvCache {
  public:
   /// The positions that are kept.
-  Reach kept() const { return {begin_, end_}; }
+  PositionRange kept() const { return {begin_, end_}; }
 
   struct KeysAndValues {
     Heads keys_BSgd, values_BSgd;
@@ -38,11 +38,11 @@ class Past {
   const Full& add(const Full& latents);
 
   /// For a layer that carries a state instead (nn/delta_net.h): the state of this rank's heads.
-  struct State {
+  struct CarriedState {
     at::Tensor inputs;  // of its convolution, the last ones
     at::Tensor state;
   };
-  State& carried() { return carried_; }
+  CarriedState& carried() { return carried_; }
 
   /// Drops what no later token sees. What is left begins with a whole chunk.
   void forget(const AttentionOptions& options);
@@ -51,12 +51,12 @@ class Past {
   std::int64_t begin_ = 0, end_ = 0;
   KeysAndValues heads_;
   Full latents_;
-  State carried_;
+  CarriedState carried_;
 };
 
 /// The KV cache of every layer of a model.
-struct PastOfLayers {
-  std::vector<Past> layers;
+struct ModelKvCache {
+  std::vector<KvCache> layers;
   std::int64_t num_tokens = 0;  // of each sequence, up to now
 };
 
