@@ -11,7 +11,6 @@
 #include "moesh/base/terminal.h"
 #include "moesh/base/text.h"
 #include "moesh/base/version.h"
-#include "moesh/cli/memory_errors.h"
 #include "moesh/cli/train_command.h"
 #include "moesh/config/merge.h"
 #include "moesh/train/build.h"

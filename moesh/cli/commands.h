@@ -1,7 +1,6 @@
 #pragma once
 // The commands of the program `moesh`; each returns its exit code.
 
-#include <string>
 #include <vector>
 
 #include "moesh/cli/command_line.h"

@@ -3,7 +3,6 @@
 // was lost or hangs.
 
 #include <chrono>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>

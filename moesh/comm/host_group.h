@@ -3,7 +3,6 @@
 // ranks, and reductions sum in rank order, so that results have the same bits on both backends, in
 // every run.
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>

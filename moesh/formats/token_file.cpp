@@ -10,7 +10,6 @@
 #include <charconv>
 #include <cstring>
 #include <optional>
-#include <type_traits>
 #include <utility>
 
 #include "moesh/base/error.h"

@@ -61,8 +61,8 @@ struct Init {
   static constexpr double kLeast = 0.01;  // of the numbers of log_uniform
 };
 
-/// A value once more in the type of the work. It is that of the value at `version`: code that
-/// writes the value in place makes it old.
+/// A copy of a value in the type of the work. It belongs to the value at `version`; code that
+/// writes the value in place makes the copy old.
 struct ComputeCopy {
   at::Tensor value;
   std::int64_t version;
@@ -84,8 +84,8 @@ struct Stored {
   bool is_of_other_stage = false;
 };
 
-/// Whether this rank of the current mesh is the one, of those that have the same shard, which
-/// counts and saves it.
+/// Whether this rank of the current mesh counts and saves the shard; one of the ranks with the same
+/// shard does.
 bool is_first_holder(const Stored& w);
 
 namespace raw {
@@ -97,16 +97,15 @@ Stored make_stored(const ParamSpec& spec, Axes cutting, Axes storage, Axes repli
                    const Init& init);
 /// From now on the parameter is not trained.
 void freeze(Stored& w);
-/// From now on it is not trained, and rests quantized: its values, of this standard deviation, are
+/// From now on it is not trained and stays quantized: its values, of this standard deviation, are
 /// rounded.
 void quantize(Stored& w, const kernels::Quantization& how, double deviation);
 /// The numbers of the shard, which are its value unless it is quantized; without autograd.
 at::Tensor numbers(const Stored& w);
-/// The gradient of the shard, in the type of the master weights; undefined: it has none. (What
-/// `value.grad()` has may be of the type of the work: backward leaves it so where nothing is
-/// added.)
+/// The gradient of the shard, in the type of the master weights; undefined: it has none.
+/// (`value.grad()` may have the type of the work: backward leaves it so if nothing is added.)
 at::Tensor gradient(const Stored& w);
-/// Memory of what rests.
+/// Memory of the stored value.
 std::int64_t num_bytes_at_rest(const Stored& w);
 /// From now on the value is kept in the type of the work as well, if that is another one.
 void keep_copy(Stored& w);
@@ -221,8 +220,8 @@ class OneRankScope {
   MeshScope scope_{mesh_};
 };
 
-// A parameter that is cut and stored in shards, as one tensor: for what looks at all of a matrix at
-// once.
+// A parameter that is split and stored in shards, as one tensor: for code that needs a whole
+// matrix.
 
 /// Joins what the ranks have of something shaped like the parameter (its value, its gradient, an
 /// optimizer's state): over its storage and over `cuts`, some of the axes that cut it. With all of
@@ -236,7 +235,7 @@ at::Tensor gather_full(const Stored& w, const at::Tensor& shard);
 /// The part of it that another rank of the stage stores.
 Region shard_on(const Stored& w, int rank);
 
-/// The way back, without communication: this rank's shard of what gather_full gives, a view of it.
+/// The inverse, without communication: this rank's shard of the result of gather_full, as a view.
 at::Tensor shard_of(const Stored& w, const at::Tensor& full, Axes cuts);
 at::Tensor shard_of(const Stored& w, const at::Tensor& full);
 

@@ -6,14 +6,12 @@
 
 #include <algorithm>
 #include <deque>
-#include <numeric>
 #include <utility>
 
 #include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/kernels/update.h"
 #include "moesh/spmd/attach.h"
-#include "moesh/spmd/raw.h"
 
 namespace moesh {
 namespace raw {

@@ -10,7 +10,6 @@
 #include <map>
 #include <utility>
 
-#include "moesh/base/error.h"
 #include "moesh/fsdp/flat.h"
 #include "moesh/fsdp/step_state.h"
 #include "moesh/kernels/quantized.h"

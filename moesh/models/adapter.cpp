@@ -1,7 +1,6 @@
 #include "moesh/models/adapter.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <set>
 #include <sstream>

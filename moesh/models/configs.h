@@ -3,7 +3,6 @@
 // do is in the source of each.
 
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "moesh/models/config.h"

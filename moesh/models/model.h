@@ -4,7 +4,6 @@
 #include <ATen/ops/ones.h>
 
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <variant>

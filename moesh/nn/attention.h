@@ -28,15 +28,17 @@ Tensor<Dense{Place::T, Place::T, Place::F}> merge_heads(const Heads& x);
 /// Shapes do not depend on where documents begin: a chunk, which counts from there, is as a window.
 std::vector<PositionRange> seen_ranges(const Tokens& tokens, const AttentionOptions& options);
 
-/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of those that its queries see (`reaches`):
-/// only these travel. Keys and values may be made before or after, whichever is smaller on its way.
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of the tokens that its queries see
+/// (`seen_ranges`): only these are sent. Keys and values may be made before or after, whichever
+/// makes the message smaller.
 Heads seen_positions(const Heads& x, const Tokens& tokens, const AttentionOptions& options);
 Full seen_positions(const Full& x, const Tokens& tokens, const AttentionOptions& options);
 
 /// The numbers of their tokens (Tokens::numbers).
 at::Tensor seen_numbers(const Tokens& tokens, const AttentionOptions& options);
 
-/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks: what every one of them keeps.
+/// [B, L, ..] of this cp rank's tokens -> [B, S, ..] of all cp ranks, for a cache that every rank
+/// keeps.
 template <auto L>
 Tensor<L> all_positions(const Tensor<L>& x, const Tokens& tokens) {
   const std::vector<PositionRange> whole(tokens.over_cp().sizes.size(),
@@ -69,8 +71,8 @@ Heads attend(const Heads& q, const Full& k, const Full& v, const Tokens& tokens,
 /// keys that they see, since `clear`: of this rank's tokens.
 class MaxLogits {
  public:
-  /// Computes the scores once more, since no kernel gives them: in blocks of `most_scores` (128
-  /// MiB), or of one query. k is of seen_positions with the same options.
+  /// Computes the scores once more, since kernels do not return them: in blocks of `most_scores`
+  /// (128 MiB), or of one query. k is of seen_positions with the same options.
   void see(const Heads& q, const Heads& k, const Tokens& tokens, const AttentionOptions& options,
            std::int64_t most_scores = std::int64_t{1} << 25);
   /// float32 (float64 in float64 runs) [h]; -infinity where nothing was seen.
@@ -81,9 +83,9 @@ class MaxLogits {
   at::Tensor largest_h_;  // written in place: a CUDA graph of a step has its address
 };
 
-/// Rows of a weight, [begin, begin + count) of the `of_head` that each head has there, to which
-/// the logits of the head are proportional: they are f times as large when all such rows of the
-/// attention are f ^ power times what they were.
+/// Rows of a weight that scale the logits of a head: [begin, begin + count) of the `of_head` rows
+/// of each head. Multiplying all such rows of the attention by f ^ power multiplies the logits by
+/// f.
 struct LogitRows {
   Stored* weight;
   std::int64_t of_head, begin, count;
@@ -98,7 +100,7 @@ class Attention {
   /// given, sees those of these tokens.
   virtual Sum operator()(const Full& x_BLD, const Tokens& tokens, KvCache* kv_cache = nullptr,
                          MaxLogits* logits = nullptr) const = 0;
-  /// Empty where no scaling of weights scales the logits, as of queries that are normalised.
+  /// Empty if no scaling of weights scales the logits, for example with normalised queries.
   virtual std::vector<LogitRows> logit_rows() { return {}; }
   MaxLogits& max_logits() { return max_logits_; }
   /// Every parameter, in forward order.

@@ -1,7 +1,7 @@
 #pragma once
-// Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, to which
-// every token adds what it does not yet say (kernels/delta_rule.h). A short convolution and a gated
-// norm are around it. Heads are cut over tp, value heads as the key heads which they belong to.
+// Gated DeltaNet: instead of keys and values of all tokens, each head keeps a matrix, which every
+// token corrects (kernels/delta_rule.h). A short convolution comes before it, and a gated norm
+// after it. Heads are cut over tp, value heads together with their key heads.
 
 #include <string>
 

@@ -1,12 +1,11 @@
 #pragma once
-// Taking tokens to their experts and the results back. T on every axis in, T on every axis out;
-// which way is taken depends on the configuration only, never on counts: a choice by counts would
-// differ between ranks and hang. The ways themselves are in dispatchers.cpp.
+// Takes tokens to their experts, and the results back. T on every axis in, T on every axis out. The
+// choice of a dispatcher depends on the configuration only, never on counts: a choice by counts
+// would differ between ranks and hang. The dispatchers are in dispatchers.cpp.
 
 #include <c10/core/Device.h>
 
 #include <array>
-#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -17,22 +16,22 @@
 
 namespace moesh::nn {
 
-// How long the ways of dispatch take, from what bench_dispatchers measured on each backend: what
-// `auto` chooses by. It depends on the configuration and on how the program was started, which are
+// How long each dispatcher takes, as bench_dispatchers measured it on each backend: `auto` chooses
+// by these times. They depend on the configuration and on how the program was started, which are
 // the same for every rank.
 
 /// The ways in which rows travel from rank to rank.
 enum class Transport { threads_on_cpu, threads_on_gpu, mpi, nccl };
 
-/// That of ranks on this device in a program that was started as this one was.
+/// The transport between ranks on this device, in a program that was started like this one.
 Transport transport_of(at::Device device);
-/// That of a run which is planned here and started elsewhere: GPUs without an index are those of
-/// one rank each, under a launcher.
+/// The transport of a run that is planned here and started elsewhere: a GPU without an index
+/// belongs to one rank, under a launcher.
 Transport planned_exchange(at::Device device);
 const char* to_string(Transport e);
 
-/// On how many of the nodes that share the experts those of a token are, on average, if every
-/// choice that the router may make is as likely as any other.
+/// The mean number of nodes on which a token has experts, if all choices that the router may make
+/// are equally likely.
 double mean_nodes(const RouterShape& router, int num_nodes);
 
 /// Forward and backward, in milliseconds for the size that was measured: only ratios matter.
@@ -54,7 +53,7 @@ struct DispatchTimes {
 DispatchTimes dispatch_times(const DispatchRates& rates, const MeshShape& shape,
                              const RouterShape& router);
 
-/// Why `auto` takes what it takes, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
+/// The reason for the choice of `auto`, for a log: "all_gather on tp=2 ep=2: 4.1 against 6.7 for
 /// all_to_all (threads on a GPU, measured)".
 std::string describe_choice(Transport e, const MeshShape& shape, const RouterShape& router);
 

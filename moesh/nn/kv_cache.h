@@ -13,7 +13,7 @@ namespace moesh::nn {
 
 using Heads = Tensor<Dense{Place::T, Place::T, Place::F}>;  // [B, L, h, d]: own positions
 
-/// A query sees itself and what is before it, as far as the window and its chunk reach.
+/// A query sees itself and the positions before it, as far as the window and its chunk reach.
 struct AttentionOptions {
   double scale = 1;
   std::int64_t window = 0;  // tokens that a query sees, itself among them; 0: all
@@ -32,9 +32,9 @@ class KvCache {
   struct KeysAndValues {
     Heads keys_BSgd, values_BSgd;
   };
-  /// Adds those of new tokens, and gives all.
+  /// Adds keys and values of new tokens, and returns all.
   const KeysAndValues& add(const Heads& keys, const Heads& values);
-  /// The same of latents [B, L, d].
+  /// The same for latents [B, L, d].
   const Full& add(const Full& latents);
 
   /// For a layer that carries a state instead (nn/delta_net.h): the state of this rank's heads.
@@ -44,7 +44,7 @@ class KvCache {
   };
   CarriedState& carried() { return carried_; }
 
-  /// Drops what no later token sees. What is left begins with a whole chunk.
+  /// Drops positions that no later token sees. The rest begins with a whole chunk.
   void forget(const AttentionOptions& options);
 
  private:

@@ -72,8 +72,8 @@ class LowRank {
   }
 
  private:
-  // Ranks that have the same features of the same tokens drop the same of them. Backward finds
-  // anew what was dropped: nothing is kept for it.
+  // Ranks with the same features of the same tokens drop the same ones. Backward computes again
+  // what was dropped, so nothing is kept for it.
   template <auto X>
   Tensor<X> dropped(const Tensor<X>& x, const at::Tensor& numbers) const {
     if (!dropout_ || !numbers.defined()) return x;
@@ -107,7 +107,7 @@ class Weight {
   auto operator()(const Tensor<X>& x, const at::Tensor& numbers = {}) const {
     return plus_lora(linear(x, use(weight_)), x, numbers);
   }
-  /// The same, of which a recompute that keeps keeps the product with the weight.
+  /// The same; a recompute that keeps values keeps the product with the weight.
   template <auto X>
   auto kept(const Tensor<X>& x, const at::Tensor& numbers) const {
     return plus_lora(kept_linear(x, use(weight_)), x, numbers);
@@ -116,7 +116,7 @@ class Weight {
   auto operator()(const Tensor<X>& x, const Tensor<C>& bias, const at::Tensor& numbers) const {
     return plus_lora(linear(x, use(weight_), bias), x, numbers);
   }
-  /// y = w x, and what LoRA adds to it.
+  /// y = w x, plus the LoRA term.
   template <auto Y, auto X>
   Tensor<Y> plus_lora(const Tensor<Y>& y, const Tensor<X>& x, const at::Tensor& numbers) const {
     return lora_ ? y + (*lora_)(x, numbers) : y;

@@ -9,7 +9,7 @@
 
 namespace moesh::nn {
 
-// All tokens of this cp rank, to be worked on in slices, and what comes out of that work.
+// All tokens of this cp rank as the input of work that is split, and the result of that work.
 using Full = Tensor<Dense{Place::T, Place::T, Place::R}>;
 using Sum = Tensor<Dense{Place::T, Place::T, Place::P}>;
 

@@ -1,6 +1,6 @@
 #pragma once
-// The router: scores, the choice of experts, and what balance and losses need of it. Everything is
-// local to a token: T on all axes. N local tokens, D model, E experts, K top-k
+// The router: scores, the choice of experts, and counts and probabilities for balance and losses.
+// Everything is local to a token: T on all axes. N local tokens, D model, E experts, K top-k
 
 #include <cstdint>
 #include <optional>
@@ -103,7 +103,7 @@ class Router {
   std::optional<Gate>& gate_bias() { return gate_bias_; }
   /// Steers the choice only; float32 (float64), the same on every rank.
   at::Tensor& expert_bias() { return expert_bias_E_; }
-  /// int64: what was counted since the bias moved last, not yet summed over dp, cp and tp.
+  /// int64: the counts since the bias last moved, not yet summed over dp, cp and tp.
   const TokenSum& pending_counts() const { return pending_counts_E_; }
   /// The counts of all ranks together, as a checkpoint stores them.
   void set_pending_counts(const Tensor<Dense{Place::R, Place::R, Place::R}>& total_E);

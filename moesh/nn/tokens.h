@@ -22,8 +22,8 @@ struct Documents {
   // int64 [batch, sequence], of this dp rank's sequences: where the document of each token begins,
   // by position in the sequence. Undefined: every sequence is one document.
   at::Tensor starts_BL = {};
-  // The most that the batch may have, for kernels whose work is planned before the boundaries are
-  // read; batches with the same number can share a CUDA graph.
+  // The most documents that the batch may have, for kernels whose work is planned before the
+  // boundaries are read; batches with the same number can use one CUDA graph.
   std::int64_t most = 0;
 
   bool any() const { return starts_BL.defined(); }
@@ -64,7 +64,7 @@ class Tokens {
   std::int64_t span_start() const { return span().start(); }
   std::int64_t span_length() const { return span().length(); }
   /// The position of the first token of this cp rank's span, counted from the beginning of the
-  /// sequence: what rotations and masks go by.
+  /// sequence; rotations and masks use it.
   std::int64_t first_position() const { return num_before_ + span_start(); }
   std::int64_t num_before() const { return num_before_; }
   /// This rank's part of the residual stream of a tensor [batch, sequence, ..] that holds this dp

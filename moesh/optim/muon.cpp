@@ -4,11 +4,9 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 
 #include "moesh/base/error.h"
 #include "moesh/fsdp/param.h"

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "moesh/base/error.h"
 #include "moesh/formats/byte_source.h"

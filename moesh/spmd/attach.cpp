@@ -8,7 +8,6 @@
 
 #include <exception>
 #include <utility>
-#include <vector>
 
 #include "moesh/base/interrupt.h"
 

@@ -1,6 +1,6 @@
 #pragma once
-// Rows of a sequence which the ranks hold in pieces, and copies of those around them: what a rank's
-// tokens look at (keys and values).
+// Ranks hold a sequence in pieces. This gives each rank the rows that its tokens look at (keys and
+// values): its own piece, and copies of rows of other ranks.
 
 #include <vector>
 
@@ -27,12 +27,12 @@ constexpr bool has_own_tokens() {
 }
 }  // namespace raw
 
-/// Rank r gets the rows ranges[r] of x, whose pieces side by side are the whole: its own, if it
-/// has any, and those of others. Only what is asked for travels: where all ranks ask for the whole,
-/// in an all_gather, else straight to the rank that asks. Backward: the gradients of copies go back
-/// to the owner of the row, which adds them up. The result is T, each rank does its own work with
-/// it; but rows lie on several ranks, so it is not a list of tokens: a sum over tokens would
-/// count copies.
+/// Rank r gets the rows ranges[r] of x, where the pieces of all ranks side by side are the whole:
+/// its own rows, if it has any, and those of others. Only requested rows are sent: in an all_gather
+/// if all ranks ask for the whole, else straight to the rank that asks. Backward: the gradients of
+/// copies go back to the owner of the row, which adds them up. The result is T, since each rank
+/// does its own work with it. But it is not a list of tokens: rows lie on several ranks, and a sum
+/// over tokens would count copies.
 template <Axes A, auto L>
 Tensor<L> gather_ranges(const Tensor<L>& x, const SplitDim& along,
                         const std::vector<PositionRange>& ranges) {

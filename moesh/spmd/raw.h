@@ -7,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "moesh/comm/mesh.h"
@@ -28,8 +27,8 @@ namespace raw {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// A linear step between ranks that was begun: what is on its way, and what makes the results of it
-/// once it has come.
+/// A linear step between ranks that was started: the message on its way, and a function that turns
+/// it into the results.
 struct SentStep {
   comm::Handle message;
   std::function<Tensors(const at::Tensor& message)> results;
@@ -39,18 +38,18 @@ struct SentStep {
 /// Such a step, without autograd.
 using Begin = std::function<SentStep(const Tensors& xs)>;
 
-/// A step and its adjoint; nothing: all stays as it is, on a group of one rank.
+/// A step and its adjoint. Nothing: a group of one rank, where tensors stay as they are.
 struct AdjointPair {
   Begin step, adjoint;
 };
 using MaybeAdjointPair = std::optional<AdjointPair>;
 
-/// Begins the step and awaits it; backward does the same with the adjoint.
+/// Starts the step and awaits it; backward does the same with the adjoint.
 Tensors run_pair(const Tensors& xs, const MaybeAdjointPair& pair);
 
-/// The two ends apart, so that other work goes on in between: backward begins the adjoint where
-/// `wait` was called, and awaits it where this was made. What lies between in forward lies between
-/// in backward. Another piece of work of this rank goes on before either wait (base/turns.h).
+/// Start and wait as two calls, with other work in between. Backward starts the adjoint where
+/// `wait` was called, and awaits it where this object was made, so the same work is in between.
+/// Before either wait another piece of work of this rank takes its turn (base/turns.h).
 class StartedStep {
  public:
   StartedStep(Tensors xs, const MaybeAdjointPair& pair);

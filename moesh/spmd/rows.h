@@ -4,8 +4,6 @@
 // Gradients travel the same way. Where they are terms of a sum, the receiver adds them, in the
 // order of the ranks and in float32 or wider, and rounds once: what a reduction does.
 
-#include <functional>
-#include <tuple>
 #include <vector>
 
 #include "moesh/spmd/ops.h"
@@ -94,9 +92,9 @@ auto to_owners(const Tensor<L>& rows, const std::vector<std::int64_t>& send,
   return raw::exchange_rows<Tensor<with(L, A, Place::T)>>(A, send, recv, rows);
 }
 
-/// Between T and E on ep: rows on a node of their experts, on any rank of it. They are moved, put
-/// in order and summed there; to compute with them is to have forgotten one of the two hops. L is
-/// their layout at home.
+/// Rows between T and E on ep: they are on a node of their experts, on any rank of it. They may be
+/// moved, sorted and summed there; code that computes with them has forgotten one of the two hops.
+/// L is their layout at home.
 template <auto L>
 class AtNode {
  public:

@@ -39,8 +39,8 @@ auto typed_results(const Tensors& plain) {
 }
 }  // namespace raw
 
-/// Tensors that are on their way: other work goes on until `wait`, which gives them. It is not a
-/// tensor: nothing computes with what has not come.
+/// Tensors on their way: other work goes on until `wait`, which returns them. It is not a tensor,
+/// so nothing can compute with data that has not arrived.
 template <class... Out>
 class [[nodiscard]] Moving {
  public:
@@ -76,7 +76,7 @@ auto start_all_gather(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_start<A, To, Step::all_gather>(x, along, "all_gather");
 }
 
-/// The sum over the ranks, of which each keeps its slice.
+/// The sum over the ranks; each keeps its slice of it.
 template <Axes A, Place To = Place::T, auto L>
 auto reduce_scatter(const Tensor<L>& x, const SplitDim& along) {
   return raw::typed_move<A, To, Step::reduce_scatter>(x, along, "reduce_scatter");

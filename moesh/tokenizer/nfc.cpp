@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <unordered_map>
-#include <vector>
 
 #include "moesh/base/utf8.h"
 #include "moesh/tokenizer/code_points.h"

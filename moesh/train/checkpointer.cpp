@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <charconv>
 #include <chrono>
-#include <set>
 #include <sstream>
 #include <utility>
 

@@ -3,7 +3,6 @@
 // computes.
 
 #include <filesystem>
-#include <string>
 
 #include "moesh/config/merge.h"
 #include "moesh/verify/verify.h"

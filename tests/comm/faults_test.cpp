@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 
-#include "moesh/base/error.h"
 #include "moesh/comm/launch.h"
 
 namespace moesh::comm {

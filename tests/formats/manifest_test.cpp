@@ -1,7 +1,5 @@
 #include "moesh/formats/manifest.h"
 
-#include <limits>
-
 #include "moesh/base/random.h"
 #include "tests/support.h"
 

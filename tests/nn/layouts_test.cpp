@@ -6,8 +6,6 @@
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
-#include <functional>
-
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/nn/experts.h"
 #include "moesh/nn/mlp.h"

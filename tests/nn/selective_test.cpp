@@ -7,7 +7,6 @@
 
 #include "moesh/fsdp/fsdp.h"
 #include "moesh/fsdp/recompute.h"
-#include "moesh/kernels/attention.h"
 #include "moesh/kernels/meta/dry_run.h"
 #include "moesh/nn/attention_functions.h"
 #include "moesh/nn/experts.h"

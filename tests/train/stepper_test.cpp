@@ -11,7 +11,6 @@
 #include "moesh/base/random.h"
 #include "moesh/config/merge.h"
 #include "moesh/fsdp/fsdp.h"
-#include "moesh/fsdp/reshard.h"
 #include "moesh/train/build.h"
 #include "tests/expect_error.h"
 #include "tests/train/graphs_on_cpu.h"

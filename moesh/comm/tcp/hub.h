@@ -5,8 +5,6 @@
 // ranks that have failed.
 
 #include <map>
-#include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>

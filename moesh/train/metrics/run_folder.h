@@ -10,7 +10,6 @@
 #include <chrono>
 #include <filesystem>
 #include <optional>
-#include <string>
 
 #include "moesh/config/config.h"
 #include "moesh/train/metrics/append_file.h"

@@ -2,7 +2,6 @@
 // Collects the records of all ranks on rank 0.
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "moesh/base/timeline.h"
