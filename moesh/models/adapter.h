@@ -31,7 +31,7 @@ struct Lora {
   bool any() const { return !targets.empty(); }
   /// alpha / rank, or alpha / sqrt(rank).
   double scale(const Target& target) const;
-  /// For a model that is made: takes the names of its parameters.
+  /// The function that a model takes: from the name of a weight to its adapter.
   nn::LoraOf of() const;
 };
 
@@ -48,9 +48,9 @@ std::vector<std::string> lora_names(const AnyConfig& config);
 /// routed experts.
 inline constexpr const char* kAllLinear = "all-linear";
 
-/// Those that `targets` means, with ranks and alphas of `values`. Names are separated by commas;
-/// each is the whole name of a weight or its end, from a dot on, or a regular expression that the
-/// whole name matches. Throws Error (config) where one matches nothing.
+/// The weights that `targets` names, with the ranks and alphas of `values`. Names are separated by
+/// commas. Each is the whole name of a weight, or its end from a dot on, or a regular expression
+/// for the whole name. Throws Error (config) if one matches nothing.
 Lora find_targets(const AnyConfig& config, const std::string& targets,
                   const formats::AdapterConfig& values);
 

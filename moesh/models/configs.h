@@ -1,6 +1,6 @@
 #pragma once
-// The configurations of all models, side by side: what is a model's own besides config.h. What they
-// do is in the source of each.
+// The configurations of all models, side by side: the keys of each model besides those of config.h.
+// What they do is in the source of each.
 
 #include <optional>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace moesh::models {
 
-/// The mixture of DeepSeek-V3, which others have taken over: first layers dense, then shared
+/// The mixture of DeepSeek-V3, which other models have as well: first layers dense, then shared
 /// experts beside routed ones, node-limited sigmoid routing, and balance by an expert bias. Part of
 /// a configuration, beside a DecoderConfig.
 struct DeepseekMoe {

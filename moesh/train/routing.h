@@ -1,7 +1,7 @@
 #pragma once
-// The experts of every token, in files: moe.record writes them, moe.replay reads them. A file is of
-// one step, an .npy of [L, T, K] whole numbers: MoE layers, tokens of the step in the order of the
-// data, top-k.
+// Files with the experts of every token: moe.record writes them, moe.replay reads them. There is
+// one file for each step, an .npy of [L, T, K] integers: MoE layers, tokens of the step in the
+// order of the data, top-k.
 
 #include <cstdint>
 #include <filesystem>
@@ -49,7 +49,7 @@ class RoutingFiles {
  public:
   RoutingFiles(const Config& config, const models::Model& model, comm::Group& world);
 
-  /// With the probe for them, where there is either.
+  /// The options with the probe for recording or replaying, if either is on.
   StepOptions with_probe(StepOptions options);
   void begin_step(std::int64_t step);
   /// Returns when the file of the step is on the disk.

@@ -1,6 +1,6 @@
 #pragma once
 // One optimizer step: the gradients of all micro-batches, their norm, the update, the expert bias.
-// The host hands all of it to the device without a wait, and then reads what the step gave, once.
+// The host queues all of it on the device without waiting, and then reads the results once.
 
 #include <array>
 #include <optional>
@@ -78,11 +78,11 @@ UnreadStep start_gradients(models::Model& model, std::vector<models::MicroBatch>
 /// bias; or, where it must, skips all of it.
 void start_update(models::Model& model, optim::Optimizer& optimizer, UnreadStep& step,
                   const StepOptions& options);
-/// Waits, and reads all of it at once. A check of a token or a label that has failed throws here,
-/// on the rank which found it.
+/// Waits, and reads all of it at once. A failed check of a token or a label throws here, on the
+/// rank that found it.
 StepResult read(const UnreadStep& step);
 
-/// float64 zeros: what a rank adds to a sum over tokens of which it has no term.
+/// float64 zeros: the term of a rank that has nothing to add to a sum over tokens.
 nn::TokenSum no_term(at::IntArrayRef sizes, const at::TensorOptions& options);
 
 /// A whole step with one wait, at its end.

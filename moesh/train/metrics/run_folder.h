@@ -29,7 +29,7 @@ struct RunFacts {
   double peak_tflops = 0;  // of all devices; 0: unknown
   /// The estimated peak memory of a rank in bytes, if it was estimated.
   std::optional<std::int64_t> estimated_memory = {};
-  /// On the CPU, where the memory of the process is measured: what it held before the model.
+  /// On the CPU, where the memory of the process is measured: its memory before the model.
   std::optional<double> memory_before_gib = {};
 };
 
@@ -40,7 +40,7 @@ struct RunFacts {
 /// files.
 AppendFile open_run_folder(const std::filesystem::path& folder, std::int64_t first_step);
 
-/// Notes in the folder, which is open, what starts now.
+/// Notes the start of a run in the open folder.
 void describe_start(const config::Config& config, const RunFacts& facts);
 
 }  // namespace moesh::train

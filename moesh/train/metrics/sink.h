@@ -95,7 +95,7 @@ formats::JsonObject to_json(const StepRecord& record);
 
 class JsonlSink final : public MetricSink {
  public:
-  /// Writes folder/metrics.jsonl: see open_run_folder for what becomes of one that is there.
+  /// Writes folder/metrics.jsonl. open_run_folder says what happens to an existing one.
   JsonlSink(const std::filesystem::path& folder, std::int64_t first_step);
 
   /// Each line is in the file before the next step begins, for programs that follow the run. A line

@@ -40,9 +40,9 @@ struct ProfilerEvent {
   std::int64_t begin = 0, end = 0;
 };
 
-/// The kernels among them. Each is of the rank for which the thread works that launched it, or in
-/// which the op ran that did. Where neither is known it is of the rank that has all other kernels
-/// of its stream.
+/// The kernels among them, by rank. A kernel belongs to the rank of the thread that launched it, or
+/// of the thread whose op launched it. If neither is known, it belongs to the rank that has all
+/// other kernels of its stream.
 std::vector<KernelSpan> kernels_of(const std::vector<ProfilerEvent>& events,
                                    const std::function<int(std::int64_t thread)>& rank_of);
 
@@ -85,10 +85,9 @@ class RecordCollectives final : public comm::ThreadObserver {
 
 // The operators of LibTorch, in the Timeline of a rank.
 
-/// While it lives, every operator of this thread is a slice of its Timeline: backward is, too,
-/// since it runs in the very thread of the rank. LibTorch's own profiler knows of threads, and not
-/// of ranks; here nothing is to be told apart afterwards, and the clock is that of all other
-/// slices.
+/// While it lives, every operator of this thread is a slice of its Timeline, including backward,
+/// which runs in the thread of the rank. LibTorch's own profiler knows threads, not ranks; here
+/// slices need not be assigned to ranks afterwards, and have the same clock as all others.
 class RecordOperators {
  public:
   RecordOperators();
