@@ -93,8 +93,8 @@ void load_biases_apart(const std::filesystem::path& folder, models::Model& model
                        const std::set<std::string>& among_weights) {
   const auto source = state_of(folder);
   if (!source) return;
-  std::vector<Part> parts;
-  for (const Part& part : weight_parts(model)) {
+  std::vector<TensorPart> parts;
+  for (const TensorPart& part : weight_parts(model)) {
     const auto kept = master_name(part.name);
     if (among_weights.contains(part.name) || !source->tensors().contains(kept)) continue;
     parts.push_back(part);
@@ -116,7 +116,7 @@ void load_weights(const std::filesystem::path& folder, const Config& config, mod
   std::set<std::string> known;
   for (const auto& t : table.tensors)
     for (const auto& s : t.sources) known.insert(s.param);
-  std::vector<Part> parts;
+  std::vector<TensorPart> parts;
   for (const auto& part : weight_parts(model))
     if (known.contains(part.name)) parts.push_back(part);
   const checkpoint::Loader loader(source, table);
@@ -143,7 +143,7 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
   if (!source || models::facts(models::config_of(checkpoint::read_config(folder), described))
                      .stores_expert_bias)
     return false;
-  std::vector<Part> biases;
+  std::vector<TensorPart> biases;
   for (const auto& [name, found] : source->tensors())
     if (name.ends_with(master_name(".expert_bias")))
       biases.push_back(
@@ -151,7 +151,7 @@ bool keeps_bias_apart(const std::filesystem::path& folder) {
   const auto table = own_names(biases);
   checkpoint::Loader(*source, table).load(biases);
   return std::any_of(biases.begin(), biases.end(),
-                     [](const Part& p) { return p.value.any().item<bool>(); });
+                     [](const TensorPart& p) { return p.value.any().item<bool>(); });
 }
 
 void load_initial_weights(const Config& config, models::Model& model,
