@@ -34,8 +34,8 @@ class WithIgnored : public data::Dataset {
         random_(static_cast<std::uint64_t>(c.config.data.seed), "verify labels"),
         fraction_(c.ignored) {}
 
-  data::MeshSample get(std::int64_t index) const override {
-    data::MeshSample sample = all_->get(index);
+  data::Sample get(std::int64_t index) const override {
+    data::Sample sample = all_->get(index);
     std::int64_t document = 0, before = sample.documents.front();
     for (size_t i = 0; i < sample.documents.size(); ++i) {
       const auto token = static_cast<std::uint64_t>(index) * sample.documents.size() + i;
