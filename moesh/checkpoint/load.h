@@ -90,12 +90,11 @@ class TensorFolder {
 /// Throws Error (data) unless the folder has the tensors of the table with their shapes, and no
 /// others: it lists those that are missing and those that are unexpected.
 void check_names(const TensorFolder& folder, const formats::DiskTable& table);
-/// Tells the user which tensors of the folder are not read though they hold something of their own:
-/// those that the table leaves out, and copies that are not what they are copies of, as far as a
-/// sample of their bytes shows.
+/// Warns of tensors in the folder that are not read although they have values of their own: those
+/// that the table leaves out, and copies that differ from the tensor that they should repeat, as
+/// far as a sample of their bytes shows.
 void tell_left_out(const TensorFolder& folder, const formats::DiskTable& table);
-/// The layout in which the folder has its experts; where none fits, check_names of the nearest one
-/// throws.
+/// The layout of the experts in the folder; if none fits, check_names of the nearest one throws.
 formats::ExpertLayout find_layout(const TensorFolder& folder, const formats::ModelOnDisk& model);
 
 /// A rank's part of a parameter that stays quantized.
@@ -115,9 +114,9 @@ class Loader {
   /// (data) that names its tensor.
   void load(const std::vector<TensorPart>& parts, const Heartbeat& heartbeat = {},
             bool must_be_finite = false) const;
-  /// The same of what stays as it is in the folder: codes and scales. All numbers must be finite.
+  /// The same for parameters that stay quantized: codes and scales. All numbers must be finite.
   void load(const std::vector<QuantizedPart>& parts, const Heartbeat& heartbeat = {}) const;
-  /// By their names the parameters that the folder has quantized, all numbers of each in one way.
+  /// The parameters that are quantized in the folder, by name; each has one format.
   std::map<std::string, kernels::Quantization> quantization() const;
   /// The type in which the folder has a parameter.
   formats::Dtype dtype_of(const std::string& param) const;

@@ -26,7 +26,7 @@ struct TensorPart {
 /// that is split like it.
 TensorPart part_of(const Stored& w);
 TensorPart part_of(const Stored& w, const std::string& name, const at::Tensor& value);
-/// Something that every rank has all of. Rank 0 writes it.
+/// A tensor that every rank has whole. Rank 0 writes it.
 TensorPart replicated_part(const std::string& name, const at::Tensor& value, int rank);
 
 std::int64_t num_elements(const Sizes& sizes);
@@ -65,8 +65,8 @@ struct BoxWithValues {
   Region box;
   at::Tensor value;  // [box.length]
 };
-/// Puts boxes together that are neighbours along one dimension, so that what is interleaved on disk
-/// makes long runs.
+/// Joins boxes that are neighbours along one dimension, so that interleaved tensors are written in
+/// long runs.
 std::vector<BoxWithValues> merged(std::vector<BoxWithValues> boxes);
 
 }  // namespace moesh::checkpoint

@@ -11,7 +11,7 @@
 
 namespace moesh::checkpoint {
 
-/// Tensors that are saved together, and what this rank has of the parameters that they are made of.
+/// Tensors that are saved together, and this rank's parts of the parameters that they are made of.
 struct TensorSet {
   // Files are <prefix>-00001-of-00002.safetensors; or it is the name of one: x.safetensors.
   std::string prefix;
@@ -45,8 +45,8 @@ PartsByName by_name(const std::vector<TensorPart>& parts);
 
 /// Whether this rank owns any of a tensor.
 bool owns_some(const PlannedTensor& tensor, const PartsByName& parts);
-/// Writes what this rank owns of a tensor. Threads may write different tensors at the same time,
-/// each through a CheckpointFile of its own.
+/// Writes this rank's part of a tensor. Threads may write different tensors at the same time, each
+/// through a CheckpointFile of its own.
 void write_tensor(CheckpointFile& out, const PlannedTensor& tensor, const PartsByName& parts);
 
 }  // namespace moesh::checkpoint

@@ -104,7 +104,7 @@ struct ParallelismSection {
   std::int64_t ranks_per_node = 0;
 };
 
-/// Parameters that learn in another way than the others.
+/// A group of parameters with its own learning rate or weight decay.
 struct GroupSection {
   std::string match = "";
   double lr_scale = 1;
@@ -232,7 +232,7 @@ struct Config {
 /// and what would work. world_size 0: the number of ranks of the mesh.
 void validate(const Config& config, int world_size = 0);
 
-/// "training.steps is 0 (run.toml:3)": how every message begins. Takes model keys too.
+/// "training.steps is 0 (run.toml:3)", the beginning of every message. Takes model keys too.
 std::string describe_option(const Config& config, const std::string& option);
 
 /// Every option with its effective value and where it came from, as TOML: --config reads it back.

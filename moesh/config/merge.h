@@ -1,6 +1,6 @@
 #pragma once
-// How a Config is made: settings from the weakest to the strongest, the model that they name, its
-// keys, every rule, in one pass. What comes out is closed.
+// Makes a Config in one pass: settings from the weakest to the strongest, the model that they name,
+// its keys, every rule. The result is closed.
 
 #include <optional>
 #include <string>
@@ -33,8 +33,8 @@ struct RequestedModel {
 /// --max-minutes. The settings of the file come first, wherever it is named.
 Settings read_arguments(const std::vector<std::string>& args);
 
-/// The same of a program that has values and not words: options by their names, or the short forms
-/// (mesh, model, steps, ...) and config. `origin` is what messages call the program.
+/// The same for a program that has values instead of words: options by their names, or the short
+/// forms (mesh, model, steps, ...) and config. Messages call the program `origin`.
 Settings read_values(const std::vector<std::pair<std::string, Value>>& values,
                      const std::string& origin);
 

@@ -17,7 +17,7 @@ namespace moesh::data {
 /// bits. A batch has int64, which is what an embedding takes.
 using TokenId = std::int32_t;
 
-/// In Sample::documents: a token that fills up a sequence; nothing is learned of it.
+/// In Sample::documents: padding, which has no label.
 constexpr std::int64_t kPadding = -1;
 
 /// sequence_length + 1 tokens: input and label of every position. Tokens side by side with the same

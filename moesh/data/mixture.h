@@ -27,7 +27,7 @@ class Mixture : public Dataset {
   std::int64_t vocab_size() const override;
   std::string describe() const override;
 
-  /// Which part, and its how manieth sample.
+  /// A part, and the number of a sample in it.
   struct SourceIndex {
     std::size_t part;
     std::int64_t index;

@@ -33,8 +33,8 @@ class TokenOutput {
     bool is_complete = false;                         // only names are left to change
   };
 
-  /// Goes on with what a run with the same `work` (a text that says all that matters) has left;
-  /// what has skipped lines only where this one `skips_errors`, too.
+  /// Continues the output of a run with the same `work` (a text with everything that matters).
+  /// Output that has skipped lines is continued only if this run `skips_errors` as well.
   TokenOutput(std::string prefix, formats::IdType type, std::string work, bool skips_errors,
               bool has_mask);
 

@@ -22,9 +22,9 @@ struct ChooseOptions {
   void validate() const;
 };
 
-/// The id of one of the tokens whose logits [V] these are; `index` is the number of the choice, so
-/// that a text depends on the seed and on nothing that happened before. Of equal logits the first
-/// is taken, and is the likelier for top_p.
+/// Chooses a token by its logits [V]. `index` is the number of the choice, so that a text depends
+/// on the seed only, not on what happened before. Of equal logits the first is taken, and counts as
+/// the likelier one for top_p.
 std::int64_t choose_token(const at::Tensor& logits_V, const ChooseOptions& options,
                           std::int64_t index);
 
