@@ -24,12 +24,12 @@ class CheckpointFile : public formats::OutputFile {
 formats::BlockSums write_file(const std::filesystem::path& path, std::string_view bytes);
 /// Returns when the names in a folder are on the disk.
 void sync_folder(const std::filesystem::path& path);
-/// With the folders above it; nothing where it is there.
+/// Makes a folder, and the folders above it; nothing if it exists.
 void make_folders(const std::filesystem::path& path);
-/// The path of a folder that does not exist yet.
+/// Makes a folder that must not exist yet.
 void make_new_folder(const std::filesystem::path& path);
 void rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
-/// Both exist, and swap names in one step; false where the file system cannot do that.
+/// Swaps the names of two existing folders in one step; false if the file system cannot do that.
 bool exchange_folders(const std::filesystem::path& a, const std::filesystem::path& b);
 /// Removes everything in a folder except the names in `kept`. The manifest is removed last, so that
 /// a half-removed folder still says that moesh made it. A link is removed, its target stays.
