@@ -139,8 +139,7 @@ bool TokenOutput::read_state(bool skips_errors) {
   if (!formats::exists(path(kProgress))) return false;
   const auto json = formats::read_json(path(kProgress));
   const auto number = [&](const char* key) { return json.at(key, path(kProgress)).as_int(key); };
-  // A run that has written nothing, such as one that stopped at its first lines, is in no one's
-  // way.
+  // A run that has written nothing, such as one that stopped at its first lines, may be replaced.
   const bool is_other = json.at("work", path(kProgress)).as_text("work") != work_;
   if (is_other && number("documents") == 0) return false;
   MOESH_CHECK(
